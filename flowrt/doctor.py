@@ -189,7 +189,7 @@ def emulation_checks(error_seconds: float, is_fine: bool, graph: Graph | None = 
 def detector_check(times: ProcessTimes | None, activity: Activity | None) -> Check:
     """The evidence that this machine gives the failure detector. `times` and `activity` are those of this process."""
     if times is not None and activity is not None:
-        return Check("detector", True, "/proc says which processes are stopped, busy or asleep")
+        return Check("detector", True, "/proc shows which processes are stopped, busy or asleep")
     text = "no /proc/PID/schedstat: only closed connections and operations beyond their bounds mark a process dead"
     return Check("detector", False, text, "a Linux kernel with CONFIG_SCHED_INFO also finds processes that are stopped or blocked")
 

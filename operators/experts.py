@@ -83,7 +83,7 @@ class Experts:
         found = self._kernels.sort_by_expert(x_RH, row_P, expert_P, held.place_E, len(held.expert_ids))
         if found is None:
             absent = sorted(set(expert_P.tolist()) - set(held.expert_ids))
-            raise ValueError(f"layer {layer}: experts {absent} were asked for but are not held here; held are {sorted(held.expert_ids)}")
+            raise ValueError(f"layer {layer}: experts {absent} were requested but are not held here; held are {sorted(held.expert_ids)}")
         sorted_PH, place_P, counts_E = found
         y_PH = self._run_in_blocks(held, sorted_PH, counts_E) if self._blocks.strict else held.experts.run(sorted_PH, counts_E)
         return y_PH, place_P

@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class ModelError(ValueError):
-    """A model directory that cannot be served. Its one-line message says what is wrong, where, and what is expected."""
+    """A model directory that cannot be served. Its one-line message gives the error, its place and the expected value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -254,9 +254,9 @@ def _bits_in_blocks(function: Function, rows: Sequence[Tensor], size: int, num_r
 
 def _bits(function: Function, rows: Sequence[Tensor]) -> Tensor:
     """All results for each row, intermediate ones included, as bytes [T, n]. Inputs are copied, since it may overwrite them."""
-    copies = [x.clone(memory_format=torch.contiguous_format) for x in rows]
+    inputs = [x.clone(memory_format=torch.contiguous_format) for x in rows]
     watch = _Recorder(rows[0].shape[0])
     with watch:
-        result = function(*copies)
+        result = function(*inputs)
     watch.note(_as_tuple(result))
     return watch.bits()

@@ -51,7 +51,7 @@ class StepLayout:
         page_size: int,
         device: torch.device | str = "cpu",
     ) -> StepLayout:
-        """The layout of a step in which sequence s brings its last query_lengths[s] of kv_lengths[s] tokens.
+        """The layout of a step in which sequence s has its last query_lengths[s] of kv_lengths[s] tokens.
 
         Raises ValueError when the lists do not match or a page table is too short for its context.
         """

@@ -81,7 +81,7 @@ class Checkpoint:
             for name in self._header(path):
                 if name in self._files:
                     both = f"{self._files[name].name} and {path.name}"
-                    raise ModelError(f"{self.directory}: tensor {name} is in {both}; an index ({INDEX_NAME}) must say which counts")
+                    raise ModelError(f"{self.directory}: tensor {name} is in {both}; an index ({INDEX_NAME}) must name the file to use")
                 self._files[name] = path
 
     def stored(self, name: str) -> StoredTensor:
@@ -91,7 +91,7 @@ class Checkpoint:
             raise ModelError(f"tensor {name} is missing from the checkpoint in {self.directory}")
         tensor = self._header(path).get(name)
         if tensor is None:
-            raise ModelError(f"tensor {name} is missing from {path}, where {INDEX_NAME} says it is")
+            raise ModelError(f"tensor {name} is missing from {path}, which {INDEX_NAME} names for it")
         if tensor.stored_dtype not in STORED_DTYPES:
             raise ModelError(f"tensor {name} in {path} is stored as {tensor.stored_dtype}; {', '.join(STORED_DTYPES)} are supported")
         return tensor
@@ -115,7 +115,7 @@ class Checkpoint:
         family = family_named(config.family)
         layouts = family.parts.get(part)
         if not layouts:
-            raise ModelError(f"model family {family.name} does not say where part {part!r} lies ({PARTS.get(part, 'unknown part')})")
+            raise ModelError(f"model family {family.name} does not define the tensors of part {part!r} ({PARTS.get(part, 'unknown part')})")
         found = [layout for layout in layouts if all(_fill(piece, layer, expert) in self._files for piece in layout)]
         if not found:
             missing = [_fill(piece, layer, expert) for piece in layouts[0] if _fill(piece, layer, expert) not in self._files]
@@ -127,7 +127,7 @@ class Checkpoint:
             start += self._read_piece(_fill(piece, layer, expert), piece, config.num_experts, expert, shape, out, start)
         if start != shape[0]:
             names = " + ".join(_fill(piece, layer, expert) for piece in found[0])
-            raise ModelError(f"{names} in {self.directory} have {start} rows; config.json asks for {shape[0]}")
+            raise ModelError(f"{names} in {self.directory} have {start} rows; config.json requires {shape[0]}")
         return out
 
     def _read_piece(self, name: str, piece: Piece, num_experts: int, expert: int, shape: tuple[int, ...], out: Tensor, start: int) -> int:
@@ -141,7 +141,7 @@ class Checkpoint:
             offset += expert * prod(taken) * stored.dtype.itemsize
         placed = tuple(reversed(taken)) if piece.transpose else taken
         if len(placed) != len(shape) or placed[1:] != shape[1:] or start + placed[0] > shape[0]:
-            fits = f"does not fit the {list(shape)} that config.json asks for"
+            fits = f"does not fit the {list(shape)} that config.json requires"
             raise ModelError(f"tensor {name} in {stored.path} has shape {list(stored.shape)}, which {fits}")
         destination = out[start : start + placed[0]]
         if piece.transpose:

@@ -32,9 +32,9 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 GRACE_SECONDS = 20.0  # for what ends by itself soon: a killed process, a stopping task or thread
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY_PREFIXES = ("flowrt", "torch_", "psm_", "sem.")  # names of others (a browser's) are not our business
-_IGNORED_DESCRIPTORS = ("/dev/nvidia", "/dev/urandom")  # opened once by libraries and kept for the process's life
+_IGNORED_DESCRIPTORS = ("/dev/nvidia", "/dev/urandom")  # opened once by libraries and kept until the process ends
 
-# How long an example takes says nothing on a machine that others use too. The same examples on every machine: a failure can be met again.
+# The duration of an example proves nothing on a shared machine. The same examples on every machine: a failure can be met again.
 settings.register_profile("flowrt", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("flowrt")
 

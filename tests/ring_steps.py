@@ -6,7 +6,7 @@ buffer first, as on x86 (TSO): its owner sees it at once, the other end after a 
 fence or an exchange waits until the buffer is empty. So a missing fence shows. The bytes of a record are one step for the envelope and
 payload, written to memory at once. Reorderings that x86 does not do are not explored.
 
-The search is depth first and without snapshots: each run starts anew, repeats the choices so far, and goes on until both ends are done or
+The search is depth first and without snapshots: each run restarts, repeats the choices so far, and goes on until both ends are done or
 the state was seen before. A state is the memory, the store buffers, pending wake-ups, and what each end knows: its own cursors when its
 call began, and what it has read since. Steps that the other end cannot notice (a store into the buffer, a fence that need not wait, a word
 that it never reads) are made at once.
@@ -102,7 +102,7 @@ class End:
             self.run.stopped.release()
 
     def begin(self, *state: object) -> None:
-        """Nothing that it has read before matters, but for what `state` says."""
+        """Only `state` keeps what it has read before."""
         self.seen = [state]
 
     def wait(self) -> None:

@@ -264,7 +264,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
-        """A channel to whoever listens at `address`. `key` is 32 bytes; both sides prove it. No time-out of its own.
+        """Opens a channel to the process that listens at `address`. `key` is 32 bytes; both sides prove it. No time-out of its own.
 
         Raises AddressError (no listener), HandshakeError, UnavailableError.
         """

@@ -279,5 +279,5 @@ def from_message(message: Message) -> Control:
     """Decode a control message. Raises msgspec.ValidationError for any other message."""
     struct = _BY_KIND.get(message.kind)
     if struct is None:
-        raise msgspec.ValidationError(f"{message.kind!r} is no control message")
+        raise msgspec.ValidationError(f"{message.kind!r} is not a control message")
     return message.decode_header(struct)

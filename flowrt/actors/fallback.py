@@ -58,7 +58,8 @@ class FallbackChannel(Channel):
         self._past = ChannelStatistics()  # of channels that broke
         self._opened: asyncio.Future[None] = self._loop.create_future()  # done when there is a channel to try, or none will be
         self._resending: asyncio.Task[None] | None = None
-        self._reopening: asyncio.Task[Channel] | None = None
+        self._current: asyncio.Future[Channel] = self._loop.create_future()  # gives the channel in use, or the next one
+        self._current.set_result(channel)
         self._failure: str | None = None
         self._closed = self._ended = self._receiving = False
         self._broke: list[str] = []  # schemes that broke
@@ -223,16 +224,15 @@ class FallbackChannel(Channel):
         if self._resending is not None:
             self._resending.cancel()
         self._opened = self._loop.create_future()
-        self._reopening = self._loop.create_task(self._next_channel(broken, error), name=f"fall back to {self.peer.name}")
+        self._current = self._loop.create_task(self._next_channel(broken, error), name=f"fall back to {self.peer.name}")
 
     async def _fall_back(self) -> None:
         """Wait for the next channel. If this call is cancelled, the next `recv` continues the wait."""
-        assert self._reopening is not None
-        await asyncio.wait([self._reopening])
+        await asyncio.wait([self._current])
         if self._closed or self._channel is not None or self._failure is not None:
             return
         try:
-            channel = self._reopening.result()
+            channel = self._current.result()
         except (TransportError, asyncio.CancelledError) as error:
             self._fail(str(error) or "closed")
             return
@@ -296,13 +296,12 @@ class FallbackChannel(Channel):
     async def aclose(self) -> None:
         self._closed = True
         self._wake()
-        tasks: list[asyncio.Task[None] | asyncio.Task[Channel]] = [task for task in (self._resending, self._reopening) if task is not None]
+        tasks = [task for task in (self._resending, self._current) if task is not None]
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        if self._reopening is not None and not self._reopening.cancelled() and self._reopening.exception() is None:
-            await self._reopening.result().aclose()
+        await asyncio.wait(tasks)
+        if not self._current.cancelled() and self._current.exception() is None:
+            await self._current.result().aclose()
         if self._channel is not None:
             await self._channel.aclose()
         self.buffer.kept.clear()

@@ -14,9 +14,9 @@ from flowrt.reliability.detector import LAG_SECONDS
 from flowrt.seams import Clock, Running
 
 HEARTBEAT_SECONDS = 0.1
-LAUNCHER_HEARTBEAT_SECONDS = 0.05  # silence counts up to its latest beat, so that is how much later a verdict comes
-STILL_SHARE = 0.01  # of the time: who uses less of a processor than this only looks whether it may go on
-TOLD_SECONDS = 0.3  # a longer standstill is reported
+LAUNCHER_HEARTBEAT_SECONDS = 0.05  # silence counts up to its latest heartbeat, so a verdict comes later by this much
+STILL_SHARE = 0.01  # of the time: an operation that uses less of a processor only checks whether it may continue
+REPORTED_SECONDS = 0.3  # a longer standstill is reported
 
 
 class HeartbeatSources(Protocol):
@@ -31,16 +31,20 @@ class HeartbeatSources(Protocol):
 
 
 async def send_heartbeats(
-    sources: HeartbeatSources, clock: Clock, say: Callable[[Control], None], heartbeat_seconds: float = HEARTBEAT_SECONDS, process: str = ""
+    sources: HeartbeatSources,
+    clock: Clock,
+    send: Callable[[Control], None],
+    heartbeat_seconds: float = HEARTBEAT_SECONDS,
+    process: str = "",
 ) -> NoReturn:
-    """Pass a Heartbeat to `say` every `heartbeat_seconds` until cancelled, the first one at once. `say` must not wait."""
+    """Pass a Heartbeat to `send` every `heartbeat_seconds` until cancelled, the first one at once. `send` must not wait."""
     watch = OperationWatch(heartbeat_seconds)
     sequence, now = 0, clock.now()
     due = now
     while True:
         lag = now - due
         label, running_seconds, bound_seconds = watch.look(now, sources.running)
-        say(
+        send(
             Heartbeat(
                 sequence=sequence,
                 lag_seconds=lag if lag > LAG_SECONDS else 0.0,  # the loop may compute for so long itself
@@ -53,7 +57,7 @@ async def send_heartbeats(
             )
         )
         sequence += 1
-        due += heartbeat_seconds  # a late beat delays no later one ...
+        due += heartbeat_seconds  # a late heartbeat delays no later one ...
         if due <= now:
             due = now + heartbeat_seconds  # ... and missed ones are not made up for
         await clock.sleep(max(0.0, due - clock.now()))
@@ -91,6 +95,6 @@ class OperationWatch:
                 self._still += passed
         self._looked, self._computed, self._queued = now, computed or 0.0, running.queued_seconds
         seconds, still = self._seconds, self._still
-        label = repr(running.label) if still < TOLD_SECONDS else f"{running.label!r}, which has not computed for {still:.2f} s,"
+        label = repr(running.label) if still < REPORTED_SECONDS else f"{running.label!r}, which has not computed for {still:.2f} s,"
         bound = running.bound_seconds
         return label, seconds, bound if not still else min(bound, seconds - still + running.still_seconds)

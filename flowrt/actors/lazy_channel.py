@@ -1,12 +1,12 @@
 """Lazy channels: the end that sends first opens the channel, without a third process.
 
 The opening is a pure table (state, event) -> (state, actions); LazyChannel performs the actions. links.py listens and routes
-incoming connections to their link. After EaaS, section 4.4 (figure 7), whose steps are, in ours:
+incoming connections to their link. The steps of EaaS, section 4.4 (figure 7), correspond to:
 
     hello: version, identity, endpoint     the transport's handshake: the caller's hello (transports/wire/handshake.py)
-    mirrored answer                        the listener's hello and its proof of the key, under both hellos
+    mirrored response                      the listener's hello and its proof of the key, under both hellos
     state change notified                  ADOPT and NOTIFY below: tasks that wait for the channel continue
-    buffers registered, keys exchanged     the caller's proof brings memory, descriptors or endpoint and keys (rendezvous.py)
+    buffers registered, keys exchanged     the caller's proof carries memory, descriptors or endpoint and keys (rendezvous.py)
     both mark ready                        the accepting end sends READY_KIND on the accepted call; then both ends are READY
 
 If both ends call at once, one channel results: the call of the end that comes first in the graph. That end refuses the other call by
@@ -37,7 +37,7 @@ RETRY_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # waits between calls, the firs
 async def connect_with_retries(call: Call) -> Channel:
     """The channel of the first call that succeeds. Raises TransportError: AddressError at once, since no process listens there.
 
-    A handshake that was interrupted, or timed out on a busy machine, does not show that the peer is gone, so it is tried again.
+    A handshake that was interrupted, or timed out on a busy machine, does not show that the peer has ended, so it is tried again.
     """
     for seconds in RETRY_SECONDS:
         try:
@@ -61,9 +61,9 @@ class LazyState(Enum):
 class Event(Enum):
     WANTED = "wanted"  # a message is to be sent
     ARRIVED = "arrived"  # the other end's call, proved and accepted
-    OPENED = "opened"  # our call was answered and marked ready
-    REFUSED = "refused"  # it was answered and closed again, unmarked
-    FAILED = "failed"  # it was not answered
+    OPENED = "opened"  # our call was accepted and marked ready
+    REFUSED = "refused"  # it was accepted and closed again, unmarked
+    FAILED = "failed"  # it was not accepted
     CLOSE = "close"
 
 
@@ -100,7 +100,7 @@ _COMMON: dict[tuple[LazyState, Event], Step] = {
     (LazyState.LOST, Event.CLOSE): (LazyState.CLOSED, (_A.NOTIFY,)),
     **{(LazyState.CLOSED, event): (LazyState.CLOSED, (_A.DROP,) if event in (Event.ARRIVED, Event.OPENED) else ()) for event in Event},
 }
-# Where both call at once, the end that comes first in the graph keeps its own call and the other one gives way.
+# Where both call at once, the end that comes first in the graph keeps its own call and the other end drops its own.
 FIRST: dict[tuple[LazyState, Event], Step] = {
     **_COMMON,
     (LazyState.CALLING, Event.ARRIVED): (LazyState.CALLING, (_A.DROP,)),
@@ -143,7 +143,7 @@ class LazyChannel(Channel):
     def send_nowait(self, message: Message) -> bool:
         if self._channel is not None:
             return self._channel.send_nowait(message)
-        check_limits(message, message.payload_bytes, self._limits)  # now, while its sender can be told
+        check_limits(message, message.payload_bytes, self._limits)  # now, while its sender can get the error
         self._step(Event.WANTED)
         self._raise_if_ended()
         return False
@@ -155,16 +155,16 @@ class LazyChannel(Channel):
         await (await self._ready(wanted=True)).send_acknowledged(message)
 
     async def recv(self) -> Message:
-        if self._channel is None:
+        channel = self._channel
+        if channel is None:
             if self._receiving:
                 raise BusyChannelError("another task is in recv of this channel")
             self._receiving = True
             try:
-                await self._ready(wanted=False)
+                channel = await self._ready(wanted=False)
             finally:
                 self._receiving = False
-        assert self._channel is not None
-        return await self._channel.recv()
+        return await channel.recv()
 
     def recv_nowait(self) -> Message | None:
         if self._channel is not None:
@@ -205,26 +205,25 @@ class LazyChannel(Channel):
     def _step(self, event: Event, channel: Channel | None = None) -> None:
         self.state, actions = self._table[self.state, event]
         for action in actions:
-            match action:
-                case Action.CALL:
+            match action, channel:
+                case Action.CALL, _:
                     self._calling = self._loop.create_task(self._open(), name=f"call {self.peer.name}")
-                case Action.HANG_UP:
+                case Action.HANG_UP, _:
                     if self._calling is not None:
                         self._calling.cancel()
-                case Action.MARK:
-                    assert channel is not None
-                    if not self._mark(channel):  # the mark must go first: adopt the channel once it has gone
+                case Action.MARK, Channel():
+                    if not self._mark(channel):  # the mark must go first: adopt the channel once it is sent
                         self._unmarked = channel
                         self._aside(self._adopt_late(channel), "ready")
                         return
-                case Action.ADOPT:
-                    assert channel is not None
+                case Action.ADOPT, Channel():
                     self._adopt(channel)
-                case Action.DROP:
-                    assert channel is not None
+                case Action.DROP, Channel():
                     self._aside(channel.aclose(), "too late")
-                case Action.NOTIFY:
+                case Action.NOTIFY, _:
                     self._notify()
+                case _:
+                    raise AssertionError(f"{event} came without a channel to {action.value}")
 
     def _mark(self, channel: Channel) -> bool:
         """False when the channel has no room for the mark now."""

@@ -20,7 +20,7 @@ _OVER = (None,)  # stands for the outbox of a link that has ended: it is not emp
 
 
 class LinkLostError(Exception):
-    """A link has ended: its peer is gone or sent a bad message. `peer` is the name of its process."""
+    """A link has ended: its peer has ended or sent a bad message. `peer` is the name of its process."""
 
     def __init__(self, peer: str, reason: str) -> None:
         super().__init__(f"lost {peer}: {reason}")

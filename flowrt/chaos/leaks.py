@@ -52,7 +52,7 @@ def children_of(pid: int) -> set[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie; a stopped process is alive."""
+    """Whether the process exists and is not a zombie; a stopped process is alive."""
     try:
         stat = (Path("/proc") / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -24,7 +24,7 @@ ProcessEvent = (
 
 @dataclass
 class InjectedFault:
-    """A fault that was injected, or could not be (`missed` then says why)."""
+    """A fault that was injected, or could not be (`missed` is then the reason)."""
 
     text: str
     kind: str

@@ -129,7 +129,7 @@ def lost_without_cause(found: ChaosResult) -> list[str]:
 
 
 def _count(name: str, count: int, more: str = "", is_tried: bool = True) -> ReportRow:
-    """A count that must be 0. Without any fault, a 0 says nothing."""
+    """A count that must be 0. Without any fault, a 0 proves nothing."""
     verdict: Verdict = "not met" if count else "met" if is_tried else "open"
     return ReportRow(name, f"{count} {more}".strip(), "0", verdict, {"count": count})
 

@@ -38,7 +38,7 @@ class InboundEdge:
     and shape.
 
     Outstanding credits: of the edge's `size` credits, `received` belong to messages that are here, and `consumed` of these messages have
-    been consumed. A response brings no credit (`size` 0): it returns its request's.
+    been consumed. A response has no credit of its own (`size` 0): it returns its request's.
     """
 
     def __init__(

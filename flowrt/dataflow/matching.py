@@ -237,7 +237,7 @@ class MatchingTable:
 
 
 def arrives_at(edge: Edge, layer: int) -> bool:
-    """Whether `edge` can bring its target a message whose tag, stepped along the edge, has this layer."""
+    """Whether `edge` can carry a message to its target whose tag, stepped along the edge, has this layer."""
     if edge.tag.kind == "same":
         return layer in edge.layers
     if edge.tag.kind == "next_layer":

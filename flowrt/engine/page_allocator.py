@@ -70,7 +70,7 @@ class PageAllocator:
         """Free pages of `holder`. ValueError, with no change, unless `holder` holds every page and each is given once."""
         for page in pages:
             if holder not in self.holders_of(page):
-                raise ValueError(f"page {page} is held by {', '.join(sorted(self._holders[page])) or 'nobody'}, not by {holder}")
+                raise ValueError(f"page {page} is held by {', '.join(sorted(self._holders[page])) or 'no sequence'}, not by {holder}")
         self._check_once(pages, "freed")
         for page in reversed(pages):
             holders = self._holders[page]

@@ -70,7 +70,7 @@ class Scheduler:
         if (suspect := next((sequence for sequence in self.running if sequence.is_suspect), None)) is not None:
             if suspect.micro_batch != micro_batch or any(sequence.in_step for sequence in self.running):
                 return []
-            suspect.in_step = True  # it has the pages: for the step that failed, or since it was admitted anew
+            suspect.in_step = True  # it has the pages: for the step that failed, or since it was admitted once more
             return [(suspect, self._chunk(suspect, self._limits.max_num_batched_tokens))]
         free_rows = self._limits.max_num_batched_tokens
         parts: list[Part] = []

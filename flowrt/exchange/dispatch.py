@@ -78,7 +78,7 @@ class Combine:
             parts_added.append((left_out.pair_P, residual_TH.new_zeros(len(left_out.pair_P), residual_TH.shape[1])))
         y_TH = combine_pairs(residual_TH, plan[0], parts_added) if self._strict else combine(residual_TH, parts_added)
         wide = torch.float32 if y_TH.dtype is torch.float16 else None
-        if not math.isfinite(y_TH.sum(dtype=wide).item()):  # NaN and infinity carry into the sum, which costs less than a copy
+        if not math.isfinite(y_TH.sum(dtype=wide).item()):  # NaN and infinity carry into the sum
             self._client.check_finite(firing.tag, numbers, [response.tensors[0] for response in responses])
         self._client.forget(firing.tag)
         return {"y": Payload((y_TH,))}

@@ -27,7 +27,7 @@ class OmittedExperts:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._since: dict[tuple[Layer, int], float] = {}  # (layer, expert) -> since when it has had no copy
+        self._since: dict[tuple[Layer, int], float] = {}  # (layer, expert) -> since when it has had no replica
         self._omitted: dict[Layer, list[int]] = {}
         self.parts: dict[Tag, Part] = {}  # what was left out of tags that are not whole yet
         self._steps: set[Tag] = set()  # that are not over, of layer 0: something was left out of them

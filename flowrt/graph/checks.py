@@ -23,7 +23,7 @@ _EMULATED_KEYS = {"attention": "attention_seconds", "experts": "expert_seconds"}
 
 @dataclass(frozen=True)
 class Problem:
-    """`path` is the key in the explicit form; `text` says what is wrong and what to do."""
+    """`path` is the key in the explicit form; `text` is the error and its remedy."""
 
     path: Path_
     text: str
@@ -192,11 +192,11 @@ def _check_feeding(graph: Graph, flow: Flow) -> Iterator[Problem]:
 
 def _fed_twice(graph: Graph, flow: Flow, node: Node, port: str) -> Iterator[Problem]:
     for (later, layer), ids in sorted(flow.at(node.name, port).items()):
-        edge_of_origin: dict[str, Edge] = {}  # whose tags an earlier edge brings here
+        edge_of_origin: dict[str, Edge] = {}  # whose tags an earlier edge carries here
         for edge in (edge for name, edge in graph.edges.items() if name in ids):
             for origin in sorted(flow.edge_origins.get(edge.name, ())):
                 if origin in edge_of_origin:
-                    text = f"{edge_of_origin[origin]} and {edge} both bring a message {_at(later, layer)}; "
+                    text = f"{edge_of_origin[origin]} and {edge} both carry a message {_at(later, layer)}; "
                     text += "a port takes one per tag: give them layers that do not meet"
                     yield Problem(("edges", edge.name), text)
                     return
@@ -219,7 +219,7 @@ def _left_waiting(flow: Flow, node: Node) -> Iterator[Problem]:
                 continue
             empty = [p.name for p in node.inputs.values() if p.takes == "one" and (later, layer) not in flow.at(node.name, p.name)]
             text = (
-                f"messages for port {port.name} {_at(later, layer)} wait for ever, because none arrive at {', '.join(empty)}; "
+                f"messages for port {port.name} {_at(later, layer)} wait forever, because none arrive at {', '.join(empty)}; "
                 "make the tag and layers of the edges agree"
             )
             yield Problem(("nodes", node.name), text)

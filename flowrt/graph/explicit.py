@@ -154,9 +154,9 @@ def _edge(name: str, section: EdgeSection, ends: Mapping[str, Ends], nodes: Mapp
 def _ends(name: str, section: EdgeSection, document: Document) -> Ends:
     """The ends of an edge: from its keys, or else from its name."""
     found: list[str] = []
-    source, arrow, target = (part.strip() for part in name.partition("->"))
+    source, separator, target = (part.strip() for part in name.partition("->"))
     for key, written, named in (("from", section.source, source), ("to", section.target, target)):
-        if written is None and not (arrow and is_edge_end(named)):
+        if written is None and not (separator and is_edge_end(named)):
             text = f"names no node.port for {key}:; name the edge 'node.port -> node.port', or write from: and to:"
             document.fail(("edges", name), text)
         found += (written or named).rpartition(".")[::2]

@@ -62,7 +62,7 @@ def load_graph(
     try:
         folder = path.absolute().parent
     except OSError:  # the working directory was removed
-        raise GraphError(str(path), "", "the working directory is gone; go to another, or give the whole path") from None
+        raise GraphError(str(path), "", "the working directory was removed; change to another, or give the whole path") from None
     return build_graph(document, folder, model_dir, facts_of, known_schemes() if schemes is None else schemes)
 
 

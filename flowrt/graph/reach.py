@@ -1,6 +1,6 @@
 """Computes the flow of tags through a graph: the layers whose messages can reach each port.
 
-`follow` is a fixpoint over (node, first or later step, layer). Layers that no edge tells apart behave alike, so the first layer of each run
+`follow` is a fixpoint over (node, first or later step, layer). Layers that no edge distinguishes are alike, so the first layer of each run
 of such layers stands for the run: a model of 61 layers costs no more than one of six.
 """
 
@@ -20,9 +20,9 @@ _SINGLE_LAYERS = 8  # first layers that are never merged, for graphs that mentio
 
 @dataclass
 class Flow:
-    """`arrivals`: port -> point -> the edges that can bring a message there. `fires`: node -> points at which it can fire.
+    """`arrivals`: port -> point -> the edges that can carry a message there. `fires`: node -> points at which it can fire.
 
-    `edge_origins`: edge -> the emitting nodes whose tags it brings.
+    `edge_origins`: edge -> the emitting nodes whose tags it carries.
     """
 
     layers: tuple[int, ...]  # the first layer of each run, ascending; the last run has no end
@@ -87,7 +87,7 @@ def _emitted_layers(node: Node) -> int:
 
 
 def _runs(graph: Graph) -> tuple[int, ...]:
-    """The first layer of each run: every layer at which some edge begins or stops to carry or to bring messages."""
+    """The first layer of each run: every layer at which some edge begins or stops to carry or to deliver messages."""
     starts = set(range(_SINGLE_LAYERS + 1))
     for layers in {edge.layers for edge in graph.edges.values() if edge.layers.layers is not None}:
         members = layers.layers or frozenset()
@@ -125,7 +125,7 @@ def _complete(graph: Graph, flow: Flow, name: str, point: Point) -> bool:
 
 
 def _follow_origins(graph: Graph, flow: Flow) -> None:
-    onward: dict[str, list[Edge]] = {}  # by the node whose tags the edge brings: a response brings only those of its request
+    onward: dict[str, list[Edge]] = {}  # by the node whose tags the edge carries: a response carries only those of its request
     for edge in graph.edges.values():
         client = edge.source if edge.response_to is None else graph.edges[edge.response_to].source
         onward.setdefault(client, []).append(edge)

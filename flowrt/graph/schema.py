@@ -290,7 +290,7 @@ class InputPortSection(Section):
 
     tensors: Tensors | None = None
     takes: Literal["one", "gather"] = "one"
-    count: PortName | None = Field(default=None, description="For gather: the port that says how many messages to wait for.")
+    count: PortName | None = Field(default=None, description="For gather: the port that gives the number of messages to wait for.")
 
 
 class NodeSection(Section):

@@ -18,7 +18,7 @@ from flowrt.graph.notation import link_numbers
 
 
 def to_yaml(graph: Graph, origin: str = "") -> str:
-    """The text of the file. Its first lines say where it comes from (`origin`) and which nodes run fused."""
+    """The text of the file. Its first lines name its origin (`origin`) and the nodes that run fused."""
     limits = asdict(graph.limits)
     roles = {role: {key: value for key, value in asdict(each).items() if value != limits[key]} for role, each in graph.role_limits.items()}
     top: dict[str, Any] = {
@@ -48,7 +48,7 @@ def to_yaml(graph: Graph, origin: str = "") -> str:
 
 def _header(graph: Graph, origin: str) -> Iterable[str]:
     yield f"# Expanded from {' '.join(origin.split())}" if origin else "# An expanded graph"
-    yield "# Fused: each line below runs as one firing; an arrow between processes or lines waits for messages."
+    yield "# Fused: each line below runs as one firing; an edge between processes or lines waits for messages."
     for process, fusion in fuse_all(graph).items():
         for chain in fusion.chains:
             yield f"#   {process}: {' -> '.join(name.removeprefix(process + '.') for name in chain)}"

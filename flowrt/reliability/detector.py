@@ -10,7 +10,7 @@ Silence alone never marks a process dead. These do, each since its last heartbea
     busy        it received dead_seconds of processor time
     asleep      no thread of it could run, and its heartbeats have been missing for dead_seconds
     disk        it waited for a disk for DISK_SECONDS
-    operation   its heartbeats go on and say that the running operation has passed its bound
+    operation   its heartbeats continue and report that the running operation has passed its bound
 
 Only observed evidence counts. Time in the run queue belongs to none of these states, so it extends every deadline; so does time
 in which the observer itself did not run, and time in which the launcher, which relays the heartbeats, sent no heartbeat. Where the
@@ -85,9 +85,9 @@ class Watched:
     sequence: int = -1
     reported_until: float = -math.inf
     past: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_PAST))  # earlier incarnations
-    is_removed: bool = False  # it is dead for good
+    is_removed: bool = False  # it never returns
 
-    heard_at: float = 0.0
+    received_at: float = 0.0
     silent_seconds: float = 0.0  # counted silence since the last heartbeat
     sampled_at_silence: float = 0.0  # silent_seconds at the latest sample
     times: ProcessTimes | None = None  # of the latest sample
@@ -163,7 +163,7 @@ class Detector:
             self.num_ignored += 1
             return []
         state, why = watched.state, watched.why
-        fresh = Watched(incarnation, state, why, sequence, watched.reported_until, watched.past, heard_at=now, times=times)
+        fresh = Watched(incarnation, state, why, sequence, watched.reported_until, watched.past, received_at=now, times=times)
         self._watched[process] = fresh
         if operation is not None and 0 < operation.bound_seconds < operation.seconds:
             why = f"{operation.label} has run {operation.seconds:.2f} s, its bound is {operation.bound_seconds:.2f} s"
@@ -207,7 +207,7 @@ class Detector:
         for process, watched in self._watched.items():
             if watched.state is ProcessState.DEAD:
                 continue
-            watched.silent_seconds += min(passed, max(0.0, now - watched.heard_at))
+            watched.silent_seconds += min(passed, max(0.0, now - watched.received_at))
             if (sample := samples.get(process)) is not None:
                 watched.add_sample(sample)
             decisions += self._evaluate(now, process, watched)
@@ -240,7 +240,7 @@ class Detector:
 
     def _begin(self, now: float, process: str, incarnation: str, times: ProcessTimes | None = None) -> Watched:
         before = self._watched.get(process)
-        watched = self._watched[process] = Watched(incarnation, heard_at=now, times=times)
+        watched = self._watched[process] = Watched(incarnation, received_at=now, times=times)
         if before is not None:
             watched.past.extend((*before.past, before.incarnation))
         return watched

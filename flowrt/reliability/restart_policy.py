@@ -1,7 +1,7 @@
 """Decides when a dead process is restarted: a restart budget per process. Pure: deaths in, decisions out.
 
 As in Erlang's supervisors, the budget is a number of restarts per window. A process that exhausts it has a fault that a restart does not
-cure. It stays down for one window, and each later attempt that fails doubles this time. flowrt/launcher/run_state.py asks for decisions.
+cure. It stays down for one window, and each later attempt that fails doubles this time. flowrt/launcher/run_state.py calls it.
 """
 
 from __future__ import annotations

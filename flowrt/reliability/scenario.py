@@ -260,5 +260,5 @@ def _in_words(text: str) -> str:
     for one, other in _TYPES.items():
         text = text.replace(one, other)
     text = re.sub(r"^Object missing required field `(.*)`$", r"`\1` is missing", text)
-    text = re.sub(r"^Object contains unknown field `(.*)`$", r"`\1` is no key of it", text)
+    text = re.sub(r"^Object contains unknown field `(.*)`$", r"unknown key `\1`", text)
     return " ".join((text[:1].lower() + text[1:]).split())

@@ -41,7 +41,7 @@ class ControlLink:
         try:
             await self._link.run()
         except LinkLostError:
-            log.info("%s: the launcher is gone", self._name)
+            log.info("%s: the launcher has ended", self._name)
 
     async def flush(self) -> None:
         """Wait for the last messages to leave, at most FAREWELL_SECONDS."""

@@ -26,7 +26,7 @@ class Endpoint:
 
     def __init__(self, graph: Graph) -> None:
         self.ports = sorted({edge.source_port for edge in graph.edges.values() if edge.source == INPUT})
-        self._specs: dict[str, Spec] = {}  # what the file says of the ports that an input feeds
+        self._specs: dict[str, Spec] = {}  # tensors that the file declares for the ports that an input feeds
         for edge in graph.edges.values():
             if edge.source == INPUT and (port := graph.nodes[edge.target].inputs[edge.target_port]).tensors:
                 self._specs.setdefault(edge.source_port, parse_spec(port.tensors[0]))
@@ -91,7 +91,7 @@ class Endpoint:
 
     def _on_output(self, firing: Firing) -> None:
         future = self._end(firing.tag.step)
-        if future is not None and not future.done():  # done: whoever asked has cancelled
+        if future is not None and not future.done():  # done: the caller has cancelled
             tensors = {port: payload.tensors[0] for port, payload in firing.inputs.items()}
             future.set_result({port: tensor.clone() if tensor.is_inference() else tensor for port, tensor in tensors.items()})
 

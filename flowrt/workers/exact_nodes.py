@@ -165,8 +165,8 @@ class ExactExperts:
 
     def forward_pairs(self, layer: int, x_RH: torch.Tensor, row_P: torch.Tensor, expert_P: torch.Tensor) -> torch.Tensor:
         experts = expert_P.numpy()
-        if strangers := set(experts.tolist()) - self._held[layer]:
-            raise KeyError(f"experts {sorted(strangers)} of layer {layer} are not held here")
+        if missing := set(experts.tolist()) - self._held[layer]:
+            raise KeyError(f"experts {sorted(missing)} of layer {layer} are not held here")
         return torch.from_numpy(self._model.expert(layer, experts, x_RH.numpy()[row_P.numpy()]))
 
 

@@ -80,7 +80,7 @@ class Group:
     def may_redispatch(self, tag: Tag, num_losses: int) -> bool:
         """Whether to redispatch a part that was lost `num_losses` times. False: the step may be the cause and is rolled back.
 
-        Each group decides for itself: a request lives in one group, so no other group loses servers to it.
+        Each group decides for itself: a request belongs to one group, so it costs no other group a server.
         """
         if num_losses < MAX_LOSSES and not self._engine.is_suspect_step(tag.micro_batch, tag.step):
             return True

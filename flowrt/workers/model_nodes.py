@@ -110,7 +110,9 @@ def build_model_nodes(
             case "head":
                 functions[node.name] = for_each(_HeadNode(proven(Head(config, checkpoint, device, embedding, blocks))))
             case _:
-                raise ValueError(f"node {node.name}: {node.operator!r} is no built-in operator; write module:function for one of your own")
+                raise ValueError(
+                    f"node {node.name}: {node.operator!r} is not a built-in operator; write module:function for one of your own"
+                )
     on_built("", len(nodes), len(nodes))
     if isinstance(blocks, StrictBlocks):
         log.info("%s: strict numerics: %s", process, describe(blocks.sizes))

@@ -1,4 +1,4 @@
-"""The life cycle of a worker: load, listen, link, run, stop.
+"""The states of a worker: load, listen, link, run, stop.
 
 `run_worker` is the entry point of every worker. A worker process starts it by module name; `processes: one` and the simulation run it
 as a task, which is why it takes its channel and its seams as arguments.
@@ -51,7 +51,7 @@ from flowrt.workers.user_nodes import build_user_nodes
 
 log = logging.getLogger("flowrt.worker")
 
-CONTROL_MESSAGES = 1 << 16  # tokens a launcher may be behind before its group gives up on it
+CONTROL_MESSAGES = 1 << 16  # unread messages of the launcher before its group gives up on it
 
 
 async def run_worker(control: Channel, seams: Seams) -> None:
@@ -79,7 +79,7 @@ async def serve(
         except BaseException as error:
             await worker.report_error(error)
             cause = first_error(error)
-            if isinstance(cause, ModelError):  # below this, only UserError is known as what the user can mend
+            if isinstance(cause, ModelError):  # below this, only UserError is known as an error that the user can fix
                 raise UserError(str(cause)) from cause
             raise
         finally:
@@ -110,7 +110,7 @@ class Worker:
         self._membership: Membership | None = None  # once its links are up
 
     def _new_compute(self) -> Compute:
-        """With one tag in flight, a loop of its own has nothing to do while its worker computes: two hand-overs to a thread less."""
+        """With one tag in flight, a loop of its own has nothing to do while its worker computes: this saves two switches to a thread."""
         if self._seams.own_loop and self._graph.tags_in_flight() == 1 and self._graph.emulation is None:
             return ThreadCompute(self._start.name, LONE_INLINE_SECONDS)
         return self._seams.new_compute(self._start.name)

@@ -104,7 +104,7 @@ class ConfigFile:
             raise self.error(key, f"is {value!r}; only {allowed!r} is supported")
 
     def dtype(self) -> str:
-        """The checkpoint's own dtype (newer writers say `dtype`, older ones `torch_dtype`); absent: float32."""
+        """The checkpoint's own dtype (newer writers use `dtype`, older ones `torch_dtype`); absent: float32."""
         key, value = self._find(("dtype", "torch_dtype"))
         name = "float32" if value is None else str(value).removeprefix("torch.")
         if name not in DTYPES:
@@ -136,7 +136,7 @@ def read_config_file(path: Path) -> ConfigFile:
 
 
 def regular_file_bytes(path: Path) -> int:
-    """The size of a regular file. Raises ModelError for other kinds, whose reading may never end, and OSError if stat fails."""
+    """The size of a regular file. Raises ModelError for other kinds, where a read may never return, and OSError if stat fails."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path} is not a regular file; a file or a link to one is needed")

@@ -48,7 +48,7 @@ PARTS: Mapping[str, str] = {
 class Piece:
     """One stored tensor, or one expert's share of it.
 
-    `name` may hold {layer} and {expert}. `expert` says how a tensor that holds all experts is cut: "index" takes [expert] of
+    `name` may hold {layer} and {expert}. `expert` selects how a tensor that holds all experts is cut: "index" takes [expert] of
     its first dimension, "rows" takes the expert's equal share of the rows, None takes the whole tensor. `transpose` swaps the
     two dimensions of what was taken.
     """

@@ -74,7 +74,7 @@ async def test_what_is_received_is_counted() -> None:
         side.close()
 
 
-def test_what_a_graph_asks_of_the_machine() -> None:
+def test_requirements_of_a_graph_on_the_machine() -> None:
     assert modelled_seconds(replace(GRAPH, emulation=None)) == {}
     emulation = Emulation(100.0, attention_seconds=1e-3, expert_seconds=2e-3, processes_per_nic=2)
     assert modelled_seconds(replace(GRAPH, emulation=emulation)) == {

@@ -47,7 +47,7 @@ async def linked(first: str, *others: str) -> AsyncIterator[tuple[FallbackChanne
             await end.aclose()
 
 
-MAX_KEPT = 2 * ACK_EVERY + SMALL.capacity_messages  # fewer are kept once the other end has told
+MAX_KEPT = 2 * ACK_EVERY + SMALL.capacity_messages  # fewer are kept once the other end has acknowledged
 
 
 async def exchange(one: FallbackChannel, two: FallbackChannel, count: int, nbytes: int = 300) -> None:
@@ -67,7 +67,7 @@ async def exchange(one: FallbackChannel, two: FallbackChannel, count: int, nbyte
             group.create_task(send(channel))
             group.create_task(receive(channel))
     for channel in (one, two):
-        await until(lambda channel=channel: knows_what_is_taken(channel), "the other end tells what it has taken")  # type: ignore[misc]
+        await until(lambda channel=channel: knows_what_is_taken(channel), "the other end acknowledges what it has taken")  # type: ignore[misc]
 
 
 def knows_what_is_taken(channel: FallbackChannel) -> bool:
@@ -96,7 +96,7 @@ async def test_what_had_arrived_already_is_dropped_once_and_counted() -> None:
         for number in range(3):
             await one.send(numbered(number))
         await receive_all(two, 0, 3)
-        assert len(one.buffer.kept) == 3  # nobody has told yet
+        assert len(one.buffer.kept) == 3  # nothing is acknowledged yet
         for number in range(6):
             await two.send(numbered(number))
         receiving = asyncio.ensure_future(receive_all(one, 0, 6))
@@ -109,21 +109,21 @@ async def test_what_had_arrived_already_is_dropped_once_and_counted() -> None:
         assert two.statistics().messages_dropped == two.buffer.num_duplicates
 
 
-async def test_a_large_message_may_be_taken_and_told_before_its_send_returns() -> None:
-    """One that is larger than the channel holds goes in parts, while the other end reads; the sixteenth makes it tell."""
+async def test_a_large_message_may_be_taken_and_acknowledged_before_its_send_returns() -> None:
+    """One that is larger than the channel holds goes in parts, while the other end reads; the sixteenth makes it acknowledge."""
     large = 5 * SMALL.capacity_bytes
     async with linked("shm", "zmq") as (one, two):
         for number in range(ACK_EVERY - 1):
             await one.send(numbered(number))
             await receive_all(two, number, number + 1)
-        receiving = asyncio.ensure_future(receive_all(one, 0, 1))  # as a link does: it hears what is told
+        receiving = asyncio.ensure_future(receive_all(one, 0, 1))  # as a link does: it receives acknowledgements
         channel = one._channel
         assert channel is not None
         send = channel.send
 
         async def send_and_stay(message: Message) -> None:
             await send(message)
-            await until(lambda: not one.buffer.kept, "what was taken is told")  # the loop has others to serve first
+            await until(lambda: not one.buffer.kept, "what was taken is acknowledged")  # the loop has others to serve first
 
         channel.send = send_and_stay  # type: ignore[method-assign]
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
@@ -161,7 +161,7 @@ async def test_a_peer_that_is_gone_is_a_broken_channel_in_bounded_time(monkeypat
     async with linked("faulty+inproc?drop@0", "shm") as (one, two):
         await two.send(numbered(0))
         reading = asyncio.ensure_future(one.recv())
-        with pytest.raises(BrokenChannelError, match="shm: the peer does not connect"):  # nobody is in two.recv
+        with pytest.raises(BrokenChannelError, match="shm: the peer does not connect"):  # no task is in two.recv
             await reading
 
 
@@ -183,7 +183,7 @@ async def test_closing_while_it_falls_back_leaves_nothing() -> None:
     async with linked("faulty+inproc?drop@0", "shm") as (one, two):
         await two.send(numbered(0))
         reading = asyncio.ensure_future(one.recv())
-        await until(lambda: one._reopening is not None, "it falls back")
+        await until(lambda: one._channel is None, "it falls back")
         await one.aclose()
         with pytest.raises(ClosedChannelError):
             await reading
@@ -220,7 +220,7 @@ def carry(sender: ResendBuffer, receiver: ResendBuffer, messages: Iterable[Messa
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.booleans(), st.booleans()), max_size=20))
 def test_resend_buffer_delivers_each_message_once(rounds: list[tuple[int, int, bool, bool]]) -> None:
-    """Rounds of: send some, of which a part arrives, perhaps tell, perhaps break. What arrived is then a prefix of what was sent."""
+    """Rounds of: send some, of which a part arrives, perhaps acknowledge, perhaps break. What arrived is then a prefix of what was sent."""
     sender, receiver = ResendBuffer(), ResendBuffer()
     delivered: list[int] = []
     on_the_way: list[Message] = []

@@ -27,7 +27,7 @@ class Sources:
     running: Running | None = None
 
 
-def beats_of(seconds: float, *faults: object, block: tuple[float, float] = (0.0, 0.0)) -> list[tuple[float, Heartbeat]]:
+def heartbeats_of(seconds: float, *faults: object, block: tuple[float, float] = (0.0, 0.0)) -> list[tuple[float, Heartbeat]]:
     """(time, heartbeat) pairs of a process in virtual time."""
 
     async def main(world: World) -> list[tuple[float, Heartbeat]]:
@@ -53,7 +53,7 @@ def beats_of(seconds: float, *faults: object, block: tuple[float, float] = (0.0,
 
 
 def test_heartbeat_reports_its_sources_at_even_intervals() -> None:
-    sent = beats_of(1.05)
+    sent = heartbeats_of(1.05)
     assert [at for at, _ in sent] == [pytest.approx(HEARTBEAT_SECONDS * i, abs=1e-5) for i in range(11)]
     assert [heartbeat.sequence for _, heartbeat in sent] == list(range(11))
     assert sent[4][1] == Heartbeat(4, 0.0, 3, incarnation="a")
@@ -62,14 +62,14 @@ def test_heartbeat_reports_its_sources_at_even_intervals() -> None:
 @pytest.mark.parametrize(
     ("stalled", "lag", "then"),
     [
-        (0.11, 0.0, 0.2),  # the loop computed for 10 ms: no lag worth telling, and the next beat is where it would have been
+        (0.11, 0.0, 0.2),  # the loop computed for 10 ms: no lag to report, and the next heartbeat is on time
         (0.18, 0.08, 0.2),
         (0.75, 0.65, 0.85),  # what was missed is not made up for
     ],
 )
 def test_late_heartbeat_reports_its_delay(stalled: float, lag: float, then: float) -> None:
     """The loop is blocked from 0.01 s until `stalled`."""
-    sent = beats_of(2.0, Stall(process="x", at_seconds=0.01, for_seconds=stalled - 0.01))
+    sent = heartbeats_of(2.0, Stall(process="x", at_seconds=0.01, for_seconds=stalled - 0.01))
     assert sent[1][0] == pytest.approx(stalled, abs=2e-3)
     assert sent[1][1].lag_seconds == pytest.approx(lag, abs=2e-3)
     assert sent[2][0] == pytest.approx(then, abs=2e-3)
@@ -134,7 +134,7 @@ def test_waiting_for_a_processor_is_not_a_standstill() -> None:
     assert hung[0] == 57
 
 
-def test_another_call_begins_anew_and_a_declared_wait_is_allowed() -> None:
+def test_another_call_restarts_the_measurement_and_a_declared_wait_is_allowed() -> None:
     watch = OperationWatch()
     for i in range(100):  # calls that stand still for 0.5 s each
         _, seconds, bound = watch.look(i / 10, Running("call", float(i // 5), 60.0, 1.0, STILL_SECONDS))

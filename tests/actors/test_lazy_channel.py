@@ -49,7 +49,7 @@ def test_every_channel_is_adopted_or_dropped_in_every_state(
 
 @given(st.lists(st.sampled_from(["first wants", "second wants", "deliver"]), max_size=12), st.randoms(use_true_random=False))
 def test_two_ends_agree_on_one_channel_whatever_the_order(happenings: list[str], choice: object) -> None:
-    """Calls are answered at the other end in any order; one that is not taken there is refused here; one hung up is answered by nobody."""
+    """Calls are answered at the other end in any order; one that is not taken there is refused here; one hung up gets no answer."""
     states = {"first": LazyState.IDLE, "second": LazyState.IDLE}
     tables = {"first": FIRST, "second": SECOND}
     other = {"first": "second", "second": "first"}
@@ -145,11 +145,11 @@ async def test_channel_opens_at_the_first_send_of_either_end(scheme: str, speake
 
 async def test_a_call_that_fails_is_a_broken_channel() -> None:
     async def call() -> Channel:
-        raise AddressError("nobody listens at inproc://x")
+        raise AddressError("no process listens at inproc://x")
 
     end = LazyChannel(THERE, "inproc", call, True, SMALL)
     receiving = asyncio.ensure_future(end.recv())
-    with pytest.raises(BrokenChannelError, match="inproc: nobody listens"):
+    with pytest.raises(BrokenChannelError, match="inproc: no process listens"):
         await end.send(numbered(0))
     with pytest.raises(BrokenChannelError):
         await receiving

@@ -44,7 +44,7 @@ class Unreachable:
 async def workers(
     scheme: str, fallbacks: tuple[str, ...] = (), transport: Callable[[str], Transport] = get_transport
 ) -> AsyncIterator[tuple[dict[str, Links], dict[str, list[Message]]]]:
-    """Everybody is linked to everybody, and nothing is open."""
+    """Each process has a link to each other one, and none is open."""
     received: dict[str, list[Message]] = {name: [] for name in NAMES}
     links = {
         name: Links(

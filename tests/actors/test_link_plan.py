@@ -25,7 +25,7 @@ def test_the_side_that_comes_first_connects_and_a_pair_has_a_link_per_transport(
     assert {key[1]: plan.limits for key, plan in first.items()} == {key[1]: plan.limits for key, plan in second.items()}
 
 
-def test_a_link_opens_at_its_first_use_unless_one_of_its_edges_says_start():
+def test_a_link_opens_at_its_first_use_unless_one_of_its_edges_opens_at_start():
     nodes = [node("a", "p"), node("b", "q"), node("c", "r")]
     edges = [
         Edge("a", "y", "b", "x", transport="shm"),
@@ -39,10 +39,10 @@ def test_a_link_opens_at_its_first_use_unless_one_of_its_edges_says_start():
 
 
 def test_responses_need_as_much_room_as_their_requests_on_any_link():
-    nodes = [node("ask", "p"), node("serve", "q")]
+    nodes = [node("client", "p"), node("serve", "q")]
     edges = [
-        Edge("ask", "y", "serve", "x", transport="shm", credits=64),
-        Edge("serve", "y", "ask", "x", transport="zmq", response_to="ask.y -> serve.x"),
+        Edge("client", "y", "serve", "x", transport="shm", credits=64),
+        Edge("serve", "y", "client", "x", transport="zmq", response_to="client.y -> serve.x"),
     ]
     graph = Graph.of(nodes, edges)
     plans = {plan.scheme: plan for plan in plan_links(graph, "q")}

@@ -109,17 +109,17 @@ class World:
         for number in numbers:
             self.client[incarnation[0], self.scheme].post(numbered(number))
 
-    def answer(self, incarnation: str, *numbers: int) -> None:
+    def respond(self, incarnation: str, *numbers: int) -> None:
         for number in numbers:
             self.servers[incarnation]["a", self.scheme].post(numbered(number))
 
     async def exchange(self, incarnation: str, count: int = 20) -> None:
-        """Both ways, in order, and nothing of anybody else's between."""
+        """Both ways, in order, and no other message between."""
         self.per_incarnation[incarnation].clear()
         self.received.clear()
         await until(lambda: ("a", self.scheme) in self.servers[incarnation]._links)
         self.post(incarnation, *range(count))
-        self.answer(incarnation, *range(count))
+        self.respond(incarnation, *range(count))
         await until(lambda: len(self.per_incarnation[incarnation]) >= count and len(self.received) >= count)
         assert steps(self.per_incarnation[incarnation]) == steps(self.received) == list(range(count))
         self.per_incarnation[incarnation].clear()
@@ -180,11 +180,11 @@ async def test_joining_before_the_old_end_was_noticed(scheme: str, calls: bool, 
     async with world(scheme, calls) as w:
         await w.exchange("b1")
         addresses = await w.serve("b2")
-        assert await w.client.join("b", "b2", addresses)  # b1 lives on, as one that is stopped does
+        assert await w.client.join("b", "b2", addresses)  # b1 still runs, like a stopped process
         assert [incarnation for incarnation, _ in w.lost] == ["b1"]
-        w.answer("b1", 99)  # into nothing
+        w.respond("b1", 99)  # into nothing
         await w.exchange("b2")
-        w.client.drop("b", "b1")  # told late: of the identity before
+        w.client.drop("b", "b1")  # notified late: of the earlier identity
         await w.exchange("b2")
         assert len(w.lost) == 1
 
@@ -221,7 +221,7 @@ async def test_a_connection_that_breaks_is_a_loss(scheme: str) -> None:
             following = f"b{int(identity[1:]) + 1}"
             assert await w.client.join("b", following, await w.serve(following))
         assert [incarnation for incarnation, _ in w.lost] == ["b1", "b2", "b3"]
-        for task in w.tasks.values():  # of a server: who loses a client that may not die ends
+        for task in w.tasks.values():  # of a server: it ends when it loses a client that is not tolerated
             assert not task.done() or isinstance(task.exception(), BaseExceptionGroup)
 
 
@@ -240,7 +240,7 @@ async def test_loss_of_any_other_process_ends_the_run(scheme: str) -> None:
 @CLIENT_CALLS
 async def test_ended_incarnation_does_not_join(scheme: str, calls: bool) -> None:
     async with world(scheme, calls) as w:
-        w.client.drop("b", "b2")  # told before it is told that it has begun
+        w.client.drop("b", "b2")  # the end is notified before the begin
         assert not await w.client.join("b", "b2", {scheme: w.addresses.get(scheme, "nowhere")})
         await w.exchange("b1")  # and that changes nothing for the identity that counts
         w.client.drop("b", "b1")
@@ -388,7 +388,7 @@ async def test_reader_of_the_new_incarnation_starts_after_join_returns() -> None
         assert await w.client.join("b", "b2", addresses)
         seen = list(w.received)
         await until(lambda: ("a", w.scheme) in w.servers["b2"]._links)
-        w.answer("b2", 1, 2)
+        w.respond("b2", 1, 2)
         assert seen == []
         await until(lambda: steps(w.received) == [1, 2])
 
@@ -405,10 +405,10 @@ async def test_bad_message_ends_the_link_of_its_sender(tolerated: str) -> None:
 
         for link in w.client.values():
             link._on_message = partial(refuse, link.peer.name)
-        w.answer("b1", 1)
+        w.respond("b1", 1)
         if tolerated:
             await until(lambda: w.lost == [("b1", "a double response")])
-            w.answer("c1", 2, 3)
+            w.respond("c1", 2, 3)
             await until(lambda: steps(w.received) == [2, 3])
             assert not w.running.done()
         else:

@@ -85,7 +85,7 @@ def test_target_is_met_only_by_the_whole_interval() -> None:
     assert verdict_of(-math.inf, math.inf, at_most) == "open"
 
 
-def test_figure_with_a_peer_is_judged_by_its_ratio_and_one_without_by_itself() -> None:
+def test_target_holds_for_the_ratio_to_a_peer_or_the_figure_itself() -> None:
     pairs = [float(number) for number in range(1, 21)]
     hop = Figure.paired("hop", "us", [2 * each for each in pairs], "a peer", pairs, Target(1.5))
     assert hop.ratio is not None

@@ -44,7 +44,7 @@ def test_a_note_is_read_back_and_other_lines_are_not_taken() -> None:
 
 
 def test_times_belong_to_the_ended_incarnation() -> None:
-    """The last of the clients counts, each with its first word; words of another life do not."""
+    """The last of the clients counts, each with its first note; notes about another incarnation do not."""
     clock = HandClock()
     observer = RunObserver(clock, {"experts.1": {"attention.0", "attention.1"}})
     first, second = (

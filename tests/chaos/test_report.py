@@ -188,7 +188,7 @@ def test_each_wrong_answer_makes_the_run_wrong() -> None:
     assert not report_of(found_of(changed), MACHINE, tolerates_errors=True).is_success
 
 
-def test_a_run_that_broke_off_is_wrong_and_says_why() -> None:
+def test_a_run_that_broke_off_is_wrong_and_gives_the_reason() -> None:
     found = found_of(make_answers(0.5, 80))
     found.failure = "experts.1 was killed by SIGKILL"
     report = report_of(found, MACHINE)

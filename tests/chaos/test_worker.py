@@ -138,5 +138,5 @@ async def test_worker_without_fault_injection_rejects_orders() -> None:
 
     from flowrt.actors.control import from_message
 
-    with pytest.raises(msgspec.ValidationError, match=r"'control\.order' is no control message"):
+    with pytest.raises(msgspec.ValidationError, match=r"'control\.order' is not a control message"):
         from_message(as_message(Order("stall", 60.0)))

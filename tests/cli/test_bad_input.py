@@ -123,7 +123,7 @@ def test_what_cannot_be_measured_is_refused_before_it_is(
         assert text in err, (line, err)
 
 
-def test_without_transformers_decode_says_what_to_do(
+def test_the_error_of_decode_without_transformers_names_the_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], graph_file: Path, model: Path
 ) -> None:
     monkeypatch.setattr("flowrt.cli.bench.find_spec", lambda name: None)

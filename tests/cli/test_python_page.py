@@ -16,7 +16,7 @@ _OPENED = 'async with flowrt.open("examples/quickstart.yaml") as graph:\n'
 
 
 def runnable(block: str) -> str:
-    """A script of its own: pieces stand inside an `async def`, as the page says, and inside the graph of the piece before."""
+    """A script of its own: pieces stand inside an `async def`, as on the page, and inside the graph of the piece before."""
     if "asyncio.run(" in block or ("await" not in block and "async" not in block):
         return f"import flowrt\n{block}"
     imports = "".join(re.findall(r"^import .*\n", block, re.MULTILINE))

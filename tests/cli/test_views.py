@@ -288,7 +288,7 @@ def test_output_without_reader_goes_silent_once() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("I/O operation on closed file")])
-def test_an_output_that_cannot_be_written_says_why_and_does_not_raise(error: Exception) -> None:
+def test_an_output_that_cannot_be_written_gives_the_reason_and_does_not_raise(error: Exception) -> None:
     class Full(io.StringIO):
         def flush(self) -> None:
             raise error

@@ -102,7 +102,7 @@ RESPONSES = [Edge(f"e{s}", "results", "combine", "parts", response_to=f"dispatch
 
 
 @given(st.permutations([0, 1, 2]))
-def test_gather_takes_as_many_as_the_plan_says_in_its_order(order):
+def test_gather_takes_the_number_in_the_plan_in_its_order(order):
     matching = table([GATHER], [PLAN, *RESPONSES])
     assert fired(matching.arrive(PLAN, tag(), (0, 1, 2))) is None
     firings = [fired(matching.arrive(RESPONSES[part], tag(), (part, f"v{part}"))) for part in order]
@@ -192,7 +192,7 @@ def test_more_anonymous_parts_than_were_counted_open_no_new_row():
     assert len(matching) == 0
 
 
-def test_rolling_back_forgets_held_firings_and_says_whose_messages_they_were():
+def test_rolling_back_drops_held_firings_and_returns_their_messages():
     state = node("state", one("a"), stateful=True)
     edge = Edge("x", "o", "state", "a")
     matching = table([state], [edge])

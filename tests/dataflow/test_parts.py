@@ -102,8 +102,8 @@ def test_every_pair_is_covered_exactly_once_whatever_is_lost_split_and_late(data
         new = [len(pairs_of) + place for place in range(len(pieces))]
         pairs_of.update(zip(new, pieces, strict=True))
         cover.supersede(part, new)
-    answers = data.draw(st.permutations([*pairs_of, *pairs_of]))
-    for part in answers:
+    responses = data.draw(st.permutations([*pairs_of, *pairs_of]))
+    for part in responses:
         cover.arrive(part, pairs_of[part])
         whole = cover.complete()
         if whole is not None:

@@ -219,7 +219,7 @@ async def test_server_responds_only_to_its_clients_and_may_take_all_requests_at_
     await bench.settle()
     assert calls == [2]
     assert bench.data() == [("add0", 6), ("add1", 8)]
-    assert bench.credits() == []  # they come back with the answers
+    assert bench.credits() == []  # they come back with the responses
 
 
 async def test_response_returns_the_credit_and_a_second_response_is_dropped():
@@ -228,12 +228,12 @@ async def test_response_returns_the_credit_and_a_second_response_is_dropped():
         bench.runner.emit("in0", tag(step), {"x": number(step)})
     await bench.settle()
     assert bench.data() == [("serve", 0), ("serve", 1)]
-    answer = to_message(Payload((torch.tensor([9.0]),), PartHeader(0)), id_of(service_graph(), "add0", "parts"), tag(0))
-    bench.deliver(answer)
+    response = to_message(Payload((torch.tensor([9.0]),), PartHeader(0)), id_of(service_graph(), "add0", "parts"), tag(0))
+    bench.deliver(response)
     await bench.settle()
     assert bench.data() == [("serve", 0), ("serve", 1), ("serve", 2)]
     assert [value_of(firing.inputs["y"]) for firing in bench.sunk] == [9.0]
-    bench.deliver(answer)
+    bench.deliver(response)
     await bench.settle()
     assert len(bench.sunk) == 1
     assert bench.runner.statistics.num_dropped == 1

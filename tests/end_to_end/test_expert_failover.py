@@ -19,7 +19,7 @@ from flowrt.launcher import events
 COPIES = {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}}
 ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "replicas": 1}}
 NEW_TOKENS, MAX_TOKENS = 60, 200
-ASKED = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+PARAMS = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 LONG = flowrt.SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)  # still running when its first tokens have been read
 
 
@@ -57,7 +57,7 @@ async def tokens_of(running: flowrt.RunningGraph, prompts: Sequence[Sequence[int
     tokens: list[list[int]] = [[] for _ in prompts]
 
     async def follow(place: int, prompt: Sequence[int]) -> None:
-        async for event in running.follow(await running.submit(list(prompt), ASKED)):
+        async for event in running.follow(await running.submit(list(prompt), PARAMS)):
             if isinstance(event, flowrt.TokenEvent):
                 assert event.index == len(tokens[place])
                 tokens[place].append(event.token_id)
@@ -127,7 +127,7 @@ async def test_loss_of_the_last_replica_ends_requests_and_service_resumes(served
     story = Story()
     graph = write(served, tmp_path, ALONE, reliability={"unavailable_expert_seconds": 0.05})
     async with flowrt.open(graph, on_event=story.note) as running:
-        expected = await running.complete(served.prompts[0], ASKED)
+        expected = await running.complete(served.prompts[0], PARAMS)
         request = await running.submit(served.prompts[0], LONG)
         with without_restarts(running):
             async for event in running.follow(request):
@@ -138,7 +138,7 @@ async def test_loss_of_the_last_replica_ends_requests_and_service_resumes(served
                     assert "no replica is left of experts" in (event.error or "")
                     assert "experts.1" in (event.error or "")
         await story.until(lambda story: story.back == ["experts.1"] and running.health().ok)
-        assert (await running.complete(served.prompts[0], ASKED)).token_ids == expected.token_ids
+        assert (await running.complete(served.prompts[0], PARAMS)).token_ids == expected.token_ids
 
 
 async def test_degraded_output_is_marked_until_the_last_replica_rejoins(served: Served, tmp_path: Path) -> None:
@@ -147,18 +147,18 @@ async def test_degraded_output_is_marked_until_the_last_replica_rejoins(served: 
         served, tmp_path, ALONE, reliability={"unavailable_expert_seconds": 0.05, "unavailable_expert": "degrade", "hedge": False}
     )
     async with flowrt.open(graph, on_event=story.note) as running:
-        expected = await running.complete(served.prompts[0], ASKED)
+        expected = await running.complete(served.prompts[0], PARAMS)
         assert not expected.degraded
         with without_restarts(running):
             os.kill(running.pids["experts.1"], signal.SIGKILL)
-            while not (marked := await running.complete(served.prompts[0], ASKED)).degraded:
+            while not (marked := await running.complete(served.prompts[0], PARAMS)).degraded:
                 assert marked.token_ids == expected.token_ids
         assert (marked.finish_reason, len(marked.token_ids)) == ("length", NEW_TOKENS)
         first = marked.choices[0].degraded_tokens[0]
         assert marked.token_ids[:first] == expected.token_ids[:first]
         await story.until(lambda story: story.back == ["experts.1"] and not running.health().warnings)
         assert any("it goes on without, and marks what it answers as degraded" in line for line in story.news)
-        repeated = await running.complete(served.prompts[0], ASKED)
+        repeated = await running.complete(served.prompts[0], PARAMS)
         assert (repeated.degraded, repeated.token_ids) == (False, expected.token_ids)
 
 
@@ -174,7 +174,7 @@ async def test_server_killed_while_loading_weights_fails_no_request(served: Serv
     async with running:
         assert killed
         assert running.pids["experts.1"] != killed[0]
-        assert (await running.complete(served.prompts[0], ASKED)).finish_reason == "length"
+        assert (await running.complete(served.prompts[0], PARAMS)).finish_reason == "length"
         assert not running.health().warnings
 
 
@@ -183,7 +183,7 @@ async def test_death_ends_the_run_without_failover(served: Served, tmp_path: Pat
         async with flowrt.open(write(served, tmp_path, COPIES, reliability={"recovery": "off"})) as running:
             os.kill(running.pids["experts.1"], signal.SIGKILL)
             async with asyncio.timeout(30):
-                await running.complete(served.prompts[5], ASKED)
+                await running.complete(served.prompts[5], PARAMS)
 
     with pytest.raises(flowrt.WorkerDiedError, match=r"experts\.1 was killed by SIGKILL"):
         await run()

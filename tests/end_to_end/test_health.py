@@ -14,7 +14,7 @@ import flowrt
 from flowrt.reliability.health import Health
 
 ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "replicas": 1}}
-ASKED = flowrt.SamplingParams(max_tokens=40, ignore_eos=True)
+PARAMS = flowrt.SamplingParams(max_tokens=40, ignore_eos=True)
 STALL_SECONDS = 0.5
 
 
@@ -36,7 +36,7 @@ async def test_run_is_unhealthy_while_a_request_waits_for_a_paused_server(served
 
         os.kill(running.pids["experts.1"], signal.SIGSTOP)
         try:
-            request = asyncio.create_task(running.complete(served.prompts[0], ASKED))
+            request = asyncio.create_task(running.complete(served.prompts[0], PARAMS))
             await until(lambda: not is_ok())
             (problem,) = running.health(STALL_SECONDS).problems
             assert problem.startswith("1 request is open, and nothing has come of any for")
@@ -53,7 +53,7 @@ async def test_run_is_unhealthy_while_an_expert_is_unavailable(served: Served, t
     async with flowrt.open(graph, on_event=lambda event: None) as running:
         names = {"attention.0", "experts.0", "experts.1"}
         await until(lambda: names == running.health().workers.keys())
-        await running.complete(served.prompts[0], ASKED)
+        await running.complete(served.prompts[0], PARAMS)
         await until(lambda: all(running.health().workers[name].num_firings for name in names))
         os.kill(running.pids["experts.1"], signal.SIGKILL)
         await until(lambda: not running.health().ok)

@@ -17,7 +17,7 @@ from flowrt.transports.registry import unavailable_reason
 
 SCHEMES = [scheme for scheme in ("shm", "zmq") if unavailable_reason(scheme) is None]
 NEW_TOKENS = 16
-ASKED = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+PARAMS = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 OPERATORS = """
 import torch
@@ -52,9 +52,9 @@ async def test_unused_link_is_never_opened(served: Served, tmp_path: Path, trans
     """One request uses one group; the links of the other group stay closed."""
     async with flowrt.open(served.write(tmp_path, deploy(transport))) as running:
         before = descriptors(running)
-        done = await running.complete(served.prompts[0], ASKED)
+        done = await running.complete(served.prompts[0], PARAMS)
         after = descriptors(running)
-        both = await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts))
+        both = await asyncio.gather(*(running.complete(prompt, PARAMS) for prompt in served.prompts))
     assert list(done.token_ids) == served.expected[0][:NEW_TOKENS]
     assert [list(each.token_ids) for each in both] == [tokens[:NEW_TOKENS] for tokens in served.expected]
     more = sorted(after[name] - before[name] for name in before if name.startswith("attention."))
@@ -66,7 +66,7 @@ async def test_unused_link_is_never_opened(served: Served, tmp_path: Path, trans
 async def test_links_can_be_opened_at_the_start(served: Served, tmp_path: Path, transport: str) -> None:
     async with flowrt.open(served.write(tmp_path, deploy(transport, open="start"))) as running:
         before = descriptors(running)
-        await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts[:4]))
+        await asyncio.gather(*(running.complete(prompt, PARAMS) for prompt in served.prompts[:4]))
         after = descriptors(running)
     assert after == before
 
@@ -102,9 +102,9 @@ async def test_server_that_dies_before_its_first_request(served: Served, tmp_pat
     graph = served.write(tmp_path, deploy(transport), numerics="strict")
     async with asyncio.timeout(120), flowrt.open(graph, on_event=note) as running:
         os.kill(running.pids["experts.1"], signal.SIGKILL)
-        done = await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts[:4]))
+        done = await asyncio.gather(*(running.complete(prompt, PARAMS) for prompt in served.prompts[:4]))
         await back.wait()
-        repeated = await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts[:4]))
+        repeated = await asyncio.gather(*(running.complete(prompt, PARAMS) for prompt in served.prompts[:4]))
     expected = [tokens[:NEW_TOKENS] for tokens in served.expected[:4]]
     assert [list(each.token_ids) for each in done] == [list(each.token_ids) for each in repeated] == expected
     assert lost == ["experts.1"]

@@ -13,7 +13,7 @@ from served_models import Served
 import flowrt
 from flowrt.launcher import events
 
-ASKED = flowrt.SamplingParams(max_tokens=60, ignore_eos=True)
+PARAMS = flowrt.SamplingParams(max_tokens=60, ignore_eos=True)
 
 
 @pytest.mark.parametrize("servers", [2, 0])
@@ -31,13 +31,13 @@ async def test_a_stopped_group_is_fenced_and_readmitted(served: Served, tmp_path
         pid = running.pids["attention.1"]
         os.kill(pid, signal.SIGSTOP)
         try:
-            early = [asyncio.create_task(running.complete(prompt, ASKED)) for prompt in served.prompts]
+            early = [asyncio.create_task(running.complete(prompt, PARAMS)) for prompt in served.prompts]
             await fenced.wait()
             done = [await task for task in early]
             lost = [each for each in done if each.finish_reason == "error"]
             assert len(lost) == len(done) // 2
             assert all((each.error or "").startswith("attention.1 was marked dead: stopped, no heartbeat for ") for each in lost)
-            late = [await running.complete(prompt, ASKED) for prompt in served.prompts[:2]]
+            late = [await running.complete(prompt, PARAMS) for prompt in served.prompts[:2]]
             assert {each.finish_reason for each in late} == {"length"}
             health = running.health()
             assert health.ok
@@ -45,7 +45,7 @@ async def test_a_stopped_group_is_fenced_and_readmitted(served: Served, tmp_path
         finally:
             os.kill(pid, signal.SIGCONT)
         await cleared.wait()
-        repeated = await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts))
+        repeated = await asyncio.gather(*(running.complete(prompt, PARAMS) for prompt in served.prompts))
         assert {each.finish_reason for each in repeated} == {"length"}
         assert not running.health().warnings
         statistics = await running.statistics()

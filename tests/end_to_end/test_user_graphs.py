@@ -130,7 +130,7 @@ async def test_a_loop_over_layers(folder: Path) -> None:
     assert [out.item() for out in outputs] == [number + 20.0 for number in range(6)]
 
 
-async def test_a_gather_takes_as_many_as_its_count_says(folder: Path) -> None:
+async def test_a_gather_takes_the_number_on_its_count_port(folder: Path) -> None:
     nodes = (
         "  cut: {operator: ops:some, process: p}\n"
         "  left: {operator: ops:step, process: q}\n"
@@ -336,7 +336,7 @@ async def test_a_broken_checkpoint_is_one_line_without_traceback(
     with pytest.raises(flowrt.UserError, match=r"model\.safetensors") as caught:
         async with flowrt.open(graph, on_line=lambda process, line: lines.append(line)):
             pass
-    gc.collect()  # a future whose exception nobody has looked at says so when it goes
+    gc.collect()  # a future whose exception was never read reports it when it is freed
     assert "\n" not in str(caught.value)
     assert [line for line in lines if "Traceback" in line or "never retrieved" in line] == []
     out, err = capfd.readouterr()

@@ -299,7 +299,7 @@ def test_pages_running_out_preempts_the_youngest_and_changes_no_token() -> None:
 
 
 def test_what_becomes_free_goes_to_the_older_sequence_that_claimed_it() -> None:
-    """The other micro-batch is asked first, so without the claim a new request would have the pages, and another one the next time."""
+    """The other micro-batch goes first, so without the claim a new request would have the pages, and another one the next time."""
     limits = GraphLimits(max_num_seqs=2, kv_pages=8, page_size=1, max_tokens=8, max_num_batched_tokens=8)
     group = engine(limits, num_micro_batches=2)
     group.submit(request("old", (1,), max_tokens=8))
@@ -403,7 +403,7 @@ def test_strict_chunks_must_fit_into_a_step() -> None:
         engine(chunk_tokens=9)
 
 
-def test_the_toy_model_tells_prefixes_apart() -> None:
+def test_the_toy_model_distinguishes_prefixes() -> None:
     assert len({next_token(prefix, seed) for prefix in ((1, 2), (2, 1), (1, 2, 3)) for seed in (0, 1)}) > 3
 
 

@@ -1,4 +1,4 @@
-"""The small model in ``examples/tiny-moe`` answers held-out questions right, and its folder is what it says."""
+"""The small model in ``examples/tiny-moe`` answers held-out questions right, and its folder has what its README lists."""
 
 from __future__ import annotations
 

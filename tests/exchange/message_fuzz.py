@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for use as a script
-from exchange.test_failover import SERVERS, WIDTH, Client, answer
+from exchange.test_failover import SERVERS, WIDTH, Client, respond
 
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.inbound_edges import FAILED, FailedHeader
@@ -97,7 +97,7 @@ class Fuzz:
         if client.requested[server] and random.random() < 0.9:
             request = random.choice(client.requested[server])
             payload = from_message(request)
-            y = answer(*payload.tensors, client.strict)
+            y = respond(*payload.tensors, client.strict)
             message = to_message(Payload((y,), payload.header), client.response_edge(server), request.tag)
             if random.random() < 0.02:
                 header = FailedHeader("no room", request.decode_header(PartHeader).part)

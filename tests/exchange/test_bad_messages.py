@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from exchange.message_fuzz import Fuzz, schemas_of
-from exchange.test_failover import WIDTH, Client, answer, expected
+from exchange.test_failover import WIDTH, Client, expected, respond
 
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.outbound_edges import CreditHeader
@@ -36,7 +36,7 @@ BAD: dict[str, tuple[Callable[[Message], Message], str]] = {
     "no tag": (with_fields(tag=None), "without a tag"),
     "older step": (with_tag(step=6), "no outstanding request"),
     "other layer": (with_tag(layer=5), "no outstanding request"),
-    "unknown source": (with_tag(source="nobody@1"), "no outstanding request"),
+    "unknown source": (with_tag(source="unknown@1"), "no outstanding request"),
     "other part": (with_fields(header=PartHeader(77)), "no outstanding request"),
     "no header": (with_fields(header=None), "cannot be read"),
     "other header": (with_fields(header=b"\x93\x01\x02\x03\xff"), "cannot be read"),
@@ -55,7 +55,7 @@ def test_bad_message_is_refused_and_the_sum_stays_exact(kind: str) -> None:
     client.begin(7)
     request = client.requested[1][0]
     payload = from_message(request)
-    response = to_message(Payload((answer(*payload.tensors, False),), payload.header), client.response_edge(1), request.tag)
+    response = to_message(Payload((respond(*payload.tensors, False),), payload.header), client.response_edge(1), request.tag)
     peer, bad, text = "experts.1", response, "no outstanding request"
     if kind == "double response":
         client.runner.accept("experts.1", response)
@@ -80,7 +80,7 @@ def test_response_that_is_not_finite_fails_the_step_with_its_sender(strict: bool
     client.begin(3)
     request = client.requested[1].popleft()
     payload = from_message(request)
-    y = answer(*payload.tensors, strict)
+    y = respond(*payload.tensors, strict)
     y[-1, 2] = value
     client.runner.accept("experts.1", to_message(Payload((y,), payload.header), client.response_edge(1), request.tag))
     client.serve_all()

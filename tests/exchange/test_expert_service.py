@@ -38,11 +38,11 @@ def test_a_call_takes_as_many_pairs_as_its_memory_allows(strict):
     firings = [
         request(number, num_pairs, layer) for number, (num_pairs, layer) in enumerate([(4, 0), (4, 0), (3, 1), (3, 0), (9, 0), (1, 0)])
     ]
-    answers = ExpertService(experts, strict, max_pairs=8, max_part_pairs=9)(firings)
+    responses = ExpertService(experts, strict, max_pairs=8, max_part_pairs=9)(firings)
     assert experts.calls == [(0, 8), (0, 3), (0, 9), (0, 1), (1, 3)]
-    for number, (firing, answer) in enumerate(zip(firings, answers, strict=True)):
-        assert answer["results"].header == PartHeader(number)
-        assert torch.equal(answer["results"].tensors[0], 2 * firing.inputs["rows"].tensors[0])
+    for number, (firing, response) in enumerate(zip(firings, responses, strict=True)):
+        assert response["results"].header == PartHeader(number)
+        assert torch.equal(response["results"].tensors[0], 2 * firing.inputs["rows"].tensors[0])
 
 
 def test_a_part_larger_than_a_step_is_refused_before_anything_is_computed():

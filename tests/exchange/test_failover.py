@@ -26,7 +26,7 @@ WEIGHTS_TA = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0,
 POSITIONS_T = torch.tensor([0, 1, 2, 3, 4])
 
 
-def answer(x_RH, row_P, expert_P, weight_P, strict):
+def respond(x_RH, row_P, expert_P, weight_P, strict):
     """An expert multiplies by its number + 1: whatever is lost, doubled or in a wrong row shows."""
     y_PH = x_RH[row_P] * (expert_P + 1).unsqueeze(1)
     return y_PH if strict else torch.zeros_like(x_RH).index_add_(0, row_P, y_PH * weight_P.unsqueeze(1))
@@ -77,7 +77,7 @@ def graph():
 
 
 class Client:
-    """A group's side with its runner; `asked[server]` are the requests on their way there."""
+    """A group's side with its runner; `requested[server]` are the requests on their way there."""
 
     def __init__(self, strict=False, fences=False, schemas=lambda client: {}):
         self.strict = strict
@@ -132,8 +132,8 @@ class Client:
         for _ in range(count):
             request = self.requested[server].popleft()
             payload = from_message(request)
-            assert set(payload.tensors[2].tolist()) <= set(SERVERS[server]), "asked for an expert that does not lie there"
-            y = answer(*payload.tensors, self.strict)
+            assert set(payload.tensors[2].tolist()) <= set(SERVERS[server]), "a request for an expert that the server does not hold"
+            y = respond(*payload.tensors, self.strict)
             self.runner.accept(f"experts.{server}", to_message(Payload((y,), payload.header), self.response_edge(server), request.tag))
             self.runner.settle()
 
@@ -174,10 +174,10 @@ def test_all_servers_alive(client):
 
 
 @pytest.mark.parametrize("server", SERVERS)
-@pytest.mark.parametrize("answered", [(), (0,), (1,), (0, 1), (1, 2)])
-def test_parts_of_a_dead_server_are_redispatched(client, server, answered):
+@pytest.mark.parametrize("responded", [(), (0,), (1,), (0, 1), (1, 2)])
+def test_parts_of_a_dead_server_are_redispatched(client, server, responded):
     client.begin()
-    for other in answered:
+    for other in responded:
         client.serve(other)
     client.die(server)
     assert not client.requested[server]
@@ -247,7 +247,7 @@ def test_part_dispatched_without_a_replica_and_known_after_the_replica_is_back(c
 
 
 def test_part_without_a_replica_when_another_server_dies_before_its_retry(client):
-    """Server 0 is back, but the tag's plan came after that was looked at; then server 1 dies, and the tag is cut anew for that."""
+    """Server 0 is back, but the tag's plan came after the check for it; then server 1 dies, and the tag is partitioned again for that."""
     client.die(0)
     client.die(2)
     firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
@@ -273,8 +273,8 @@ def test_a_tag_that_is_being_cut_by_an_older_map_may_wait(client):
 
 
 def test_redispatched_response_for_a_rolled_back_tag_is_not_an_error(client):
-    answers = [Payload((X_TH,), PartHeader(7))]
-    inputs = {"plan": Payload((WEIGHTS_TA, POSITIONS_T)), "parts": answers, "residual": Payload((X_TH,))}
+    responses = [Payload((X_TH,), PartHeader(7))]
+    inputs = {"plan": Payload((WEIGHTS_TA, POSITIONS_T)), "parts": responses, "residual": Payload((X_TH,))}
     (outputs,) = Combine(client.client, client.strict)([Firing("combine", Tag("s@1"), inputs)])
     assert torch.equal(outputs["y"].tensors[0], X_TH)
 
@@ -284,19 +284,19 @@ def test_late_response_counts_if_first_and_is_dropped_otherwise(client):
     late = client.requested[1].popleft()
     client.die(1)
     payload = from_message(late)
-    client.failover.mark_joined("experts.1")  # what it answers comes on a credit of its new life
+    client.failover.mark_joined("experts.1")  # its response comes on a credit of its new incarnation
     client.begin(1)
     client.serve_all()
     client.check((0, 1))
     client.runner._outbound.edges[client.request_edge(1)].free -= 1
     client.runner.accept(
-        "experts.1", to_message(Payload((answer(*payload.tensors, client.strict),), payload.header), client.response_edge(1), late.tag)
+        "experts.1", to_message(Payload((respond(*payload.tensors, client.strict),), payload.header), client.response_edge(1), late.tag)
     )
     client.check((0, 1))
 
 
 def test_credits_of_an_earlier_incarnation_do_not_count(client):
-    """Four tags take both credits of each server and wait for more; all go on when one dies, and its next life has all its credits."""
+    """Four tags take both credits of each server and wait; all continue after a death; the next incarnation has all its credits."""
     for step in range(4):
         client.begin(step)
     requests = client.runner._outbound.edges[client.request_edge(0)]
@@ -340,13 +340,13 @@ def test_pairs_without_a_replica_form_a_part_without_server(client):
     assert UNAVAILABLE in {part.server for part in client.client.parts(tag, client.runner.missing("combine", "parts", tag))}
 
 
-def timed(*answer_seconds):
+def timed(*response_seconds):
     """A client with a clock, and servers that have often responded in the given seconds each."""
     client = Client()
     clock = [0.0]
     client.client._now = lambda: clock[0]
     for _ in range(10):
-        for server, seconds in enumerate(answer_seconds):
+        for server, seconds in enumerate(response_seconds):
             for rows in (1, 2, 3, 4, 5):
                 client.client.hedging.record_response(server, rows, seconds)
     return client, clock
@@ -434,7 +434,7 @@ def test_overdue_server_is_reported():
     client.begin()
     client.serve(0)
     assert client.failover.overdue() == {}
-    clock[0] = 0.3  # late enough to ask others, too soon to complain
+    clock[0] = 0.3  # late enough for a hedge, too soon for a report
     assert client.failover.overdue() == {}
     clock[0] = 3.0
     overdue = client.failover.overdue()
@@ -443,7 +443,7 @@ def test_overdue_server_is_reported():
         assert waited == 3.0
         assert 0.1 <= usual <= 0.75
     client.serve(1)
-    client.die(2)  # nobody complains of the dead
+    client.die(2)  # a dead server is not reported
     assert client.failover.overdue() == {}
 
 
@@ -470,7 +470,7 @@ def test_losses_count_for_the_part_and_not_for_the_step(fencing):
     """Two servers that die with different parts of one step are no reason to suspect it."""
     fencing.begin()
     fencing.die(2)
-    for server in (0, 1):  # what was redispatched is answered first
+    for server in (0, 1):  # responses to what was redispatched come first
         fencing.requested[server].rotate(1)
         fencing.serve(server)
     fencing.die(0)

@@ -34,7 +34,7 @@ def give_up(client, seconds=LOST_SECONDS, epoch=1):
     return is_new
 
 
-def without(*lost):
+def sum_without(*lost):
     """The sum without these experts, weights as the gate gave them."""
     kept_TA = torch.ones_like(WEIGHTS_TA)
     for expert in lost:
@@ -57,9 +57,9 @@ def test_pairs_of_lost_experts_are_left_out_after_a_while_and_not_before(client)
     client.begin(1, epoch=1)
     client.serve_all()
     assert [tag.step for tag, _ in client.ends] == [1]
-    assert torch.equal(last(client), without(2, 3))
+    assert torch.equal(last(client), sum_without(2, 3))
     assert client.client.omitted.take_degraded(Tag("s@1", 1, 0, 1))
-    assert not client.client.omitted.take_degraded(Tag("s@1", 1, 0, 1)), "told once"
+    assert not client.client.omitted.take_degraded(Tag("s@1", 1, 0, 1)), "reported once"
     assert not client.client.tags
     assert not client.client.omitted.parts
     assert not give_up(client), "the same experts are given up once"
@@ -67,7 +67,7 @@ def test_pairs_of_lost_experts_are_left_out_after_a_while_and_not_before(client)
 
 def test_a_step_in_which_nothing_was_left_out_is_not_marked(client):
     give_up(client)
-    whole = torch.tensor([[0, 1], [1, 4], [4, 5], [5, 4], [5, 0]])  # nobody is sent to experts 2 and 3
+    whole = torch.tensor([[0, 1], [1, 4], [4, 5], [5, 4], [5, 0]])  # no row is sent to experts 2 and 3
     firing = Firing("dispatch", Tag("s@1", 1), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((whole, WEIGHTS_TA))})
     Dispatch(client.client, client.strict)([firing])
     assert not client.client.omitted.take_degraded(Tag("s@1", 1))
@@ -81,7 +81,7 @@ def test_with_a_replica_back_the_sum_is_whole_and_no_step_is_marked(client):
     assert not client.client.omitted.has_omitted
     client.begin(1, epoch=1)
     client.serve_all()
-    assert torch.equal(last(client), without())
+    assert torch.equal(last(client), sum_without())
     assert not client.client.omitted.take_degraded(Tag("s@1", 1, 0, 1))
 
 
@@ -106,11 +106,11 @@ def test_each_expert_is_waited_for_as_long(client):
     assert not client.ends
     client.failover.mark_joined("experts.2")
     client.serve_all()
-    assert torch.equal(last(client), without(2, 3))
+    assert torch.equal(last(client), sum_without(2, 3))
     client.die(2)
     assert give_up(client, epoch=2)
     client.begin(1, epoch=2)
-    assert torch.equal(last(client), X_TH), "nobody is left to be asked"
+    assert torch.equal(last(client), X_TH), "no server remains"
 
 
 def test_a_step_rolled_back_is_not_marked_when_it_is_computed_again_whole(client):

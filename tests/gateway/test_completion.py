@@ -23,14 +23,14 @@ def answer(*degraded: bool) -> Completion:
     return Completion.of((1, 2), events)
 
 
-def test_a_completion_says_which_of_its_tokens_are_degraded() -> None:
+def test_a_completion_lists_its_degraded_tokens() -> None:
     completion = answer(False, True, True)
     assert completion.degraded
     assert completion.choices[0].degraded
     assert completion.choices[0].degraded_tokens == (1, 2)
 
 
-def test_a_whole_completion_says_so() -> None:
+def test_a_whole_completion_lists_none() -> None:
     completion = answer(False, False)
     assert not completion.degraded
     assert completion.choices[0].degraded_tokens == ()

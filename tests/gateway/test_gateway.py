@@ -137,7 +137,7 @@ def test_the_log_is_bounded_by_max_tokens() -> None:
     assert len(gateway.log(0).events) == 3
 
 
-def test_a_failed_request_says_why() -> None:
+def test_a_failed_request_has_the_reason() -> None:
     gateway = new_gateway()
     placed = place(gateway)
     assert gateway.on_ended(Ended(placed.request.id, 0, "error", "too long")) == [EndEvent(0, "error", "", "too long")]
@@ -225,7 +225,7 @@ def test_refused_requests_have_their_one_end_too() -> None:
         gateway.place_again(0)
 
 
-def test_cancelling_tells_client_and_worker_once() -> None:
+def test_cancelling_notifies_client_and_worker_once() -> None:
     gateway = new_gateway()
     placed = place(gateway)
     assert gateway.cancel(0) == [EndEvent(0, "abort"), SendCancel("g0", Cancel("request-0", 0))]

@@ -157,7 +157,7 @@ BAD = {
         "deploy.experts.placement.experts.0",
         ["backwards", "0-7"],
     ),
-    "placement for nobody": (
+    "placement for an unknown server": (
         deploy("", "placement: {experts.0: '0-7'}"),
         5,
         "deploy.experts.placement",
@@ -261,7 +261,7 @@ BAD = {
         "reliability.dead_seconds",
         ["dead_seconds 0.5 is not longer than suspect_seconds 1"],
     ),
-    "suspected between two beats": (
+    "suspected between two heartbeats": (
         MODEL + "reliability: {suspect_seconds: 0.05}\n",
         3,
         "reliability.suspect_seconds",
@@ -358,7 +358,7 @@ BAD_USER = {
         "edges.a.y -> b.x",
         ["expected 2 dimensions, got 1"],
     ),
-    "fed twice": (USER + "  input.x -> b.x:\n", 9, "edges.input.x -> b.x", ["both bring a message at layer 0", "layers that do not meet"]),
+    "fed twice": (USER + "  input.x -> b.x:\n", 9, "edges.input.x -> b.x", ["both carry a message at layer 0", "layers that do not meet"]),
     "layers": (USER.replace("-> b.x:", "-> b.x: {layers: x-y}"), 7, "edges.a.y -> b.x.layers", ["not an id or range"]),
     "no layer": (USER.replace("-> b.x:", "-> b.x: {layers: ''}"), 7, "edges.a.y -> b.x.layers", ["names no layer"]),
     "huge layer": (USER.replace("-> b.x:", "-> b.x: {tag: layer=99999}"), 7, "edges.a.y -> b.x.tag", ["too large"]),
@@ -374,7 +374,7 @@ BAD_USER = {
         USER + "  input.x -> b.z:\n  input.q -> b.x: {tag: layer=2}\n",
         4,
         "nodes.b",
-        ["messages for port x at layer 2 wait for ever", "none arrive at z"],
+        ["messages for port x at layer 2 wait forever", "none arrive at z"],
     ),
     "nothing begins": (USER.replace("input.x", "b.z"), 5, "edges", ["no node emits tags"]),
     "no output": (USER.replace("  b.y -> output.y:\n", ""), 5, "edges", ["no edge leads to output"]),
@@ -445,7 +445,7 @@ BAD_USER = {
         "edges.a.y -> b.x.transport",
         ["from process left to right", "processes: one"],
     ),
-    "threads of nobody": (USER + "threads: {lef: 2}\n", 9, "threads.lef", ["no node is in a process 'lef'", "did you mean 'left'?"]),
+    "threads of no process": (USER + "threads: {lef: 2}\n", 9, "threads.lef", ["no node is in a process 'lef'", "did you mean 'left'?"]),
     "folder": (USER + "folder: nowhere\n", 9, "folder", ["no folder 'nowhere'"]),
     "built-in without model": (
         USER.replace("ops:a", "gate").replace("a.y", "a.routing"),
@@ -490,7 +490,7 @@ def test_a_file_that_is_too_large(tmp_path: Path) -> None:
         load_graph(tmp_path / "g.yaml")
 
 
-def test_what_the_model_says_is_reported_at_its_path(tmp_path: Path) -> None:
+def test_errors_of_the_model_are_reported_at_its_path(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "g.yaml").write_text(MODEL)
 

@@ -136,7 +136,7 @@ def test_link_with_custom_numbers_is_a_label(load) -> None:
     assert load(to_yaml(graph), name="again.yaml") == graph
 
 
-def test_the_written_form_says_what_is_fused(load) -> None:
+def test_the_written_form_names_what_is_fused(load) -> None:
     text = to_yaml(load(QUICK), "quick.yaml")
     assert text.startswith("# Expanded from quick.yaml\n")
     assert "#   attention.1: combine -> attention -> gate -> dispatch -> head\n" in text

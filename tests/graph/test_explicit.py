@@ -111,7 +111,7 @@ def test_edges_of_several_groups_may_share_a_port(load) -> None:
     assert len([edge for edge in graph.edges.values() if (edge.target, edge.target_port) == ("experts.0", "rows")]) == 3
 
 
-def test_transports_that_packages_bring_may_be_named(load, tmp_path: Path) -> None:
+def test_transports_of_installed_packages_may_be_named(load, tmp_path: Path) -> None:
     (tmp_path / "g.yaml").write_text(DESIGN.replace("transport: shm", "transport: pigeon"))
     assert load_graph(tmp_path / "g.yaml", schemes=("shm", "pigeon")).edges["scale.y -> add.a"].transport == "pigeon"
     with pytest.raises(

@@ -39,10 +39,10 @@ def test_models_without_have_no_such_node(load) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made_for", "says"), [(True, "the graph has shared experts, the model has none"), (False, "the model has shared")]
+    ("made_for", "error"), [(True, "the graph has shared experts, the model has none"), (False, "the model has shared")]
 )
-def test_an_expanded_file_fits_models_of_its_kind_only(load, made_for: bool, says: str) -> None:
+def test_an_expanded_file_fits_models_of_its_kind_only(load, made_for: bool, error: str) -> None:
     text = to_yaml(load(SHORT, shared_experts=made_for))
     assert load(text, name="same.yaml", shared_experts=made_for).nodes
-    with pytest.raises(GraphError, match=f"{says}.*expand it again for this model"):
+    with pytest.raises(GraphError, match=f"{error}.*expand it again for this model"):
         load(text, name="other.yaml", shared_experts=not made_for)

@@ -109,7 +109,7 @@ def test_no_pairs_give_zero_rows(experts: Experts) -> None:
 def test_expert_not_held_is_refused(models: Any) -> None:
     some = Experts(read_model_config(models["wide"]), Checkpoint(models["wide"]), {1: (3, 5)})
     x, row = torch.ones(2, 64), torch.tensor([0, 1])
-    with pytest.raises(ValueError, match=r"layer 1: experts \[4\] were asked for but are not held here; held are \[3, 5\]"):
+    with pytest.raises(ValueError, match=r"layer 1: experts \[4\] were requested but are not held here; held are \[3, 5\]"):
         some.forward(1, x, row, torch.tensor([5, 4]), torch.ones(2))
     assert some.forward(1, x, row, torch.tensor([5, 3]), torch.ones(2)).any()
 
@@ -139,7 +139,7 @@ def test_combine_adds_in_the_order_given_and_changes_nothing_given() -> None:
 
 
 @given(counts=st.lists(st.integers(0, 70), min_size=1, max_size=6))
-def test_products_are_taken_of_few_numbers_of_rows_and_hold_those_asked_for(counts: list[int]) -> None:
+def test_products_are_taken_of_few_numbers_of_rows_and_hold_the_requested_ones(counts: list[int]) -> None:
     total, start = sum(counts), 0
     for count in counts:
         first, taken = expert_products.window(start, count, total)

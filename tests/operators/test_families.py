@@ -81,7 +81,7 @@ def test_deepseek_v3_as_its_authors_write_it(tmp_path: Path) -> None:
     assert read(tmp_path, V3, q_lora_rank=None).latent != config.latent
 
 
-def test_kimi_k2_and_architectures_that_say_what_a_model_is(tmp_path: Path) -> None:
+def test_kimi_k2_and_families_found_by_architecture(tmp_path: Path) -> None:
     config = read(tmp_path, V3)
     assert read(tmp_path, V3, model_type="kimi_k2") == config
     assert read(tmp_path, V3, model_type="finetuned", architectures=["DeepseekV3ForCausalLM"]) == config

@@ -76,7 +76,7 @@ def test_an_older_config(tmp_path: Path) -> None:
     )
 
 
-def test_a_newer_config_says_the_same(tmp_path: Path) -> None:
+def test_a_newer_config_means_the_same(tmp_path: Path) -> None:
     old = read_model_config(write(tmp_path))
     newer = {
         "torch_dtype": "absent",

@@ -83,7 +83,7 @@ def test_rows_beyond_what_the_cache_holds_are_taken_in_parts(dtype: torch.dtype)
     assert torch.equal(matrix(x), torch.cat([matrix(row) for row in x.split(1)]))
 
 
-def test_what_c_is_told_must_make_sense() -> None:
+def test_invalid_arguments_of_c_are_refused() -> None:
     if not products.has_panels:
         pytest.skip("there was no compiler")
     right = [0, 0, 0, 0, 0, 16, 16, 1]
@@ -186,7 +186,7 @@ def test_the_grouped_product_of_devices_gives_the_same() -> None:
 
 
 @pytest.mark.gpu
-def test_a_layer_on_the_gpu_asks_the_host_for_nothing() -> None:
+def test_a_layer_on_the_gpu_never_waits_for_the_host() -> None:
     gate_up, down = (each.bfloat16().cuda() for each in drawn_experts(4))
     experts, counts_E = DeviceExperts(gate_up, down), torch.tensor([3, 0, 5, 1]).cuda()
     x_PH = torch.randn(9, 16, device="cuda", dtype=torch.bfloat16)

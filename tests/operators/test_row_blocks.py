@@ -161,7 +161,7 @@ def test_attention_gives_a_sequence_the_same_bits_alone_and_beside_others(models
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @torch.inference_mode()
-def test_experts_and_combine_do_not_show_who_computed_what(models: Any, dtype: str) -> None:
+def test_results_do_not_depend_on_the_server_that_computes(models: Any, dtype: str) -> None:
     config, blocks, checkpoint = read_model_config(models["plain"], dtype), StrictBlocks(), Checkpoint(models["plain"])
     x_TH, residual_TH = (drawn(40, config.hidden_size, dtype=torch_dtype(config), seed=seed) for seed in (1, 2))
     generator = torch.Generator().manual_seed(3)

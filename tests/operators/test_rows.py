@@ -182,7 +182,7 @@ def test_attention_over_pages_is_that_over_the_context(
     lengths, page_size, num_pages = [1, 3, 4, 5, 16, 33, 900], 5, 220
     pages = KvPages(1, num_pages, page_size, num_kv_heads, width, dtype)
     for number, block in enumerate(pages.blocks(0)):
-        block.fill_(float("nan"))  # what belongs to nobody must not show
+        block.fill_(float("nan"))  # slots without an owner must have no effect
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5)).tolist()
         tables = []
         for length in lengths:

@@ -168,7 +168,7 @@ def test_an_expert_server_sorts_and_weighs_as_the_library_does(models: Any, dtyp
     assert all(torch.equal(own, other) for own, other in zip(*found, strict=True))
     monkeypatch.undo()
     if dtype != torch.float64:
-        message = r"layer 1: experts \[12\] were asked for but are not held here; held are \[0, 3, 7, 11\]"
+        message = r"layer 1: experts \[12\] were requested but are not held here; held are \[0, 3, 7, 11\]"
         with pytest.raises(ValueError, match=message):
             experts.forward(1, x_RH, torch.tensor([0, 1]), torch.tensor([7, 12]), torch.ones(2, dtype=dtype))
         for row in (-1, 9):

@@ -232,7 +232,7 @@ def test_filters_look_as_deep_as_they_must(monkeypatch: pytest.MonkeyPatch) -> N
     everything = kept()
     monkeypatch.setattr(sampling, "FIRST_DEPTH", 2)
     assert kept() == everything
-    for row, some in enumerate(everything):  # and as the definition says, in Python
+    for row, some in enumerate(everything):  # and by the definition, in Python
         values = sorted((logits[row].double() / temperature[row].double()).tolist(), reverse=True)
         if 0 < top_k[row] < 3000:
             values = [value for value in values if value >= values[int(top_k[row]) - 1]]

@@ -79,7 +79,7 @@ def test_servers_hold_the_requested_experts(models: Any, tmp_path: Path) -> None
         for layer, expert in ((0, 6), (0, 1), (2, 3)):
             pair = torch.zeros(1, dtype=torch.int64), torch.tensor([expert])
             assert experts.forward_pairs(layer, torch.ones(1, 64), *pair).shape == (1, 64)
-        with pytest.raises(ValueError, match=r"experts \[2\] were asked for but are not held here; held are \[1, 6\]"):
+        with pytest.raises(ValueError, match=r"experts \[2\] were requested but are not held here; held are \[1, 6\]"):
             experts.forward_pairs(0, torch.ones(1, 64), torch.zeros(1, dtype=torch.int64), torch.tensor([2]))
     for held in ({0: (8,)}, {0: (1, 1)}, {3: (0,)}):
         with pytest.raises(ValueError, match="cannot be held"):
@@ -113,12 +113,12 @@ def test_missing_and_ill_fitting_tensors_are_named(models: Any, tmp_path: Path) 
     assert refusal(config, tmp_path, "embedding", 512, 64) == (
         f"tensor model.embed_tokens.weight (embedding) is missing from the checkpoint in {tmp_path}"
     )
-    assert refusal(config, tmp_path, "head", 512, 64) == f"lm_head.weight in {tmp_path} have 511 rows; config.json asks for 512"
+    assert refusal(config, tmp_path, "head", 512, 64) == f"lm_head.weight in {tmp_path} have 511 rows; config.json requires 512"
     assert f"lm_head.weight in {file} has shape [511, 64], which does not fit the [500, 64]" in refusal(config, tmp_path, "head", 500, 64)
     assert f"lm_head.weight in {file} has shape [511, 64], which does not fit" in refusal(config, tmp_path, "head", 511, 32)
     assert "model.norm.weight in" in refusal(config, tmp_path, "final_norm", 64)
     assert "is stored as I8; F64, F32, BF16, F16 are supported" in refusal(config, tmp_path, "final_norm", 64)
-    assert "does not say where part 'eyes' lies" in refusal(config, tmp_path, "eyes", 1)
+    assert "does not define the tensors of part 'eyes'" in refusal(config, tmp_path, "eyes", 1)
     save_file({"lm_head.weight": torch.zeros(512, 64)}, tmp_path / "more.safetensors")
     assert "tensor lm_head.weight is in model.safetensors and more.safetensors" in refusal(config, tmp_path, "head", 512, 64)
 

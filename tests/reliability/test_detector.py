@@ -30,14 +30,14 @@ TICK, HEARTBEAT, HOUR = 0.05, 0.1, 3600.0
 
 @dataclass
 class Process:
-    """What the system would tell about a process, and how its times grow per second."""
+    """What the system would report about a process, and how its times grow per second."""
 
     activity: Activity = Activity.ASLEEP
     cpu: float = 0.0
     loop_cpu: float = 0.0
     queued: float = 0.0
     heartbeats: bool = True
-    is_told: bool = True  # by the system
+    is_reported: bool = True  # by the system
     times: ProcessTimes = ProcessTimes(0.0, 0.0, 0.0)
 
     def pass_time(self, seconds: float) -> None:
@@ -50,7 +50,7 @@ class Process:
 
     @property
     def sample(self) -> ProcessSample | None:
-        return ProcessSample(self.activity, self.times) if self.is_told else None
+        return ProcessSample(self.activity, self.times) if self.is_reported else None
 
 
 STOPPED = Process(Activity.STOPPED, heartbeats=False)
@@ -69,14 +69,14 @@ class Scene:
     process: Process = field(default_factory=Process)
     reported: list[tuple[float, StateChange]] = field(default_factory=list)
     sequence: int = 0
-    launcher_beats: bool = True
+    launcher_heartbeats: bool = True
 
     def __post_init__(self) -> None:
         self.detector.add(self.now, "x", "1", self.process.times)
         self.next_heartbeat = self.now + HEARTBEAT / 3
 
     def play(self, seconds: float, process: Process, tick: float = TICK) -> None:
-        """`process` says how it behaves from now on; its times go on from where they are."""
+        """`process` defines the behaviour from now on; its times continue."""
         self.process = dataclasses.replace(process, times=self.process.times)
         for _ in range(round(seconds / tick)):
             self.process.pass_time(tick)
@@ -86,7 +86,7 @@ class Scene:
                     self.sequence += 1
                     self.take(self.detector.record_heartbeat(self.next_heartbeat, "x", "1", self.sequence, None, self.process.times))
                 self.next_heartbeat += HEARTBEAT
-            if self.launcher_beats:
+            if self.launcher_heartbeats:
                 self.detector.record_launcher_heartbeat(self.now)
             sample = self.process.sample
             self.take(self.detector.tick(self.now, {} if sample is None else dict.fromkeys(self.detector.silent(), sample)))
@@ -126,7 +126,7 @@ def test_each_kind_of_evidence_marks_a_process_dead_in_time(behaviour: Process, 
 @pytest.mark.parametrize(
     "behaviour",
     [
-        Process(heartbeats=False, is_told=False),
+        Process(heartbeats=False, is_reported=False),
         QUEUED,
         dataclasses.replace(QUEUED, queued=0.0),  # the count of a thread's delay stands still until it has its turn
         Process(Activity.RUNNABLE, cpu=4.0, heartbeats=False),  # other threads compute, the loop waits for its turn
@@ -161,7 +161,7 @@ def test_a_short_stop_after_a_long_wait_for_a_processor_is_a_short_stop() -> Non
 
 @pytest.mark.parametrize(("stall_seconds", "dies"), [(0.3, False), (1.2, True)])
 def test_an_hour_in_a_crowd(stall_seconds: float, dies: bool) -> None:
-    """Waits of up to 3 s for a processor, and stalls. Those of 0.3 s cost no process; those of 1.2 s do, so the hour says something."""
+    """Waits of up to 3 s for a processor, and stalls. Those of 0.3 s cost no process; those of 1.2 s do, so the hour proves something."""
     drawn, scene = random.Random(1), Scene()
     while scene.now < 1000.0 + HOUR:
         scene.play(drawn.uniform(0.1, 3.0), dataclasses.replace(QUEUED, cpu=0.12, loop_cpu=0.06, queued=drawn.choice([0.0, 0.9])))
@@ -181,10 +181,10 @@ def test_short_stalls_are_not_even_suspected() -> None:
 def test_silence_does_not_count_while_the_launcher_is_silent() -> None:
     scene = Scene()
     scene.play(1.0, HEALTHY)
-    scene.launcher_beats = False
+    scene.launcher_heartbeats = False
     scene.play(HOUR, ASLEEP)
     assert scene.reported == []
-    scene.launcher_beats = True
+    scene.launcher_heartbeats = True
     scene.play(2.0, ASLEEP)
     assert [each.state for _, each in scene.reported] == [ProcessState.SUSPECT, ProcessState.DEAD]
 
@@ -377,7 +377,7 @@ class Evidence(RuleBasedStateMachine):
             assert all(each.state is ProcessState.SUSPECT for each in reported)
             self.take(reported)
 
-    @rule(process=names, behaviour=st.sampled_from([STOPPED, ASLEEP, BUSY, QUEUED, Process(is_told=False)]))
+    @rule(process=names, behaviour=st.sampled_from([STOPPED, ASLEEP, BUSY, QUEUED, Process(is_reported=False)]))
     def behave(self, process: str, behaviour: Process) -> None:
         if process in self.processes:
             self.processes[process] = dataclasses.replace(behaviour, times=self.processes[process].times)
@@ -396,7 +396,7 @@ class Evidence(RuleBasedStateMachine):
                 process.pass_time(passed)
                 did = self.since[name]
                 kind = {Activity.STOPPED: "stopped", Activity.ASLEEP: "asleep"}.get(process.activity)
-                if not process.is_told:
+                if not process.is_reported:
                     kind = None
                 elif process.activity is Activity.RUNNABLE:
                     kind = "received" if process.loop_cpu else "queued"
@@ -410,7 +410,7 @@ class Evidence(RuleBasedStateMachine):
             assert not overdue, "evidence for seconds, and not marked dead"
 
     @invariant()
-    def states_are_what_was_said(self) -> None:
+    def states_equal_reported_states(self) -> None:
         for process, each in self.detector.watched.items():
             assert (each.state is ProcessState.DEAD) == (process not in self.processes)
             assert (each.why == "") == (each.state is ProcessState.ALIVE)

@@ -13,13 +13,13 @@ def state_of(progress: RequestProgress, now: float) -> ServiceState:
 
 def test_requests_without_progress_are_unhealthy() -> None:
     progress = RequestProgress()
-    assert health(state_of(progress, 1e6)).ok  # nobody waits, and nothing comes
+    assert health(state_of(progress, 1e6)).ok  # no request waits, and nothing comes
     progress.opened(1e6)
     assert health(state_of(progress, 1e6 + STALL_SECONDS)).ok  # it counts from the first that waits
     assert health(state_of(progress, 1e6 + STALL_SECONDS + 0.1)) == Health(
         False, ("1 request is open, and nothing has come of any for 5.1 s",)
     )
-    progress.opened(1e6 + 6)  # who asks in vain is no progress
+    progress.opened(1e6 + 6)  # a new request is not progress
     assert not health(state_of(progress, 1e6 + 6)).ok
     progress.progressed(1e6 + 7)
     assert health(state_of(progress, 1e6 + 8)).ok
@@ -63,5 +63,5 @@ def test_requests_without_progress_are_unhealthy() -> None:
         (ServiceState(workers={"experts.0": WorkerProgress(7, 0.1)}), Health(True, workers={"experts.0": WorkerProgress(7, 0.1)})),
     ],
 )
-def test_what_is_told(state: ServiceState, expected: Health) -> None:
+def test_events_of_health(state: ServiceState, expected: Health) -> None:
     assert health(state) == expected

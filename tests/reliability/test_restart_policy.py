@@ -37,7 +37,7 @@ def test_each_process_has_a_budget_of_its_own() -> None:
     assert restart_policy.on_death("a", 1.0) == GiveUp("it was started again once in 30 s", 30.0)
 
 
-def test_what_is_long_ago_is_forgotten() -> None:
+def test_deaths_outside_the_window_do_not_count() -> None:
     restart_policy = RestartPolicy(2, 30.0)
     for number in range(50):
         assert isinstance(restart_policy.on_death("a", 15.2 * number), Restart)

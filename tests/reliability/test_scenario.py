@@ -45,13 +45,13 @@ BAD = {
     "faults: []": "file.yaml:1: no scenario file; begin it with the line scenario: 1",
     "[1, 2]": "file.yaml:1: no scenario file; begin it with the line scenario: 1",
     "scenario: 2": "file.yaml:1: scenario: ",
-    "scenario: 1\nfautls: []": "file.yaml:1: `fautls` is no key of it; a file holds scenario: 1, faults: [...]",
+    "scenario: 1\nfautls: []": "file.yaml:1: unknown key `fautls`; a file holds scenario: 1, faults: [...]",
     "scenario: 1\nfaults: 3": "file.yaml:2: faults: expected a list, got a whole number; a file holds scenario: 1",
     "scenario: 1\nfaults: [3]": "file.yaml:2: faults.0: names no fault",
     "scenario: 1\nfaults:\n  - {process: experts.0}": "file.yaml:3: faults.0: names no fault",
     "scenario: 1\nfaults:\n  - {fault: crsh, process: experts.0}": "file.yaml:3: faults.0: fault 'crsh' is unknown; one of: crash, pause",
     "scenario: 1\nfaults:\n  - {fault: crash, process: experts.0, at: 3}": (
-        "file.yaml:3: faults.0: `at` is no key of it; such as {fault: crash, process: experts.1, at_seconds: 2.5}"
+        "file.yaml:3: faults.0: unknown key `at`; such as {fault: crash, process: experts.1, at_seconds: 2.5}"
     ),
     "scenario: 1\nfaults:\n  - {fault: crash}": "file.yaml:3: faults.0: `process` is missing; such as {fault: crash, process: ",
     "scenario: 1\nfaults:\n  - {fault: crash, process: experts.0}\n  - {fault: crash, process: experts.9}": (

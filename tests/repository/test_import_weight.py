@@ -1,4 +1,4 @@
-"""The launching process stays light: what loading flowrt, and asking for help, must not load. No clock is asked."""
+"""The launching process stays light: what loading flowrt, and asking for help, must not load. No clock is read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 HEAVY = ("torch", "zmq", "numpy", "transformers", "matplotlib", "starlette", "uvicorn")
 
 
-# From light to heavy: what each step loads is told before the next.
+# From light to heavy: what each step loads is printed before the next.
 STEPS = {
     "the message": "import flowrt.transports.wire.message, flowrt.transports.contract",
     "the graph": "import flowrt.graph.model, flowrt.actors.control",

@@ -266,7 +266,7 @@ def constants_compared(node: ast.AST) -> set[str]:
 
 def test_no_transport_is_known_by_name_above_the_transports() -> None:
     wrong = [
-        f"{at(source.path, getattr(node, 'lineno', 0))}: ask for a capability of the contract instead"
+        f"{at(source.path, getattr(node, 'lineno', 0))}: use a capability of the contract instead"
         for source in sources()
         if not source.path.startswith(SCHEMES_FOR)
         for node in source.nodes()

@@ -133,7 +133,7 @@ def test_every_task_has_an_owner() -> None:
 
 
 def test_waiting_for_a_time_goes_through_the_clock() -> None:
-    """asyncio.sleep(0) gives way to others and is fine anywhere; a real wait asks the seams' clock."""
+    """asyncio.sleep(0) gives way to others and is fine anywhere; a real wait uses the seams' clock."""
     wrong = []
     for source in sources():
         if source.path.startswith("flowrt/") and not source.path.startswith(SLEEPERS):

@@ -201,7 +201,7 @@ BUGS: tuple[Bug, ...] = (
          "return False"),
     # heartbeats and the monitor
     body("heartbeats-of-any-incarnation", "a heartbeat of any incarnation counts", DETECTOR, "Detector.record_heartbeat",
-         "watched = self._watched.get(process)\nif watched is not None:\n    watched.silent_seconds = 0.0\n    watched.heard_at = now\nreturn []"),
+         "watched = self._watched.get(process)\nif watched is not None:\n    watched.silent_seconds = 0.0\n    watched.received_at = now\nreturn []"),
     body("launcher-silence-ignored", "silence of the launcher counts as silence of the workers", DETECTOR, "Detector.record_launcher_heartbeat", "pass"),
     body("silence-is-death", "silence alone marks a process dead", DETECTOR, "Detector._evidence",
          "return 'silent' if watched.silent_seconds >= self._timeouts.suspect_seconds else None"),

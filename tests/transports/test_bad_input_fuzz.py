@@ -39,7 +39,7 @@ LIMITS = Limits(max_header_bytes=512, max_tensors=3, max_message_bytes=4096, cap
 
 
 def fuzzed(examples: int) -> settings:
-    """`examples` in every run; as many as `make fuzz` was told to, other ones each time, and none kept."""
+    """`examples` in every run; as many as `make fuzz` requests, other ones each time, and none kept."""
     return settings(
         max_examples=EXAMPLES or examples, derandomize=not EXAMPLES, database=None, deadline=None, suppress_health_check=list(HealthCheck)
     )
@@ -118,16 +118,16 @@ def transcript() -> list[bytes]:
     connector = Handshake("connector", KEY, THERE, LIMITS, scheme="shm", payload=lambda limits: b"endpoint", nonce=b"1" * 32)
     listener = Handshake("listener", KEY, HERE, LIMITS, scheme="shm", nonce=b"2" * 32)
     hello = connector.start()
-    answer = listener.receive(hello)
-    return [hello, answer, connector.receive(answer)]
+    response = listener.receive(hello)
+    return [hello, response, connector.receive(response)]
 
 
-HELLO, ANSWER, PROOF = transcript()
+HELLO, RESPONSE, PROOF = transcript()
 
 
 @given(
     st.sampled_from(["connector", "listener"]),
-    st.lists(damaged(HELLO) | damaged(ANSWER) | st.just(HELLO) | st.binary(max_size=100), max_size=4),
+    st.lists(damaged(HELLO) | damaged(RESPONSE) | st.just(HELLO) | st.binary(max_size=100), max_size=4),
     st.integers(1, 5000),
 )
 @fuzzed(100)
@@ -160,7 +160,7 @@ def test_listener_counts_invalid_callers_and_keeps_serving(scheme: str, sent_byt
                             sock.send(piece)
                         await asyncio.sleep(0)
             async with asyncio.timeout(60):
-                while listener.rejected == 0:  # noqa: ASYNC110  (a counter wakes nobody)
+                while listener.rejected == 0:  # noqa: ASYNC110  (a counter wakes no task)
                     await asyncio.sleep(0.001)
             assert listener.rejected == 1
             one = await get_transport(scheme).connect(listener.address, SMALL, KEY, THERE)

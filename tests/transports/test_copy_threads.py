@@ -232,7 +232,7 @@ class TestBulk:
         reader.close()
 
     def test_a_record_waits_for_its_copy_threads(self) -> None:
-        """The record is there at once; the message is not until every thread has said that its stripe is."""
+        """The record is there at once; the message is not until every thread has announced its stripe."""
         memory, _, writer, reader = ring(2)
         assert writer.send(numbered(0, 50_000), later=True)
         writer.copy_threads.wait()
@@ -308,7 +308,7 @@ def _num_threads() -> int:
 
 
 class TestCopiers:
-    def test_in_order_and_told(self) -> None:
+    def test_copies_are_in_order_and_announced(self) -> None:
         memfd = sealed_memory(1 << 16)
         memory = Memory(memfd, 1 << 16)
         os.close(memfd)
@@ -326,7 +326,7 @@ class TestCopiers:
         with pytest.raises(ValueError, match="closed"):
             thread.copy(4096, b"x", 0, 1, 0, 0, 0, False)
 
-    def test_the_source_lives_until_it_was_copied(self) -> None:
+    def test_the_source_is_kept_until_it_was_copied(self) -> None:
         memfd = sealed_memory(1 << 16)
         memory = Memory(memfd, 1 << 16)
         os.close(memfd)

@@ -163,7 +163,7 @@ async def all_given_back(channel: CUDAChannel) -> None:
     await until(lambda: not channel._ranges.num_taken, "a range that was let go of is given back")
 
 
-def test_without_a_gpu_the_reason_says_what_is_missing() -> None:
+def test_without_a_gpu_the_reason_names_what_is_missing() -> None:
     reason = unavailable_reason("cuda")
     try:
         ctypes.CDLL("libcuda.so.1")

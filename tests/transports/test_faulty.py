@@ -121,7 +121,7 @@ async def test_without_a_plan_every_check_passes(check: Check) -> None:
         ("stall:0.1@5", range(COUNT), False),
     ],
 )
-async def test_each_fault_does_what_it_says(scheme: str, way: str, plan: str, expected: list[int], ends: bool, loop_kind: str) -> None:
+async def test_effect_of_each_fault(scheme: str, way: str, plan: str, expected: list[int], ends: bool, loop_kind: str) -> None:
     async with afflicted(scheme, way + plan) as (one, two):
         sender, receiver = (two, one) if way else (one, two)
         sending = asyncio.ensure_future(send_count(sender))

@@ -55,13 +55,13 @@ def test_session_keys_differ_between_runs() -> None:
     assert len(keys) == 3
 
 
-def test_a_wrong_key_is_refused_by_the_connector_before_it_proves_or_brings_anything() -> None:
-    brought = []
-    connector = Handshake("connector", KEY, ONE, Limits(), scheme="shm", payload=lambda limits: brought.append(limits) or b"")
+def test_a_wrong_key_is_refused_by_the_connector_before_it_proves_or_allocates() -> None:
+    offered = []
+    connector = Handshake("connector", KEY, ONE, Limits(), scheme="shm", payload=lambda limits: offered.append(limits) or b"")
     _, listener = pair(other_key=b"x" * 32)
     with pytest.raises(HandshakeError, match="key"):
         connector.receive(listener.receive(connector.start()))
-    assert not brought
+    assert not offered
     assert not connector.done
 
 
@@ -77,10 +77,10 @@ def test_a_listener_refuses_a_wrong_proof() -> None:
 
 def test_a_listeners_proof_cannot_be_reflected() -> None:
     connector, listener = pair()
-    answer = listener.receive(connector.start())
-    (hello_bytes,) = struct.unpack_from("<I", answer)
+    response = listener.receive(connector.start())
+    (hello_bytes,) = struct.unpack_from("<I", response)
     with pytest.raises(HandshakeError):
-        listener.receive(answer[5 + hello_bytes :])
+        listener.receive(response[5 + hello_bytes :])
 
 
 def test_a_proof_cannot_be_replayed() -> None:
@@ -94,7 +94,7 @@ def test_a_proof_cannot_be_replayed() -> None:
 
 
 @pytest.mark.parametrize("changed", ["name", "limits", "payload"])
-def test_everything_said_is_under_the_proof(changed: str) -> None:
+def test_the_proof_covers_the_whole_transcript(changed: str) -> None:
     connector, listener = pair(payload=b"endpoint")
     hello = connector.start()
     if changed == "name":
@@ -102,9 +102,9 @@ def test_everything_said_is_under_the_proof(changed: str) -> None:
     elif changed == "limits":
         hello = hello.replace(b"\x10", b"\x0f")
     assert (hello != connector.start()) == (changed != "payload")
-    answer = listener.receive(hello)
+    response = listener.receive(hello)
     with pytest.raises(HandshakeError, match="key"):
-        listener.receive(connector.receive(answer).replace(b"endpoint", b"otherend"))
+        listener.receive(connector.receive(response).replace(b"endpoint", b"otherend"))
 
 
 def test_versions_are_both_named_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_fuzzed_bytes_only_ever_refuse(pieces: list[bytes]) -> None:
 def test_one_changed_byte_is_refused(data: st.DataObject) -> None:
     connector, listener = pair(payload=b"x" * 20)
     messages = [connector.start()]
-    where = data.draw(st.sampled_from(["hello", "answer", "proof"]))
+    where = data.draw(st.sampled_from(["hello", "response", "proof"]))
 
     def change(sent: bytes) -> bytes:
         place = data.draw(st.integers(0, len(sent) - 1))
@@ -177,9 +177,9 @@ def test_one_changed_byte_is_refused(data: st.DataObject) -> None:
 
     try:
         hello = change(messages[0]) if where == "hello" else messages[0]
-        answer = listener.receive(hello)
-        answer = change(answer) if where == "answer" and answer else answer
-        proof = connector.receive(answer)
+        response = listener.receive(hello)
+        response = change(response) if where == "response" and response else response
+        proof = connector.receive(response)
         proof = change(proof) if where == "proof" and proof else proof
         listener.receive(proof)
     except HandshakeError:

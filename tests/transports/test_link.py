@@ -37,7 +37,7 @@ def message(number: int, num_bytes: int = 0) -> Message:
 
 
 class Hosts:
-    """Processes, each with one NIC, in virtual time; `late` collects what their NICs are told."""
+    """Processes, each with one NIC, in virtual time; `late` collects what their NICs note."""
 
     def __init__(self, profile: LinkProfile = LINK, dilation: float = 1.0) -> None:
         self.timer = LoopTimer()
@@ -268,7 +268,7 @@ def test_what_goes_through_a_window_pays_as_messages_do() -> None:
         times.append(round(hosts.timer.now() - hosts.start, 6))
         return times
 
-    # 0.5 + 2 + 1 for 2000 bytes and their flag; 0.5 + 1 for a flag alone, and to ask for 3000 bytes, which come back in 0.5 + 3 + 1
+    # 0.5 + 2 + 1 for 2000 bytes and their flag; 0.5 + 1 for a flag alone, and to request 3000 bytes, which come back in 0.5 + 3 + 1
     assert in_virtual_time(main) == [3.5, 1.5, 6.0]
 
 

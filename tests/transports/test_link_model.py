@@ -111,8 +111,8 @@ def test_nothing_is_faster_than_alone_and_the_last_ends_with_the_work(messages: 
 
 
 @given(_MESSAGES, st.integers(1, 9))
-def test_what_is_heard_of_late_counts_from_its_own_time(messages: list[tuple[str, int, int]], delay: int) -> None:
-    """A message told `delay` after its begin gives the same times, unless a finish after that begin was given out already."""
+def test_late_arrivals_count_from_their_own_time(messages: list[tuple[str, int, int]], delay: int) -> None:
+    """A message added `delay` after its begin gives the same times, unless a finish after that begin was returned already."""
     ordered = _in_order(messages)
     direction, found, moved = SharedDirection(), [], 0.0
     for flow, begin, work in ordered:
@@ -127,7 +127,7 @@ def test_what_is_heard_of_late_counts_from_its_own_time(messages: list[tuple[str
             assert ours == pytest.approx(theirs)
 
 
-def test_what_comes_after_the_facts_is_moved_and_told() -> None:
+def test_arrivals_before_the_last_event_are_moved_and_counted() -> None:
     direction = SharedDirection()
     direction.add("a", 0.0, 2.0)
     assert direction.step(5.0) == (2.0, "a")
@@ -135,7 +135,7 @@ def test_what_comes_after_the_facts_is_moved_and_told() -> None:
     assert direction.step(5.0) == (3.0, "b")
 
 
-def test_what_follows_a_finish_begins_at_that_instant_however_late_one_asks() -> None:
+def test_work_after_a_finish_begins_at_that_instant_however_late_the_step() -> None:
     direction, times = SharedDirection(), []
     direction.add("a", 0.0, 1.0)
     while (done := direction.step(100.0)) is not None:
@@ -153,7 +153,7 @@ def test_finish_without_further_arrivals() -> None:
     assert [direction.finish_without_arrivals(flow) for flow in "abc"] == [5.0, 2.0, None]
 
 
-def test_profiles_say_where_each_number_is_from() -> None:
+def test_profiles_give_the_source_of_each_number() -> None:
     for name, profile in PROFILES.items():
         assert profile.name == name
         assert set(profile.sources) == set(NUMBERS)

@@ -54,7 +54,7 @@ def _load(point: EntryPoint) -> object:
     return 3.14
 
 
-def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_missing_library_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_missing", "No module named 'flowrt.transports.native._words'")
     monkeypatch.setattr(zeromq, "_missing", "No module named 'zmq'")
     assert "C compiler" in (registry.unavailable_reason("shm") or "")

@@ -61,8 +61,8 @@ async def test_a_caller_whose_proof_has_arrived_is_not_evicted() -> None:
     async with SocketListener(LocalEnd("shm", "proved", "", SMALL, KEY, HERE), make_channel) as listener:
         sock, handshake = call(listener.address), Handshake("connector", KEY, THERE, SMALL, scheme="shm")
         sock.send(handshake.start())
-        answer = handshake.receive(await within(asyncio.get_running_loop().sock_recv(sock, 4096), "the listener's proof"))
-        sock.send(answer)
+        proof = handshake.receive(await within(asyncio.get_running_loop().sock_recv(sock, 4096), "the listener's proof"))
+        sock.send(proof)
         (caller,) = listener._callers
         caller.evict()
         assert (await within(listener.accept(), "accept")).peer == THERE

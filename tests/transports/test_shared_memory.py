@@ -393,7 +393,7 @@ async def _call(address: str) -> socket.socket:
 
 async def _rejects(listener: Listener, count: int) -> None:
     async with asyncio.timeout(60):
-        while listener.rejected < count:  # noqa: ASYNC110  (a counter wakes nobody)
+        while listener.rejected < count:  # noqa: ASYNC110  (a counter wakes no task)
             await asyncio.sleep(0.005)
     assert listener.rejected == count
 

@@ -37,7 +37,7 @@ from flowrt.transports.wire.codec import encode_envelope
 from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
 
-def test_without_the_package_the_scheme_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ucxx._lib.libucxx", None)
     monkeypatch.setitem(sys.modules, "ucxx._lib", None)
     ucx_link._library.cache_clear()
@@ -53,7 +53,7 @@ def test_without_the_package_the_scheme_says_what_to_install(monkeypatch: pytest
         ucx_link.unavailable_reason.cache_clear()
 
 
-def test_the_library_is_loaded_by_those_who_ask_for_the_scheme_only() -> None:
+def test_the_library_is_loaded_only_when_the_scheme_is_requested() -> None:
     code = "import sys; from flowrt.transports.registry import unavailable_reason as r; r('zmq'); r('shm'); sys.exit('ucxx' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
@@ -206,7 +206,7 @@ async def assert_rests(link: TappedLink) -> None:
 
 @needs_ucx
 async def test_echoes_between_processes_lose_no_wake_up(loop_kind: str) -> None:
-    """A thousand of both lanes with several in flight: one that UCX tells of while it is asked whether anything is left would be lost."""
+    """A thousand frames and regions with several in flight: one that UCX reports during the check for remaining work would be lost."""
     sizes = [0, 100, 9000, 30_000, 8192]
 
     async def send(channel: Channel) -> None:
@@ -391,7 +391,7 @@ async def test_small_tensors_are_copied_and_large_ones_read_where_they_lie(nbyte
         large = nbytes > ucx.FRAME_BYTES
         if large:
             with pytest.raises(BufferError):
-                data.append(0)  # nobody can take the memory away meanwhile
+                data.append(0)  # the memory cannot be taken away meanwhile
         data[:] = b"b" * nbytes  # against the contract when it is large: a copy would not have it
         peer.send_signal(signal.SIGCONT)
         received: Any = (await within(channel.recv(), "echo")).tensors[0].data
@@ -422,7 +422,7 @@ async def test_an_envelope_that_fits_no_frame_goes_ahead_in_parts(loop_kind: str
 
 @needs_ucx
 async def test_credits_do_not_wait_behind_payload(pairs: Pairs, loop_kind: str) -> None:
-    """No payload of the other direction arrives, and what that end has taken is told all the same."""
+    """No payload of the other direction arrives, and what that end has taken is reported all the same."""
     async with pairs.open() as (one, two, _, under_two):
         under_two.link.finds_regions = False
         for number in range(8):
@@ -454,7 +454,7 @@ async def test_a_peer_that_does_not_read_is_not_sent_more_than_the_ring_takes(pa
 
 
 @needs_ucx
-async def test_nothing_spins_while_a_new_peer_does_not_answer(pairs: Pairs, loop_kind: str) -> None:
+async def test_nothing_spins_while_a_new_peer_does_not_respond(pairs: Pairs, loop_kind: str) -> None:
     """UCX's first large message must wait until the peer has answered something."""
     async with pairs.open(fresh=True) as (one, two, under_one, under_two):
         under_two.stand()
@@ -510,7 +510,7 @@ async def test_a_region_whose_sender_has_gone_is_not_believed(pairs: Pairs, monk
 
 @needs_ucx
 async def test_nothing_is_left_of_a_channel_whose_peer_is_stopped_and_killed(loop_kind: str) -> None:
-    """With everything full: frames and regions that nobody will read. (What is left is counted by every test.)"""
+    """With everything full: frames and regions that no process will read. (What is left is counted by every test.)"""
     for then in (signal.SIGKILL, signal.SIGCONT):
         async with other_process("ucx", "hang") as (channel, peer):
             pause(peer)

@@ -35,7 +35,7 @@ def mapped() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:flowrt")
 
 
-def test_capabilities_say_who_needs_no_messages() -> None:
+def test_capabilities_name_the_transports_with_native_windows() -> None:
     assert transport_class("shm").capabilities.native_windows
     assert not transport_class("inproc").capabilities.native_windows
 

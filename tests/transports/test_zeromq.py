@@ -107,7 +107,7 @@ async def test_the_context_goes_even_when_signals_come() -> None:
         [b"\x02" + bytes(7) + b"\x01" * 16],
         [b"\x06" + bytes(7) + bytes(32)],
         [b"\x01" + bytes(7)] + [b"x"] * 100,
-        [bytes(1 << 21)],  # more than libzmq was told to take
+        [bytes(1 << 21)],  # more than libzmq is configured to take
     ],
     ids=["empty", "short", "kind", "envelope", "too long", "taken", "taken of nothing", "greeting again", "many frames", "too large"],
 )
@@ -141,7 +141,7 @@ async def test_messages_of_a_dead_peer_arrive_although_unread_at_its_death(loop_
             await within(channel.recv(), "recv")
 
 
-async def test_an_end_that_libzmq_tells_before_what_came_first_takes_nothing_away(loop_kind: str) -> None:
+async def test_an_end_that_libzmq_reports_before_earlier_messages_loses_none(loop_kind: str) -> None:
     async with opened(pair_maker("zmq")) as (one, two):
         assert isinstance(two, ZeroMQChannel)
         await one.send(numbered(0))
@@ -205,7 +205,7 @@ async def test_a_death_is_noticed_by_libzmq_and_not_by_waiting(monkeypatch: pyte
 
 
 async def test_lost_rendezvous_socket_breaks_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should libzmq not tell, the socket of the meeting does."""
+    """If libzmq does not report the end, the socket of the rendezvous does."""
     monkeypatch.setattr(zeromq, "DEATH_SECONDS", 0.05)
     monkeypatch.setattr(ZeroMQChannel, "_read_monitor", lambda channel: None)
     async with other_process("zmq", "hang") as (channel, peer):
@@ -280,14 +280,14 @@ def _stranger(monkeypatch: pytest.MonkeyPatch, keys: zeromq_sockets.CurveKeys | 
             stranger.set(zmq.CURVE_PUBLICKEY, zeromq_sockets.public_key(keys.client))
         return made
 
-    def bind_and_tell(pair: zmq.Socket[bytes], host: str | None) -> str:
+    def bind_and_report(pair: zmq.Socket[bytes], host: str | None) -> str:
         endpoints.append(bind(pair, host))
         stranger.connect(endpoints[-1])
         stranger.send(b"\x06" + bytes(7) + bytes(32))
         return endpoints[-1]
 
     monkeypatch.setattr(zeromq.CurveKeys, "derive", seen)
-    monkeypatch.setattr(zeromq, "bind", bind_and_tell)
+    monkeypatch.setattr(zeromq, "bind", bind_and_report)
     return endpoints, [stranger, watcher]
 
 
@@ -307,7 +307,7 @@ async def test_an_encrypted_channel_lets_in_its_own_peer_only(
         async with await get_transport("zmq").listen(CURVE, SMALL, KEY, HERE) as listener:
             connecting = asyncio.ensure_future(get_transport("zmq").connect(listener.address, SMALL, KEY, THERE))
             if handler == "dead":
-                await within(requested.wait(), "libzmq asks whether to let somebody in")
+                await within(requested.wait(), "libzmq requests the admission of a peer")
                 assert not connecting.done() or isinstance(connecting.exception(), TransportError)
                 connecting.cancel()
                 await asyncio.wait([connecting])
@@ -337,7 +337,7 @@ async def test_an_encrypted_channel_lets_in_its_own_peer_only(
 @pytest.mark.parametrize("option", ["", pytest.param("?curve", marks=needs_curve)])
 async def test_what_goes_over_the_wire_is_encrypted(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     """A proxy between the two ends sees every byte: all of the payload without encryption, none with it."""
-    secret = b"these words must not be seen by anybody on the way"
+    secret = b"these words must not be readable on the way"
     seen = bytearray()
     proxies: list[Proxy] = []
     bind = zeromq.bind

@@ -38,7 +38,7 @@ async def echoed(channel: Channel) -> bytes:
 
 async def until_returned(lender: Lender, still: int = 0) -> None:
     async with asyncio.timeout(60):
-        while lender.num_lent > still:  # noqa: ASYNC110  # nobody is told when a loan ends
+        while lender.num_lent > still:  # noqa: ASYNC110  # no task is woken when a loan ends
             await asyncio.sleep(0.001)
 
 
@@ -57,7 +57,7 @@ async def test_a_large_tensor_is_sent_from_where_it_lies(loop_kind: str) -> None
         await channel.send(one_tensor(data))
         assert the_lender().num_lent == 1
         with pytest.raises(BufferError):
-            data.append(0)  # nobody can take the memory away meanwhile
+            data.append(0)  # the memory cannot be taken away meanwhile
         data[-1:] = b"b"  # against the contract: a copy would not have it
         peer.send_signal(signal.SIGCONT)
         assert await echoed(channel) == b"a" * (LARGE - 1) + b"b"

@@ -92,7 +92,7 @@ async def work(control: Channel, seams: Seams) -> None:
 
 @dataclass
 class Scene:
-    """A launcher that does nothing but pass words on. `said`: what the monitors said, (seconds, words) with the reasons."""
+    """A launcher that only passes messages on. `reported`: the messages of the monitors, (seconds, text) with the reasons."""
 
     world: World
     reported: list[tuple[float, Control]] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Scene:
         node = self.world.next_node(name)
         return SimulatedChannel.pair(self.world.network, (Identity(GATEWAY), gateway), (Identity(name, "1"), node), LIMITS)
 
-    async def tell_monitor(self, control: Control) -> None:
+    async def notify_monitor(self, control: Control) -> None:
         if self.monitor is not None:
             with contextlib.suppress(*LOST):
                 await self.monitor.send(as_message(control))
@@ -119,7 +119,7 @@ class Scene:
                 control = from_message(await channel.recv())
                 assert isinstance(control, Heartbeat)
                 self.pass_on(msgspec.structs.replace(control, process=name, pid=self.world.processes[name].pid))
-        await self.tell_monitor(PeerLeft(name, "1", "its line ended"))
+        await self.notify_monitor(PeerLeft(name, "1", "its line ended"))
 
     async def watch(self, gateway: str, began: float) -> None:
         """Starts a monitor, receives its messages, and starts another when it ends."""
@@ -148,7 +148,7 @@ class Scene:
                 await seams.clock.sleep(seconds)
                 for task in tasks:
                     task.cancel()
-            await self.tell_monitor(Stop())
+            await self.notify_monitor(Stop())
             with contextlib.suppress(*LOST):
                 while self.monitor is not None:
                     await self.monitor.recv()
@@ -256,7 +256,7 @@ async def test_over_a_real_socket() -> None:
             StatisticsRequest(),
             Stop(),
         )
-        assert isinstance(await receive(line), Statistics)  # of a life that is over nothing is said
+        assert isinstance(await receive(line), Statistics)  # nothing is reported of an ended incarnation
         assert isinstance(await receive(line), Statistics)
 
 
@@ -310,7 +310,7 @@ async def test_monitor_ends_with_its_control_connection() -> None:
         await line.aclose()
 
 
-def test_what_the_system_tells_of_a_process() -> None:
+def test_samples_of_a_process() -> None:
     assert process_activity(os.getpid()) in (Activity.RUNNABLE, Activity.OTHERS_RUNNABLE)
     own = process_times(os.getpid())
     assert own is not None

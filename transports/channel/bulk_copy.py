@@ -32,7 +32,7 @@ class CopyThreads:
         self._queued = [0] * num_copy_threads
 
     def copy(
-        self, thread: int, offset: int, source: object, begin: int, nbytes: int, event: int, chunk: int, tail: int, tell: bool = False
+        self, thread: int, offset: int, source: object, begin: int, nbytes: int, event: int, chunk: int, tail: int, announce: bool = False
     ) -> None:
         """Queues a copy of source[begin:][:nbytes] to `offset`, announced afterwards as (event, chunk, tail). Raises OSError when no
         thread can start."""
@@ -40,7 +40,7 @@ class CopyThreads:
             from flowrt.transports.native._words import CopyThread
 
             self._copy_threads = [CopyThread(*arguments) for arguments in self._arguments]
-        self._copy_threads[thread].copy(offset, source, begin, nbytes, event, chunk, tail, tell)
+        self._copy_threads[thread].copy(offset, source, begin, nbytes, event, chunk, tail, announce)
         self._queued[thread] += 1
 
     def ticket(self) -> list[int]:

@@ -66,7 +66,7 @@ class Offer(NamedTuple):
 
 
 class LocalEnd(NamedTuple):
-    """What one process brings to a rendezvous: the address, and what its handshake declares.
+    """The part of one process in a rendezvous: the address, and what its handshake declares.
 
     `encryption` is the address option that encrypts all traffic after the handshake, "" without one.
     """

@@ -89,8 +89,8 @@ async def check_addresses(scheme: str) -> None:
     async with await transport.listen(address, SMALL, KEY, HERE):
         pass  # free again
     for bad in ("", "no address", "other://x", f"{scheme}:/x"):
-        await expect_error(AddressError, transport.connect(bad, SMALL, KEY, THERE), f"{bad!r} is no address")
-        await expect_error(AddressError, transport.listen(bad, SMALL, KEY, HERE), f"{bad!r} is no address")
+        await expect_error(AddressError, transport.connect(bad, SMALL, KEY, THERE), f"{bad!r} is not an address")
+        await expect_error(AddressError, transport.listen(bad, SMALL, KEY, HERE), f"{bad!r} is not an address")
 
 
 async def check_listener(scheme: str) -> None:

@@ -195,7 +195,7 @@ async def check_window_closed(make_pair: MakePair) -> None:
             await asyncio.sleep(0)  # lets the peer process the close in this loop
         many = [one.open_window(10) for _ in range(MAX_WINDOWS - 1)]
         await expect_error(WindowError, _open(one), f"{MAX_WINDOWS} windows are the most")
-        expect(len(many) == MAX_WINDOWS - 1, "as many as the contract says can be open")
+        expect(len(many) == MAX_WINDOWS - 1, "as many as the contract allows")
 
 
 async def _open(channel: Channel) -> None:

@@ -185,7 +185,7 @@ def unavailable_reason() -> str | None:
     if not status:
         status = library.cuDeviceGetCount(ctypes.byref(count))
     if status:
-        return f"cuda cannot use the NVIDIA driver ({_error_name(library, status)}); use shm, or see what nvidia-smi says"
+        return f"cuda cannot use the NVIDIA driver ({_error_name(library, status)}); use shm, or read the output of nvidia-smi"
     if not count.value:
         return "cuda sees no GPU (is CUDA_VISIBLE_DEVICES empty?); use shm"
     return None

@@ -10,7 +10,7 @@ from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.wire.message import Message
 
 PASSED = "link.passed"  # the time at which a message had passed the sender's NIC
-REQUEST_TAKEN = "link.ask"  # the sender requests a report when this message is taken
+REQUEST_TAKEN = "link.request_taken"  # the sender requests a report when this message is taken
 TAKEN = "link.taken"  # the receiver's user has taken it
 _ESCAPE = "link"
 

@@ -112,7 +112,7 @@ def profile_of(link: str) -> LinkProfile:
         if bandwidth <= 0:
             raise ValueError
     except (KeyError, ValueError):
-        text = f"{link!r} is no link; write one of {', '.join(PROFILES)}, or {'=..,'.join(NUMBERS)}=.."
+        text = f"{link!r} is not a link; write one of {', '.join(PROFILES)}, or {'=..,'.join(NUMBERS)}=.."
         raise ValueError(text) from None
     own = dict.fromkeys(NUMBERS, "the user's")
     return LinkProfile(link, numbers.get("latency_seconds", 0.0), bandwidth, numbers.get("message_seconds", 0.0), own)

@@ -19,7 +19,7 @@ typedef struct Job {
     size_t nbytes;
     const char *from;
     uint64_t event, chunk, tail;
-    int tell;
+    int announce;
     Py_buffer view;
 } Job;
 
@@ -65,13 +65,13 @@ static void *work(void *argument)
         flowrt_store(owner->field + 1, job->chunk);
         if (flowrt_publish(owner->field + 2, job->tail, owner->flag))
             flowrt_wake(owner->wake_fd);
-        int tell = job->tell ? owner->own_fd : -1;
+        int own_fd = job->announce ? owner->own_fd : -1;
 
         pthread_mutex_lock(&self->mutex);
         job->next = owner->done;
         owner->done = job;
         owner->pending--;
-        flowrt_wake(tell); /* under the mutex: the owner, and so its descriptor, stays open until this is over */
+        flowrt_wake(own_fd); /* under the mutex: the owner, and so its descriptor, stays open until this is over */
         pthread_cond_broadcast(&self->changed);
     }
     pthread_mutex_unlock(&self->mutex);
@@ -205,7 +205,7 @@ static PyObject *copy_thread_copy(CopyThread *self, PyObject *const *args, Py_ss
     job->event = event;
     job->chunk = chunk;
     job->tail = tail;
-    job->tell = PyObject_IsTrue(args[7]);
+    job->announce = PyObject_IsTrue(args[7]);
     pthread_mutex_lock(&self->worker->mutex);
     *self->worker->last = job;
     self->worker->last = &job->next;
@@ -247,8 +247,8 @@ static void copy_thread_dealloc(CopyThread *self)
 
 static PyMethodDef copy_thread_methods[] = {
     {"copy", (PyCFunction)(void (*)(void))copy_thread_copy, METH_FASTCALL,
-     "copy(offset, source, begin, nbytes, event, chunk, tail, tell): later, on the thread and in order: copy source[begin:][:nbytes] "
-     "to `offset`, store the field's words, wake the peer if it sleeps; and our own eventfd, when `tell`. The source must not change."},
+     "copy(offset, source, begin, nbytes, event, chunk, tail, announce): later, on the thread and in order: copy source[begin:][:nbytes] "
+     "to `offset`, store the field's words, wake the peer if it sleeps; and our own eventfd, when `announce`. The source must not change."},
     {"collect", (PyCFunction)copy_thread_collect, METH_NOARGS, "collect() -> int: releases the sources of finished copies; returns the number of unfinished ones."},
     {"wait", (PyCFunction)copy_thread_wait, METH_NOARGS, "wait(): block until all copies are done."},
     {"close", (PyCFunction)copy_thread_close, METH_NOARGS, "close(): waits, then releases everything. Idempotent."},

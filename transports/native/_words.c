@@ -277,7 +277,7 @@ static PyObject *leases_lease(Leases *self, PyObject *const *args, Py_ssize_t co
     uint64_t start, nbytes;
     if (!flowrt_uint64(args[0], &start) || !flowrt_uint64(args[1], &nbytes))
         return NULL;
-    int empty = self->next == self->first; /* then the peer may begin anew anywhere further on */
+    int empty = self->next == self->first; /* then the peer may restart anywhere further on */
     uint64_t last = empty ? self->tail : self->entries[(self->next - 1) & (self->capacity - 1)].end;
     uint64_t tail = empty ? start : self->tail;
     /* Compared by subtraction, so that no sum can overflow. */
@@ -376,7 +376,7 @@ static PyBufferProcs lease_buffer = {(getbufferproc)lease_getbuffer, NULL};
 
 static PyTypeObject LeaseType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "flowrt.transports.native._words.Lease",
-    .tp_doc = "A range of shared memory as a writable buffer; released when the last reference to it or to a view of it is gone.",
+    .tp_doc = "A range of shared memory as a writable buffer; released when the last reference to it or to a view of it is dropped.",
     .tp_basicsize = sizeof(Lease),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_dealloc = (destructor)lease_dealloc,

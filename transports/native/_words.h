@@ -98,7 +98,7 @@ static inline void flowrt_raise(uint64_t *flag)
     flowrt_fence();
 }
 
-/* One system call: the process that reads the eventfd wakes. A negative descriptor is no process. */
+/* One system call: the process that reads the eventfd wakes. A negative descriptor wakes no process. */
 static inline uint64_t flowrt_eventfd_add(int fd)
 {
     uint64_t one = 1;

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flowrt.transports.native._words import Leases, Memory
 
 MAX_REPEATS = 64  # in a row; this side's writer never repeats a message, and each one costs the event loop time
-OWN_MAPPING_BYTES = 1 << 22  # from this size on memory is mapped in huge pages, which the kernel zeroes
+MIN_MAPPING_BYTES = 1 << 22  # from this size on memory is mapped in huge pages, which the kernel zeroes
 
 
 class RingReader:
@@ -62,7 +62,7 @@ class RingReader:
                 if len(sizes) == 1 and sizes[0] == payload_bytes and payload is not None:
                     message = self._deliver(envelope, [payload], payload_bytes)
                 elif sum(sizes) == payload_bytes:
-                    message = self._deliver(envelope, _cut(payload, sizes) if sizes else [], payload_bytes)
+                    message = self._deliver(envelope, _split(payload, sizes) if sizes else [], payload_bytes)
                 else:
                     raise WireError(f"tensors of {sum(sizes)} bytes were announced, {payload_bytes} arrived")
             elif kind == ring.PLACED:
@@ -212,14 +212,14 @@ class _Arriving:
 
 def _allocate(nbytes: int) -> object:
     """Memory for a tensor that arrives in chunks."""
-    if nbytes < OWN_MAPPING_BYTES:
+    if nbytes < MIN_MAPPING_BYTES:
         return bytearray(nbytes)
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(mapping)
 
 
-def _cut(payload: bytearray | None, sizes: list[int]) -> list[object]:
+def _split(payload: bytearray | None, sizes: list[int]) -> list[object]:
     """Each tensor's bytes in memory of its own, for alignment."""
     view = memoryview(payload or b"")
     buffers: list[object] = []

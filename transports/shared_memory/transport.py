@@ -4,7 +4,7 @@ The connector makes one sealed memfd with both rings, and two eventfds, and pass
 name, so it leaves nothing behind and cannot be squatted. Its pages are allocated before use, so a full machine is an error and not a
 SIGBUS. SHRINK and GROW seals keep either side from resizing it. Each side sleeps on its own eventfd, for messages and for room, and its
 peer wakes it with one system call only when its flag says that it sleeps. The socket stays open: its end-of-file is the peer's end,
-orderly if the ring says so.
+orderly if the ring is marked closed.
 """
 
 from __future__ import annotations

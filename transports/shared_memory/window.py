@@ -3,7 +3,7 @@
 Each window is a sealed memfd of its own, allocated when it is opened: one page of words (closed, a spare field for copy threads, the
 flags), then the memory. Its descriptor and token are sent over the channel's socket at once, so they arrive before any key can; a key with
 an unknown token is refused. A write is one copy into the registered memory. A side that sets a flag stores it (release), passes a full
-fence, checks whether the other side sleeps for flags, and only then wakes it. Flags wait behind no payload.
+fence, checks whether the other side sleeps for flags, and only then wakes it. Flags never wait behind a payload.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class BlockPool:
             self._ended.append(block)
 
         self._leases[number] = weakref.ref(array, end)
-        view: memoryview = memoryview(array)  # type: ignore[arg-type, unused-ignore]  # numpy's stubs for Python 3.11 do not say so
+        view: memoryview = memoryview(array)  # type: ignore[arg-type, unused-ignore]  # missing in numpy's stubs for Python 3.11
         return view
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ closed. The second needs UCX's registration cache, without which (UCX_MEM_EVENTS
 `RCACHE_ENABLE=y` makes that an error at the start. `KEEPALIVE_INTERVAL=inf`: the socket of the rendezvous reports the death of a peer,
 not UCX.
 
-ucxx 0.40 to 0.52 keep a closed endpoint whose requests were cancelled alive for ever (the requests refer to it, and it to them) until
+ucxx 0.40 to 0.52 keep a closed endpoint whose requests were cancelled alive (the requests refer to it, and it to them) until
 `Endpoint::getCancelingSize` is called, which its Python classes never do; `UCXLink.close` calls it in the C++ library.
 """
 

@@ -194,7 +194,7 @@ class UCXChannel(GreetedChannel):
     def _read_frame(self) -> None:
         kind, envelope_bytes, a, b, read = _HEAD.unpack_from(self._in)
         if not self._frames_confirmed <= read <= self._frames_sent:
-            raise WireError(f"the peer says it has read {read} frames of {self._frames_sent} sent")
+            raise WireError(f"the peer reports {read} frames as read, {self._frames_sent} were sent")
         self._frames_confirmed = read
         if kind == _MESSAGE:
             self._frames_read += 1

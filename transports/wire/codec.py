@@ -137,7 +137,7 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 def decode_envelope(part: bytes, limits: Limits) -> tuple[Envelope, list[int]]:
     """The envelope in `part` (a private copy of received bytes) and the size of each tensor that must follow, all checked.
 
-    Raises WireError. After it the caller may allocate what the sizes say.
+    Raises WireError. After it the caller may allocate these sizes.
     """
     if len(part) > limits.max_header_bytes:
         raise WireError(f"an envelope of {len(part)} bytes; the limit is {limits.max_header_bytes}")

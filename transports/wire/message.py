@@ -47,7 +47,7 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
     """A spec and the buffer that holds exactly spec.nbytes bytes.
 
     `data` is any object with the buffer protocol, C-contiguous, or with `__cuda_array_interface__` where the transport's
-    capabilities say `device_memory`; then it arrives with that too. (Over a transport that stays within a process, which passes
+    capabilities include `device_memory`; then it arrives with that too. (Over a transport that stays within a process, which passes
     messages by reference, it may be whatever both ends know how to read.) A received buffer may alias the transport's memory, for
     as long as anything still refers to `data` (contract.py).
     """

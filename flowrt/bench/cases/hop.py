@@ -23,7 +23,7 @@ CHANNEL_TARGETS = {("shm", 64): Target(0.25), ("shm", 64 << 10): Target(1.0)}
 
 
 async def measure(within_only: bool = False) -> AsyncIterator[Result]:
-    """Figures in microseconds; a note says which transport cannot be measured here, and why."""
+    """Figures in microseconds; a note names each transport that cannot be measured here, with the reason."""
     for name, hops in (("hop, two workers of one process", ring("one")), ("hop, two operators fused in one worker", chain())):
         async with open_graph(hops.graph) as graph:
             yield Trial.paired(name, "us", measure_hop(graph, hops, payload_of(64)), "asyncio.Queue echo", _queue_echo, ECHO_TARGET)

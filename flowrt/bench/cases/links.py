@@ -97,7 +97,7 @@ async def choose_dilation(profile: LinkProfile, wanted: float | None) -> float:
 
 
 async def measure(link: str, dilation: float | None, transport: str) -> AsyncIterator[Result]:
-    """Each figure has the number of the profile as its peer. The last note says how many messages were late."""
+    """Each figure has the number of the profile as its peer. The last note counts the late messages."""
     try:
         profile = profile_of(link)
     except ValueError as error:

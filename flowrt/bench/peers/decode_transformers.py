@@ -76,7 +76,7 @@ def _set_experts(model: Any, implementation: str) -> bool:
 
 
 def _experts(model: Any) -> tuple[int, int]:
-    """(bytes of one expert of one layer, experts per row); 0 for what the model does not say."""
+    """(bytes of one expert of one layer, experts per row); 0 where the model does not define it."""
     config = model.config
     num_active = getattr(config, "num_experts_per_tok", 0) or getattr(getattr(config, "ffn_config", None), "moe_top_k", 0)
     layer_bytes: dict[str, int] = {}

@@ -16,7 +16,7 @@ from flowrt.seams import Running, Seams
 from flowrt.transports.contract import Channel
 from flowrt.transports.wire.message import Message
 
-# Orders: the next call waits for ever; the event loop sleeps; it computes.
+# Orders: the next call never returns; the event loop sleeps; it computes.
 HANG, BLOCK, SPIN = "bench.hang", "bench.block", "bench.spin"
 _HASHED_BYTES = 4 << 20
 _BLOCKED_SECONDS = 5.0

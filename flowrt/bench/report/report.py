@@ -62,7 +62,7 @@ class ReportSection:
 
 @dataclass(frozen=True)
 class BenchmarkReport:
-    """What one command measured. `notes` say what was left out, and why."""
+    """What one command measured. `notes` name what was left out, with the reason."""
 
     benchmark: str
     machine: Machine

@@ -366,7 +366,7 @@ static PyObject *product(PyObject *module, PyObject *const *arguments, Py_ssize_
     }
     const int known = n[0] >= 0 && n[0] < NUM_KINDS && found_kinds[n[0]];
     if (!known || n[4] < 0 || n[5] < 0 || n[5] % PANEL || n[6] < 1 || n[6] % 16 || n[7] < 1 || n[7] > MAX_THREADS) {
-        PyErr_SetString(PyExc_ValueError, "no kind found here or number of threads, or outputs or columns that are no multiples of 16");
+        PyErr_SetString(PyExc_ValueError, "unknown kind or number of threads, or outputs or columns that are not multiples of 16");
         return NULL;
     }
     const Work work = {
