@@ -16,7 +16,7 @@ SUBGRAPH = "flowrt.dataflow.subgraph"
 MAILBOX = "flowrt.actors.mailbox"
 LINK = "flowrt.actors.link"
 INCARNATIONS = "flowrt.actors.incarnations"
-BEATS = "flowrt.actors.heartbeats"
+HEARTBEATS = "flowrt.actors.heartbeats"
 OUTBOUND = "flowrt.dataflow.outbound_edges"
 INBOUND = "flowrt.dataflow.inbound_edges"
 ENGINE = "flowrt.engine.engine"
@@ -207,7 +207,7 @@ BUGS: tuple[Bug, ...] = (
          "return 'silent' if watched.silent_seconds >= self._timeouts.suspect_seconds else None"),
     body("never-dead", "no evidence is enough", DETECTOR, "Detector._evidence", "return None"),
     bug("busy-is-hung", "a long operation counts as hung", (
-        BEATS, "OperationWatch.look", "computed - self._computed > STILL_SHARE * passed", "False")),
+        HEARTBEATS, "OperationWatch.look", "computed - self._computed > STILL_SHARE * passed", "False")),
     # the launcher: starts, control connections, restarts, ends
     bug("start-unsent", "a worker never receives its start message", (
         RUN_STATE, "RunState.on_forked", "self._act(SendStart(worker.name))", "pass")),
