@@ -209,9 +209,12 @@ def choose_form(
 ) -> Form | Profile:
     """The form whose products are faster than those of stacks over MEAN_LOADS, with equal weights; else the profile for stacks. Pure.
 
-    Rows are spread unevenly over experts (SPREAD): one expert may get three times as many rows as its neighbour, or none.
+    Rows are spread unevenly over experts (SPREAD): one expert may get three times as many rows as its neighbour, or none. Where the clock
+    stood still, as it does in a simulation, no form is faster.
     """
     stacked = Profile(tuple(loads), tuple(grouped_seconds), tuple(dense_seconds))
+    if min(*grouped_seconds, *dense_seconds) <= 0:
+        return stacked
     spread = [[round(share * mean) for share in SPREAD] for mean in MEAN_LOADS]
     ratios: dict[Form, float] = {}
     for form, seconds in laid_out_seconds.items():

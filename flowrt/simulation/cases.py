@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from flowrt.errors import UserError
 from flowrt.gateway.gateway import Gateway, Placed
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import is_watched
@@ -179,6 +180,8 @@ def reference_of(case: Case, request: SimulatedRequest) -> Reference:
             _known[key] = tuple(cast("list[tuple[int, ...]]", module.exact_tokens(case.graph, placed.request)))
         else:
             alone = run(0, lambda world: serve(world, case.graph, [request]), conditions=CALM)
+            if alone.result.failure is not None:
+                raise UserError(f"{case.graph.model.path}: the run without faults failed: {alone.result.failure}")
             _known[key] = alone.result.clients[0].choices
     return _known[key]
 

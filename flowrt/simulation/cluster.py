@@ -102,6 +102,9 @@ class _SimulatedRun:
     ) -> None:
         if graph.model is None:
             raise ValueError("only a graph with a model has requests to serve")
+        model = graph.model
+        if exact:  # its whole numbers are float64, and the schemas of edges follow the graph's dtype
+            graph = replace(graph, model=replace(model, dtype="float64"))
         self._world, self._scenario, self._conditions, self._faults_from_launch = world, scenario, conditions, faults_from_launch
         self._exact = exact
         _latest_run.set(self)
@@ -120,7 +123,7 @@ class _SimulatedRun:
             worker=worker,
             unavailable_reason=lambda scheme: None,  # the network stands in for all of them
         )
-        config = config_of(graph.model.path)
+        config = config_of(model.path)
         self._gateway = Gateway(
             [node.process for node in graph.nodes.values() if node.operator == SOURCE],
             graph.group_limits(),

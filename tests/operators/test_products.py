@@ -215,6 +215,7 @@ def test_the_profile_chooses_by_load() -> None:
 def test_how_experts_are_held_follows_from_all_decode_loads() -> None:
     flat = [1.0] * len(LOADS)
     stacked = Profile(LOADS, tuple(flat), tuple(flat))
+    assert choose_form(LOADS, [0.0] * len(LOADS), flat, {"packed": [0.9] * len(LOADS)}) == Profile(LOADS, (0.0,) * len(LOADS), tuple(flat))
     assert choose_form(LOADS, flat, flat, {}) == stacked
     assert choose_form(LOADS, flat, flat, {"packed": [0.9] * len(LOADS)}) == "packed"
     assert choose_form(LOADS, flat, flat, {"packed": [1.1] * len(LOADS)}) == stacked

@@ -49,3 +49,15 @@ def test_a_scenario_file_takes_the_place_of_drawn_faults(tmp_path: Path, capsys:
     printed = capsys.readouterr().out
     assert "faults: pause 2\n" in printed
     assert "outcomes: tokens 2;" in printed
+
+
+@pytest.mark.parametrize("options", [[], ["--weights"]])
+def test_the_quickstart_graph_runs_as_the_docs_say(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Its dtype is float32; the exact model computes in float64."""
+    assert main([str(REPOSITORY / "examples" / "quickstart.yaml"), "--seeds", "1", *options]) == 0
+    assert "1 seeds, 0 failed" in capsys.readouterr().out
+
+
+def test_weights_that_are_missing_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(GRAPHS / "2x3.yaml"), "--seeds", "1", "--weights", "--no-shrink"]) == 1
+    assert "holds no *.safetensors file" in capsys.readouterr().err
