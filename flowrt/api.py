@@ -75,7 +75,7 @@ class RunningGraph:
         on_event: Callable[[events.Event], None] | None = None,
         on_line: Callable[[str, str], None] | None = None,
     ) -> None:
-        self._on_event = on_event or events.tell
+        self._on_event = on_event or events.print_news
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_process: TokenizerProcess | None = None
         self._config: ModelConfig | None = None

@@ -23,13 +23,13 @@ from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import FinishReason, SamplingParams, checked_params
 
-__all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "Placed", "SendCancel", "TokenEvent"]
+__all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "SendCancel", "SendRequest", "TokenEvent"]
 
 _NO_GROUP = "no attention group is left to serve the request"
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class SendRequest:
     """Decision: send `request` to the group as a Submit."""
 
     group: str
@@ -139,7 +139,7 @@ class Gateway:
         self._active[log.id] = log
         return log.index
 
-    def place(self, index: int, prompt_token_ids: Sequence[int]) -> Placed | EndEvent:
+    def place(self, index: int, prompt_token_ids: Sequence[int]) -> SendRequest | EndEvent:
         """Choose the group of a reserved request. A request that cannot be served ends with an error that contains the reason."""
         log = self._logs[index]
         if log.end is not None:
@@ -156,23 +156,22 @@ class Gateway:
         group = choose_group(self._loads, self._fenced)
         return self._place(log, group) if group is not None else self.refuse(index, self._no_group())
 
-    def admit(self, prompt_token_ids: Sequence[int], params: SamplingParams = SamplingParams()) -> Placed | EndEvent:
+    def admit(self, prompt_token_ids: Sequence[int], params: SamplingParams = SamplingParams()) -> SendRequest | EndEvent:
         """Reserve and place a request in one call."""
         return self.place(self.reserve(params), prompt_token_ids)
 
     def refuse(self, index: int, error: str) -> EndEvent:
         """End a reserved request that cannot be served, with an error. Returns its EndEvent; no-op if it has ended."""
         log = self._logs[index]
-        if log.end is None:
-            del log.choices[1:]  # none has begun: its one event is the end
-            self._end(log, "error", error)
-        assert log.end is not None
-        return log.end
+        if log.end is not None:
+            return log.end
+        del log.choices[1:]  # none has begun: its one event is the end
+        return self._fail(log, error)
 
     def cancel(self, index: int) -> list[Decision]:
         """End the request with reason "abort" and cancel it in its group. No-op after the end."""
         log = self._logs.get(index)
-        return [] if log is None or log.end is not None else self._end(log, "abort", tell_worker=True)
+        return [] if log is None or log.end is not None else self._end(log, "abort", cancels_worker=True)
 
     # From workers
 
@@ -194,7 +193,7 @@ class Gateway:
                 num_committed = 0 if choice is None else len(choice.token_ids)
                 which = f"{log.id} (choice {token.choice})" if token.choice else log.id
                 error = f"{log.group} sent token {index} of {which} where {num_committed} of {log.max_tokens} were committed"
-                return decisions + self._end(log, "error", error, tell_worker=True)
+                return decisions + self._end(log, "error", error, cancels_worker=True)
             decisions += self._commit(log, choice, token_id, token.logprobs[at] if at < len(token.logprobs) else None, token.degraded)
         return decisions
 
@@ -213,12 +212,12 @@ class Gateway:
             return []
         if ended.num_tokens is not None and ended.num_tokens != len(choice.token_ids):
             error = f"{log.group} ended {log.id} after {ended.num_tokens} tokens, {len(choice.token_ids)} were committed"
-            return self._end(log, "error", error, tell_worker=True)
+            return self._end(log, "error", error, cancels_worker=True)
         return self._end_choice(log, choice, ended.reason)
 
     # When something was lost
 
-    def place_again(self, index: int, avoid: Collection[str] = ()) -> Placed | EndEvent:
+    def place_attempt(self, index: int, avoid: Collection[str] = ()) -> SendRequest | EndEvent:
         """Start a new attempt that continues after the committed tokens, in a group not among `avoid`. Ends the request with an error when
         no group is left. Raises ValueError when the request is not placed, or has ended."""
         log = self._logs[index]
@@ -226,10 +225,8 @@ class Gateway:
             raise ValueError(f"request {index} is not placed, or has ended")
         group = choose_group(self._loads, {*avoid, *self._fenced})
         if group is None:
-            self._end(log, "error", self._no_group())
-            assert log.end is not None
-            return log.end
-        self._load(log, -1)
+            return self._fail(log, self._no_group())
+        self._load(log, log.group, -1)
         log.attempt += 1
         return self._place(log, group)
 
@@ -238,7 +235,7 @@ class Gateway:
         resources in the group if it continues later."""
         self._fenced[group] = why
         logs = [log for log in self._active.values() if log.group == group]
-        return [each for log in logs for each in self._end(log, "error", f"{group} was marked dead: {why}", tell_worker=True)]
+        return [each for log in logs for each in self._end(log, "error", f"{group} was marked dead: {why}", cancels_worker=True)]
 
     def readmit_group(self, group: str) -> None:
         """Route requests to a fenced group again. Its late messages about ended requests have no effect."""
@@ -279,16 +276,15 @@ class Gateway:
         log.events.append(EndEvent(log.index, "error", "", error))
         return log.index
 
-    def _place(self, log: RequestLog, group: str) -> Placed:
+    def _place(self, log: RequestLog, group: str) -> SendRequest:
         log.group = group
-        self._load(log, 1)
-        return Placed(group, _request_of(log), log.index)
+        self._load(log, group, 1)
+        return SendRequest(group, _request_of(log), log.index)
 
-    def _load(self, log: RequestLog, sign: int) -> None:
-        assert log.group is not None
-        load, num_choices = self._loads[log.group], len(log.choices)
+    def _load(self, log: RequestLog, group: str, delta: int) -> None:
+        load, num_choices = self._loads[group], len(log.choices)
         num_tokens = len(log.prompt_token_ids) + num_choices * log.max_tokens
-        self._loads[log.group] = GroupLoad(load.num_sequences + sign * num_choices, load.num_tokens + sign * num_tokens)
+        self._loads[group] = GroupLoad(load.num_sequences + delta * num_choices, load.num_tokens + delta * num_tokens)
 
     def _new_choice(self, index: int, params: SamplingParams) -> ChoiceLog:
         detokenizer = self._new_detokenizer() if self._new_detokenizer is not None else None
@@ -304,37 +300,38 @@ class Gateway:
         if logprobs is not None:
             event = msgspec.structs.replace(event, logprob=logprobs.token, top_logprobs=logprobs.top)
         log.events.append(event)
-        return [event, *(self._end_choice(log, choice, "stop", tell_worker=True) if stopped else ())]
+        return [event, *(self._end_choice(log, choice, "stop", cancels_worker=True) if stopped else ())]
 
     def _is_stop_token(self, log: RequestLog, token_id: int) -> bool:
         """Whether the token ends the output. A stop token is in the token ids of an output, but not in its text."""
         return token_id in log.params.stop_token_ids or (token_id in self._eos_token_ids and not log.params.ignore_eos)
 
-    def _end_choice(self, log: RequestLog, choice: ChoiceLog, reason: FinishReason, tell_worker: bool = False) -> list[Decision]:
+    def _end_choice(self, log: RequestLog, choice: ChoiceLog, reason: FinishReason, cancels_worker: bool = False) -> list[Decision]:
         """End one choice. The end of the last choice ends the request."""
         if len(log.choices) == 1:
-            return self._end(log, reason, tell_worker=tell_worker)
-        assert log.group is not None
-        text = choice.end(reason)
-        assert choice.finish_reason is not None
-        event = ChoiceEvent(log.index, choice.index, choice.finish_reason, text)
+            return self._end(log, reason, cancels_worker=cancels_worker)
+        reason, text = choice.end(reason)
+        event = ChoiceEvent(log.index, choice.index, reason, text)
         log.events.append(event)
         decisions: list[Decision] = [event]
-        if tell_worker:
+        if cancels_worker and log.group is not None:
             decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt, choice.index)))
         if all(each.finish_reason is not None for each in log.choices):
             decisions += self._end(log, log.choices[0].finish_reason or reason)
         return decisions
 
-    def _end(self, log: RequestLog, reason: FinishReason, error: str | None = None, tell_worker: bool = False) -> list[Decision]:
+    def _fail(self, log: RequestLog, error: str) -> EndEvent:
+        return next(event for event in self._end(log, "error", error) if isinstance(event, EndEvent))
+
+    def _end(self, log: RequestLog, reason: FinishReason, error: str | None = None, cancels_worker: bool = False) -> list[Decision]:
         """End the request and all its unfinished choices."""
         events: list[ClientEvent] = []
         text = ""
         for choice in log.choices:
             if choice.finish_reason is None:
-                text = choice.end(reason)
+                choice_reason, text = choice.end(reason)
                 if len(log.choices) > 1:
-                    events.append(ChoiceEvent(log.index, choice.index, choice.finish_reason or reason, text))
+                    events.append(ChoiceEvent(log.index, choice.index, choice_reason, text))
         if len(log.choices) == 1:
             events.append(EndEvent(log.index, log.choices[0].finish_reason or reason, text, error))
         else:
@@ -342,9 +339,9 @@ class Gateway:
         log.events += events
         decisions: list[Decision] = [*events]
         if log.group is not None:
-            if tell_worker:
+            if cancels_worker:
                 decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt)))
-            self._load(log, -1)
+            self._load(log, log.group, -1)
         del self._active[log.id]
         log.group = None
         return decisions

@@ -89,8 +89,9 @@ class ChoiceLog:
             self.detokenizer = self.stops = None
         return text, stopped
 
-    def end(self, reason: FinishReason) -> str:
-        """End the choice and return the text that was held back. A stop string in that text changes the reason "length" to "stop"."""
+    def end(self, reason: FinishReason) -> tuple[FinishReason, str]:
+        """End the choice. Returns its finish reason and the text that was held back. A stop string in that text changes the reason
+        "length" to "stop"."""
         text = self.detokenizer.flush() if self.detokenizer is not None else ""
         if self.stops is not None:
             text, stopped = self.stops.push(text)
@@ -98,7 +99,7 @@ class ChoiceLog:
                 reason = "stop"
             text += self.stops.flush()
         self.finish_reason, self.detokenizer, self.stops = reason, None, None
-        return text
+        return reason, text
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from flowrt.actors.control import Control, Ended, Submit, Tokens
 from flowrt.actors.mailbox import Mailbox
 from flowrt.errors import UserError, shown
-from flowrt.gateway.gateway import ClientEvent, EndEvent, Gateway, Placed, SendCancel, TokenEvent
+from flowrt.gateway.gateway import ClientEvent, EndEvent, Gateway, SendCancel, SendRequest, TokenEvent
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
@@ -131,7 +131,7 @@ class Requests:
         """End all active requests with reason "abort": the run was closed."""
         self._carry_out(self.gateway.end_all("abort"))
 
-    async def _send_request(self, placed: Placed) -> None:
+    async def _send_request(self, placed: SendRequest) -> None:
         """Send a request to its group. Returns without sending it when the group is fenced meanwhile: the fence has ended the request."""
         sending, submitting = asyncio.timeout(None), self._submitting[placed.group]
         submitting.add(sending)

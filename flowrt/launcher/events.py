@@ -177,7 +177,7 @@ def news(event: Event) -> str | None:
     return None
 
 
-def tell(event: Event) -> None:
+def print_news(event: Event) -> None:
     """Write the news of an event to stderr: the default event handler."""
     text = news(event)
     if text is not None:

@@ -60,7 +60,7 @@ from flowrt.transports.registry import unavailable_reason
 WORKER = "flowrt.workers.process:run_worker"
 MONITOR_ENTRY = "flowrt.workers.monitor:run_monitor"
 PRELOAD = ("torch", "flowrt.workers.process", "flowrt.workers.monitor")
-ANSWER_SECONDS = 120.0  # longest silence of a worker while the run starts; a LoadProgress message ends a silence
+RESPONSE_SECONDS = 120.0  # longest silence of a worker while the run starts; a LoadProgress message ends a silence
 FORK_SECONDS = 15.0  # time limit for a fork; a fork takes milliseconds, so a fork server that exceeds this is stopped
 STATISTICS_SECONDS = 5.0  # time limit for all responses
 STOP_SECONDS = 5.0  # from Stop to the end of the process
@@ -100,7 +100,7 @@ class Launcher:
         worker: str = WORKER,
         preload: Sequence[str] = PRELOAD,
         unavailable_reason: UnavailableReason = unavailable_reason,
-        answer_seconds: float = ANSWER_SECONDS,
+        response_seconds: float = RESPONSE_SECONDS,
         stop_seconds: float = STOP_SECONDS,
     ) -> None:
         self.seams = seams or Seams()
@@ -124,7 +124,7 @@ class Launcher:
             self._packed,
             self._hosted if self._packed else names,
             new_incarnation=self.seams.new_incarnation,
-            answer_seconds=answer_seconds,
+            response_seconds=response_seconds,
             stop_seconds=stop_seconds,
         )
         self.incarnations = self.state.incarnations
@@ -245,7 +245,7 @@ class Launcher:
                 self._spawn = tasks.create_task
                 if self._packed:
                     open_backend = self.seams.open_backend or LocalBackend.open
-                    self._backend = await open_backend(self.run_id, self, self._preload, len(self._packed), self.state.answer_seconds)
+                    self._backend = await open_backend(self.run_id, self, self._preload, len(self._packed), self.state.response_seconds)
                     self._announce(events.ForkServerReady(self._backend.num_threads))
                 else:
                     set_own_threads(self.graph)
@@ -323,11 +323,10 @@ class Launcher:
             ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity(GATEWAY), Identity(process, self.incarnations[process]))
             self._worker_tasks[process] = self._spawn(self._run_here(process, theirs), name=f"worker {process}")
             self._connect(process, [process], os.getpid(), [ours])
-        else:
-            self._spawn(self._fork(process), name=f"fork of {process}")
+        elif self._backend is not None:
+            self._spawn(self._fork(self._backend, process), name=f"fork of {process}")
 
-    async def _fork(self, process: str) -> None:
-        assert self._backend is not None
+    async def _fork(self, backend: ProcessBackend, process: str) -> None:
         workers = self._packed.get(process, [process])
         for name in workers:
             if (former := self.workers.get(name)) is not None:
@@ -340,10 +339,10 @@ class Launcher:
             entry, threads = self.worker, num_threads(self.graph, workers, list(self._packed.values()), usable_cores())
         try:
             async with asyncio.timeout(FORK_SECONDS):
-                started = await self._backend.start(ProcessSpec(process, identities, entry, threads, self._log_level))
+                started = await backend.start(ProcessSpec(process, identities, entry, threads, self._log_level))
         except TimeoutError:
-            reason = f"has given no answer for {FORK_SECONDS:g} s: is it stopped, or the machine overloaded?"
-            self._step(self.state.on_fork_failed, process, WorkerDiedError(FORK_SERVER, reason, self._backend.output_tail()))
+            reason = f"has not responded for {FORK_SECONDS:g} s: is it stopped, or the machine overloaded?"
+            self._step(self.state.on_fork_failed, process, WorkerDiedError(FORK_SERVER, reason, backend.output_tail()))
         except (WorkerDiedError, UserError) as error:
             self._step(self.state.on_fork_failed, process, error)
         else:
@@ -527,15 +526,9 @@ def set_own_threads(graph: Graph) -> None:
         torch.set_num_threads(max(wishes))
 
 
-def named_error(group: BaseExceptionGroup[Exception]) -> Exception:
+def named_error(group: ExceptionGroup[Exception]) -> Exception:
     """The error to report of those that a run's tasks raised: the first UserError or WorkerDiedError, else the first error."""
-    errors = list(_leaves(group))
-    return next((error for error in errors if isinstance(error, (UserError, WorkerDiedError))), errors[0])
-
-
-def _leaves(error: BaseException) -> Iterable[Any]:
-    if isinstance(error, BaseExceptionGroup):
-        for each in error.exceptions:
-            yield from _leaves(each)
-    else:
-        yield error
+    error: Exception = group.subgroup((UserError, WorkerDiedError)) or group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

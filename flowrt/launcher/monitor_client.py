@@ -20,7 +20,7 @@ from flowrt.launcher.run_state import RunState
 from flowrt.reliability.poll_timeout import PollTimeout
 from flowrt.seams import Clock, Running
 
-ASK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 MONITOR_SECONDS = 10.0  # time limit for the monitor's responses; generous, since a run loses little without its monitor
 
 
@@ -50,14 +50,14 @@ class MonitorClient:
 
     async def _watch_monitor(self) -> None:
         """Request a response periodically, and fence the monitor when it sends nothing for MONITOR_SECONDS."""
-        timeout = PollTimeout(MONITOR_SECONDS, ASK_SECONDS)
+        timeout = PollTimeout(MONITOR_SECONDS, POLL_SECONDS)
         while True:
-            await self._clock.sleep(ASK_SECONDS)
+            await self._clock.sleep(POLL_SECONDS)
             if not self._state.is_usable(MONITOR):
                 continue
             monitor = self._workers[MONITOR]
             if timeout.has_expired(self._clock.now(), monitor.incarnation, monitor.last_message_seconds):
-                self._step(self._state.fence, MONITOR, f"has given no sign for {MONITOR_SECONDS:g} s")
+                self._step(self._state.fence, MONITOR, f"sent nothing for {MONITOR_SECONDS:g} s")
             else:
                 monitor.send_if_room(StatisticsRequest())
 

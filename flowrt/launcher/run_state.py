@@ -61,11 +61,11 @@ class ProcessPhase(IntEnum):
 
 
 class FailureKind(IntEnum):
-    """Kinds of failure, the most fundamental first. A COMPLAINED failure may be only the consequence of a death."""
+    """Kinds of failure, the most fundamental first. A SECONDARY failure may be only the consequence of a death."""
 
     BAD_INPUT = 0
     DIED = 1
-    COMPLAINED = 2
+    SECONDARY = 2
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class _WorkerRecord:
     is_connected: bool = False
     has_left: bool = False
     has_stop: bool = False
-    heard_seconds: float = 0.0
+    last_message_seconds: float = 0.0
     unsent: list[Control] = field(default_factory=list)
 
     @property
@@ -172,7 +172,7 @@ class _ProcessRecord:
 class RunState:
     """The run of `graph` with these OS processes (lists of workers by name), and `tasks`: workers that are tasks of the launcher's loop.
 
-    answer_seconds: the longest silence of a worker that starts. stop_seconds: from Stop to the end of the processes.
+    response_seconds: the longest silence of a worker that starts. stop_seconds: from Stop to the end of the processes.
     """
 
     def __init__(
@@ -182,11 +182,11 @@ class RunState:
         tasks: Iterable[str],
         *,
         new_incarnation: Callable[[], str],
-        answer_seconds: float,
+        response_seconds: float,
         stop_seconds: float,
     ) -> None:
-        self._new_incarnation, self.answer_seconds, self._stop_seconds = new_incarnation, answer_seconds, stop_seconds
-        self._may_die = survivable_processes(graph) | {MONITOR}
+        self._new_incarnation, self.response_seconds, self._stop_seconds = new_incarnation, response_seconds, stop_seconds
+        self._survivable = survivable_processes(graph) | {MONITOR}
         self._neighbours = neighbours(graph)
         self._eager = {end for edge in graph.edges.values() if edge.open == "start" for end in graph.ends_of(edge)}
         self._budget = RestartPolicy(graph.reliability.restarts, graph.reliability.restart_window_seconds)
@@ -208,7 +208,7 @@ class RunState:
         self._awaited_stops: set[str] = set()  # workers to which Stop is being sent
 
     def _add(self, name: str, workers: Sequence[str], is_task: bool) -> None:
-        can_restart = not is_task and self._may_die.issuperset(workers)
+        can_restart = not is_task and self._survivable.issuperset(workers)
         process = self._processes[name] = _ProcessRecord(name, can_restart, self._eager.isdisjoint(workers), is_task)
         for worker in workers:
             self.incarnations[worker] = self._new_incarnation()
@@ -223,7 +223,7 @@ class RunState:
         if self._phase == RunPhase.ENDED:
             return None
         times = [at for at, _ in self._timers.values()]
-        return min([*times, *(worker.heard_seconds + self.answer_seconds for worker in self._awaited_workers())], default=None)
+        return min([*times, *(worker.last_message_seconds + self.response_seconds for worker in self._awaited_workers())], default=None)
 
     def take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
@@ -247,7 +247,7 @@ class RunState:
 
     def can_lose(self, worker: str) -> bool:
         """Whether the run goes on when the worker's process dies now."""
-        return self._outlives(self._workers[worker].process)
+        return self._can_lose(self._workers[worker].process)
 
     def restarting(self) -> list[str]:
         """Processes that have died, or are being started, and are not given up."""
@@ -270,7 +270,7 @@ class RunState:
         for _, key in due:
             if key in self._timers:  # an earlier one may have cancelled it
                 self._timers.pop(key)[1]()
-        silent = [worker for worker in self._awaited_workers() if worker.heard_seconds + self.answer_seconds <= now]
+        silent = [worker for worker in self._awaited_workers() if worker.last_message_seconds + self.response_seconds <= now]
         for worker in silent[:1]:
             self._on_silence(worker)
 
@@ -279,7 +279,7 @@ class RunState:
         found = self._processes[process]
         found.phase = ProcessPhase.STARTING
         for worker in found.workers:
-            worker.pid, worker.is_open, worker.heard_seconds = pid, True, now
+            worker.pid, worker.is_open, worker.last_message_seconds = pid, True, now
             if worker.name != MONITOR:
                 self._announce(events.WorkerStarted(worker.name, pid))
             self._act(SendStart(worker.name))
@@ -300,8 +300,8 @@ class RunState:
         self._end_if_stopped()
 
     def on_message(self, now: float, worker: str) -> None:
-        """A sign of life of a worker that starts."""
-        self._workers[worker].heard_seconds = now
+        """A message of a worker that starts."""
+        self._workers[worker].last_message_seconds = now
 
     def on_listening(self, now: float, worker: str, listening: Listening) -> None:
         self._now = now
@@ -399,7 +399,7 @@ class RunState:
 
     def on_failed(self, now: float, worker: str, failed: Failed) -> None:
         self._now = now
-        self._blame(FailureKind.BAD_INPUT if failed.user else FailureKind.COMPLAINED, self._workers[worker], failed.error)
+        self._blame(FailureKind.BAD_INPUT if failed.user else FailureKind.SECONDARY, self._workers[worker], failed.error)
 
     def on_bad_message(self, now: float, worker: str, reason: str) -> None:
         """The worker sent a message that cannot be decoded; its connection is closed."""
@@ -412,7 +412,7 @@ class RunState:
         self._now = now
         found, peer = self._workers[worker], self._workers.get(lost.peer)
         for end, other in ((peer, found), (found, peer)):
-            if end is None or not self._outlives(end.process):
+            if end is None or not self._can_lose(end.process):
                 continue
             if not end.has_left and not (end is peer and lost.incarnation not in ("", end.incarnation)):
                 reason = f"has lost its link to {other.name if other is not None else lost.peer} ({lost.reason})"
@@ -440,13 +440,13 @@ class RunState:
                 if not is_killed:
                     self._fenced.add(worker)
                 self._announce(events.WorkerMarkedDead(worker, report.why, is_killed))
-                self.fence(now, worker, f"was held for dead ({report.why})")
+                self.fence(now, worker, f"was marked dead ({report.why})")
 
     def fence(self, now: float, worker: str, why: str) -> None:
         """Fence this incarnation: notify its peers, then send SIGKILL. No-op when the run cannot lose it, or its end is known."""
         self._now = now
         process = self._workers[worker].process
-        if self._outlives(process) and process.phase in (ProcessPhase.STARTING, ProcessPhase.UP) and self._phase < RunPhase.STOPPING:
+        if self._can_lose(process) and process.phase in (ProcessPhase.STARTING, ProcessPhase.UP) and self._phase < RunPhase.STOPPING:
             process.cause = process.cause or why
             self._kill(process, why)
 
@@ -486,16 +486,16 @@ class RunState:
         ]
 
     def _on_silence(self, worker: _WorkerRecord) -> None:
-        reason = f"gave no word for {self.answer_seconds:g} s while {'connecting' if worker.has_peers else 'loading'}"
+        reason = f"sent nothing for {self.response_seconds:g} s while {'connecting' if worker.has_peers else 'loading'}"
         if self._phase < RunPhase.RUNNING:
             self._act(End(WorkerDiedError(worker.name, reason), worker.process.name))
         else:
-            worker.heard_seconds = self._now
+            worker.last_message_seconds = self._now
             self.fence(self._now, worker.name, reason)
 
     def _send_peers(self, workers: Iterable[_WorkerRecord]) -> None:
         for worker in workers:
-            worker.has_peers, worker.heard_seconds = True, self._now
+            worker.has_peers, worker.last_message_seconds = True, self._now
             self._act(Send(worker.name, Peers(dict(self._addresses), dict(self.incarnations))))
 
     def _introduce_to_monitor(self) -> None:
@@ -509,7 +509,7 @@ class RunState:
 
     # Deaths.
 
-    def _outlives(self, process: _ProcessRecord) -> bool:
+    def _can_lose(self, process: _ProcessRecord) -> bool:
         """Whether the run has loaded and goes on when this process dies now."""
         return self._can_replace(process) and self._phase >= RunPhase.CONNECTING
 
@@ -523,7 +523,7 @@ class RunState:
         if process.phase >= ProcessPhase.DYING:
             return
         process.phase, process.died_seconds = ProcessPhase.DYING, self._now
-        if self._outlives(process):
+        if self._can_lose(process):
             for worker in process.workers:
                 if not worker.has_stop:
                     worker.has_left = True
@@ -538,12 +538,12 @@ class RunState:
 
     def _on_not_reaped(self, process: _ProcessRecord) -> None:
         """Only the fork server can reap and fork, so the process stays down unless the fork server continues."""
-        asked = "is it stopped, or the machine overloaded?"
+        hint = "is it stopped, or the machine overloaded?"
         if self._phase < RunPhase.RUNNING:
-            reason = f"has not said for {FORK_SERVER_SECONDS:g} s that {process.name} has ended: {asked}"
+            reason = f"has not reported the end of {process.name} for {FORK_SERVER_SECONDS:g} s: {hint}"
             self._act(End(WorkerDiedError(FORK_SERVER, reason), FORK_SERVER))
         elif self._phase == RunPhase.RUNNING:
-            self._stay_down(process, f"it died {FORK_SERVER_SECONDS:g} s ago, and the fork server has not said so: {asked}")
+            self._stay_down(process, f"it died {FORK_SERVER_SECONDS:g} s ago, and the fork server has not reported it: {hint}")
 
     def _on_dead(self, process: _ProcessRecord) -> None:
         """How the process died is known, and its last messages have been read."""
@@ -553,7 +553,7 @@ class RunState:
             return
         if not self._can_replace(process):
             if not any(map(self._has_report, (FORK_SERVER, *(worker.name for worker in process.workers)))):
-                how = process.how if process.how.startswith(("was", "failed")) else f"{process.how} without being told to"
+                how = process.how if process.how.startswith(("was", "failed")) else f"{process.how} unexpectedly"
                 self._blame(FailureKind.DIED, process.workers[0], how)
             return
         if self._phase >= RunPhase.STOPPING or (self._phase == RunPhase.LOADING and self._reports):
@@ -604,13 +604,13 @@ class RunState:
 
     def _blame_if_all_open(self, worker: _WorkerRecord, reason: str) -> None:
         if all(each.is_open for each in self._workers.values()):  # otherwise that worker's death is the reason
-            self._blame(FailureKind.COMPLAINED, worker, reason)
+            self._blame(FailureKind.SECONDARY, worker, reason)
 
     # The root cause.
 
     def _blame(self, kind: FailureKind, worker: _WorkerRecord, reason: str) -> None:
         """Record a worker's failure: as the cause of its death if the run can lose it, else as a possible root cause of the run's end."""
-        if self._outlives(worker.process):
+        if self._can_lose(worker.process):
             worker.process.cause = worker.process.cause or (reason if kind is FailureKind.DIED else f"failed: {reason}")
         elif not worker.has_stop:
             self._report(kind, worker.name, worker.process.name, reason)
@@ -628,7 +628,7 @@ class RunState:
         if worst.kind is FailureKind.BAD_INPUT:
             self._act(End(UserError(worst.reason)))
         else:
-            reason = f"failed: {worst.reason}" if worst.kind is FailureKind.COMPLAINED else worst.reason
+            reason = f"failed: {worst.reason}" if worst.kind is FailureKind.SECONDARY else worst.reason
             self._act(End(WorkerDiedError(worst.worker, reason), worst.process))
 
     # The end in order.
@@ -672,7 +672,7 @@ class RunState:
 
     def _notify(self, worker: _WorkerRecord, names: Iterable[str], control: PeerLeft | PeerJoined) -> None:
         """Send a notice about `worker` to other processes. One that is not connected yet cannot use it: it is kept until then, unless Peers
-        will tell it all the same."""
+        contains it."""
         for name in names:
             other = self._workers.get(name)
             if other is None or other.process is worker.process or not other.is_open or other.has_left:

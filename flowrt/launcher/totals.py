@@ -19,10 +19,10 @@ _COUNTS = [
 ]
 
 
-def total(lives: Sequence[Statistics], num_restarts: int) -> Statistics:
+def total(incarnations: Sequence[Statistics], num_restarts: int) -> Statistics:
     """Statistics of all incarnations, oldest first, as one: counts are summed, states are those of the last incarnation."""
     edges: dict[str, EdgeStatistics] = {}
-    for edge in (edge for life in lives for edge in life.edges):
+    for edge in (edge for each in incarnations for edge in each.edges):
         former = edges.get(edge.edge)
         if former is not None:
             edge = msgspec.structs.replace(
@@ -32,9 +32,9 @@ def total(lives: Sequence[Statistics], num_restarts: int) -> Statistics:
             )
         edges[edge.edge] = edge
     return msgspec.structs.replace(
-        lives[-1],
+        incarnations[-1],
         edges=tuple(edges[name] for name in sorted(edges)),
         num_restarts=num_restarts,
-        fallbacks=tuple(text for life in lives for text in life.fallbacks),
-        **{name: sum(getattr(life, name) for life in lives) for name in _COUNTS},
+        fallbacks=tuple(text for each in incarnations for text in each.fallbacks),
+        **{name: sum(getattr(each, name) for each in incarnations) for name in _COUNTS},
     )

@@ -52,8 +52,8 @@ def num_threads(graph: Graph, workers: Sequence[str], hosts: Sequence[Sequence[s
         operators = _operators(graph, workers)
         sharing = sum(1 for others in hosts if operators & _operators(graph, others))
     share = max(1, num_cores // max(1, sharing))
-    asked = [graph.threads.get(name, AUTO) for name in workers]
-    return max((share if wish == AUTO else int(wish) for wish in asked), default=share)
+    wishes = [graph.threads.get(name, AUTO) for name in workers]
+    return max((share if wish == AUTO else int(wish) for wish in wishes), default=share)
 
 
 def _operators(graph: Graph, workers: Sequence[str]) -> set[str]:

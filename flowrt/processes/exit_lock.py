@@ -22,7 +22,7 @@ _BYTES = mmap.PAGESIZE
 _STATE_AT = 256  # offset of the state byte that the holder writes, behind any C library's mutex (40 to 64 bytes)
 _UNDECIDED, _HELD, _REFUSED = 0, 1, 2
 _SHARED, _ROBUST = 1, 1
-_LOOK_SECONDS = 0.005  # poll interval until the lock is held; a few of these pass between fork and lock
+_POLL_SECONDS = 0.005  # poll interval until the lock is held; a few of these pass between fork and lock
 _JOIN_SECONDS = 1.0
 
 _held: list[mmap.mmap] = []  # keeps the mappings of this process's locks alive
@@ -68,32 +68,33 @@ class ExitLock:
     def __init__(self, name: str, on_death: Callable[[], None]) -> None:
         self._on_death = on_death
         self._loop = asyncio.get_running_loop()
-        self._is_over = False
-        self._memory: mmap.mmap | None = None
+        self._is_closed = False
+        self._memory: mmap.mmap | None = None  # None, as the thread: the pidfd reports the death, later
         self._thread: threading.Thread | None = None
         self.fd = -1
         if _library() is None:
             return
-        with contextlib.suppress(OSError):  # no descriptor or memory is free: the pidfd reports the death, later
-            self.fd = os.memfd_create("flowrt-life", os.MFD_CLOEXEC)
+        try:
+            self.fd = os.memfd_create("flowrt-exit-lock", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, _BYTES)
-            self._memory = mmap.mmap(self.fd, _BYTES)
-            self._thread = threading.Thread(target=self._wait, name=f"life of {name}", daemon=True)
-        if self._memory is None:
+            self._memory = memory = mmap.mmap(self.fd, _BYTES)
+        except OSError:  # no descriptor or memory is free
             self.close()
+        else:
+            self._thread = threading.Thread(target=self._wait, args=[memory], name=f"exit lock of {name}", daemon=True)
 
     def given_away(self) -> None:
         """Close `fd`, which another process has now, and begin to wait for the death of that process."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        if self._thread is not None and not self._is_over:  # the death may be known already
+        if self._thread is not None and not self._is_closed:  # the death may be known already
             with contextlib.suppress(RuntimeError):  # the system can start no thread
                 self._thread.start()
 
     def close(self) -> None:
         """Stop waiting and free the lock: the process has ended, or never existed. Idempotent."""
-        self._is_over = True
+        self._is_closed = True
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -102,20 +103,19 @@ class ExitLock:
         if self._memory is not None and not (self._thread is not None and self._thread.is_alive()):
             self._memory.close()
 
-    def _wait(self) -> None:
-        assert self._memory is not None
-        while self._memory[_STATE_AT] == _UNDECIDED:
-            if self._is_over:
+    def _wait(self, memory: mmap.mmap) -> None:
+        while memory[_STATE_AT] == _UNDECIDED:
+            if self._is_closed:
                 return
-            time.sleep(_LOOK_SECONDS)
-        if self._memory[_STATE_AT] == _REFUSED:
+            time.sleep(_POLL_SECONDS)
+        if memory[_STATE_AT] == _REFUSED:
             return
-        if ctypes.CDLL(None).pthread_mutex_lock(_address(self._memory)) == errno.EOWNERDEAD and not self._is_over:
+        if ctypes.CDLL(None).pthread_mutex_lock(_address(memory)) == errno.EOWNERDEAD and not self._is_closed:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._tell)
+                self._loop.call_soon_threadsafe(self._notify)
 
-    def _tell(self) -> None:
-        if not self._is_over:
+    def _notify(self) -> None:
+        if not self._is_closed:
             self._on_death()
 
 

@@ -27,11 +27,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
+import msgspec
+
 from flowrt.errors import UserError
 from flowrt.observe import set_log_level
 from flowrt.process_backend import CONTROL_LIMITS
 from flowrt.processes.exit_lock import hold
-from flowrt.processes.frames import Exited, Fork, Forked, Frame, FrameReader, Kill, Loaded, NotForked, decode_request, send_blocking
+from flowrt.processes.frames import Exited, Forked, ForkRequest, Frame, FrameReader, Loaded, NotForked, send_blocking
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.stream import StreamChannel
@@ -58,31 +60,27 @@ class _Child:
 
 @dataclass
 class _ForkServer:
-    line: socket.socket
+    connection: socket.socket
     library_fds: frozenset[int]  # opened by imported libraries for their own use: children keep them
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     children: dict[int, _Child] = field(default_factory=dict)
 
     def serve(self) -> None:
-        """Fork, signal and reap until the launcher closes the connection. A pidfd wakes the selector when its child ends."""
-        reader = FrameReader(self.line)
-        self.selector.register(self.line, selectors.EVENT_READ)
+        """Fork and reap until the launcher closes the connection. A pidfd wakes the selector when its child ends."""
+        reader = FrameReader(self.connection, msgspec.msgpack.Decoder(ForkRequest))
+        self.selector.register(self.connection, selectors.EVENT_READ)
         while True:
             polling = any(child.pidfd is None for child in self.children.values())
             ready = [key.fd for key, _ in self.selector.select(_POLL_SECONDS if polling else None)]
             while self.reap():
                 pass
-            if self.line.fileno() in ready:
+            if self.connection.fileno() in ready:
                 if not reader.feed():
                     return
-                while (body := reader.next_body()) is not None:
-                    request = decode_request(body)
-                    if isinstance(request, Fork):
-                        self.fork(request, reader.take_fds(request.num_fds))
-                    else:
-                        self.kill(request)
+                for request in reader.frames():
+                    self.fork(request, reader.take_fds(request.num_fds))
 
-    def fork(self, request: Fork, fds: list[int]) -> None:
+    def fork(self, request: ForkRequest, fds: list[int]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         fork_server_pid = os.getpid()
@@ -105,11 +103,6 @@ class _ForkServer:
             self.selector.register(child.pidfd, selectors.EVENT_READ)
             self.report(Forked(number=child.number, pid=pid, num_fds=1), [child.pidfd])
 
-    def kill(self, request: Kill) -> None:
-        for child in self.children.values():  # not reaped yet, so its pid is not reused
-            if child.number == request.number:
-                os.kill(child.pid, request.signal)
-
     def reap(self, options: int = os.WNOHANG) -> bool:
         """Reap one ended process, which may be a worker's orphan, and report it if it is a child that was forked here. False: no process
         has ended, or none is left."""
@@ -126,7 +119,7 @@ class _ForkServer:
 
     def report(self, frame: Frame, fds: Sequence[int] = ()) -> None:
         with contextlib.suppress(ConnectionError):  # the launcher is gone: the next read of the connection ends `serve`
-            send_blocking(self.line, frame, fds)
+            send_blocking(self.connection, frame, fds)
 
     def end_all(self) -> None:
         """Kill and reap every child and every process that the children started: a subreaper inherits its children's orphans."""
@@ -136,7 +129,7 @@ class _ForkServer:
                 os.kill(pid, signal.SIGKILL)
             ended = not self.reap(options=0)
 
-    def become_worker(self, request: Fork, fds: list[int], fork_server_pid: int) -> NoReturn:
+    def become_worker(self, request: ForkRequest, fds: list[int], fork_server_pid: int) -> NoReturn:
         """Run the workers of `request` in the forked child and exit. Never returns into the fork server's stack frames."""
         status = 1
         try:
@@ -144,7 +137,7 @@ class _ForkServer:
             os.dup2(fds[0], 1)
             os.dup2(fds[0], 2)
             self.selector.close()
-            self.line.close()
+            self.connection.close()
             _close_all_but({0, 1, 2, *fds[1:], *self.library_fds})
             if request.holds_exit_lock:
                 hold(fds.pop())
@@ -156,8 +149,8 @@ class _ForkServer:
             _name_process(request.host)
             _set_threads(request.threads)
             set_log_level(request.log_level)
-            lines = [(name, socket.socket(fileno=fd)) for name, fd in zip(request.workers, fds[1:], strict=True)]
-            _run_loop(_host(load_worker(request.worker), lines))
+            controls = [(name, socket.socket(fileno=fd)) for name, fd in zip(request.workers, fds[1:], strict=True)]
+            _run_loop(_host(load_worker(request.worker), controls))
             status = 0
         except BaseException as error:
             if (fault := fault_of(error)) is not None:
@@ -169,18 +162,17 @@ class _ForkServer:
             os._exit(status)  # no atexit, no joining of threads: an ended worker must not hang in them
 
 
-async def _host(worker: WorkerMain, lines: list[tuple[str, socket.socket]]) -> None:
+async def _host(worker: WorkerMain, controls: list[tuple[str, socket.socket]]) -> None:
     """Run one worker per control connection. The first worker that fails ends the others, since they share the process."""
 
-    async def run_one(line: socket.socket) -> None:
-        control = await StreamChannel.from_socket(line, CONTROL_LIMITS, Identity("gateway"))
-        async with control:
-            await worker(control, Seams(own_loop=len(lines) == 1))
+    async def run_one(control: socket.socket) -> None:
+        channel = await StreamChannel.from_socket(control, CONTROL_LIMITS, Identity("gateway"))
+        async with channel:
+            await worker(channel, Seams(own_loop=len(controls) == 1))
 
     async with asyncio.TaskGroup() as group:
-        for name, line in lines:
-            line.setblocking(False)
-            group.create_task(run_one(line), name=name)
+        for name, control in controls:
+            group.create_task(run_one(control), name=name)
 
 
 def _run_loop(main: Coroutine[Any, Any, None]) -> None:
@@ -260,7 +252,7 @@ def _close_all_but(kept: set[int]) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run the fork server. `arguments`: the connection's descriptor, the launcher's pid, modules to import before the first fork."""
-    line_fd, launcher_pid, *preload = arguments
+    connection_fd, launcher_pid, *preload = arguments
     _die_with(int(launcher_pid))
     _inherit_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -268,8 +260,8 @@ def main(arguments: Sequence[str]) -> None:
     os.environ.pop("PYTHONPATH", None)
     if (path := os.environ.pop(ORIGINAL_PATH, None)) is not None:
         os.environ["PYTHONPATH"] = path
-    line = socket.socket(fileno=int(line_fd))
-    line.set_inheritable(False)
+    connection = socket.socket(fileno=int(connection_fd))
+    connection.set_inheritable(False)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     before = _open_fds()
@@ -280,7 +272,7 @@ def main(arguments: Sequence[str]) -> None:
     gc.freeze()  # collections in workers do not touch the imported objects, so their pages stay shared
     gc.enable()
     num_threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-    fork_server = _ForkServer(line, library_fds)
+    fork_server = _ForkServer(connection, library_fds)
     fork_server.report(Loaded(num_threads=num_threads))
     try:
         fork_server.serve()

@@ -13,29 +13,18 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER
 from flowrt.process_backend import CONTROL_LIMITS, BackendOwner, ProcessSpec
 from flowrt.processes.descriptors import check_descriptors, is_too_few, too_few_descriptors
 from flowrt.processes.fork_server import ORIGINAL_PATH
-from flowrt.processes.frames import (
-    Exited,
-    Fork,
-    Forked,
-    Frame,
-    FrameReader,
-    Kill,
-    Loaded,
-    MissingDescriptorsError,
-    NotForked,
-    Report,
-    decode_report,
-    encode,
-    send_first,
-)
+from flowrt.processes.frames import Exited, Forked, ForkRequest, FrameReader, Loaded, MissingDescriptorsError, NotForked, Report, encode
 from flowrt.processes.leftover import MARKER, PARENT_MARKER, processes_marked
 from flowrt.processes.local_process import GRACE_SECONDS, LocalProcess, LocalStart, reap_adopted
 from flowrt.processes.output_tail import OutputTail, exit_text
@@ -52,7 +41,8 @@ class LocalBackend:
     ) -> None:
         self._run_id, self._owner, self._server, self._connection, self._output = run_id, owner, server, connection, output
         self._loop = asyncio.get_running_loop()
-        self._reader = FrameReader(connection)
+        self._reader = FrameReader[Report](connection, msgspec.msgpack.Decoder(Report))
+        self._outbox: deque[tuple[bytes, LocalStart | None]] = deque()  # frames for which the connection had no room yet
         self._loaded: asyncio.Future[int] = self._loop.create_future()  # the number of the fork server's threads
         self._ended: asyncio.Future[None] = self._loop.create_future()  # the fork server has ended
         self._status: int | None = None  # of the fork server, once it has ended
@@ -96,7 +86,7 @@ class LocalBackend:
             async with asyncio.timeout(seconds):
                 backend.num_threads = await backend._loaded
         except TimeoutError:
-            reason = f"gave no word for {seconds:g} s {doing}"
+            reason = f"sent nothing for {seconds:g} s {doing}"
             raise WorkerDiedError(FORK_SERVER, reason, backend._kill_server()) from None
         except WorkerDiedError as error:
             raise WorkerDiedError(FORK_SERVER, f"{error.reason} {doing}" if preload else error.reason, backend._kill_server()) from None
@@ -115,7 +105,8 @@ class LocalBackend:
         except OSError as error:
             raise UserError(too_few_descriptors()) if is_too_few(error) else WorkerDiedError(spec.name, f"cannot start: {error}") from error
         self._forget(spec.name)
-        request = Fork(
+        self._starts[number] = start
+        request = ForkRequest(
             number=number,
             host=spec.name,
             workers=tuple(worker.name for worker in spec.workers),
@@ -125,13 +116,9 @@ class LocalBackend:
             holds_exit_lock=start.exit_lock.fd >= 0,
             num_fds=len(start.fds),
         )
-        try:
-            await self._send(request, start.fds)
-        except BaseException:
-            start.close()
-            raise
-        self._starts[number] = start
-        start.close_theirs()
+        self._outbox.append((encode(request), start))
+        if len(self._outbox) == 1:
+            self._send()
         try:
             return await start.answer
         except BaseException:
@@ -140,11 +127,6 @@ class LocalBackend:
             if start.answer.done() and not start.answer.cancelled() and start.answer.exception() is None:
                 await start.answer.result().abandon()
             raise
-
-    async def request_signal(self, number: int, signal_number: int) -> None:
-        """Make the fork server signal a process; no-op when the fork server is gone."""
-        with contextlib.suppress(WorkerDiedError):
-            await self._send(Kill(number=number, signal=signal_number))
 
     def output_tail(self) -> tuple[str, ...]:
         return self._output.last
@@ -204,38 +186,34 @@ class LocalBackend:
     def _close_connection(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.remove_reader(self._connection.fileno())
+            self._loop.remove_writer(self._connection.fileno())
         self._connection.close()
         self._reader.close()
 
-    async def _send(self, frame: Frame, fds: Sequence[int] = ()) -> None:
-        data = encode(frame)
-        while True:
-            self._check_alive()
+    def _send(self) -> None:
+        """Send queued frames while the connection has room. A broken connection ends at the reader, which then fails every start."""
+        while self._outbox:
+            data, start = self._outbox[0]
             try:
-                sent = send_first(self._connection, data, fds)
+                sent = socket.send_fds(self._connection, [data], [] if start is None else start.fds)
             except BlockingIOError:
-                await self._wait_writable()
-            except ConnectionError as error:
-                raise self._lost() from error
-            else:
+                self._loop.add_writer(self._connection.fileno(), self._send)
+                return
+            except ConnectionError:
+                self._outbox.clear()
                 break
-        if sent < len(data):
-            await self._loop.sock_sendall(self._connection, data[sent:])
-
-    async def _wait_writable(self) -> None:
-        writable: asyncio.Future[None] = self._loop.create_future()
-        fd = self._connection.fileno()
-        self._loop.add_writer(fd, lambda: None if writable.done() else writable.set_result(None))
-        try:
-            await writable
-        finally:
-            self._loop.remove_writer(fd)
+            if start is not None:
+                start.close_theirs()  # they travel with the first byte
+            self._outbox[0] = data[sent:], None
+            if sent == len(data):
+                self._outbox.popleft()
+        self._loop.remove_writer(self._connection.fileno())
 
     def _on_readable(self) -> None:
         try:
             open_still = self._reader.feed()
-            while (body := self._reader.next_body()) is not None:
-                self._on_report(decode_report(body))
+            for report in self._reader.frames():
+                self._on_report(report)
         except BlockingIOError:
             return
         except Exception as error:  # the event loop would only log it, and each waiting caller would wait forever
@@ -278,7 +256,7 @@ class LocalBackend:
         start.exit_lock.given_away()
         peers = zip(start.ours, start.spec.workers, strict=False)  # empty when the caller was cancelled
         controls = tuple(StreamChannel(sock, CONTROL_LIMITS, peer) for sock, peer in peers)
-        process = LocalProcess(self.request_signal, number, start.spec, pid, pidfd, controls, start.output, start.exit_lock)
+        process = LocalProcess(start.spec, pid, pidfd, controls, start.output, start.exit_lock)
         self._processes[number] = process
         if start.has_left:
             process.kill()

@@ -6,12 +6,12 @@ descriptors arrive in the same order: each frame owns the next `num_fds` descrip
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -26,7 +26,7 @@ class Frame(msgspec.Struct, frozen=True, tag=True):
     num_fds: int = 0
 
 
-class Fork(Frame, frozen=True, kw_only=True):
+class ForkRequest(Frame, frozen=True, kw_only=True):
     """Fork an OS process called `host`. Descriptors: the target of its stdout and stderr, one control connection per worker, and the memory
     of its exit lock if it `holds_exit_lock`.
 
@@ -41,13 +41,6 @@ class Fork(Frame, frozen=True, kw_only=True):
     threads: int
     log_level: str
     holds_exit_lock: bool = False
-
-
-class Kill(Frame, frozen=True, kw_only=True):
-    """Send a signal to an OS process; no-op once it was reaped."""
-
-    number: int
-    signal: int
 
 
 class Loaded(Frame, frozen=True, kw_only=True):
@@ -77,80 +70,57 @@ class Exited(Frame, frozen=True, kw_only=True):
     status: int
 
 
-Request = Fork | Kill
 Report = Loaded | Forked | NotForked | Exited
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
-_encoder = msgspec.msgpack.Encoder()
+F = TypeVar("F", bound=Frame)
 
 
 def encode(frame: Frame) -> bytes:
-    body = _encoder.encode(frame)
+    body = msgspec.msgpack.encode(frame)
     return _LENGTH.pack(len(body)) + body
-
-
-def decode_request(body: bytes) -> Request:
-    return _requests.decode(body)
-
-
-def decode_report(body: bytes) -> Report:
-    return _reports.decode(body)
-
-
-def send_first(sock: socket.socket, data: bytes, fds: Sequence[int]) -> int:
-    """Call sendmsg once with `fds` attached. Returns how many bytes of `data` were sent. BlockingIOError: nothing was sent."""
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    return sock.sendmsg([data], ancillary)
 
 
 def send_blocking(sock: socket.socket, frame: Frame, fds: Sequence[int] = ()) -> None:
     """Send the whole frame on a blocking socket."""
     data = encode(frame)
-    sent = send_first(sock, data, fds)
-    if sent < len(data):
-        sock.sendall(data[sent:])
+    sock.sendall(data[socket.send_fds(sock, [data], list(fds)) :])
 
 
 class MissingDescriptorsError(ValueError):
     """Fewer descriptors arrived than a frame announced: the kernel drops those for which the receiver has no free descriptor number."""
 
 
-class FrameReader:
-    """Splits the bytes of a socket into frames, and keeps the received descriptors in order."""
+class FrameReader(Generic[F]):
+    """Splits the bytes of a socket into frames that `decoder` decodes, and keeps the received descriptors in order."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[F]) -> None:
+        self._sock, self._decoder = sock, decoder
         self._data = bytearray()
         self._fds: deque[int] = deque()
 
     def feed(self) -> bool:
         """Read once. Returns False at end-of-file and on ConnectionError. Raises BlockingIOError when a non-blocking socket has no data."""
         try:
-            data, ancillary, _flags, _address = self._sock.recvmsg(1 << 16, socket.CMSG_LEN(MAX_FDS * array.array("i").itemsize))
+            data, fds, _flags, _address = socket.recv_fds(self._sock, 1 << 16, MAX_FDS)
         except ConnectionError:
             return False
-        for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                received = array.array("i")
-                received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
-                self._fds.extend(received)
-        for fd in self._fds:
+        for fd in fds:
             os.set_inheritable(fd, False)
+        self._fds.extend(fds)
         self._data += data
         return bool(data)
 
-    def next_body(self) -> bytes | None:
-        """The MessagePack bytes of the next whole frame, or None until more is fed. Raises ValueError above MAX_FRAME_BYTES."""
-        if len(self._data) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._data)
-        if length > MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {length} bytes on the fork server's line: at most {MAX_FRAME_BYTES} are allowed")
-        if len(self._data) < _LENGTH.size + length:
-            return None
-        body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
-        del self._data[: _LENGTH.size + length]
-        return body
+    def frames(self) -> Iterator[F]:
+        """Yield the whole frames fed so far. Raises ValueError above MAX_FRAME_BYTES."""
+        while len(self._data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data)
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {length} bytes on the fork server's connection: at most {MAX_FRAME_BYTES} are allowed")
+            end = _LENGTH.size + length
+            if len(self._data) < end:
+                return
+            body = bytes(self._data[_LENGTH.size : end])
+            del self._data[:end]
+            yield self._decoder.decode(body)
 
     def take_fds(self, count: int) -> list[int]:
         """The next `count` descriptors; the caller owns them. Raises MissingDescriptorsError when fewer have arrived."""

@@ -8,7 +8,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from flowrt.process_backend import ProcessSpec
 from flowrt.processes.exit_lock import ExitLock
@@ -24,8 +24,6 @@ class LocalProcess:
 
     def __init__(
         self,
-        request_signal: Callable[[int, int], Awaitable[None]],
-        number: int,
         spec: ProcessSpec,
         pid: int,
         pidfd: int,
@@ -35,22 +33,14 @@ class LocalProcess:
     ) -> None:
         self.spec, self.pid, self.controls = spec, pid, controls
         self.is_reported = bool(controls)
-        self._request_signal, self._number, self._pidfd = request_signal, number, pidfd
-        self._output, self._exit_lock = output, exit_lock
+        self._pidfd, self._output, self._exit_lock = pidfd, output, exit_lock
         self._has_exited = False
 
     def kill(self) -> None:
-        """Send SIGKILL directly, since the fork server may be busy."""
-        if not self._has_exited:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if self._pidfd >= 0:
-                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-                else:
-                    os.kill(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
 
     async def terminate(self) -> None:
-        if not self._has_exited:
-            await self._request_signal(self._number, signal.SIGTERM)
+        self._signal(signal.SIGTERM)
 
     def output_tail(self) -> tuple[str, ...]:
         return self._output.last
@@ -94,6 +84,15 @@ class LocalProcess:
             reap_adopted(self.pid)
             self.note_exit(loop)
         self.forget()
+
+    def _signal(self, number: int) -> None:
+        """Signal the process directly: the fork server may be busy."""
+        if not self._has_exited:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if self._pidfd >= 0:
+                    signal.pidfd_send_signal(self._pidfd, number)
+                else:
+                    os.kill(self.pid, number)
 
     def _on_end(self, on_end: Callable[[LocalProcess], None]) -> None:
         self._stop_watching(asyncio.get_running_loop())  # the descriptor stays readable

@@ -11,10 +11,10 @@ from typing import Any, Literal, cast
 import msgspec
 
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import Gateway, Placed
+from flowrt.gateway.gateway import Gateway, SendRequest
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import is_watched
-from flowrt.launcher.launcher import ANSWER_SECONDS
+from flowrt.launcher.launcher import RESPONSE_SECONDS
 from flowrt.launcher.transport_choice import host_name, pack
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import PERMANENT_SECONDS, AnyFault, Scenario
@@ -113,7 +113,10 @@ def run_case(case: Case) -> Outcome[Served]:
         ),
         conditions=case.conditions,
         cost=case.cost,
-        max_seconds=case.scenario.ends_seconds + case.scenario.deadline_seconds + GRACE_SECONDS + case.faults_from_launch * ANSWER_SECONDS,
+        max_seconds=case.scenario.ends_seconds
+        + case.scenario.deadline_seconds
+        + GRACE_SECONDS
+        + case.faults_from_launch * RESPONSE_SECONDS,
     )
     references = [reference_of(case, request) for request in case.requests]
     may_not_start = frozenset[str]()
@@ -175,7 +178,7 @@ def reference_of(case: Case, request: SimulatedRequest) -> Reference:
             limits = case.graph.group_limits()
             gateway = Gateway(["any"], limits, config.max_position_embeddings, config.vocab_size, draw_seed=lambda: 0)
             placed = gateway.admit(request.prompt_token_ids, request.params)
-            assert isinstance(placed, Placed), placed
+            assert isinstance(placed, SendRequest), placed
             module = import_module(EXACT_MODEL)
             _known[key] = tuple(cast("list[tuple[int, ...]]", module.exact_tokens(case.graph, placed.request)))
         else:

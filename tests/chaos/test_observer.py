@@ -90,7 +90,7 @@ def test_what_came_of_a_later_fault_is_not_put_down_to_an_earlier_one() -> None:
     observer.injected_faults += [short, long]
     observer.take_line("attention.0", Note("left", 6.0, "experts.0", "one").as_line())
     clock.seconds = 6.1
-    observer.on_event(events.WorkerLost("experts.0", "was held for dead"))
+    observer.on_event(events.WorkerLost("experts.0", "was marked dead"))
     assert (observer.left_seconds(short), observer.lost_seconds(short)) == (math.inf, math.inf)
     assert (observer.left_seconds(long), observer.lost_seconds(long)) == (pytest.approx(1.0), pytest.approx(1.1))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flowrt.actors.control import Ended, Token
 from flowrt.gateway.completion import Completion
-from flowrt.gateway.gateway import Gateway, Placed, TokenEvent
+from flowrt.gateway.gateway import Gateway, SendRequest, TokenEvent
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import SamplingParams
 
@@ -13,7 +13,7 @@ def answer(*degraded: bool) -> Completion:
     """To a request whose tokens are marked so."""
     gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1)
     placed = gateway.admit((1, 2), SamplingParams(max_tokens=len(degraded)))
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, SendRequest)
     request = placed.request
     for index, marked in enumerate(degraded):
         gateway.on_token(Token(request.id, 0, index, (5,), degraded=marked))

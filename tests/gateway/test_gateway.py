@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flowrt.actors.control import Cancel, Ended, Logprobs, Token
 from flowrt.engine.decision import Decision
 from flowrt.engine.engine import Engine
-from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Gateway, Placed, SendCancel, TokenEvent
+from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Gateway, SendCancel, SendRequest, TokenEvent
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import SamplingParams
@@ -50,9 +50,9 @@ def new_gateway(groups: Sequence[str] = ("g0", "g1"), text: bool = True, **more:
     )
 
 
-def place(gateway: Gateway, prompt: Sequence[int] = (1, 2), **parameters: object) -> Placed:
+def place(gateway: Gateway, prompt: Sequence[int] = (1, 2), **parameters: object) -> SendRequest:
     placed = gateway.admit(prompt, SamplingParams(**parameters))  # type: ignore[arg-type]
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, SendRequest)
     return placed
 
 
@@ -60,7 +60,7 @@ def letters(text: str) -> tuple[int, ...]:
     return tuple(ord(letter) - ord("a") for letter in text)
 
 
-def token_of(placed: Placed, text: str, index: int = 0) -> Token:
+def token_of(placed: SendRequest, text: str, index: int = 0) -> Token:
     return Token(placed.request.id, placed.request.attempt, index, letters(text))
 
 
@@ -77,9 +77,9 @@ def test_without_a_seed_one_is_drawn_and_kept() -> None:
     gateway = new_gateway()
     placed = place(gateway)
     assert placed.request.seed == 1000
-    placed_again = gateway.place_again(placed.index)
-    assert isinstance(placed_again, Placed)
-    assert placed_again.request.seed == 1000
+    redispatched = gateway.place_attempt(placed.index)
+    assert isinstance(redispatched, SendRequest)
+    assert redispatched.request.seed == 1000
     assert place(gateway).request.seed == 1001
     assert place(gateway, seed=0).request.seed == 0
 
@@ -110,13 +110,13 @@ def test_only_the_next_index_of_the_current_attempt_is_committed() -> None:
     gateway.on_token(token_of(placed, "abc"))
     assert gateway.on_token(token_of(placed, "abc")) == []
     assert gateway.on_token(token_of(placed, "cd", 2)) == [TokenEvent(0, 3, 3, "d")], "what is new of a repeated message"
-    placed_again = gateway.place_again(0)
-    assert isinstance(placed_again, Placed)
-    assert (placed_again.request.attempt, placed_again.request.committed_token_ids) == (1, ((0, 1, 2, 3),))
+    redispatched = gateway.place_attempt(0)
+    assert isinstance(redispatched, SendRequest)
+    assert (redispatched.request.attempt, redispatched.request.committed_token_ids) == (1, ((0, 1, 2, 3),))
     assert gateway.on_token(token_of(placed, "z", 4)) == [], "the older attempt"
     assert gateway.on_ended(Ended(placed.request.id, 0, "abort")) == []
-    assert gateway.on_token(token_of(placed_again, "e", 4)) == [TokenEvent(0, 4, 4, "e")]
-    assert gateway.on_ended(Ended(placed_again.request.id, 1, "stop")) == [EndEvent(0, "stop")]
+    assert gateway.on_token(token_of(redispatched, "e", 4)) == [TokenEvent(0, 4, 4, "e")]
+    assert gateway.on_ended(Ended(redispatched.request.id, 1, "stop")) == [EndEvent(0, "stop")]
 
 
 def test_a_gap_ends_the_request_instead_of_giving_wrong_text() -> None:
@@ -222,7 +222,7 @@ def test_refused_requests_have_their_one_end_too() -> None:
     with pytest.raises(ValueError, match="request 3 has not ended"):
         gateway.forget(3)
     with pytest.raises(ValueError, match="request 0 is not placed, or has ended"):
-        gateway.place_again(0)
+        gateway.place_attempt(0)
 
 
 def test_cancelling_notifies_client_and_worker_once() -> None:
@@ -250,9 +250,9 @@ def test_each_choice_has_its_tokens_text_and_end() -> None:
         SendCancel("g0", Cancel(name, 0, 0)),
     ], "a stop string ends its choice, and what came behind it is dropped"
     assert gateway.on_ended(Ended(name, 0, "abort", choice=0, num_tokens=3)) == [], "the group's answer to that cancel"
-    placed_again = gateway.place_again(0)
-    assert isinstance(placed_again, Placed)
-    assert (placed_again.request.committed_token_ids, placed_again.request.ended_choices) == ((letters("lo"), letters("hi")), (0,))
+    redispatched = gateway.place_attempt(0)
+    assert isinstance(redispatched, SendRequest)
+    assert (redispatched.request.committed_token_ids, redispatched.request.ended_choices) == ((letters("lo"), letters("hi")), (0,))
     assert gateway.on_ended(Ended(name, 1, "length", choice=1, num_tokens=2)) == [ChoiceEvent(0, 1, "length"), EndEvent(0, "stop")]
     assert gateway.log(0).text == ""
     assert [choice.finish_reason for choice in gateway.log(0).choices] == ["stop", "length"]
@@ -313,9 +313,9 @@ def test_requests_go_to_the_least_loaded_group() -> None:
     assert [each.group for each in placed] == ["g0", "g1", "g2", "g1", "g2"]
     gateway.on_ended(Ended(placed[1].request.id, 0, "stop"))
     assert place(gateway, max_tokens=5).group == "g1", "one request each in g0 and g1, of 8 and 6 tokens"
-    placed_again = gateway.place_again(placed[0].index, avoid=("g0", "g2"))
-    assert isinstance(placed_again, Placed)
-    assert placed_again.group == "g1"
+    redispatched = gateway.place_attempt(placed[0].index, avoid=("g0", "g2"))
+    assert isinstance(redispatched, SendRequest)
+    assert redispatched.group == "g1"
     gateway.end_all("abort")
     assert {(load.num_sequences, load.num_tokens) for load in gateway.loads.values()} == {(0, 0)}
 
@@ -325,7 +325,7 @@ def test_when_no_group_is_left_the_request_ends() -> None:
     gateway = new_gateway()
     placed = place(gateway, stop=("bc",))
     gateway.on_token(token_of(placed, "ab"))
-    ended = gateway.place_again(0, avoid=("g0", "g1"))
+    ended = gateway.place_attempt(0, avoid=("g0", "g1"))
     assert ended == EndEvent(0, "error", "b", "no attention group is left to serve the request")
     assert gateway.events(0)[-1] == ended
     assert gateway.num_unfinished == 0
@@ -411,7 +411,7 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
         if running[name]:
             carry_out(engines[name].step_done(*running[name].pop(0)))
 
-    for event in data.draw(st.lists(st.sampled_from(["admit", "admit", "step", "step", "step", "placed_again", "cancel"]), max_size=50)):
+    for event in data.draw(st.lists(st.sampled_from(["admit", "admit", "step", "step", "step", "redispatched", "cancel"]), max_size=50)):
         alive = [index for index in indexes if gateway.log(index).end is None]
         if event == "admit":
             num_choices = data.draw(st.sampled_from([1, 1, 3]))
@@ -425,9 +425,9 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
                 if isinstance(decision, SendCancel):
                     carry_out(engines[decision.group].cancel(decision.cancel.request_id, decision.cancel.attempt))
         elif alive:
-            placed_again = gateway.place_again(data.draw(st.sampled_from(alive)))
-            assert isinstance(placed_again, Placed)
-            carry_out(engines[placed_again.group].submit(placed_again.request))
+            redispatched = gateway.place_attempt(data.draw(st.sampled_from(alive)))
+            assert isinstance(redispatched, SendRequest)
+            carry_out(engines[redispatched.group].submit(redispatched.request))
     for _ in range(2000):
         if all(engine.idle for engine in engines.values()):
             break

@@ -36,19 +36,19 @@ from flowrt.transports.contract import Channel
 async def run_worker(control: Channel, seams: Seams) -> None:
     """Responds to a request with its prompt, one token at a time."""
 
-    async def say(word: Control) -> None:
-        await control.send(as_message(word))
+    async def send(control_message: Control) -> None:
+        await control.send(as_message(control_message))
 
-    async def hear() -> Control:
+    async def receive() -> Control:
         return from_message(await control.recv())
 
-    start = await hear()
+    start = await receive()
     assert isinstance(start, Start)
     assert len(start.key) == 32
     role = start.name.split(".")[0]
     if role == "hang":
         get_logger(start.name).warning("about to hang")
-        get_logger(start.name).info("too quiet to be heard")
+        get_logger(start.name).info("below the log level")
         await asyncio.sleep(3600)
     if role == "block":
         time.sleep(3600)  # noqa: ASYNC251
@@ -58,7 +58,7 @@ async def run_worker(control: Channel, seams: Seams) -> None:
         print("first line\nsecond line", file=sys.stderr)
         raise RuntimeError("out of tea")
     if role == "bad":
-        await say(Failed("no such operator: teapot", user=True))
+        await send(Failed("no such operator: teapot", user=True))
         raise ValueError("no such operator: teapot")
     if role == "chatty":
         for number in range(200):
@@ -67,31 +67,31 @@ async def run_worker(control: Channel, seams: Seams) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
     if role == "parent":
         subprocess.Popen(["sleep", "3600"], start_new_session=True)
-    await say(LoadProgress("weights", 1, 2))
-    await say(Listening({"fake": f"fake://{start.name}"}, resident_bytes=1))
-    peers = await hear()
+    await send(LoadProgress("weights", 1, 2))
+    await send(Listening({"fake": f"fake://{start.name}"}, resident_bytes=1))
+    peers = await receive()
     assert isinstance(peers, Peers)
     assert peers.addresses[start.name] == {"fake": f"fake://{start.name}"}
     assert peers.incarnations[start.name] == start.incarnation
-    await say(Connected())
+    await send(Connected())
     while True:
-        match await hear():
+        match await receive():
             case Submit(request):
                 if request.id == "who":
                     facts = (os.getpid(), os.getppid(), len(os.listdir("/proc/self/fd")), int(os.environ["OMP_NUM_THREADS"]))
-                    await say(Tokens((Token("who", 0, 0, facts),)))
+                    await send(Tokens((Token("who", 0, 0, facts),)))
                 for index, token in enumerate(request.prompt_token_ids):
-                    await say(Tokens((Token(request.id, request.attempt, index, (token,)),)))
-                await say(Ended(request.id, request.attempt, "length"))
+                    await send(Tokens((Token(request.id, request.attempt, index, (token,)),)))
+                await send(Ended(request.id, request.attempt, "length"))
                 if role == "complain":
-                    await say(LinkLost("echo.1", "it closed"))
+                    await send(LinkLost("echo.1", "it closed"))
             case StatisticsRequest():
-                await say(Statistics(num_steps=7))
+                await send(Statistics(num_steps=7))
             case Drain():
-                await say(Drained())
+                await send(Drained())
             case Stop():
                 if role == "stubborn":
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
                     time.sleep(3600)  # noqa: ASYNC251
-                await say(Statistics(num_steps=8))
+                await send(Statistics(num_steps=8))
                 return

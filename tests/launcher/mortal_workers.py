@@ -35,105 +35,105 @@ from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
 
 
-def told(what: str, *words: str) -> Ended:
+def notice(what: str, *words: str) -> Ended:
     """The events that a worker has received, with their times on the machine's clock."""
     return Ended(" ".join((what, *words)), 0, "stop", str(time.monotonic()))
 
 
-def count_life(folder: str, name: str) -> int:
-    """Which life of `name` this is, from 1."""
+def count_incarnation(folder: str, name: str) -> int:
+    """The number of this incarnation of `name`, from 1."""
     with (Path(folder) / name).open("a") as file:
         file.write("x")
     return len((Path(folder) / name).read_text())
 
 
 async def run_worker(control: Channel, seams: Seams) -> None:
-    async def say(word: Control) -> None:
-        await control.send(as_message(word))
+    async def send(message: Control) -> None:
+        await control.send(as_message(message))
 
-    async def hear() -> Control:
+    async def receive() -> Control:
         return from_message(await control.recv())
 
-    start = await hear()
+    start = await receive()
     assert isinstance(start, Start)
     role = start.name.split(".")[0]
-    life = count_life(from_json(start.graph).folder, start.name)
-    if role == "stillborn" or (role == "infant" and life <= 2):
+    number = count_incarnation(from_json(start.graph).folder, start.name)
+    if role == "stillborn" or (role == "infant" and number <= 2):
         os._exit(7)
-    if role == "mute" and life == 1:
-        await say(LoadProgress("weights", 0, 2))
+    if role == "mute" and number == 1:
+        await send(LoadProgress("weights", 0, 2))
         await asyncio.sleep(3600)
     if role == "broken":
         raise RuntimeError("no weights here")
-    if life > 1:
+    if number > 1:
         if role == "frail":
             raise RuntimeError("never again")
         if role == "slow":
             await asyncio.sleep(3600)
-        if role == "shaky" and life == 2:
+        if role == "shaky" and number == 2:
             os._exit(7)
-    await say(Listening({"fake": f"fake://{start.name}/{life}"}))
-    peers = await hear()
+    await send(Listening({"fake": f"fake://{start.name}/{number}"}))
+    peers = await receive()
     assert isinstance(peers, Peers)
     assert peers.incarnations[start.name] == start.incarnation
-    await say(told("peers", *(f"{name}={peers.addresses[name].get('fake', '')}" for name in sorted(peers.addresses))))
-    if role == "lingering" and life == 1:
+    await send(notice("peers", *(f"{name}={peers.addresses[name].get('fake', '')}" for name in sorted(peers.addresses))))
+    if role == "lingering" and number == 1:
         await asyncio.sleep(3600)
-    await say(Connected())
+    await send(Connected())
     while True:
-        match await hear():
+        match await receive():
             case PeerLeft(process, incarnation, _):
-                await say(told("left", process, incarnation))
+                await send(notice("left", process, incarnation))
             case PeerJoined(process, incarnation, addresses):
-                await say(told("joined", process, incarnation, addresses["fake"]))
+                await send(notice("joined", process, incarnation, addresses["fake"]))
             case Submit(request):
                 match request.id.split():
                     case ["fail"]:
-                        await say(Failed("broken teapot"))
+                        await send(Failed("broken teapot"))
                         return
                     case ["hang", "up"]:
                         await control.aclose()
                         await asyncio.sleep(3600)
                     case ["lost", *words]:
-                        await say(LinkLost(words[0], "it broke", *words[1:]))
+                        await send(LinkLost(words[0], "it broke", *words[1:]))
                     case ["beat"]:
-                        await say(Heartbeat(sequence=3, lag_seconds=0.5, num_firings=9, incarnation=start.incarnation))
+                        await send(Heartbeat(sequence=3, lag_seconds=0.5, num_firings=9, incarnation=start.incarnation))
                     case ["late", process]:
-                        await say(LateResponse(process, "whoever", 1.0, 0.1))
-                await say(told(f"done {request.id}"))
+                        await send(LateResponse(process, "whoever", 1.0, 0.1))
+                await send(notice(f"done {request.id}"))
             case StatisticsRequest():
-                await say(Statistics(num_firings=10 * life))
+                await send(Statistics(num_firings=10 * number))
             case Stop():
-                await say(Statistics(num_firings=10 * life, resident_bytes=life))
+                await send(Statistics(num_firings=10 * number, resident_bytes=number))
                 return
 
 
 async def run_monitor(control: Channel, seams: Seams) -> None:
-    """Writes down what it is told; condemns and suspects whom the file `verdict` names."""
+    """Writes its messages to a file; marks dead and suspects the processes that the file `verdict` names."""
 
-    async def say(word: Control) -> None:
-        await control.send(as_message(word))
+    async def send(message: Control) -> None:
+        await control.send(as_message(message))
 
     start = from_message(await control.recv())
     assert isinstance(start, Start)
     folder = Path(from_json(start.graph).folder)
-    life = count_life(str(folder), start.name)
-    await say(Listening({}))
+    number = count_incarnation(str(folder), start.name)
+    await send(Listening({}))
     while True:
         match from_message(await control.recv()):
             case Peers():
-                await say(Connected())
+                await send(Connected())
             case StatisticsRequest():
-                await say(Statistics())
+                await send(Statistics())
             case Heartbeat() as heartbeat if heartbeat.process == "gateway":
                 if (folder / "verdict").exists():
                     kind, process, incarnation = (folder / "verdict").read_text().split()
                     (folder / "verdict").unlink()
-                    state = {"condemn": ProcessState.DEAD, "suspect": ProcessState.SUSPECT}[kind]
-                    await say(DetectorReport(process, incarnation, state, "no sign of it"))
+                    state = {"dead": ProcessState.DEAD, "suspect": ProcessState.SUSPECT}[kind]
+                    await send(DetectorReport(process, incarnation, state, "no sign of it"))
             case Stop():
                 return
             case other:
-                with (folder / f"heard {life}").open("a") as file:
+                with (folder / f"received {number}").open("a") as file:
                     words = msgspec.json.encode(other).decode()
                     file.write(f"{type(other).__name__} {words}\n")

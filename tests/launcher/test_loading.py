@@ -41,8 +41,8 @@ async def test_a_server_killed_while_it_loads_is_loaded_again(tmp_path: Path) ->
         assert len(started) == 2
         assert launcher.pids["mute.0"] == started[1]
         assert not Path(f"/proc/{started[0]}").exists()
-        await r.until(lambda: r.heard("client.0", "peers") and r.heard("client.1", "peers"))
-        assert "mute.0=fake://mute.0/2" in r.heard("client.0", "peers")[0], "everybody is told of the life that lives"
+        await r.until(lambda: r.received("client.0", "peers") and r.received("client.1", "peers"))
+        assert "mute.0=fake://mute.0/2" in r.received("client.0", "peers")[0], "each worker receives the address of the living incarnation"
         r.kill("mute.0")  # and from then on it may die as ever
         await r.until_back("mute.0")
         assert (await launcher.statistics())["mute.0"].num_restarts == 2
@@ -72,7 +72,7 @@ async def test_server_that_dies_too_often_while_loading_ends_the_run(tmp_path: P
     assert len(r.of(events.WorkerDiedLoading, "stillborn.0")) == restarts + 1
 
 
-async def test_one_that_says_why_it_fails_is_not_loaded_again(tmp_path: Path) -> None:
+async def test_worker_that_reports_its_failure_is_not_loaded_again(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "broken.0", "server.1"))
     with pytest.raises(WorkerDiedError, match=r"broken\.0"):
         await r.launcher.__aenter__()
@@ -90,16 +90,16 @@ async def test_other_deaths_while_loading_end_the_run(tmp_path: Path, victim: st
 async def test_server_killed_while_workers_connect_is_restarted(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "lingering.0", "server.1"))
     starting = asyncio.ensure_future(r.launcher.__aenter__())
-    await r.until(lambda: r.heard("lingering.0", "peers"))
+    await r.until(lambda: r.received("lingering.0", "peers"))
     assert not starting.done()
     _, incarnation = r.kill("lingering.0")
     launcher = await starting
     try:
         assert r.of(events.WorkerLost, "lingering.0") == [events.WorkerLost("lingering.0", "was killed by SIGKILL")]
         assert r.of(events.WorkerRestarted, "lingering.0")
-        await r.until(lambda: r.heard("client.0", "joined"))
-        assert r.heard("client.0", "left") == [f"left lingering.0 {incarnation}"]
-        assert r.heard("client.0", "joined") == [f"joined lingering.0 {launcher.incarnations['lingering.0']} fake://lingering.0/2"]
+        await r.until(lambda: r.received("client.0", "joined"))
+        assert r.received("client.0", "left") == [f"left lingering.0 {incarnation}"]
+        assert r.received("client.0", "joined") == [f"joined lingering.0 {launcher.incarnations['lingering.0']} fake://lingering.0/2"]
     finally:
         await launcher.stop()
 
@@ -107,7 +107,7 @@ async def test_server_killed_while_workers_connect_is_restarted(tmp_path: Path) 
 async def test_server_that_dies_too_often_while_workers_connect_ends_the_run(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "lingering.0", settings=ReliabilitySettings(detector=False, restarts=0)))
     starting = asyncio.ensure_future(r.launcher.__aenter__())
-    await r.until(lambda: r.heard("lingering.0", "peers"))
+    await r.until(lambda: r.received("lingering.0", "peers"))
     r.kill("lingering.0")
     with pytest.raises(WorkerDiedError, match=r"lingering\.0 was killed by SIGKILL while it connected, and reliability.restarts is 0"):
         await starting

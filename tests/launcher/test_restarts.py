@@ -33,19 +33,19 @@ def graph_of(folder: Path, *servers: str, clients: int = 2, processes: str | int
 
 
 class Run:
-    """A launcher with mortal workers, and what it said."""
+    """A launcher with mortal workers, and the messages that it received."""
 
     def __init__(self, graph: Graph, **options: object) -> None:
         self.events: list[events.Event] = []
-        self.told: list[tuple[str, str]] = []  # (worker, what it has heard)
+        self.notices: list[tuple[str, str]] = []  # (worker, notice that it received)
         self.lines: list[tuple[str, str]] = []
         self.times: dict[tuple[str, str], float] = {}
         self.on_event: Callable[[events.Event], None] = lambda event: None
-        defaults: dict[str, object] = {"worker": WORKER, "preload": ("launcher.mortal_workers",), "answer_seconds": 20.0}
+        defaults: dict[str, object] = {"worker": WORKER, "preload": ("launcher.mortal_workers",), "response_seconds": 20.0}
         self.launcher = Launcher(
             graph,
             on_event=self._note,
-            on_control=self._hear,
+            on_control=self._on_control,
             on_line=lambda name, line: self.lines.append((name, line)),
             **(defaults | options),  # type: ignore[arg-type]
         )
@@ -54,18 +54,18 @@ class Run:
         self.events.append(event)
         self.on_event(event)
 
-    def _hear(self, name: str, control: Control) -> None:
+    def _on_control(self, name: str, control: Control) -> None:
         if isinstance(control, Ended):
-            self.told.append((name, control.request_id))
+            self.notices.append((name, control.request_id))
             self.times[name, control.request_id] = float(control.error or 0)
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> tuple[int, str]:
-        """The pid and incarnation of the life that it ended."""
+        """The pid and incarnation of the process that it ended."""
         pid, incarnation = self.launcher.pids[name], self.launcher.incarnations[name]
         os.kill(pid, number)
         return pid, incarnation
 
-    async def ask(self, name: str, request_id: str) -> None:
+    async def submit(self, name: str, request_id: str) -> None:
         await self.launcher.send(name, Submit(Request(id=request_id, attempt=0, prompt_token_ids=(), max_tokens=1)))
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -81,8 +81,8 @@ class Run:
     def of(self, kind: type, name: str) -> list[events.Event]:
         return [event for event in self.events if isinstance(event, kind) and getattr(event, "name", name) == name]
 
-    def heard(self, name: str, *words: str) -> list[str]:
-        return [what for who, what in self.told if who == name and what.split()[: len(words)] == list(words)]
+    def received(self, name: str, *words: str) -> list[str]:
+        return [what for worker, what in self.notices if worker == name and what.split()[: len(words)] == list(words)]
 
 
 @LOOPS
@@ -93,15 +93,15 @@ def test_killed_server_is_reported_and_restarted(run: Callable[..., object], tmp
             pid, incarnation = r.kill("server.0")
             await r.until_back("server.0")
             assert launcher.pids["server.0"] != pid
-            again = launcher.incarnations["server.0"]
-            assert again != incarnation
-            await r.until(lambda: all(r.heard(client, "joined") for client in ("client.0", "client.1")))
+            incarnation_now = launcher.incarnations["server.0"]
+            assert incarnation_now != incarnation
+            await r.until(lambda: all(r.received(client, "joined") for client in ("client.0", "client.1")))
             for client in ("client.0", "client.1"):
-                notices = [what for who, what in r.told if who == client and what.split()[0] in ("left", "joined")]
-                assert notices == [f"left server.0 {incarnation}", f"joined server.0 {again} fake://server.0/2"]
-            assert not r.heard("server.1", "left")  # no edge with it
-            assert not r.heard("server.1", "joined")
-            peers = r.heard("server.0", "peers")[-1]
+                notices = [what for worker, what in r.notices if worker == client and what.split()[0] in ("left", "joined")]
+                assert notices == [f"left server.0 {incarnation}", f"joined server.0 {incarnation_now} fake://server.0/2"]
+            assert not r.received("server.1", "left")  # no edge with it
+            assert not r.received("server.1", "joined")
+            peers = r.received("server.0", "peers")[-1]
             assert "server.0=fake://server.0/2" in peers
             assert "client.1=fake://client.1/1" in peers
             (lost,) = r.of(events.WorkerLost, "server.0")
@@ -109,8 +109,8 @@ def test_killed_server_is_reported_and_restarted(run: Callable[..., object], tmp
             (back,) = r.of(events.WorkerRestarted, "server.0")
             assert isinstance(back, events.WorkerRestarted)
             assert back.pid == launcher.pids["server.0"]
-            await r.ask("server.0", "hello")
-            await r.until(lambda: r.heard("server.0", "done", "hello"))
+            await r.submit("server.0", "hello")
+            await r.until(lambda: r.received("server.0", "done", "hello"))
             found = await launcher.statistics()
             assert (found["server.0"].num_firings, found["server.0"].num_restarts) == (20, 1)
             assert (found["server.1"].num_firings, found["server.1"].num_restarts) == (10, 0)
@@ -118,7 +118,7 @@ def test_killed_server_is_reported_and_restarted(run: Callable[..., object], tmp
             await r.until_back("server.0", 2)
             final = await launcher.stop()
             assert (final["server.0"].num_firings, final["server.0"].num_restarts) == (20 + 30, 2)
-            assert final["server.0"].resident_bytes == 3  # of the last life
+            assert final["server.0"].resident_bytes == 3  # of the last incarnation
         assert not r.of(events.Straggler, "server.0")
 
     on_loop(run, main)
@@ -129,7 +129,7 @@ async def test_exit_is_reported_while_the_fork_server_is_blocked(tmp_path: Path)
     async with r.launcher as launcher:
         with held(launcher):
             _, incarnation = r.kill("server.0")
-            await r.until(lambda: r.heard("client.0", "left", "server.0", incarnation) and r.heard("client.1", "left"))
+            await r.until(lambda: r.received("client.0", "left", "server.0", incarnation) and r.received("client.1", "left"))
             assert not r.of(events.WorkerLost, "server.0")
         await r.until_back("server.0")
 
@@ -141,19 +141,19 @@ async def test_several_die_at_once(tmp_path: Path) -> None:
         dead = {name: r.kill(name)[1] for name in names}
         for name in names:
             await r.until_back(name)
-        await r.until(lambda: len(r.heard("client.0", "joined")) == len(names))
+        await r.until(lambda: len(r.received("client.0", "joined")) == len(names))
         for name in names:
-            assert r.heard("client.0", "left", name) == [f"left {name} {dead[name]}"]
-            assert r.heard("client.0", "joined", name) == [f"joined {name} {launcher.incarnations[name]} fake://{name}/2"]
+            assert r.received("client.0", "left", name) == [f"left {name} {dead[name]}"]
+            assert r.received("client.0", "joined", name) == [f"joined {name} {launcher.incarnations[name]} fake://{name}/2"]
 
 
 async def test_a_death_during_a_restart(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "shaky.0", "server.1"))
     async with r.launcher as launcher:
         r.kill("shaky.0")
-        await r.until_back("shaky.0")  # its second life ended while it was loading
+        await r.until_back("shaky.0")  # its second incarnation ended while it was loading
         assert len(r.of(events.WorkerLost, "shaky.0")) == 2
-        await r.until(lambda: r.heard("client.0", "joined", "shaky.0", launcher.incarnations["shaky.0"]))
+        await r.until(lambda: r.received("client.0", "joined", "shaky.0", launcher.incarnations["shaky.0"]))
 
         def kill_second(event: events.Event) -> None:
             if isinstance(event, events.WorkerStarted) and len(r.of(events.WorkerStarted, "server.1")) == 2:
@@ -163,8 +163,8 @@ async def test_a_death_during_a_restart(tmp_path: Path) -> None:
         r.kill("server.1")
         await r.until_back("server.1")
         assert len(r.of(events.WorkerLost, "server.1")) == 2
-        await r.ask("server.1", "hello")
-        await r.until(lambda: r.heard("server.1", "done", "hello"))
+        await r.submit("server.1", "hello")
+        await r.until(lambda: r.received("server.1", "done", "hello"))
 
 
 async def test_one_that_dies_again_and_again_stays_down(tmp_path: Path) -> None:
@@ -176,10 +176,10 @@ async def test_one_that_dies_again_and_again_stays_down(tmp_path: Path) -> None:
         assert events.news(down) == "frail.0 stays down: it was started again 3 times in 30 s; the next try is in 30 s"
         assert len(r.of(events.WorkerLost, "frail.0")) == 4
         with pytest.raises(NotRunningError, match=r"frail\.0 has stopped"):
-            await r.ask("frail.0", "hello")
+            await r.submit("frail.0", "hello")
         assert (await launcher.statistics())["frail.0"].num_restarts == 0
-        await r.ask("server.1", "hello")  # the run goes on
-        await r.until(lambda: r.heard("server.1", "done", "hello"))
+        await r.submit("server.1", "hello")  # the run goes on
+        await r.until(lambda: r.received("server.1", "done", "hello"))
         assert set(await launcher.stop()) == {"client.0", "client.1", "frail.0", "server.1"}
     assert not [event for event in r.events if isinstance(event, events.Straggler | events.RunFailed)]
 
@@ -198,8 +198,8 @@ async def test_one_that_was_given_up_is_tried_again_later(tmp_path: Path) -> Non
         assert "server.0 is down, and its restarts are used up" in launcher.health_record.health().warnings
         await r.until_back("server.0")
         assert launcher.health_record.health().warnings == ()
-        await r.ask("server.0", "hello")
-        await r.until(lambda: r.heard("server.0", "done", "hello"))
+        await r.submit("server.0", "hello")
+        await r.until(lambda: r.received("server.0", "done", "hello"))
 
 
 async def test_earlier_incarnation_leaves_nothing_in_the_launcher(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ async def test_a_budget_of_none(tmp_path: Path) -> None:
     async with r.launcher:
         r.kill("server.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
-        await r.until(lambda: r.heard("client.0", "left", "server.0"))
+        await r.until(lambda: r.received("client.0", "left", "server.0"))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ async def test_servers_that_share_a_process_come_back_together(tmp_path: Path) -
         await r.until_back("server.0")
         await r.until_back("server.2")
         assert launcher.pids["server.0"] == launcher.pids["server.2"] != pid
-        await r.until(lambda: len(r.heard("client.0", "left")) == len(r.heard("client.0", "joined")) == 2)
+        await r.until(lambda: len(r.received("client.0", "left")) == len(r.received("client.0", "joined")) == 2)
 
 
 async def test_stop_while_one_is_started_again(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ async def test_leaving_in_haste_while_one_is_started_again(tmp_path: Path) -> No
 async def test_failed_server_is_restarted_and_its_reason_reported(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "server.0"))
     async with r.launcher:
-        await r.ask("server.0", "fail")
+        await r.submit("server.0", "fail")
         await r.until_back("server.0")
         assert r.of(events.WorkerLost, "server.0") == [
             events.WorkerLost("server.0", "failed: broken teapot; exited with status 0"),
@@ -305,7 +305,7 @@ async def test_reason_read_after_the_exit_notice_is_reported(tmp_path: Path, mon
     r = Run(graph_of(tmp_path, "server.0"))
     async with r.launcher as launcher:
         line = launcher.workers["server.0"]
-        heard = line.last_message_seconds
+        before = line.last_message_seconds
         recv = line._control.recv
 
         async def recv_late() -> object:
@@ -314,9 +314,9 @@ async def test_reason_read_after_the_exit_notice_is_reported(tmp_path: Path, mon
             return message
 
         monkeypatch.setattr(line._control, "recv", recv_late)
-        await r.ask("server.0", "beat")  # who listens already is in the recv of before
-        await r.until(lambda: line.last_message_seconds > heard)
-        await r.ask("server.0", "fail")
+        await r.submit("server.0", "beat")  # worker listens already is in the recv of before
+        await r.until(lambda: line.last_message_seconds > before)
+        await r.submit("server.0", "fail")
         await r.until_back("server.0")
         assert r.of(events.WorkerLost, "server.0") == [
             events.WorkerLost("server.0", "failed: broken teapot; exited with status 0"),
@@ -326,8 +326,8 @@ async def test_reason_read_after_the_exit_notice_is_reported(tmp_path: Path, mon
 async def test_one_that_hangs_up_without_ending_is_killed(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "server.0"))
     async with r.launcher:
-        await r.ask("server.0", "hang up")
-        await r.until(lambda: r.heard("client.0", "left", "server.0"))
+        await r.submit("server.0", "hang up")
+        await r.until(lambda: r.received("client.0", "left", "server.0"))
         await r.until_back("server.0")
         assert r.of(events.WorkerLost, "server.0") == [events.WorkerLost("server.0", "was killed by SIGKILL")]
 
@@ -337,13 +337,13 @@ async def test_server_that_lost_a_client_is_replaced(tmp_path: Path, monkeypatch
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
     async with r.launcher as launcher:
         former = launcher.incarnations["server.0"]
-        await r.ask("client.0", "lost server.0")
+        await r.submit("client.0", "lost server.0")
         await r.until_back("server.0")
         (lost,) = r.of(events.WorkerLost, "server.0")
         assert isinstance(lost, events.WorkerLost)
         assert lost.how == "has lost its link to client.0 (it broke); was killed by SIGKILL"
-        await r.ask("client.0", f"lost server.0 {former}")  # told late: of the life before
-        await r.ask("server.1", "lost client.1")
+        await r.submit("client.0", f"lost server.0 {former}")  # a late report about the former incarnation
+        await r.submit("server.1", "lost client.1")
         await r.until_back("server.1")
         assert len(r.of(events.WorkerLost, "server.0")) == 1
 
@@ -354,14 +354,14 @@ async def test_a_link_lost_to_a_process_that_ends_costs_no_other(tmp_path: Path,
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
     async with r.launcher as launcher:
         kept = launcher.incarnations["server.1"]
-        await r.ask("server.0", "lost server.1")
-        await r.until(lambda: r.heard("server.0", "done"))
+        await r.submit("server.0", "lost server.1")
+        await r.until(lambda: r.received("server.0", "done"))
         r.kill("server.0")
         decided = asyncio.get_running_loop().time() + 0.3
         await r.until_back("server.0")
         await r.until(lambda: asyncio.get_running_loop().time() > decided)
-        await r.ask("server.1", "hello")
-        await r.until(lambda: r.heard("server.1", "done", "hello"))
+        await r.submit("server.1", "hello")
+        await r.until(lambda: r.received("server.1", "done", "hello"))
         assert launcher.incarnations["server.1"] == kept
         assert r.of(events.WorkerLost, "server.1") == []
 
@@ -371,13 +371,13 @@ class Monitored(Run):
         super().__init__(graph_of(folder, *servers, settings=ReliabilitySettings()))
         self.folder = folder
 
-    def heard_by_monitor(self, life: int = 1) -> list[str]:
-        path = self.folder / f"heard {life}"
+    def received_by_monitor(self, number: int = 1) -> list[str]:
+        path = self.folder / f"received {number}"
         return path.read_text().splitlines() if path.exists() else []
 
-    async def until_monitor_hears(self, *words: str, life: int = 1) -> str:
+    async def until_monitor_receives(self, *words: str, number: int = 1) -> str:
         def found() -> list[str]:
-            return [line for line in self.heard_by_monitor(life) if all(word in line for word in words)]
+            return [line for line in self.received_by_monitor(number) if all(word in line for word in words)]
 
         await self.until(found)
         return found()[0]
@@ -393,16 +393,16 @@ async def test_monitor_receives_incarnations_and_heartbeats(tmp_path: Path) -> N
     r = Monitored(tmp_path, "server.0")
     async with r.launcher as launcher:
         for name in ("client.0", "client.1", "server.0"):
-            await r.until_monitor_hears("PeerJoined", f'"{name}"', launcher.incarnations[name])
-        await r.ask("server.0", "beat")
-        heartbeat = await r.until_monitor_hears("Heartbeat", '"process":"server.0"', launcher.incarnations["server.0"])
+            await r.until_monitor_receives("PeerJoined", f'"{name}"', launcher.incarnations[name])
+        await r.submit("server.0", "beat")
+        heartbeat = await r.until_monitor_receives("Heartbeat", '"process":"server.0"', launcher.incarnations["server.0"])
         assert '"lag_seconds":0.5' in heartbeat
-        await r.ask("client.1", "late server.0")
-        await r.until_monitor_hears("LateResponse", '"process":"server.0"', '"by":"client.1"')
+        await r.submit("client.1", "late server.0")
+        await r.until_monitor_receives("LateResponse", '"process":"server.0"', '"by":"client.1"')
         _, incarnation = r.kill("server.0")
-        await r.until_monitor_hears("PeerLeft", '"server.0"', incarnation)
+        await r.until_monitor_receives("PeerLeft", '"server.0"', incarnation)
         await r.until_back("server.0")
-        await r.until_monitor_hears("PeerJoined", '"server.0"', launcher.incarnations["server.0"])
+        await r.until_monitor_receives("PeerJoined", '"server.0"', launcher.incarnations["server.0"])
         assert MONITOR not in await launcher.statistics()
         assert not r.of(events.WorkerStarted, MONITOR)
 
@@ -413,34 +413,34 @@ async def test_incarnation_marked_dead_is_killed_and_no_later_one(tmp_path: Path
     async with r.launcher as launcher:
         former = launcher.incarnations["server.0"]
         os.kill(launcher.pids["server.0"], signal.SIGSTOP)
-        (tmp_path / "verdict").write_text(f"condemn server.0 {former}")
+        (tmp_path / "verdict").write_text(f"dead server.0 {former}")
         await r.until_back("server.0")
-        await r.until(lambda: r.heard("client.0", "joined"))
-        assert r.heard("client.0", "left") == [f"left server.0 {former}"]
+        await r.until(lambda: r.received("client.0", "joined"))
+        assert r.received("client.0", "left") == [f"left server.0 {former}"]
         assert r.of(events.WorkerLost, "server.0") == [
-            events.WorkerLost("server.0", "was held for dead (no sign of it); was killed by SIGKILL"),
+            events.WorkerLost("server.0", "was marked dead (no sign of it); was killed by SIGKILL"),
         ]
-        (tmp_path / "verdict").write_text(f"condemn server.0 {former}")  # that is over: nothing follows
+        (tmp_path / "verdict").write_text(f"dead server.0 {former}")  # that incarnation has ended: no effect
         await r.until(lambda: not (tmp_path / "verdict").exists())
         (tmp_path / "verdict").write_text(f"suspect server.0 {launcher.incarnations['server.0']}")
         await r.until(lambda: r.of(events.WorkerSuspected, "server.0"))
-        (tmp_path / "verdict").write_text(f"condemn client.0 {launcher.incarnations['client.0']}")
+        (tmp_path / "verdict").write_text(f"dead client.0 {launcher.incarnations['client.0']}")
         await r.until(lambda: r.of(events.WorkerMarkedDead, "client.0"))
         assert r.of(events.WorkerMarkedDead, "client.0") == [events.WorkerMarkedDead("client.0", "no sign of it", is_killed=False)]
-        await r.ask("client.0", "hello")
-        await r.until(lambda: r.heard("client.0", "done", "hello"))
+        await r.submit("client.0", "hello")
+        await r.until(lambda: r.received("client.0", "done", "hello"))
         assert len(r.of(events.WorkerLost, "server.0")) == 1
 
 
 @pytest.mark.usefixtures("fake_monitor")
-async def test_a_run_goes_on_without_its_monitor_which_learns_all_anew(tmp_path: Path) -> None:
+async def test_run_continues_without_its_monitor_and_the_next_one_receives_all(tmp_path: Path) -> None:
     r = Monitored(tmp_path, "server.0")
     async with r.launcher as launcher:
-        await r.until_monitor_hears("PeerJoined", '"server.0"')
+        await r.until_monitor_receives("PeerJoined", '"server.0"')
         r.kill(MONITOR)
         await r.until_back(MONITOR)
         for name in ("client.0", "client.1", "server.0"):
-            await r.until_monitor_hears("PeerJoined", f'"{name}"', launcher.incarnations[name], life=2)
+            await r.until_monitor_receives("PeerJoined", f'"{name}"', launcher.incarnations[name], number=2)
         for times in (2, 3):
             r.kill(MONITOR)
             await r.until_back(MONITOR, times)
@@ -470,9 +470,9 @@ async def test_no_monitor_where_none_is_wanted(tmp_path: Path, settings: Reliabi
 
 
 def test_news_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    events.tell(events.WorkerLost("experts.1", "was killed by SIGKILL"))
-    events.tell(events.WorkerStarted("experts.1", 3))
-    events.tell(events.WorkerRestarted("experts.1", 3, 0.612))
+    events.print_news(events.WorkerLost("experts.1", "was killed by SIGKILL"))
+    events.print_news(events.WorkerStarted("experts.1", 3))
+    events.print_news(events.WorkerRestarted("experts.1", 3, 0.612))
     assert capsys.readouterr().err.splitlines() == [
         "flowrt: experts.1 was killed by SIGKILL; the run goes on without it",
         "flowrt: experts.1 is back after 0.61 s, pid 3",

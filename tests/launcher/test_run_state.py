@@ -53,7 +53,7 @@ class Driver:
             {name: [name] for name in names},
             [],
             new_incarnation=lambda: str(next(self.numbers)),
-            answer_seconds=60.0,
+            response_seconds=60.0,
             stop_seconds=5.0,
         )
         self.now = 100.0
@@ -165,6 +165,26 @@ def test_notices_wait_until_a_worker_is_connected() -> None:
     assert isinstance(left.control, PeerLeft)
 
 
+def test_run_is_ready_after_the_restart_of_a_server_that_exits_before_the_last_worker_connects() -> None:
+    """The exit is reported before the last worker connects, and the end of the control connection after that."""
+    driver = Driver()
+    driver.connect()
+    driver.do(driver.state.on_connected, SERVER)
+    assert announced(driver.do(driver.state.on_exited, SERVER, KILLED)) == []
+    assert not driver.state.is_usable(SERVER)
+    actions = [action for name in (CLIENT, OTHER) for action in driver.do(driver.state.on_connected, name)]
+    assert announced(actions) == [events.WorkerConnected(CLIENT), events.WorkerConnected(OTHER)]
+    actions = [*driver.do(driver.state.on_connection_closed, SERVER), *driver.pass_time(0.0)]
+    assert actions == [Announce(events.WorkerLost(SERVER, KILLED)), StartProcess(SERVER)]
+    driver.do(driver.state.on_forked, SERVER, 8)
+    driver.do(driver.state.on_listening, SERVER, Listening({"zmq": SERVER}))
+    assert announced(driver.do(driver.state.on_connected, SERVER)) == [
+        events.WorkerConnected(SERVER),
+        events.WorkerRestarted(SERVER, 8, 0.0),
+        events.Ready(0.0),
+    ]
+
+
 def test_death_while_workers_connect_ends_the_run_where_links_open_at_the_start() -> None:
     driver = Driver(graph_of(opens="start"))
     driver.connect()
@@ -193,7 +213,7 @@ def test_closed_connections() -> None:
     driver.do(driver.state.on_connection_closed, SERVER)
     assert driver.pass_time(LAST_MESSAGES_SECONDS) == [EndProcess(SERVER)]
     driver.do(driver.state.on_connection_closed, CLIENT)
-    assert end_of(driver.pass_time(STATUS_SECONDS + SETTLE_SECONDS)) == f"{CLIENT} closed its control connection without being told to"
+    assert end_of(driver.pass_time(STATUS_SECONDS + SETTLE_SECONDS)) == f"{CLIENT} closed its control connection unexpectedly"
 
 
 def test_process_that_is_not_reaped_is_given_up_until_it_is() -> None:
@@ -212,7 +232,7 @@ def test_fork_server_that_does_not_report_an_exit_ends_a_start() -> None:
     driver = Driver()
     driver.load()
     driver.do(driver.state.on_connection_closed, SERVER)
-    assert "has not said for 15 s that server has ended" in end_of(driver.pass_time(FORK_SERVER_SECONDS))
+    assert "has not reported the end of server for 15 s" in end_of(driver.pass_time(FORK_SERVER_SECONDS))
 
 
 def test_link_lost_kills_the_end_that_the_run_can_lose_unless_a_death_explains_it() -> None:
@@ -335,7 +355,7 @@ class RunStateMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), kind=st.sampled_from(["listening", "connected", "failed", "link lost", "stop sent", "fenced"]))
-    def hear(self, data: st.DataObject, kind: str) -> None:
+    def receive(self, data: st.DataObject, kind: str) -> None:
         name, state = data.draw(st.sampled_from(sorted(self.open))), self.driver.state
         match kind:
             case "listening":

@@ -33,22 +33,22 @@ async def test_a_stopped_monitor_is_ended_and_replaced(tmp_path: Path, monkeypat
         pid, _ = r.kill(MONITOR, signal.SIGSTOP)
         await r.until_back(MONITOR)
         assert launcher.pids[MONITOR] != pid
-        assert not Path(f"/proc/{pid}").exists(), "the old life cannot wake up"
+        assert not Path(f"/proc/{pid}").exists(), "the former incarnation cannot wake up"
         assert r.of(events.WorkerLost, MONITOR) == [
-            events.WorkerLost(MONITOR, "has given no sign for 2 s; was killed by SIGKILL"),
+            events.WorkerLost(MONITOR, "sent nothing for 2 s; was killed by SIGKILL"),
         ]
 
 
 @pytest.mark.usefixtures("fake_monitor")
 async def test_responsive_monitor_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "ASK_SECONDS", 0.01)
+    monkeypatch.setattr(watching, "POLL_SECONDS", 0.01)
     r = Monitored(tmp_path, "server.0")
     async with r.launcher as launcher:
         await r.until(lambda: launcher.state.is_usable(MONITOR))
-        told = launcher.workers[MONITOR].last_message_seconds
+        latest = launcher.workers[MONITOR].last_message_seconds
         for _ in range(20):
-            await r.until(lambda told=told: launcher.workers[MONITOR].last_message_seconds > told)
-            told = launcher.workers[MONITOR].last_message_seconds
+            await r.until(lambda latest=latest: launcher.workers[MONITOR].last_message_seconds > latest)
+            latest = launcher.workers[MONITOR].last_message_seconds
         assert not r.of(events.WorkerLost, MONITOR)
 
 
@@ -61,11 +61,11 @@ async def test_death_is_noticed_while_the_fork_server_is_stopped(tmp_path: Path,
         await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
         assert r.of(events.WorkerGivenUp, "server.0") == [
             events.WorkerGivenUp(
-                "server.0", "it died 0.3 s ago, and the fork server has not said so: is it stopped, or the machine overloaded?"
+                "server.0", "it died 0.3 s ago, and the fork server has not reported it: is it stopped, or the machine overloaded?"
             ),
         ]
-        await r.ask("client.0", "work")  # the run goes on
-        await r.until(lambda: r.heard("client.0", "done", "work"))
+        await r.submit("client.0", "work")  # the run goes on
+        await r.until(lambda: r.received("client.0", "done", "work"))
         os.kill(fork_server_of(r), signal.SIGCONT)
         await r.until_back("server.0")
 
@@ -75,7 +75,7 @@ async def test_a_restart_does_not_wait_for_ever_for_a_stopped_fork_server(tmp_pa
 
     def stop_it(event: events.Event) -> None:
         if isinstance(event, events.WorkerLost) and len(r.of(events.WorkerLost, "server.0")) == 1:
-            os.kill(fork_server_of(r), signal.SIGSTOP)  # it has told of the end, and is about to be asked for a fork
+            os.kill(fork_server_of(r), signal.SIGSTOP)  # it has latest of the end, and is about to be asked for a fork
 
     async with r.launcher:
         monkeypatch.setattr(launching, "FORK_SECONDS", 0.3)
@@ -83,7 +83,7 @@ async def test_a_restart_does_not_wait_for_ever_for_a_stopped_fork_server(tmp_pa
         r.kill("server.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
         assert r.of(events.WorkerGivenUp, "server.0") == [
-            events.WorkerGivenUp("server.0", "the fork server has given no answer for 0.3 s: is it stopped, or the machine overloaded?"),
+            events.WorkerGivenUp("server.0", "the fork server has not responded for 0.3 s: is it stopped, or the machine overloaded?"),
         ]
         monkeypatch.setattr(launching, "FORK_SECONDS", 20.0)
         os.kill(fork_server_of(r), signal.SIGCONT)

@@ -7,8 +7,8 @@ from flowrt.launcher.totals import total
 
 
 def test_totals_of_one_incarnation_are_its_own() -> None:
-    life = Statistics(edges=(EdgeStatistics(3, "shm", 5, 50),), num_firings=7, resident_bytes=9, strict_blocks="rows of 4")
-    assert total([life], 0) == life
+    statistics = Statistics(edges=(EdgeStatistics(3, "shm", 5, 50),), num_firings=7, resident_bytes=9, strict_blocks="rows of 4")
+    assert total([statistics], 0) == statistics
 
 
 def test_counts_are_summed_and_states_are_the_last_ones() -> None:

@@ -45,7 +45,7 @@ def test_host_name() -> None:
     assert host_name(["a", "b", "c", "d"]) == "a+3 others"
 
 
-def test_threads_share_the_cores_unless_the_graph_says() -> None:
+def test_threads_share_the_cores_by_default() -> None:
     graph = Graph(graph_of().nodes, {}, threads={"a": 3, "b": "auto"})
     each = [["a"], ["b"], ["c"], ["d"]]
     assert num_threads(graph, ["a"], each, 8) == 3
@@ -104,7 +104,7 @@ def test_an_edge_without_a_transport_is_the_users(transport: str, available: dic
     assert "\n" not in str(caught.value)
 
 
-def test_auto_keeps_the_others_as_fallbacks_and_says_why() -> None:
+def test_auto_keeps_the_others_as_fallbacks_and_explains_it() -> None:
     both: dict[str, str | None] = {"shm": None, "zmq": None}
     edges = choose_transports(graph_of("auto", "auto", "auto"), reasons(both)).edges.values()
     links = [edge for edge in edges if edge.transport != "local"]

@@ -27,7 +27,7 @@ def fork(then: Callable[[int], None], fd: int) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            faulthandler.disable()  # it is killed on purpose: nobody wants to read where
+            faulthandler.disable()  # it is killed on purpose: the traceback is noise
             then(fd)
             os.write(ready_writer, b"x")
             signal.pause()
@@ -46,8 +46,8 @@ def hold_with_memory(fd: int) -> None:
         memory[at] = 1
 
 
-def incarnations() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("life of")]
+def waiting_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("exit lock of")]
 
 
 async def death_of_one(end: Callable[[int], None], then: Callable[[int], None] = hold) -> bool:
@@ -70,7 +70,7 @@ async def death_of_one(end: Callable[[int], None], then: Callable[[int], None] =
         reap(pid)
         os.close(pidfd)
         lock.close()
-        assert not incarnations()
+        assert not waiting_threads()
 
 
 async def death_of_another() -> None:
@@ -117,9 +117,9 @@ def test_process_that_dies_before_it_locks_has_no_waiter() -> None:
         lock.given_away()
         kill(pid)
         reap(pid)
-        assert incarnations()
+        assert waiting_threads()
         lock.close()
-        assert not incarnations()
+        assert not waiting_threads()
         await asyncio.sleep(0)
         assert not notified
 
@@ -136,7 +136,7 @@ def test_known_death_is_not_notified() -> None:
         reap(pid)
         lock.close()
         lock.close()
-        assert not incarnations()
+        assert not waiting_threads()
         await asyncio.sleep(0)  # what its thread has left for the loop would run in this turn
         assert not notified
 
@@ -148,7 +148,7 @@ def test_an_end_that_is_known_before_the_wait_begins_starts_no_thread() -> None:
         lock = ExitLock("child", lambda: None)
         lock.close()
         lock.given_away()
-        assert not incarnations()
+        assert not waiting_threads()
 
     asyncio.run(main())
 
@@ -163,7 +163,7 @@ def test_without_descriptors_there_is_no_notification_and_no_error(monkeypatch: 
         assert lock.fd == -1
         lock.given_away()
         lock.close()
-        assert not incarnations()
+        assert not waiting_threads()
 
     asyncio.run(main())
 

@@ -14,18 +14,8 @@ from repository.source_tree import FOLDERS, ROOT, sources
 from flowrt.graph.schema import json_schema
 
 # Names that are still in use, by the beginning of "path: name". Remove an entry with its last use.
-REMAINING = {
-    "flowrt/launcher/": "the launcher and its tests are renamed together",
-    "tests/launcher/": "the launcher and its tests are renamed together",
-    "flowrt/processes/exit_lock.py": "it follows the names of the launcher",
-    "flowrt/gateway/gateway.py: sign": "the sign of a number",
-    "flowrt/gateway/gateway.py: place_again": "it follows the names of the gateway",
-}
-REPEATED_CLASSES = {"Child", "ExpertsUnavailable", "Fork", "Kill", "Placed", "Worker"}  # to be renamed in launcher and processes
-INCOMPLETE = (
-    "flowrt/launcher/",
-    "flowrt/processes/exit_lock.py",
-)  # objects whose resources exist only while they are open
+REMAINING: dict[str, str] = {}
+INCOMPLETE: tuple[str, ...] = ()  # objects whose resources exist only while they are open
 _LISTED = {line.split("#")[0].strip() for line in (ROOT / "tests/repository/retired_names.txt").read_text().splitlines()} - {""}
 RETIRED = {name.lstrip("*") for name in _LISTED}
 RETIRED_PARTS = {name.lstrip("*") for name in _LISTED if name.startswith("*")}
@@ -88,7 +78,7 @@ def test_a_class_name_has_one_meaning() -> None:
         for node in source.tree.body:
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(f"{source.path}:{node.lineno}")
-    twice = {name: found for name, found in places.items() if len(found) > 1 and name not in REPEATED_CLASSES}
+    twice = {name: found for name, found in places.items() if len(found) > 1}
     assert not twice, "\n".join(f"{name}: {', '.join(found)}" for name, found in sorted(twice.items()))
 
 

@@ -229,7 +229,8 @@ BUGS: tuple[Bug, ...] = (
     body("notice-lost", "a notice that finds the control connection full is lost", CONNECTION, "ControlConnection._send_posted", "pass"),
     body("drained-ignored", "no request to drain is ever done", CONNECTION, "ControlConnection.request_drain",
          "self.post(Drain())\nreturn asyncio.get_running_loop().create_future()"),
-    body("statistics-unheard", "requests for statistics are not given up", CONNECTION, "ControlConnection.give_up_requests", "pass"),
+    bug("lost-link-ignored", "a lost link that no death explains has no consequence", (
+        RUN_STATE, "RunState._on_link_unexplained", "self.fence(self._now, end.name, reason)", "pass")),
     bug("failure-unseen", "the reports of a failed run are never examined", (
         RUN_STATE, "RunState._report", "if not self._reports:", "if False:")),
     body("failures-ignored", "a worker's failure report is ignored", RUN_STATE, "RunState._blame", "pass"),

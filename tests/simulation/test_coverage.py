@@ -38,13 +38,13 @@ EXCEPTIONS = {
     "flowrt/processes/leftover.py": _SYSTEM,
     "flowrt/processes/local_process.py": _SYSTEM,
     "flowrt/processes/output_tail.py": _SYSTEM,
-    "flowrt/launcher/events.py:tell": "prints to stderr",
+    "flowrt/launcher/events.py:print_news": "prints to stderr",
     "flowrt/launcher/launcher.py:Launcher.on_output": "for output of processes; simulated ones write none",
     "flowrt/launcher/run_state.py:RunState._kill_late": "for a worker that does not stop: all faults have healed by then",
     "flowrt/launcher/run_state.py:RunState._on_stop_deadline": "for a worker that does not stop: all faults have healed by then",
     "flowrt/launcher/run_state.py:RunState._on_not_reaped": "needs a fork server that stands still for 15 s after a death",
     "flowrt/launcher/transport_choice.py:_operators": "threads of a graph with one tag in flight; no graph of the tests is so small",
-    "flowrt/gateway/gateway.py:Gateway.place_again": "for a recovery that moves requests to another group; no caller yet",
+    "flowrt/gateway/gateway.py:Gateway.place_attempt": "for a recovery that moves requests to another group; no caller yet",
     "flowrt/gateway/gateway.py:Gateway._no_group": "needs all groups fenced when a request comes; at some seeds only",
 }
 

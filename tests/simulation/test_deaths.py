@@ -62,7 +62,7 @@ def test_death_of_a_server_changes_no_token_and_its_next_incarnation_is_used(see
 
 @pytest.mark.parametrize(("seed", "at_seconds"), [(6, 0.085), (8, 0.05)])
 def test_server_is_restarted_when_its_exit_is_reported_just_before_the_run_is_ready(seed: int, at_seconds: float) -> None:
-    """The server dies after it has connected. Its exit notice comes before Ready, the end of its control connection after Ready."""
+    """The server dies after it has connected, while others still connect. tests/launcher/test_run_state.py has the order of the notices."""
     outcome = crash_while_starting(seed, at_seconds)
     assert outcome.result.finish_reasons == ("length",) * 3
     assert outcome.num_faults["restarted"] == 1

@@ -12,7 +12,7 @@ from flowrt.simulation.world import run
 
 FAILURES = {
     "fail_to_load": "failed: no weights",
-    "be_silent": "gave no word for 120 s while loading",
+    "be_silent": "sent nothing for 120 s while loading",
     "send_unknown_message": "sent nonsense on its control connection: 'unknown' is not a control message",
 }
 
