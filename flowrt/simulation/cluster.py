@@ -330,6 +330,8 @@ class _SimulatedRun:
         world, clock = self._world, self._seams.clock
         self._faults.heal()
         world.network.conditions = CALM
+        if self._checks.down:  # a step may still wait for a replica, although the clients of its requests have left
+            await clock.sleep(self._launcher.graph.reliability.unavailable_expert_seconds)
         healed = world.loop.time()
         await clock.sleep(QUIET_SECONDS)
         while (
