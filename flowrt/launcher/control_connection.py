@@ -10,12 +10,12 @@ from typing import TypeVar
 import msgspec
 
 from flowrt.actors.control import Control, Drain, Drained, Statistics, StatisticsRequest, Stop, as_message, from_message
-from flowrt.actors.mailbox import Mailbox
+from flowrt.actors.mailbox import Mailbox, MailboxClosedError
 from flowrt.transports.contract import Channel
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
 from flowrt.transports.wire.message import Message
 
-MAX_POSTED = 1 << 12  # messages queued for one worker; further ones are dropped: a worker this far behind has long been stopped
+MAX_QUEUED = 1 << 12  # messages queued for one worker; further ones are dropped: a worker this far behind has long been stopped
 
 T = TypeVar("T")
 
@@ -30,26 +30,36 @@ class ControlConnection:
         self.statistics = Statistics()
         self._statistics_requests: list[asyncio.Future[Statistics]] = []
         self._drain_requests: list[asyncio.Future[None]] = []
-        self._posted: Mailbox[Message] = Mailbox(MAX_POSTED)
+        self._queued: Mailbox[tuple[Message, asyncio.Future[None] | None]] = Mailbox(MAX_QUEUED)
 
     async def send(self, control: Control) -> None:
-        """Send a message; wait while the connection is full. Raises TransportError when the worker is gone."""
-        await self._control.send(as_message(control))
+        """Send a message behind all earlier ones; wait while the connection is full. Raises TransportError when the worker is gone.
+
+        A message whose send is cancelled may still be sent.
+        """
+        message = as_message(control)
+        if not self._send_now(message):
+            sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            try:
+                self._queued.post((message, sent))
+            except (MailboxClosedError, OverflowError):
+                raise ClosedChannelError(f"the control connection of {self.name} has ended, or is overloaded") from None
+            await sent
 
     def post(self, control: Control) -> None:
-        """Send a message now, or queue it until the connection has room; keeps the order of posts. Does not wait.
+        """Send a message behind all earlier ones: now, or when the connection has room. Does not wait.
 
         Ignores a dead worker: `receive_all` detects the death.
         """
         message = as_message(control)
-        with contextlib.suppress(TransportError, OverflowError):
-            if self._posted.items or not self._control.send_nowait(message):
-                self._posted.post(message)
+        with contextlib.suppress(TransportError, OverflowError, MailboxClosedError):
+            if not self._send_now(message):
+                self._queued.post((message, None))
 
     def send_if_room(self, control: Control) -> None:
-        """Send a message if the connection has room, else drop it. Ignores a dead worker."""
+        """Send a message if the connection has room and none waits, else drop it. Ignores a dead worker."""
         with contextlib.suppress(TransportError):
-            self._control.send_nowait(as_message(control))
+            self._send_now(as_message(control))
 
     async def send_stop(self, deadline: float) -> bool:
         """Send Stop. False: the worker is gone. True also when the connection has no room until `deadline` (loop time)."""
@@ -76,7 +86,7 @@ class ControlConnection:
         Returns why a message cannot be decoded; None at the end of the connection.
         """
         async with asyncio.TaskGroup() as group:
-            sender = group.create_task(self._send_posted(), name=f"notices to {self.name}")
+            sender = group.create_task(self._send_queued(), name=f"messages to {self.name}")
             try:
                 while True:
                     message = await self._control.recv()
@@ -108,11 +118,24 @@ class ControlConnection:
             case Drained():
                 _complete(self._drain_requests, None)
 
-    async def _send_posted(self) -> None:
-        with contextlib.suppress(TransportError):
+    def _send_now(self, message: Message) -> bool:
+        return not self._queued.items and self._control.send_nowait(message)
+
+    async def _send_queued(self) -> None:
+        try:
             while True:
-                await self._control.send(await self._posted.wait_item())
-                self._posted.take_nowait()
+                message, sent = await self._queued.wait_item()
+                await self._control.send(message)
+                self._queued.take_nowait()
+                if sent is not None and not sent.done():
+                    sent.set_result(None)
+        except TransportError:  # `receive_all` detects the end
+            pass
+        finally:
+            self._queued.close()
+            while (item := self._queued.take_nowait()) is not None:
+                if item[1] is not None and not item[1].done():
+                    item[1].set_exception(ClosedChannelError(f"the control connection of {self.name} has ended"))
 
     def _request(self, control: Control, requests: list[asyncio.Future[T]]) -> asyncio.Future[T]:
         response: asyncio.Future[T] = asyncio.get_running_loop().create_future()

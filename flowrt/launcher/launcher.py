@@ -372,10 +372,11 @@ class Launcher:
     def _kill(self, process: str, end_gently: bool) -> None:
         if process in self._worker_tasks:
             self._worker_tasks[process].cancel()
-        elif end_gently:
-            self._spawn(self._processes[process].terminate(), name=f"end of {process}")
-        elif process in self._processes:
-            self._processes[process].kill()
+        elif (found := self._processes.get(process)) is not None:
+            if end_gently:
+                self._spawn(found.terminate(), name=f"end of {process}")
+            else:
+                found.kill()
 
     def _output_tail(self, process: str) -> tuple[str, ...]:
         """The last output lines of an OS process; () for a worker in this loop, which writes to this process's stderr."""
@@ -405,6 +406,7 @@ class Launcher:
         """Receive from a worker until its control connection ends."""
         reason = await worker.receive_all(lambda control: self._on_worker_control(worker, control))
         if not self._is_current(worker):
+            worker.give_up_requests()
             return
         if reason is not None:
             self._step(self.state.on_bad_message, worker.name, f"sent nonsense on its control connection: {reason}")

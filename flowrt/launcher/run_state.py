@@ -291,6 +291,8 @@ class RunState:
         self._now = now
         found = self._processes[process]
         found.phase, found.how = ProcessPhase.DEAD, str(error)
+        if self._phase == RunPhase.LOADING and self._reports:
+            return  # the root cause is about to be chosen
         if self._phase == RunPhase.LOADING:
             self._act(End(error))
         elif self._phase < RunPhase.STOPPING and not self._has_report(FORK_SERVER):
@@ -315,7 +317,7 @@ class RunState:
             if all(each.is_listening and each.process.phase == ProcessPhase.STARTING for each in self._workers.values()):
                 self._phase = RunPhase.CONNECTING
                 self._send_peers(self._workers.values())
-        elif all(each.is_listening for each in found.process.workers):
+        elif found.process.phase == ProcessPhase.STARTING and all(each.is_listening for each in found.process.workers):
             for each in found.process.workers:
                 self._notify(each, self._neighbours.get(each.name, ()), PeerJoined(each.name, each.incarnation, self._addresses[each.name]))
             self._send_peers(found.process.workers)
@@ -389,7 +391,7 @@ class RunState:
 
     def on_backend_lost(self, now: float, how: str) -> None:
         self._now = now
-        if not any(worker.has_stop for worker in self._workers.values()):
+        if ("stop",) not in self._timers or self._awaited_stops:
             self._report(FailureKind.DIED, FORK_SERVER, FORK_SERVER, how)
             return
         for process in self._processes.values():  # they end with the fork server, and no exit is reported
@@ -420,7 +422,7 @@ class RunState:
                 self._timers[key] = now + EXPLAINED_SECONDS, partial(self._on_link_unexplained, end, other, reason)
             return
         reason = f"lost its link to {lost.peer}: {lost.reason}"
-        self._timers["link", found.incarnation, lost.peer] = now + EXPLAINED_SECONDS, partial(self._blame_if_all_open, found, reason)
+        self._timers["link", found.incarnation, lost.peer] = now + EXPLAINED_SECONDS, partial(self._blame_if_open, found, peer, reason)
 
     def on_detector_report(self, now: float, report: DetectorReport) -> None:
         """The monitor reports the new state of an incarnation. A dead one is killed if the run can lose it; otherwise the gateway fences it
@@ -436,7 +438,7 @@ class RunState:
                 self._fenced.discard(worker)
                 self._announce(events.WorkerCleared(worker, report.why))
             case ProcessState.DEAD:
-                is_killed = self.can_lose(worker)
+                is_killed = self._can_fence(found.process)
                 if not is_killed:
                     self._fenced.add(worker)
                 self._announce(events.WorkerMarkedDead(worker, report.why, is_killed))
@@ -446,14 +448,22 @@ class RunState:
         """Fence this incarnation: notify its peers, then send SIGKILL. No-op when the run cannot lose it, or its end is known."""
         self._now = now
         process = self._workers[worker].process
-        if self._can_lose(process) and process.phase in (ProcessPhase.STARTING, ProcessPhase.UP) and self._phase < RunPhase.STOPPING:
+        if self._can_fence(process):
             process.cause = process.cause or why
             self._kill(process, why)
 
+    def _can_fence(self, process: _ProcessRecord) -> bool:
+        is_living = process.phase in (ProcessPhase.STARTING, ProcessPhase.UP)
+        return is_living and self._phase < RunPhase.STOPPING and self._can_lose(process)
+
     def stop(self, now: float) -> None:
-        """End the run in order. If a worker that the run needs has ended already, its death ends the run instead."""
+        """End the run in order; before it is ready, at once. If a worker that the run needs has ended already, its death ends the run
+        instead."""
         self._now = now
         if self._phase >= RunPhase.STOPPING:
+            return
+        if self._phase < RunPhase.RUNNING:
+            self._act(End())
             return
         self._phase = RunPhase.STOPPING
         for process in self._processes.values():
@@ -474,6 +484,7 @@ class RunState:
         self._now = now
         self._workers[worker].has_stop = True
         self._awaited_stops.discard(worker)
+        self._end_if_stopped()
 
     # Starts.
 
@@ -488,7 +499,9 @@ class RunState:
     def _on_silence(self, worker: _WorkerRecord) -> None:
         reason = f"sent nothing for {self.response_seconds:g} s while {'connecting' if worker.has_peers else 'loading'}"
         if self._phase < RunPhase.RUNNING:
-            self._act(End(WorkerDiedError(worker.name, reason), worker.process.name))
+            if not self._reports:
+                self._report(FailureKind.DIED, worker.name, worker.process.name, reason)
+            worker.last_message_seconds = self._now
         else:
             worker.last_message_seconds = self._now
             self.fence(self._now, worker.name, reason)
@@ -556,7 +569,7 @@ class RunState:
                 how = process.how if process.how.startswith(("was", "failed")) else f"{process.how} unexpectedly"
                 self._blame(FailureKind.DIED, process.workers[0], how)
             return
-        if self._phase >= RunPhase.STOPPING or (self._phase == RunPhase.LOADING and self._reports):
+        if self._phase >= RunPhase.STOPPING or self._reports:
             return
         how = process.how if process.cause is None else f"{process.cause}; {process.how}"
         for worker in process.workers:
@@ -602,15 +615,16 @@ class RunState:
         ):
             self.fence(self._now, end.name, reason)
 
-    def _blame_if_all_open(self, worker: _WorkerRecord, reason: str) -> None:
-        if all(each.is_open for each in self._workers.values()):  # otherwise that worker's death is the reason
+    def _blame_if_open(self, worker: _WorkerRecord, peer: _WorkerRecord | None, reason: str) -> None:
+        if worker.is_open and (peer is None or peer.is_open):  # otherwise the death of one of the two is the reason
             self._blame(FailureKind.SECONDARY, worker, reason)
 
     # The root cause.
 
     def _blame(self, kind: FailureKind, worker: _WorkerRecord, reason: str) -> None:
-        """Record a worker's failure: as the cause of its death if the run can lose it, else as a possible root cause of the run's end."""
-        if self._can_lose(worker.process):
+        """Record a worker's failure: as the cause of its death if the run can lose it, else as a possible root cause of the run's end. A
+        failure while the run starts is one too: the worker would fail again."""
+        if self._can_lose(worker.process) and self._phase >= RunPhase.RUNNING:
             worker.process.cause = worker.process.cause or (reason if kind is FailureKind.DIED else f"failed: {reason}")
         elif not worker.has_stop:
             self._report(kind, worker.name, worker.process.name, reason)
@@ -643,7 +657,7 @@ class RunState:
             self._act(End())
 
     def _on_stop_deadline(self) -> None:
-        late = [process for process in self._processes.values() if process.phase < ProcessPhase.EXITED]
+        late = [each for each in self._processes.values() if ProcessPhase.STARTING <= each.phase < ProcessPhase.EXITED]
         for process in late:
             for worker in process.workers:
                 if worker.has_stop:

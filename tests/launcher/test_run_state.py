@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flowrt.actors.control import Failed, LinkLost, Listening, PeerJoined, PeerLeft, Peers
+from flowrt.actors.control import DetectorReport, Failed, LinkLost, Listening, PeerJoined, PeerLeft, Peers
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, Edge, Graph, Node, ReliabilitySettings
 from flowrt.launcher import events
@@ -29,6 +29,7 @@ from flowrt.launcher.run_state import (
     SendStop,
     StartProcess,
 )
+from flowrt.reliability.detector import ProcessState
 
 CLIENT, SERVER, OTHER = "client", "server", "other"
 KILLED = "was killed by SIGKILL"
@@ -294,6 +295,84 @@ def test_stop_in_order_and_stragglers() -> None:
     assert driver.pass_time(5.0) == [Announce(events.Straggler(OTHER, 5.0)), EndProcess(OTHER, end_gently=True)]
     assert driver.pass_time(0.5) == [EndProcess(OTHER)]
     assert driver.die(OTHER) == [End()]
+
+
+@pytest.mark.parametrize("phase", ["load", "connect"])
+def test_stop_before_the_run_is_ready_ends_it_at_once(phase: str) -> None:
+    driver = Driver()
+    getattr(driver, phase)()
+    assert driver.do(driver.state.stop) == [End()]
+    assert driver.state.deadline is None
+
+
+def test_stop_signals_no_process_that_is_being_forked() -> None:
+    driver = Driver()
+    driver.begin()
+    driver.die(SERVER)
+    assert StartProcess(SERVER) in driver.pass_time(1.0)
+    driver.do(driver.state.stop)
+    actions = driver.pass_time(20.0)
+    assert not [action for action in actions if isinstance(action, EndProcess) and action.process == SERVER]
+    assert actions[-1] == End()
+
+
+def test_failure_that_a_connecting_server_reports_is_the_root_cause() -> None:
+    driver = Driver()
+    driver.connect()
+    driver.do(driver.state.on_failed, SERVER, Failed("bad checkpoint", user=True))
+    driver.die(SERVER)
+    actions = driver.pass_time(SETTLE_SECONDS)
+    assert not [action for action in actions if isinstance(action, StartProcess)]
+    assert end_of(actions) == "bad checkpoint"
+
+
+def test_silence_does_not_overrule_a_report() -> None:
+    driver = Driver()
+    driver.load()
+    driver.pass_time(60.0 - SETTLE_SECONDS / 2)
+    driver.do(driver.state.on_failed, SERVER, Failed("bad checkpoint", user=True))
+    assert end_of(driver.pass_time(SETTLE_SECONDS)) == "bad checkpoint"
+
+
+def test_backend_lost_while_stops_are_being_sent_ends_the_run_by_name() -> None:
+    driver = Driver()
+    driver.begin()
+    driver.do(driver.state.stop)
+    driver.do(driver.state.on_stop_sent, CLIENT)
+    driver.do(driver.state.on_backend_lost, KILLED)
+    assert FORK_SERVER in end_of(driver.pass_time(1.0))
+
+
+def test_incarnation_that_dies_is_introduced_to_no_peer() -> None:
+    driver = Driver()
+    driver.begin()
+    driver.die(SERVER)
+    driver.pass_time(1.0)
+    driver.do(driver.state.on_forked, SERVER, 8)
+    driver.do(driver.state.on_dying, SERVER)
+    actions = driver.do(driver.state.on_listening, SERVER, Listening({}))
+    assert not [action for action in actions if isinstance(action, Send)]
+
+
+def test_verdict_on_a_worker_that_is_not_killed_says_so() -> None:
+    driver = Driver()
+    driver.begin()
+    driver.do(driver.state.stop)
+    incarnation = driver.state.incarnations[SERVER]
+    actions = driver.do(driver.state.on_detector_report, DetectorReport(SERVER, incarnation, ProcessState.DEAD, "stopped"))
+    assert announced(actions) == [events.WorkerMarkedDead(SERVER, "stopped", False)]
+    assert not [action for action in actions if isinstance(action, EndProcess)]
+
+
+def test_link_lost_between_needed_workers_ends_the_run_while_another_server_is_down() -> None:
+    nodes = [Node(CLIENT, "source", CLIENT), Node(OTHER, "source", OTHER), Node(SERVER, "experts", SERVER)]
+    edges = [Edge(CLIENT, "y", OTHER, "x", transport="zmq"), Edge(CLIENT, "z", SERVER, "x", transport="zmq")]
+    driver = Driver(Graph.of(nodes, edges, reliability=ReliabilitySettings(detector=False, restarts=0)))
+    driver.begin()
+    driver.die(SERVER)
+    driver.pass_time(1.0)
+    driver.do(driver.state.on_link_lost, CLIENT, LinkLost(OTHER, "reset"))
+    assert "lost its link to other" in end_of(driver.pass_time(EXPLAINED_SECONDS + SETTLE_SECONDS))
 
 
 def test_failed_fork_ends_a_start_and_is_retried_in_a_run() -> None:
