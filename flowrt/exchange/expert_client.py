@@ -83,7 +83,7 @@ class ExpertClient:
     ) -> None:
         self._full = expert_map
         self.processes, self._num_servers, self._device, self._now = processes, len(processes), device, now
-        self._lost: set[int] = set()
+        self.lost: set[int] = set()
         self._outstanding: dict[Tag, OutstandingTag] = {}
         self._epochs: dict[str, int] = {}
         self._tables_in_use: ReplicaTables | None = None  # of the tag that is being split now
@@ -92,10 +92,6 @@ class ExpertClient:
         self.omitted = OmittedExperts(now)
         self.num_redispatched = 0  # parts that were split again
         self._change(expert_map)
-
-    @property
-    def map(self) -> ExpertMap:
-        return self._map
 
     def replica_table(self, layer: int) -> ReplicaTable:
         """The replica table for splitting a new tag. It avoids slow servers where another server holds a replica. `add_tag` must follow."""
@@ -106,11 +102,11 @@ class ExpertClient:
     def _tables_avoiding(self, avoided: frozenset[int]) -> ReplicaTables:
         tables = self._tables.get(avoided)
         if tables is None:
-            tables = self._tables[avoided] = ReplicaTables(self._map, avoided, self._num_servers, self._device)
+            tables = self._tables[avoided] = ReplicaTables(self.map, avoided, self._num_servers, self._device)
         return tables
 
     def _change(self, expert_map: ExpertMap) -> None:
-        self._map = expert_map
+        self.map = expert_map
         layers: list[int | None] = [*self._full.by_layer] or [None]
         lost = {layer: frozenset(expert_map.missing(layer)) - frozenset(self._full.missing(layer)) for layer in layers}
         # Experts without a replica in some layer in which the graph places one.
@@ -273,7 +269,7 @@ class ExpertClient:
         found = {}
         for number in missing():
             part = entry.parts[number]
-            if number >= entry.num_first or part.server == UNAVAILABLE or part.server in self._lost:
+            if number >= entry.num_first or part.server == UNAVAILABLE or part.server in self.lost:
                 continue
             usual = self.hedging.late_after(part.server, len(part.rows_R))
             overdue = self.hedging.overdue_after(part.server, len(part.rows_R))
@@ -285,25 +281,21 @@ class ExpertClient:
 
     def remove_server(self, server: int) -> None:
         """Switch to the next version of the map, without this server."""
-        self._lost.add(server)
+        self.lost.add(server)
         self._late_servers -= {server}
         self.hedging.forget(server)
-        self._change(self._map.without_server(server))
+        self._change(self.map.without_server(server))
 
     def restore_server(self, server: int) -> None:
         """Switch to the next version of the map, in which this server again holds the experts that the graph assigns to it."""
-        if server not in self._lost:
+        if server not in self.lost:
             return
-        self._lost.discard(server)
-        version = self._map.version + 1
+        self.lost.discard(server)
+        version = self.map.version + 1
         left = self._full
-        for lost in sorted(self._lost):
+        for lost in sorted(self.lost):
             left = left.without_server(lost)
         self._change(ExpertMap(left.replicas, left.by_layer, version))
-
-    @property
-    def lost(self) -> frozenset[int]:
-        return frozenset(self._lost)
 
 
 def _request(x_TH: Tensor, number: int, part: Part) -> Payload:

@@ -122,25 +122,20 @@ class Detector:
 
     def __init__(self, timeouts: Timeouts | None = None) -> None:
         self._timeouts = timeouts or Timeouts()
-        self._watched: dict[str, Watched] = {}
+        self.watched: dict[str, Watched] = {}  # the latest incarnation of each process
         self._path_at: float | None = None  # the launcher's latest heartbeat; None: it sends none
         self._ticked_at = -math.inf
         self.num_ignored = 0
 
-    @property
-    def watched(self) -> Mapping[str, Watched]:
-        """The latest incarnation of each process, by process name."""
-        return self._watched
-
     def add(self, now: float, process: str, incarnation: str, times: ProcessTimes | None = None) -> None:
         """Watch a new incarnation. Idempotent."""
-        known = self._watched.get(process)
+        known = self.watched.get(process)
         if known is None or (known.incarnation != incarnation and incarnation not in known.past):
             self._begin(now, process, incarnation, times)
 
     def remove(self, now: float, process: str, incarnation: str) -> None:
         """Removes an incarnation whose connection closed or that was marked dead elsewhere: no more decisions about it. Idempotent."""
-        watched = self._watched.get(process) or self._begin(now, process, incarnation)
+        watched = self.watched.get(process) or self._begin(now, process, incarnation)
         if watched.incarnation == incarnation:
             watched.state, watched.why, watched.is_removed = ProcessState.DEAD, watched.why or "its connection has closed", True
         elif incarnation not in watched.past:
@@ -156,7 +151,7 @@ class Detector:
         times: ProcessTimes | None = None,
     ) -> list[StateChange]:
         """Records a heartbeat: the event loop of the process runs. `times`: its processor time, read when the heartbeat arrived."""
-        watched = self._watched.get(process)
+        watched = self.watched.get(process)
         if watched is None or (watched.state is ProcessState.DEAD and incarnation not in (watched.incarnation, *watched.past)):
             watched = self._begin(now, process, incarnation)  # an observer that starts later discovers processes by their heartbeats
         if incarnation != watched.incarnation or watched.is_removed or sequence <= watched.sequence:
@@ -164,7 +159,7 @@ class Detector:
             return []
         state, why = watched.state, watched.why
         fresh = Watched(incarnation, state, why, sequence, watched.reported_until, watched.past, received_at=now, times=times)
-        self._watched[process] = fresh
+        self.watched[process] = fresh
         if operation is not None and 0 < operation.bound_seconds < operation.seconds:
             why = f"{operation.label} has run {operation.seconds:.2f} s, its bound is {operation.bound_seconds:.2f} s"
             return [_change(process, fresh, ProcessState.DEAD, why)] if state is not ProcessState.DEAD else []
@@ -176,7 +171,7 @@ class Detector:
         self, now: float, process: str, incarnation: str, by: str, waited_seconds: float, expected_seconds: float
     ) -> list[StateChange]:
         """Records that a client waits longer than usual. This can make the process suspect, never dead."""
-        watched = self._watched.get(process)
+        watched = self.watched.get(process)
         if watched is None or incarnation != watched.incarnation or watched.state is ProcessState.DEAD:
             self.num_ignored += 1
             return []
@@ -194,7 +189,7 @@ class Detector:
         """The processes that the next `tick` needs samples of."""
         return [
             process
-            for process, watched in self._watched.items()
+            for process, watched in self.watched.items()
             if watched.state is not ProcessState.DEAD and watched.silent_seconds >= SAMPLE_SECONDS
         ]
 
@@ -204,7 +199,7 @@ class Detector:
         if self._path_at is not None and now - self._path_at > PATH_SECONDS:
             passed = 0.0
         decisions: list[StateChange] = []
-        for process, watched in self._watched.items():
+        for process, watched in self.watched.items():
             if watched.state is ProcessState.DEAD:
                 continue
             watched.silent_seconds += min(passed, max(0.0, now - watched.received_at))
@@ -239,8 +234,8 @@ class Detector:
         return str(Activity.DISK.value) if seconds.get(Activity.DISK, 0.0) >= DISK_SECONDS else None
 
     def _begin(self, now: float, process: str, incarnation: str, times: ProcessTimes | None = None) -> Watched:
-        before = self._watched.get(process)
-        watched = self._watched[process] = Watched(incarnation, received_at=now, times=times)
+        before = self.watched.get(process)
+        watched = self.watched[process] = Watched(incarnation, received_at=now, times=times)
         if before is not None:
             watched.past.extend((*before.past, before.incarnation))
         return watched

@@ -16,23 +16,19 @@ class RequestProgress:
     """Counts open requests, queued ones included, and records the time of their latest progress."""
 
     def __init__(self) -> None:
-        self._num_open = 0
+        self.num_open = 0
         self._since = 0.0
 
-    @property
-    def num_open(self) -> int:
-        return self._num_open
-
     def opened(self, now: float) -> None:
-        if self._num_open == 0:
+        if self.num_open == 0:
             self._since = now
-        self._num_open += 1
+        self.num_open += 1
 
     def ended(self, now: float) -> None:
         """Records the end of a request, which counts as progress however it ended. Raises ValueError if no request is open."""
-        if self._num_open == 0:
+        if self.num_open == 0:
             raise ValueError("more requests ended than were opened")
-        self._num_open -= 1
+        self.num_open -= 1
         self._since = now
 
     def progressed(self, now: float) -> None:
@@ -41,7 +37,7 @@ class RequestProgress:
 
     def idle_seconds(self, now: float) -> float:
         """Seconds without progress while a request is open; 0 if none is open."""
-        return now - self._since if self._num_open else 0.0
+        return now - self._since if self.num_open else 0.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ class WorkerProgress:
     lag_seconds: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ServiceState:
     """The input of `health`.
 
@@ -75,11 +71,11 @@ class ServiceState:
     failure: str | None = None
     lost_experts: str | None = None
     degraded: str | None = None
-    suspects: Mapping[str, str] = field(default_factory=dict)
-    fenced: Mapping[str, str] = field(default_factory=dict)
+    suspects: dict[str, str] = field(default_factory=dict)
+    fenced: dict[str, str] = field(default_factory=dict)
     groups: Collection[str] = ()
-    down: Mapping[str, str] = field(default_factory=dict)
-    given_up: Collection[str] = ()
+    down: dict[str, str] = field(default_factory=dict)
+    given_up: set[str] = field(default_factory=set)
     workers: Mapping[str, WorkerProgress] = field(default_factory=dict)
 
 

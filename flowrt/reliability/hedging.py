@@ -62,11 +62,9 @@ class HedgingPolicy:
             estimate = self._estimates[server][size] = _Estimate()
         estimate.add(seconds)
 
-    def update_avoided(self) -> bool:
-        """Updates `avoided` by the latest response of each server. Returns True if it changed."""
-        slow = frozenset(server for server in range(len(self._estimates)) if self._is_slow(server))
-        changed, self.avoided = slow != self.avoided, slow
-        return changed
+    def update_avoided(self) -> None:
+        """Updates `avoided` by the latest response of each server."""
+        self.avoided = frozenset(server for server in range(len(self._estimates)) if self._is_slow(server))
 
     def _is_slow(self, server: int) -> bool:
         size = self._latest[server]

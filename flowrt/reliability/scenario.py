@@ -1,7 +1,7 @@
 """Defines scenarios: which fault hits which process at which time, for simulated and for real processes. Pure.
 
-`scenario_of` converts plain values, as read from YAML, into a checked scenario; `to_values` is its inverse. The fault classes are those
-of the failure model (F1 to F15) in docs/simulation.md. flowrt/graph/scenario_file.py reads files.
+`scenario_of` converts plain values, as read from YAML, into a checked scenario; flowrt/graph/scenario_file.py reads files. The fault
+classes are those of the failure model (F1 to F15) in docs/simulation.md.
 
 Times count from the first request. A fault with `for_seconds` heals by itself; a crash does not.
 """
@@ -49,7 +49,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def ends_seconds(self) -> float:
         """The end of the fault, in seconds from the first request."""
-        return self.at_seconds
+        duration: float = getattr(self, "for_seconds", 0.0)
+        return self.at_seconds + duration
 
 
 class _OfProcess(Fault, frozen=True, kw_only=True):
@@ -63,10 +64,6 @@ class _OfProcess(Fault, frozen=True, kw_only=True):
 class _OfProcessForATime(_OfProcess, frozen=True, kw_only=True):
     for_seconds: _Duration
 
-    @property
-    def ends_seconds(self) -> float:
-        return self.at_seconds + self.for_seconds
-
 
 class _OfLink(Fault, frozen=True, kw_only=True):
     between: tuple[_Name, _Name]
@@ -78,10 +75,6 @@ class _OfLink(Fault, frozen=True, kw_only=True):
 
 class _OfLinkForATime(_OfLink, frozen=True, kw_only=True):
     for_seconds: _Duration
-
-    @property
-    def ends_seconds(self) -> float:
-        return self.at_seconds + self.for_seconds
 
 
 class Crash(_OfProcess, frozen=True, kw_only=True, tag="crash"):
@@ -243,12 +236,6 @@ def scenario_of(
         if len(set(each.processes)) < len(each.processes):
             raise UserError(f"{where(('faults', number))}: faults.{number}: between needs two different processes")
     return scenario
-
-
-def to_values(scenario: Scenario) -> dict[str, Any]:
-    """Plain values that `scenario_of` converts back into this scenario; defaults are omitted."""
-    values: dict[str, Any] = msgspec.to_builtins(scenario)
-    return {"scenario": 1, **values}
 
 
 def _kind_text(kind: object) -> str:

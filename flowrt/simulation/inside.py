@@ -107,7 +107,7 @@ class Inside:
             return False
         numbers = failover._servers[server]
         peers = {link.peer.incarnation for (peer, _), link in links._links.items() if peer == server}
-        return peers == {incarnation} and not any(number in failover.client._lost for number in numbers)
+        return peers == {incarnation} and not any(number in failover.client.lost for number in numbers)
 
     def undispatched(self) -> set[tuple[Any, int]]:
         """Parts, by tag and number, that wait for a replica of their experts although the worker knows an available one."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.errors import UserError
 from flowrt.graph.document import parse_document
-from flowrt.reliability.scenario import KINDS, Crash, Cut, Fault, Pause, Scenario, scenario_of, to_values, written
+from flowrt.reliability.scenario import KINDS, Crash, Cut, Fault, Pause, Scenario, scenario_of, written
 
 NAMES = ["attention.0", "experts.0", "experts.1", "gateway"]
 
@@ -92,7 +93,7 @@ faults = st.one_of(
 @given(st.lists(faults, max_size=5), st.sampled_from([None, "tokens", "tokens_or_error"]))
 def test_plain_values_are_read_back(made: list[Fault], expect: str | None) -> None:
     scenario = Scenario(faults=tuple(made), expect=expect)
-    assert scenario_of(to_values(scenario), lambda path: "here", NAMES) == scenario
+    assert scenario_of({"scenario": 1, **msgspec.to_builtins(scenario)}, lambda path: "here", NAMES) == scenario
 
 
 @pytest.mark.parametrize("kind", KINDS)
