@@ -49,7 +49,6 @@ class FallbackChannel(Channel):
 
     def __init__(self, channel: Channel, schemes: Sequence[str], reopen: Reopen) -> None:
         self.peer = channel.peer
-        self.num_fallbacks = 0
         self.buffer = ResendBuffer()
         self._loop = asyncio.get_running_loop()
         self._channel: Channel | None = channel
@@ -62,7 +61,7 @@ class FallbackChannel(Channel):
         self._current.set_result(channel)
         self._failure: str | None = None
         self._closed = self._ended = self._receiving = False
-        self._broke: list[str] = []  # schemes that broke
+        self.broken_schemes: list[str] = []
         self._scheme_lost = ""
         self._num_waiting = 0  # calls of `send` that wait in the channel
 
@@ -145,10 +144,7 @@ class FallbackChannel(Channel):
         if self._receiving:
             raise BusyChannelError("another task is in recv of this channel")
         while True:
-            if self._closed:
-                raise ClosedChannelError("this channel was closed")
-            if self._failure is not None:
-                raise BrokenChannelError(self._failure)
+            self._raise_if_ended()
             if (channel := self._channel) is None:
                 return None
             try:
@@ -168,10 +164,7 @@ class FallbackChannel(Channel):
         self._receiving = True
         try:
             while True:
-                if self._closed:
-                    raise ClosedChannelError("this channel was closed")
-                if self._failure is not None:
-                    raise BrokenChannelError(self._failure)
+                self._raise_if_ended()
                 if (channel := self._channel) is None:
                     await self._fall_back()
                     continue
@@ -237,8 +230,7 @@ class FallbackChannel(Channel):
             self._fail(str(error) or "closed")
             return
         self._channel = channel
-        self.num_fallbacks += 1
-        self._broke.append(self._scheme_lost)
+        self.broken_schemes.append(self._scheme_lost)
         self.buffer.acknowledged = self.buffer.received
         messages = [
             _protocol_message(_ACKNOWLEDGE, self.buffer.received),
@@ -308,11 +300,11 @@ class FallbackChannel(Channel):
 
     def text(self) -> str:
         """User-readable account of the fallbacks; empty while no transport has broken."""
-        if not self._broke:
+        if not self.broken_schemes:
             return ""
         buffer = self.buffer
         counts = f"{buffer.num_resent} messages sent again, {buffer.num_duplicates} received twice and dropped"
-        return f"{self.peer.name}: {', '.join(self._broke)} broke, {self.scheme} carried on; {counts}"
+        return f"{self.peer.name}: {', '.join(self.broken_schemes)} broke, {self.scheme} carried on; {counts}"
 
     @property
     def closed(self) -> bool:
@@ -346,9 +338,13 @@ def reopener(
         ends = (ours, theirs) if connects else (theirs, ours)
         derived = "\0".join((scheme, str(num_meetings), *(part for end in ends for part in (end.name, end.incarnation))))
         address = f"{scheme}://fallback-{hmac.new(key, derived.encode(), sha256).hexdigest()[:32]}"
-        if connects:
-            return wrap(await _call(transport(scheme), address, limits, key, ours))
-        async with await transport(scheme).listen(address, limits, key, ours) as listener:
+        chosen = transport(scheme)
+        while connects:  # the caller bounds the time
+            try:
+                return wrap(await chosen.connect(address, limits, key, ours))
+            except AddressError:  # the other end has not noticed yet
+                await asyncio.sleep(_RETRY_SECONDS)
+        async with await chosen.listen(address, limits, key, ours) as listener:
             while True:
                 channel = await listener.accept()
                 if channel.peer == theirs:
@@ -356,15 +352,6 @@ def reopener(
                 await channel.aclose()
 
     return reopen
-
-
-async def _call(transport: Transport, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
-    """Connect, retrying until the other end listens. The caller bounds the time."""
-    while True:
-        try:
-            return await transport.connect(address, limits, key, identity)
-        except AddressError:  # the other end has not noticed yet
-            await asyncio.sleep(_RETRY_SECONDS)
 
 
 def _protocol_message(kind: str, number: int) -> Message:

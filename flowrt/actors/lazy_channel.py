@@ -79,26 +79,16 @@ class Action(Enum):
 _A = Action
 Step = tuple[LazyState, tuple[Action, ...]]
 _COMMON: dict[tuple[LazyState, Event], Step] = {
+    **{(state, Event.WANTED): (state, ()) for state in LazyState},
+    **{(state, Event.ARRIVED): (LazyState.READY, (_A.MARK, _A.ADOPT, _A.NOTIFY)) for state in LazyState},
+    **{(state, Event.CLOSE): (LazyState.CLOSED, (_A.NOTIFY,)) for state in LazyState},
     (LazyState.IDLE, Event.WANTED): (LazyState.CALLING, (_A.CALL,)),
-    (LazyState.IDLE, Event.ARRIVED): (LazyState.READY, (_A.MARK, _A.ADOPT, _A.NOTIFY)),
-    (LazyState.IDLE, Event.CLOSE): (LazyState.CLOSED, (_A.NOTIFY,)),
-    (LazyState.CALLING, Event.WANTED): (LazyState.CALLING, ()),
     (LazyState.CALLING, Event.OPENED): (LazyState.READY, (_A.ADOPT, _A.NOTIFY)),
     (LazyState.CALLING, Event.FAILED): (LazyState.LOST, (_A.NOTIFY,)),
     (LazyState.CALLING, Event.CLOSE): (LazyState.CLOSED, (_A.HANG_UP, _A.NOTIFY)),
-    (LazyState.EXPECTING, Event.WANTED): (LazyState.EXPECTING, ()),
-    (LazyState.EXPECTING, Event.ARRIVED): (LazyState.READY, (_A.MARK, _A.ADOPT, _A.NOTIFY)),
-    (LazyState.EXPECTING, Event.CLOSE): (LazyState.CLOSED, (_A.NOTIFY,)),
-    (LazyState.READY, Event.WANTED): (LazyState.READY, ()),
-    (LazyState.READY, Event.ARRIVED): (LazyState.READY, (_A.DROP,)),
-    (LazyState.READY, Event.OPENED): (LazyState.READY, (_A.DROP,)),
-    (LazyState.READY, Event.REFUSED): (LazyState.READY, ()),
-    (LazyState.READY, Event.FAILED): (LazyState.READY, ()),
-    (LazyState.READY, Event.CLOSE): (LazyState.CLOSED, (_A.NOTIFY,)),
-    (LazyState.LOST, Event.WANTED): (LazyState.LOST, ()),
-    (LazyState.LOST, Event.ARRIVED): (LazyState.READY, (_A.MARK, _A.ADOPT, _A.NOTIFY)),
-    (LazyState.LOST, Event.CLOSE): (LazyState.CLOSED, (_A.NOTIFY,)),
-    **{(LazyState.CLOSED, event): (LazyState.CLOSED, (_A.DROP,) if event in (Event.ARRIVED, Event.OPENED) else ()) for event in Event},
+    **{(state, event): (state, (_A.DROP,)) for state in (LazyState.READY, LazyState.CLOSED) for event in (Event.ARRIVED, Event.OPENED)},
+    **{(state, event): (state, ()) for state in (LazyState.READY, LazyState.CLOSED) for event in (Event.REFUSED, Event.FAILED)},
+    (LazyState.CLOSED, Event.CLOSE): (LazyState.CLOSED, ()),
 }
 # Where both call at once, the end that comes first in the graph keeps its own call and the other end drops its own.
 FIRST: dict[tuple[LazyState, Event], Step] = {

@@ -15,10 +15,9 @@ RING_BYTES = 8 << 20  # per direction: payloads up to half of its area are not c
 def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
     """One link per (peer, transport) that shares an edge with `worker`; the side that comes first in the graph connects."""
     order = {name: place for place, name in enumerate([GATEWAY, *graph.process_names()])}
-    process_of = {node.name: node.process for node in graph.nodes.values()}
     shared: dict[tuple[str, str], list[Edge]] = {}
     for edge in graph.edges.values():
-        source, target = process_of[edge.source], process_of[edge.target]
+        source, target = graph.ends_of(edge)
         if source != target and worker in (source, target):
             peer = target if source == worker else source
             shared.setdefault((peer, edge.transport), []).append(edge)
@@ -32,6 +31,7 @@ def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
             edges[0].link if graph.emulation is not None else None,  # all the same between two processes: the graph is checked
             min((edge.fallbacks for edge in edges), key=len),  # an edge whose transport the file names has none, nor has its link
             all(edge.open == "lazy" for edge in edges),
+            tuple(edge.id for edge in edges),
         )
         for (peer, scheme), edges in shared.items()
     ]

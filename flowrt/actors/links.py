@@ -9,13 +9,13 @@ incarnations.py decides at once, without waiting, which incarnation is current; 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from flowrt.actors.callers import Callers
-from flowrt.actors.fallback import FallbackChannel, Reopen, reopener
+from flowrt.actors.fallback import FallbackChannel, reopener
 from flowrt.actors.incarnations import Incarnations
 from flowrt.actors.lazy_channel import LazyChannel, connect_with_retries
 from flowrt.actors.link import LOST, Link, LinkLostError
@@ -38,6 +38,7 @@ class LinkPlan:
     link: str | None = None  # the profile that the channel emulates
     fallbacks: tuple[str, ...] = ()  # schemes to fall back to, in this order, when the channel breaks
     is_lazy: bool = False  # the first sender opens it; both ends plan alike
+    edges: tuple[int, ...] = ()  # ids of the edges that it carries
 
 
 class Links:
@@ -108,34 +109,29 @@ class Links:
         """
         for peer in {plan.peer for plan in self._plans.values()}:
             self._incarnations.begin(Identity(peer, incarnations[peer]))
-        async with asyncio.TaskGroup() as group:
-            for scheme, listener in self._listeners.items():
-                group.create_task(self._accept(scheme, listener, incarnations), name=f"accept {scheme}")
+        async with self._accepting(), asyncio.TaskGroup() as group:
             for plan in self._plans.values():
+                identity = Identity(plan.peer, incarnations[plan.peer])
                 if plan.is_lazy:
-                    self._expect(plan, addresses[plan.peer], Identity(plan.peer, incarnations[plan.peer]))
+                    self._expect(plan, addresses[plan.peer], identity)
                 elif plan.connects:
-                    group.create_task(self._connect(plan, addresses[plan.peer][plan.scheme]), name=f"connect {plan.peer}")
+                    group.create_task(self._connect(plan, addresses[plan.peer]), name=f"connect {plan.peer}")
+                else:
+                    group.create_task(self._meet(plan, identity, {}), name=f"wait for {plan.peer}")
 
     async def run(self) -> None:
         """Read and send on all links until cancelled. Raises (in a group) LinkLostError when a peer goes that is not tolerated.
 
         Such a peer that ends in order ends its link only.
         """
-        schemes = {scheme for key in self._unopened for scheme in self._first_schemes(self._plans[key])}
-        schemes |= {plan.scheme for plan in self._plans.values() if plan.peer in self._tolerated and not plan.connects}
-        async with asyncio.TaskGroup() as callers:
-            accepting = [callers.create_task(self._accept_callers(scheme), name=f"accept {scheme}") for scheme in sorted(schemes)]
-            async with asyncio.TaskGroup() as self._running:
-                for key in self._links:
-                    self._read(self._running, key)
-                if any(plan.peer in self._tolerated for plan in self._plans.values()):
-                    try:
-                        await asyncio.get_running_loop().create_future()  # never done: a lost peer may join again
-                    finally:
-                        self._running = None  # a peer that joins now is closed with all others
-            for task in accepting:
-                task.cancel()
+        async with self._accepting(), asyncio.TaskGroup() as self._running:
+            for key in self._links:
+                self._read(self._running, key)
+            if any(plan.peer in self._tolerated for plan in self._plans.values()):
+                try:
+                    await asyncio.get_running_loop().create_future()  # for ever: a peer that left may join again
+                finally:
+                    self._running = None  # a peer that joins now is closed with all others
 
     async def join(self, process: str, incarnation: str, addresses: Mapping[str, str]) -> bool:
         """Link with a new incarnation of a tolerated process, which listens at `addresses` (scheme -> address).
@@ -233,10 +229,9 @@ class Links:
     async def _meet(self, plan: LinkPlan, identity: Identity, addresses: Mapping[str, str]) -> None:
         """Open one link to a new incarnation."""
         if not (plan.connects or plan.is_lazy):
-            self._add(plan, await self._callers.wait(identity, plan.scheme))
+            self._add(plan, self._wrap(plan, await self._callers.wait(identity, plan.scheme)))
             return
-        address = addresses.get(plan.scheme)
-        if address is None:
+        if plan.scheme not in addresses:
             raise AddressError(f"{identity.name} does not listen for {plan.scheme}")
         if plan.is_lazy:
             expected = self._expect(plan, addresses, identity)
@@ -244,25 +239,16 @@ class Links:
                 if (channel := self._callers.take(identity, scheme)) is not None:
                     expected.offer(self._wrap(plan, channel))
             return
-        await self._connect(plan, address)
+        await self._connect(plan, addresses)
         if (found := self._links[plan.peer, plan.scheme].peer) != identity:
             await self._links[plan.peer, plan.scheme].aclose()
             raise BrokenChannelError(f"{found.name} {found.incarnation} responds at the address of {identity.name} {identity.incarnation}")
 
-    async def _connect(self, plan: LinkPlan, address: str) -> None:
-        transport = self._transport(plan.scheme)
-        self._add(plan, await connect_with_retries(lambda: transport.connect(address, plan.limits, self._key, self._identity)))
+    async def _connect(self, plan: LinkPlan, addresses: Mapping[str, str]) -> None:
+        self._add(plan, await connect_with_retries(partial(self._dial, plan, plan.scheme, addresses[plan.scheme])))
 
-    async def _accept(self, scheme: str, listener: Listener, incarnations: Mapping[str, str]) -> None:
-        missing = {peer for (peer, of), plan in self._plans.items() if of == scheme and not plan.connects and not plan.is_lazy}
-        while missing:
-            channel = await listener.accept()
-            peer = channel.peer
-            if peer.name not in missing or peer.incarnation != incarnations.get(peer.name):
-                await channel.aclose()
-                continue
-            missing.discard(peer.name)
-            self._add(self._plans[peer.name, scheme], channel)
+    async def _dial(self, plan: LinkPlan, scheme: str, address: str) -> Channel:
+        return self._wrap(plan, await self._transport(scheme).connect(address, plan.limits, self._key, self._identity))
 
     def _first_schemes(self, plan: LinkPlan) -> tuple[str, ...]:
         """The schemes over which a link may open. A lazy link may fall back before it has ever been up, so both ends listen on each
@@ -271,50 +257,51 @@ class Links:
 
     def _expect(self, plan: LinkPlan, addresses: Mapping[str, str], peer: Identity) -> LazyChannel:
         """Prepare a lazy link."""
-
-        async def call(scheme: str) -> Channel:
-            return self._wrap(plan, await self._transport(scheme).connect(addresses[scheme], plan.limits, self._key, self._identity))
-
-        first, *others = (partial(call, scheme) for scheme in self._first_schemes(plan) if scheme in addresses)
+        first, *others = (
+            partial(self._dial, plan, scheme, addresses[scheme]) for scheme in self._first_schemes(plan) if scheme in addresses
+        )
         channel = self._unopened[plan.peer, plan.scheme] = LazyChannel(peer, plan.scheme, first, plan.connects, plan.limits, others)
         self._add(plan, channel)
         return channel
 
-    async def _accept_callers(self, scheme: str) -> None:
-        """Accept channels during the run: of lazy links at their first use, and of new incarnations."""
+    @asynccontextmanager
+    async def _accepting(self) -> AsyncIterator[None]:
+        """Accept channels on every listener meanwhile: of the first links, of lazy links at their first use, and of new incarnations."""
+        async with asyncio.TaskGroup() as tasks:
+            accepting = [tasks.create_task(self._accept(*each, tasks), name=f"accept {each[0]}") for each in self._listeners.items()]
+            yield
+            for task in accepting:
+                task.cancel()
+
+    async def _accept(self, scheme: str, listener: Listener, tasks: asyncio.TaskGroup) -> None:
         while True:
-            channel = await self._listeners[scheme].accept()
-            peer = channel.peer
-            plan = next((plan for plan in self._plans.values() if plan.peer == peer.name and scheme in self._first_schemes(plan)), None)
-            refused: Channel | None = channel
-            if plan is not None and not self._incarnations.has_ended(peer):
-                expected = self._unopened.get((peer.name, plan.scheme))
-                if expected is not None and peer == expected.peer:
-                    expected.offer(self._wrap(plan, channel))
-                    refused = None
-                elif peer.name in self._tolerated and peer != self._links[peer.name, plan.scheme].peer:
-                    refused = self._callers.put(channel, scheme)
+            refused = self._admit(await listener.accept(), scheme)
             if refused is not None:
-                await refused.aclose()
+                tasks.create_task(refused.aclose(), name=f"refuse {refused.peer.name}")  # completes although this task is cancelled
+
+    def _admit(self, channel: Channel, scheme: str) -> Channel | None:
+        """Give a channel to its lazy link, or keep it for `_meet`. Returns the channel to close: this one, or the one that it replaces."""
+        peer = channel.peer
+        plan = next((plan for plan in self._plans.values() if plan.peer == peer.name and scheme in self._first_schemes(plan)), None)
+        if plan is None or self._incarnations.has_ended(peer):
+            return channel
+        link, lazy = self._links.get((peer.name, plan.scheme)), self._unopened.get((peer.name, plan.scheme))
+        if link is not None and link.peer == peer:
+            if lazy is None:
+                return channel
+            lazy.offer(self._wrap(plan, channel))
+            return None
+        is_first = link is None and peer == self._incarnations.current(peer.name)
+        return self._callers.put(channel, scheme) if is_first or peer.name in self._tolerated else channel
 
     def _add(self, plan: LinkPlan, channel: Channel) -> None:
-        wrapped = channel if plan.is_lazy else self._wrap(plan, channel)
         if plan.fallbacks:
-            wrapped = FallbackChannel(wrapped, plan.fallbacks, self._reopener(plan, channel.peer))
-        self._links[plan.peer, plan.scheme] = Link(wrapped, plan.capacity_messages, partial(self._on_message, plan.peer), self._on_pause)
-
-    def _reopener(self, plan: LinkPlan, peer: Identity) -> Reopen:
-        return reopener(
-            plan.connects, self._transport, plan.limits, self._key, self._identity, peer, lambda channel: self._wrap(plan, channel)
-        )
+            wrap = partial(self._wrap, plan)
+            reopen = reopener(plan.connects, self._transport, plan.limits, self._key, self._identity, channel.peer, wrap)
+            channel = FallbackChannel(channel, plan.fallbacks, reopen)
+        self._links[plan.peer, plan.scheme] = Link(channel, plan.capacity_messages, partial(self._on_message, plan.peer), self._on_pause)
 
 
 def _widest(limits: list[Limits]) -> Limits:
     """Bounds that fit every expected caller: a listener does not know yet which peer connects."""
-    return Limits(
-        max_header_bytes=max(each.max_header_bytes for each in limits),
-        max_tensors=max(each.max_tensors for each in limits),
-        max_message_bytes=max(each.max_message_bytes for each in limits),
-        capacity_messages=max(each.capacity_messages for each in limits),
-        capacity_bytes=max(each.capacity_bytes for each in limits),
-    )
+    return Limits(**{name: max(getattr(each, name) for each in limits) for name in Limits.__struct_fields__})
