@@ -5,6 +5,8 @@ Errors of transports are in transports/errors.py. This module imports nothing fr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 _SHOWN_CHARACTERS, _SHOWN_PATH_CHARACTERS, _MESSAGE_CHARACTERS = 80, 160, 1000
 
 
@@ -19,6 +21,15 @@ def shown(value: object) -> str:
         return shortened(repr(value))
     except Exception:  # an integer of thousands of digits, or an object whose repr fails
         return f"a {type(value).__name__} that cannot be shown"
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors within nested exception groups, in order; `error` itself when it is not a group."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error
 
 
 class UserError(Exception):

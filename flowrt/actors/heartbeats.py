@@ -7,7 +7,7 @@ continue while the loop is blocked. flowrt/reliability/detector.py draws the con
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from flowrt.actors.control import Control, Heartbeat
 from flowrt.reliability.detector import LAG_SECONDS
@@ -19,40 +19,32 @@ STILL_SHARE = 0.01  # of the time: an operation that uses less of a processor on
 REPORTED_SECONDS = 0.3  # a longer standstill is reported
 
 
-class HeartbeatSources(Protocol):
-    """The values that a heartbeat reports; read when it is made."""
-
-    @property
-    def incarnation(self) -> str: ...
-    @property
-    def num_firings(self) -> int: ...
-    @property
-    def running(self) -> Running | None: ...
-
-
 async def send_heartbeats(
-    sources: HeartbeatSources,
+    incarnation: str,
+    read: Callable[[], tuple[int, Running | None]],
     clock: Clock,
     send: Callable[[Control], None],
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
     process: str = "",
 ) -> NoReturn:
-    """Pass a Heartbeat to `send` every `heartbeat_seconds` until cancelled, the first one at once. `send` must not wait."""
+    """Pass a Heartbeat to `send` every `heartbeat_seconds` until cancelled, the first one at once. `send` must not wait. `read` returns
+    the number of firings and the running operation."""
     watch = OperationWatch(heartbeat_seconds)
     sequence, now = 0, clock.now()
     due = now
     while True:
         lag = now - due
-        label, running_seconds, bound_seconds = watch.look(now, sources.running)
+        num_firings, running = read()
+        label, running_seconds, bound_seconds = watch.look(now, running)
         send(
             Heartbeat(
                 sequence=sequence,
                 lag_seconds=lag if lag > LAG_SECONDS else 0.0,  # the loop may compute for so long itself
-                num_firings=sources.num_firings,
+                num_firings=num_firings,
                 running=label,
                 running_seconds=running_seconds,
                 bound_seconds=bound_seconds,
-                incarnation=sources.incarnation,
+                incarnation=incarnation,
                 process=process,
             )
         )

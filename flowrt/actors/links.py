@@ -129,7 +129,7 @@ class Links:
                 self._read(self._running, key)
             if any(plan.peer in self._tolerated for plan in self._plans.values()):
                 try:
-                    await asyncio.get_running_loop().create_future()  # for ever: a peer that left may join again
+                    await asyncio.get_running_loop().create_future()  # never done: a lost peer may join again
                 finally:
                     self._running = None  # a peer that joins now is closed with all others
 

@@ -18,29 +18,26 @@ from flowrt.graph.model import GATEWAY, MONITOR
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.run_state import RunState
 from flowrt.reliability.poll_timeout import PollTimeout
-from flowrt.seams import Clock, Running
+from flowrt.seams import Clock
 
 POLL_SECONDS = 0.5
 MONITOR_SECONDS = 10.0  # time limit for the monitor's responses; generous, since a run loses little without its monitor
 
 
 class MonitorClient:
-    """`step` passes an event to the run state. The client is the source of the launcher's own heartbeats: they show that its loop runs,
-    and only then does a worker's silence mean anything."""
-
-    num_firings = 0
-    running: Running | None = None
+    """`step` passes an event to the run state. The client sends the launcher's own heartbeats: they show that its loop runs, and only then
+    does a worker's silence mean anything."""
 
     def __init__(
         self, state: RunState, step: Callable[..., None], workers: Mapping[str, ControlConnection], clock: Clock, run_id: str
     ) -> None:
-        self._state, self._step, self._workers, self._clock, self.incarnation = state, step, workers, clock, run_id
+        self._state, self._step, self._workers, self._clock, self._run_id = state, step, workers, clock, run_id
 
     async def run(self) -> None:
         """Send requests and the launcher's heartbeats to the monitor, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_monitor(), name="requests to the monitor")
-            await send_heartbeats(self, self._clock, self._send, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)
+            await send_heartbeats(self._run_id, lambda: (0, None), self._clock, self._send, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)
 
     def relay(self, worker: ControlConnection, control: Heartbeat | LateResponse) -> None:
         """Relay a worker's message to the monitor."""

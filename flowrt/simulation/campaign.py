@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from flowrt.errors import leaves
 from flowrt.graph.model import Graph
 from flowrt.reliability.scenario import KINDS, Scenario
 from flowrt.simulation.cases import Case, Kept, draw, run_case
@@ -85,15 +86,7 @@ def fails(case: Case) -> bool:
 
 def failure_of(seed: int, error: BaseException) -> Failure:
     """The failure by its innermost error. An InvariantError takes precedence, because all errors of a group have one cause."""
-    leaves = list(_leaves(error))
-    worst = next((leaf for leaf in leaves if isinstance(leaf, InvariantError)), leaves[0])
+    errors = list(leaves(error))
+    worst = next((each for each in errors if isinstance(each, InvariantError)), errors[0])
     kind = worst.kind if isinstance(worst, SimulationError) else type(worst).__name__
     return Failure(seed, kind, str(worst) if isinstance(worst, InvariantError) else f"{type(worst).__name__}: {worst}")
-
-
-def _leaves(error: BaseException) -> Iterable[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error

@@ -12,6 +12,7 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from flowrt.errors import leaves
 from flowrt.process_status import Activity, ProcessTimes
 from flowrt.seams import Seams
 from flowrt.simulation.errors import SimulationError, UnhandledError
@@ -181,9 +182,8 @@ class World:
 
 def _text_of(error: BaseException) -> str:
     """The first innermost error, on one line."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    first = next(leaves(error))
+    return " ".join(f"{type(first).__name__}: {first}".split())
 
 
 @dataclass(frozen=True)

@@ -28,20 +28,25 @@ async def receive_start(channel: Channel) -> Start:
 
 
 class ControlLink:
-    """The link to the launcher. `on_message` must not wait. The launcher may be `capacity_messages` behind."""
+    """The link to the launcher. `on_message` must not wait. `on_end` is called when the connection ends, for any reason. The launcher may
+    be `capacity_messages` behind."""
 
-    def __init__(self, name: str, channel: Channel, capacity_messages: int, on_message: Callable[[Message], None]) -> None:
-        self._name, self._link = name, Link(channel, capacity_messages, on_message)
+    def __init__(
+        self, name: str, channel: Channel, capacity_messages: int, on_message: Callable[[Message], None], on_end: Callable[[], None]
+    ) -> None:
+        self._name, self._on_end, self._link = name, on_end, Link(channel, capacity_messages, on_message)
 
     def send(self, control: Control) -> None:
         self._link.post(as_message(control))
 
     async def run(self) -> None:
-        """Read and write until the connection ends, for any reason."""
+        """Read and write until the connection ends."""
         try:
             await self._link.run()
         except LinkLostError:
             log.info("%s: the launcher has ended", self._name)
+        finally:
+            self._on_end()
 
     async def flush(self) -> None:
         """Wait for the last messages to leave, at most FAREWELL_SECONDS."""

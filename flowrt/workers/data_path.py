@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -20,13 +19,13 @@ from flowrt.exchange.failover import Failover
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.recovery import survivable_processes
-from flowrt.operators.families.registry import read_model_config
 from flowrt.seams import Compute, Seams
 from flowrt.transports.contract import Identity
 from flowrt.transports.wire.message import Message, Tag
 from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.group import Group
 from flowrt.workers.message_schemas import edge_schemas
+from flowrt.workers.model_nodes import config_of
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,9 @@ class DataPath:
     ) -> None:
         self.name = name = start.name
         self._graph, self._seams, self._emulated, self._strict_blocks = graph, seams, emulated, operators.strict_blocks
-        process_of = {node.name: node.process for node in graph.nodes.values()}
-        self._link_of: dict[int, tuple[str, str]] = {}  # by edge to or from another process
-        for edge in graph.edges.values():
-            ends = {process_of[edge.source], process_of[edge.target]}
-            if name in ends and len(ends) == 2:
-                self._link_of[edge.id] = (ends - {name}).pop(), edge.transport
-        leaving = {edge.transport for edge in graph.edges.values() if edge.id in self._link_of}
-        abilities = {scheme: seams.transport(scheme).capabilities for scheme in leaving}
+        plans = plan_links(graph, name)
+        self._link_of = {edge: (plan.peer, plan.scheme) for plan in plans for edge in plan.edges}  # by edge to or from another process
+        abilities = {plan.scheme: seams.transport(plan.scheme).capabilities for plan in plans}
         dispatch, client = next(iter(operators.clients.items()), ("", None))
         self.hedges = client is not None and graph.reliability.hedge and client.has_replicas and {*client.processes} != {name}
         device = torch.device(graph.devices.get(name, "cpu"))
@@ -92,7 +86,7 @@ class DataPath:
         self.links = Links(
             Identity(name, start.incarnation),
             start.key,
-            plan_links(graph, name),
+            plans,
             seams.transport,
             self.runner.accept,
             self.runner.settle,
@@ -104,7 +98,7 @@ class DataPath:
         self.failover: Failover | None = None
         sources = [node for node in graph.nodes_of(name) if node.operator == SOURCE]
         if sources and graph.model is not None:
-            config = read_model_config(Path(graph.model.path))
+            config = config_of(graph)
             engine = Engine(
                 graph.limits_of(name),
                 graph.micro_batches,

@@ -1,7 +1,7 @@
 """A tiny integer model in place of a checkpoint: the real graph, messages, pages and exchange, without rounding.
 
-`build_exact_nodes` replaces model_nodes.build_model_nodes. `exact_tokens` computes the expected tokens without pages, batches, parts or
-processes. Dispatch, combine, the expert service and sampling are the real ones.
+`build_exact_nodes` gives model_nodes.build_model_nodes these computations in place of those of a checkpoint. `exact_tokens` computes the
+expected tokens without pages, batches, parts or processes. Dispatch, combine, the expert service and sampling are the real ones.
 
 The simulation uses it: a lost, duplicated, stale or misplaced value changes a number and all later ones, and a step costs
 microseconds. It reads only the model's config.json from disk.
@@ -12,29 +12,23 @@ Legend: as in operators/. Numbers are float64 and stay below 2**53, so that sums
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from flowrt.actors.control import Request
-from flowrt.dataflow.matching import Firing
-from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.engine.batch import SampleSpec
-from flowrt.exchange.dispatch import Combine, Dispatch
-from flowrt.exchange.expert_service import ExpertService
-from flowrt.graph.model import Graph
+from flowrt.graph.model import Graph, Node
 from flowrt.graph.placement import held_experts
-from flowrt.operators.experts import Experts
-from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
-from flowrt.operators.sampling import log_probabilities, sample
+from flowrt.operators.sampling import sample
 from flowrt.operators.sampling_inputs import SamplingInputs
 from flowrt.operators.step_layout import StepLayout
-from flowrt.workers.model_nodes import draw_of, expert_client, for_each
+from flowrt.workers.model_nodes import Computations, build_model_nodes, config_of, draw_of
 
 MODULUS = 1_000_003.0  # of everything that goes from layer to layer
 _LOGITS = 10_007.0
@@ -100,7 +94,7 @@ class ExactModel:
 
 def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
     """The expected token ids of each choice of `request`, independent of the processes that compute them."""
-    config = _config_of(graph)
+    config = config_of(graph)
     model = ExactModel(config)
     shared = any(node.operator == "shared" for node in graph.nodes.values())
     ends = frozenset(request.params.stop_token_ids) | (frozenset() if request.params.ignore_eos else frozenset(config.eos_token_ids))
@@ -122,32 +116,30 @@ def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
 
 
 def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lambda: 0.0) -> dict[str, NodeFunction]:
-    """A function for each node of `process`, like build_model_nodes."""
-    config = _config_of(graph)
-    model, strict = ExactModel(config), graph.numerics == "strict"
-    nodes = graph.nodes_of(process)
-    clients = [expert_client(graph, node, config, now=now) for node in nodes if node.operator == "dispatch"]
-    functions: dict[str, NodeFunction] = {}
-    for node in nodes:
+    """A function for each node of `process`: those of build_model_nodes with the computations of an ExactModel."""
+    return build_model_nodes(graph, process, "cpu", lambda name, done, total: None, now, _exact_computations)
+
+
+def _exact_computations(graph: Graph, process: str, device: torch.device | str, now: Callable[[], float]) -> Computations:
+    model = ExactModel(config_of(graph))
+
+    def computation_of(node: Node) -> Any:
         match node.operator:
             case "embed":
-                functions[node.name] = for_each(lambda firing: {"x": _payload(model.embed(_array(firing, "tokens")))})
+                return _on_tensors(model.embed)
             case "attention":
-                functions[node.name] = for_each(_ExactAttention(model, graph.limits_of(process).kv_pages, graph.limits.page_size))
+                sizes = model.config.num_layers, graph.limits_of(process).kv_pages, graph.limits.page_size, model.config.hidden_size
+                return partial(_attend, model, np.zeros(sizes))
             case "gate":
-                functions[node.name] = for_each(lambda firing: {"routing": _payload(*model.route(_array(firing, "x")))})
+                return _on_tensors(lambda layer, normed_TH: model.route(normed_TH))
             case "mlp" | "shared":
-                functions[node.name] = for_each(_dense(model))
-            case "dispatch":
-                functions[node.name] = Dispatch(clients[0], strict)
+                return _on_tensors(lambda layer, normed_TH, residual_TH: residual_TH + model.dense(layer, normed_TH))
             case "experts":
-                held = held_experts(node.options["experts"], config.moe_layers)
-                functions[node.name] = ExpertService(cast("Experts", ExactExperts(model, held)), strict)
-            case "combine":
-                functions[node.name] = Combine(clients[0], strict)
-            case "head":
-                functions[node.name] = for_each(_head(model))
-    return functions
+                return ExactExperts(model, held_experts(node.options["experts"], model.config.moe_layers))
+            case _:
+                return _on_tensors(lambda x_TH, rows_S: model.logits(x_TH[rows_S]))
+
+    return computation_of
 
 
 class ExactExperts:
@@ -158,10 +150,8 @@ class ExactExperts:
         self._held = {layer: frozenset(experts) for layer, experts in held.items()}
 
     def forward(self, layer: int, x_RH: torch.Tensor, row_P: torch.Tensor, expert_P: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
-        y_PH = self.forward_pairs(layer, x_RH, row_P, expert_P).numpy() * weight_P.numpy()[:, None]
-        y_RH = np.zeros(x_RH.shape)
-        np.add.at(y_RH, row_P.numpy(), y_PH)
-        return torch.from_numpy(y_RH)
+        y_PH = self.forward_pairs(layer, x_RH, row_P, expert_P) * weight_P[:, None]
+        return torch.zeros_like(x_RH).index_add_(0, row_P, y_PH)
 
     def forward_pairs(self, layer: int, x_RH: torch.Tensor, row_P: torch.Tensor, expert_P: torch.Tensor) -> torch.Tensor:
         experts = expert_P.numpy()
@@ -170,51 +160,24 @@ class ExactExperts:
         return torch.from_numpy(self._model.expert(layer, experts, x_RH.numpy()[row_P.numpy()]))
 
 
-class _ExactAttention:
-    def __init__(self, model: ExactModel, num_pages: int, page_size: int) -> None:
-        self._model = model
-        self._page_size = page_size
-        self._keys = np.zeros((model.config.num_layers, num_pages * page_size, model.config.hidden_size))
-
-    def __call__(self, firing: Firing) -> dict[str, Payload]:
-        layer, model, page_size = firing.tag.layer, self._model, self._page_size
-        layout = StepLayout.from_tensors(firing.inputs["layout"].tensors)
-        x_TH, keys = _array(firing, "x"), self._keys[layer]
-        keys[layout.slots_T.numpy()] = model.key(x_TH)
-        table_SG, contexts = layout.page_table_SG.numpy(), []
-        for pages_G, num_rows, length in zip(table_SG, layout.query_lengths, layout.kv_lengths, strict=True):
-            positions = np.arange(length)
-            slots = pages_G[positions // page_size] * page_size + positions % page_size
-            contexts.append(model.contexts(layer, keys[slots], num_rows))
-        normed_TH = (3 * model.key(x_TH) + np.concatenate(contexts)) % MODULUS
-        return {"residual": firing.inputs["x"], "normed": Payload((torch.from_numpy(normed_TH), layout.positions_T))}
+def _attend(model: ExactModel, keys_LGPH: Numbers, layer: int, x_TH: torch.Tensor, layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """An attention block without weights. `keys_LGPH`: the KV pages, by layer, page and place in the page."""
+    keys_GPH, contexts = keys_LGPH[layer], []
+    own_TH = model.key(x_TH.numpy())
+    keys_GPH.reshape(-1, own_TH.shape[1])[layout.slots_T.numpy()] = own_TH  # a view
+    for pages_G, num_rows, length in zip(layout.page_table_SG.numpy(), layout.query_lengths, layout.kv_lengths, strict=True):
+        keys_LH = keys_GPH[pages_G].reshape(-1, own_TH.shape[1])[:length]
+        contexts.append(model.contexts(layer, keys_LH, num_rows))
+    return x_TH, torch.from_numpy((3 * own_TH + np.concatenate(contexts)) % MODULUS)
 
 
-def _dense(model: ExactModel) -> Callable[[Firing], dict[str, Payload]]:
-    return lambda firing: {"y": _payload(_array(firing, "residual") + model.dense(firing.tag.layer, _array(firing, "x")))}
+def _on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which takes and returns arrays, as a function of tensors."""
 
-
-def _head(model: ExactModel) -> Callable[[Firing], dict[str, Payload]]:
-    def run(firing: Firing) -> dict[str, Payload]:
-        inputs = SamplingInputs(*firing.inputs["sampling"].tensors)
-        logits_SV = torch.from_numpy(model.logits(_array(firing, "x")[inputs.rows_S.numpy()]))
-        token_S = sample(logits_SV, inputs)
-        if not inputs.logprobs_L.numel():
-            return {"tokens": Payload((token_S,))}
-        return {"tokens": Payload((token_S, *log_probabilities(logits_SV, token_S, inputs)))}
+    def run(*values: Any) -> Any:
+        found = function(*(value.numpy() if isinstance(value, torch.Tensor) else value for value in values))
+        if isinstance(found, tuple):
+            return tuple(torch.from_numpy(array) for array in found)
+        return torch.from_numpy(found)
 
     return run
-
-
-def _config_of(graph: Graph) -> ModelConfig:
-    if graph.model is None:
-        raise ValueError("the graph names no model")
-    return read_model_config(Path(graph.model.path))
-
-
-def _array(firing: Firing, port: str) -> Numbers:
-    return np.asarray(firing.inputs[port].tensors[0].numpy())
-
-
-def _payload(*arrays: Numbers) -> Payload:
-    return Payload(tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays))

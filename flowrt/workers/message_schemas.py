@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.schemas import MessageSchema, Spec, parse_spec
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import INPUT, Edge, Graph
-from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
+from flowrt.workers.model_nodes import config_of
 
 
 def edge_schemas(graph: Graph) -> dict[int, MessageSchema]:
     """The schema of each edge between two processes, by id."""
-    config = None if graph.model is None else read_model_config(Path(graph.model.path)).with_dtype(graph.model.dtype)
+    config = None if graph.model is None else config_of(graph)
     sources = frozenset(node.name for node in graph.nodes.values() if node.operator in (SOURCE, INPUT))
     schema_of = partial(MessageSchema, sources=sources, num_micro_batches=graph.micro_batches)
     sent = {} if config is None else _sent_by_operators(config, graph.numerics == "strict", schema_of)

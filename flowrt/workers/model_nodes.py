@@ -5,9 +5,8 @@ Each worker reads only the weights of its own nodes. user_nodes.py builds the fu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,27 +33,30 @@ from flowrt.operators.head import Head
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.proof import blocks_of, prove
-from flowrt.operators.row_blocks import WHOLE, StrictBlocks, describe
+from flowrt.operators.row_blocks import WHOLE, describe
 from flowrt.operators.sampling import log_probabilities, sample
 from flowrt.operators.sampling_inputs import Draw, SamplingInputs
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import TORCH_DTYPES, Checkpoint
 from flowrt.transports.wire.message import Tag
 
-log = logging.getLogger("flowrt.worker")
-
 MAX_BATCH_BYTES = 1 << 30  # of rows and intermediate values when an expert server computes several requests in one call
-Outputs = list[dict[str, Payload]]
+Outputs = dict[str, Payload]
+Computations = Callable[[Node], Any]  # a node -> the `forward` of its module; of an `experts` node, the module
 M = TypeVar("M", AttentionBlock[Any], Gate, DenseMlp, SharedExperts, Experts, Head)
 
 
 def build_model_nodes(
-    graph: Graph, process: str, device: torch.device, on_built: Callable[[str, int, int], None], now: Callable[[], float]
+    graph: Graph,
+    process: str,
+    device: torch.device | str,
+    on_built: Callable[[str, int, int], None],
+    now: Callable[[], float],
+    computations: Callable[[Graph, str, torch.device | str, Callable[[], float]], Computations] | None = None,
 ) -> dict[str, NodeFunction]:
     """A function for each node of `process` with a built-in operator. `on_built(name, done, total)` reports the loading progress; `now`
-    returns seconds, for the profile of products (operators/expert_products.py).
+    returns seconds, for the profile of products (operators/expert_products.py). `computations` replaces those of the checkpoint.
 
-    With strict numerics each module makes its proof (operators/row_blocks.py) before the worker serves requests.
     Raises ModelError when the checkpoint lacks a tensor or a proof fails, ValueError for an operator that is not built in.
     """
     nodes = [node for node in graph.nodes_of(process) if ":" not in node.operator and node.operator not in (SOURCE, INPUT, OUTPUT)]
@@ -62,61 +64,65 @@ def build_model_nodes(
         return {}
     if graph.model is None:
         raise ValueError(f"node {nodes[0].name}: {nodes[0].operator!r} is an operator of a model, and the graph names none")
-    directory = Path(graph.model.path)
-    config = read_model_config(directory).with_dtype(graph.model.dtype)
-    checkpoint = Checkpoint(directory)
+    config, strict = config_of(graph), graph.numerics == "strict"
+    computation_of = (computations or checkpoint_computations)(graph, process, device, now)
+    clients = [_expert_client(graph, node, config, device, now) for node in nodes if node.operator == "dispatch"]  # a group has one at most
+    functions: dict[str, NodeFunction] = {}
+    for done, node in enumerate(nodes):
+        on_built(node.name, done, len(nodes))
+        match node.operator:
+            case "dispatch":
+                functions[node.name] = Dispatch(clients[0], strict)
+            case "combine":
+                functions[node.name] = Combine(clients[0], strict)
+            case "experts":
+                bounds = pair_bounds(config, graph.group_limits(widest=True))
+                functions[node.name] = ExpertService(computation_of(node), strict, **bounds)
+            case "attention":
+                functions[node.name] = _for_each(_AttentionNode(computation_of(node)))
+            case operator if operator in _FIRE:
+                functions[node.name] = _for_each(partial(_FIRE[operator], computation_of(node)))
+            case _:
+                raise ValueError(
+                    f"node {node.name}: {node.operator!r} is not a built-in operator; write module:function for one of your own"
+                )
+    on_built("", len(nodes), len(nodes))
+    return functions
 
-    @cache
-    def pages() -> KvPages:
-        return KvPages.for_model(config, graph.limits_of(process).kv_pages, graph.limits.page_size, device)
 
-    strict = graph.numerics == "strict"
+def checkpoint_computations(graph: Graph, process: str, device: torch.device | str, now: Callable[[], float]) -> Computations:
+    """Modules with weights. With strict numerics each makes its proof (operators/row_blocks.py) before the worker serves requests."""
+    config, strict = config_of(graph), graph.numerics == "strict"
+    checkpoint = Checkpoint(_directory_of(graph))
     blocks = blocks_of(config, torch.get_num_threads()) if strict else WHOLE
+    pages = cache(lambda: KvPages.for_model(config, graph.limits_of(process).kv_pages, graph.limits.page_size, device))
+    embedding = cache(lambda: Embedding(config, checkpoint, device))
+    embeds = any(node.operator == "embed" for node in graph.nodes_of(process))
 
     def proven(module: M) -> M:
         if strict:
             prove(module, config, device)
         return module
 
-    embedding: Embedding | None = None
-    clients = [expert_client(graph, node, config, device, now) for node in nodes if node.operator == "dispatch"]  # a group has one at most
-    functions: dict[str, NodeFunction] = {}
-    for done, node in enumerate(nodes):
-        on_built(node.name, done, len(nodes))
+    def computation_of(node: Node) -> Any:
         match node.operator:
             case "embed":
-                embedding = Embedding(config, checkpoint, device)
-                functions[node.name] = for_each(_EmbedNode(embedding))
+                return embedding().forward
             case "attention":
-                attention = proven(attention_for(config, checkpoint, range(config.num_layers), device, blocks))
-                functions[node.name] = for_each(_AttentionNode(attention, pages()))
+                block = proven(attention_for(config, checkpoint, range(config.num_layers), device, blocks))
+                return partial(block.forward, pages=pages())
             case "gate":
-                functions[node.name] = for_each(_GateNode(proven(Gate(config, checkpoint, config.moe_layers, device, blocks))))
+                return proven(Gate(config, checkpoint, config.moe_layers, device, blocks)).forward
             case "mlp":
-                functions[node.name] = for_each(_MlpNode(proven(DenseMlp(config, checkpoint, config.dense_layers, device, blocks))))
+                return proven(DenseMlp(config, checkpoint, config.dense_layers, device, blocks)).forward
             case "shared":
-                functions[node.name] = for_each(_MlpNode(proven(SharedExperts(config, checkpoint, config.moe_layers, device, blocks))))
-            case "dispatch":
-                functions[node.name] = Dispatch(clients[0], strict)
+                return proven(SharedExperts(config, checkpoint, config.moe_layers, device, blocks)).forward
             case "experts":
-                held = held_experts(node.options["experts"], config.moe_layers)
-                functions[node.name] = ExpertService(
-                    proven(Experts(config, checkpoint, held, device, blocks, now)),
-                    strict,
-                    **pair_bounds(config, graph.group_limits(widest=True)),
-                )
-            case "combine":
-                functions[node.name] = Combine(clients[0], strict)
-            case "head":
-                functions[node.name] = for_each(_HeadNode(proven(Head(config, checkpoint, device, embedding, blocks))))
+                return proven(Experts(config, checkpoint, held_experts(node.options["experts"], config.moe_layers), device, blocks, now))
             case _:
-                raise ValueError(
-                    f"node {node.name}: {node.operator!r} is not a built-in operator; write module:function for one of your own"
-                )
-    on_built("", len(nodes), len(nodes))
-    if isinstance(blocks, StrictBlocks):
-        log.info("%s: strict numerics: %s", process, describe(blocks.sizes))
-    return functions
+                return proven(Head(config, checkpoint, device, embedding() if embeds else None, blocks)).forward
+
+    return computation_of
 
 
 def pair_bounds(config: ModelConfig, limits: GraphLimits) -> dict[str, int]:
@@ -128,13 +134,24 @@ def pair_bounds(config: ModelConfig, limits: GraphLimits) -> dict[str, int]:
     }
 
 
+def config_of(graph: Graph) -> ModelConfig:
+    """The configuration of the graph's model, with the graph's dtype."""
+    config = read_model_config(_directory_of(graph))
+    return config if graph.model is None else config.with_dtype(graph.model.dtype)
+
+
+def _directory_of(graph: Graph) -> Path:
+    if graph.model is None:
+        raise ValueError("the graph names no model")
+    return Path(graph.model.path)
+
+
 def strict_blocks_text(graph: Graph) -> str:
     """The row blocks that this process has proven for a strict graph's model, as text; "" for none. Call it in the thread that built
     the nodes: another thread may use another number of compute threads."""
     if graph.numerics != "strict" or graph.model is None:
         return ""
-    config = read_model_config(Path(graph.model.path)).with_dtype(graph.model.dtype)
-    return describe(blocks_of(config, torch.get_num_threads()).sizes)
+    return describe(blocks_of(config_of(graph), torch.get_num_threads()).sizes)
 
 
 def batch_payloads(batch: Batch, page_size: int, device: torch.device) -> dict[str, Payload]:
@@ -167,34 +184,25 @@ def draw_of(row: int, spec: SampleSpec) -> Draw:
     )
 
 
-def for_each(function: Callable[[Firing], dict[str, Payload]]) -> NodeFunction:
+def _for_each(function: Callable[[Firing], Outputs]) -> NodeFunction:
     """Wraps a function of one firing as a node function."""
 
-    def run(firings: Sequence[Firing]) -> Outputs:
+    def run(firings: Sequence[Firing]) -> list[Outputs]:
         return [function(firing) for firing in firings]
 
     return run
 
 
-class _EmbedNode:
-    def __init__(self, embedding: Embedding) -> None:
-        self._embedding = embedding
-
-    def __call__(self, firing: Firing) -> dict[str, Payload]:
-        return {"x": Payload((self._embedding.forward(firing.inputs["tokens"].tensors[0]),))}
-
-
 class _AttentionNode:
     """Stateful by its pages. The layers of a step get one layout message between them, so it is read once per step and micro-batch."""
 
-    def __init__(self, block: AttentionBlock[Any], pages: KvPages) -> None:
-        self._block = block
-        self._pages = pages
+    def __init__(self, forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._forward = forward
         self._read: dict[tuple[str, int], tuple[Payload, StepLayout]] = {}
 
-    def __call__(self, firing: Firing) -> dict[str, Payload]:
+    def __call__(self, firing: Firing) -> Outputs:
         layout = self._layout(firing.tag, firing.inputs["layout"])
-        residual_TH, normed_TH = self._block.forward(firing.tag.layer, firing.inputs["x"].tensors[0], layout, self._pages)
+        residual_TH, normed_TH = self._forward(firing.tag.layer, firing.inputs["x"].tensors[0], layout)
         return {"residual": Payload((residual_TH,)), "normed": Payload((normed_TH, layout.positions_T))}
 
     def _layout(self, tag: Tag, payload: Payload) -> StepLayout:
@@ -206,43 +214,35 @@ class _AttentionNode:
         return layout
 
 
-class _GateNode:
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-
-    def __call__(self, firing: Firing) -> dict[str, Payload]:
-        return {"routing": Payload(self._gate.forward(firing.tag.layer, firing.inputs["x"].tensors[0]))}
+def _embed(forward: Callable[..., torch.Tensor], firing: Firing) -> Outputs:
+    return {"x": Payload((forward(firing.inputs["tokens"].tensors[0]),))}
 
 
-class _MlpNode:
-    def __init__(self, mlp: DenseMlp | SharedExperts) -> None:
-        self._mlp = mlp
-
-    def __call__(self, firing: Firing) -> dict[str, Payload]:
-        inputs = firing.inputs
-        return {"y": Payload((self._mlp.forward(firing.tag.layer, inputs["x"].tensors[0], inputs["residual"].tensors[0]),))}
+def _gate(forward: Callable[..., tuple[torch.Tensor, ...]], firing: Firing) -> Outputs:
+    return {"routing": Payload(forward(firing.tag.layer, firing.inputs["x"].tensors[0]))}
 
 
-class _HeadNode:
+def _mlp(forward: Callable[..., torch.Tensor], firing: Firing) -> Outputs:
+    inputs = firing.inputs
+    return {"y": Payload((forward(firing.tag.layer, inputs["x"].tensors[0], inputs["residual"].tensors[0]),))}
+
+
+def _head(forward: Callable[..., torch.Tensor], firing: Firing) -> Outputs:
     """Tokens of the sampled rows, and the requested logprobs: token_S, logprob_L, top_id_LK, top_logprob_LK (sampling.py). A step
     of unfinished prompts returns empty tensors, which also end the step.
     """
-
-    def __init__(self, head: Head) -> None:
-        self._head = head
-
-    def __call__(self, firing: Firing) -> dict[str, Payload]:
-        inputs = SamplingInputs(*firing.inputs["sampling"].tensors)
-        logits_SV = self._head.forward(firing.inputs["x"].tensors[0], inputs.rows_S)
-        token_S = sample(logits_SV, inputs)
-        if not inputs.logprobs_L.numel():
-            return {"tokens": Payload((token_S,))}
-        return {"tokens": Payload((token_S, *log_probabilities(logits_SV, token_S, inputs)))}
+    inputs = SamplingInputs(*firing.inputs["sampling"].tensors)
+    logits_SV = forward(firing.inputs["x"].tensors[0], inputs.rows_S)
+    token_S = sample(logits_SV, inputs)
+    if not inputs.logprobs_L.numel():
+        return {"tokens": Payload((token_S,))}
+    return {"tokens": Payload((token_S, *log_probabilities(logits_SV, token_S, inputs)))}
 
 
-def expert_client(
-    graph: Graph, node: Node, config: ModelConfig, device: torch.device | str = "cpu", now: Callable[[], float] = lambda: 0.0
-) -> ExpertClient:
+_FIRE: dict[str, Callable[..., Outputs]] = {"embed": _embed, "gate": _gate, "mlp": _mlp, "shared": _mlp, "head": _head}
+
+
+def _expert_client(graph: Graph, node: Node, config: ModelConfig, device: torch.device | str, now: Callable[[], float]) -> ExpertClient:
     """The client of a dispatch node, with the expert map of the graph."""
     process_of = {edge.source_port: graph.nodes[edge.target].process for edge in graph.edges_from(node.name)}
     processes = [process_of[f"server{server}"] for server in range(len(node.options["servers"]))]

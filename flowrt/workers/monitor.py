@@ -57,7 +57,7 @@ async def run_monitor(control: Channel, seams: Seams) -> None:
     monitor = Monitor(start, control, seams)
     try:
         async with asyncio.TaskGroup() as group:
-            reading = group.create_task(monitor.run_control(), name=f"control of {start.name}")
+            reading = group.create_task(monitor.control.run(), name=f"control of {start.name}")
             await monitor.run()
             reading.cancel()
     finally:
@@ -71,25 +71,18 @@ class Monitor:
         settings = msgspec.json.decode(start.graph, type=_Settings).reliability
         self.detector = Detector(Timeouts(settings.suspect_seconds, settings.dead_seconds))
         self._name, self._seams = start.name, seams
-        self._control = ControlLink(start.name, control, _MAX_REPORTS, self._on_message)
         self._stopped = asyncio.Event()
+        self.control = ControlLink(start.name, control, _MAX_REPORTS, self._on_message, self._stopped.set)
         self._pids: dict[str, int] = {}
 
-    async def run_control(self) -> None:
-        """Read and write the control connection. The monitor ends when the connection ends, for any reason."""
-        try:
-            await self._control.run()
-        finally:
-            self._stopped.set()
-
     async def run(self) -> None:
-        self._control.send(Listening({}, self._seams.resident_bytes()))
+        self.control.send(Listening({}, self._seams.resident_bytes()))
         async with asyncio.TaskGroup() as group:
             ticks = group.create_task(self._tick(), name=f"ticks of {self._name}")
             await self._stopped.wait()
             ticks.cancel()
-        self._control.send(Statistics(resident_bytes=self._seams.resident_bytes()))
-        await self._control.flush()
+        self.control.send(Statistics(resident_bytes=self._seams.resident_bytes()))
+        await self.control.flush()
 
     async def _tick(self) -> None:
         clock = self._seams.clock
@@ -131,9 +124,9 @@ class Monitor:
                 detector.remove(now, process, incarnation)
             case Peers():  # also shows that the launcher runs
                 detector.record_launcher_heartbeat(now)
-                self._control.send(Connected())
+                self.control.send(Connected())
             case StatisticsRequest():
-                self._control.send(Statistics(resident_bytes=self._seams.resident_bytes()))
+                self.control.send(Statistics(resident_bytes=self._seams.resident_bytes()))
             case Stop():
                 self._stopped.set()
             case other:
@@ -141,4 +134,4 @@ class Monitor:
 
     def _report(self, decisions: Sequence[StateChange]) -> None:
         for each in decisions:
-            self._control.send(DetectorReport(each.process, each.incarnation, each.state, each.why))
+            self.control.send(DetectorReport(each.process, each.incarnation, each.state, each.why))

@@ -34,12 +34,12 @@ from flowrt.actors.links import LinkLostError, Links
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.subgraph import OperatorError
-from flowrt.errors import UserError
+from flowrt.errors import UserError, leaves
 from flowrt.exchange.dispatch import Dispatch
 from flowrt.graph.model import Graph, from_json
 from flowrt.graph.recovery import is_watched
 from flowrt.operators.model_config import ModelError
-from flowrt.seams import LONE_INLINE_SECONDS, Compute, Running, Seams, ThreadCompute
+from flowrt.seams import LONE_INLINE_SECONDS, Compute, Seams, ThreadCompute
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message, Tag
 from flowrt.workers.control_link import ControlLink, receive_start
@@ -73,12 +73,12 @@ async def serve(
     if begin is not None:
         begin(worker)
     async with asyncio.TaskGroup() as group:
-        reading = group.create_task(worker.run_control(), name=f"control of {start.name}")
+        reading = group.create_task(worker.control.run(), name=f"control of {start.name}")
         try:
             await worker.run()
         except BaseException as error:
             await worker.report_error(error)
-            cause = first_error(error)
+            cause = next(leaves(error))
             if isinstance(cause, ModelError):  # below this, only UserError is known as an error that the user can fix
                 raise UserError(str(cause)) from cause
             raise
@@ -91,7 +91,7 @@ class Worker:
     """One incarnation of one process of the graph. Created by `serve`."""
 
     def __init__(self, start: Start, control: Channel, seams: Seams, on_sink: Callable[[Firing], None] | None) -> None:
-        self._control = ControlLink(start.name, control, CONTROL_MESSAGES, self._on_control)
+        self.control = ControlLink(start.name, control, CONTROL_MESSAGES, self._on_control, self.stop)
         self._start = start
         self._seams = seams
         self._graph: Graph = from_json(start.graph)
@@ -119,16 +119,6 @@ class Worker:
     def incarnation(self) -> str:
         return self._start.incarnation
 
-    # values that heartbeats report
-
-    @property
-    def running(self) -> Running | None:
-        return self._compute.running
-
-    @property
-    def num_firings(self) -> int:
-        return self._data_path.runner.statistics.num_firings if self._data_path is not None else 0
-
     def emit(self, node: str, tag: Tag, outputs: Mapping[str, Payload]) -> None:
         """Emit a new tag from a source of this process. Raises RuntimeError before the worker has loaded."""
         if self._data_path is None:
@@ -140,13 +130,6 @@ class Worker:
         if not self._peers.done():
             self._peers.set_result(None)
 
-    async def run_control(self) -> None:
-        """Read and write the control connection. The worker ends when the connection ends, for any reason."""
-        try:
-            await self._control.run()
-        finally:
-            self.stop()
-
     async def run(self) -> None:
         data_path: DataPath | None = None
         try:
@@ -154,14 +137,14 @@ class Worker:
             operators = await self._compute.run("load", self._load, bound_seconds=3600.0)
             data_path = self._data_path = self._make_data_path(operators)
             async with asyncio.TaskGroup() as group:
-                self._control.send(Listening(await data_path.links.listen(), self._seams.resident_bytes(), imported_bytes))
+                self.control.send(Listening(await data_path.links.listen(), self._seams.resident_bytes(), imported_bytes))
                 work = group.create_task(self._work(data_path), name=f"work of {self._start.name}")
                 await self._stopped.wait()
                 work.cancel()
             if self._fault is not None:
                 raise self._fault
-            self._control.send(data_path.statistics())
-            await self._control.flush()
+            self.control.send(data_path.statistics())
+            await self.control.flush()
         finally:
             await self._compute.aclose()
             if data_path is not None:
@@ -177,7 +160,7 @@ class Worker:
             self._compute,
             self._emulated,
             operators,
-            self._control.send,
+            self.control.send,
             self._on_sink,
             self._on_lost,
         )
@@ -187,7 +170,7 @@ class Worker:
         peers = await self._peers
         if peers is None:
             return
-        name, clock, send = self._start.name, self._seams.clock, self._control.send
+        name, clock, send = self._start.name, self._seams.clock, self.control.send
         await data_path.links.open(peers.addresses, peers.incarnations)
         send(Connected())
         async with asyncio.TaskGroup() as tasks:
@@ -195,30 +178,34 @@ class Worker:
             tasks.create_task(data_path.runner.run(), name=f"runner of {name}")
             tasks.create_task(self._run_links(data_path.links), name=f"links of {name}")
             if is_watched(self._graph):
-                tasks.create_task(send_heartbeats(self, clock, send), name=f"heartbeats of {name}")
+                counters, compute = data_path.runner.statistics, self._compute
+                heartbeats = send_heartbeats(self.incarnation, lambda: (counters.num_firings, compute.running), clock, send)
+                tasks.create_task(heartbeats, name=f"heartbeats of {name}")
 
     async def report_error(self, error: BaseException) -> None:
         """Send the error to the launcher: one line, and whether the user can fix it."""
-        cause = first_error(error)
+        cause = next(leaves(error))
         if isinstance(cause, asyncio.CancelledError):
             return
         user = isinstance(cause, (UserError, ModelError))
         if not user:
             log.error("%s failed", self._start.name, exc_info=cause.__cause__ if isinstance(cause, OperatorError) else cause)
         text = str(cause) if user or isinstance(cause, OperatorError) else f"{type(cause).__name__}: {cause}"
-        self._control.send(Failed(text, user))
-        await self._control.flush()
+        self.control.send(Failed(text, user))
+        await self.control.flush()
 
     def _load(self) -> LoadedOperators:
         """Build the node functions. Runs in the compute thread: reading weights takes seconds, and heartbeats continue meanwhile."""
 
         def on_built(text: str, done: int, total: int) -> None:
-            self._loop.call_soon_threadsafe(self._control.send, LoadProgress(text, done, total))
+            self._loop.call_soon_threadsafe(self.control.send, LoadProgress(text, done, total))
 
         functions = build_user_nodes(self._graph, self._start.name, self._device)
         functions.update(build_model_nodes(self._graph, self._start.name, self._device, on_built, self._seams.clock.now))
         clients = {node: function.client for node, function in functions.items() if isinstance(function, Dispatch)}
-        return LoadedOperators(functions, clients, strict_blocks_text(self._graph))
+        if strict_blocks := strict_blocks_text(self._graph):
+            log.info("%s: strict numerics: %s", self._start.name, strict_blocks)
+        return LoadedOperators(functions, clients, strict_blocks)
 
     # --- messages -------------------------------------------------------------------------------------------------------------
 
@@ -238,7 +225,7 @@ class Worker:
                 self.stop()
             case StatisticsRequest():
                 loading = Statistics(resident_bytes=self._seams.resident_bytes())
-                self._control.send(loading if self._data_path is None else self._data_path.statistics())
+                self.control.send(loading if self._data_path is None else self._data_path.statistics())
             case PeerLeft() | PeerJoined():
                 if self._membership is not None:
                     self._membership.on_control(control)
@@ -256,13 +243,6 @@ class Worker:
         try:
             await links.run()
         except* LinkLostError as errors:
-            lost = cast("LinkLostError", first_error(errors))
-            self._control.send(LinkLost(lost.peer, lost.reason))
+            lost = cast("LinkLostError", next(leaves(errors)))
+            self.control.send(LinkLost(lost.peer, lost.reason))
             await self._stopped.wait()
-
-
-def first_error(error: BaseException) -> BaseException:
-    """The first error within nested exception groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

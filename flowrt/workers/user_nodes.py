@@ -181,18 +181,11 @@ def _annotations(node: Node, function: Callable[..., Any]) -> dict[str, Any]:
     except (TypeError, ValueError):
         return {}
     parameters = signature.parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    unknown = [] if takes_any else [port for port in node.inputs if port not in parameters]
-    missing = [
-        name
-        for name, parameter in parameters.items()
-        if name not in node.inputs
-        and parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]
-    if unknown or missing:
+    try:
+        signature.bind(**node.inputs)
+    except TypeError:
         takes, fed = ", ".join(parameters) or "nothing", ", ".join(node.inputs) or "nothing"
-        raise UserError(f"node {node.name}: {node.operator} takes {takes}, the graph feeds {fed}")
+        raise UserError(f"node {node.name}: {node.operator} takes {takes}, the graph feeds {fed}") from None
     found: dict[str, Any] = {name: parameter.annotation for name, parameter in parameters.items()}
     found["return"] = signature.return_annotation
     return {name: _unquoted(annotation) for name, annotation in found.items()}

@@ -7,7 +7,6 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 
@@ -18,13 +17,6 @@ from flowrt.reliability.scenario import Scenario, Stall
 from flowrt.seams import BOUND_SECONDS, FIRST_STILL_SECONDS, STILL_SECONDS, Running, Seams, ThreadCompute
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.world import World, run
-
-
-@dataclass
-class Sources:
-    incarnation: str = "a"
-    num_firings: int = 3
-    running: Running | None = None
 
 
 def heartbeats_of(seconds: float, *faults: object, block: tuple[float, float] = (0.0, 0.0)) -> list[tuple[float, Heartbeat]]:
@@ -40,7 +32,7 @@ def heartbeats_of(seconds: float, *faults: object, block: tuple[float, float] = 
 
         async def work(seams: Seams) -> None:
             async with asyncio.TaskGroup() as group:
-                task = group.create_task(send_heartbeats(Sources(), seams.clock, send))
+                task = group.create_task(send_heartbeats("a", lambda: (3, None), seams.clock, send))
                 await seams.clock.sleep(seconds)
                 task.cancel()
 

@@ -129,7 +129,7 @@ BUGS: tuple[Bug, ...] = (
     bug("read-not-settled", "messages of one read are not settled", (
         LINK, "Link._read", "on_pause()", "pass")),
     bug("lost-link-unreported", "a worker does not report a lost peer", (
-        PROCESS, "Worker._run_links", "self._control.send(LinkLost(lost.peer, lost.reason))", "pass")),
+        PROCESS, "Worker._run_links", "self.control.send(LinkLost(lost.peer, lost.reason))", "pass")),
     bug("duplicates-accepted", "a duplicate message is accepted", (
         CODEC, "is_repeat", "return True", "return False")),
     bug("window-off-by-one", "a sender sends one message more than the channel holds", (
@@ -176,7 +176,7 @@ BUGS: tuple[Bug, ...] = (
     bug("slow-replica-unavailable", "an expert whose only replica is on a slow server is unavailable", (
         CLIENT, "ReplicaTables.of", "or servers for servers in replicas", "for servers in replicas")),
     bug("hedge-without-replica", "a late part is hedged to servers that do not hold all its experts", (
-        CLIENT, "ExpertClient.hedge", "self._tables_avoiding(self._avoided | {part.server})", "ReplicaTables(self._map.without_server(part.server), frozenset(), self._num_servers, self._device)"), (
+        CLIENT, "ExpertClient.hedge", "self._tables_avoiding(self._avoided | {part.server})", "ReplicaTables(self.map.without_server(part.server), frozenset(), self._num_servers, self._device)"), (
         FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
     bug("rollback-forgets-parts", "a roll-back leaves the parts of its tags with the client", (
         GROUP, "Group._begin_epoch", "self._client.roll_back(self._source, self._engine.epoch)", "pass")),
@@ -201,7 +201,7 @@ BUGS: tuple[Bug, ...] = (
          "return False"),
     # heartbeats and the monitor
     body("heartbeats-of-any-incarnation", "a heartbeat of any incarnation counts", DETECTOR, "Detector.record_heartbeat",
-         "watched = self._watched.get(process)\nif watched is not None:\n    watched.silent_seconds = 0.0\n    watched.received_at = now\nreturn []"),
+         "watched = self.watched.get(process)\nif watched is not None:\n    watched.silent_seconds = 0.0\n    watched.received_at = now\nreturn []"),
     body("launcher-silence-ignored", "silence of the launcher counts as silence of the workers", DETECTOR, "Detector.record_launcher_heartbeat", "pass"),
     body("silence-is-death", "silence alone marks a process dead", DETECTOR, "Detector._evidence",
          "return 'silent' if watched.silent_seconds >= self._timeouts.suspect_seconds else None"),

@@ -37,7 +37,7 @@ from flowrt.graph.model import GATEWAY
 from flowrt.process_status import Activity, process_activity, process_times
 from flowrt.reliability.detector import ProcessState
 from flowrt.reliability.scenario import Crash, Hang, Pause, Scenario, Skew, Slow, Stall
-from flowrt.seams import Compute, Running, Seams
+from flowrt.seams import Running, Seams
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.transport import SimulatedChannel
 from flowrt.simulation.world import World, run
@@ -55,33 +55,26 @@ def reports(control: Control, state: ProcessState) -> bool:
     return isinstance(control, DetectorReport) and control.state is state
 
 
-@dataclass
-class Sources:
-    incarnation: str
-    compute: Compute | None = None
-    num_firings: int = 0
-
-    @property
-    def running(self) -> Running | None:
-        return self.compute.running if self.compute is not None else None
-
-
 async def work(control: Channel, seams: Seams) -> None:
     """Computes and sends heartbeats until the control connection ends."""
     compute = seams.new_compute("compute")
     link = Link(control, 1000, lambda message: None)
-    sources = Sources("1", compute)
+    num_calls = 0
+
+    def read() -> tuple[int, Running | None]:
+        return num_calls, compute.running
 
     async def calls() -> None:
+        nonlocal num_calls
         while True:
             await compute.run("call", lambda: None)
-            sources.num_firings += 1
+            num_calls += 1
             await seams.clock.sleep(0.05)
 
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(calls()),
-            group.create_task(send_heartbeats(sources, seams.clock, lambda heartbeat: link.post(as_message(heartbeat)))),
+            group.create_task(send_heartbeats("1", read, seams.clock, lambda heartbeat: link.post(as_message(heartbeat)))),
         ]
         await link.run()
         for task in tasks:
@@ -144,7 +137,7 @@ class Scene:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self.relay(name, ours)) for name, (ours, _) in lines.items()]
                 tasks.append(group.create_task(self.watch(gateway, began)))
-                tasks.append(group.create_task(send_heartbeats(Sources("g"), seams.clock, self.pass_on, process=GATEWAY)))
+                tasks.append(group.create_task(send_heartbeats("g", lambda: (0, None), seams.clock, self.pass_on, process=GATEWAY)))
                 await seams.clock.sleep(seconds)
                 for task in tasks:
                     task.cancel()

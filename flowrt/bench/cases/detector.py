@@ -30,7 +30,7 @@ from flowrt.launcher.transport_choice import usable_cores
 from flowrt.process_backend import ProcessSpec, WorkerProcess
 from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.reliability.detector import SEEN_SHARE, ProcessState, Timeouts
-from flowrt.seams import RealClock, Running
+from flowrt.seams import RealClock
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message
 
@@ -60,13 +60,6 @@ class WatchedWorker:
         return self.stalled_seconds >= SEEN_SHARE * Timeouts().dead_seconds
 
 
-class _HeartbeatSource:
-    """The values of this process's own heartbeats."""
-
-    incarnation, num_firings = "bench", 0
-    running: Running | None = None
-
-
 class _OutputPrinter:
     """Prints the output of all processes. Their other notices are not needed: this process ends them itself."""
 
@@ -89,7 +82,7 @@ class Crowd:
         self._relays = {
             "verdicts": tasks.create_task(self._read_verdicts()),
             "own": tasks.create_task(
-                send_heartbeats(_HeartbeatSource(), RealClock(), self._send_nowait, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)
+                send_heartbeats("bench", lambda: (0, None), RealClock(), self._send_nowait, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)
             ),
         }
         self.workers: dict[str, WatchedWorker] = {}

@@ -29,18 +29,14 @@ class WorkHabits(msgspec.Struct):
 
 
 class HashingWorker:
-    """The source of its heartbeats."""
+    """It hashes, call after call."""
 
     def __init__(self, start: Start, seams: Seams) -> None:
-        self.incarnation, self.num_firings = start.incarnation, 0
+        self.num_firings = 0
         self.compute = seams.new_compute(start.name)
         self._hangs = False
         self._rest_seconds = msgspec.json.decode(start.graph, type=WorkHabits).rest_seconds
         self._bytes = bytes(_HASHED_BYTES)
-
-    @property
-    def running(self) -> Running | None:
-        return self.compute.running
 
     async def work(self) -> None:
         while True:
@@ -74,10 +70,13 @@ async def run_worker(control: Channel, seams: Seams) -> None:
     def send(heartbeat: Control) -> None:
         connection.post(as_message(heartbeat))
 
+    def read() -> tuple[int, Running | None]:
+        return worker.num_firings, worker.compute.running
+
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(worker.work(), name="work"),
-            group.create_task(send_heartbeats(worker, seams.clock, send), name="heartbeats"),
+            group.create_task(send_heartbeats(start.incarnation, read, seams.clock, send), name="heartbeats"),
         ]
         await connection.run()
         for task in tasks:
