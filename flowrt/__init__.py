@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowrt.api import Choice, Completion, RunningGraph, generate
     from flowrt.api import open_graph as open
-    from flowrt.errors import GraphError, UserError, WorkerDiedError
+    from flowrt.errors import GraphError, NotRunningError, UserError, WorkerDiedError
     from flowrt.gateway.gateway import ChoiceEvent, EndEvent, TokenEvent
     from flowrt.sampling_params import SamplingParams
 
@@ -22,6 +22,7 @@ __all__ = [
     "Completion",
     "EndEvent",
     "GraphError",
+    "NotRunningError",
     "RunningGraph",
     "SamplingParams",
     "TokenEvent",
@@ -42,6 +43,7 @@ _HOME = {
     "SamplingParams": "sampling_params:SamplingParams",
     "TokenEvent": "gateway.gateway:TokenEvent",
     "GraphError": "errors:GraphError",
+    "NotRunningError": "errors:NotRunningError",
     "UserError": "errors:UserError",
     "WorkerDiedError": "errors:WorkerDiedError",
 }

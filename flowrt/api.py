@@ -10,6 +10,7 @@ import importlib
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -255,8 +256,11 @@ class RunningGraph:
 
     def health(self, stall_seconds: float = STALL_SECONDS) -> Health:
         """Whether work progresses: not ok when requests are open and none has progressed for `stall_seconds`, when an expert has no
-        replica, and when the run has ended. Never waits."""
-        return self.launcher.health_record.health(stall_seconds)
+        replica, and before the run is ready and after its end. Never waits."""
+        health = self.launcher.health_record.health(stall_seconds)
+        if health.ok and not self.launcher.is_running:
+            return replace(health, ok=False, problems=("the graph is not open",))
+        return health
 
     async def drain(self) -> None:
         """Admit no new requests and wait until all running ones have ended."""

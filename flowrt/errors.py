@@ -64,3 +64,7 @@ class WorkerDiedError(Exception):
     def __init__(self, process: str, reason: str, output_tail: tuple[str, ...] = ()) -> None:
         self.process, self.reason, self.output_tail = process, reason, output_tail
         super().__init__(f"{process} {reason}")
+
+
+class NotRunningError(RuntimeError):
+    """The graph is not open: not yet, or no longer."""

@@ -16,8 +16,7 @@ from flowrt.chaos.leaks import is_alive
 from flowrt.chaos.observer import InjectedFault, RunObserver
 from flowrt.chaos.orders import WORKER, Order
 from flowrt.chaos.plan import fault_text
-from flowrt.errors import WorkerDiedError
-from flowrt.launcher.launcher import NotRunningError
+from flowrt.errors import NotRunningError, WorkerDiedError
 from flowrt.observe import duration_text
 from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Reset, Scenario, Slow, Stall
 from flowrt.seams import Clock

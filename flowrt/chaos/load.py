@@ -10,10 +10,9 @@ import msgspec
 
 from flowrt.api import RunningGraph
 from flowrt.chaos.compare import ReceivedAnswer, ReceivedToken
-from flowrt.errors import UserError, WorkerDiedError
+from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import GraphLimits
-from flowrt.launcher.launcher import NotRunningError
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
 

@@ -31,10 +31,10 @@ from flowrt.cli.report import RunReport, report_of
 from flowrt.cli.tables import print_tables
 from flowrt.cli.text import OutputStream, visible
 from flowrt.cli.view import PlainView, View
-from flowrt.errors import UserError, WorkerDiedError
+from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.launcher import events
-from flowrt.launcher.launcher import STOP_SECONDS, NotRunningError
+from flowrt.launcher.launcher import STOP_SECONDS
 from flowrt.observe import set_log_level
 from flowrt.output_file import STDOUT, check_writable, write_file
 from flowrt.sampling_params import SamplingParams

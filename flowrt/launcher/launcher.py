@@ -36,7 +36,7 @@ from flowrt.actors.control import (
     Start,
     Statistics,
 )
-from flowrt.errors import UserError, WorkerDiedError
+from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph, to_json
 from flowrt.launcher import events
@@ -64,10 +64,6 @@ RESPONSE_SECONDS = 120.0  # longest silence of a worker while the run starts; a 
 FORK_SECONDS = 15.0  # time limit for a fork; a fork takes milliseconds, so a fork server that exceeds this is stopped
 STATISTICS_SECONDS = 5.0  # time limit for all responses
 STOP_SECONDS = 5.0  # from Stop to the end of the process
-
-
-class NotRunningError(RuntimeError):
-    """The launcher was stopped, or not started."""
 
 
 class Launcher:
@@ -156,6 +152,7 @@ class Launcher:
         if not self._ready.done():
             self._raise_failure()
             await self._task  # raises: the run was cancelled, or ended by an internal error
+            raise NotRunningError("the run was stopped before it was ready")
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -492,11 +489,16 @@ class Launcher:
             if not response.done():
                 self._check_running()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the run is ready, and neither stopped nor failed."""
+        return self._task is not None and not self._task.done() and self._ready.done() and not self._is_stopping
+
     def _check_running(self) -> asyncio.Task[None]:
         self._raise_failure()
         if self._task is None:
             raise NotRunningError("this launcher has not been started")
-        if self._task.done() or not self._ready.done() or self._is_stopping:
+        if not self.is_running:
             raise NotRunningError("the run has ended")
         return self._task
 

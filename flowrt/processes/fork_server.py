@@ -141,7 +141,9 @@ class _ForkServer:
             _close_all_but({0, 1, 2, *fds[1:], *self.library_fds})
             if request.holds_exit_lock:
                 hold(fds.pop())
-            for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGPIPE}:
+            # The last two stay ignored: the calls return errors instead.
+            unchanged = {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ}
+            for number in signal.valid_signals() - unchanged:
                 if signal.getsignal(number) is not None:  # None: reserved by the C library
                     with contextlib.suppress(OSError):
                         signal.signal(number, signal.SIG_DFL)

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from flowrt.actors.control import Control, Statistics, Submit
-from flowrt.errors import UserError, WorkerDiedError
+from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.requests import Requests
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import GATEWAY, Graph
 from flowrt.launcher import events
-from flowrt.launcher.launcher import STATISTICS_SECONDS, WORKER, Launcher, NotRunningError
+from flowrt.launcher.launcher import STATISTICS_SECONDS, WORKER, Launcher
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.process_backend import BackendOwner

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from flowrt.actors.control import Control, Start, as_message, from_message
-from flowrt.actors.links import Link, LinkLostError
+from flowrt.actors.links import LOST, Link, LinkLostError
 from flowrt.transports.contract import Channel
 from flowrt.transports.wire.message import Message
 
@@ -19,9 +19,12 @@ log = logging.getLogger("flowrt.worker")
 FAREWELL_SECONDS = 2.0
 
 
-async def receive_start(channel: Channel) -> Start:
-    """The first message of a control connection."""
-    start = from_message(await channel.recv())
+async def receive_start(channel: Channel) -> Start | None:
+    """The first message of a control connection; None when the launcher has ended before it sent one."""
+    try:
+        start = from_message(await channel.recv())
+    except LOST:
+        return None
     if not isinstance(start, Start):
         raise msgspec.ValidationError(f"expected Start as a worker's first message, got {start.kind!r}")
     return start

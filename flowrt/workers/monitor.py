@@ -54,6 +54,8 @@ class _Settings(msgspec.Struct):
 async def run_monitor(control: Channel, seams: Seams) -> None:
     """Serve until Stop, or until the control connection ends."""
     start = await receive_start(control)
+    if start is None:
+        return
     monitor = Monitor(start, control, seams)
     try:
         async with asyncio.TaskGroup() as group:

@@ -69,6 +69,8 @@ async def serve(
     before any other step.
     """
     start = await receive_start(control)
+    if start is None:
+        return
     worker = Worker(start, control, seams, on_sink)
     if begin is not None:
         begin(worker)

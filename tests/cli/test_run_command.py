@@ -26,7 +26,7 @@ from flowrt.cli.prompts import PromptRequest
 from flowrt.cli.record import record_text
 from flowrt.cli.run import RunSession, new_console
 from flowrt.cli.text import OutputStream
-from flowrt.launcher.launcher import NotRunningError
+from flowrt.errors import NotRunningError
 from flowrt.sampling_params import SamplingParams
 
 KEYS = {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "degraded", "ttft_seconds", "itl_seconds"}

@@ -28,7 +28,9 @@ async def until(condition: Callable[[], object]) -> None:
 
 async def test_run_is_unhealthy_while_a_request_waits_for_a_paused_server(served: Served, tmp_path: Path) -> None:
     graph = served.write(tmp_path, ALONE, limits={"max_tokens": 40}, reliability={"detector": False})
-    async with flowrt.open(graph) as running:
+    running = flowrt.open(graph)
+    assert not running.health().ok
+    async with running:
         assert running.health() == Health(True)
 
         def is_ok() -> bool:
@@ -46,6 +48,7 @@ async def test_run_is_unhealthy_while_a_request_waits_for_a_paused_server(served
         async with asyncio.timeout(60):
             assert (await request).finish_reason == "length"
         assert is_ok()
+    assert running.health().problems == ("the graph is not open",)
 
 
 async def test_run_is_unhealthy_while_an_expert_is_unavailable(served: Served, tmp_path: Path) -> None:

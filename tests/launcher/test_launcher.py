@@ -16,10 +16,10 @@ import pytest
 import uvloop
 
 from flowrt.actors.control import Control, Ended, Request, Submit, Tokens
-from flowrt.errors import UserError, WorkerDiedError
+from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, Graph, Node
 from flowrt.launcher import events
-from flowrt.launcher.launcher import Launcher, NotRunningError
+from flowrt.launcher.launcher import Launcher
 from flowrt.processes.fork_server import shown_name
 from flowrt.processes.leftover import marked_processes, processes_marked
 

@@ -12,11 +12,11 @@ import pytest
 from launcher.test_launcher import LOOPS, held, nothing_left, on_loop, open_fds
 
 from flowrt.actors.control import Control, Ended, Request, Submit
-from flowrt.errors import WorkerDiedError
+from flowrt.errors import NotRunningError, WorkerDiedError
 from flowrt.graph.model import MONITOR, Edge, Graph, Node, ReliabilitySettings
 from flowrt.launcher import events, run_state
 from flowrt.launcher import launcher as launching
-from flowrt.launcher.launcher import Launcher, NotRunningError
+from flowrt.launcher.launcher import Launcher
 
 __all__ = ["nothing_left"]  # the fixture that looks for what is left, for every test here
 WORKER = "launcher.mortal_workers:run_worker"

@@ -354,7 +354,7 @@ def test_incarnation_that_dies_is_introduced_to_no_peer() -> None:
     assert not [action for action in actions if isinstance(action, Send)]
 
 
-def test_verdict_on_a_worker_that_is_not_killed_says_so() -> None:
+def test_dead_worker_that_is_not_killed_is_announced_as_such() -> None:
     driver = Driver()
     driver.begin()
     driver.do(driver.state.stop)
