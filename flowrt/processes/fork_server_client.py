@@ -303,5 +303,6 @@ class LocalBackend:
         waiting = [answer for answer in answers if not answer.done()]
         for answer in waiting:
             answer.set_exception(reason or self._lost())
+            answer.exception()  # it counts as retrieved: the caller may have left
         if not self._is_closing and (reason is None or not waiting):
             self._owner.on_backend_lost(exit_text(status))

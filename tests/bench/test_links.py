@@ -37,7 +37,7 @@ def test_measured_times_are_divided_by_the_dilation() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("ubb", None, "auto"), "--profile 'ubb' is no link"),
+        (("ubb", None, "auto"), "--profile 'ubb' is not a link"),
         (("bandwidth_bytes_per_second=1e9", None, "auto"), "an empty message takes no time"),
         (("ub", None, "nonsense"), "--transport nonsense: "),
         (("ub", None, "inproc"), "stays within one process"),

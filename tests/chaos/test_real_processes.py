@@ -184,7 +184,7 @@ async def test_a_reset_ends_connections_between_the_two_and_no_process() -> None
         completion = await graph.complete([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
         assert len(completion.token_ids) == 8
         assert {name: graph.pids[name] for name in before} == before
-        while not any(line.startswith("attention.0: ") and "on the way to experts.0" in line for line in lines):  # noqa: ASYNC110
+        while not any(line.startswith("attention.0: ") and "on the link to experts.0" in line for line in lines):  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # the line has its own way here
     assert not any("experts.1" in line for line in lines), lines
 

@@ -124,7 +124,7 @@ def test_requests_that_fail_leave_the_others_untouched(
     assert done.returncode == 1, done.stderr
     requests = json.loads(done.stdout)["requests"]
     assert requests[0]["token_ids"] == before["token_ids"]
-    reasons = {1: "longer than", 2: "empty", 3: "token 512", 4: "is outside the vocabulary", 5: "empty", 10: "max_tokens 5000"}
+    reasons = {1: "the model has 4096", 2: "empty", 3: "token 512", 4: "is outside the vocabulary", 5: "empty", 10: "max_tokens 5000"}
     for index, request in enumerate(requests):
         if index in reasons:
             assert request["finish_reason"] == "error", request

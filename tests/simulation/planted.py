@@ -226,7 +226,7 @@ BUGS: tuple[Bug, ...] = (
     body("backend-loss-ignored", "the end of the fork server is not noticed", LAUNCHER, "Launcher.on_backend_lost", "pass"),
     body("left-behind", "the end of a run leaves its processes", LAUNCHER, "Launcher._clear", "pass"),
     body("stop-unsent", "workers receive no stop message", CONNECTION, "ControlConnection.send_stop", "return True"),
-    body("notice-lost", "a notice that finds the control connection full is lost", CONNECTION, "ControlConnection._send_posted", "pass"),
+    body("notice-lost", "a notice that finds the control connection full is lost", CONNECTION, "ControlConnection._send_queued", "pass"),
     body("drained-ignored", "no request to drain is ever done", CONNECTION, "ControlConnection.request_drain",
          "self.post(Drain())\nreturn asyncio.get_running_loop().create_future()"),
     bug("lost-link-ignored", "a lost link that no death explains has no consequence", (
