@@ -96,7 +96,7 @@ async def run_worker(control: Channel, seams: Seams) -> None:
                         await asyncio.sleep(3600)
                     case ["lost", *words]:
                         await send(LinkLost(words[0], "it broke", *words[1:]))
-                    case ["beat"]:
+                    case ["heartbeat"]:
                         await send(Heartbeat(sequence=3, lag_seconds=0.5, num_firings=9, incarnation=start.incarnation))
                     case ["late", process]:
                         await send(LateResponse(process, "whoever", 1.0, 0.1))

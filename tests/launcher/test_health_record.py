@@ -73,9 +73,9 @@ def test_how_far_each_worker_has_come(record: RecordAt) -> None:
 def test_suspected_and_dead_processes_are_warnings_until_they_return(record: RecordAt) -> None:
     record.note(events.WorkerSuspected("experts.0", "no heartbeat for 0.42 s"))
     assert record.warnings == ("experts.0 is suspect: no heartbeat for 0.42 s",)
-    record.note(events.WorkerCleared("experts.0", "it beats"))
+    record.note(events.WorkerCleared("experts.0", "heartbeats arrive again"))
     assert record.warnings == ()
-    record.note(events.WorkerSuspected("experts.0", "no beat"), events.WorkerLost("experts.0", "was marked dead"))
+    record.note(events.WorkerSuspected("experts.0", "no heartbeat"), events.WorkerLost("experts.0", "was marked dead"))
     assert record.warnings == ("experts.0 was marked dead; it is being started again",)
     record.note(events.WorkerRestarted("experts.0", 7, 0.5))
     assert record.warnings == ()
@@ -87,7 +87,7 @@ def test_suspected_and_dead_processes_are_warnings_until_they_return(record: Rec
 
 
 def test_with_the_monitor_its_suspicions_are_gone(record: RecordAt) -> None:
-    record.note(events.WorkerSuspected("experts.0", "no beat"), events.WorkerLost(MONITOR, "was killed"))
+    record.note(events.WorkerSuspected("experts.0", "no heartbeat"), events.WorkerLost(MONITOR, "was killed"))
     assert record.warnings == ("monitor was killed; it is being started again",)
 
 

@@ -314,7 +314,7 @@ async def test_reason_read_after_the_exit_notice_is_reported(tmp_path: Path, mon
             return message
 
         monkeypatch.setattr(line._control, "recv", recv_late)
-        await r.submit("server.0", "beat")  # worker listens already is in the recv of before
+        await r.submit("server.0", "heartbeat")  # worker listens already is in the recv of before
         await r.until(lambda: line.last_message_seconds > before)
         await r.submit("server.0", "fail")
         await r.until_back("server.0")
@@ -394,7 +394,7 @@ async def test_monitor_receives_incarnations_and_heartbeats(tmp_path: Path) -> N
     async with r.launcher as launcher:
         for name in ("client.0", "client.1", "server.0"):
             await r.until_monitor_receives("PeerJoined", f'"{name}"', launcher.incarnations[name])
-        await r.submit("server.0", "beat")
+        await r.submit("server.0", "heartbeat")
         heartbeat = await r.until_monitor_receives("Heartbeat", '"process":"server.0"', launcher.incarnations["server.0"])
         assert '"lag_seconds":0.5' in heartbeat
         await r.submit("client.1", "late server.0")

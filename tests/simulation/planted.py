@@ -136,7 +136,7 @@ BUGS: tuple[Bug, ...] = (
         WINDOW, "SendWindow.fits", "on_the_way < self.capacity_messages", "on_the_way <= self.capacity_messages")),
     bug("window-forgets", "a sender never learns that its messages were consumed", (
         WINDOW, "SendWindow.update", "self.taken_messages = taken_messages", "pass")),
-    bug("stop-ignored", "a worker that is told to stop while it is busy goes on", (
+    bug("stop-ignored", "a busy worker ignores a Stop message and goes on", (
         PROCESS, "Worker.stop", "self._stopped.set()", "pass")),
     # servers that die and come back
     bug("parts-not-redispatched", "parts of a dead server are not redispatched", (
