@@ -7,8 +7,8 @@
   sender's side holds no more than that.
 * Ownership: the tensors given to `send` must not change until `send` returns. Afterwards they belong to the caller again, with two
   exceptions. `capabilities.aliases_sender`: the receiver may see the sender's own memory (never write to them again).
-  `capabilities.borrows_sender`: the transport reads large tensors in place after `send` has returned (write to them only after the peer
-  has taken the message, see `send_acknowledged`). In both cases the transport keeps the memory alive while it uses it.
+  `capabilities.borrows_sender`: the transport reads large tensors in place after `send` has returned (write to them only after a response
+  shows that the peer has taken the message). In both cases the transport keeps the memory alive while it uses it.
 * Received tensors may alias the transport's memory. That memory stays valid until the last object that refers to `Tensor.data` is freed,
   even after `aclose`. Received headers are copies. A buffer from another process is writable.
 * Cancelling `recv` loses no message. A cancelled `send` has sent either the whole message or nothing of it.
@@ -173,13 +173,6 @@ class Channel(Closable):
         """Sends `message`; waits while the channel is full. Does not suspend when there is room.
 
         Raises LimitError or InvalidMessageError (nothing sent), ClosedChannelError, BrokenChannelError.
-        """
-
-    @abstractmethod
-    async def send_acknowledged(self, message: Message) -> None:
-        """As `send`, but returns after the peer's user has taken `message` (and so all before it).
-
-        A cancel after the message was sent does not undo it. Raises BrokenChannelError when the peer ends without taking it.
         """
 
     @abstractmethod

@@ -74,7 +74,7 @@ class InprocChannel(QueuedChannel):
         counters.messages_received += 1
         counters.bytes_received += size
         other = self._other
-        if other._room is not None or other._waiting:
+        if other._room is not None:
             other._wake_sender()
         return message
 
@@ -84,9 +84,6 @@ class InprocChannel(QueuedChannel):
                 self._message_windows().on_message(message)
         except WireError as error:
             self._break(str(error))
-
-    def _num_taken(self) -> int:
-        return self._other._counters.messages_received
 
     def _payload_bytes(self, message: Message) -> int:
         size = 0

@@ -29,14 +29,14 @@ from flowrt.transports.wire.message import Message
 MEET_SECONDS = 2.0  # how long an end waits for the other at each transport; the launcher reports a dead peer meanwhile
 _RETRY_SECONDS = 0.01
 PROTOCOL_EDGE = -17  # not an edge of a graph: protocol messages between two of these channels
-_ACKNOWLEDGE, _RESUME, _REQUEST_ACK = "fallback.acknowledge", "fallback.resume", "fallback.request_ack"
+_ACKNOWLEDGE, _RESUME = "fallback.acknowledge", "fallback.resume"
 log = logging.getLogger("flowrt.links")
 
 Reopen = Callable[[str], Awaitable[Channel]]
 
 
 class _Count(msgspec.Struct, frozen=True):
-    """_ACKNOWLEDGE: number of received messages. _RESUME: number of the first message on this channel. _REQUEST_ACK (0): acknowledge."""
+    """_ACKNOWLEDGE: number of received messages. _RESUME: number of the first message on this channel."""
 
     number: int
 
@@ -125,19 +125,6 @@ class FallbackChannel(Channel):
             else:
                 return self._channel
 
-    async def send_acknowledged(self, message: Message) -> None:
-        number = self.buffer.first + len(self.buffer.kept) + 1
-        await self.send(message)
-        requested: Channel | None = None
-        while self.buffer.first < number:
-            self._raise_if_ended()
-            if self._ended:
-                raise BrokenChannelError(f"{self.peer.name} has closed the channel")
-            if self._channel is not None and self._channel is not requested:
-                with contextlib.suppress(BrokenChannelError):
-                    requested = self._channel if self._channel.send_nowait(_protocol_message(_REQUEST_ACK, 0)) else None
-            await asyncio.sleep(_RETRY_SECONDS)
-
     # Receiving.
 
     def recv_nowait(self) -> Message | None:
@@ -191,7 +178,7 @@ class FallbackChannel(Channel):
                 elif message.kind == _RESUME:
                     buffer.resume(number)
                 else:
-                    self._acknowledge()
+                    raise ValueError(f"unknown kind {message.kind[:32]!r}")
             except (ValueError, msgspec.ValidationError) as error:
                 self._fail(f"{self.peer.name} sent a bad message: {error}")
             return False

@@ -141,9 +141,6 @@ class LazyChannel(Channel):
     async def send(self, message: Message) -> None:
         await (await self._ready(wanted=True)).send(message)
 
-    async def send_acknowledged(self, message: Message) -> None:
-        await (await self._ready(wanted=True)).send_acknowledged(message)
-
     async def recv(self) -> Message:
         channel = self._channel
         if channel is None:

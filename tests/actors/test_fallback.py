@@ -189,31 +189,6 @@ async def test_closing_while_it_falls_back_leaves_nothing() -> None:
             await reading
 
 
-async def test_an_acknowledged_send_survives_a_break() -> None:
-    async with linked("faulty+shm?out.drop@2", "zmq") as (one, two):
-
-        async def send() -> None:
-            for number in range(5):
-                await one.send_acknowledged(numbered(number))
-
-        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-            sending = group.create_task(send())
-            listening = group.create_task(_until_closed(one))
-            await receive_all(two, 0, 5)
-            taking = group.create_task(_until_closed(two))
-            await sending
-            await one.aclose()
-            await two.aclose()
-            await asyncio.wait([listening, taking])
-
-
-async def _until_closed(channel: Channel) -> None:
-    try:
-        await channel.recv()
-    except (ClosedChannelError, EndOfChannel):
-        return
-
-
 def carry(sender: ResendBuffer, receiver: ResendBuffer, messages: Iterable[Message]) -> list[int]:
     return [message.tag.step for message in messages if receiver.is_new() and message.tag is not None]
 

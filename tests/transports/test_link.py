@@ -272,21 +272,6 @@ def test_what_goes_through_a_window_pays_as_messages_do() -> None:
     assert in_virtual_time(main) == [3.5, 1.5, 6.0]
 
 
-def test_an_acknowledgement_comes_a_latency_after_its_message_was_taken() -> None:
-    async def main(stack: AsyncExitStack) -> float:
-        hosts = Hosts()
-        one, two = await opened(stack, hosts.pair("one", "two"))
-        sending = asyncio.ensure_future(one.send_acknowledged(message(0, 1000)))
-        await asyncio.sleep(20.0)
-        assert not sending.done()
-        hosts.begin()
-        await two.recv()
-        await sending
-        return round(hosts.timer.now() - hosts.start, 6)
-
-    assert in_virtual_time(main) == 1.0
-
-
 def test_notices_about_unknown_messages_change_nothing() -> None:
     async def main(stack: AsyncExitStack) -> None:
         hosts = Hosts()

@@ -23,7 +23,7 @@ import pytest
 from flowrt.transports.channel import greeted
 from flowrt.transports.channel.peer_watch import PeerWatch
 from flowrt.transports.conformance.connection_checks import HERE, KEY, THERE, pair_maker
-from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, send_all, until, within
+from flowrt.transports.conformance.kit import check_numbered, fill, numbered, opened, receive_all, send_all, until, until_waiting, within
 from flowrt.transports.conformance.process_checks import other_process, pause
 from flowrt.transports.contract import Channel, Limits
 from flowrt.transports.errors import BrokenChannelError, HandshakeError
@@ -422,14 +422,15 @@ async def test_an_envelope_that_fits_no_frame_goes_ahead_in_parts(loop_kind: str
 
 @needs_ucx
 async def test_credits_do_not_wait_behind_payload(pairs: Pairs, loop_kind: str) -> None:
-    """No payload of the other direction arrives, and what that end has taken is reported all the same."""
+    """No payload of the other direction arrives, and a sender that waits for a credit gets it all the same."""
     async with pairs.open() as (one, two, _, under_two):
         under_two.link.finds_regions = False
         for number in range(8):
             assert one.send_nowait(numbered(number, 1 << 21))
-        acknowledged = asyncio.ensure_future(two.send_acknowledged(numbered(0)))
+        waiting = asyncio.ensure_future(two.send(numbered(fill(two))))
+        await until_waiting(two, 1)
         check_numbered(await within(one.recv(), "recv"), 0)
-        await within(acknowledged, "the acknowledgement")
+        await within(waiting, "the credit")
         assert two.recv_nowait() is None
         under_two.link.finds_regions = True
         await one.send(numbered(8))

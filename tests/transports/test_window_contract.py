@@ -1,4 +1,4 @@
-"""Windows and synchronous sends: every scheme passes the same checks on both event loops."""
+"""Windows: every scheme passes the same checks on both event loops."""
 
 from __future__ import annotations
 

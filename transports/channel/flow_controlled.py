@@ -61,16 +61,6 @@ class FlowControlledChannel(QueuedChannel):
         if not self._closed:
             self._message_windows().on_message(message)
 
-    def _num_sent(self) -> int:
-        return self._sending.sent_messages - self._num_posted()
-
-    def _num_taken(self) -> int:
-        # Window messages are taken out of order. Counting them all as taken last is exact in the end and never acknowledges too early.
-        return self._sending.taken_messages - self._num_posted()
-
-    def _num_posted(self) -> int:
-        return 0 if self._windows is None else self._windows.num_posted
-
     def _on_taken(self, messages: int, payload_bytes: int) -> None:
         """Applies the peer's totals. Raises WireError when they are impossible."""
         self._sending.update(messages, payload_bytes)

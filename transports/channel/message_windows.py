@@ -72,7 +72,6 @@ class MessageWindows:
         self._calls: set[int] = set()  # pending calls of this end
         self._results: dict[int, tuple[Call, memoryview]] = {}  # of pending calls, once they have arrived
         self._num_calls = 0
-        self.num_posted = 0  # window messages sent by this end so far
 
     @property
     def piece_bytes(self) -> int:
@@ -119,7 +118,6 @@ class MessageWindows:
     async def post(self, call: Call, data: memoryview | None = None) -> None:
         """Sends a call without waiting for a response."""
         await self._channel.send(_message(call, data))
-        self.num_posted += 1
 
     def on_message(self, message: Message) -> None:
         """Processes an arrived window message. Raises WireError when it is invalid."""
@@ -202,7 +200,6 @@ class MessageWindows:
                         await self.post(Call("changed", token, flag=flag, value=window.flags[flag]))
                 if self._responses:
                     await self._channel.send(self._responses[0])
-                    self.num_posted += 1
                     self._responses.popleft()
         except TransportError:
             pass  # waiting calls fail too

@@ -45,7 +45,7 @@ class QueuedChannel(Channel):
         self._head = asyncio.Lock()  # fair; the sender that holds it is at the head of the queue
         self._windows: MessageWindows | None = None
         self._new_token: Callable[[], bytes] | None = None  # makes the tokens of window keys; None: random tokens
-        self._waiting: list[asyncio.Future[None]] = []  # waits for acknowledgements, flags and responses
+        self._waiting: list[asyncio.Future[None]] = []  # waits for copies, flags and responses
         self._shutdown: asyncio.Future[None] | None = None
         self._streak = 0
 
@@ -62,14 +62,6 @@ class QueuedChannel(Channel):
     @abstractmethod
     async def _shut(self) -> None:
         """Notifies the peer of the end and releases all resources. It is called once and must not fail."""
-
-    def _num_sent(self) -> int:
-        """Returns the number of messages sent, counted like `_num_taken`."""
-        return self._counters.messages_sent
-
-    def _num_taken(self) -> int:
-        """Returns the known number of messages that the peer's user has taken; `_expect_room` requests a wake-up when it changes."""
-        raise UnavailableError(f"{self.scheme} has no acknowledgements")
 
     async def _settle(self) -> None:
         """Waits until the tensors of the last sent message are copied, even when cancelled. Only needed where `_copying` can be True."""
@@ -110,16 +102,6 @@ class QueuedChannel(Channel):
             await self._send_in_turn(message)
         if self._copying:
             await self._settle()
-
-    async def send_acknowledged(self, message: Message) -> None:
-        if self._closed or self._ended or self._broken is not None:
-            self._check_sendable()
-        if self._num_senders or not self._transmit(message):
-            await self._send_in_turn(message)
-        number = self._num_sent()
-        if self._copying:
-            await self._settle()
-        await self._until(lambda: self._num_taken() >= number, self._expect_room)
 
     def recv_nowait(self) -> Message | None:
         if self._receiver is not None:

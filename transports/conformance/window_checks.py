@@ -12,11 +12,9 @@ from flowrt.transports.conformance.kit import (
     cancelled_after,
     carry,
     carry_one,
-    check_numbered,
     checks_of,
     expect,
     expect_error,
-    numbered,
     opened,
     pattern,
     receive_all,
@@ -231,31 +229,6 @@ async def check_window_cancelled(make_pair: MakePair) -> None:
         await within(remote.write(0, data), "write")
         expect(window.buffer == data, "the window can still be written")
         await carry(one, two, 1)
-
-
-async def check_acknowledged(make_pair: MakePair) -> None:
-    """A synchronous send returns once its message is taken and not before, also among other sends, large messages and window calls."""
-    async with opened(make_pair) as (one, two):
-        remote = await within(two.attach_window((window := one.open_window(5000)).key), "attach_window")
-        for number, nbytes in enumerate((0, 100, 5000, 9000, 100_000, 700_000)):
-            first = asyncio.ensure_future(two.send_acknowledged(numbered(3 * number, nbytes)))
-            await within(remote.write(0, pattern(5000, number)), "write")
-            others = [asyncio.ensure_future(two.send_acknowledged(numbered(3 * number + index, 10))) for index in (1, 2)]
-            await carry_one(one, two)
-            expect(not any(task.done() for task in (first, *others)), "a synchronous send waits until its message is taken")
-            for index, task in enumerate((first, *others)):
-                check_numbered(await within(one.recv(), "recv"), 3 * number + index, nbytes if not index else 10)
-                await within(task, "a synchronous send")
-            expect(window.buffer == pattern(5000, number), "windows keep working meanwhile")
-        unread = asyncio.ensure_future(two.send_acknowledged(numbered(99)))
-        await carry_one(one, two)
-        await within(one.aclose(), "aclose")
-        await expect_error(BrokenChannelError, unread, "a peer that closes without taking it breaks a synchronous send")
-    async with opened(make_pair) as (one, two):
-        held = asyncio.ensure_future(two.send_acknowledged(numbered(0)))
-        await asyncio.sleep(0)
-        await within(two.aclose(), "aclose")
-        await expect_error(ClosedChannelError, held, "closing wakes a synchronous send")
 
 
 WINDOW_CHECKS = checks_of(__name__)

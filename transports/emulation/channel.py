@@ -12,7 +12,7 @@ delivery time from them. Timers only decide when to check, so their delays do no
 owner of the Nic gets the delay.
 
 A channel serves one message at a time; the next one waits in `send`, in order. So the wrapper copies nothing, its sender holds nothing,
-and its receiver holds at most what the limits allow, besides the channel inner_counters.
+and its receiver holds at most what the limits allow, besides the channel underneath.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import msgspec
 from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.contract import LINGER_SECONDS, Channel, ChannelStatistics, Limits
-from flowrt.transports.emulation.frames import PASSED, REQUEST_TAKEN, TAKEN, ArrivingMessage, Passed, Stamp, escaped, unescaped
+from flowrt.transports.emulation.frames import PASSED, ArrivingMessage, Passed, Stamp, escaped, unescaped
 from flowrt.transports.emulation.nic import Cancellable, Nic
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, InvalidMessageError, LimitError, TransportError
 from flowrt.transports.wire.codec import WireError
@@ -46,7 +46,7 @@ class EmulatedChannel(QueuedChannel):
         self._nic = nic
         self._tasks: set[asyncio.Task[None]] = set()
         # Out.
-        self._number = self._acknowledged = -1  # number of the last data frame; number of the last one known to be taken by the peer's user
+        self._number = -1  # of the last data frame
         self._busy = False  # the NIC serves a message of this end, or is about to
         self._service_request: tuple[float, float] | None = None  # since when the head of the queue waits, and its work
         self._service_begin: float | None = None  # when the service of the head began; the head must be sent now
@@ -62,7 +62,6 @@ class EmulatedChannel(QueuedChannel):
         self._arriving: deque[ArrivingMessage] = deque()
         self._arriving_bytes = 0
         self._inbox: deque[ArrivingMessage] = deque()
-        self._taken_number = self._reported_number = self._requested_number = -1  # of messages: taken; reported as taken; requested
         self._room: asyncio.Future[None] | None = None  # the reader waits for room
         self._alarm: Cancellable | None = None
         self._final: str | None = None  # reason why `inner` ended; "" for an orderly end
@@ -76,12 +75,6 @@ class EmulatedChannel(QueuedChannel):
             held_buffers=inner_counters.held_buffers,
             messages_dropped=inner_counters.messages_dropped,
         )
-
-    async def send_acknowledged(self, message: Message) -> None:
-        await self.send(message)
-        number = self._number  # still the number of `message`: the next sender has not run yet
-        self._queue(Message(REQUEST_TAKEN, header=Passed(number, self._nic.timer.now())))
-        await self._until(lambda: self._acknowledged >= number)
 
     # Out: QueuedChannel's queue of senders, whose head requests the NIC.
 
@@ -215,9 +208,6 @@ class EmulatedChannel(QueuedChannel):
             return None
         head = self._inbox.popleft()
         self._release(head)
-        self._taken_number = head.number
-        if self._requested_number > self._reported_number:
-            self._report_taken()
         return head.message
 
     def _release(self, arriving: ArrivingMessage) -> None:
@@ -226,15 +216,6 @@ class EmulatedChannel(QueuedChannel):
         self._counters.bytes_received += arriving.size
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
-
-    def _report_taken(self) -> None:
-        if self._taken_number > self._reported_number and self._final is None:
-            self._reported_number = self._taken_number
-            self._queue(Message(TAKEN, header=Passed(self._reported_number, self._nic.timer.now())))
-
-    def _on_acknowledged(self, number: int) -> None:
-        self._acknowledged = max(self._acknowledged, number)
-        self._wake_sender()
 
     async def _read(self) -> None:
         try:
@@ -263,12 +244,6 @@ class EmulatedChannel(QueuedChannel):
         if frame.kind == PASSED:
             passed = frame.decode_header(Passed)
             self._has_passed(passed.number, passed.seconds)
-        elif frame.kind == REQUEST_TAKEN:
-            self._requested_number = max(self._requested_number, frame.decode_header(Passed).number)
-            self._report_taken()
-        elif frame.kind == TAKEN:
-            taken, latency = frame.decode_header(Passed), self._nic.latency_seconds
-            self._nic.timer.call_at(taken.seconds + latency, lambda: self._on_acknowledged(taken.number))
         else:
             stamp = frame.decode_header(Stamp)
             if stamp.before_seconds is not None:

@@ -10,8 +10,6 @@ from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.wire.message import Message
 
 PASSED = "link.passed"  # the time at which a message had passed the sender's NIC
-REQUEST_TAKEN = "link.request_taken"  # the sender requests a report when this message is taken
-TAKEN = "link.taken"  # the receiver's user has taken it
 _ESCAPE = "link"
 
 
@@ -26,7 +24,7 @@ class Stamp(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Passed(msgspec.Struct, frozen=True, array_like=True):
-    """The header of the three control frames: the state holds for message `number` and all before it, since `seconds`."""
+    """The header of a PASSED frame: message `number` and all before it had passed at `seconds`."""
 
     number: int
     seconds: float

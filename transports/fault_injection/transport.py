@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
@@ -66,14 +66,8 @@ class FaultyChannel(Channel):
     # Out.
 
     async def send(self, message: Message) -> None:
-        await self._send(message, self._inner.send)
-
-    async def send_acknowledged(self, message: Message) -> None:
-        await self._send(message, self._inner.send_acknowledged)
-
-    async def _send(self, message: Message, send: Callable[[Message], Awaitable[None]]) -> None:
         if not self._faulty_out:
-            await send(message)
+            await self._inner.send(message)
             return
         async with self._send_turn:
             self._raise_if_over()
@@ -84,7 +78,7 @@ class FaultyChannel(Channel):
                 await asyncio.sleep(seconds)
                 self._raise_if_over()
             for each in self._apply(faults, message, "out", self._num_out):
-                await send(each)
+                await self._inner.send(each)
             self._num_out += 1
 
     def send_nowait(self, message: Message) -> bool:

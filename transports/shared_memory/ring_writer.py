@@ -113,16 +113,6 @@ class RingWriter:
             if self._memory.publish(words + ring.FIELDS + ring.ABANDONED, self._num_abandoned, words + ring.READER_SLEEPS):
                 self._wake()
 
-    def num_taken(self) -> int:
-        """Messages that the peer has taken, abandoned ones included."""
-        self._refresh()
-        return self._window.taken_messages
-
-    @property
-    def num_sent(self) -> int:
-        """Messages sent, abandoned ones included."""
-        return self._window.sent_messages
-
     def close(self, in_order: bool = True) -> None:
         """Finishes the copies, marks the end (of an orderly close), and releases the memory."""
         self.copy_threads.close()

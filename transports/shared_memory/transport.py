@@ -125,12 +125,6 @@ class SharedMemoryChannel(QueuedChannel):
             copy_threads.wait()  # as long as a copy takes: the tensors are the caller's again when this returns
             raise
 
-    def _num_sent(self) -> int:
-        return self._writer.num_sent
-
-    def _num_taken(self) -> int:
-        return self._writer.num_taken()
-
     def _abandon(self) -> None:
         if not self._closed:
             self._writer.abandon()
@@ -171,7 +165,7 @@ class SharedMemoryChannel(QueuedChannel):
             return
         self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
         unread = self._receiver is not None and self._reader.has_message()
-        room = (self._room is not None or bool(self._waiting)) and self._writer.has_more_room()
+        room = self._room is not None and self._writer.has_more_room()
         flags = self._shared_windows.has_changes()
         self._num_checks = self._num_checks + 1 if unread or room or flags else 0
         is_lost = (unread and self._reader.flag_is_up()) or (room and self._writer.flag_is_up()) or flags
