@@ -42,7 +42,7 @@ app.command(chaos_app)
 
 @app.command
 def run(
-    graph: Annotated[Path, Parameter(help="A graph file.")],
+    graph: Annotated[Path, Parameter(help="A graph file, or a Hugging Face model directory.")],
     /,
     *,
     options: RunOptions | None = None,

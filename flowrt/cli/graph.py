@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 graph_app = App(name="graph", help="Check, show and expand graph files without starting anything.")
 
-GraphPath = Annotated[Path, Parameter(help="A graph file.")]
+GraphPath = Annotated[Path, Parameter(help="A graph file, or a Hugging Face model directory.")]
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative=(), help="path=value, such as deploy.experts.servers=2.")]
 ModelDirectory = Annotated[Path | None, Parameter(name="--model", help="Model directory to use instead of the file's.")]
 

@@ -105,7 +105,7 @@ class RunSession:
             raise UserError(f"{path}: this graph serves no model; call it from Python: await graph(name=tensor)")
         requests = requests or [PromptRequest(prompt, params) for prompt in graph.prompts]
         if not requests:
-            raise UserError(f"{path}: there is no prompt; give --prompt TEXT or --prompts FILE, or write prompts: in the file")
+            raise UserError(f"{path}: there is no prompt; give --prompt TEXT or --prompts FILE, or write prompts: in a graph file")
         self._records = [Record(index, each) for index, each in enumerate(requests)]
         self._chaos = RunFaults(options.chaos, self._graph, self._seams.clock, self._log_fault) if options.chaos is not None else None
         self._completed = asyncio.Event()  # all requests have ended

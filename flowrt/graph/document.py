@@ -42,7 +42,10 @@ _LITERALS |= {word: True for word in ("true", "True", "TRUE")} | {word: False fo
 
 @dataclass
 class Document:
-    """`value` is made of dict (keys are strings), list, str, int, float, bool and None; `lines` gives the line of each path."""
+    """`value` is made of dict (keys are strings), list, str, int, float, bool and None.
+
+    `lines` gives the line of each path; it is empty for values that were not read from a file.
+    """
 
     name: str
     value: Any
@@ -56,12 +59,12 @@ class Document:
                 return f"--set {self.overrides[path[:end]]}"
             if path[:end] in self.lines:
                 return f"{self.name}:{self.lines[path[:end]]}"
-        return f"{self.name}:1"
+        return f"{self.name}:1" if self.lines else self.name
 
     def line(self, path: Path_) -> int:
-        """The line number alone; 0 for a value of an override."""
+        """The line number alone; 0 for a value of an override or not from a file."""
         where = self.where(path)
-        return 0 if where.startswith("--set ") else int(where.rpartition(":")[2])
+        return 0 if where.startswith("--set ") or not self.lines else int(where.rpartition(":")[2])
 
     def fail(self, path: Path_, text: str) -> NoReturn:
         raise GraphError(self.where(path), dotted(path), text)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from flowrt.errors import GraphError
 from flowrt.graph.checks import check
+from flowrt.graph.default import default_graph, hub_hint
 from flowrt.graph.document import Document, Path_, apply_overrides, read_document, read_text
 from flowrt.graph.expand import expand_deploy
 from flowrt.graph.explicit import build_explicit, role_pair
@@ -50,7 +51,7 @@ def load_graph(
     facts_of: FactsOf | None = None,
     schemes: Collection[str] | None = None,
 ) -> Graph:
-    """Load the graph file at `path`, expanded and checked.
+    """Load the graph file at `path`, or the default graph of the model directory at `path`, expanded and checked.
 
     `overrides` are the "path=value" texts of `--set`; `model_dir` replaces model.path. `facts_of` reads the facts of a model directory
     (ValueError: no such model); only files with a model need it. `schemes` are the transports that may be named.
@@ -58,12 +59,22 @@ def load_graph(
     Raises GraphError: one line with file, line, key, what is wrong and what to do. Starts nothing and imports no operator.
     """
     path = Path(path)
-    document = apply_overrides(read_document(path), overrides)
+    document = apply_overrides(_document(path), overrides)
     try:
         folder = path.absolute().parent
     except OSError:  # the working directory was removed
         raise GraphError(str(path), "", "the working directory was removed; change to another, or give the whole path") from None
     return build_graph(document, folder, model_dir, facts_of, known_schemes() if schemes is None else schemes)
+
+
+def _document(path: Path) -> Document:
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise GraphError(str(path), "", "is a folder without config.json; give the path of a graph file or of a model directory")
+        return Document(str(path), default_graph(path))
+    if (hint := hub_hint(str(path))) and not path.exists():
+        raise GraphError(str(path), "", f"no such file or folder; {hint}")
+    return read_document(path)
 
 
 def build_graph(
@@ -162,7 +173,9 @@ def _model(
         except OSError as error:
             raise GraphError(f"--model {model_dir}", "", f"cannot be read ({error.strerror}); give another path") from None
         if not there:
-            raise GraphError(f"--model {model_dir}", "", "no such folder; give a Hugging Face model directory")
+            raise GraphError(
+                f"--model {model_dir}", "", f"no such folder; {hub_hint(str(model_dir)) or 'give a Hugging Face model directory'}"
+            )
     else:
         path = _existing(file.model.path, where, document, folder)
     if facts_of is None:
@@ -192,7 +205,8 @@ def _existing(text: str, key: Path_, document: Document, folder: Path, is_file: 
     except (OSError, ValueError) as error:
         document.fail(key, f"{shown_value(text)} cannot be read ({_reason(error)}); give the path of a {kind}")
     looked = f"{beside} and {here}" if beside != here else str(beside)
-    document.fail(key, f"there is no {kind} {shown_value(text)} (looked for {looked}); give the path of one")
+    hint = hub_hint(text) if key == ("model", "path") else ""
+    document.fail(key, f"there is no {kind} {shown_value(text)} (looked for {looked}); {hint or 'give the path of one'}")
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,60 @@
+"""The default graph of a model directory, and the commented file that `flowrt init` writes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from flowrt.graph.document import parse_document
+
+_TEXT = """\
+# Check it:  flowrt graph validate FILE      See it:  flowrt graph show FILE      Run it:  flowrt run FILE --prompt "Hello"
+# Every key and its default: flowrt graph expand FILE, and docs/graph-files.md
+flowrt: 1
+model:
+  path: {path}   # a Hugging Face directory: config.json, *.safetensors, tokenizer.json
+  # dtype: float32                # default: the checkpoint's own
+deploy:
+  attention:
+    groups: 1                     # processes that schedule, batch and keep the KV cache of their own requests
+    micro_batches: 2              # while one batch waits for experts, another computes
+  experts:
+    servers: 2                    # processes that share the experts; 0: the groups hold them
+    replicas: 1                   # servers that hold each expert; with 2, a server may die and no request fails
+limits:
+  max_num_seqs: 16                # sequences that a group computes at a time
+  kv_pages: 512                   # pages of KV cache per group, 16 tokens each
+  max_tokens: 256                 # maximum number of new tokens of an answer
+"""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def default_graph(model_dir: Path | str) -> dict[str, Any]:
+    """The graph file, as plain values, that serves the model directory on this machine: one group and two expert servers."""
+    value: dict[str, Any] = parse_document(_TEXT.format(path="''"), "default graph").value
+    value["model"] = {"path": str(Path(model_dir).absolute())}
+    return value
+
+
+def default_graph_text(model_dir: Path | str, prompts: tuple[str, ...] = ()) -> str:
+    """The file of `default_graph`, with comments; `prompts` are those that it answers when given none."""
+    text = _TEXT.format(path=_quoted(str(Path(model_dir).absolute())))
+    return (
+        text
+        + ("prompts:                          # answered when flowrt run is given none\n" if prompts else "")
+        + "".join(f"  - {_quoted(prompt)}\n" for prompt in prompts)
+    )
+
+
+def hub_hint(name: str) -> str:
+    """What to do about a missing model directory: how to download it, when its name is one of the Hugging Face hub."""
+    if _HUB_ID.fullmatch(name) and not name.endswith((".yaml", ".yml", ".json")):
+        folder = name.partition("/")[2]
+        return f"download a model of the hub first: hf download {name} --local-dir {folder}, then use ./{folder}"
+    return ""
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
