@@ -81,11 +81,12 @@ class WorkerRestarted:
 
 @dataclass(frozen=True)
 class WorkerGivenUp:
-    """Worker `name` stays down until the next attempt or for the rest of the run. `why` is a clause such as "it was started again 3 times
-    in 30 s; the next try is in 30 s"."""
+    """Worker `name` stays down for `retry_seconds`, or, if that is None, until the fork server responds or for the rest of the run. `why`
+    is a clause such as "it was started again 3 times in 30 s; the next try is in 30 s"."""
 
     name: str
     why: str
+    retry_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -592,7 +592,7 @@ class RunState:
         elif decision.retry_seconds is None:
             self._stay_down(process, decision.why)
         else:
-            self._stay_down(process, f"{decision.why}; the next try is in {decision.retry_seconds:g} s")
+            self._stay_down(process, f"{decision.why}; the next try is in {decision.retry_seconds:g} s", decision.retry_seconds)
             self._set_timer("restart", process, decision.retry_seconds, lambda: self._fork_again(process))
 
     def _fork_again(self, process: _ProcessRecord) -> None:
@@ -603,10 +603,10 @@ class RunState:
         process.workers = [self._workers[worker.name] for worker in process.workers]
         self._act(StartProcess(process.name))
 
-    def _stay_down(self, process: _ProcessRecord, why: str) -> None:
+    def _stay_down(self, process: _ProcessRecord, why: str, retry_seconds: float | None = None) -> None:
         process.is_given_up = True
         for worker in process.workers:
-            self._announce(events.WorkerGivenUp(worker.name, why))
+            self._announce(events.WorkerGivenUp(worker.name, why, retry_seconds))
 
     def _on_link_unexplained(self, end: _WorkerRecord, other: _WorkerRecord | None, reason: str) -> None:
         """Fence `end`, unless the death of `other` explains the lost link. Both may have new incarnations by now."""

@@ -12,6 +12,7 @@ import msgspec
 
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import Gateway, SendRequest
+from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import is_watched
 from flowrt.launcher.launcher import RESPONSE_SECONDS
@@ -89,9 +90,8 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
     cost = chance.choice(_COSTS)
     if scenario is None:
         faults = _draw_faults(random.Random(f"faults {seed}"), graph)
-        if faults_from_launch and (servers := sorted(mortal_workers(graph))):  # most likely while it loads
-            early = random.Random(f"early {seed}")
-            faults.append(kinds.Crash(at_seconds=early.uniform(0.0, 0.2), process=early.choice(servers)))
+        if faults_from_launch and (servers := sorted(mortal_workers(graph))):
+            faults += _draw_early_deaths(random.Random(f"early {seed}"), graph, servers)
         scenario = Scenario(faults=tuple(faults))
     max_requests = chance.choice((1024, 1024, 1024, 1024, 2))
     return Case(seed, graph, requests, scenario, conditions, cost, exact, processes, faults_from_launch, max_requests)
@@ -307,6 +307,19 @@ def _draw_deaths(chance: random.Random, mortal: list[str], names: list[str]) -> 
             if name not in victims
         ]
     return faults
+
+
+def _draw_early_deaths(chance: random.Random, graph: Graph, servers: list[str]) -> list[AnyFault]:
+    """The crash of a server, most likely while it loads. In half of the cases it crashes later, while a group connects that the launcher
+    reaches over a slow link: the server may be back before the group can receive a notice."""
+    process = chance.choice(servers)
+    if chance.random() < 0.5:
+        return [kinds.Crash(at_seconds=chance.uniform(0.0, 0.2), process=process)]
+    group = chance.choice(sorted({node.process for node in graph.nodes.values() if node.operator == SOURCE}))
+    return [
+        kinds.SlowLink(between=(GATEWAY, group), for_seconds=5.0, factor=300.0),
+        kinds.Crash(at_seconds=chance.uniform(0.0, 1.5), process=process),
+    ]
 
 
 def _draw_fork_server(chance: random.Random, graph: Graph, mortal: list[str]) -> list[AnyFault]:

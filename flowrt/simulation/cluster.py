@@ -47,6 +47,7 @@ TOKENIZE_SECONDS = 20e-3  # of a long text
 QUIET_SECONDS = 2.0  # after the last end, with everything healed: all messages in flight arrive
 NEWS_SECONDS = 0.3  # a group may learn of a restarted server this late
 SLOWED_SECONDS = 10.0  # the same while a fault may slow it down
+RETRY_SECONDS = 5.0  # from healing everything: a process out of its restart budget must be started again if that is due by then
 SETTLE_SECONDS = 30.0  # from healing everything to the last restart
 STUCK_SECONDS = 20.0  # without a firing, a token or a restart while no fault lasts: heartbeats never end, so a deadlock would not be seen
 LOOKS_APART_SECONDS = 0.1  # between polls of a client that reads late
@@ -325,6 +326,11 @@ class _SimulatedRun:
     def _living_insides(self) -> list[Inside]:
         return [inside for name in self._insides if (inside := self._living_inside(name)) is not None]
 
+    def _busy(self, until: float) -> list[str]:
+        """What the run must finish before the last checks: calls, restarts, and retries that are due by `until`."""
+        computing = [f"{inside.name} computes" for inside in self._living_insides() if inside.computes]
+        return computing + self._launcher.state.restarting() + self._checks.due_retries(until)
+
     async def _quieten(self) -> None:
         """Heal all faults, wait for messages in flight and for restarts, and check for leftovers."""
         world, clock = self._world, self._seams.clock
@@ -334,9 +340,7 @@ class _SimulatedRun:
             await clock.sleep(self._launcher.graph.reliability.unavailable_expert_seconds)
         healed = world.loop.time()
         await clock.sleep(QUIET_SECONDS)
-        while (
-            busy := [f"{inside.name} computes" for inside in self._living_insides() if inside.computes] + self._launcher.state.restarting()
-        ):
+        while busy := self._busy(healed + RETRY_SECONDS):
             if self._failure is not None:
                 return
             if world.loop.time() > healed + SETTLE_SECONDS:

@@ -39,6 +39,7 @@ class ServerChecks:
         self.mortal = sorted(mortal(graph))
         self.counts: Counter[str] = Counter()
         self.down: set[str] = set()  # given up
+        self._retry_at: dict[str, float] = {}  # of them, those that the launcher must try to start again: when
         self._suspect_seconds = graph.reliability.suspect_seconds / fastest_clock
         self._began: dict[str, float] = {}
         self._wrong: list[str] = []
@@ -52,10 +53,13 @@ class ServerChecks:
         match event:
             case events.WorkerStarted(name):
                 self._began[name] = now
+                self._retry_at.pop(name, None)
             case events.WorkerRestarted(name):
                 self.down.discard(name)
-            case events.WorkerGivenUp(name):
+            case events.WorkerGivenUp(name, _, retry_seconds):
                 self.down.add(name)
+                if retry_seconds is not None and name != MONITOR:  # of whose starts there is no event
+                    self._retry_at[name] = now + retry_seconds
             case events.WorkerLost(name, how):
                 self._outages.down(name, now)
                 if not self._is_faulty(name):
@@ -90,6 +94,10 @@ class ServerChecks:
         if now >= self._looked_at + LOOKS_APART_SECONDS:
             self._looked_at = now
             self._look_for_undispatched(insides, now)
+
+    def due_retries(self, until: float) -> list[str]:
+        """Workers out of their restart budget whose next start is due by `until`, and has not come."""
+        return [f"the next start of {name} is due at {at:.6f} s" for name, at in self._retry_at.items() if at <= until]
 
     def unused(self, insides: Iterable[Inside]) -> str | None:
         """A group that does not use a living server in its latest incarnation, or None. When all has settled there is none (I8)."""

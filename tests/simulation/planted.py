@@ -221,6 +221,10 @@ BUGS: tuple[Bug, ...] = (
         RUN_STATE, "RunState.on_listening", "self._neighbours.get(each.name, ())", "()")),
     bug("exit-ignored", "a process that ended is not started again", (
         RUN_STATE, "RunState._on_dead", "self._restart(process)", "pass")),
+    bug("never-retried", "a process out of its restart budget is never started again", (
+        RUN_STATE, "RunState._restart", "self._set_timer('restart', process, decision.retry_seconds, lambda: self._fork_again(process))", "pass")),
+    bug("notice-for-connecting-lost", "a notice is lost when its receiver is not connected yet", (
+        RUN_STATE, "RunState._notify", "other.unsent.append(control)", "pass")),
     body("marked-dead-not-killed", "a process that was marked dead is not killed", RUN_STATE, "RunState.fence", "pass"),
     body("exits-ignored", "the backend's exit notices are dropped", LAUNCHER, "Launcher.on_exited", "pass"),
     body("backend-loss-ignored", "the end of the fork server is not noticed", LAUNCHER, "Launcher.on_backend_lost", "pass"),

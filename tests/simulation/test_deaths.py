@@ -14,6 +14,7 @@ from flowrt.gateway.gateway import ClientEvent, TokenEvent
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
+from flowrt.launcher.run_state import RunState
 from flowrt.operators.dispatch import UNAVAILABLE
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import AnyFault, Crash, Fault, Hang, Pause, Reset, Scenario, Slow, Stall
@@ -238,6 +239,15 @@ def test_process_with_heartbeats_is_not_suspected() -> None:
     graph = load("2x3.yaml", detector=True, suspect_seconds=0.05)  # beats are further apart than that
     with pytest.raises(InvariantError, match=r"I7: .* was suspected"):
         serve_under(0, graph, requests(8, apart=0.3))
+
+
+def test_process_that_is_never_retried_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It dies twice within a window that permits one restart; the next start is due half a second later."""
+    fork_again = RunState._fork_again
+    monkeypatch.setattr(RunState, "_fork_again", lambda self, process: None if process.is_given_up else fork_again(self, process))
+    deaths = [Crash(process="experts.1", at_seconds=seconds) for seconds in (0.02, 0.1, 0.2, 0.3)]
+    with pytest.raises(InvariantError, match=r"I5: .* the next start of experts.1 is due at"):
+        serve_under(0, load("2x3.yaml", restarts=1, restart_window_seconds=0.5), requests(4), *deaths)
 
 
 def test_part_that_waits_for_an_available_replica_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
