@@ -11,46 +11,53 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowrt.api import Choice, Completion, RunningGraph, generate
     from flowrt.api import open_graph as open
-    from flowrt.errors import GraphError, NotRunningError, UserError, WorkerDiedError
+    from flowrt.errors import ArgumentError, FlowrtError, GraphError, NotRunningError, TokenizerError, UserError, WorkerDiedError
     from flowrt.gateway.gateway import ChoiceEvent, EndEvent, TokenEvent
     from flowrt.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
+    "ArgumentError",
     "Choice",
     "ChoiceEvent",
     "Completion",
     "EndEvent",
+    "FlowrtError",
     "GraphError",
     "NotRunningError",
     "RunningGraph",
     "SamplingParams",
     "TokenEvent",
+    "TokenizerError",
     "UserError",
     "WorkerDiedError",
     "generate",
     "open",
 ]
 
-_HOME = {
-    "Choice": "api:Choice",
-    "Completion": "api:Completion",
-    "RunningGraph": "api:RunningGraph",
-    "generate": "api:generate",
-    "open": "api:open_graph",
-    "ChoiceEvent": "gateway.gateway:ChoiceEvent",
-    "EndEvent": "gateway.gateway:EndEvent",
-    "SamplingParams": "sampling_params:SamplingParams",
-    "TokenEvent": "gateway.gateway:TokenEvent",
-    "GraphError": "errors:GraphError",
-    "NotRunningError": "errors:NotRunningError",
-    "UserError": "errors:UserError",
-    "WorkerDiedError": "errors:WorkerDiedError",
+_MODULES = {  # module -> what it gives; loaded when one of the names is first used
+    "api": ("Choice", "Completion", "RunningGraph", "generate"),
+    "gateway.gateway": ("ChoiceEvent", "EndEvent", "TokenEvent"),
+    "sampling_params": ("SamplingParams",),
+    "errors": (
+        "ArgumentError",
+        "FlowrtError",
+        "GraphError",
+        "NotRunningError",
+        "TokenizerError",
+        "UserError",
+        "WorkerDiedError",
+    ),
 }
+_HOME = {name: (module, name) for module, names in _MODULES.items() for name in names} | {"open": ("api", "open_graph")}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'flowrt' has no attribute {name!r}")
-    module, attribute = _HOME[name].split(":")
+    module, attribute = _HOME[name]
     return getattr(import_module(f"flowrt.{module}"), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""Errors for the user: each has a text of one line and the exit code of the command line.
+"""Errors for the user: each has a text of one line, derives from FlowrtError, can be pickled, and is exported by `flowrt`.
 
 Errors of transports are in transports/errors.py. This module imports nothing from flowrt; every package may import it.
 """
@@ -32,10 +32,22 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-class UserError(Exception):
-    """Bad input. The text is one line: what is wrong, where, what to do. The command line prints it and exits with `exit_code`."""
+class FlowrtError(Exception):
+    """The base class of all errors that flowrt raises for its users. Its text is one line."""
+
+
+class UserError(FlowrtError):
+    """Bad input: the text says what is wrong, where, and what to do. The command line prints it and exits with `exit_code`."""
 
     exit_code = 2
+
+
+class ArgumentError(UserError, TypeError, ValueError):
+    """An argument of a call is unknown, of a wrong type, out of bounds, or contradicts another one. Nothing was started or submitted."""
+
+
+class TokenizerError(UserError, ValueError):
+    """A model directory cannot tokenize or render text. The message names the file and what to do."""
 
 
 class GraphError(UserError):
@@ -56,8 +68,9 @@ class GraphError(UserError):
         return GraphError, (self.where, self.path, self.text)
 
 
-class WorkerDiedError(Exception):
-    """A process of the graph died, or could not start. `process` is its name, `output_tail` the last lines that it wrote, oldest first."""
+class WorkerDiedError(FlowrtError):
+    """A process of the graph died, or could not start. `process` is its name, `reason` continues the sentence, `output_tail` has the last
+    lines that it wrote, oldest first."""
 
     exit_code = 3
 
@@ -65,6 +78,9 @@ class WorkerDiedError(Exception):
         self.process, self.reason, self.output_tail = process, reason, output_tail
         super().__init__(f"{process} {reason}")
 
+    def __reduce__(self) -> tuple[type[WorkerDiedError], tuple[str, str, tuple[str, ...]]]:
+        return WorkerDiedError, (self.process, self.reason, self.output_tail)
 
-class NotRunningError(RuntimeError):
+
+class NotRunningError(FlowrtError, RuntimeError):
     """The graph is not open: not yet, or no longer."""

@@ -39,7 +39,6 @@ from flowrt.observe import set_log_level
 from flowrt.output_file import STDOUT, check_writable, write_file
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
-from flowrt.serving.tokenizer import TokenizerError
 from flowrt.signals import ending_signals
 
 SUCCESS, FAILED, BAD_INPUT, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
@@ -88,18 +87,15 @@ class RunSession:
         self._loaded_bytes: dict[str, int] = {}
         self._statistics: dict[str, Statistics] = {}
         self._up_seconds: float | None = None
-        try:
-            self._graph: RunningGraph = open_graph(
-                path,
-                overrides=options.overrides,
-                model=options.model,
-                seams=self._seams,
-                log_level=options.log_level,
-                on_event=self._on_event,
-                on_line=self._on_line,
-            )
-        except TokenizerError as error:
-            raise UserError(str(error)) from None
+        self._graph: RunningGraph = open_graph(
+            path,
+            overrides=options.overrides,
+            model=options.model,
+            seams=self._seams,
+            log_level=options.log_level,
+            on_event=self._on_event,
+            on_line=self._on_line,
+        )
         graph = self._graph.graph
         if graph.model is None:
             raise UserError(f"{path}: this graph serves no model; call it from Python: await graph(name=tensor)")

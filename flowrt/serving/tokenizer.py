@@ -14,7 +14,7 @@ from typing import Any
 
 import tokenizers
 
-from flowrt.errors import UserError
+from flowrt.errors import TokenizerError
 from flowrt.sampling_params import check_text
 
 MAX_FILE_BYTES = 256 << 20
@@ -22,10 +22,6 @@ _BROKEN = "\ufffd"  # the library's text for bytes that are not a whole characte
 _MAX_OPEN = 6  # maximum of U+FFFD for one incomplete character: its 3 bytes, and those of a character before it
 _CUT_TOKENS = 8
 _LONGEST_WINDOW_TOKENS = 64  # no real text is this long without a boundary
-
-
-class TokenizerError(UserError, ValueError):
-    """A model directory cannot tokenize or render text. The message names the file and what to do."""
 
 
 class TextStream:

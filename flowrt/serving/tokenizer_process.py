@@ -19,8 +19,9 @@ from pathlib import Path
 
 import msgspec
 
+from flowrt.errors import TokenizerError
 from flowrt.sampling_params import check_text
-from flowrt.serving.tokenizer import Tokenizer, TokenizerError
+from flowrt.serving.tokenizer import Tokenizer
 
 MAX_TEXT_CHARACTERS = 4 << 20
 TEXT_SECONDS = 10.0  # for one text

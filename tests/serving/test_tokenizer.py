@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from flowrt.serving.tokenizer import MAX_FILE_BYTES, Tokenizer, TokenizerError
+from flowrt.errors import TokenizerError
+from flowrt.serving.tokenizer import MAX_FILE_BYTES, Tokenizer
 
 CORPUS = [
     "the quick brown fox, 12 + 30 = 42",

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from serving.test_tokenizer import CHATML, byte_level
 
+from flowrt.errors import TokenizerError
 from flowrt.serving import tokenizer_process
-from flowrt.serving.tokenizer import Tokenizer, TokenizerError
+from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import MAX_TEXT_CHARACTERS, TokenizerProcess
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
