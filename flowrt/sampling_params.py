@@ -19,20 +19,21 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_WHOLE = (1 << 63) - 1  # the largest integer of a message header
-MAX_NUMBER = 1e9
+MIN_FACTOR, MAX_NUMBER = 1e-9, 1e9  # logits times or divided by these stay finite
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 64, 1024, 1024
 
 
 def _whole(least: int, most: int = MAX_WHOLE, note: str = "") -> Meta:
-    bounds = f"of at least {least}" if most == MAX_WHOLE else f"from {least} to {most}"
-    return Meta(ge=least, le=most, description=f"a whole number {bounds}{note}")
+    upper = "2**63 - 1" if most == MAX_WHOLE else str(most)
+    return Meta(ge=least, le=most, description=f"a whole number from {least} to {upper}{note}")
 
 
 _STOP = Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)
 _STOPS = Meta(
     max_length=MAX_STOPS, description=f"a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARACTERS} characters"
 )
-_STOP_IDS = Meta(max_length=MAX_STOP_TOKEN_IDS, description=f"a list of at most {MAX_STOP_TOKEN_IDS} whole numbers of at least 0")
+_STOP_IDS = Meta(max_length=MAX_STOP_TOKEN_IDS, description=f"a list of at most {MAX_STOP_TOKEN_IDS} whole numbers from 0 to 2**63 - 1")
+_FACTOR = f"a number from {MIN_FACTOR:g} to {MAX_NUMBER:g}; 1 is off"
 _PENALTY = Meta(ge=-2, le=2, description="a number from -2 to 2; 0 is off")
 
 
@@ -50,13 +51,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: Annotated[int, _whole(1)] | None = None
     min_tokens: Annotated[int, _whole(0)] = 0
     n: Annotated[int, _whole(1, MAX_CHOICES)] = 1
-    temperature: Annotated[float, Meta(ge=0, le=MAX_NUMBER, description="a number of at least 0; 0 is greedy")] = 0.0
+    temperature: Annotated[float, Meta(ge=0, le=MAX_NUMBER, description=f"a number from 0 to {MAX_NUMBER:g}; 0 is greedy")] = 0.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="a number above 0 and at most 1; 1 is off")] = 1.0
     top_k: Annotated[int, _whole(0, note="; 0 is off")] = 0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=MAX_NUMBER, description="a number above 0; 1 is off")] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=MIN_FACTOR, le=MAX_NUMBER, description=_FACTOR)] = 1.0
     presence_penalty: Annotated[float, _PENALTY] = 0.0
     frequency_penalty: Annotated[float, _PENALTY] = 0.0
-    seed: Annotated[int, _whole(0, note=" and below 2**63")] | None = None
+    seed: Annotated[int, _whole(0)] | None = None
     stop: Annotated[tuple[Annotated[str, _STOP], ...], _STOPS] = ()
     stop_token_ids: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_WHOLE)], ...], _STOP_IDS] = ()
     ignore_eos: Annotated[bool, Meta(description="true or false")] = False

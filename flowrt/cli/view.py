@@ -73,6 +73,10 @@ class PlainView(View):
         self._streamed = False  # the only answer has begun
         self._is_ready = False
 
+    def start(self) -> None:
+        importing = "" if self._graph.processes == "one" else "; the fork server is importing torch"
+        self.note(f"starting {len(self._graph.process_names())} workers{importing}")
+
     def on_event(self, event: events.Event) -> None:
         match event:
             case events.WorkerStarted(name, pid) if not self._is_ready:

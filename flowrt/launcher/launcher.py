@@ -236,7 +236,7 @@ class Launcher:
     # The run.
 
     async def _run(self) -> None:
-        orderly = False
+        orderly, began = False, self._now()
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._spawn = tasks.create_task
@@ -247,7 +247,7 @@ class Launcher:
                 else:
                     set_own_threads(self.graph)
                     self._hosted = dict.fromkeys(self.graph.process_names(), load_worker(self.worker)) | self._hosted
-                self._step(self.state.start)
+                self._step(self.state.start, began)
                 await self._ended
                 raise _EndedError
         except* _EndedError:

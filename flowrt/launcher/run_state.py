@@ -258,8 +258,9 @@ class RunState:
 
     # Events. None of these methods waits.
 
-    def start(self, now: float) -> None:
-        self._now = self._began = now
+    def start(self, now: float, began: float) -> None:
+        """Start all processes. `began`: when the launch began, before the process backend was opened."""
+        self._now, self._began = now, began
         for process in self._processes.values():
             self._act(StartProcess(process.name))
 

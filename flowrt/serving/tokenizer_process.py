@@ -25,7 +25,7 @@ from flowrt.serving.tokenizer import Tokenizer
 
 MAX_TEXT_CHARACTERS = 4 << 20
 TEXT_SECONDS = 10.0  # for one text
-START_SECONDS = 60.0  # to load the tokenizer
+START_SECONDS = 30.0  # to load the tokenizer
 MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
 _PR_SET_PDEATHSIG = 1
 
@@ -81,8 +81,8 @@ class TokenizerProcess:
     A text that takes too long, or whose call is cancelled, ends the process; the next call starts another one.
     """
 
-    def __init__(self, directory: Path, text_seconds: float = TEXT_SECONDS) -> None:
-        self._directory, self._text_seconds = directory, text_seconds
+    def __init__(self, directory: Path, text_seconds: float = TEXT_SECONDS, start_seconds: float = START_SECONDS) -> None:
+        self._directory, self._text_seconds, self._start_seconds = directory, text_seconds, start_seconds
         self._child: _TokenizerChild | None = None
         self._is_closed = False
         self._turn = asyncio.Lock()
@@ -127,18 +127,20 @@ class TokenizerProcess:
 
     async def _exchange(self, request: _Encode) -> _Encoded:
         child, loop = self.start(), asyncio.get_running_loop()
+        late = f"the process that tokenizes text has not loaded in {self._start_seconds:g} s: is it stopped, or the machine overloaded?"
         try:
             if not child.is_ready:
-                async with asyncio.timeout(START_SECONDS):
+                async with asyncio.timeout(self._start_seconds):
                     ready = await _receive(loop, child.socket)
                 if ready.error is not None:
                     raise TokenizerError(ready.error)
                 child.is_ready = True
+            late = f"the text was not tokenized within {self._text_seconds:g} s"
             async with asyncio.timeout(self._text_seconds):
                 await loop.sock_sendall(child.socket, _line(request))
                 return await _receive(loop, child.socket)
         except TimeoutError:
-            raise TokenizerError(f"the text was not tokenized within {self._text_seconds:g} s") from None
+            raise TokenizerError(late) from None
         except (OSError, EOFError) as error:
             raise TokenizerError("the process that tokenizes text has died, of too little memory perhaps") from error
 

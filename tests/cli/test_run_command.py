@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import psutil
 import pytest
-from cli.conftest import PLENTY_SECONDS, Started, environment, flowrt
+from cli.conftest import PLENTY_SECONDS, ROOT, Started, environment, flowrt
 from reference_model import ReferenceModel
 
 from flowrt.actors.control import Statistics
@@ -187,6 +187,12 @@ def test_one_interrupt_lets_running_requests_finish(graph_file: Path, tmp_path: 
     (request,) = requests_of(tmp_path / "record.json")
     assert request["finish_reason"] in ("stop", "length")
     assert "time to first token" in running.out, "it ends in order, with its account"
+
+
+def test_interrupt_while_the_command_is_imported_ends_it_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "cyclopts.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True:\n    signal.pause()\n")
+    done = flowrt("--version", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "flowrt: interrupted\n")
 
 
 _STUCK = """

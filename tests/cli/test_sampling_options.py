@@ -38,10 +38,13 @@ def test_choices_and_logprobs_are_in_the_record(graph_file: Path, tmp_path: Path
     [
         ("n", 0, "--n is 0, it must be a whole number from 1 to 128"),
         ("logprobs", 21, "--logprobs is 21, it must be a whole number from 0 to 20"),
-        ("min_tokens", -1, "--min-tokens is -1, it must be a whole number of at least 0"),
+        ("min_tokens", -1, r"--min-tokens is -1, it must be a whole number from 0 to 2\*\*63 - 1"),
         ("presence_penalty", 3.0, "--presence-penalty is 3.0, it must be a number from -2 to 2; 0 is off"),
         ("frequency_penalty", float("nan"), "--frequency-penalty is nan, it must be a number from -2 to 2"),
-        ("repetition_penalty", 0.0, "--repetition-penalty is 0.0, it must be a number above 0; 1 is off"),
+        ("repetition_penalty", 0.0, r"--repetition-penalty is 0.0, it must be a number from 1e-09 to 1e\+09; 1 is off"),
+        ("repetition_penalty", 1e-320, r"--repetition-penalty is 1e-320, it must be a number from 1e-09 to 1e\+09; 1 is off"),
+        ("temperature", 1e308, r"--temperature is 1e\+308, it must be a number from 0 to 1e\+09; 0 is greedy"),
+        ("max_tokens", 10**22, r"--max-tokens is 1\d+, it must be a whole number from 1 to 2\*\*63 - 1"),
     ],
 )
 def test_impossible_values_are_refused(name: str, value: float, text: str) -> None:

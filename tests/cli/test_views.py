@@ -92,6 +92,13 @@ def test_plain_answers_come_in_order_of_completion(graph: Graph) -> None:
     assert err.getvalue() == "[experts.0] \\x1b]0;title\\x07\n"
 
 
+def test_plain_start_is_announced_before_the_first_process_starts(graph: Graph) -> None:
+    view, out, err = plain_view(graph)
+    view.start()
+    assert out.getvalue() == ""
+    assert err.getvalue() == f"flowrt: starting {len(graph.process_names())} workers; the fork server is importing torch\n"
+
+
 def test_one_plain_answer_streams(graph: Graph) -> None:
     view, out, _ = plain_view(graph)
     only = record()

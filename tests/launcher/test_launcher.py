@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +22,9 @@ from flowrt.graph.model import FORK_SERVER, Graph, Node
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
 from flowrt.processes.fork_server import shown_name
+from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.processes.leftover import marked_processes, processes_marked
+from flowrt.seams import Seams
 
 WORKER = "launcher.fake_workers:run_worker"
 
@@ -166,6 +169,21 @@ def test_six_workers_start_exchange_and_stop(run: Callable[..., object]) -> None
         assert it.lines == []
 
     on_loop(run, main)
+
+
+async def test_seconds_until_ready_include_the_start_of_the_fork_server() -> None:
+    open_seconds: list[float] = []
+
+    async def open_backend(*arguments: Any) -> LocalBackend:
+        before = asyncio.get_running_loop().time()
+        backend = await LocalBackend.open(*arguments)
+        open_seconds.append(asyncio.get_running_loop().time() - before)
+        return backend
+
+    it = Run("echo.0", seams=Seams(open_backend=open_backend))
+    async with it.launcher:
+        (ready,) = [event for event in it.events if isinstance(event, events.Ready)]
+        assert ready.seconds >= open_seconds[0]
 
 
 def test_a_launch_works_in_a_thread() -> None:

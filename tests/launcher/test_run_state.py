@@ -73,7 +73,7 @@ class Driver:
         return actions
 
     def load(self) -> None:
-        self.do(self.state.start)
+        self.do(self.state.start, self.now)
         for name in (CLIENT, SERVER, OTHER):
             self.do(self.state.on_forked, name, 7)
 
@@ -102,7 +102,7 @@ def end_of(actions: Sequence[Action]) -> str:
 
 def test_start() -> None:
     driver = Driver()
-    assert driver.do(driver.state.start) == [StartProcess(CLIENT), StartProcess(SERVER), StartProcess(OTHER)]
+    assert driver.do(driver.state.start, driver.now) == [StartProcess(CLIENT), StartProcess(SERVER), StartProcess(OTHER)]
     assert driver.do(driver.state.on_forked, CLIENT, 7) == [Announce(events.WorkerStarted(CLIENT, 7)), SendStart(CLIENT)]
     for name in (SERVER, OTHER):
         driver.do(driver.state.on_forked, name, 7)
@@ -113,6 +113,16 @@ def test_start() -> None:
     for name in (CLIENT, SERVER):
         assert driver.do(driver.state.on_connected, name) == [Announce(events.WorkerConnected(name))]
     assert announced(driver.do(driver.state.on_connected, OTHER)) == [events.WorkerConnected(OTHER), events.Ready(0.0)]
+
+
+def test_seconds_until_ready_include_the_start_of_the_process_backend() -> None:
+    driver = Driver()
+    driver.do(driver.state.start, driver.now - 8.0)
+    for name in (CLIENT, SERVER, OTHER):
+        driver.do(driver.state.on_forked, name, 7)
+        driver.do(driver.state.on_listening, name, Listening({}))
+    (*_, ready) = [event for name in (CLIENT, SERVER, OTHER) for event in announced(driver.do(driver.state.on_connected, name))]
+    assert ready == events.Ready(8.0)
 
 
 # Run phase and death -> the announced event, the processes forked again, how the run ends.
@@ -377,7 +387,7 @@ def test_link_lost_between_needed_workers_ends_the_run_while_another_server_is_d
 
 def test_failed_fork_ends_a_start_and_is_retried_in_a_run() -> None:
     driver = Driver()
-    driver.do(driver.state.start)
+    driver.do(driver.state.start, driver.now)
     error = UserError("no descriptor")
     assert driver.do(driver.state.on_fork_failed, SERVER, error) == [End(error)]
     driver = Driver()
@@ -402,7 +412,7 @@ class RunStateMachine(RuleBasedStateMachine):
         self.ends: list[End] = []
         self.stopping: set[str] = set()
         self.incarnations = set(self.driver.state.incarnations.values())
-        self.carry_out(self.driver.do(self.driver.state.start))
+        self.carry_out(self.driver.do(self.driver.state.start, self.driver.now))
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,16 @@ async def test_a_hostile_template_fails_its_request_alone(directory: Path, templ
         assert await process.encode("a", max_tokens=100), "the next text is encoded, by another process if need be"
     finally:
         counting.cancel()
+        process.close()
+
+
+async def test_process_that_is_stopped_while_it_loads_is_reported_as_such(directory: Path) -> None:
+    process = TokenizerProcess(directory, start_seconds=0.2)
+    try:
+        os.kill(process.start().process.pid, signal.SIGSTOP)
+        with pytest.raises(TokenizerError, match=r"has not loaded in 0\.2 s: is it stopped, or the machine overloaded\?"):
+            await process.encode("ab", max_tokens=100)
+    finally:
         process.close()
 
 
