@@ -15,6 +15,12 @@ from flowrt.errors import UserError, shortened
 STDOUT = "-"
 
 
+class LostOutputError(UserError):
+    """Results were computed and cannot be written."""
+
+    exit_code = 1
+
+
 def check_writable(name: str) -> None:
     """Raises UserError now rather than after the run, when the file could not be written."""
     if name == STDOUT:
@@ -38,14 +44,14 @@ def check_writable(name: str) -> None:
 
 
 def write_file(name: str, text: str, stdout: TextIO | None = None) -> None:
-    """Write `text` to the file, or to `stdout`. A reader sees the old file or the whole new one. Raises UserError."""
+    """Write `text` to the file, or to `stdout`. A reader sees the old file or the whole new one. Raises LostOutputError."""
     if name == STDOUT:
         stdout = stdout or sys.stdout
         stdout.write(text)
         stdout.flush()
         return
-    path = Path(name).resolve()
     try:
+        path = Path(name).resolve()
         if path.exists() and not path.is_file():  # a pipe or a device: there is nothing to replace
             path.write_text(text, encoding="utf-8")
             return
@@ -57,7 +63,7 @@ def write_file(name: str, text: str, stdout: TextIO | None = None) -> None:
             with contextlib.suppress(OSError):
                 part.unlink()
     except OSError as error:
-        raise UserError(f"--json {shortened(name)}: cannot be written ({error.strerror}); give another path") from None
+        raise LostOutputError(f"--json {shortened(name)}: cannot be written ({error.strerror}); give another path") from None
 
 
 def json_text(value: Any) -> str:

@@ -50,9 +50,11 @@ def run(
 ) -> None:
     """Start a graph, answer all prompts at once, and show how it ran.
 
+    Answers go to standard output, progress and tables to standard error.
     Press Ctrl-C once to let running requests finish, twice to end at once.
-    Exit codes: 0 all finished, 1 a request failed or a fault of --chaos was
-    not injected, 2 bad input, 3 a worker died, 130 interrupted.
+    Exit codes: 0 all finished, 1 a request failed, a fault of --chaos was
+    not injected or an output was lost, 2 bad input (nothing was started),
+    3 a worker died, 130 interrupted, 141 the reader of the answers left.
     """
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _MIN_DESCRIPTORS:
         text = f"too few open files are allowed (RLIMIT_NOFILE is {limit}, at least {_MIN_DESCRIPTORS} are needed)"

@@ -25,13 +25,12 @@ def read_number(kind: Any, tokens: Sequence[Token]) -> int | float:
 _PROMPTS = Group("Prompts", sort_key=1)
 _SAMPLING = Group(
     "Sampling",
-    default_parameter=Parameter(converter=read_number),
     help="Apply to every prompt; a line of --prompts may override them.",
     sort_key=2,
 )
 _OTHER = Group("Graph and output", sort_key=3)
-_Int: TypeAlias = int | None
-_Float: TypeAlias = float | None
+_Int: TypeAlias = Annotated[int | None, Parameter(converter=read_number)]
+_Float: TypeAlias = Annotated[float | None, Parameter(converter=read_number)]
 
 
 @Parameter(name="*", group=_SAMPLING)
@@ -51,6 +50,8 @@ class SamplingOptions:
     repetition_penalty: Annotated[_Float, Parameter(help="Divide the logits of tokens in prompt and answer by this. [default: 1, off]")] = (
         None
     )
+    stop: Annotated[tuple[str, ...] | None, Parameter(negative=(), help="End an answer before this text; repeatable.")] = None
+    ignore_eos: Annotated[bool, Parameter(negative=(), show_default=False, help="Do not end answers at the end-of-sequence token.")] = False
     logprobs: Annotated[_Int, Parameter(help="Write each token's logprob and those of the N most likely (up to 20) to --json.")] = None
 
 
@@ -70,9 +71,9 @@ class RunOptions:
         Parameter(
             group=_PROMPTS,
             allow_leading_hyphen=True,
-            help='Read prompts from this JSON lines file ("-": standard input): {"prompt": text} or {"prompt_token_ids": [...]}, optional '
-            "max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos and the other options of Sampling. With neither option, the "
-            "graph file's own prompts are answered.",
+            help='Read prompts from this file: a .txt file with one prompt per line, or JSON lines ("-": from standard input): '
+            '{"prompt": text} or {"prompt_token_ids": [...]}, and any option of Sampling as a key. With neither option, the graph '
+            "file's own prompts are answered.",
         ),
     ] = None
     chat: Annotated[
@@ -91,6 +92,10 @@ class RunOptions:
     chaos: Annotated[str | None, Parameter(help='Inject faults, as "kill:experts.1@2s" or "pause:experts.0@1s+500ms,kill:monitor@2s".')] = (
         None
     )
+    quiet: Annotated[
+        bool,
+        Parameter(name=("--quiet", "-q"), negative=(), show_default=False, help="Print answers and errors only."),
+    ] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Parameter(help="Log level of the processes on standard error.")] = (
         "warning"
     )

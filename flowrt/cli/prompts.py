@@ -1,4 +1,4 @@
-"""Reads and checks prompts with their parameters, from the command line or a JSON lines file, before any process starts."""
+"""Reads and checks prompts with their parameters, from the command line, a text or a JSON lines file, before any process starts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def checked_text(value: str) -> str:
 
 
 def read_prompts(name: str, defaults: SamplingParams) -> list[PromptRequest]:
-    """The requests of a JSON lines file, in order; "-" reads standard input. `defaults` apply to keys that a line does not have.
+    """The requests of a file, in order: of a .txt file a prompt per line, of any other JSON lines; "-" reads JSON lines from standard
+    input. `defaults` apply to keys that a line does not have.
 
     Raises UserError "FILE:LINE: ..." for the first line that is wrong, and for a file without a line.
     """
@@ -72,15 +73,16 @@ def read_prompts(name: str, defaults: SamplingParams) -> list[PromptRequest]:
             with Path(name).open("rb") as file:
                 requests = list(_read(name, file, defaults))
         except FileNotFoundError:
-            raise UserError(f"{name}: no such file; give --prompts the path of a file with one {EXAMPLE} per line") from None
+            raise UserError(f"{name}: no such file; give --prompts the path of a file with one prompt per line") from None
         except OSError as error:
             raise UserError(f"{name}: cannot be read ({error.strerror}); give --prompts a file that you may read") from None
     if not requests:
-        raise UserError(f"{name}: holds no prompt; write one {EXAMPLE} per line")
+        raise UserError(f"{name}: holds no prompt; write one per line")
     return requests
 
 
 def _read(name: str, file: BinaryIO, defaults: SamplingParams) -> Iterator[PromptRequest]:
+    read = _text_request if name.endswith(".txt") else _request
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -88,12 +90,23 @@ def _read(name: str, file: BinaryIO, defaults: SamplingParams) -> Iterator[Promp
             raise UserError(f"{name}:{number}: is longer than {MAX_LINE_BYTES >> 20} MiB; write one prompt per line")
         if line.strip():
             try:
-                yield _request(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, defaults)
+                yield read(_decoded(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line), defaults)
             except ValueError as error:
                 raise UserError(f"{name}:{number}: {error}") from None
 
 
-def _request(line: bytes, defaults: SamplingParams) -> PromptRequest:
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8 text; save the file as UTF-8") from None
+
+
+def _text_request(line: str, defaults: SamplingParams) -> PromptRequest:
+    return PromptRequest(line.rstrip("\r\n"), defaults)
+
+
+def _request(line: str, defaults: SamplingParams) -> PromptRequest:
     given = _object(line)
     values = {}
     for key, value in given.items():
@@ -110,13 +123,11 @@ def _request(line: bytes, defaults: SamplingParams) -> PromptRequest:
     return PromptRequest(prompts[0], msgspec.structs.replace(defaults, **values))
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def _object(line: str) -> dict[str, Any]:
     try:
-        value = json.loads(line.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant, parse_int=_integer)
-    except UnicodeDecodeError:
-        raise ValueError("is not UTF-8 text; save the file as UTF-8") from None
+        value = json.loads(line, object_pairs_hook=_once, parse_constant=_no_constant, parse_int=_integer)
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON ({error.msg} at column {error.colno}); write {EXAMPLE}") from None
+        raise ValueError(f"is not JSON ({error.msg} at column {error.colno}); write {EXAMPLE}, or plain prompts in a .txt file") from None
     except RecursionError:
         raise ValueError(f"is nested too deep; write {EXAMPLE}") from None
     if not isinstance(value, dict):

@@ -113,6 +113,11 @@ class Record:
         return self.finish_reason is not None
 
     @property
+    def is_running(self) -> bool:
+        """Whether it has a token and has not ended."""
+        return not self.is_ended and any(choice.token_ids for choice in self.choices)
+
+    @property
     def degraded(self) -> bool:
         """Whether any token of any answer was computed without some expert."""
         return any(choice.degraded_tokens for choice in self.choices)
@@ -133,6 +138,7 @@ class Record:
         choices = [{**choice.as_json(), "finish_reason": choice.finish_reason or self.finish_reason} for choice in self.choices]
         return {
             "index": self.index,
+            "prompt": self.request.prompt if isinstance(self.request.prompt, str) else None,
             "prompt_token_ids": list(self.prompt_token_ids),
             **choices[0],
             **({"choices": choices} if len(choices) > 1 else {}),
@@ -149,7 +155,7 @@ class Figures:
     """Totals of a run. `seconds` run from the first submission to the last event."""
 
     num_requests: int
-    num_ended: dict[str, int]  # by finish_reason
+    num_finished: dict[str, int]  # by finish_reason
     num_prompt_tokens: int
     num_tokens: int
     seconds: float | None
@@ -167,7 +173,7 @@ class Figures:
         num_tokens = sum(len(choice.token_ids) for record in records for choice in record.choices)
         return cls(
             num_requests=len(records),
-            num_ended={reason: reasons.count(reason) for reason in ("stop", "length", "abort", "error")},
+            num_finished={reason: reasons.count(reason) for reason in ("stop", "length", "abort", "error")},
             num_prompt_tokens=sum(len(record.prompt_token_ids) for record in records),
             num_tokens=num_tokens,
             seconds=seconds,

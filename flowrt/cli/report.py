@@ -34,7 +34,6 @@ class EdgeReport:
     target: str
     transport: str
     link: str | None
-    num_edges: int
     num_messages: int
     payload_bytes: int
 
@@ -50,7 +49,7 @@ class RunReport:
     late_wakeups: int
     strict_blocks: Mapping[str, str] = field(default_factory=dict)
     emulation: EmulationReport | None = None
-    why: tuple[str, ...] = ()  # reasons for the transports that `auto` chose
+    transport_reasons: tuple[str, ...] = ()  # for the transports that `auto` chose
     fallbacks: tuple[str, ...] = ()  # a sentence per link whose transport broke, and what replaced it
 
 
@@ -69,7 +68,7 @@ def report_of(
         start_seconds=start_seconds,
         late_wakeups=sum(each.late_wakeups for each in statistics.values()),
         emulation=_emulation(graph, statistics),
-        why=tuple(dict.fromkeys(edge.why for edge in graph.edges.values() if edge.why)),
+        transport_reasons=tuple(dict.fromkeys(edge.why for edge in graph.edges.values() if edge.why)),
         fallbacks=tuple(f"{name} to {text}" for name, each in statistics.items() for text in each.fallbacks),
         strict_blocks={name: each.strict_blocks for name, each in statistics.items() if each.strict_blocks},
     )
@@ -128,9 +127,8 @@ def _edges(graph: Graph, statistics: Mapping[str, Statistics]) -> tuple[EdgeRepo
     for edge in graph.edges.values():
         if graph.crosses(edge):
             key = (_process_of(graph, edge.source), _process_of(graph, edge.target), edge.transport, edge.link)
-            total = sums.setdefault(key, [0, 0, 0])
-            total[0] += 1
+            total = sums.setdefault(key, [0, 0])
             if (each := sent.get(edge.name)) is not None:
-                total[1] += each.num_messages
-                total[2] += each.payload_bytes
+                total[0] += each.num_messages
+                total[1] += each.payload_bytes
     return tuple(EdgeReport(*key, *total) for key, total in sums.items())

@@ -1,7 +1,7 @@
 """`flowrt run`: start a graph, answer prompts, report the run, end it.
 
-Exit codes: 0 all requests finished; 1 a request failed or a fault was not injected; 2 bad input; 3 a worker died; 130 interrupted; 141 the
-reader of stdout left.
+Answers go to standard output, progress and tables to standard error. Exit codes: 0 all requests finished; 1 a failure after the start;
+2 bad input, and nothing was started; 3 a worker died; 130 interrupted; 141 the reader of standard output left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import TextIO, cast
 
 from rich.console import Console
 
@@ -36,7 +35,7 @@ from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.launcher import events
 from flowrt.launcher.launcher import STOP_SECONDS
 from flowrt.observe import set_log_level
-from flowrt.output_file import STDOUT, check_writable, write_file
+from flowrt.output_file import STDOUT, LostOutputError, check_writable, write_file
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
 from flowrt.signals import ending_signals
@@ -44,6 +43,7 @@ from flowrt.signals import ending_signals
 SUCCESS, FAILED, BAD_INPUT, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 TICK_SECONDS = 0.1
 STUCK_SECONDS = STOP_SECONDS + 5.0  # after a request to end at once: longer than the time that workers have to stop and be killed
+MIN_WIDTH = 60  # that tables fit in
 PLAIN_WIDTH = 160  # of tables outside a terminal: wide enough that nothing is cut
 
 
@@ -80,7 +80,8 @@ class RunSession:
         self._stdout, self._stderr = stdout, stderr
         self._failure: UserError | WorkerDiedError | None = None
         self._interrupt_code: int | None = None
-        self._draining = False
+        self._has_started = self._draining = False
+        self._requests: dict[int, asyncio.Task[None]] = {}  # by index of the record
         self._body: asyncio.Task[None] | None = None
         self._ready_seconds = 0.0
         self._start_seconds: float | None = None
@@ -105,15 +106,13 @@ class RunSession:
         self._records = [Record(index, each) for index, each in enumerate(requests)]
         self._chaos = RunFaults(options.chaos, self._graph, self._seams.clock, self._log_fault) if options.chaos is not None else None
         self._completed = asyncio.Event()  # all requests have ended
-        # With --json - standard output is the file, and people read standard error.
-        self._display = stderr if options.json == STDOUT else stdout
-        self._console = new_console(self._display)
-        has_tokenizer = self._graph.tokenizer is not None
+        answers = stderr if options.json == STDOUT else stdout  # with --json - standard output is the file
+        console, has_tokenizer = new_console(answers), self._graph.tokenizer is not None
         self._view: View
-        if self._console.is_terminal:
-            self._view = LiveView(self._console, stderr, graph, has_tokenizer, path.name)
+        if console.is_terminal and not options.quiet:
+            self._view = LiveView(console, stderr, graph, has_tokenizer, path.name)
         else:
-            self._view = PlainView(self._display, stderr, graph, has_tokenizer)
+            self._view = PlainView(answers, stderr, graph, has_tokenizer, options.quiet)
 
     async def run(self) -> None:
         """Run the graph until all its processes have ended. Raises only bugs."""
@@ -127,36 +126,46 @@ class RunSession:
                     ticker = tasks.create_task(self._tick(), name="ticker")
                     self._body.add_done_callback(lambda _: ticker.cancel())
         finally:
-            for record in self._records:
-                if self._failure is None:
-                    record.end("abort")
-                else:
+            for record in [record for record in self._records if not record.is_ended]:
+                if self._failure is not None:
                     record.end("error", str(self._failure))
+                else:
+                    record.end("abort")
+                    if self._start_seconds is not None:
+                        self._view.on_text(record, "")
             self._view.end()
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGALRM, before)
 
     def finish(self) -> int:
         """Write the record and print the tables; returns the exit code."""
+        code = self._code()
         figures = Figures.of(self._records)
         report = report_of(self._graph.graph, self._graph.pids, self._statistics, self._loaded_bytes, self._start_seconds, self._up_seconds)
-        code = self._code()
         if self._options.json is not None and code != BAD_INPUT:
-            write_file(self._options.json, record_text(self._json(figures, report, code)), cast(TextIO, self._stdout))
-        if self._statistics and not self._display.is_broken:
-            print_tables(report, figures, self._console)
-            if (degraded := degraded_sentence(self._records)) is not None:
-                self._console.print(degraded, markup=False, soft_wrap=True)
-            if self._chaos is not None:
-                num_complete = sum(record.finish_reason in ("stop", "length") for record in self._records)
-                self._console.print("\n".join(self._chaos.sentences(len(self._records), num_complete)), markup=False, soft_wrap=True)
-        self._display.flush()
+            try:
+                write_file(self._options.json, record_text(self._json(figures, report, code)), self._stdout.as_file())
+            except LostOutputError as error:
+                self._failure = self._failure or error
+        if self._statistics:
+            self._print_report(report, figures)
+        self._stdout.flush()
         if self._stdout.has_lost_output and self._failure is None and self._options.json in (None, STDOUT):
             self._failure = _lost(self._stdout)
-            code = self._code()
         if self._failure is not None:
             self._print_failure(self._failure)
-        return code
+        return self._code()
+
+    def _print_report(self, report: RunReport, figures: Figures) -> None:
+        """The tables, unless --quiet is given; what is wrong with answers or faults in any case."""
+        console = new_console(self._stderr)
+        if not self._options.quiet:
+            print_tables(report, figures, console)
+        if (degraded := degraded_sentence(self._records)) is not None:
+            console.print(degraded, markup=False, soft_wrap=True)
+        if self._chaos is not None and not (self._options.quiet and self._chaos.all_injected):
+            num_complete = sum(record.finish_reason in ("stop", "length") for record in self._records)
+            console.print("\n".join(self._chaos.sentences(len(self._records), num_complete)), markup=False, soft_wrap=True)
 
     # In the loop.
 
@@ -170,7 +179,8 @@ class RunSession:
                         all_tasks.create_task(self._chaos.run(self._completed), name="chaos")
                     async with asyncio.TaskGroup() as tasks:
                         for record in self._records:
-                            tasks.create_task(self._follow(graph, record, slots), name=f"request {record.index}")
+                            task = tasks.create_task(self._follow(graph, record, slots), name=f"request {record.index}")
+                            self._requests[record.index] = task
                     self._completed.set()
                 if self._failure is None:
                     self._up_seconds = self._seams.clock.now() - self._ready_seconds
@@ -203,6 +213,7 @@ class RunSession:
             await self._seams.clock.sleep(TICK_SECONDS)
 
     def _on_event(self, event: events.Event) -> None:
+        self._has_started = True
         if self._chaos is not None:
             self._chaos.observer.on_event(event)
         match event:
@@ -223,12 +234,16 @@ class RunSession:
     # Interrupts.
 
     def _on_signal(self, number: int) -> None:
-        """The first Ctrl-C lets running requests finish; any other signal ends the run at once."""
-        num_running = sum(record.submitted_seconds is not None and not record.is_ended for record in self._records)
+        """The first Ctrl-C lets requests that have a token finish and ends the others; any other signal ends the run at once."""
+        num_running = sum(record.is_running for record in self._records)
+        waiting = [record for record in self._records if not record.is_running and not record.is_ended]
         self._interrupt_code = INTERRUPTED
         if number == signal.SIGINT and not self._draining and num_running:
             self._draining = True
+            for record in waiting:
+                self._requests[record.index].cancel()
             text = "1 running request finishes" if num_running == 1 else f"{num_running} running requests finish"
+            text += f", {len(waiting)} waiting {'is' if len(waiting) == 1 else 'are'} refused" if waiting else ""
             self._view.note(f"interrupted: {text}; press Ctrl-C again to end at once")
         else:
             self._view.note("interrupted: ending at once")
@@ -263,7 +278,7 @@ class RunSession:
 
     def _code(self) -> int:
         if self._failure is not None:
-            return self._failure.exit_code
+            return FAILED if self._has_started and isinstance(self._failure, UserError) else self._failure.exit_code
         if self._interrupt_code is not None:
             return self._interrupt_code
         if self._chaos is not None and not self._chaos.all_injected:
@@ -295,21 +310,15 @@ class RunSession:
         self._stderr.write_now("\n".join(lines) + "\n")
 
 
-class LostOutputError(UserError):
-    """Standard output cannot be written."""
-
-    exit_code = FAILED
-
-
 def _lost(stdout: OutputStream) -> LostOutputError:
     reason = stdout.error.strerror if isinstance(stdout.error, OSError) else stdout.error
     return LostOutputError(f"standard output cannot be written ({reason}); give --json FILE, or send it elsewhere")
 
 
 def new_console(display: OutputStream) -> Console:
-    plain = not display.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
-    if not plain:
-        return Console(file=display, highlight=False)  # type: ignore[arg-type]
+    """With frames and a live view on a terminal that can move its cursor; rich heeds NO_COLOR. Plain text elsewhere."""
     columns = os.environ.get("COLUMNS", "")
-    width = max(80, int(columns)) if columns.isdecimal() else PLAIN_WIDTH
-    return Console(file=display, force_terminal=False, no_color=True, highlight=False, width=width)  # type: ignore[arg-type]
+    width = max(MIN_WIDTH, int(columns)) if columns.isdecimal() else None
+    if display.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        return Console(file=display.as_file(), highlight=False, width=width)
+    return Console(file=display.as_file(), force_terminal=False, no_color=True, highlight=False, width=width or PLAIN_WIDTH)

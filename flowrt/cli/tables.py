@@ -10,10 +10,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from flowrt.cli.record import Durations, Figures
-from flowrt.cli.report import EdgeReport, RunReport
+from flowrt.cli.report import RunReport
 from flowrt.emulation import EmulationReport
 from flowrt.observe import duration_text, size_text
 
+NARROW = 72  # columns; in a terminal of fewer, a table leaves out a column that the record has
 MAX_EDGES = 24
 MAX_PROCESSES = 48
 UNKNOWN = "-"
@@ -25,7 +26,7 @@ def print_tables(report: RunReport, figures: Figures, console: Console) -> None:
     """Prints with frames and colour on a terminal, else as aligned plain text."""
     _print("processes", _processes(report, console), console)
     if report.edges:
-        _print("between processes", _edges(report.edges, console), console)
+        _print("between processes", _edges(report, console), console)
     _print("latency", _latencies(figures, console), console)
     console.print()
     for line in _sentences(report, figures):
@@ -51,7 +52,7 @@ def _table(console: Console, *columns: Column) -> Table:
         box=None if plain else box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
-        padding=(0, 2, 0, 0) if plain else (0, 1),
+        padding=(0, 2, 0, 0) if plain else (0, 1, 0, 0),  # the frame adds a space
     )
 
 
@@ -65,11 +66,12 @@ def _number(heading: str) -> Column:
 
 def _processes(report: RunReport, console: Console) -> Table:
     holds, transport = Column("holds", overflow="fold", min_width=16), Column("transport", min_width=9)
-    table = _table(console, _name("process"), _number("pid"), holds, transport, _number("memory"), _number("busy"))
+    pid = [_number("pid")] if console.width >= NARROW else []
+    table = _table(console, _name("process"), *pid, holds, transport, _number("memory"), _number("busy"))
     for process in report.processes[:MAX_PROCESSES]:
         table.add_row(
             process.name,
-            str(process.pid),
+            *([str(process.pid)] if pid else []),
             _AFTER_COMMAS.sub(", ", process.holds),
             ", ".join(process.transports) or UNKNOWN,
             size_text(process.resident_bytes) if process.resident_bytes else UNKNOWN,
@@ -79,17 +81,16 @@ def _processes(report: RunReport, console: Console) -> Table:
     return table
 
 
-def _edges(edges: tuple[EdgeReport, ...], console: Console) -> Table:
-    columns = [_name("from"), _name("to"), Column("transport", min_width=9)]
-    with_links = any(edge.link is not None for edge in edges)
-    if with_links:
-        longest = max(len(edge.link or UNKNOWN) for edge in edges)
-        columns.append(Column("link", overflow="fold", min_width=min(longest, 16)))
-    table = _table(console, *columns, _number("messages"), _number("bytes"))
+def _edges(report: RunReport, console: Console) -> Table:
+    """The link profile is shown only where it is emulated: elsewhere it has no effect."""
+    edges = report.edges
+    link = [Column("link", overflow="fold", min_width=9)] if report.emulation is not None else []
+    transport = [Column("transport", min_width=9)] if console.width >= NARROW or not link else []
+    table = _table(console, _name("from"), _name("to"), *transport, *link, _number("messages"), _number("bytes"))
     shown = edges if len(edges) <= MAX_EDGES else sorted(edges, key=lambda edge: -edge.payload_bytes)[:MAX_EDGES]
     for edge in shown:
-        link = [edge.link or UNKNOWN] if with_links else []
-        table.add_row(edge.source, edge.target, edge.transport, *link, str(edge.num_messages), size_text(edge.payload_bytes))
+        how = [*([edge.transport] if transport else []), *([edge.link or UNKNOWN] if link else [])]
+        table.add_row(edge.source, edge.target, *how, str(edge.num_messages), size_text(edge.payload_bytes))
     _add_rest(table, len(edges) - MAX_EDGES)
     return table
 
@@ -107,7 +108,7 @@ def _durations(figures: Figures) -> tuple[tuple[str, Durations | None], ...]:
 
 
 def _sentences(report: RunReport, figures: Figures) -> list[str]:
-    ended = ", ".join(f"{num} {_ENDED[reason]}" for reason, num in figures.num_ended.items() if num)
+    ended = ", ".join(f"{num} {_ENDED[reason]}" for reason, num in figures.num_finished.items() if num)
     lines = [f"{figures.num_requests} request{'s' if figures.num_requests != 1 else ''}: {ended}"]
     if figures.seconds is not None and figures.tokens_per_second is not None:
         lines.append(f"{figures.num_tokens} tokens in {duration_text(figures.seconds)}: {figures.tokens_per_second:.1f} tokens per second")
@@ -115,7 +116,7 @@ def _sentences(report: RunReport, figures: Figures) -> list[str]:
         lines.append(f"start: {duration_text(report.start_seconds)}")
     if report.emulation is not None:
         lines += _emulation_sentences(report.emulation, figures)
-    lines += [f"transport auto: {text}" for text in report.why]
+    lines += [f"transport auto: {text}" for text in report.transport_reasons]
     lines += [f"fell back: {text}" for text in report.fallbacks[:MAX_EDGES]]
     if report.late_wakeups:
         lines.append(f"late wake-ups: {report.late_wakeups} (a message was found only by looking again; must be 0)")

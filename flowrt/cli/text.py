@@ -8,7 +8,7 @@ import io
 import os
 import re
 from collections.abc import Callable
-from typing import TextIO
+from typing import TextIO, cast
 
 # C0 except tab and newline, DEL, C1, line and paragraph separators, changes of the writing direction, invisible marks, surrogates.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
@@ -47,6 +47,10 @@ class OutputStream(io.TextIOBase):
         self._stream = stream
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+    def as_file(self) -> TextIO:
+        """Itself, for functions that take a file."""
+        return cast(TextIO, self)
 
     @property
     def is_broken(self) -> bool:

@@ -1,4 +1,4 @@
-"""Shows a run in plain lines: for pipes, files, NO_COLOR and dumb terminals."""
+"""Shows a run in plain lines: for pipes, files and dumb terminals."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 from flowrt.cli.record import Record
 from flowrt.cli.text import OutputStream, one_line, visible
+from flowrt.errors import shortened
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.observe import duration_text, size_text
+
+MAX_PROMPT_CHARACTERS = 200  # of a prompt above its answer
 
 
 class View:
@@ -61,13 +64,14 @@ def prompt_text(record: Record) -> str:
 
 
 class PlainView(View):
-    """Progress on `err`; on `out` one answer as it comes, or several in order of completion, "[3] text" each.
+    """Progress on `err`, without it when `quiet`; on `out` the only answer as it comes, or each of several when it has ended: "[3] prompt"
+    and then the answer.
 
-    Further lines of an answer are indented, so that no line of an answer looks like the start of another answer.
+    The lines of an answer are indented, so that none of them looks like the start of another answer.
     """
 
-    def __init__(self, out: OutputStream, err: OutputStream, graph: Graph, has_tokenizer: bool) -> None:
-        self._out, self._err = out, err
+    def __init__(self, out: OutputStream, err: OutputStream, graph: Graph, has_tokenizer: bool, quiet: bool = False) -> None:
+        self._out, self._err, self._quiet = out, err, quiet
         self._graph, self._has_tokenizer = graph, has_tokenizer
         self._records: Sequence[Record] = ()
         self._streamed = False  # the only answer has begun
@@ -80,12 +84,12 @@ class PlainView(View):
     def on_event(self, event: events.Event) -> None:
         match event:
             case events.WorkerStarted(name, pid) if not self._is_ready:
-                self.note(f"{name} started, pid {pid}")
+                self._progress(f"{name} started, pid {pid}")
             case events.WorkerListening(name=name, resident_bytes=resident_bytes) if not self._is_ready:
-                self.note(f"{name} loaded, {size_text(resident_bytes)}")
+                self._progress(f"{name} loaded, {size_text(resident_bytes)}")
             case events.Ready(seconds):
                 self._is_ready = True
-                self.note(f"ready after {duration_text(seconds)}: {len(self._graph.process_names())} workers connected")
+                self._progress(f"ready after {duration_text(seconds)}: {len(self._graph.process_names())} workers connected")
             case events.Straggler(name, seconds):
                 self.note(f"{name} did not stop within {duration_text(seconds)} and was killed")
             case _ if text := events.news(event):
@@ -102,10 +106,15 @@ class PlainView(View):
             self._stream(record, new)
         elif record.is_ended:
             text = " ".join(filter(None, (answer_text(record, self._has_tokenizer), ending_text(record))))
-            self._out.write_now(f"[{record.index}] " + text.replace("\n", "\n    ") + "\n")
+            prompt = shortened(prompt_text(record), MAX_PROMPT_CHARACTERS)
+            self._out.write_now(f"[{record.index}] {prompt}\n    " + text.replace("\n", "\n    ") + "\n")
 
     def note(self, text: str) -> None:
         self._err.write_now(f"flowrt: {text}\n")
+
+    def _progress(self, text: str) -> None:
+        if not self._quiet:
+            self.note(text)
 
     def end(self) -> None:
         if self._streamed:  # the run ended in the middle of its only answer

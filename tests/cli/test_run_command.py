@@ -29,7 +29,7 @@ from flowrt.cli.text import OutputStream
 from flowrt.errors import NotRunningError
 from flowrt.sampling_params import SamplingParams
 
-KEYS = {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "degraded", "ttft_seconds", "itl_seconds"}
+KEYS = {"index", "prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "degraded", "ttft_seconds", "itl_seconds"}
 
 
 def requests_of(path: Path) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def test_the_summary_accounts_for_processes_and_edges(plain: tuple[subprocess.Co
     summary = json.loads(plain[1].read_text())["summary"]
     assert summary["exit_code"] == 0
     assert summary["num_tokens"] == 36
-    assert summary["num_ended"] == {"stop": 0, "length": 3, "abort": 0, "error": 0}
+    assert summary["num_finished"] == {"stop": 0, "length": 3, "abort": 0, "error": 0}
     assert [process["name"] for process in summary["processes"]] == ["attention.0", "experts.0", "experts.1", "experts.2"]
     assert all(process["resident_bytes"] > 0 for process in summary["processes"])
     pairs = {(edge["source"], edge["target"]): edge for edge in summary["edges"]}
@@ -89,13 +89,38 @@ def test_the_summary_accounts_for_processes_and_edges(plain: tuple[subprocess.Co
 def test_plain_lines_outside_a_terminal(plain: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     done, _ = plain
     assert "\x1b" not in done.stdout + done.stderr
-    for index in range(3):
-        assert re.search(rf"^\[{index}\] ", done.stdout, re.MULTILINE)
-    assert re.search(r"^attention\.0 +\d+ +embed, attention, gate, head +inproc", done.stdout, re.MULTILINE)
-    assert re.search(r"^experts\.2 +attention\.0 +inproc +ub +\d+ ", done.stdout, re.MULTILINE)
-    assert re.search(r"^time to first token +\d", done.stdout, re.MULTILINE)
+    heads = [line for line in done.stdout.splitlines() if not line.startswith("    ")]
+    assert sorted(heads) == ["[0] one and one", "[1] two, three", "[2] f"], "standard output has prompts and answers alone"
+    assert re.search(r"^attention\.0 +\d+ +embed, attention, gate, head +inproc", done.stderr, re.MULTILINE)
+    assert re.search(r"^experts\.2 +attention\.0 +inproc +\d+ ", done.stderr, re.MULTILINE), "a link that is not emulated is not shown"
+    assert re.search(r"^time to first token +\d", done.stderr, re.MULTILINE)
     assert "flowrt: experts.2 loaded" in done.stderr
-    assert not any(line.endswith(" ") for line in done.stdout.splitlines()[3:])
+    assert not any(line.endswith(" ") for line in done.stderr.splitlines())
+
+
+def test_quiet_prints_the_answer_alone(graph_file: Path) -> None:
+    words = ("run", graph_file, "--prompt", "one and one", "--max-tokens", "12")
+    whole, quiet = flowrt(*words), flowrt(*words, "--quiet")
+    assert (quiet.returncode, quiet.stderr, quiet.stdout) == (0, "", whole.stdout)
+    assert "time to first token" in whole.stderr
+    stop = re.findall("[A-Z]", whole.stdout)[-1]
+    ended = flowrt(*words, "--quiet", "--stop", stop, "--stop", "never there", "--ignore-eos")
+    assert ended.stdout.strip() == whole.stdout[: whole.stdout.index(stop)].strip()
+
+
+def test_a_text_file_has_a_prompt_per_line(graph_file: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\r\n\n{two}\n")
+    done = flowrt("run", graph_file, "--prompts", prompts, "--max-tokens", "2", "--quiet", "--json", tmp_path / "record.json")
+    assert done.returncode == 0, done.stderr
+    assert [request["prompt"] for request in requests_of(tmp_path / "record.json")] == ["one", "{two}"]
+
+
+def test_a_record_that_cannot_be_written_is_a_failure_with_one_line(graph_file: Path) -> None:
+    done = flowrt("run", graph_file, "--prompt", "one", "--max-tokens", "2", "--quiet", "--json", "/dev/full")
+    assert done.returncode == 1, "bad input is what is found before anything starts"
+    assert done.stderr == "flowrt: error: --json /dev/full: cannot be written (No space left on device); give another path\n"
+    assert done.stdout, "the answer is there"
 
 
 def test_requests_that_fail_leave_the_others_untouched(
@@ -138,7 +163,7 @@ def test_requests_that_fail_leave_the_others_untouched(
     assert len(requests[6]["token_ids"]) == 24
     assert requests[9]["finish_reason"] == "stop"
     assert requests[9]["text"] == before["text"][: before["text"].index(end)]
-    assert "[2] (error: the prompt is empty" in done.stderr, "people read standard error then"
+    assert "[2] 0 token ids: \n    (error: the prompt is empty" in done.stderr, "people read standard error then"
 
 
 def test_a_group_that_is_killed_ends_the_run(graph_file: Path, tmp_path: Path, started: list[Started]) -> None:
@@ -186,7 +211,25 @@ def test_one_interrupt_lets_running_requests_finish(graph_file: Path, tmp_path: 
     assert "press Ctrl-C again to end at once" in running.err
     (request,) = requests_of(tmp_path / "record.json")
     assert request["finish_reason"] in ("stop", "length")
-    assert "time to first token" in running.out, "it ends in order, with its account"
+    assert "time to first token" in running.err, "it ends in order, with its account"
+
+
+def test_an_interrupt_refuses_requests_that_wait(graph_file: Path, tmp_path: Path, started: list[Started]) -> None:
+    """Two run at a time. The first ends soon, the second has tokens then, and the fourth waits until one of the long ones has ended."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "a", "max_tokens": num, "ignore_eos": True}) + "\n" for num in (9, 900, 900, 900)))
+    words = ("--set", "limits.max_num_seqs=2", "--set", "deploy.attention.micro_batches=1", "--prompts", prompts)
+    running = Started("run", graph_file, *words, "--json", tmp_path / "record.json")
+    started.append(running)
+    running.read_answer()
+    running.signal(signal.SIGINT)
+    assert running.end() == 130
+    assert re.search(r"running requests? finish(es)?, [12] waiting (is|are) refused; press Ctrl-C again", running.err), running.err
+    requests = requests_of(tmp_path / "record.json")
+    assert [request["finish_reason"] for request in requests][:2] == ["length", "length"]
+    assert len(requests[1]["token_ids"]) == 900
+    assert (requests[3]["finish_reason"], requests[3]["token_ids"]) == ("abort", [])
+    assert "[3] a\n    (aborted)\n" in running.out
 
 
 def test_interrupt_while_the_command_is_imported_ends_it_with_one_line(tmp_path: Path) -> None:
@@ -292,16 +335,25 @@ def test_a_terminal_shows_the_start_the_answers_and_the_tables(graph_file: Path)
     assert "\x1b[?25h" in seen, "the cursor is back"
 
 
-@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_no_color_means_plain_lines_on_a_terminal_too(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def test_no_color_removes_colour_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = Terminal()
+    console = new_console(OutputStream(out))
+    assert console.is_terminal
+    console.print("[bold red]text[/]")
+    assert out.getvalue() == "\x1b[1mtext\x1b[0m\n"
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
     assert new_console(OutputStream(Terminal())).is_terminal
-    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TERM", "dumb")
     assert not new_console(OutputStream(Terminal())).is_terminal
 
 

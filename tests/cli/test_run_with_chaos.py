@@ -16,7 +16,7 @@ def test_a_server_dies_and_returns_while_answers_are_given(tmp_path: Path) -> No
     assert outcome.returncode == 0, outcome.stderr
     assert "[chaos] kill experts.1, pid " in outcome.stderr
     assert "@chaos" not in outcome.stderr
-    last = outcome.stdout.splitlines()[-2:]
+    last = outcome.stderr.splitlines()[-2:]
     assert last[0].startswith("chaos: kill experts.1 (pid ")
     assert "back after" in last[0]
     assert last[1] == "chaos: the answer is complete"
@@ -33,7 +33,7 @@ def test_fault_that_is_not_injected_makes_the_run_fail() -> None:
     prompt = ("--prompt", "What is 3 + 4?", "--max-tokens", "4")
     outcome = flowrt("run", ROOT / "examples" / "quickstart.yaml", *prompt, "--chaos", "kill:experts.1@1000s")
     assert outcome.returncode == 1, outcome.stderr
-    assert outcome.stdout.splitlines()[-2:] == [
+    assert outcome.stderr.splitlines()[-2:] == [
         "chaos: 1 of 1 faults left out: all answers had ended before their time",
         "chaos: the answer is complete",
     ]

@@ -82,10 +82,13 @@ def test_plain_answers_come_in_order_of_completion(graph: Graph) -> None:
     feed(view, third, end="error", error="the prompt\nis empty")
     feed(view, first, "half", end="abort")
     assert out.getvalue().split("\n") == [
-        "[1] \\x1b[2J\\x07\\x9b31m\\x0d\\u202eX",
+        "[1] what?",
+        "    \\x1b[2J\\x07\\x9b31m\\x0d\\u202eX",
         "    second [bold]line[/bold] \u4f60\u597d :smile:    tab",
-        "[2] (error: the prompt is empty)",
-        "[0] half (aborted)",
+        "[2] what?",
+        "    (error: the prompt is empty)",
+        "[0] what?",
+        "    half (aborted)",
         "",
     ]
     view.on_line("experts.0", "\x1b]0;title\x07")
@@ -115,7 +118,7 @@ def test_without_a_tokenizer_token_ids_are_shown(graph: Graph) -> None:
     view, out, _ = plain_view(graph, has_tokenizer=False)
     view.begin([record(0), each := record(1)])
     feed(view, each, "", "", "")
-    assert out.getvalue() == "[1] 65 66 67\n"
+    assert out.getvalue() == "[1] what?\n    65 66 67\n"
     view, out, _ = plain_view(graph, has_tokenizer=False)
     view.begin([each := record()])
     feed(view, each, "", "")
