@@ -73,10 +73,10 @@ sanitize: $(STAMP) ## the C modules built with AddressSanitizer and UndefinedBeh
 		$(BIN)/pytest -p no:cacheprovider -o pythonpath="build/sanitized/lib tests" --timeout 0 $(SANITIZED_TESTS) $(ARGS)
 
 simulate: $(STAMP) ## small graphs under SEEDS=1000 seeds of virtual time, faults and all
-	@$(BIN)/python -m flowrt.simulation $(SIMULATED) --seeds $(SEEDS) $(ARGS)
+	@$(BIN)/flowrt simulate $(SIMULATED) --seeds $(SEEDS) $(ARGS)
 
 cancel: $(STAMP) ## cancel more than 10,000 requests at random moments of virtual time, faults and all
-	@$(BIN)/python -m flowrt.simulation $(SIMULATED) --seeds 600 --cancel 30 $(ARGS)
+	@$(BIN)/flowrt simulate $(SIMULATED) --seeds 600 --cancel 30 $(ARGS)
 
 plant: $(STAMP) ## plant each bug of a list and see how many seeds it takes to find it
 	@$(BIN)/python tests/simulation/plant.py --seeds $(PLANT_SEEDS) $(ARGS)

@@ -1,4 +1,4 @@
-"""The command line: `flowrt run|graph|bench|check|chaos|doctor`.
+"""The command line: `flowrt run|graph|bench|check|chaos|simulate|doctor`.
 
 It holds the options, their help texts, and the errors: one line on standard error, exit code 2. The commands load when they are called,
 so that `flowrt --help` is fast. `main` is the entry point.
@@ -22,6 +22,7 @@ from flowrt.cli.check import check_app
 from flowrt.cli.graph import graph_app
 from flowrt.cli.options import RunOptions, SamplingOptions
 from flowrt.errors import UserError
+from flowrt.simulation.options import SimulationOptions
 
 INTERRUPTED, NO_READER = 130, 141
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
@@ -38,6 +39,7 @@ app.command(graph_app)
 app.command(bench_app)
 app.command(check_app)
 app.command(chaos_app)
+app.register_install_completion_command(help="Install shell completion (bash, zsh, fish) for this user.")
 
 
 @app.command
@@ -67,6 +69,22 @@ def run(
         if name is not None and name.startswith("-") and name != "-":  # let through for the sake of "-"
             raise UserError(f"{option} is followed by {name}; give it a file, or write ./{name} for one of that name")
     raise SystemExit(run_graph(graph, options, checked_options(vars(sampling or SamplingOptions()))))
+
+
+@app.command
+def simulate(
+    *graphs: Annotated[str, Parameter(help="Graph files with a model, or folders of them. [default: examples/quickstart.yaml]")],
+    options: SimulationOptions | None = None,
+) -> None:
+    """Run graphs with faults under many seeds in virtual time, and check invariants after every step.
+
+    For a seed that fails it prints the smallest case that still fails and the
+    command that replays this case. Exit codes: 0 all invariants held under
+    each seed, 1 one did not, 2 bad input.
+    """
+    from flowrt.simulation.command import run
+
+    raise SystemExit(run(graphs or ("examples/quickstart.yaml",), options or SimulationOptions()))
 
 
 @app.command
@@ -127,6 +145,8 @@ def main() -> None:
             from flowrt.processes.descriptors import too_few_descriptors
 
             _fail(too_few_descriptors())
+        if error.filename is not None:
+            _fail(f"{error.filename}: {error.strerror}", 1)
         if error.errno not in _UNWRITABLE:
             raise
         _discard_output()

@@ -1,4 +1,4 @@
-"""`python -m flowrt.simulation`: its options, and its errors for invalid input."""
+"""`flowrt simulate`: its options, and its errors for invalid input."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from flowrt.simulation.__main__ import main
+from simulation.simulate_command import simulate
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GRAPHS = Path(__file__).resolve().parent / "graphs"
@@ -16,7 +15,7 @@ GRAPHS = Path(__file__).resolve().parent / "graphs"
 
 def test_a_bad_graph_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("flowrt: 1\nnonsense: 2\n")
-    command = [sys.executable, "-m", "flowrt.simulation", str(tmp_path / "bad.yaml")]
+    command = [sys.executable, "-m", "flowrt", "simulate", str(tmp_path / "bad.yaml")]
     outcome = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert outcome.returncode == 2
     assert "nonsense" in outcome.stderr
@@ -36,7 +35,7 @@ def test_bad_input_is_one_line(arguments: list[str], expected_text: str, tmp_pat
     (tmp_path / "empty").mkdir()
     (tmp_path / "scenario.yaml").write_text("scenario: 1\nfaults:\n  - {fault: crash, process: experts.9}\n")
     places = {"empty": tmp_path / "empty", "graph": GRAPHS / "2x3.yaml", "scenario": tmp_path / "scenario.yaml"}
-    assert main([argument.format(**places) for argument in arguments]) == 2
+    assert simulate([argument.format(**places) for argument in arguments]) == 2
     printed = capsys.readouterr().err
     assert expected_text in printed
     assert len(printed.strip().splitlines()) == 1
@@ -45,7 +44,7 @@ def test_bad_input_is_one_line(arguments: list[str], expected_text: str, tmp_pat
 def test_a_scenario_file_takes_the_place_of_drawn_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "scenario.yaml"
     file.write_text("scenario: 1\nfaults:\n  - {fault: pause, process: attention.0, at_seconds: 0.001, for_seconds: 0.5}\n")
-    assert main([str(GRAPHS / "2x3.yaml"), "--scenario", str(file), "--seeds", "2"]) == 0
+    assert simulate([str(GRAPHS / "2x3.yaml"), "--scenario", str(file), "--seeds", "2"]) == 0
     printed = capsys.readouterr().out
     assert "faults: pause 2\n" in printed
     assert "outcomes: tokens 2;" in printed
@@ -54,10 +53,10 @@ def test_a_scenario_file_takes_the_place_of_drawn_faults(tmp_path: Path, capsys:
 @pytest.mark.parametrize("options", [[], ["--weights"]])
 def test_the_quickstart_graph_runs_as_the_docs_say(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Its dtype is float32; the exact model computes in float64."""
-    assert main([str(REPOSITORY / "examples" / "quickstart.yaml"), "--seeds", "1", *options]) == 0
+    assert simulate([str(REPOSITORY / "examples" / "quickstart.yaml"), "--seeds", "1", *options]) == 0
     assert "1 seeds, 0 failed" in capsys.readouterr().out
 
 
 def test_weights_that_are_missing_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(GRAPHS / "2x3.yaml"), "--seeds", "1", "--weights", "--no-shrink"]) == 1
+    assert simulate([str(GRAPHS / "2x3.yaml"), "--seeds", "1", "--weights", "--no-shrink"]) == 1
     assert "holds no *.safetensors file" in capsys.readouterr().err

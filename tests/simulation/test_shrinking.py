@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from simulation.simulate_command import simulate
 
 from flowrt.dataflow.runner import Runner
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import RollBack
-from flowrt.simulation.__main__ import main
 from flowrt.simulation.campaign import campaign
 from flowrt.simulation.cases import Case, Kept, draw
 from flowrt.simulation.network_conditions import CALM
@@ -71,10 +71,10 @@ def test_failing_seed_prints_a_command_that_replays_the_smallest_case(
     counts = campaign(rolled, [graph], on_run=lambda case, came, counts: not counts.failures)
     assert counts.failures
     seed = counts.failures[0].seed
-    assert main([str(GRAPH), "--first", str(seed), "--seeds", "1"]) == 1
+    assert simulate([str(GRAPH), "--first", str(seed), "--seeds", "1"]) == 1
     output = capsys.readouterr().err.splitlines()
     repeated = next(line for line in output if line.strip().startswith("again: "))
     assert "roll_back of attention." in next(line for line in output if "requests, " in line)
-    command = repeated.strip().removeprefix("again: python -m flowrt.simulation ").split()
-    assert main(command) == 1
+    command = repeated.strip().removeprefix("again: flowrt simulate ").split()
+    assert simulate(command) == 1
     assert f"seed {seed}: " in capsys.readouterr().err

@@ -1,12 +1,11 @@
-"""The command `python -m flowrt.simulation [GRAPH ...] --seeds 1000`: runs graphs with faults under many seeds in virtual time.
+"""Runs `flowrt simulate`: graphs with faults under many seeds in virtual time.
 
-`make simulate` runs it. For a seed that fails it prints the smallest case that still fails and the command that replays this case; the
+For a seed that fails it prints the smallest case that still fails and the command that replays this case; the
 exit code is then 1.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -22,28 +21,26 @@ from flowrt.operators.model_config import ModelError
 from flowrt.reliability.scenario import KINDS, AnyFault
 from flowrt.simulation.campaign import CampaignCounts, Failure, campaign, digest_line, fails
 from flowrt.simulation.cases import Case, Kept, draw
+from flowrt.simulation.options import SimulationOptions
 from flowrt.simulation.served import Served
 from flowrt.simulation.shrink import shrink
 from flowrt.simulation.world import Outcome
 
 REPORT_EVERY = 100
-DEFAULT_GRAPHS = ("examples/quickstart.yaml",)
 ALL_KINDS_FROM = 1000  # from this number of seeds on, each kind of fault must have occurred
 MAX_FAILURES = 10  # then the campaign ends
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 if all invariants held under each seed, 1 if not, 2 for invalid input."""
-    given = _parser().parse_args(arguments)
+def run(names: Sequence[str], given: SimulationOptions) -> int:
+    """Returns the exit code: 0 if all invariants held under each seed, 1 if not. Raises UserError for invalid input."""
     os.environ["OMP_NUM_THREADS"] = "1"  # before a worker imports torch: the seed does not determine its threads
     try:
-        graphs = [_load(path) for path in _files(given.graphs)]
-        scenario = None if given.scenario is None else load_scenario(Path(given.scenario), graphs[0])
-        kept = Kept(_numbers(given.keep_faults), _numbers(given.keep_requests), given.calm)
-    except (UserError, ModelError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    replay = "python -m flowrt.simulation " + " ".join([*given.graphs, *([f"--scenario {given.scenario}"] if given.scenario else [])])
+        graphs = [_load(path) for path in _files(names)]
+    except ModelError as error:
+        raise UserError(str(error)) from None
+    scenario = None if given.scenario is None else load_scenario(given.scenario, graphs[0])
+    kept = Kept(_numbers(given.keep_faults), _numbers(given.keep_requests), given.calm)
+    replay = "flowrt simulate " + " ".join([*names, *([f"--scenario {given.scenario}"] if given.scenario else [])])
     replay += (" --weights" if given.weights else "") + (f" --cancel {given.cancel}" if given.cancel else "")
 
     def on_run(case: Case, outcome: Outcome[Served] | Failure, counts: CampaignCounts) -> bool:
@@ -66,22 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no seed met {', '.join(unmet)}: the draw of faults is wrong", file=sys.stderr)
         return 1
     return 1 if counts.failures else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m flowrt.simulation", description="Run graphs under many seeds of virtual time.")
-    parser.add_argument("graphs", nargs="*", default=list(DEFAULT_GRAPHS), help="graph files with a model, or folders of them")
-    parser.add_argument("--seeds", type=int, default=200, help="how many seeds (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
-    parser.add_argument("--scenario", help="a scenario file: its faults in every run, instead of drawn ones")
-    parser.add_argument("--weights", action="store_true", help="compute with the model's weights, not with the exact model")
-    parser.add_argument("--cancel", type=int, default=0, metavar="N", help="N more requests per seed, cancelled at random moments")
-    parser.add_argument("--digests", action="store_true", help="print each seed's digest and number of steps")
-    parser.add_argument("--keep-faults", metavar="N,N", help="of the drawn faults only these; - for none")
-    parser.add_argument("--keep-requests", metavar="N,N", help="of the drawn requests only these")
-    parser.add_argument("--calm", action="store_true", help="calm network: no delays or duplicates but those of the faults")
-    parser.add_argument("--no-shrink", action="store_true", help="do not look for the smallest part of a case that fails")
-    return parser
 
 
 def _files(names: Sequence[str]) -> list[Path]:
@@ -132,7 +113,3 @@ def _faults_text(faults: Sequence[AnyFault]) -> str:
 
 def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

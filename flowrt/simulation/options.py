@@ -1,0 +1,30 @@
+"""Options of `flowrt simulate`, with their help, defaults and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+_FLAG = Parameter(negative=(), show_default=False)
+_LIST = Parameter(allow_leading_hyphen=True)  # "-" is a list of none
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SimulationOptions:
+    """The seeds of a simulation, and what each of them runs."""
+
+    seeds: Annotated[int, Parameter(validator=Number(gte=1), help="Number of seeds.")] = 200
+    first: Annotated[int, Parameter(validator=Number(gte=0), help="The first seed.")] = 0
+    scenario: Annotated[Path | None, Parameter(help="A scenario file: its faults in every run, instead of drawn ones.")] = None
+    weights: Annotated[bool, _FLAG, Parameter(help="Compute with the model's weights, not with the exact model.")] = False
+    cancel: Annotated[int, Parameter(validator=Number(gte=0), help="Further requests per seed, cancelled at random moments.")] = 0
+    digests: Annotated[bool, _FLAG, Parameter(help="Print each seed's digest and number of steps.")] = False
+    keep_faults: Annotated[str | None, _LIST, Parameter(help="Of the drawn faults only these, as 0,2; - for none.")] = None
+    keep_requests: Annotated[str | None, _LIST, Parameter(help="Of the drawn requests only these, as 0,2.")] = None
+    calm: Annotated[bool, _FLAG, Parameter(help="Calm network: no delays or duplicates but those of the faults.")] = False
+    no_shrink: Annotated[bool, _FLAG, Parameter(help="Do not look for the smallest part of a case that fails.")] = False
