@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from flowrt.errors import leaves
-from flowrt.graph.model import Graph
-from flowrt.reliability.scenario import KINDS, Scenario
-from flowrt.simulation.cases import Case, Kept, draw, run_case
+from flowrt.reliability.scenario import KINDS
+from flowrt.simulation.case import Case
+from flowrt.simulation.cases import run_case
 from flowrt.simulation.errors import InvariantError, SimulationError
 from flowrt.simulation.served import Served
 from flowrt.simulation.world import Outcome
@@ -38,24 +38,17 @@ class CampaignCounts:
 
 
 def campaign(
-    seeds: Iterable[int],
-    graphs: Sequence[Graph],
-    *,
-    scenario: Scenario | None = None,
-    exact: bool = True,
-    kept: Kept = Kept(),
-    num_cancelled: int = 0,
+    cases: Iterable[Case],
     on_run: Callable[[Case, Outcome[Served] | Failure, CampaignCounts], bool] = lambda case, outcome, counts: True,
 ) -> CampaignCounts:
-    """Run each seed. Calls `on_run` after each; False from it ends the campaign."""
+    """Run each case. Calls `on_run` after each; False from it ends the campaign."""
     counts = CampaignCounts()
-    for seed in seeds:
-        case = kept.of(draw(seed, graphs, scenario, exact, num_cancelled))
+    for case in cases:
         outcome: Outcome[Served] | Failure
         try:
             outcome = run_case(case)
         except Exception as error:
-            outcome = failure_of(seed, error)
+            outcome = failure_of(case.seed, error)
             counts.failures.append(outcome)
             counts.outcomes["failed"] += 1
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Literal, cast
 
@@ -15,58 +15,22 @@ from flowrt.gateway.gateway import Gateway, SendRequest
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import is_watched
-from flowrt.launcher.launcher import RESPONSE_SECONDS
-from flowrt.launcher.transport_choice import host_name, pack
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import PERMANENT_SECONDS, AnyFault, Scenario
 from flowrt.sampling_params import SamplingParams
-from flowrt.simulation.cluster import config_of, serve
+from flowrt.simulation.case import Case, SimulatedRequest
+from flowrt.simulation.cluster import config_of, simulate
 from flowrt.simulation.inside import EXACT_MODEL
-from flowrt.simulation.invariants import Reference, check, with_cohosted
+from flowrt.simulation.invariants import Reference, check
 from flowrt.simulation.invariants import mortal as mortal_workers
 from flowrt.simulation.network_conditions import CALM, NetworkConditions
 from flowrt.simulation.processes import ProcessConditions
-from flowrt.simulation.served import Served, SimulatedRequest
+from flowrt.simulation.served import Served
 from flowrt.simulation.simulated_seams import ComputeCost
-from flowrt.simulation.world import Outcome, run
+from flowrt.simulation.world import Outcome
 
-GRACE_SECONDS = 60.0  # virtual time beyond the last fault and its deadline; a longer run is stuck
 POOL = 18  # different requests; few, so that their references are computed once for all seeds
 _COSTS = (ComputeCost(), ComputeCost(1e-6, 2e-5, 1), ComputeCost(1e-4, 2e-2, 0), ComputeCost(1e-6, 5e-3, 3))
-
-
-@dataclass(frozen=True)
-class Case:
-    """The complete input of one run. The number of a fault or request is its index here."""
-
-    seed: int
-    graph: Graph
-    requests: tuple[SimulatedRequest, ...]
-    scenario: Scenario
-    conditions: NetworkConditions
-    cost: ComputeCost
-    exact: bool = True
-    processes: ProcessConditions = ProcessConditions()
-    faults_from_launch: bool = False
-    max_requests: int = 1024
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The parts of a drawn case that are kept. None: all."""
-
-    faults: tuple[int, ...] | None = None
-    requests: tuple[int, ...] | None = None
-    calm: bool = False  # calm network conditions and the usual compute cost
-
-    def of(self, case: Case) -> Case:
-        faults, requests = case.scenario.faults, case.requests
-        if self.faults is not None:
-            faults = tuple(fault for number, fault in enumerate(faults) if number in self.faults)
-        if self.requests is not None:
-            requests = tuple(request for number, request in enumerate(requests) if number in self.requests)
-        case = replace(case, scenario=msgspec.structs.replace(case.scenario, faults=faults), requests=requests)
-        return replace(case, conditions=CALM, cost=ComputeCost(), processes=ProcessConditions()) if self.calm else case
 
 
 def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, exact: bool = True, num_cancelled: int = 0) -> Case:
@@ -94,38 +58,13 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
             faults += _draw_early_deaths(random.Random(f"early {seed}"), graph, servers)
         scenario = Scenario(faults=tuple(faults))
     max_requests = chance.choice((1024, 1024, 1024, 1024, 2))
-    return Case(seed, graph, requests, scenario, conditions, cost, exact, processes, faults_from_launch, max_requests)
+    return Case(graph, requests, scenario, seed, conditions, cost, processes, exact, faults_from_launch, max_requests)
 
 
 def run_case(case: Case) -> Outcome[Served]:
     """Raises InvariantError, DeadlockError, LivelockError, UnhandledError, and what the code itself raises."""
-    outcome = run(
-        case.seed,
-        lambda world: serve(
-            world,
-            case.graph,
-            case.requests,
-            scenario=case.scenario,
-            exact=case.exact,
-            conditions=case.processes,
-            faults_from_launch=case.faults_from_launch,
-            max_requests=case.max_requests,
-        ),
-        conditions=case.conditions,
-        cost=case.cost,
-        max_seconds=case.scenario.ends_seconds
-        + case.scenario.deadline_seconds
-        + GRACE_SECONDS
-        + case.faults_from_launch * RESPONSE_SECONDS,
-    )
-    references = [reference_of(case, request) for request in case.requests]
-    may_not_start = frozenset[str]()
-    if case.faults_from_launch:  # a process that dies while it loads may be out of its restart budget
-        may_not_start |= with_cohosted(case.graph, {name for fault in case.scenario.faults for name in fault.processes})
-        may_not_start |= {""} if case.processes.no_descriptor_one_in else set()  # the error names no process
-    if case.processes.refuses_first:
-        may_not_start |= {FORK_SERVER, "", *case.graph.process_names(), *map(host_name, pack(case.graph))}
-    check(case.graph, case.scenario, case.requests, outcome.result, references, may_not_start, case.max_requests)
+    outcome = simulate(case)
+    check(case, outcome.result, references_of(case))
     return outcome
 
 
@@ -167,8 +106,13 @@ _References = dict[tuple[str, str, bool, tuple[int, ...], SamplingParams], Refer
 _known: _References = {}
 
 
-def reference_of(case: Case, request: SimulatedRequest) -> Reference:
-    """The correct tokens: by plain arithmetic; with weights, from a run of this request alone under calm conditions."""
+def references_of(case: Case) -> list[Reference]:
+    """The correct tokens of each request."""
+    return [_reference_of(case, request) for request in case.requests]
+
+
+def _reference_of(case: Case, request: SimulatedRequest) -> Reference:
+    """By plain arithmetic; with weights, from a run of this request alone under calm conditions."""
     assert case.graph.model is not None
     request = SimulatedRequest(request.prompt_token_ids, msgspec.structs.replace(request.params, stop=()))  # no text has such a stop
     key = (case.graph.model.path, case.graph.numerics, case.exact, request.prompt_token_ids, request.params)
@@ -182,7 +126,7 @@ def reference_of(case: Case, request: SimulatedRequest) -> Reference:
             module = import_module(EXACT_MODEL)
             _known[key] = tuple(cast("list[tuple[int, ...]]", module.exact_tokens(case.graph, placed.request)))
         else:
-            alone = run(0, lambda world: serve(world, case.graph, [request]), conditions=CALM)
+            alone = simulate(Case(case.graph, (request,), conditions=CALM, exact=False))
             if alone.result.failure is not None:
                 raise UserError(f"{case.graph.model.path}: the run without faults failed: {alone.result.failure}")
             _known[key] = alone.result.clients[0].choices

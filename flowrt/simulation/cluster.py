@@ -22,24 +22,24 @@ from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.requests import Requests
 from flowrt.graph.builtin import SOURCE
-from flowrt.graph.model import GATEWAY, Graph
+from flowrt.graph.model import GATEWAY
 from flowrt.launcher import events
 from flowrt.launcher.launcher import STATISTICS_SECONDS, WORKER, Launcher
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.process_backend import BackendOwner
-from flowrt.reliability.scenario import Scenario
 from flowrt.seams import Seams
+from flowrt.simulation.case import Case
 from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.inside import Inside, credit_faults
 from flowrt.simulation.invariants import falls_back, fastest_clock
 from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.outages import Outages, holders_of
-from flowrt.simulation.processes import ProcessConditions, SimulatedBackend
-from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served, SimulatedRequest
+from flowrt.simulation.processes import SimulatedBackend
+from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served
 from flowrt.simulation.server_checks import ServerChecks
-from flowrt.simulation.world import World
+from flowrt.simulation.world import Outcome, World, run
 from flowrt.transports.contract import Channel
 
 ARRIVAL_SECONDS = 20e-3  # requests arrive within this time of each other
@@ -56,29 +56,21 @@ PROMPT_SECONDS = 1.0  # for statistics, under faults of PROMPT_KINDS
 PROMPT_KINDS = frozenset({"crash", "duplicate", "roll_back", "tiny_queues"})  # under these each worker responds, or its end is noticed
 
 
-async def serve(
-    world: World,
-    graph: Graph,
-    requests: Sequence[SimulatedRequest],
-    worker: str = "flowrt.simulation.cluster:run_worker",
-    *,
-    scenario: Scenario | None = None,
-    exact: bool = False,
-    conditions: ProcessConditions = ProcessConditions(),
-    faults_from_launch: bool = False,
-    max_requests: int = 1024,
-) -> Served:
-    """Run `graph` (expanded, with a model) until every request has ended. For `world.run`.
+def simulate(case: Case) -> Outcome[Served]:
+    """Run a case. Raises InvariantError, DeadlockError, LivelockError, UnhandledError, and what the code itself raises."""
+    return run(case.seed, lambda world: serve(world, case), conditions=case.conditions, cost=case.cost, max_seconds=case.max_seconds)
 
-    exact: use the integer model (flowrt/workers/exact_nodes.py) instead of weights. worker: the entry of each worker.
-    faults_from_launch: the scenario's times count from the launch instead of the first request. Raises InvariantError for
-    wrong internal state of workers (I3, I4) and for leftovers (I8).
+
+async def serve(world: World, case: Case) -> Served:
+    """Run the case's graph until every request has ended. For `world.run`.
+
+    Raises InvariantError for wrong internal state of workers (I3, I4) and for leftovers (I8).
     """
-    run = _SimulatedRun(world, graph, scenario or Scenario(), worker, exact, conditions, faults_from_launch, max_requests)
-    await run.serve(requests)
+    simulated = _SimulatedRun(world, case)
+    await simulated.serve()
     if left := world.leftovers():
         raise InvariantError("I8", f"left behind: {', '.join(left)}")
-    return run.served()
+    return simulated.served()
 
 
 @lru_cache(maxsize=64)
@@ -90,27 +82,17 @@ _latest_run: ContextVar[_SimulatedRun] = ContextVar("_latest_run")
 
 
 class _SimulatedRun:
-    def __init__(
-        self,
-        world: World,
-        graph: Graph,
-        scenario: Scenario,
-        worker: str,
-        exact: bool,
-        conditions: ProcessConditions,
-        faults_from_launch: bool,
-        max_requests: int,
-    ) -> None:
+    def __init__(self, world: World, case: Case) -> None:
+        graph = case.graph
         if graph.model is None:
             raise ValueError("only a graph with a model has requests to serve")
         model = graph.model
-        if exact:  # its whole numbers are float64, and the schemas of edges follow the graph's dtype
+        if case.exact:  # its whole numbers are float64, and the schemas of edges follow the graph's dtype
             graph = replace(graph, model=replace(model, dtype="float64"))
-        self._world, self._scenario, self._conditions, self._faults_from_launch = world, scenario, conditions, faults_from_launch
-        self._exact = exact
+        self._world, self._case = world, case
         _latest_run.set(self)
         self._slow_until = max(
-            (fault.ends_seconds + NEWS_SECONDS for fault in scenario.faults if fault.ends_seconds > fault.at_seconds), default=0.0
+            (fault.ends_seconds + NEWS_SECONDS for fault in case.scenario.faults if fault.ends_seconds > fault.at_seconds), default=0.0
         )
         world.one_clock = graph.emulation is not None  # the two ends of an emulated link compare times
         self._seams = replace(world.seams(GATEWAY), open_backend=self._open_backend)
@@ -121,7 +103,7 @@ class _SimulatedRun:
             on_event=self._on_event,
             on_control=self._on_control,
             on_line=lambda name, line: None,
-            worker=worker,
+            worker=case.worker,
             unavailable_reason=lambda scheme: None,  # the network stands in for all of them
         )
         config = config_of(model.path)
@@ -133,13 +115,14 @@ class _SimulatedRun:
             draw_seed=self._seams.new_seed,
             new_detokenizer=SimulatedDetokenizer,
             eos_token_ids=config.eos_token_ids,
-            max_requests=max_requests,
+            max_requests=case.max_requests,
         )
         self._requests = Requests(self._gateway, self._send, self._launcher.health_record.progress, self._seams.clock)
-        harmless = [fault for fault in scenario.faults if falls_back(self._launcher.graph, scenario, fault)]
-        self._faults = Faults(world, scenario, self._living_inside, harmless)
+        resolved = replace(case, graph=self._launcher.graph)
+        harmless = [fault for fault in case.scenario.faults if falls_back(resolved, fault)]
+        self._faults = Faults(world, case.scenario, self._living_inside, harmless)
         self._outages = Outages(holders_of(self._launcher.graph, config))
-        self._checks = ServerChecks(world, self._launcher.graph, self._launcher, self._outages, self._faults, fastest_clock(scenario))
+        self._checks = ServerChecks(world, self._launcher.graph, self._launcher, self._outages, self._faults, fastest_clock(case.scenario))
         self._clients: list[ClientRecord] = []
         self._open: dict[str, tuple[str, float]] = {}  # request id -> group, since when an outage may end it
         self._outage_seconds: dict[str, float] = {}  # of requests that have ended
@@ -152,19 +135,19 @@ class _SimulatedRun:
 
     # The run.
 
-    async def serve(self, requests: Sequence[SimulatedRequest]) -> None:
-        if self._faults_from_launch:
+    async def serve(self) -> None:
+        if self._case.faults_from_launch:
             self._faults.begin()
         try:
             async with self._launcher:
                 self._requests.begin()
                 try:
                     self._first_seconds = self._world.loop.time()
-                    if not self._faults_from_launch:
+                    if not self._case.faults_from_launch:
                         self._faults.begin()
                     async with asyncio.TaskGroup() as clients:
                         clients.create_task(self._read_statistics(), name="reader of statistics")
-                        await self._submit_all(clients, requests)
+                        await self._submit_all(clients)
                     if self._failure is None:
                         await self._quieten()
                         async with asyncio.timeout(SETTLE_SECONDS):
@@ -193,13 +176,13 @@ class _SimulatedRun:
     async def _open_backend(
         self, run_id: str, owner: BackendOwner, preload: Sequence[str], num_processes: int, seconds: float
     ) -> SimulatedBackend:
-        return await SimulatedBackend.open(self._world, owner, self._conditions)
+        return await SimulatedBackend.open(self._world, owner, self._case.processes)
 
     def begin_worker(self, worker: Any) -> None:
         """Called with each new Worker, before it loads."""
         inside = Inside(worker)
         self._insides[inside.name] = inside
-        if self._exact:
+        if self._case.exact:
             inside.use_exact_model()
 
     def _on_event(self, event: events.Event) -> None:
@@ -235,8 +218,8 @@ class _SimulatedRun:
 
     # Clients.
 
-    async def _submit_all(self, clients: asyncio.TaskGroup, requests: Sequence[SimulatedRequest]) -> None:
-        for number, request in enumerate(requests):
+    async def _submit_all(self, clients: asyncio.TaskGroup) -> None:
+        for number, request in enumerate(self._case.requests):
             drawn = self._seams.random.uniform(0.0, ARRIVAL_SECONDS)
             await self._seams.clock.sleep(drawn if request.after_seconds is None else request.after_seconds)
             if self._failure is not None:
@@ -281,9 +264,9 @@ class _SimulatedRun:
 
     async def _read_statistics(self) -> None:
         """Read the statistics several times; they must arrive in time, whichever process is paused or dies."""
-        kinds = {fault.kind for fault in self._scenario.faults}
+        kinds = {fault.kind for fault in self._case.scenario.faults}
         patience = PROMPT_SECONDS if kinds <= PROMPT_KINDS else STATISTICS_SECONDS + NEWS_SECONDS
-        paused = any(GATEWAY in fault.processes for fault in self._scenario.faults)
+        paused = any(GATEWAY in fault.processes for fault in self._case.scenario.faults)
         for _ in range(STATISTICS_READS):
             await self._seams.clock.sleep(self._seams.random.uniform(0.0, 0.1))
             began = self._world.loop.time()
@@ -314,7 +297,7 @@ class _SimulatedRun:
         self._checks.look(insides)
         now = self._world.loop.time()
         progress = sum(inside.num_firings for inside in insides) + self._checks.counts.total()
-        if progress != self._progress or now < self._first_seconds + self._scenario.ends_seconds:
+        if progress != self._progress or now < self._first_seconds + self._case.scenario.ends_seconds:
             self._progress, self._progress_seconds = progress, now
         elif now > self._progress_seconds + STUCK_SECONDS and self._open:
             raise DeadlockError(f"nothing for {STUCK_SECONDS:g} s at {now:.6f} s but heartbeats:\n{self._world.loop.describe_waiting()}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from flowrt.errors import UserError
@@ -20,7 +21,8 @@ from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
 from flowrt.reliability.scenario import KINDS, AnyFault
 from flowrt.simulation.campaign import CampaignCounts, Failure, campaign, digest_line, fails
-from flowrt.simulation.cases import Case, Kept, draw
+from flowrt.simulation.case import Case, Kept
+from flowrt.simulation.cases import draw
 from flowrt.simulation.options import SimulationOptions
 from flowrt.simulation.served import Served
 from flowrt.simulation.shrink import shrink
@@ -43,18 +45,19 @@ def run(names: Sequence[str], given: SimulationOptions) -> int:
     replay = "flowrt simulate " + " ".join([*names, *([f"--scenario {given.scenario}"] if given.scenario else [])])
     replay += (" --weights" if given.weights else "") + (f" --cancel {given.cancel}" if given.cancel else "")
 
+    draw_case = partial(draw, graphs=graphs, scenario=scenario, exact=not given.weights, num_cancelled=given.cancel)
+
     def on_run(case: Case, outcome: Outcome[Served] | Failure, counts: CampaignCounts) -> bool:
         if isinstance(outcome, Failure):
             print(f"seed {case.seed}: {outcome.text}", file=sys.stderr)
-            _print_smallest(draw(case.seed, graphs, scenario, case.exact, given.cancel), kept, replay, shrinks=not given.no_shrink)
+            _print_smallest(draw_case(case.seed), kept, replay, shrinks=not given.no_shrink)
         elif given.digests:
             print(digest_line(case, outcome), flush=True)
         if counts.num_seeds % REPORT_EVERY == 0 or counts.num_seeds == given.seeds:
             print(f"{counts.num_seeds} seeds, {len(counts.failures)} failed, {counts.num_steps} steps", flush=True)
         return len(counts.failures) < MAX_FAILURES
 
-    seeds = range(given.first, given.first + given.seeds)
-    counts = campaign(seeds, graphs, scenario=scenario, exact=not given.weights, kept=kept, num_cancelled=given.cancel, on_run=on_run)
+    counts = campaign((kept.of(draw_case(seed)) for seed in range(given.first, given.first + given.seeds)), on_run)
     print(f"outcomes: {_counts(counts.outcomes)}; virtual time {counts.virtual_seconds:.0f} s")
     print(f"faults: {_counts(counts.faults)}")
     print(f"rare: {_counts(counts.branches)}")

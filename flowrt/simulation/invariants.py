@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowrt.gateway.completion import Completion
-from flowrt.graph.model import GATEWAY, MONITOR, Graph
+from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import survivable_processes
-from flowrt.launcher.transport_choice import pack
+from flowrt.launcher.transport_choice import host_name, pack
 from flowrt.reliability.scenario import AnyFault, Duplicate, Hang, Pause, Reset, RollBack, Scenario, Skew, Stall, TinyQueues
+from flowrt.simulation.case import Case
 from flowrt.simulation.errors import InvariantError
-from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served, SimulatedRequest
+from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served
 
 LOOKED_SECONDS = 0.05  # an outage may have begun this long before it was observed
 KILLED_TEXT = "expert servers died or hung again and again"  # in the error of a request that is presumed to have killed servers
@@ -40,53 +41,59 @@ def mortal(graph: Graph) -> frozenset[str]:
     return frozenset(name for host in pack(graph) if survivable_processes(graph).issuperset(host) for name in host)
 
 
-def may_fail(graph: Graph, scenario: Scenario) -> frozenset[str]:
+def may_fail(case: Case) -> frozenset[str]:
     """The processes whose failure may end the run: those hit by a fault that neither heals nor is survived, and the workers in the same
     OS process."""
-    return with_cohosted(graph, {name for fault in scenario.faults if _is_fatal(graph, scenario, fault) for name in fault.processes})
+    return _with_cohosted(case.graph, {name for fault in case.scenario.faults if _is_fatal(case, fault) for name in fault.processes})
 
 
-def with_cohosted(graph: Graph, names: set[str]) -> frozenset[str]:
+def _may_not_start(case: Case) -> set[str]:
+    """The processes for which the start may fail: a process that dies while it loads may be out of its restart budget. An error of the
+    system names no process."""
+    graph, names = case.graph, set[str]()
+    if case.faults_from_launch:
+        names |= _with_cohosted(graph, {name for fault in case.scenario.faults for name in fault.processes})
+        names |= {""} if case.processes.no_descriptor_one_in else set()
+    if case.processes.refuses_first:
+        names |= {FORK_SERVER, "", *graph.process_names(), *map(host_name, pack(graph))}
+    return names
+
+
+def _with_cohosted(graph: Graph, names: set[str]) -> frozenset[str]:
     """These workers, and those in the same OS processes."""
     return frozenset(names.union(*(host for host in pack(graph) if names & set(host))))
 
 
-def _is_fatal(graph: Graph, scenario: Scenario, fault: AnyFault) -> bool:
+def _is_fatal(case: Case, fault: AnyFault) -> bool:
     """Whether the fault may end the run. A standstill never does: a group is fenced. A lost connection does if neither end may die."""
-    if fault.heals or isinstance(fault, Pause | Stall | Hang) or falls_back(graph, scenario, fault):
+    if fault.heals or isinstance(fault, Pause | Stall | Hang) or falls_back(case, fault):
         return False
-    return (mortal(graph) | {MONITOR}).isdisjoint(fault.processes)
+    return (mortal(case.graph) | {MONITOR}).isdisjoint(fault.processes)
 
 
-def falls_back(graph: Graph, scenario: Scenario, fault: AnyFault) -> bool:
+def falls_back(case: Case, fault: AnyFault) -> bool:
     """Whether the workers on both sides of a lost connection must go on over another transport: they are in different OS processes, and
     no other fault keeps them from meeting there in time."""
+    graph = case.graph
     if not isinstance(fault, Reset) or GATEWAY in fault.between or any(set(fault.between) <= set(host) for host in pack(graph)):
         return False
     ends = [(graph.nodes[edge.source].process, graph.nodes[edge.target].process, edge) for edge in graph.edges.values()]
     if not all(edge.transport == "auto" or edge.fallbacks for source, target, edge in ends if {source, target} == set(fault.between)):
         return False
-    others = [other for other in scenario.faults if other is not fault]
+    others = [other for other in case.scenario.faults if other is not fault]
     return all(isinstance(other, Duplicate | RollBack | TinyQueues) for other in others)
 
 
-def check(
-    graph: Graph,
-    scenario: Scenario,
-    requests: Sequence[SimulatedRequest],
-    served: Served,
-    references: Sequence[Reference],
-    may_not_start: frozenset[str] = frozenset(),
-    max_requests: int = 1024,
-) -> None:
+def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
     """Raise InvariantError unless `served` is a correct outcome.
 
     Correct are the right tokens; or, where a fault permits it, an error that names the failed process, in time, with all requests ended
     and all tokens up to then correct. A single request may end with an error, or be marked as degraded (the graph determines which),
-    only if an expert had no replica for the time that the graph specifies. The start may fail for the processes in `may_not_start`.
+    only if an expert had no replica for the time that the graph specifies. The start may fail for certain processes only.
     """
-    if served.failure is not None and not (served.failed in may_not_start and not served.clients):
-        culprits = frozenset[str]() if scenario.expect == "tokens" else may_fail(graph, scenario)
+    graph, scenario = case.graph, case.scenario
+    if served.failure is not None and not (served.failed in _may_not_start(case) and not served.clients):
+        culprits = frozenset[str]() if scenario.expect == "tokens" else may_fail(case)
         if served.failed not in culprits:
             raise InvariantError(
                 "I7", f"the run failed for {served.failed}, and no fault that permits it hit that process: {served.failure}"
@@ -94,19 +101,19 @@ def check(
         latest = scenario.ends_seconds + scenario.deadline_seconds
         if served.failed_seconds is not None and served.failed_seconds > latest:
             raise InvariantError("I5", f"the failure was reported after {served.failed_seconds:.3f} s, allowed were {latest:.3f} s")
-    if len(served.clients) < len(requests) and served.failure is None:
-        raise InvariantError("I5", f"{len(served.clients)} of {len(requests)} requests were submitted")
+    if len(served.clients) < len(case.requests) and served.failure is None:
+        raise InvariantError("I5", f"{len(served.clients)} of {len(case.requests)} requests were submitted")
     for index, (client, reference) in enumerate(zip(served.clients, references, strict=False)):
         if client.num_ends != 1 or client.has_events_after_end:
             raise InvariantError("I5", f"request {index} ended {client.num_ends} times, or had events after an end")
         reason, error = client.finish_reason, client.error or ""
-        lost = _lost_long_enough(graph, scenario, client)
+        lost = _lost_long_enough(case, client)
         degrades = graph.reliability.unavailable_expert == "degrade"
         permitted = {  # text of an error -> whether it may occur
             LOST_TEXT: lost and not degrades,
-            KILLED_TEXT: _num_server_losses(graph, scenario) >= FATAL_LOSSES,
+            KILLED_TEXT: _num_server_losses(case) >= FATAL_LOSSES,
             FENCED_TEXT: scenario.expect != "tokens",
-            FULL_TEXT: len(requests) > max_requests,
+            FULL_TEXT: len(case.requests) > case.max_requests,
             UNREADABLE_TEXT: client.request.is_unreadable,
         }
         may_fail_alone = any(text in error for text, is_permitted in permitted.items() if is_permitted)
@@ -129,16 +136,16 @@ def check(
         _check_tokens(index, client, reference, whole=not broken_off)
 
 
-def _num_server_losses(graph: Graph, scenario: Scenario) -> int:
+def _num_server_losses(case: Case) -> int:
     """The maximum number of expert server losses that the faults can cause."""
-    servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
-    return sum(len(servers.intersection(fault.processes)) for fault in scenario.faults)
+    servers = {node.process for node in case.graph.nodes.values() if node.operator == "experts"}
+    return sum(len(servers.intersection(fault.processes)) for fault in case.scenario.faults)
 
 
-def _lost_long_enough(graph: Graph, scenario: Scenario, client: ClientRecord) -> bool:
+def _lost_long_enough(case: Case, client: ClientRecord) -> bool:
     """Whether an expert was unavailable long enough to end the request, measured by the fastest clock of the scenario."""
-    lost_seconds = fastest_clock(scenario) * (client.outage_seconds + LOOKED_SECONDS)
-    return scenario.expect != "tokens" and lost_seconds >= graph.reliability.unavailable_expert_seconds
+    lost_seconds = fastest_clock(case.scenario) * (client.outage_seconds + LOOKED_SECONDS)
+    return case.scenario.expect != "tokens" and lost_seconds >= case.graph.reliability.unavailable_expert_seconds
 
 
 def fastest_clock(scenario: Scenario) -> float:

@@ -1,4 +1,4 @@
-"""Defines the requests to a simulated graph and the records of its clients, which invariants.py checks."""
+"""Defines the records of the clients of a simulated graph, which invariants.py checks."""
 
 from __future__ import annotations
 
@@ -6,32 +6,9 @@ from dataclasses import dataclass, field
 
 from flowrt.actors.control import Statistics
 from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
-from flowrt.sampling_params import SamplingParams
+from flowrt.simulation.case import SimulatedRequest
 
 UNREADABLE_TEXT = "text that cannot be tokenized"
-
-
-@dataclass(frozen=True)
-class SimulatedRequest:
-    """A client's request, as token ids, and how the client behaves.
-
-    after_seconds: when it comes after the request before; None: drawn. cancel_seconds: it leaves after so long, if it is still there.
-    leaves_after: it leaves after so many events. pause_seconds: between two events that it reads. reads_late: it reads nothing until the
-    request has ended. is_unreadable: its text cannot be tokenized.
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams = SamplingParams()
-    after_seconds: float | None = None
-    cancel_seconds: float | None = None
-    leaves_after: int | None = None
-    pause_seconds: float = 0.0
-    reads_late: bool = False
-    is_unreadable: bool = False
-
-    @property
-    def may_leave(self) -> bool:
-        return self.cancel_seconds is not None or self.leaves_after is not None
 
 
 @dataclass

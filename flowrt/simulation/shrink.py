@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from flowrt.simulation.cases import Case, Kept
+from flowrt.simulation.case import Case, Kept
 
 MAX_RUNS = 60
 

@@ -40,10 +40,11 @@ def search(bug: Bug | None, graphs: Sequence[Path], seeds: int) -> dict[str, Any
     from flowrt.graph.file import load_graph
     from flowrt.operators.families.registry import read_model_config
     from flowrt.simulation.campaign import campaign
+    from flowrt.simulation.cases import draw
 
     files = [file for path in graphs for file in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
     loaded = [load_graph(file, facts_of=lambda directory: ModelFacts.of(read_model_config(directory))) for file in files]
-    counts = campaign(range(seeds), loaded, on_run=lambda case, outcome, counts: not counts.failures)
+    counts = campaign((draw(seed, loaded) for seed in range(seeds)), lambda case, outcome, counts: not counts.failures)
     if not counts.failures:
         return {"seed": None, "invariant": "", "text": ""}
     failure = counts.failures[0]

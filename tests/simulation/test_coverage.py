@@ -20,7 +20,8 @@ from simulation.graph_files import GRAPHS, load
 from simulation.test_failing_workers import FAILURES, failure_of
 
 from flowrt.simulation.campaign import CampaignCounts, Failure, campaign, digest_line
-from flowrt.simulation.cases import Case
+from flowrt.simulation.case import Case
+from flowrt.simulation.cases import draw
 from flowrt.simulation.served import Served
 from flowrt.simulation.world import Outcome
 
@@ -93,7 +94,8 @@ def run() -> Campaign:
     try:
         for worker in FAILURES:
             failure_of(worker)
-        counts = campaign(SEEDS, [load(path.name) for path in sorted(GRAPHS.glob("*.yaml"))], on_run=note_digest)
+        graphs = [load(path.name) for path in sorted(GRAPHS.glob("*.yaml"))]
+        counts = campaign((draw(seed, graphs) for seed in SEEDS), note_digest)
     finally:
         sys.settrace(None)
     printed, _ = elsewhere.communicate()

@@ -19,14 +19,15 @@ from flowrt.operators.dispatch import UNAVAILABLE
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import AnyFault, Crash, Fault, Hang, Pause, Reset, Scenario, Slow, Stall
 from flowrt.sampling_params import SamplingParams
-from flowrt.simulation.cases import draw, reference_of
-from flowrt.simulation.cluster import serve
+from flowrt.simulation.case import Case, SimulatedRequest
+from flowrt.simulation.cases import references_of, run_case
+from flowrt.simulation.cluster import simulate
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.invariants import check, may_fail
 from flowrt.simulation.network_conditions import NetworkConditions
 from flowrt.simulation.processes import ProcessConditions
-from flowrt.simulation.served import Served, SimulatedRequest
-from flowrt.simulation.world import Outcome, run
+from flowrt.simulation.served import Served
+from flowrt.simulation.world import Outcome
 
 GRAPHS = Path(__file__).resolve().parent / "graphs"
 SEEDS = range(4)
@@ -45,10 +46,7 @@ def requests(count: int, apart: float = 0.1) -> list[SimulatedRequest]:
 def serve_under(
     seed: int, graph: Graph, submitted: list[SimulatedRequest], *faults: AnyFault, expect: str | None = None
 ) -> Outcome[Served]:
-    scenario = Scenario(faults=faults, expect=expect)
-    outcome = run(seed, lambda world: serve(world, graph, submitted, scenario=scenario, exact=True))
-    check(graph, scenario, submitted, outcome.result, [reference_of(draw(0, [graph]), request) for request in submitted])
-    return outcome
+    return run_case(Case(graph, tuple(submitted), Scenario(faults=faults, expect=expect), seed))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -79,14 +77,16 @@ def test_server_that_dies_while_workers_connect_is_restarted(seed: int, at_secon
 
 def crash_while_starting(seed: int, at_seconds: float) -> Outcome[Served]:
     """Crash a server so many seconds after the launch. Its death is noticed by its exit and the end of its control connection only."""
-    graph = load("2x3.yaml")
-    scenario = Scenario(faults=(Crash(process="experts.1", at_seconds=at_seconds),))
-    conditions = ProcessConditions(unseen_one_in=1)
-    return run(
+    case = Case(
+        load("2x3.yaml"),
+        tuple(requests(3)),
+        Scenario(faults=(Crash(process="experts.1", at_seconds=at_seconds),)),
         seed,
-        lambda world: serve(world, graph, requests(3), scenario=scenario, exact=True, conditions=conditions, faults_from_launch=True),
-        conditions=NetworkConditions(max_delay_seconds=5e-3, tick_seconds=1e-3),
+        NetworkConditions(max_delay_seconds=5e-3, tick_seconds=1e-3),
+        processes=ProcessConditions(unseen_one_in=1),
+        faults_from_launch=True,
     )
+    return simulate(case)
 
 
 def test_repeated_deaths_change_no_token() -> None:
@@ -149,20 +149,21 @@ def test_degraded_tokens_need_an_outage_of_the_configured_length() -> None:
     graph = load("tight.yaml", restarts=0, unavailable_expert_seconds=0.5, unavailable_expert="degrade")
     submitted = requests(8, apart=0.2)
     result = serve_under(0, graph, submitted, Crash(process="experts.1", at_seconds=0.05)).result
-    references = [reference_of(draw(0, [graph]), request) for request in submitted]
+    case = Case(graph, tuple(submitted))
+    references = references_of(case)
     shorter = replace(result, clients=tuple(replace(client, outage_seconds=0.3) for client in result.clients))
     unmarked = replace(
         result, clients=tuple(replace(client, events=[_unmarked(event) for event in client.events]) for client in result.clients)
     )
     for wrong, which in ((shorter, graph), (unmarked, graph), (result, load("tight.yaml"))):
         with pytest.raises(InvariantError, match="I1"):
-            check(which, Scenario(), submitted, wrong, references)
+            check(replace(case, graph=which), wrong, references)
 
 
 def test_without_failover_a_death_ends_the_run() -> None:
     graph = load("2x3.yaml", recovery="off")
     crash = Crash(process="experts.1", at_seconds=0.05)
-    assert may_fail(graph, Scenario(faults=(crash,))) == {"experts.1"}
+    assert may_fail(Case(graph, (), Scenario(faults=(crash,)))) == {"experts.1"}
     served = serve_under(0, graph, requests(4), crash).result
     assert served.failed == "experts.1"
     assert "was killed by SIGKILL" in (served.failure or "")
@@ -266,9 +267,10 @@ def test_errors_need_an_outage_of_the_configured_length() -> None:
     graph = load("tight.yaml", restarts=0, unavailable_expert_seconds=0.5)
     submitted = requests(8, apart=0.2)
     outcome = serve_under(0, graph, submitted, Crash(process="experts.1", at_seconds=0.05))
-    references = [reference_of(draw(0, [graph]), request) for request in submitted]
+    case = Case(graph, tuple(submitted))
+    references = references_of(case)
     shorter = replace(outcome.result, clients=tuple(replace(client, outage_seconds=0.3) for client in outcome.result.clients))
     with pytest.raises(InvariantError, match="I1"):
-        check(graph, Scenario(), submitted, shorter, references)
+        check(case, shorter, references)
     with pytest.raises(InvariantError, match="I1"):
-        check(graph, Scenario(expect="tokens"), submitted, outcome.result, references)
+        check(replace(case, scenario=Scenario(expect="tokens")), outcome.result, references)

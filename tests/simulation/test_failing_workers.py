@@ -6,9 +6,8 @@ import pytest
 from simulation.graph_files import load
 
 from flowrt.sampling_params import SamplingParams
-from flowrt.simulation.cluster import serve
-from flowrt.simulation.served import SimulatedRequest
-from flowrt.simulation.world import run
+from flowrt.simulation.case import Case, SimulatedRequest
+from flowrt.simulation.cluster import simulate
 
 FAILURES = {
     "fail_to_load": "failed: no weights",
@@ -19,7 +18,8 @@ FAILURES = {
 
 def failure_of(worker: str, seed: int = 0) -> str | None:
     request = SimulatedRequest((5, 6), SamplingParams(max_tokens=2))
-    return run(seed, lambda world: serve(world, load("2x3.yaml"), [request], f"simulation.failing_workers:{worker}")).result.failure
+    case = Case(load("2x3.yaml"), (request,), seed=seed, exact=False, worker=f"simulation.failing_workers:{worker}")
+    return simulate(case).result.failure
 
 
 @pytest.mark.parametrize("worker", FAILURES)

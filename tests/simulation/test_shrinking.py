@@ -14,7 +14,8 @@ from flowrt.graph.file import load_graph
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import RollBack
 from flowrt.simulation.campaign import campaign
-from flowrt.simulation.cases import Case, Kept, draw
+from flowrt.simulation.case import Case, Kept
+from flowrt.simulation.cases import draw
 from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.shrink import shrink
 
@@ -68,7 +69,7 @@ def test_failing_seed_prints_a_command_that_replays_the_smallest_case(
     monkeypatch.setattr(Runner, "roll_back", lambda self, source, epoch: 0)
     graph = load_graph(GRAPH, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
     rolled = [seed for seed in range(400) if any(isinstance(fault, RollBack) for fault in draw(seed, [graph]).scenario.faults)]
-    counts = campaign(rolled, [graph], on_run=lambda case, came, counts: not counts.failures)
+    counts = campaign((draw(seed, [graph]) for seed in rolled), lambda case, came, counts: not counts.failures)
     assert counts.failures
     seed = counts.failures[0].seed
     assert simulate([str(GRAPH), "--first", str(seed), "--seeds", "1"]) == 1

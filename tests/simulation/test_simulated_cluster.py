@@ -39,12 +39,13 @@ from flowrt.reliability.scenario import (
 )
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.campaign import campaign
-from flowrt.simulation.cases import draw, reference_of, run_case
-from flowrt.simulation.cluster import serve
+from flowrt.simulation.case import Case, SimulatedRequest
+from flowrt.simulation.cases import draw, references_of, run_case
+from flowrt.simulation.cluster import simulate
 from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.invariants import check
 from flowrt.simulation.network_conditions import NetworkConditions
-from flowrt.simulation.served import Served, SimulatedRequest
+from flowrt.simulation.served import Served
 from flowrt.simulation.transport import SimulatedChannel
 from flowrt.simulation.waitables import OUTSIDE
 from flowrt.simulation.world import World, run
@@ -77,10 +78,10 @@ def load(graph_file: Path) -> Graph:
     return load_graph(graph_file, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
 
 
-def make_requests(count: int, max_tokens: int) -> list[SimulatedRequest]:
+def make_requests(count: int, max_tokens: int) -> tuple[SimulatedRequest, ...]:
     chance = random.Random("prompts")
     prompts = [tuple(chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 24))) for _ in range(count)]
-    return [SimulatedRequest(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True)) for prompt in prompts]
+    return tuple(SimulatedRequest(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True)) for prompt in prompts)
 
 
 ROUGH = NetworkConditions(slow_one_in=5, duplicate_one_in=4, tiny_one_in=3, tick_seconds=1e-3)
@@ -88,7 +89,8 @@ ROUGH = NetworkConditions(slow_one_in=5, duplicate_one_in=4, tiny_one_in=3, tick
 
 def test_requests_cancelled_at_random_moments_leave_nothing_behind() -> None:
     """Some in `submit`, some in a queue, some between two tokens. `make cancel` cancels more than 10,000."""
-    counts = campaign(range(20), [load(path) for path in sorted(GRAPHS.glob("*.yaml"))], num_cancelled=30)
+    graphs = [load(path) for path in sorted(GRAPHS.glob("*.yaml"))]
+    counts = campaign(draw(seed, graphs, num_cancelled=30) for seed in range(20))
     assert not counts.failures
     assert counts.branches["client left"] > 300
 
@@ -99,7 +101,7 @@ def test_tokens_are_those_of_the_reference(graph_file: Path, seed: int) -> None:
 
     graph = load(graph_file)
     requests = make_requests(4, 6)
-    served = run(seed, lambda world: serve(world, graph, requests), conditions=ROUGH).result
+    served = simulate(Case(graph, requests, seed=seed, conditions=ROUGH, exact=False)).result
     assert served.failure is None
     assert served.finish_reasons == ("length",) * 4
     for request, token_ids in zip(requests, served.token_ids, strict=True):
@@ -136,7 +138,7 @@ def test_every_shape_gives_the_same_tokens_with_hardly_any_pages(graph_file: Pat
         file.write_text(text.replace("kv_pages: 64", f"kv_pages: {kv_pages}"))
         graph = load(file)
         for seed in range(2):
-            served = run(seed, lambda world, graph=graph: serve(world, graph, requests), conditions=ROUGH).result
+            served = simulate(Case(graph, requests, seed=seed, conditions=ROUGH, exact=False)).result
             assert served.finish_reasons == ("length",) * 6, (name, seed, served.errors)
             expected = expected or served.token_ids
             assert served.token_ids == expected, (name, seed)
@@ -163,10 +165,11 @@ HARMLESS = [
 def test_faults_that_heal_change_no_token(fault: Fault) -> None:
     graph = load(GRAPHS / "2x3.yaml")
     requests = make_requests(3, 6)
-    outcome = run(5, lambda world: serve(world, graph, requests, scenario=Scenario(faults=(fault,)), exact=True))
+    case = Case(graph, requests, Scenario(faults=(fault,)), seed=5)
+    outcome = simulate(case)
     assert outcome.num_faults[fault.kind] == 1
     assert outcome.result.failure is None
-    assert outcome.result.token_ids == tuple(reference_of(draw(0, [graph]), request)[0] for request in requests)
+    assert outcome.result.token_ids == tuple(reference[0] for reference in references_of(case))
 
 
 @pytest.mark.parametrize(
@@ -179,48 +182,46 @@ def test_faults_that_heal_change_no_token(fault: Fault) -> None:
 def test_permanent_faults_end_every_request_with_an_error_that_names_the_process(fault: Fault, named: set[str], why: str) -> None:
     graph = load(GRAPHS / "2x3.yaml")
     requests = make_requests(3, 6)
-    scenario = Scenario(faults=(fault,))
-    served = run(3, lambda world: serve(world, graph, requests, scenario=scenario, exact=True)).result
+    case = Case(graph, requests, Scenario(faults=(fault,)), seed=3)
+    served = simulate(case).result
     assert served.failed in named
     assert why in (served.failure or "")
     assert {client.num_ends for client in served.clients} == {1}
     assert all(reason in ("length", "error") for reason in served.finish_reasons)
-    references = [reference_of(draw(0, [graph]), request) for request in requests]
-    check(graph, scenario, requests, served, references)
+    references = references_of(case)
+    check(case, served, references)
     with pytest.raises(InvariantError, match="I7"):  # the same outcome is wrong where no fault hit that process
-        check(graph, Scenario(), requests, served, references)
+        check(replace(case, scenario=Scenario()), served, references)
     with pytest.raises(InvariantError, match="I7"):
-        check(graph, Scenario(faults=(fault,), expect="tokens"), requests, served, references)
+        check(replace(case, scenario=Scenario(faults=(fault,), expect="tokens")), served, references)
 
 
 def test_lost_link_changes_no_token_or_ends_the_run_by_name() -> None:
     """Which of both is up to the links: they may have something to fall back on."""
     graph = load(GRAPHS / "2x3.yaml")
     requests = make_requests(3, 6)
-    references = [reference_of(draw(0, [graph]), request) for request in requests]
+    scenario = Scenario(faults=(Reset(between=("attention.0", "experts.1"), at_seconds=0.02),))
     for seed in range(4):
-        scenario = Scenario(faults=(Reset(between=("attention.0", "experts.1"), at_seconds=0.02),))
-        outcome = run(seed, lambda world, scenario=scenario: serve(world, graph, requests, scenario=scenario, exact=True))
-        assert outcome.num_faults["reset"] == 1
-        check(graph, scenario, requests, outcome.result, references)
+        assert run_case(Case(graph, requests, scenario, seed)).num_faults["reset"] == 1
 
 
 def test_checks_find_wrong_outcomes() -> None:
     graph = load(GRAPHS / "2x3.yaml")
     requests = make_requests(2, 4)
-    good = run(3, lambda world: serve(world, graph, requests, exact=True)).result
-    references = [reference_of(draw(0, [graph]), request) for request in requests]
+    case = Case(graph, requests, seed=3)
+    good = simulate(case).result
+    references = references_of(case)
 
     def checked(served: Served) -> str:
         with pytest.raises(InvariantError) as caught:
-            check(graph, Scenario(), requests, served, references)
+            check(case, served, references)
         return caught.value.kind
 
     def changed(**fields: object) -> Served:
         """The first client's record with other fields."""
         return replace(good, clients=(replace(good.clients[0], **fields), *good.clients[1:]))  # type: ignore[arg-type]
 
-    check(graph, Scenario(), requests, good, references)
+    check(case, good, references)
     events = good.clients[0].events
     first, end = events[0], events[-1]
     assert isinstance(first, TokenEvent)
@@ -236,7 +237,7 @@ def test_a_bad_request_fails_alone(graph_file: Path) -> None:
     graph = load(graph_file)
     good = SimulatedRequest((5, 6, 7), SamplingParams(max_tokens=4, ignore_eos=True))
     bad = SimulatedRequest((5, VOCABULARY + 1), SamplingParams(max_tokens=4))
-    served = run(3, lambda world: serve(world, graph, [good, bad, good])).result
+    served = simulate(Case(graph, (good, bad, good), seed=3, exact=False)).result
     assert served.finish_reasons == ("length", "error", "length")
     assert str(VOCABULARY + 1) in (served.errors[1] or "")
     assert served.token_ids[0] == served.token_ids[2]
@@ -251,16 +252,16 @@ async def leaving(control: object, seams: object) -> None:
     """A worker that ends at once."""
 
 
-async def main(world: World, graph: Graph, worker: str) -> Served:
-    return await serve(world, graph, make_requests(1, 1), f"{__name__}:{worker}")
+def serve_with(graph: Graph, worker: str) -> Served:
+    return simulate(Case(graph, make_requests(1, 1), exact=False, worker=f"{__name__}:{worker}")).result
 
 
 def test_workers_that_never_load_end_the_start_by_name() -> None:
     graph = load(GRAPHS / "2x3.yaml")
-    served = run(0, lambda world: main(world, graph, "silent")).result
+    served = serve_with(graph, "silent")
     assert "while loading" in (served.failure or "")
     graph = replace(graph, reliability=replace(graph.reliability, recovery="off"))
-    served = run(0, lambda world: main(world, graph, "leaving")).result
+    served = serve_with(graph, "leaving")
     assert "exited with status 0 unexpectedly" in (served.failure or "")
     assert served.clients == ()
 
@@ -271,7 +272,7 @@ def test_deadlock_error_names_the_waiting_tasks(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Runner, "settle", lambda self: None)  # messages that come fire nothing
     graph = load(GRAPHS / "2x3.yaml")
     with pytest.raises(DeadlockError) as caught:
-        run(0, lambda world: serve(world, graph, make_requests(1, 2), exact=True))
+        simulate(Case(graph, make_requests(1, 2)))
     text = str(caught.value)
     assert "gateway: request-0 at attention.0" in text
     assert "attention.0: attention.0.combine at step 0, layer 0" in text

@@ -14,11 +14,11 @@ from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import Hang, Scenario
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
-from flowrt.simulation.cases import draw, reference_of
-from flowrt.simulation.cluster import serve
+from flowrt.simulation.case import Case, SimulatedRequest
+from flowrt.simulation.cases import references_of
+from flowrt.simulation.cluster import simulate
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.network_conditions import CALM
-from flowrt.simulation.served import SimulatedRequest
 from flowrt.simulation.simulated_seams import ComputeCost
 from flowrt.simulation.world import World, run
 
@@ -98,11 +98,11 @@ def test_emulated_graph_takes_its_modelled_time() -> None:
     graph = load_graph(GRAPHS / "emulated.yaml", facts_of=lambda path: ModelFacts.of(read_model_config(path)))
     assert graph.emulation is not None
     requests = [SimulatedRequest((5, 6, 7), SamplingParams(max_tokens=4, ignore_eos=True), after_seconds=0.0)] * 2
-    cost = ComputeCost(1e-6, 1e-5)
-    outcome = run(0, lambda world: serve(world, graph, requests, exact=True), conditions=CALM, cost=cost)
+    case = Case(graph, tuple(requests), conditions=CALM, cost=ComputeCost(1e-6, 1e-5))
+    outcome = simulate(case)
     served = outcome.result
     assert served.failure is None
-    assert served.token_ids == tuple(reference_of(draw(0, [graph]), request)[0] for request in requests)
+    assert served.token_ids == tuple(reference[0] for reference in references_of(case))
     emulations = [statistics.emulation for statistics in served.statistics.values() if statistics.emulation is not None]
     account = emulation_report(graph.emulation.dilation, emulations)
     assert len(emulations) == len(graph.process_names())

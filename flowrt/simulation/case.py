@@ -1,0 +1,84 @@
+"""Defines a case: the complete input of one simulated run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from flowrt.graph.model import Graph
+from flowrt.launcher.launcher import RESPONSE_SECONDS
+from flowrt.reliability.scenario import Scenario
+from flowrt.sampling_params import SamplingParams
+from flowrt.simulation.network_conditions import CALM, NetworkConditions
+from flowrt.simulation.processes import ProcessConditions
+from flowrt.simulation.simulated_seams import ComputeCost
+
+GRACE_SECONDS = 60.0  # virtual time beyond the start, the last fault and its deadline; a longer run is stuck
+
+
+@dataclass(frozen=True)
+class SimulatedRequest:
+    """A client's request, as token ids, and how the client behaves.
+
+    after_seconds: when it comes after the request before; None: drawn. cancel_seconds: it leaves after so long, if it is still there.
+    leaves_after: it leaves after so many events. pause_seconds: between two events that it reads. reads_late: it reads nothing until the
+    request has ended. is_unreadable: its text cannot be tokenized.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    after_seconds: float | None = None
+    cancel_seconds: float | None = None
+    leaves_after: int | None = None
+    pause_seconds: float = 0.0
+    reads_late: bool = False
+    is_unreadable: bool = False
+
+    @property
+    def may_leave(self) -> bool:
+        return self.cancel_seconds is not None or self.leaves_after is not None
+
+
+@dataclass(frozen=True)
+class Case:
+    """The graph (expanded, with a model), its requests, and the conditions. The number of a fault or request is its index here.
+
+    exact: use the integer model (flowrt/workers/exact_nodes.py) instead of weights. faults_from_launch: the scenario's times count from
+    the launch instead of the first request. worker: the entry of each worker.
+    """
+
+    graph: Graph
+    requests: tuple[SimulatedRequest, ...]
+    scenario: Scenario = Scenario()
+    seed: int = 0
+    conditions: NetworkConditions = NetworkConditions()
+    cost: ComputeCost = ComputeCost()
+    processes: ProcessConditions = ProcessConditions()
+    exact: bool = True
+    faults_from_launch: bool = False
+    max_requests: int = 1024
+    worker: str = "flowrt.simulation.cluster:run_worker"
+
+    @property
+    def max_seconds(self) -> float:
+        """The virtual time in which the run must end."""
+        return RESPONSE_SECONDS + self.scenario.ends_seconds + self.scenario.deadline_seconds + GRACE_SECONDS
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The parts of a drawn case that are kept. None: all."""
+
+    faults: tuple[int, ...] | None = None
+    requests: tuple[int, ...] | None = None
+    calm: bool = False  # calm network conditions and the usual compute cost
+
+    def of(self, case: Case) -> Case:
+        faults, requests = case.scenario.faults, case.requests
+        if self.faults is not None:
+            faults = tuple(fault for number, fault in enumerate(faults) if number in self.faults)
+        if self.requests is not None:
+            requests = tuple(request for number, request in enumerate(requests) if number in self.requests)
+        case = replace(case, scenario=msgspec.structs.replace(case.scenario, faults=faults), requests=requests)
+        return replace(case, conditions=CALM, cost=ComputeCost(), processes=ProcessConditions()) if self.calm else case
