@@ -1,4 +1,4 @@
-"""The command line: `flowrt run|graph|bench|check|chaos|simulate|doctor`.
+"""The command line: `flowrt demo|run|init|graph|bench|check|chaos|simulate|doctor`.
 
 It holds the options, their help texts, and the errors: one line on standard error, exit code 2. The commands load when they are called,
 so that `flowrt --help` is fast. `main` is the entry point.
@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -58,22 +58,50 @@ def run(
     not injected or an output was lost, 2 bad input (nothing was started),
     3 a worker died, 130 interrupted, 141 the reader of the answers left.
     """
+    _run(graph, options or RunOptions(), sampling or SamplingOptions())
+
+
+@app.command
+def demo(*, options: RunOptions | None = None, sampling: SamplingOptions | None = None) -> None:
+    """Answer eight prompts with a small model that comes with flowrt.
+
+    It starts two attention groups and three expert servers, each a process.
+    All options of `flowrt run` work here, as --prompt "What is 347 + 285?".
+    """
+    from flowrt.cli.init import DEMO
+
+    _run(DEMO / "quickstart.yaml", options or RunOptions(), sampling or SamplingOptions())
+
+
+@app.command
+def init(
+    folder: Annotated[Path, Parameter(help="The folder to write it to; made when it does not exist.")],
+    /,
+    *,
+    model: Annotated[Path | None, Parameter(help="Hugging Face model directory to serve. [default: the model of flowrt demo]")] = None,
+) -> None:
+    """Write graph.yaml, a commented graph file that runs as it is. It replaces no file."""
+    from flowrt.cli.init import write_graph
+
+    write_graph(folder, model)
+
+
+def _run(graph: Path, options: RunOptions, sampling: SamplingOptions) -> NoReturn:
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _MIN_DESCRIPTORS:
         text = f"too few open files are allowed (RLIMIT_NOFILE is {limit}, at least {_MIN_DESCRIPTORS} are needed)"
         raise UserError(f"{text}; raise it: ulimit -n 1024")
     from flowrt.cli.prompts import checked_options
     from flowrt.cli.run import run as run_graph
 
-    options = options or RunOptions()
     for option, name in (("--prompts", options.prompts), ("--json", options.json)):
         if name is not None and name.startswith("-") and name != "-":  # let through for the sake of "-"
             raise UserError(f"{option} is followed by {name}; give it a file, or write ./{name} for one of that name")
-    raise SystemExit(run_graph(graph, options, checked_options(vars(sampling or SamplingOptions()))))
+    raise SystemExit(run_graph(graph, options, checked_options(vars(sampling))))
 
 
 @app.command
 def simulate(
-    *graphs: Annotated[str, Parameter(help="Graph files with a model, or folders of them. [default: examples/quickstart.yaml]")],
+    *graphs: Annotated[str, Parameter(help="Graph files with a model, or folders of them. [default: the graph of flowrt demo]")],
     options: SimulationOptions | None = None,
 ) -> None:
     """Run graphs with faults under many seeds in virtual time, and check invariants after every step.
@@ -82,9 +110,10 @@ def simulate(
     command that replays this case. Exit codes: 0 all invariants held under
     each seed, 1 one did not, 2 bad input.
     """
+    from flowrt.cli.init import DEMO
     from flowrt.simulation.command import run
 
-    raise SystemExit(run(graphs or ("examples/quickstart.yaml",), options or SimulationOptions()))
+    raise SystemExit(run(graphs or (str(DEMO / "quickstart.yaml"),), options or SimulationOptions()))
 
 
 @app.command
@@ -113,11 +142,11 @@ def _plain(text: str) -> str:
     """The parser's message in the user's terms."""
     if text.startswith("Unused Tokens: ["):
         extra = text.removeprefix("Unused Tokens: [").rstrip("].")
-        if sys.argv[1:2] == ["run"]:
+        if sys.argv[1:2] in (["run"], ["demo"]):
             return f"unexpected {extra}; a prompt is given with --prompt TEXT, and a value with spaces needs quotes"
         return f"unexpected {extra}; see --help, and quote a value with spaces"
     if text.endswith(("parameter GRAPH requires an argument.", "parameter FILE requires an argument.")):
-        return "a graph file is missing, such as examples/quickstart.yaml"
+        return "a graph file or model directory is missing; flowrt init DIR writes a graph file"
     return text
 
 

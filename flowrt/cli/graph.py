@@ -23,7 +23,7 @@ ModelDirectory = Annotated[Path | None, Parameter(name="--model", help="Model di
 @graph_app.command
 def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDirectory = None) -> None:
     """Check a graph file; print one line with the first error, or with the size of the graph."""
-    graph = _load(file, overrides, model)
+    graph = load(file, overrides, model)
     from flowrt.graph.show import summary_of_valid
 
     print(f"{file}: valid; {summary_of_valid(graph)}")
@@ -41,7 +41,7 @@ def show(
     model: ModelDirectory = None,
 ) -> None:
     """Show the expanded graph: processes, fused chains, recovery, and the edges between processes."""
-    graph = _load(file, overrides, model)
+    graph = load(file, overrides, model)
     if mermaid or dot or svg:
         from flowrt.graph.diagrams import to_dot, to_mermaid
 
@@ -73,7 +73,7 @@ def expand(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDirec
     """Print the explicit form with every default. It runs like the file itself."""
     from flowrt.graph.written import to_yaml
 
-    print(to_yaml(_load(file, overrides, model), file.name), end="")
+    print(to_yaml(load(file, overrides, model), file.name), end="")
 
 
 @graph_app.command
@@ -86,7 +86,8 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
-def _load(file: Path, overrides: list[str] | None, model: Path | None) -> Graph:
+def load(file: Path, overrides: list[str] | None, model: Path | None) -> Graph:
+    """The graph of a file or model directory, without torch. Raises GraphError."""
     from flowrt.graph.facts import ModelFacts
     from flowrt.graph.file import load_graph
     from flowrt.operators.families.registry import read_model_config

@@ -10,8 +10,10 @@ from typing import Any
 from flowrt.graph.document import parse_document
 
 _TEXT = """\
-# Check it:  flowrt graph validate FILE      See it:  flowrt graph show FILE      Run it:  flowrt run FILE --prompt "Hello"
-# Every key and its default: flowrt graph expand FILE, and docs/graph-files.md
+# flowrt run graph.yaml --prompt "Hello"     answer a prompt
+# flowrt graph validate graph.yaml           check this file after a change
+# flowrt graph show graph.yaml               see the processes and the messages between them
+# flowrt graph schema                        all keys; without a key, its default holds
 flowrt: 1
 model:
   path: {path}   # a Hugging Face directory: config.json, *.safetensors, tokenizer.json

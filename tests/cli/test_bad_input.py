@@ -37,7 +37,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"prompt": "a"}\n{"prompt": }\n')
     for words, text in (
-        ((), "a graph file is missing"),
+        ((), "a graph file or model directory is missing"),
         ((graph_file, graph_file), "unexpected"),
         ((graph_file, "--bogus"), "Unknown option: --bogus"),
         ((graph_file, "--prompt"), "requires an argument"),
@@ -112,7 +112,7 @@ def test_what_cannot_be_measured_is_refused_before_it_is(
         ("doctor x", "unexpected 'x'; see --help"),
         ("doctor --dtype float32", "--dtype needs --model DIR"),
         ("doctor --graph /nope.yaml", "/nope.yaml: no such file"),
-        ("graph show", "a graph file is missing"),
+        ("graph show", "a graph file or model directory is missing"),
         (f"graph show {graph_file} --svg {tmp_path}/no/x.svg", "--svg"),
         ("graph nosuch", "nosuch"),
     ):

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from repository.source_tree import FOLDERS, ROOT
+from repository.source_tree import FOLDERS, ROOT, sources
 from setuptools import find_packages
 
 import flowrt
@@ -42,6 +42,36 @@ def test_everything_the_tests_need_is_pinned_within_its_bounds() -> None:
         assert pin is not None, f"{requirement.name} is not in constraints.txt"
         assert requirement.specifier.contains(pin), f"{requirement.name} is pinned to {pin}, which {requirement.specifier} excludes"
         assert not any(part.operator in ("==", "<", "<=") for part in requirement.specifier), f"{text}: lower bounds only"
+
+
+_MODULES = {"pyzmq": "zmq", "ruamel-yaml": "ruamel", "ucxx-cu13": "ucxx"}  # where it is not the distribution's name
+
+
+def test_the_package_needs_what_it_imports() -> None:
+    """Each dependency, also of an extra for users, is imported; each import is in one, except peers of benchmarks that have no extra."""
+    described = project()["project"]
+    groups = {"": described["dependencies"], **described["optional-dependencies"]}
+    named = {Requirement(text).name for name, texts in groups.items() if name != "dev" for text in texts}
+    needed = {_MODULES.get(canonicalize_name(name), canonicalize_name(name)) for name in named}
+    imported = {each.target.split(".")[0] for source in sources() for each in source.imports} - sys.stdlib_module_names - {"flowrt"}
+    assert needed - imported == set()
+    indirect = {"pydantic_core", "libucxx"}  # by pydantic and ucxx
+    assert imported - needed == indirect | {"xoscar", "transformers"}
+
+
+def test_one_set_of_pins_suits_torch_with_and_without_cuda() -> None:
+    """torch of PyPI needs cuda-bindings 13; a pin of another kind makes every install without the index of CPU builds fail."""
+    found = pins()
+    assert found["cuda-bindings"].major == 13
+    assert not [name for name in found if name.endswith("-cu12")]
+
+
+def test_the_demo_is_in_the_wheel() -> None:
+    described = project()["tool"]["setuptools"]["package-data"]["flowrt"]
+    held = {path for pattern in described for path in (ROOT / "flowrt").glob(pattern) if path.is_file()}
+    demo = ROOT / "flowrt" / "demo"
+    assert {path for path in demo.glob("**/*") if path.is_file()} | set((demo / "tiny-moe").iterdir()) <= held
+    assert all(path.resolve().is_relative_to(ROOT / "examples") for path in held if path.is_relative_to(demo))
 
 
 def test_pins_are_public_versions() -> None:
