@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrt.transports.channel.blocks import Block
 from flowrt.transports.channel.rendezvous import socket_address
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, pair_maker
 from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, send_all, until, within
@@ -25,7 +26,7 @@ from flowrt.transports.errors import BrokenChannelError, HandshakeError, Unavail
 from flowrt.transports.registry import get_transport, unavailable_reason
 from flowrt.transports.shared_memory import transport as shared_memory
 from flowrt.transports.shared_memory.ring import HEAD, RELEASED, TAIL, WRITER_SLEEPS, Layout
-from flowrt.transports.shared_memory.ring_reader import RingReader
+from flowrt.transports.shared_memory.ring_reader import MIN_BLOCK_BYTES, RingReader
 from flowrt.transports.shared_memory.ring_writer import RingWriter
 from flowrt.transports.shared_memory.transport import SharedMemoryChannel, sealed_memory
 from flowrt.transports.wire.codec import WireError
@@ -340,6 +341,34 @@ async def test_received_tensors_alias_the_ring(loop_kind: str) -> None:
         assert two.statistics().held_buffers == 1
         del part
         assert two.statistics().held_buffers == 0
+
+
+async def test_memory_of_freed_large_messages_is_used_again(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
+    """The first use of a page costs more than a copy into it. Messages that the user holds keep memory of their own."""
+    made: list[Block] = []
+
+    def new_block(fd: int, nbytes: int, flags: int) -> Block:
+        made.append(Block(fd, nbytes, flags))
+        return made[-1]
+
+    monkeypatch.setattr("flowrt.transports.channel.blocks.Block", new_block)
+    size = 2 * MIN_BLOCK_BYTES
+    async with opened(pair_maker("shm"), Limits(max_message_bytes=size, capacity_bytes=size // 2)) as (one, two):
+
+        async def carry_large(number: int) -> Message:
+            sending = asyncio.ensure_future(one.send(numbered(number, size)))
+            message = await within(two.recv(), "recv")
+            await sending
+            check_numbered(message, number, size)
+            return message
+
+        for number in range(3):
+            await carry_large(number)
+        assert len(made) == 1
+        held = await carry_large(3)
+        await carry_large(4)
+        assert len(made) == 2
+        check_numbered(held, 3, size)
 
 
 async def test_a_lost_wake_up_is_found_and_counted(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import mmap
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ import msgspec
 import pytest
 
 from flowrt.transports.channel import greeted
+from flowrt.transports.channel.blocks import Block
 from flowrt.transports.channel.peer_watch import PeerWatch
 from flowrt.transports.conformance.connection_checks import HERE, KEY, THERE, pair_maker
 from flowrt.transports.conformance.kit import check_numbered, fill, numbered, opened, receive_all, send_all, until, until_waiting, within
@@ -185,8 +185,8 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> Pairs:
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of each block of memory that is made."""
     made: list[int] = []
-    real = mmap.mmap
-    monkeypatch.setattr("flowrt.transports.ucx.blocks.mmap.mmap", lambda fd, size, flags: (made.append(size), real(fd, size, flags))[1])
+    real = Block
+    monkeypatch.setattr("flowrt.transports.channel.blocks.Block", lambda fd, size, flags: (made.append(size), real(fd, size, flags))[1])
     return made
 
 

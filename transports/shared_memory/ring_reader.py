@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flowrt.transports.channel.blocks import Block, BlockPool, block_bytes
 from flowrt.transports.contract import ChannelStatistics, Limits
 from flowrt.transports.shared_memory import ring
 from flowrt.transports.shared_memory.ring import Layout, pieces, placement
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flowrt.transports.native._words import Leases, Memory
 
 MAX_REPEATS = 64  # in a row; this side's writer never repeats a message, and each one costs the event loop time
-MIN_MAPPING_BYTES = 1 << 22  # from this size on memory is mapped in huge pages, which the kernel zeroes
+MIN_BLOCK_BYTES = 1 << 22  # from this size on, memory is worth keeping for the next message
 
 
 class RingReader:
@@ -44,6 +44,7 @@ class RingReader:
         self._slot_tails = [0] * layout.copy_threads  # bytes of slots ever emptied
         self._num_dropped = 0  # messages that the writer abandoned
         self._arriving: _Arriving | None = None  # a message that copy threads transfer
+        self._blocks = BlockPool(block_bytes(limits.max_message_bytes))
 
     def take(self) -> Message | None:
         """The next complete message, or None. Raises WireError for anything else."""
@@ -104,6 +105,7 @@ class RingReader:
         for slots in self._slots:
             slots.release()
         self._arriving = None
+        self._blocks.close()
         del self._memory, self._next, self._took, self._unread
 
     def _field(self, thread: int, word: int) -> int:
@@ -124,8 +126,17 @@ class RingReader:
         total = sum(sizes)
         if not total or kind not in (ring.BULK, ring.CHUNKED):
             raise WireError(f"a record of kind {kind} for {total} bytes")
-        buffers = self._placed(sizes, start) if kind == ring.BULK else [_allocate(size) for size in sizes]
-        self._arriving = _Arriving(envelope, sizes, total, buffers, kind == ring.BULK)
+        block = None
+        offsets, nbytes = placement(sizes)
+        if kind == ring.BULK:
+            buffers = self._placed(sizes, start)
+        elif nbytes < MIN_BLOCK_BYTES:
+            buffers = [bytearray(size) for size in sizes]
+        else:
+            block = self._blocks.take(nbytes)
+            lease = self._blocks.lease(block)
+            buffers = [lease[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+        self._arriving = _Arriving(envelope, sizes, total, buffers, kind == ring.BULK, block)
 
     def _take_arriving(self, arriving: _Arriving) -> Message | None:
         if not (self._has_all_stripes(arriving) if arriving.is_placed else self._drain(arriving)):
@@ -143,8 +154,10 @@ class RingReader:
         layout, num_copy_threads, event = self._layout, self._layout.copy_threads, arriving.envelope.sequence + 1
         slot, slots = layout.slot_bytes, layout.slots_bytes
         abandoned = self._field(0, ring.ABANDONED) != self._num_dropped  # read before the tails, which do not change after it
-        last = arriving.read + num_copy_threads * slots
-        while arriving.read < min(last, arriving.total):
+        last = min(arriving.read + num_copy_threads * slots, arriving.total)
+        if arriving.block is not None:
+            arriving.block.populate(last)
+        while arriving.read < last:
             thread = arriving.number % num_copy_threads
             tail, head = self._slot_tails[thread], self._field(thread, ring.CHUNK_TAIL)
             if head == tail:
@@ -206,17 +219,9 @@ class _Arriving:
     total: int
     buffers: list[object]
     is_placed: bool
+    block: Block | None = None  # the memory of `buffers`, when it is worth reusing
     read: int = 0
     number: int = 0  # of the next chunk
-
-
-def _allocate(nbytes: int) -> object:
-    """Memory for a tensor that arrives in chunks."""
-    if nbytes < MIN_MAPPING_BYTES:
-        return bytearray(nbytes)
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(mapping)
 
 
 def _split(payload: bytearray | None, sizes: list[int]) -> list[object]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flowrt.transports.ucx.blocks import BlockPool
+from flowrt.transports.channel.blocks import BlockPool
 from flowrt.transports.ucx.endpoint import IN_PROGRESS, LostError, UCXLink, check_status
 from flowrt.transports.wire.codec import Envelope, Part, WireError
 

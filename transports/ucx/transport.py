@@ -23,11 +23,11 @@ from collections import deque
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
+from flowrt.transports.channel.blocks import BlockPool
 from flowrt.transports.channel.greeted import GreetedChannel
 from flowrt.transports.channel.rendezvous import Meeting, Offer
 from flowrt.transports.channel.socket_transport import SocketTransport
 from flowrt.transports.contract import Capabilities, ChannelStatistics
-from flowrt.transports.ucx.blocks import BlockPool
 from flowrt.transports.ucx.endpoint import IN_PROGRESS, LostError, UCXLink, check_status, unavailable_reason
 from flowrt.transports.ucx.regions import MessageArrival, RegionReceiver, RegionSender
 from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat

@@ -1,20 +1,35 @@
-"""Implements `BlockPool`: reusable memory blocks that UCX writes into, so that they stay mapped and registered.
+"""Implements `BlockPool`: reusable memory blocks for large received tensors, so that their pages stay mapped (and registered with UCX).
 
-A block is whole pages of anonymous memory. A receiver takes one for a message's tensors and gives its user a *lease* on it. The block
-returns to the pool when the last view of the lease is freed, on any thread. Sizes are rounded up to eighths of a power of two, so that a
-block fits many messages. The pool keeps at most `idle_bytes` of unused blocks.
+A block is whole pages of anonymous memory. The first use of a page costs several times as much as a copy into it, so memory that the
+user has freed is used again. A receiver takes a block for a message's tensors and gives its user a *lease* on it. The block returns to the
+pool when the last view of the lease is freed, on any thread. Sizes are rounded up to eighths of a power of two, so that a block fits many
+messages. The pool keeps at most `idle_bytes` of unused blocks.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import weakref
 from collections import deque
-from typing import TypeAlias
-
-Block: TypeAlias = mmap.mmap
+from contextlib import suppress
 
 SMALLEST_BYTES = 1 << 16
+MADV_POPULATE_WRITE = 23  # the module mmap has no name for it
+
+
+class Block(mmap.mmap):
+    """Whole pages of anonymous memory."""
+
+    _num_populated = 0
+
+    def populate(self, end: int) -> None:
+        """Allocates the pages before `end` that are not in use yet, in one system call instead of a fault per page."""
+        end = min(-(-end // mmap.PAGESIZE) * mmap.PAGESIZE, len(self))
+        if end > self._num_populated:
+            with suppress(OSError):  # before Linux 5.14: each page is allocated at its first use
+                self.madvise(MADV_POPULATE_WRITE, self._num_populated, end - self._num_populated)
+            self._num_populated = end
 
 
 def block_bytes(nbytes: int) -> int:
@@ -50,7 +65,7 @@ class BlockPool:
         if idle:
             self._idle_bytes -= size
             return idle.pop()
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return Block(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def give_back(self, block: Block) -> None:
         """Returns a block to the pool, which keeps it unless `idle_bytes` would be exceeded."""
@@ -61,9 +76,7 @@ class BlockPool:
 
     def lease(self, block: Block) -> memoryview:
         """Returns a lease on all of `block`; the block returns to the pool when the last view of the lease is freed."""
-        import numpy as np  # UCX's own Python package needs it too
-
-        array = np.frombuffer(block, np.uint8)
+        array = (ctypes.c_ubyte * len(block)).from_buffer(block)
         number = id(array)
 
         def end(_: object) -> None:
@@ -71,8 +84,7 @@ class BlockPool:
             self._ended.append(block)
 
         self._leases[number] = weakref.ref(array, end)
-        view: memoryview = memoryview(array)  # type: ignore[arg-type, unused-ignore]  # missing in numpy's stubs for Python 3.11
-        return view
+        return memoryview(array).cast("B")
 
     def close(self) -> None:
         """Frees all idle blocks and keeps no more. Leases stay valid until their last view is freed."""

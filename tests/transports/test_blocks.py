@@ -1,14 +1,15 @@
-"""The block memory of a UCX channel, tested without UCX."""
+"""The block memory of large received tensors, tested without a channel."""
 
 from __future__ import annotations
 
+import resource
 import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.transports.ucx.blocks import SMALLEST_BYTES, BlockPool, block_bytes
+from flowrt.transports.channel.blocks import MADV_POPULATE_WRITE, SMALLEST_BYTES, Block, BlockPool, block_bytes
 
 
 @given(st.integers(0, 1 << 34))
@@ -67,3 +68,17 @@ def test_a_lease_outlives_the_pool() -> None:
     del view
     assert pool.num_leases == 0
     assert pool._idle_bytes == 0
+
+
+def test_populated_pages_cost_no_fault_each() -> None:
+    try:
+        Block(-1, 4096).madvise(MADV_POPULATE_WRITE)
+    except OSError:
+        pytest.skip("this kernel does not allocate mapped memory on request")
+    num_pages = 4096
+    block = Block(-1, num_pages * 4096)
+    block.populate(len(block) // 2)
+    block.populate(len(block))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block[::4096] = bytes(num_pages)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < num_pages // 2
