@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -178,22 +178,23 @@ def _check_transports(graph: Graph) -> Iterator[Problem]:
 
 
 def _check_feeding(graph: Graph, flow: Flow) -> Iterator[Problem]:
+    places = {name: place for place, name in enumerate(graph.edges)}
     for node in graph.nodes.values():
         if emits(node.operator):
             continue
         for port in node.inputs.values():
             if port.takes == "one":
-                yield from _fed_twice(graph, flow, node, port.name)
+                yield from _fed_twice(graph, flow, node, port.name, places)
         if node.inputs and not flow.fires[node.name]:
             yield Problem(("nodes", node.name), f"the node never fires: {_never(flow, node)}")
             continue
         yield from _left_waiting(flow, node)
 
 
-def _fed_twice(graph: Graph, flow: Flow, node: Node, port: str) -> Iterator[Problem]:
-    for (later, layer), ids in sorted(flow.at(node.name, port).items()):
+def _fed_twice(graph: Graph, flow: Flow, node: Node, port: str, places: Mapping[str, int]) -> Iterator[Problem]:
+    for (later, layer), ids in sorted((point, ids) for point, ids in flow.at(node.name, port).items() if len(ids) > 1):
         edge_of_origin: dict[str, Edge] = {}  # whose tags an earlier edge carries here
-        for edge in (edge for name, edge in graph.edges.items() if name in ids):
+        for edge in (graph.edges[name] for name in sorted(ids, key=places.__getitem__)):
             for origin in sorted(flow.edge_origins.get(edge.name, ())):
                 if origin in edge_of_origin:
                     text = f"{edge_of_origin[origin]} and {edge} both carry a message {_at(later, layer)}; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from flowrt.graph.builtin import BUILTIN, SOURCE, BuiltinOperator
@@ -15,6 +14,8 @@ from flowrt.graph.schema import EdgeSection, GraphFile, LinkSection, NodeSection
 Ports = dict[str, PortSpec]
 Ends = tuple[str, str, str, str]  # source, source port, target, target port
 Used = dict[str, dict[str, str]]  # node -> port -> the first edge there
+
+_LINK_KEYS = tuple(LinkSection.model_fields)
 
 
 def build_explicit(file: GraphFile, document: Document) -> tuple[dict[str, Node], dict[str, Edge]]:
@@ -47,26 +48,25 @@ def build_explicit(file: GraphFile, document: Document) -> tuple[dict[str, Node]
     pairs: dict[tuple[str, str], None] = {}
     built_edges: dict[str, Edge] = {}
     for name, section in edges.items():
-        built_edge = _edge(name, section, ends, built, document)
-        if (pair := role_pair(built, built_edge)) is not None:
+        pair = role_pair(built[ends[name][0]].process, built[ends[name][2]].process)
+        if pair is not None:
             pairs[pair] = None
-            built_edge = replace(built_edge, **_link(file.links, pair, section, num_credits))
-        built_edges[name] = built_edge
+        link = {} if pair is None else _link(file.links, pair, section, num_credits)
+        built_edges[name] = _edge(name, section, ends, built, link, document)
     for key in file.links:
         if not any(key in (f"{a}-{b}", f"{b}-{a}") for a, b in pairs):
             document.fail(("links", key), f"no edge leads between these roles; {nearest(key, map('-'.join, pairs))}")
     return built, built_edges
 
 
-def role_pair(nodes: Mapping[str, Node], edge: Edge) -> tuple[str, str] | None:
-    """The roles of both ends of an edge; None within a process."""
-    source, target = nodes[edge.source].process, nodes[edge.target].process
+def role_pair(source: str, target: str) -> tuple[str, str] | None:
+    """The roles of the two processes that an edge connects; None for an edge within one process."""
     return None if source == target else (role_of(source), role_of(target))
 
 
 def _link(links: Mapping[str, LinkSection], pair: tuple[str, str], own: EdgeSection, num_credits: int) -> dict[str, Any]:
     section = links.get("-".join(pair)) or links.get("-".join(reversed(pair))) or LinkSection()
-    keys = {key: getattr(own if key in own.model_fields_set else section, key) for key in LinkSection.model_fields}
+    keys = {key: getattr(own if key in own.model_fields_set else section, key) for key in _LINK_KEYS}
     return keys | {"credits": 0 if own.response_to is not None else keys["credits"] or num_credits}
 
 
@@ -129,11 +129,14 @@ def _user_ports(section: NodeSection, taken: dict[str, str], given: dict[str, st
     return inputs, outputs
 
 
-def _edge(name: str, section: EdgeSection, ends: Mapping[str, Ends], nodes: Mapping[str, Node], document: Document) -> Edge:
+def _edge(
+    name: str, section: EdgeSection, ends: Mapping[str, Ends], nodes: Mapping[str, Node], link: dict[str, Any], document: Document
+) -> Edge:
+    """The edge `name`; `link` are the keys of its link, none within a process."""
     source, _, target, _ = ends[name]
     path = ("edges", name)
     if nodes[source].process == nodes[target].process:
-        for key in LinkSection.model_fields:
+        for key in _LINK_KEYS:
             if document.has((*path, key)) and getattr(section, key) not in (None, "auto"):
                 document.fail((*path, key), f"both ends are in process {nodes[source].process}, where no link is used; remove the key")
     if section.response_to is not None:
@@ -148,6 +151,7 @@ def _edge(name: str, section: EdgeSection, ends: Mapping[str, Ends], nodes: Mapp
         tag=parse_tag(section.tag or ""),
         response_to=section.response_to,
         line=document.line(path if document.has(path) else ("deploy", "links", "attention-experts")),
+        **link,
     )
 
 

@@ -129,7 +129,7 @@ def _short_path(path: Path_, graph: Graph, document: Document) -> Path_:
         return ("deploy", role_of(graph.nodes[str(rest[0])].process)) if rest else ("deploy",)
     if section != "edges" or not rest:
         return path
-    link: Path_ = ("deploy", "links", "-".join(role_pair(graph.nodes, graph.edges[str(rest[0])]) or ()))
+    link: Path_ = ("deploy", "links", "-".join(role_pair(*graph.ends_of(graph.edges[str(rest[0])])) or ()))
     return (*link, *rest[1:]) if document.has((*link, *rest[1:])) else link
 
 

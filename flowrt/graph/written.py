@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from io import StringIO
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+import yaml
 
 from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
@@ -37,13 +34,9 @@ def to_yaml(graph: Graph, origin: str = "") -> str:
         "nodes": {_flow(node.name): _flow(_node(node)) for node in graph.nodes.values() if node.process != GATEWAY},
         "edges": {_flow(edge.name): _flow(_edge(edge)) for edge in graph.edges.values()},
     }
-    yaml = YAML()
-    yaml.width = 1 << 30
-    yaml.indent(mapping=2, sequence=4, offset=2)
-    yaml.representer.add_representer(type(None), lambda representer, _: representer.represent_scalar("tag:yaml.org,2002:null", "null"))
-    stream = StringIO()
-    yaml.dump({key: value for key, value in top.items() if value is not None}, stream)
-    return "".join(f"{line}\n" for line in _header(graph, origin)) + stream.getvalue()
+    given = {key: value for key, value in top.items() if value is not None}
+    text: str = yaml.dump(given, Dumper=_Dumper, default_flow_style=False, sort_keys=False, allow_unicode=True, width=1 << 30)
+    return "".join(f"{line}\n" for line in _header(graph, origin)) + text
 
 
 def _header(graph: Graph, origin: str) -> Iterable[str]:
@@ -86,19 +79,31 @@ def _edge(edge: Edge) -> dict[str, Any]:
     return written | {key: value for key, value in keys.items() if value and (key, value) not in (("transport", "auto"), ("open", "lazy"))}
 
 
+class _Line(dict[str, Any]):
+    """A mapping that is written on one line, in flow style."""
+
+
+class _Quoted(str):
+    """A text in double quotes, which graph files would not read back without them."""
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
+    """Writes these two; no other dumper of the process does."""
+
+
+_Dumper.add_representer(_Line, lambda dumper, value: dumper.represent_mapping("tag:yaml.org,2002:map", value, flow_style=True))
+_Dumper.add_representer(_Quoted, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"'))
+
+
 def _flow(value: Any) -> Any:
-    """`value` for one line: collections in flow style, texts in quotes where graph files would not read them back as texts."""
+    """`value` for one line: mappings in flow style, texts in quotes where graph files would not read them back as texts."""
     if isinstance(value, Mapping):
-        mapping = CommentedMap({_flow(str(key)): _flow(item) for key, item in value.items()})
-        mapping.fa.set_flow_style()
-        return mapping
+        return _Line({_flow(str(key)): _flow(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        sequence = CommentedSeq([_flow(item) for item in value])
-        sequence.fa.set_flow_style()
-        return sequence
+        return [_flow(item) for item in value]
     if not isinstance(value, str):
         return value
-    return value if value.isprintable() and "," not in value and _reads_back(value) else DoubleQuotedScalarString(value)
+    return value if value.isprintable() and "," not in value and _reads_back(value) else _Quoted(value)
 
 
 def _reads_back(text: str) -> bool:
