@@ -19,6 +19,7 @@ from flowrt.engine.validation import refusal
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import FinishReason
 
+MAX_REMEMBERED = 4096  # ended or cancelled attempts: a repeated Submit or Cancel of one does nothing
 NOT_FINITE = "the model's logits for output token {} are not finite (NaN or infinity); check the weights, or run in a wider dtype"
 
 
@@ -47,10 +48,7 @@ class _Step:
 
 
 class Engine:
-    """`max_num_seqs`, `kv_pages` and so on of `limits` are this group's; `chunk_tokens` > 0 is for strict numerics (scheduler.py).
-
-    `num_remembered` bounds how many ended or cancelled attempts are remembered, so that a repeated Submit or Cancel does nothing.
-    """
+    """`max_num_seqs`, `kv_pages` and so on of `limits` are this group's; `chunk_tokens` > 0 is for strict numerics (scheduler.py)."""
 
     def __init__(
         self,
@@ -61,7 +59,6 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         *,
         chunk_tokens: int = 0,
-        num_remembered: int = 4096,
     ) -> None:
         self._limits = limits
         self._max_position_embeddings = max_position_embeddings
@@ -70,7 +67,6 @@ class Engine:
         self._scheduler = Scheduler(limits, num_micro_batches, chunk_tokens)
         self._alive: dict[str, list[Sequence]] = {}  # by request: the choices that have not ended of its one attempt that has not
         self._ended: dict[tuple[str, int], bool] = {}  # (request, attempt) -> its ends were sent; oldest first, bounded
-        self._num_remembered = num_remembered
         self._steps: list[_Step | None] = [None] * num_micro_batches
         self._next_step = [0] * num_micro_batches
         self._epoch = 0
@@ -81,10 +77,6 @@ class Engine:
     def epoch(self) -> int:
         """The number of rollbacks of this group. Receivers drop messages of older epochs."""
         return self._epoch
-
-    @property
-    def num_micro_batches(self) -> int:
-        return len(self._steps)
 
     @property
     def idle(self) -> bool:
@@ -302,5 +294,5 @@ class Engine:
 
     def _remember(self, key: tuple[str, int], was_reported: bool) -> None:
         self._ended[key] = was_reported
-        while len(self._ended) > self._num_remembered:
+        while len(self._ended) > MAX_REMEMBERED:
             del self._ended[next(iter(self._ended))]

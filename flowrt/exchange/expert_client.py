@@ -280,22 +280,21 @@ class ExpertClient:
     # --- lost servers ------------------------------------------------------------------------------------------------------
 
     def remove_server(self, server: int) -> None:
-        """Switch to the next version of the map, without this server."""
+        """Switch to a map without this server."""
         self.lost.add(server)
         self._late_servers -= {server}
         self.hedging.forget(server)
         self._change(self.map.without_server(server))
 
     def restore_server(self, server: int) -> None:
-        """Switch to the next version of the map, in which this server again holds the experts that the graph assigns to it."""
+        """Switch to a map in which this server again holds the experts that the graph assigns to it."""
         if server not in self.lost:
             return
         self.lost.discard(server)
-        version = self.map.version + 1
         left = self._full
         for lost in sorted(self.lost):
             left = left.without_server(lost)
-        self._change(ExpertMap(left.replicas, left.by_layer, version))
+        self._change(left)
 
 
 def _request(x_TH: Tensor, number: int, part: Part) -> Payload:

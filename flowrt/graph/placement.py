@@ -71,7 +71,7 @@ def held_option(held: Held) -> str | dict[str, str]:
     return {format_ids(numbers): format_ids(ids) for ids, numbers in layers.items() if ids}
 
 
-def experts_map(held: Mapping[int, Held], num_experts: int, version: int = 0) -> ExpertMap:
+def experts_map(held: Mapping[int, Held], num_experts: int) -> ExpertMap:
     """The map of server -> held experts by layer. Raises ValueError for an expert id that is too large."""
     tables: dict[int, Replicas] = {}
     made: dict[tuple[tuple[int, ...], ...], Replicas] = {}  # most layers are equal
@@ -82,8 +82,8 @@ def experts_map(held: Mapping[int, Held], num_experts: int, version: int = 0) ->
             made[key] = servers_by_expert(servers, num_experts)
         tables[layer] = made[key]
     if len(set(tables.values())) == 1:
-        return ExpertMap(next(iter(tables.values())), version=version)
-    return ExpertMap(((),) * num_experts, tables, version)
+        return ExpertMap(next(iter(tables.values())))
+    return ExpertMap(((),) * num_experts, tables)
 
 
 def expert_map_of(graph: Graph, dispatch: str, moe_layers: Sequence[int], num_experts: int) -> ExpertMap:

@@ -115,17 +115,13 @@ class Watched:
 
 
 class Detector:
-    """One observer. Call its methods in the order of their times, and carry out the decisions that they return.
-
-    `num_ignored` counts heartbeats and reports of unknown or dead incarnations, and repeated heartbeats.
-    """
+    """One observer. Call its methods in the order of their times, and carry out the decisions that they return."""
 
     def __init__(self, timeouts: Timeouts | None = None) -> None:
         self._timeouts = timeouts or Timeouts()
         self.watched: dict[str, Watched] = {}  # the latest incarnation of each process
         self._path_at: float | None = None  # the launcher's latest heartbeat; None: it sends none
         self._ticked_at = -math.inf
-        self.num_ignored = 0
 
     def add(self, now: float, process: str, incarnation: str, times: ProcessTimes | None = None) -> None:
         """Watch a new incarnation. Idempotent."""
@@ -155,7 +151,6 @@ class Detector:
         if watched is None or (watched.state is ProcessState.DEAD and incarnation not in (watched.incarnation, *watched.past)):
             watched = self._begin(now, process, incarnation)  # an observer that starts later discovers processes by their heartbeats
         if incarnation != watched.incarnation or watched.is_removed or sequence <= watched.sequence:
-            self.num_ignored += 1
             return []
         state, why = watched.state, watched.why
         fresh = Watched(incarnation, state, why, sequence, watched.reported_until, watched.past, received_at=now, times=times)
@@ -173,7 +168,6 @@ class Detector:
         """Records that a client waits longer than usual. This can make the process suspect, never dead."""
         watched = self.watched.get(process)
         if watched is None or incarnation != watched.incarnation or watched.state is ProcessState.DEAD:
-            self.num_ignored += 1
             return []
         watched.reported_until = now + REPORT_SECONDS
         if watched.state is ProcessState.SUSPECT:

@@ -1,4 +1,4 @@
-"""Maps each expert to the expert servers that hold a replica of it. Pure values: a change returns a new map with the next version.
+"""Maps each expert to the expert servers that hold a replica of it. Pure values: a change returns a new map.
 
 The placement of replicas is in flowrt/graph/placement.py; operators/dispatch.py partitions rows by the map.
 """
@@ -13,14 +13,10 @@ Replicas = tuple[tuple[int, ...], ...]  # expert -> the servers that hold it, as
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """The replicas of every expert. All layers share `replicas`, except the layers in `by_layer`.
-
-    `version` grows by one with each change.
-    """
+    """The replicas of every expert. All layers share `replicas`, except the layers in `by_layer`."""
 
     replicas: Replicas
     by_layer: Mapping[int, Replicas] = field(default_factory=dict)
-    version: int = 0
 
     def __post_init__(self) -> None:
         for table in (self.replicas, *self.by_layer.values()):
@@ -53,14 +49,14 @@ class ExpertMap:
         return tuple(expert for expert, servers in enumerate(self.table(layer)) if not servers)
 
     def without_server(self, server: int) -> ExpertMap:
-        """Returns the next version, in which `server` holds no expert; the same map if it held none."""
+        """Returns a map in which `server` holds no expert; the same map if it held none."""
         if server not in self.servers:
             return self
 
         def others(table: Replicas) -> Replicas:
             return tuple(tuple(other for other in servers if other != server) for servers in table)
 
-        return ExpertMap(others(self.replicas), {layer: others(table) for layer, table in sorted(self.by_layer.items())}, self.version + 1)
+        return ExpertMap(others(self.replicas), {layer: others(table) for layer, table in sorted(self.by_layer.items())})
 
 
 def servers_by_expert(held: Mapping[int, Sequence[int]], num_experts: int) -> Replicas:

@@ -16,7 +16,7 @@ class DeadlockError(SimulationError):
 
 
 class LivelockError(SimulationError):
-    """Too many steps at one instant, too many steps in total, or no end within the allowed virtual seconds."""
+    """Too many steps at one instant, or no end within the allowed virtual seconds."""
 
     kind = "livelock"
 

@@ -205,8 +205,9 @@ def test_one_end_per_attempt_whatever_is_repeated() -> None:
     assert group.idle
 
 
-def test_what_is_remembered_of_ended_attempts_is_bounded() -> None:
-    group = engine(num_remembered=3)
+def test_what_is_remembered_of_ended_attempts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowrt.engine.engine.MAX_REMEMBERED", 3)
+    group = engine()
     for number in range(10):
         group.cancel(f"r{number}", 0)
     assert [bool(group.submit(request(f"r{number}"))) for number in (6, 7)] == [False, True]

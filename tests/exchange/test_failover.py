@@ -324,14 +324,6 @@ def test_rolled_back_tags_are_removed(client):
     client.check((1,))
 
 
-def test_versions_of_the_map_grow(client):
-    versions = [client.client.map.version]
-    for change in (client.failover.mark_lost, client.failover.mark_joined, client.failover.mark_lost):
-        change("experts.2")
-        versions.append(client.client.map.version)
-    assert versions == sorted(set(versions))
-
-
 def test_pairs_without_a_replica_form_a_part_without_server(client):
     client.die(0)
     client.die(1)

@@ -170,13 +170,6 @@ def test_another_thread_cannot_reach_the_loop() -> None:
     assert len(run(0, main).result) == 1
 
 
-def test_an_executor_runs_at_once() -> None:
-    async def main(world: World) -> tuple[int, int]:
-        return await world.loop.run_in_executor(None, threading.get_ident), await asyncio.to_thread(threading.get_ident)
-
-    assert run(0, main).result == (threading.get_ident(),) * 2
-
-
 def test_unretrieved_exception_ends_the_run() -> None:
     async def fail() -> None:
         raise ValueError("unseen")
