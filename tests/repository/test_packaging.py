@@ -44,7 +44,7 @@ def test_everything_the_tests_need_is_pinned_within_its_bounds() -> None:
         assert not any(part.operator in ("==", "<", "<=") for part in requirement.specifier), f"{text}: lower bounds only"
 
 
-_MODULES = {"pyzmq": "zmq", "ruamel-yaml": "ruamel", "ucxx-cu13": "ucxx"}  # where it is not the distribution's name
+_MODULES = {"pyzmq": "zmq", "pyyaml": "yaml", "ucxx-cu13": "ucxx"}  # where it is not the distribution's name
 
 
 def test_the_package_needs_what_it_imports() -> None:
