@@ -64,11 +64,15 @@ class LoadProgress(Control, frozen=True):
 
 
 class Listening(Control, frozen=True):
-    """Operators are loaded and the worker listens at these addresses (scheme -> address). Includes memory now and before loading."""
+    """Operators are loaded and the worker listens at these addresses (scheme -> address). Includes memory now and before loading.
+
+    `files`: fingerprints of the model's files, by path. They must be the same for all workers of a run.
+    """
 
     addresses: dict[str, str]
     resident_bytes: int = 0
     imported_bytes: int = 0
+    files: dict[str, str] = {}
 
 
 class Peers(Control, frozen=True):

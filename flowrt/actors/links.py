@@ -105,7 +105,7 @@ class Links:
     async def open(self, addresses: Mapping[str, Mapping[str, str]], incarnations: Mapping[str, str]) -> None:
         """Connect and accept until every planned link is up, except lazy ones. `addresses`: process -> scheme -> address.
 
-        Closes a caller that is not the named incarnation. Raises TransportError when a peer cannot be reached.
+        Closes a caller that is not the named incarnation. Raises (in a group) LinkLostError when a peer cannot be reached.
         """
         for peer in {plan.peer for plan in self._plans.values()}:
             self._incarnations.begin(Identity(peer, incarnations[peer]))
@@ -115,7 +115,7 @@ class Links:
                 if plan.is_lazy:
                     self._expect(plan, addresses[plan.peer], identity)
                 elif plan.connects:
-                    group.create_task(self._connect(plan, addresses[plan.peer]), name=f"connect {plan.peer}")
+                    group.create_task(self._connect_first(plan, addresses[plan.peer]), name=f"connect {plan.peer}")
                 else:
                     group.create_task(self._meet(plan, identity, {}), name=f"wait for {plan.peer}")
 
@@ -243,6 +243,12 @@ class Links:
         if (found := self._links[plan.peer, plan.scheme].peer) != identity:
             await self._links[plan.peer, plan.scheme].aclose()
             raise BrokenChannelError(f"{found.name} {found.incarnation} responds at the address of {identity.name} {identity.incarnation}")
+
+    async def _connect_first(self, plan: LinkPlan, addresses: Mapping[str, str]) -> None:
+        try:
+            await self._connect(plan, addresses)
+        except TransportError as error:
+            raise LinkLostError(plan.peer, str(error) or type(error).__name__) from error
 
     async def _connect(self, plan: LinkPlan, addresses: Mapping[str, str]) -> None:
         self._add(plan, await connect_with_retries(partial(self._dial, plan, plan.scheme, addresses[plan.scheme])))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 
@@ -15,9 +14,7 @@ from flowrt.transports.contract import Channel
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
 from flowrt.transports.wire.message import Message
 
-MAX_QUEUED = 1 << 12  # messages queued for one worker; further ones are dropped: a worker this far behind has long been stopped
-
-T = TypeVar("T")
+MAX_QUEUED = 1 << 12  # messages queued for one worker; a worker this far behind is ended
 
 
 class ControlConnection:
@@ -28,12 +25,12 @@ class ControlConnection:
         self.name, self.incarnation, self.pid, self._control = name, incarnation, pid, control
         self.last_message_seconds = asyncio.get_running_loop().time()
         self.statistics = Statistics()
-        self._statistics_requests: list[asyncio.Future[Statistics]] = []
-        self._drain_requests: list[asyncio.Future[None]] = []
+        self._requests: dict[type[StatisticsRequest | Drain], asyncio.Future[None]] = {}  # the latest of each kind
         self._queued: Mailbox[tuple[Message, asyncio.Future[None] | None]] = Mailbox(MAX_QUEUED)
 
     async def send(self, control: Control) -> None:
-        """Send a message behind all earlier ones; wait while the connection is full. Raises TransportError when the worker is gone.
+        """Send a message behind all earlier ones; wait while the connection is full. Raises TransportError when the worker has ended, and
+        OverflowError when MAX_QUEUED messages wait already.
 
         A message whose send is cancelled may still be sent.
         """
@@ -42,17 +39,18 @@ class ControlConnection:
             sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             try:
                 self._queued.post((message, sent))
-            except (MailboxClosedError, OverflowError):
-                raise ClosedChannelError(f"the control connection of {self.name} has ended, or is overloaded") from None
+            except MailboxClosedError:
+                raise ClosedChannelError(f"the control connection of {self.name} has ended") from None
             await sent
 
     def post(self, control: Control) -> None:
-        """Send a message behind all earlier ones: now, or when the connection has room. Does not wait.
+        """Send a message behind all earlier ones: now, or when the connection has room. Does not wait. Raises OverflowError when
+        MAX_QUEUED messages wait already.
 
         Ignores a dead worker: `receive_all` detects the death.
         """
         message = as_message(control)
-        with contextlib.suppress(TransportError, OverflowError, MailboxClosedError):
+        with contextlib.suppress(TransportError, MailboxClosedError):
             if not self._send_now(message):
                 self._queued.post((message, None))
 
@@ -68,17 +66,18 @@ class ControlConnection:
                 await self.send(Stop())
         except TransportError:
             return False
-        except TimeoutError:
+        except (TimeoutError, OverflowError):
             pass
         return True
 
-    def request_statistics(self) -> asyncio.Future[Statistics]:
-        """Request statistics; the future is done when the worker responds."""
-        return self._request(StatisticsRequest(), self._statistics_requests)
-
-    def request_drain(self) -> asyncio.Future[None]:
-        """Request a drain; the future is done when the worker has drained."""
-        return self._request(Drain(), self._drain_requests)
+    def request(self, control: StatisticsRequest | Drain) -> asyncio.Future[None]:
+        """Send a request; the future is done when the worker has responded. While one of its kind waits, no further one is sent: a stopped
+        worker collects none."""
+        response = self._requests.get(type(control))
+        if response is None or response.done():
+            response = self._requests[type(control)] = asyncio.get_running_loop().create_future()
+            self.post(control)
+        return response
 
     async def receive_all(self, on_control: Callable[[Control], None]) -> str | None:
         """Pass the worker's messages to `on_control` until the connection ends, and send the queued ones meanwhile.
@@ -103,9 +102,9 @@ class ControlConnection:
                 sender.cancel()
 
     def give_up_requests(self) -> None:
-        """Complete pending requests of a dead worker: statistics with the latest known ones, drains as done."""
-        _complete(self._statistics_requests, self.statistics)
-        _complete(self._drain_requests, None)
+        """Complete the pending requests of a dead worker."""
+        for kind in self._requests:
+            self._complete(kind)
 
     async def aclose(self) -> None:
         await self._control.aclose()
@@ -114,9 +113,14 @@ class ControlConnection:
         match control:
             case Statistics():
                 self.statistics = control
-                _complete(self._statistics_requests, control)
+                self._complete(StatisticsRequest)
             case Drained():
-                _complete(self._drain_requests, None)
+                self._complete(Drain)
+
+    def _complete(self, kind: type[StatisticsRequest | Drain]) -> None:
+        response = self._requests.get(kind)
+        if response is not None and not response.done():
+            response.set_result(None)
 
     def _send_now(self, message: Message) -> bool:
         return not self._queued.items and self._control.send_nowait(message)
@@ -136,16 +140,3 @@ class ControlConnection:
             while (item := self._queued.take_nowait()) is not None:
                 if item[1] is not None and not item[1].done():
                     item[1].set_exception(ClosedChannelError(f"the control connection of {self.name} has ended"))
-
-    def _request(self, control: Control, requests: list[asyncio.Future[T]]) -> asyncio.Future[T]:
-        response: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        requests.append(response)
-        self.post(control)
-        return response
-
-
-def _complete(requests: list[asyncio.Future[T]], value: T) -> None:
-    for future in requests:
-        if not future.done():
-            future.set_result(value)
-    requests.clear()

@@ -26,6 +26,7 @@ from flowrt.actors.control import (
     Connected,
     Control,
     DetectorReport,
+    Drain,
     ExpertsUnavailable,
     Failed,
     Heartbeat,
@@ -35,6 +36,7 @@ from flowrt.actors.control import (
     LoadProgress,
     Start,
     Statistics,
+    StatisticsRequest,
 )
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
@@ -127,7 +129,7 @@ class Launcher:
         self.pids: dict[str, int] = {}
         self.failure: Exception | None = None
         self.workers: dict[str, ControlConnection] = {}
-        self._past_statistics: dict[str, list[Statistics]] = {}  # of past incarnations
+        self._past_statistics: dict[str, Statistics] = {}  # of all past incarnations
         self._backend: ProcessBackend | None = None
         self._processes: dict[str, WorkerProcess] = {}  # the latest incarnation of each OS process
         self._worker_tasks: dict[str, asyncio.Task[None]] = {}
@@ -171,7 +173,9 @@ class Launcher:
         self._check_running()
         try:
             await self.workers[worker].send(control)
-        except (BrokenChannelError, EndOfChannel, ClosedChannelError):  # it is gone
+        except (BrokenChannelError, EndOfChannel, ClosedChannelError, OverflowError) as error:
+            if isinstance(error, OverflowError):
+                self._step(self.state.on_overflow, worker)
             if not self.state.can_lose(worker):
                 await self.wait_failed()  # raises the root cause once it is known
             raise NotRunningError(f"{worker} has stopped") from None
@@ -186,7 +190,7 @@ class Launcher:
         """Request statistics of every worker. A worker that is down, or does not respond within `seconds`, has its latest known counts
         and `has_responded` false. Raises as `send`."""
         task = self._check_running()
-        requested = {name: worker.request_statistics() for name, worker in self._graph_workers() if not self.state.has_ended(name)}
+        requested = {name: worker.request(StatisticsRequest()) for name, worker in self._graph_workers() if not self.state.has_ended(name)}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._wait_all(task, requested.values())
@@ -200,7 +204,8 @@ class Launcher:
         Has no time limit: cancel it, or leave the block. Raises as `send`.
         """
         task = self._check_running()
-        await self._wait_all(task, [self.workers[name].request_drain() for name in (workers or self._emitting)])
+        names = [name for name in (workers or self._emitting) if not self.state.has_ended(name)]
+        await self._wait_all(task, [self.workers[name].request(Drain()) for name in names])
 
     async def stop(self) -> dict[str, Statistics]:
         """Stop all workers and wait until nothing of the run is left. Returns each worker's last statistics.
@@ -226,7 +231,7 @@ class Launcher:
     def _statistics(self) -> dict[str, Statistics]:
         """Statistics of all incarnations of each worker together, as far as they were reported."""
         return {
-            name: total([*self._past_statistics.get(name, []), worker.statistics], self.state.num_restarts(name))
+            name: total(self._past_statistics.get(name), worker.statistics, self.state.num_restarts(name))
             for name, worker in self._graph_workers()
         }
 
@@ -289,7 +294,10 @@ class Launcher:
                 worker = self.workers[name]
                 worker.post(Start(name, worker.incarnation, self._graph_json, self.key, self._log_level))
             case Send(name, control):
-                self.workers[name].post(control)
+                try:
+                    self.workers[name].post(control)
+                except OverflowError:
+                    asyncio.get_running_loop().call_soon(self._step, self.state.on_overflow, name)
             case SendStop(name, deadline):
                 self._spawn(self._send_stop(self.workers[name], deadline), name=f"stop of {name}")
             case End(error, tail_of):
@@ -328,7 +336,7 @@ class Launcher:
         for name in workers:
             if (former := self.workers.get(name)) is not None:
                 await former.aclose()
-                self._past_statistics.setdefault(name, []).append(former.statistics)
+                self._past_statistics[name] = total(self._past_statistics.get(name), former.statistics)
                 former.statistics = Statistics()
         identities = tuple(Identity(name, self.incarnations[name]) for name in workers)
         entry, threads = MONITOR_ENTRY, 1

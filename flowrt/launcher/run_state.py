@@ -202,6 +202,7 @@ class RunState:
         self._now = self._began = 0.0
         self._actions: list[Action] = []
         self._addresses: dict[str, dict[str, str]] = {}  # by worker: scheme -> address, of the latest incarnation that listened
+        self._files: dict[str, str] = {}  # of the model: path -> fingerprint, as first loaded
         self._timers: dict[tuple[str, ...], tuple[float, Callable[[], None]]] = {}
         self._reports: list[_Report] = []
         self._fenced: set[str] = set()  # marked dead by the present monitor, and not killed
@@ -311,6 +312,12 @@ class RunState:
         found = self._workers[worker]
         if found.is_listening:
             return
+        changed = [path for path, fingerprint in listening.files.items() if self._files.setdefault(path, fingerprint) != fingerprint]
+        if changed:
+            reason = f"{changed[0]} has changed since the run began; restore the file, or start the run again"
+            self._blame(FailureKind.BAD_INPUT, found, reason)
+            self.fence(now, worker, reason)
+            return
         found.is_listening, self._addresses[worker] = True, listening.addresses
         if worker != MONITOR:
             self._announce(events.WorkerListening(worker, listening.resident_bytes, listening.imported_bytes))
@@ -408,6 +415,15 @@ class RunState:
         """The worker sent a message that cannot be decoded; its connection is closed."""
         self._now = now
         self._blame(FailureKind.DIED, self._workers[worker], reason)
+
+    def on_overflow(self, now: float, worker: str) -> None:
+        """Messages for the worker fill the queue of its control connection. No message may be lost, so it is ended."""
+        self._now = now
+        reason = "does not read its control connection: is it stopped, or the machine overloaded?"
+        if self._can_lose(self._workers[worker].process):
+            self.fence(now, worker, reason)
+        elif not self._has_report(worker):
+            self._blame(FailureKind.DIED, self._workers[worker], reason)
 
     def on_link_lost(self, now: float, worker: str, lost: LinkLost) -> None:
         """Kill an end that the run can lose, unless a death explains the lost link within EXPLAINED_SECONDS. Without such an end, the run

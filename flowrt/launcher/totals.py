@@ -5,12 +5,11 @@ A killed incarnation counts up to its last reported statistics.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from flowrt.actors.control import EdgeStatistics, Statistics
 
+MAX_FALLBACKS = 64  # sentences kept of past incarnations
 _STATES = ("resident_bytes", "num_restarts", "has_responded")
 _COUNTS = [
     name
@@ -19,22 +18,21 @@ _COUNTS = [
 ]
 
 
-def total(incarnations: Sequence[Statistics], num_restarts: int) -> Statistics:
-    """Statistics of all incarnations, oldest first, as one: counts are summed, states are those of the last incarnation."""
-    edges: dict[str, EdgeStatistics] = {}
-    for edge in (edge for each in incarnations for edge in each.edges):
-        former = edges.get(edge.edge)
-        if former is not None:
-            edge = msgspec.structs.replace(
-                edge,
-                num_messages=former.num_messages + edge.num_messages,
-                payload_bytes=former.payload_bytes + edge.payload_bytes,
-            )
-        edges[edge.edge] = edge
+def total(past: Statistics | None, latest: Statistics, num_restarts: int = 0) -> Statistics:
+    """Statistics of the past incarnations and the latest one as one: counts are summed, states are those of the latest."""
+    past = past or Statistics()
+    edges = {edge.edge: edge for edge in past.edges}
+    for edge in latest.edges:
+        former = edges.get(edge.edge, EdgeStatistics(edge.edge, edge.transport, 0, 0))
+        edges[edge.edge] = msgspec.structs.replace(
+            edge,
+            num_messages=former.num_messages + edge.num_messages,
+            payload_bytes=former.payload_bytes + edge.payload_bytes,
+        )
     return msgspec.structs.replace(
-        incarnations[-1],
+        latest,
         edges=tuple(edges[name] for name in sorted(edges)),
         num_restarts=num_restarts,
-        fallbacks=tuple(text for each in incarnations for text in each.fallbacks),
-        **{name: sum(getattr(each, name) for each in incarnations) for name in _COUNTS},
+        fallbacks=(*past.fallbacks, *latest.fallbacks)[-MAX_FALLBACKS:],
+        **{name: getattr(past, name) + getattr(latest, name) for name in _COUNTS},
     )

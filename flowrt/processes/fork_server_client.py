@@ -60,25 +60,31 @@ class LocalBackend:
         check_descriptors(num_processes)
         if not sys.executable:
             raise WorkerDiedError(FORK_SERVER, "cannot start: this Python does not know its own executable (sys.executable is empty)")
-        ours, theirs = socket.socketpair()
-        output = OutputTail(FORK_SERVER, owner.on_output)
         environment = {**os.environ, MARKER: run_id, PARENT_MARKER: str(os.getpid())}
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle compute threads sleep: other processes need the cores
         environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy's OpenBLAS starts its threads on import, and a fork would lose them
         if "PYTHONPATH" in environment:
             environment[ORIGINAL_PATH] = environment["PYTHONPATH"]
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        command = [sys.executable, "-P", "-m", "flowrt.processes.fork_server", str(theirs.fileno()), str(os.getpid()), *preload]
-        with theirs:
-            server = subprocess.Popen(  # noqa: ASYNC220  (its own watcher: works on every loop, in every thread)
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output.write_end,
-                stderr=output.write_end,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                start_new_session=True,  # only the launcher receives a terminal's Ctrl-C
-            )
+        with contextlib.ExitStack() as undo:
+            ours, theirs = map(undo.enter_context, socket.socketpair())
+            output = OutputTail(FORK_SERVER, owner.on_output)
+            undo.callback(output.close)
+            command = [sys.executable, "-P", "-m", "flowrt.processes.fork_server", str(theirs.fileno()), str(os.getpid()), *preload]
+            try:
+                server = subprocess.Popen(  # noqa: ASYNC220  (its own watcher: works on every loop, in every thread)
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output.write_end,
+                    stderr=output.write_end,
+                    pass_fds=[theirs.fileno()],
+                    env=environment,
+                    start_new_session=True,  # only the launcher receives a terminal's Ctrl-C
+                )
+            except OSError as error:
+                raise _start_error(FORK_SERVER, error) from error
+            undo.pop_all()
+        theirs.close()
         output.given_away()
         backend = cls(run_id, owner, server, ours, output)
         doing = f"while importing {', '.join(preload)}"
@@ -103,7 +109,7 @@ class LocalBackend:
         try:
             start = LocalStart(spec, self._owner.on_output, lambda: self._on_dying(number))
         except OSError as error:
-            raise UserError(too_few_descriptors()) if is_too_few(error) else WorkerDiedError(spec.name, f"cannot start: {error}") from error
+            raise _start_error(spec.name, error) from error
         self._forget(spec.name)
         self._starts[number] = start
         request = ForkRequest(
@@ -306,3 +312,8 @@ class LocalBackend:
             answer.exception()  # it counts as retrieved: the caller may have left
         if not self._is_closing and (reason is None or not waiting):
             self._owner.on_backend_lost(exit_text(status))
+
+
+def _start_error(process: str, error: OSError) -> UserError | WorkerDiedError:
+    """The error for a process that the system refuses to start."""
+    return UserError(too_few_descriptors()) if is_too_few(error) else WorkerDiedError(process, f"cannot start: {error}")

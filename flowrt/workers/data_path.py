@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,12 +32,13 @@ from flowrt.workers.model_nodes import config_of
 class LoadedOperators:
     """The functions of a process's nodes, and the clients of expert servers among them by dispatch node.
 
-    `strict_blocks`: the row blocks of strict numerics, as text.
+    `strict_blocks`: the row blocks of strict numerics, as text. `files`: fingerprints of the model's files.
     """
 
     functions: Mapping[str, NodeFunction]
     clients: Mapping[str, ExpertClient]
     strict_blocks: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 class DataPath:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -46,6 +47,7 @@ from flowrt.workers.control_link import ControlLink, receive_start
 from flowrt.workers.data_path import DataPath, LoadedOperators
 from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.membership import Membership
+from flowrt.workers.model_files import fingerprints
 from flowrt.workers.model_nodes import build_model_nodes, strict_blocks_text
 from flowrt.workers.user_nodes import build_user_nodes
 
@@ -81,7 +83,7 @@ async def serve(
         except BaseException as error:
             await worker.report_error(error)
             cause = next(leaves(error))
-            if isinstance(cause, ModelError):  # below this, only UserError is known as an error that the user can fix
+            if isinstance(cause, ModelError | LinkLostError):  # a UserError is all that leaves no traceback
                 raise UserError(str(cause)) from cause
             raise
         finally:
@@ -139,7 +141,8 @@ class Worker:
             operators = await self._compute.run("load", self._load, bound_seconds=3600.0)
             data_path = self._data_path = self._make_data_path(operators)
             async with asyncio.TaskGroup() as group:
-                self.control.send(Listening(await data_path.links.listen(), self._seams.resident_bytes(), imported_bytes))
+                addresses = await data_path.links.listen()
+                self.control.send(Listening(addresses, self._seams.resident_bytes(), imported_bytes, dict(operators.files)))
                 work = group.create_task(self._work(data_path), name=f"work of {self._start.name}")
                 await self._stopped.wait()
                 work.cancel()
@@ -190,9 +193,11 @@ class Worker:
         if isinstance(cause, asyncio.CancelledError):
             return
         user = isinstance(cause, (UserError, ModelError))
-        if not user:
+        if isinstance(cause, LinkLostError):  # a peer died before it was linked: the launcher reports that death
+            log.error("%s %s", self._start.name, cause)
+        elif not user:
             log.error("%s failed", self._start.name, exc_info=cause.__cause__ if isinstance(cause, OperatorError) else cause)
-        text = str(cause) if user or isinstance(cause, OperatorError) else f"{type(cause).__name__}: {cause}"
+        text = str(cause) if user or isinstance(cause, OperatorError | LinkLostError) else f"{type(cause).__name__}: {cause}"
         self.control.send(Failed(text, user))
         await self.control.flush()
 
@@ -207,7 +212,8 @@ class Worker:
         clients = {node: function.client for node, function in functions.items() if isinstance(function, Dispatch)}
         if strict_blocks := strict_blocks_text(self._graph):
             log.info("%s: strict numerics: %s", self._start.name, strict_blocks)
-        return LoadedOperators(functions, clients, strict_blocks)
+        files = fingerprints(Path(self._graph.model.path)) if self._graph.model is not None else {}
+        return LoadedOperators(functions, clients, strict_blocks, files)
 
     # --- messages -------------------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from flowrt.actors.control import Cancel, Control, Drain, from_message
-from flowrt.launcher.control_connection import ControlConnection
+from flowrt.actors.control import Cancel, Control, Drain, Statistics, StatisticsRequest, as_message, from_message
+from flowrt.launcher.control_connection import MAX_QUEUED, ControlConnection
 from flowrt.process_backend import CONTROL_LIMITS
 from flowrt.transports.contract import Identity
 from flowrt.transports.errors import TransportError
@@ -46,5 +46,34 @@ async def test_send_that_waits_fails_when_the_worker_ends() -> None:
     await theirs.aclose()
     with pytest.raises(TransportError):
         await sending
+    await receiving
+    await connection.aclose()
+
+
+async def test_a_full_queue_is_an_error_and_loses_nothing_silently() -> None:
+    ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity("gateway"), Identity("worker", "1"))
+    connection = ControlConnection("worker", "1", 1, ours)
+    for attempt in range(MAX_QUEUED + CONTROL_LIMITS.capacity_messages):
+        connection.post(Cancel("0", attempt))
+    with pytest.raises(OverflowError):
+        connection.post(Cancel("0", 0))
+    with pytest.raises(OverflowError):
+        await connection.send(Drain())
+    await connection.aclose()
+    await theirs.aclose()
+
+
+async def test_requests_to_a_stopped_worker_are_sent_once_and_share_the_response() -> None:
+    ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity("gateway"), Identity("worker", "1"))
+    connection = ControlConnection("worker", "1", 1, ours)
+    receiving = asyncio.create_task(connection.receive_all(lambda control: None))
+    responses = [connection.request(StatisticsRequest()) for _ in range(NUM_POSTED)]
+    assert from_message(await theirs.recv()) == StatisticsRequest()
+    await theirs.send(as_message(Statistics(num_steps=3)))
+    await asyncio.wait(responses)
+    assert connection.statistics.num_steps == 3
+    connection.post(Cancel("0", 0))
+    assert from_message(await theirs.recv()) == Cancel("0", 0), "no second request was sent"
+    await theirs.aclose()
     await receiving
     await connection.aclose()

@@ -85,6 +85,15 @@ class Run:
         return [what for worker, what in self.notices if worker == name and what.split()[: len(words)] == list(words)]
 
 
+async def test_drain_waits_for_no_worker_that_is_down(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "server.0", "server.1", settings=ReliabilitySettings(detector=False, restarts=0)))
+    async with r.launcher as launcher:
+        r.kill("server.0")
+        await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
+        async with asyncio.timeout(20):
+            await launcher.drain(["server.0"])
+
+
 @LOOPS
 def test_killed_server_is_reported_and_restarted(run: Callable[..., object], tmp_path: Path) -> None:
     async def main() -> None:

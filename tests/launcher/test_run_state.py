@@ -385,6 +385,45 @@ def test_link_lost_between_needed_workers_ends_the_run_while_another_server_is_d
     assert "lost its link to other" in end_of(driver.pass_time(EXPLAINED_SECONDS + SETTLE_SECONDS))
 
 
+@pytest.mark.parametrize("victim", [SERVER, CLIENT])
+def test_worker_that_reads_no_messages_is_ended_by_name(victim: str) -> None:
+    driver = Driver()
+    driver.begin()
+    actions = [*driver.do(driver.state.on_overflow, victim), *driver.do(driver.state.on_overflow, victim), *driver.pass_time(1.0)]
+    if victim == SERVER:
+        assert EndProcess(SERVER) in actions
+        assert [event.how for event in announced(driver.die(SERVER)) if isinstance(event, events.WorkerLost)] == [
+            f"does not read its control connection: is it stopped, or the machine overloaded?; {KILLED}"
+        ]
+    else:
+        assert end_of(actions) == "client does not read its control connection: is it stopped, or the machine overloaded?"
+
+
+def test_restarted_server_that_loads_changed_weights_is_refused() -> None:
+    driver = Driver()
+    driver.load()
+    for name in (CLIENT, SERVER, OTHER):
+        driver.do(driver.state.on_listening, name, Listening({"zmq": name}, files={"/model/a": "1", "/model/b": "2"}))
+    for name in (CLIENT, SERVER, OTHER):
+        driver.do(driver.state.on_connected, name)
+    driver.die(SERVER)
+    driver.pass_time(0.0)
+    driver.do(driver.state.on_forked, SERVER, 8)
+    actions = driver.do(driver.state.on_listening, SERVER, Listening({"zmq": "new"}, files={"/model/a": "1", "/model/b": "3"}))
+    assert EndProcess(SERVER) in actions
+    assert not [each for each in actions if isinstance(each, Send) and isinstance(each.control, PeerJoined)], "a process learns its address"
+    reason = "/model/b has changed since the run began; restore the file, or start the run again"
+    assert announced(driver.die(SERVER)) == [events.WorkerLost(SERVER, f"failed: {reason}; {KILLED}")]
+
+
+def test_weights_that_change_between_the_loads_of_two_workers_end_the_start() -> None:
+    driver = Driver()
+    driver.load()
+    driver.do(driver.state.on_listening, CLIENT, Listening({}, files={"/model/b": "2"}))
+    driver.do(driver.state.on_listening, SERVER, Listening({}, files={"/model/b": "3"}))
+    assert end_of(driver.pass_time(SETTLE_SECONDS)).startswith("/model/b has changed since the run began")
+
+
 def test_failed_fork_ends_a_start_and_is_retried_in_a_run() -> None:
     driver = Driver()
     driver.do(driver.state.start, driver.now)

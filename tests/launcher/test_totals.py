@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from flowrt.actors.control import EdgeStatistics, Statistics
-from flowrt.launcher.totals import total
+from flowrt.launcher.totals import MAX_FALLBACKS, total
 
 
 def test_totals_of_one_incarnation_are_its_own() -> None:
     statistics = Statistics(edges=(EdgeStatistics(3, "shm", 5, 50),), num_firings=7, resident_bytes=9, strict_blocks="rows of 4")
-    assert total([statistics], 0) == statistics
+    assert total(None, statistics) == statistics
 
 
 def test_counts_are_summed_and_states_are_the_last_ones() -> None:
@@ -23,7 +23,7 @@ def test_counts_are_summed_and_states_are_the_last_ones() -> None:
         fallbacks=("a: shm broke",),
     )
     last = Statistics(edges=(EdgeStatistics(1, "zmq", 2, 20), EdgeStatistics(3, "zmq", 1, 5)), num_firings=1, num_steps=1, resident_bytes=4)
-    assert total([first, Statistics(), last], 2) == Statistics(
+    assert total(total(total(None, first), Statistics()), last, 2) == Statistics(
         edges=(EdgeStatistics(1, "zmq", 2, 20), EdgeStatistics(3, "zmq", 6, 55), EdgeStatistics(4, "shm", 1, 10)),
         num_firings=8,
         compute_seconds=1.5,
@@ -34,3 +34,10 @@ def test_counts_are_summed_and_states_are_the_last_ones() -> None:
         fallbacks=("a: shm broke",),
         num_restarts=2,
     )
+
+
+def test_sentences_of_past_incarnations_are_bounded() -> None:
+    statistics = Statistics()
+    for number in range(1000):
+        statistics = total(statistics, Statistics(fallbacks=(f"{number}",)))
+    assert statistics.fallbacks == tuple(f"{number}" for number in range(1000 - MAX_FALLBACKS, 1000))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 from processes.backend_checks import CHECKS, Check, Owner, close, run_check, spec, talk
 
+from flowrt.errors import WorkerDiedError
 from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.processes.leftover import processes_marked
 from flowrt.simulation.processes import ProcessConditions, SimulatedBackend
@@ -28,6 +31,15 @@ async def test_local(check: Check) -> None:
 
     await run_check(check, open_backend)
     assert processes_marked(run_id) == []
+
+
+async def test_fork_server_that_cannot_start_is_one_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(WorkerDiedError, match=r"cannot start: .*No such file or directory"):
+        await LocalBackend.open("none", Owner(), (), 1, 60.0)
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")

@@ -231,8 +231,8 @@ BUGS: tuple[Bug, ...] = (
     body("left-behind", "the end of a run leaves its processes", LAUNCHER, "Launcher._clear", "pass"),
     body("stop-unsent", "workers receive no stop message", CONNECTION, "ControlConnection.send_stop", "return True"),
     body("notice-lost", "a notice that finds the control connection full is lost", CONNECTION, "ControlConnection._send_queued", "pass"),
-    body("drained-ignored", "no request to drain is ever done", CONNECTION, "ControlConnection.request_drain",
-         "self.post(Drain())\nreturn asyncio.get_running_loop().create_future()"),
+    body("drained-ignored", "no request to drain is ever done", CONNECTION, "ControlConnection.request",
+         "self.post(control)\nreturn asyncio.get_running_loop().create_future()"),
     bug("lost-link-ignored", "a lost link that no death explains has no consequence", (
         RUN_STATE, "RunState._on_link_unexplained", "self.fence(self._now, end.name, reason)", "pass")),
     bug("failure-unseen", "the reports of a failed run are never examined", (

@@ -1,0 +1,27 @@
+"""Fingerprints the files of a model directory, so that a restarted worker that loads other weights than the first is noticed.
+
+Only metadata and the first bytes are read: the safetensors header, or most of it.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+
+from flowrt.operators.families.config_file import regular_file_bytes
+from flowrt.operators.weights import INDEX_NAME
+
+HEAD_BYTES = 1 << 16
+
+
+def fingerprints(directory: Path) -> dict[str, str]:
+    """A digest of size, modification time and first bytes, by path, of each file that determines the weights."""
+    paths = [directory / "config.json", directory / INDEX_NAME, *sorted(directory.glob("*.safetensors"))]
+    found = {}
+    for path in paths:
+        if path.exists():
+            digest = blake2b(f"{regular_file_bytes(path)} {path.stat().st_mtime_ns} ".encode(), digest_size=8)
+            with path.open("rb") as file:
+                digest.update(file.read(HEAD_BYTES))
+            found[str(path)] = digest.hexdigest()
+    return found
