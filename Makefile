@@ -18,13 +18,14 @@ ARGS ?=
 TEST_PROCESSES ?= 2
 EXAMPLES ?= 20000
 MESSAGES ?= 1000000
+FILES ?= 900
 CROWD_SECONDS ?= 3600
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py racing_indices.py products.py) tests/exchange/test_writing_peer.py \
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py copy_threads.py window_shared_memory.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint format types fuzz sanitize simulate cancel plant crowd picture clean
+.PHONY: help install run test lint format types fuzz hostile sanitize simulate cancel plant crowd picture clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -64,6 +65,9 @@ types: $(STAMP) ## mypy, strict
 fuzz: $(STAMP) ## hostile bytes for every decoder, handshake and socket: EXAMPLES=20000 of each, new ones every time; MESSAGES=1000000 for the runner
 	@FLOWRT_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/transports/test_bad_input_fuzz.py --timeout 0 --durations 0 $(ARGS)
 	@$(BIN)/python tests/exchange/message_fuzz.py --executions $(MESSAGES)
+
+hostile: $(STAMP) ## what hostile users write: FILES=900 mutated graph files, each answered with one line
+	@$(BIN)/python tests/graph/mutated_files.py --files $(FILES)
 
 # The sanitizers' runtime must come before everything else in the process; torch throws C++ exceptions, whose library must follow it.
 sanitize: $(STAMP) ## the C modules built with AddressSanitizer and UndefinedBehaviorSanitizer, and the tests that call them
