@@ -21,14 +21,13 @@ import msgspec
 
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER
-from flowrt.process_backend import CONTROL_LIMITS, BackendOwner, ProcessSpec
+from flowrt.process_backend import BackendOwner, ProcessSpec
 from flowrt.processes.descriptors import check_descriptors, is_too_few, too_few_descriptors
 from flowrt.processes.fork_server import ORIGINAL_PATH
 from flowrt.processes.frames import Exited, Forked, ForkRequest, FrameReader, Loaded, MissingDescriptorsError, NotForked, Report, encode
 from flowrt.processes.leftover import MARKER, PARENT_MARKER, processes_marked
-from flowrt.processes.local_process import GRACE_SECONDS, LocalProcess, LocalStart, reap_adopted
+from flowrt.processes.local_process import GRACE_SECONDS, LocalProcess, reap_adopted
 from flowrt.processes.output_tail import OutputTail, exit_text
-from flowrt.transports.stream import StreamChannel
 
 _REAP_SECONDS, _REAP_POLL_SECONDS = 1.0, 0.01  # from the end of the fork server's connection to its exit status
 
@@ -42,13 +41,12 @@ class LocalBackend:
         self._run_id, self._owner, self._server, self._connection, self._output = run_id, owner, server, connection, output
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader[Report](connection, msgspec.msgpack.Decoder(Report))
-        self._outbox: deque[tuple[bytes, LocalStart | None]] = deque()  # frames for which the connection had no room yet
+        self._outbox: deque[tuple[bytes, LocalProcess | None]] = deque()  # frames for which the connection had no room yet
         self._loaded: asyncio.Future[int] = self._loop.create_future()  # the number of the fork server's threads
         self._ended: asyncio.Future[None] = self._loop.create_future()  # the fork server has ended
         self._status: int | None = None  # of the fork server, once it has ended
         self._is_closing = self._is_closed = False
-        self._starts: dict[int, LocalStart] = {}  # requested, not forked yet
-        self._processes: dict[int, LocalProcess] = {}  # not reaped yet
+        self._processes: dict[int, LocalProcess] = {}  # requested, perhaps not forked yet; not reaped yet
         self._ended_of: dict[str, LocalProcess] = {}  # by name: the latest that ended, whose output can still be read
         self._num_starts = 0
         connection.setblocking(False)
@@ -107,11 +105,11 @@ class LocalBackend:
         self._check_alive()
         self._num_starts = number = self._num_starts + 1
         try:
-            start = LocalStart(spec, self._owner.on_output, lambda: self._on_dying(number))
+            process = LocalProcess(spec, self._owner.on_output, lambda: self._on_dying(number))
         except OSError as error:
             raise _start_error(spec.name, error) from error
         self._forget(spec.name)
-        self._starts[number] = start
+        self._processes[number] = process
         request = ForkRequest(
             number=number,
             host=spec.name,
@@ -119,19 +117,16 @@ class LocalBackend:
             worker=spec.entry,
             threads=spec.threads,
             log_level=spec.log_level,
-            holds_exit_lock=start.exit_lock.fd >= 0,
-            num_fds=len(start.fds),
+            holds_exit_lock=process.holds_exit_lock,
+            num_fds=len(process.fds),
         )
-        self._outbox.append((encode(request), start))
+        self._outbox.append((encode(request), process))
         if len(self._outbox) == 1:
             self._send()
         try:
-            return await start.answer
+            return await process.started
         except BaseException:
-            start.has_left = True
-            start.close_ours()
-            if start.answer.done() and not start.answer.cancelled() and start.answer.exception() is None:
-                await start.answer.result().abandon()
+            await process.abandon()
             raise
 
     def output_tail(self) -> tuple[str, ...]:
@@ -170,8 +165,6 @@ class LocalBackend:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
             reap_adopted(pid)
-        for start in self._starts.values():
-            start.close()
         self._output.close()
 
     # Inside.
@@ -199,17 +192,17 @@ class LocalBackend:
     def _send(self) -> None:
         """Send queued frames while the connection has room. A broken connection ends at the reader, which then fails every start."""
         while self._outbox:
-            data, start = self._outbox[0]
+            data, process = self._outbox[0]
             try:
-                sent = socket.send_fds(self._connection, [data], [] if start is None else start.fds)
+                sent = socket.send_fds(self._connection, [data], [] if process is None else process.fds)
             except BlockingIOError:
                 self._loop.add_writer(self._connection.fileno(), self._send)
                 return
             except ConnectionError:
                 self._outbox.clear()
                 break
-            if start is not None:
-                start.close_theirs()  # they travel with the first byte
+            if process is not None:
+                process.close_theirs()  # they travel with the first byte
             self._outbox[0] = data[sent:], None
             if sent == len(data):
                 self._outbox.popleft()
@@ -235,15 +228,15 @@ class LocalBackend:
                 if not self._loaded.done():
                     self._loaded.set_result(num_threads)
             case NotForked(number=number, error=error):
-                start = self._starts.pop(number)
-                start.close()
-                if not start.answer.done():
-                    start.answer.set_exception(WorkerDiedError(start.spec.name, f"could not be forked: {error}"))
+                process = self._processes.pop(number)
+                process.close()
+                if not process.started.done():
+                    process.started.set_exception(WorkerDiedError(process.spec.name, f"could not be forked: {error}"))
             case Forked(number=number, pid=pid, num_fds=num_fds):
                 pidfd = -1
                 with contextlib.suppress(MissingDescriptorsError):  # no descriptor was free here: the reap reports the end, later
                     pidfd = self._reader.take_fds(num_fds)[0] if num_fds else -1
-                self._on_forked(number, pid, pidfd)
+                self._processes[number].on_forked(pid, pidfd)
             case Exited(number=number, status=status):
                 process = self._processes.pop(number)
                 process.note_exit(self._loop)
@@ -255,24 +248,11 @@ class LocalBackend:
     def _forget(self, name: str) -> None:
         """Drop the output of the latest ended process of this name."""
         if (former := self._ended_of.pop(name, None)) is not None:
-            former.forget()
-
-    def _on_forked(self, number: int, pid: int, pidfd: int) -> None:
-        start = self._starts.pop(number)
-        start.exit_lock.given_away()
-        peers = zip(start.ours, start.spec.workers, strict=False)  # empty when the caller was cancelled
-        controls = tuple(StreamChannel(sock, CONTROL_LIMITS, peer) for sock, peer in peers)
-        process = LocalProcess(start.spec, pid, pidfd, controls, start.output, start.exit_lock)
-        self._processes[number] = process
-        if start.has_left:
-            process.kill()
-        else:
-            process.watch(lambda process: self._on_dying(number))
-            start.answer.set_result(process)
+            former.close()
 
     def _on_dying(self, number: int) -> None:
         process = self._processes.get(number)
-        if process is not None and process.is_reported and not self._is_closing:
+        if process is not None and process.pid and process.is_reported and not self._is_closing:
             self._owner.on_dying(process)
 
     def _report_exit(self, process: LocalProcess, how: str) -> None:
@@ -305,7 +285,7 @@ class LocalBackend:
         self._status = status
         if not self._ended.done():
             self._ended.set_result(None)
-        answers: list[asyncio.Future[Any]] = [self._loaded, *(start.answer for start in self._starts.values())]
+        answers: list[asyncio.Future[Any]] = [self._loaded, *(process.started for process in self._processes.values())]
         waiting = [answer for answer in answers if not answer.done()]
         for answer in waiting:
             answer.set_exception(reason or self._lost())
