@@ -6,7 +6,7 @@ final memory on the way in. A frame is `uint8 kind, 3 zero bytes, uint32 length`
     MESSAGE  the envelope; the tensors' bytes follow the body, their sizes are in the envelope
     TAKEN    uint64 messages, uint64 bytes: how much the receiver's user has taken since the start
     WAITING  (empty) the sender waits for room and requests a TAKEN as soon as there is more
-    CLOSE    (empty) the orderly end; end-of-file anywhere else means that the peer died
+    CLOSE    (empty) the orderly end; end-of-file anywhere else means that the peer died or the connection was cut
 
 Both ends read as soon as bytes arrive; the credit window (flow_control.py) bounds what can arrive, and a peer that exceeds it is
 disconnected.
@@ -115,7 +115,7 @@ class StreamChannel(FlowControlledChannel):
                 if received < 0:
                     return
                 if received == 0:
-                    raise ConnectionError(f"{self.peer.name or 'the peer'} died: its end of the connection closed without a close frame")
+                    raise ConnectionError(self._cut_reason)
                 budget -= received
                 self._parse()
                 if self._ended or self._closed:

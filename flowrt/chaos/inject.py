@@ -22,6 +22,7 @@ from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Reset, Sce
 from flowrt.seams import Clock
 
 BACK_SECONDS = 60.0  # in which a process that was killed must be back
+NOTE_SECONDS = 1.0  # in which a worker that runs reports that it carries out an order
 
 Log = Callable[[str], None]
 
@@ -147,6 +148,8 @@ class Injector:
             await self._graph.launcher.send(injected.process, order)
         except (NotRunningError, WorkerDiedError) as error:
             injected.missed = str(error)
+            return
+        await self._observer.wait_until(lambda: injected.is_noted, NOTE_SECONDS)  # the worker's note says whether it could
 
 
 def _signal(injected: InjectedFault, descriptor: int, number: signal.Signals) -> None:

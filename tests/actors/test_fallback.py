@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
@@ -19,6 +20,7 @@ from flowrt.transports.contract import Channel, Transport
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
 from flowrt.transports.fault_injection import transport as faulty
 from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.shared_memory.transport import SharedMemoryChannel
 from flowrt.transports.wire.message import Message
 
 pytestmark = pytest.mark.skipif(unavailable_reason("zmq") is not None or unavailable_reason("shm") is not None, reason="needs shm and zmq")
@@ -89,6 +91,16 @@ async def test_a_break_in_mid_stream_loses_and_doubles_nothing(first: str, plan:
             assert far.buffer.num_duplicates <= end.buffer.num_resent
             assert far.statistics().messages_dropped == far.buffer.num_duplicates
             assert far.buffer.received == 200
+
+
+async def test_a_cut_connection_is_not_reported_as_a_death(caplog: pytest.LogCaptureFixture) -> None:
+    """The socket of the handshake ends, and with it the channel; both processes live."""
+    async with linked("shm", "zmq") as (one, two):
+        assert isinstance(one._channel, SharedMemoryChannel)
+        one._channel._peer_watch._socket.shutdown(socket.SHUT_RDWR)
+        await exchange(one, two, 10)
+        assert [record.message for record in caplog.records if "or the connection was cut" not in record.message] == []
+        assert len(caplog.records) == 2
 
 
 async def test_what_had_arrived_already_is_dropped_once_and_counted() -> None:

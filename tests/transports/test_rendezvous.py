@@ -6,19 +6,21 @@ import asyncio
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
 
 from flowrt.transports.channel import rendezvous
+from flowrt.transports.channel.peer_watch import PeerWatch
 from flowrt.transports.channel.rendezvous import LocalEnd, Meeting, SocketListener, socket_address
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
-from flowrt.transports.conformance.kit import within
+from flowrt.transports.conformance.kit import num_descriptors, until, within
 from flowrt.transports.contract import Listener
-from flowrt.transports.errors import HandshakeError
+from flowrt.transports.errors import HandshakeError, TransportError
 from flowrt.transports.inproc import InprocChannel
-from flowrt.transports.registry import get_transport
+from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.wire.address import parse_address
 from flowrt.transports.wire.handshake import EVICTED, Handshake
 
 pytestmark = pytest.mark.skipif(get_transport("shm").unavailable_reason() is not None, reason="needs shared memory")
@@ -97,6 +99,29 @@ async def test_a_caller_that_is_evicted_again_and_again_gives_up() -> None:
             await within(connecting, "connect")
 
 
+@pytest.mark.parametrize("scheme", ["shm", "zmq", "ucx"])
+async def test_a_channel_that_cannot_be_made_costs_one_connection(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the error is not one that a transport expects. Nothing is left of the connection, as the leak check of the tests shows."""
+    if (reason := unavailable_reason(scheme)) is not None:
+        pytest.skip(reason)
+    unexpected: list[type] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unexpected.append(type(context.get("exception"))))
+    async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
+        before = num_descriptors()
+        with monkeypatch.context() as patch:
+            patch.setattr(PeerWatch, "__init__", fail_at_listener)
+            with pytest.raises(TransportError):
+                await within(get_transport(scheme).connect(listener.address, SMALL, KEY, THERE), "connect")
+        assert listener.rejected == 1
+        await until(lambda: num_descriptors() <= before, "no descriptor is left")
+        await meet(listener)
+    assert unexpected == [ZeroDivisionError]
+
+
+def fail_at_listener(watch: PeerWatch, sock: socket.socket, on_end: Callable[[str | None], None]) -> None:
+    raise ZeroDivisionError
+
+
 async def test_a_listener_without_descriptors_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "MIN_PAUSE_SECONDS", HOUR, raising=False)
     attempts = count_attempts(monkeypatch)
@@ -162,7 +187,8 @@ def listening(name: str) -> Iterator[socket.socket]:
 
 async def meet(listener: Listener) -> None:
     """Open and close one channel through `listener`."""
-    async with await within(get_transport("shm").connect(listener.address, SMALL, KEY, THERE), "connect"):
+    scheme = parse_address(listener.address).scheme
+    async with await within(get_transport(scheme).connect(listener.address, SMALL, KEY, THERE), "connect"):
         await (await within(listener.accept(), "accept")).aclose()
 
 

@@ -24,7 +24,7 @@ from flowrt.transports.channel.window_base import (
     check_window,
     flat,
 )
-from flowrt.transports.contract import MAX_WINDOWS, Channel, Limits, RemoteWindow, Window
+from flowrt.transports.contract import Channel, Limits, RemoteWindow, Window
 from flowrt.transports.errors import InvalidMessageError, TransportError, UnavailableError, WindowError
 from flowrt.transports.wire.codec import WireError
 from flowrt.transports.wire.message import Message, Tensor, TensorSpec
@@ -81,7 +81,7 @@ class MessageWindows:
         return min(limits.max_message_bytes, max(limits.capacity_bytes // 4, 1))
 
     def open(self, nbytes: int, num_flags: int) -> Window:
-        check_window(nbytes, num_flags, len(self.owned), MAX_WINDOWS)
+        check_window(nbytes, num_flags, len(self.owned))
         _ = self.piece_bytes
         window = _MessageWindow(self, WindowKey.new(nbytes, num_flags, None if self._new_token is None else self._new_token()))
         self.owned[window.token] = window

@@ -269,6 +269,11 @@ class QueuedChannel(Channel):
             finally:
                 self._room = None
 
+    @property
+    def _cut_reason(self) -> str:
+        """The reason when a connection ends without a close. This end cannot know why it ended."""
+        return f"{self.peer.name or 'the peer'} died, or the connection was cut"
+
     def _check_sendable(self) -> None:
         """Raises ClosedChannelError or BrokenChannelError after the end of the channel."""
         if self._closed:

@@ -114,7 +114,8 @@ def free_name() -> str:
 class SocketListener(QueuedListener):
     """Listens on a socket and turns each connector that has proved the key into a channel through `make_channel`.
 
-    `make_channel` takes ownership of the meeting's socket and descriptors, or raises (OSError, WireError, TransportError) and leaves them.
+    `make_channel` takes ownership of the meeting's socket and descriptors, or raises and leaves them. An error besides OSError, WireError
+    and TransportError is also reported to the event loop.
 
     At most MAX_CALLERS connectors are in the handshake. While the table is full, the oldest is evicted after FULL_TABLE_SECONDS.
     """
@@ -198,9 +199,11 @@ class SocketListener(QueuedListener):
         del self._callers[caller]
         try:
             channel = None if meeting is None else self._make_channel(meeting)
-        except (OSError, WireError, TransportError):
+        except Exception as error:
             channel = None
             caller.release()
+            if not isinstance(error, OSError | WireError | TransportError):
+                self._loop.call_exception_handler({"message": f"{self.address} could not make a channel", "exception": error})
         if meeting is None or channel is None:
             self.rejected += 1
         else:

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from flowrt.transports.contract import MAX_FLAGS, RemoteWindow, Window, WindowEnd
+from flowrt.transports.contract import MAX_FLAGS, MAX_WINDOWS, RemoteWindow, Window, WindowEnd
 from flowrt.transports.errors import WindowError
 
 TOKEN_BYTES = 16
@@ -30,21 +30,23 @@ class WindowKey(NamedTuple):
 
     @classmethod
     def read(cls, key: bytes) -> WindowKey:
-        """Decodes `key`. Raises WindowError when it is not a key."""
+        """Decodes and checks `key`. Raises WindowError when it is not a key of a window."""
         if not isinstance(key, (bytes, bytearray, memoryview)) or len(key) != _KEY.size:
             raise WindowError(f"a window's key is {_KEY.size} bytes")
-        return cls(*_KEY.unpack(key))
+        found = cls(*_KEY.unpack(key))
+        check_window(found.nbytes, found.num_flags)
+        return found
 
     def packed(self) -> bytes:
         return _KEY.pack(*self)
 
 
-def check_window(nbytes: int, num_flags: int, num_open: int, max_open: int) -> None:
-    """Raises WindowError for an invalid size or flag count, or when `max_open` windows are already open."""
+def check_window(nbytes: int, num_flags: int, num_open: int = 0) -> None:
+    """Raises WindowError for an invalid size or flag count, or when MAX_WINDOWS windows are already open."""
     if nbytes < 1 or not 0 <= num_flags <= MAX_FLAGS:
         raise WindowError(f"a window has at least one byte and 0 to {MAX_FLAGS} flags, not {nbytes} and {num_flags}")
-    if num_open >= max_open:
-        raise WindowError(f"this end of the channel has {max_open} windows open already")
+    if num_open >= MAX_WINDOWS:
+        raise WindowError(f"this end of the channel has {MAX_WINDOWS} windows open already")
 
 
 def check_range(offset: int, nbytes: int, window_bytes: int) -> None:

@@ -93,7 +93,8 @@ async def check_window_keys(make_pair: MakePair) -> None:
         expect(len({bytes(window.key) for window in windows}) == 4, "every window has a key of its own")
         foreign = three.open_window(100)
         key = windows[0].key
-        wrong = [b"", key[:-1], key + b"x", bytes(len(key)), foreign.key, *(_flipped(key, place) for place in range(0, len(key), 5))]
+        wrong = [b"", key[:-1], key + b"x", bytes(len(key)), foreign.key]
+        wrong += [key[:-4] + b"\xff" * 4, *(_flipped(key, place) for place in range(0, len(key), 5))]
         for each in wrong:
             await expect_error(WindowError, two.attach_window(each), "a wrong key opens nothing")
         await expect_error(WindowError, one.attach_window(key), "a key is for the peer")

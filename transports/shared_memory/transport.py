@@ -179,7 +179,7 @@ class SharedMemoryChannel(QueuedChannel):
         if reason is None and self._reader.peer_has_closed():
             self._end()
         else:
-            self._break(reason or f"{self.peer.name or 'the peer'} died", nonsense=reason is not None)
+            self._break(reason or self._cut_reason, nonsense=reason is not None)
 
     def _hang_up(self) -> None:
         self._peer_watch.close()

@@ -158,7 +158,7 @@ class SharedWindows:
         self.attached: set[_RemoteSharedWindow] = set()
 
     def open(self, nbytes: int, num_flags: int) -> Window:
-        check_window(nbytes, num_flags, len(self.owned), MAX_WINDOWS)
+        check_window(nbytes, num_flags, len(self.owned))
         key = WindowKey.new(nbytes, num_flags)
         memfd = self._new_memory(PAGE_BYTES + nbytes)
         try:

@@ -280,7 +280,7 @@ class UCXChannel(GreetedChannel):
         except WireError as error:
             reason = reason or str(error)
         if not self._ended:
-            self._fail(reason or f"{self.peer.name or 'the peer'} died")
+            self._fail(reason or self._cut_reason)
         self._finish()
 
     def _fail(self, reason: str, nonsense: bool = False) -> None:
@@ -335,6 +335,6 @@ class UCXTransport(SocketTransport):
         try:
             link.connect(meeting.handshake.payload)
             return UCXChannel(_LISTENER, meeting, link)
-        except WireError:
+        except BaseException:
             link.close()
             raise

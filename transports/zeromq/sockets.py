@@ -123,7 +123,11 @@ class SharedContext:
             self.authenticator = None
             self.lender = Lender() if available() else None
         self._users += 1
-        made: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        try:
+            made: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        except zmq.ZMQError:
+            self._release()
+            raise
         made.set(zmq.LINGER, 0)
         made.set(zmq.SNDHWM, 0)  # no limit here: the credit window bounds both queues
         made.set(zmq.RCVHWM, 0)
@@ -131,12 +135,16 @@ class SharedContext:
         made.set(zmq.MAXMSGSIZE, max(limits.max_message_bytes, FRAME_BYTES + limits.max_header_bytes + INLINE_BYTES))
         return made
 
-    def close(self, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
+    def close(self, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any] | None) -> None:
         """Closes the sockets of one channel, and the context with the last of them."""
         self._withdraw_key(pair)
         pair.disable_monitor()  # first: libzmq's I/O thread blocks forever on an event for a closed monitor
         pair.close(0)
-        monitor.close(0)
+        if monitor is not None:
+            monitor.close(0)
+        self._release()
+
+    def _release(self) -> None:
         self._users -= 1
         if self.lender is not None:
             self.lender.collect()
@@ -183,8 +191,12 @@ def pair_and_monitor(limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]
     pair = shared_context.socket(limits)
     events = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
     refusals = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    with _undisturbed():
-        return pair, pair.get_monitor_socket(events | refusals)
+    try:
+        with _undisturbed():
+            return pair, pair.get_monitor_socket(events | refusals)
+    except zmq.ZMQError:
+        shared_context.close(pair, None)
+        raise
 
 
 def bind(pair: zmq.Socket[bytes], host: str | None) -> str:

@@ -135,7 +135,7 @@ class ZeroMQChannel(GreetedChannel):
                 events = int(self._pair.get(zmq.EVENTS))
                 if not events & zmq.POLLIN:
                     if self._is_disconnected and not events & zmq.POLLOUT:
-                        self._fail(f"{self.peer.name or 'the peer'} died")
+                        self._fail(self._cut_reason)
                     return
                 self._read_message()
         except (zmq.ZMQError, WireError) as error:
@@ -266,7 +266,7 @@ class ZeroMQChannel(GreetedChannel):
             self._loop.call_soon(self._on_death)  # messages are left for another turn
             return
         if not self._ended:
-            self._fail(f"{self.peer.name or 'the peer'} died")
+            self._fail(self._cut_reason)
         self._finish()
 
     def _send_close(self) -> None:
@@ -329,12 +329,15 @@ class ZeroMQTransport(SocketTransport):
             raise WireError(f"{endpoint!r} is not an endpoint of the caller")
         if option != meeting.encryption:
             raise WireError("one end requires encryption and the other does not")
-        pair, monitor = pair_and_monitor(meeting.limits)
-        try:
-            if meeting.encryption:
-                shared_context.encrypt_client(pair, CurveKeys.derive(meeting.handshake))
-            pair.connect(endpoint)
-            return ZeroMQChannel(_LISTENER, meeting, pair, monitor)
-        except zmq.ZMQError as error:
-            shared_context.close(pair, monitor)
-            raise WireError(str(error)) from error
+        with ExitStack() as on_failure:
+            try:
+                pair, monitor = pair_and_monitor(meeting.limits)
+                on_failure.callback(shared_context.close, pair, monitor)
+                if meeting.encryption:
+                    shared_context.encrypt_client(pair, CurveKeys.derive(meeting.handshake))
+                pair.connect(endpoint)
+            except zmq.ZMQError as error:
+                raise WireError(str(error)) from error
+            channel = ZeroMQChannel(_LISTENER, meeting, pair, monitor)
+            on_failure.pop_all()
+        return channel
