@@ -166,7 +166,11 @@ class Channel(Closable):
     """One end of a connection between two processes; both directions. One task may be in `recv`, any number in `send`."""
 
     peer: Identity
-    scheme: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def scheme(self) -> str:
+        """The scheme that carries the messages."""
 
     @abstractmethod
     async def send(self, message: Message) -> None:

@@ -25,7 +25,7 @@ _free_names = count(1)
 class InprocChannel(QueuedChannel):
     """One end; `_other` is the other one. `_inbox` holds (message, payload bytes) that the other end has sent."""
 
-    scheme: ClassVar[str] = "inproc"
+    scheme = "inproc"
     yields = False
     windows_by_message = True
 

@@ -36,7 +36,7 @@ _READ_BYTES_AT_ONCE = 1 << 20  # then the event loop turns before the next read
 class StreamChannel(FlowControlledChannel):
     """One end of a socket pair, or of any connected stream socket. Use `from_socket` to create it."""
 
-    scheme: ClassVar[str] = "pipe"
+    scheme = "pipe"
     body_bytes: ClassVar[dict[int, int]] = {_TAKEN_KIND: _TAKEN.size, _WAITING_KIND: 0, _CLOSE_KIND: 0}
 
     def __init__(self, sock: socket.socket, limits: Limits, peer: Identity) -> None:

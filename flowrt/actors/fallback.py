@@ -66,7 +66,7 @@ class FallbackChannel(Channel):
         self._num_waiting = 0  # calls of `send` that wait in the channel
 
     @property
-    def scheme(self) -> str:  # type: ignore[override]
+    def scheme(self) -> str:
         """The scheme of the channel in use, or of the last one."""
         return self._scheme_lost if self._channel is None else self._channel.scheme
 

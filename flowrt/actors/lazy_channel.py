@@ -110,9 +110,11 @@ class LazyChannel(Channel):
     open a channel over other transports; they are tried in order when `call` fails.
     """
 
+    scheme = ""
+
     def __init__(self, peer: Identity, scheme: str, call: Call, first: bool, limits: Limits, fallback_calls: Sequence[Call] = ()) -> None:
         self.peer = peer
-        self.scheme = scheme  # type: ignore[misc]  # that of the channel to come
+        self.scheme = scheme  # that of the channel to come
         self.state = LazyState.IDLE
         self._table = FIRST if first else SECOND
         self._limits = limits
@@ -239,7 +241,7 @@ class LazyChannel(Channel):
 
     def _adopt(self, channel: Channel) -> None:
         self._channel = channel
-        self.scheme = channel.scheme  # type: ignore[misc]
+        self.scheme = channel.scheme
         # From here on this wrapper costs nothing: calls go to the channel's own methods.
         self.send_nowait = channel.send_nowait  # type: ignore[method-assign]
         self.send = channel.send  # type: ignore[method-assign]

@@ -32,7 +32,7 @@ from flowrt.seams import Seams
 from flowrt.simulation.case import Case
 from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.faults import Faults
-from flowrt.simulation.inside import Inside, credit_faults
+from flowrt.simulation.inside import WorkerInternals, credit_faults
 from flowrt.simulation.invariants import falls_back, fastest_clock
 from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.outages import Outages, holders_of
@@ -96,7 +96,7 @@ class _SimulatedRun:
         )
         world.one_clock = graph.emulation is not None  # the two ends of an emulated link compare times
         self._seams = replace(world.seams(GATEWAY), open_backend=self._open_backend)
-        self._insides: dict[str, Inside] = {}  # of the latest incarnation of each worker
+        self._insides: dict[str, WorkerInternals] = {}  # of the latest incarnation of each worker
         self._launcher = Launcher(
             graph,
             self._seams,
@@ -180,7 +180,7 @@ class _SimulatedRun:
 
     def begin_worker(self, worker: Any) -> None:
         """Called with each new Worker, before it loads."""
-        inside = Inside(worker)
+        inside = WorkerInternals(worker)
         self._insides[inside.name] = inside
         if self._case.exact:
             inside.use_exact_model()
@@ -302,11 +302,11 @@ class _SimulatedRun:
         elif now > self._progress_seconds + STUCK_SECONDS and self._open:
             raise DeadlockError(f"nothing for {STUCK_SECONDS:g} s at {now:.6f} s but heartbeats:\n{self._world.loop.describe_waiting()}")
 
-    def _living_inside(self, name: str) -> Inside | None:
+    def _living_inside(self, name: str) -> WorkerInternals | None:
         process = self._world.processes.get(name)  # None: a worker inside the launching process
         return self._insides.get(name) if process is None or not process.exit.done() else None
 
-    def _living_insides(self) -> list[Inside]:
+    def _living_insides(self) -> list[WorkerInternals]:
         return [inside for name in self._insides if (inside := self._living_inside(name)) is not None]
 
     def _busy(self, until: float) -> list[str]:

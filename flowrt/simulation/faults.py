@@ -13,7 +13,7 @@ from flowrt.errors import UserError
 from flowrt.graph.model import GATEWAY
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import AnyFault, Scenario
-from flowrt.simulation.inside import Inside
+from flowrt.simulation.inside import WorkerInternals
 from flowrt.simulation.simulated_seams import thread_of
 from flowrt.simulation.waitables import OUTSIDE
 from flowrt.simulation.world import World
@@ -29,7 +29,7 @@ class Faults:
     """Injects one scenario: `begin` starts its clock; `heal` ends all active faults and cancels the rest."""
 
     def __init__(
-        self, world: World, scenario: Scenario, inside_of: Callable[[str], Inside | None], harmless: Collection[AnyFault] = ()
+        self, world: World, scenario: Scenario, inside_of: Callable[[str], WorkerInternals | None], harmless: Collection[AnyFault] = ()
     ) -> None:
         """`inside_of` returns the worker of a process name, or None if it has none. `harmless`: faults that permit no loss."""
         self._world = world
@@ -130,12 +130,12 @@ class Faults:
                 world.num_faults[fault.kind] -= 1
         return None
 
-    def _roll_back(self, inside: Inside, node: str) -> None:
+    def _roll_back(self, inside: WorkerInternals, node: str) -> None:
         """Runs on the node of the worker, as its own code does."""
         if not self._over and not inside.roll_back():
             self._roll_back_after(RETRY_SECONDS, inside, node)
 
-    def _roll_back_after(self, seconds: float, inside: Inside, node: str) -> None:
+    def _roll_back_after(self, seconds: float, inside: WorkerInternals, node: str) -> None:
         loop = self._world.loop
         loop.call_at_node(loop.time() + seconds, node, self._roll_back, inside, node, context=self._world.context(node))
 

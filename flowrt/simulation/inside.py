@@ -15,7 +15,7 @@ DISPATCH, DATA_PATH = "flowrt.exchange.dispatch", "flowrt.workers.data_path"
 PARTITION = "flowrt.operators.dispatch"
 
 
-class Inside:
+class WorkerInternals:
     """A view of one worker, by its Worker object."""
 
     def __init__(self, worker: Any) -> None:
@@ -223,7 +223,7 @@ class Inside:
         return free, outstanding
 
 
-def credit_faults(insides: list[Inside]) -> list[str]:
+def credit_faults(insides: list[WorkerInternals]) -> list[str]:
     """I4 over all edges: when no message is in flight, free and outstanding credits add up to all credits."""
     faults, free, outstanding = [], {}, Counter[str]()
     for inside in insides:

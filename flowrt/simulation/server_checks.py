@@ -12,7 +12,7 @@ from flowrt.launcher.launcher import Launcher
 from flowrt.reliability.detector import SEEN_SHARE
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.faults import Faults
-from flowrt.simulation.inside import Inside
+from flowrt.simulation.inside import WorkerInternals
 from flowrt.simulation.invariants import mortal
 from flowrt.simulation.outages import Outages
 from flowrt.simulation.world import SimulatedProcess, World
@@ -77,7 +77,7 @@ class ServerChecks:
                 if not any(map(self._is_faulty, (name, GATEWAY, MONITOR))):
                     self._wrong.append(f"{name} was suspected, and neither it nor the receivers of its heartbeats were paused: {why}")
 
-    def look(self, insides: Sequence[Inside]) -> None:
+    def look(self, insides: Sequence[WorkerInternals]) -> None:
         """At any time: no group treats a living server as dead without a fault (I7). Records when each group uses a new incarnation."""
         now = self._world.loop.time()
         for inside in insides:
@@ -99,7 +99,7 @@ class ServerChecks:
         """Workers out of their restart budget whose next start is due by `until`, and has not come."""
         return [f"the next start of {name} is due at {at:.6f} s" for name, at in self._retry_at.items() if at <= until]
 
-    def unused(self, insides: Iterable[Inside]) -> str | None:
+    def unused(self, insides: Iterable[WorkerInternals]) -> str | None:
         """A group that does not use a living server in its latest incarnation, or None. When all has settled there is none (I8)."""
         for inside in insides:
             for name in inside.servers:
@@ -107,7 +107,7 @@ class ServerChecks:
                     return f"{inside.name} does not use {name} in its latest incarnation {incarnation}"
         return None
 
-    def _look_for_undispatched(self, insides: Sequence[Inside], now: float) -> None:
+    def _look_for_undispatched(self, insides: Sequence[WorkerInternals], now: float) -> None:
         """Check that no part waits for a replica while one is available (I5)."""
         undispatched = {(inside.name, *part) for inside in insides if not self._is_faulty(inside.name) for part in inside.undispatched()}
         self._undispatched = {part: self._undispatched.get(part, now) for part in undispatched}

@@ -141,7 +141,7 @@ class SimulatedNetwork:
 class SimulatedChannel(FlowControlledChannel):
     """One end. `_other` is the end at the peer; only `_arrive` of it is ever called, from a timer of its node."""
 
-    scheme: ClassVar[str] = "simulated"
+    scheme = "simulated"
 
     def __init__(self, network: SimulatedNetwork, node: str, name: str, limits: Limits, peer: Identity) -> None:
         super().__init__(limits, peer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Sequence
-from contextvars import Context, ContextVar
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -30,8 +30,9 @@ class VirtualHandle(asyncio.TimerHandle):
         node: str | None = None,
     ) -> None:
         """`node`: None for the node of the context."""
+        context = copy_context() if context is None else context
         super().__init__(when, callback, args, loop, context)
-        self.node = self._context.get(current_node, OUTSIDE) if node is None else node  # type: ignore[attr-defined]
+        self.node = context.get(current_node, OUTSIDE) if node is None else node
 
 
 class _Numbered:

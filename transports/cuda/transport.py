@@ -58,7 +58,7 @@ _decode_device_header = msgspec.msgpack.Decoder(_DeviceHeader).decode
 class CUDAChannel(StreamChannel):
     """One end of a channel. Its device work is ordered with torch's default stream (see driver.py)."""
 
-    scheme: ClassVar[str] = "cuda"
+    scheme = "cuda"
     body_bytes: ClassVar[dict[int, int]] = {**StreamChannel.body_bytes, _AREA_KIND: _AREA.size, _GIVEN_BACK_KIND: _START.size}
 
     def __init__(self, meeting: Meeting, driver: Driver, area: Area) -> None:

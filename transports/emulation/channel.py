@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Coroutine
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -37,7 +37,7 @@ from flowrt.transports.wire.message import Message
 class EmulatedChannel(QueuedChannel):
     """One end of an emulated link over `inner`, which it owns. It conforms to transports/contract.py."""
 
-    scheme: ClassVar[str] = "emulated"
+    scheme = "emulated"
     windows_by_message = True
 
     def __init__(self, inner: Channel, nic: Nic, limits: Limits) -> None:

@@ -45,9 +45,11 @@ injected: deque[Injected] = deque(maxlen=_MAX_RECORDED)  # of this process, olde
 class FaultyChannel(Channel):
     """One end over `inner`, which it owns. `number` identifies the channel within its process, in the plan and in the record."""
 
+    scheme = ""
+
     def __init__(self, inner: Channel, plan: FaultPlan, limits: Limits, scheme: str, number: int = 0) -> None:
         self.peer = inner.peer
-        self.scheme = scheme  # type: ignore[misc]  # a name of its own for each plan
+        self.scheme = scheme  # a name of its own for each plan
         self._inner = inner
         self._plan = plan
         self._limits = limits

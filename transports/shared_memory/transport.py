@@ -43,7 +43,7 @@ _CONNECTOR, _LISTENER = 0, 1
 class SharedMemoryChannel(QueuedChannel):
     """One end. Owns the eventfds and the socket; the mapping stays valid for the received tensors that alias it."""
 
-    scheme: ClassVar[str] = "shm"
+    scheme = "shm"
 
     def __init__(self, side: int, meeting: Meeting, memory: Memory, layout: Layout, own_wake: int, peer_wake: int) -> None:
         super().__init__(meeting.limits, meeting.peer)

@@ -48,7 +48,7 @@ _CONNECTOR, _LISTENER = "connector", "listener"
 class UCXChannel(GreetedChannel):
     """One end of a channel: a UCX link and the socket of the handshake."""
 
-    scheme: ClassVar[str] = "ucx"
+    scheme = "ucx"
 
     def __init__(self, side: str, meeting: Meeting, link: UCXLink) -> None:
         super().__init__(meeting)

@@ -53,7 +53,7 @@ _CONNECTOR, _LISTENER = "connector", "listener"
 class ZeroMQChannel(GreetedChannel):
     """One end of a channel: a PAIR socket, its monitor, and the socket of the handshake."""
 
-    scheme: ClassVar[str] = "zmq"
+    scheme = "zmq"
 
     def __init__(self, side: str, meeting: Meeting, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
         super().__init__(meeting)

@@ -29,7 +29,7 @@ READ_BYTES, READS_AT_ONCE = 1 << 18, 8  # then the loop turns
 class TcpChannel(FlowControlledChannel):
     """One end. Both ends read as soon as bytes arrive; the window bounds what can."""
 
-    scheme: ClassVar[str] = "tcp"
+    scheme = "tcp"
 
     def __init__(self, sock: socket.socket, limits: Limits, peer: Identity) -> None:
         super().__init__(limits, peer)

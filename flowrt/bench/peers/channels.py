@@ -16,6 +16,7 @@ from flowrt.bench.peers.process import Served, start_peer
 from flowrt.transports.contract import Channel, Identity, Limits
 from flowrt.transports.errors import EndOfChannel, TransportError
 from flowrt.transports.registry import get_transport
+from flowrt.transports.wire.codec import tensor_bytes
 from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
 
 LIMITS = Limits(capacity_bytes=8 << 20)  # as links between workers have
@@ -98,6 +99,6 @@ async def _send_back(channel: Channel) -> None:
             while True:
                 message = await channel.recv()
                 if message.kind != "data":
-                    bytes(message.tensors[0].data)  # type: ignore[call-overload]  # any buffer will do
+                    bytes(tensor_bytes(message.tensors[0]))
                 if message.kind != "flood":
                     await channel.send(message)

@@ -78,13 +78,13 @@ async def _open_ray() -> Opened:
 
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
 
-    class Echo:
+    class RayEcho:
         def echo(self, payload: Any) -> Any:
             check(payload)
             return payload
 
     with InputNode() as node:
-        graph = ray.remote(Echo).remote().echo.bind(node)
+        graph = ray.remote(RayEcho).remote().echo.bind(node)
     graph = graph.experimental_compile()
 
     async def make_round_trip(payload: Bytes, received: Bytes) -> None:
