@@ -42,7 +42,7 @@ def parse_faults(text: str, graph: Graph) -> Scenario:
         number = next((step for step in place if isinstance(step, int)), None)
         return f"--chaos {shortened(parts[number] if number is not None else text)}"
 
-    return _checked(values, where, graph, lambda kind: f"such as {_SUCH_AS[kind]}")
+    return _checked(values, where, graph, lambda kind: f"such as {_SUCH_AS[kind]}", has_keys=False)
 
 
 def load_plan(path: Path, graph: Graph) -> Scenario:
@@ -78,8 +78,10 @@ def fault_text(fault: AnyFault) -> str:
     return f"{text} for {fault.for_seconds:g} s" if isinstance(fault, Pause | Stall | Hang | Slow) else text
 
 
-def _checked(value: Any, where: Callable[[Place], str], graph: Graph, example: Callable[[str], str] = written) -> Scenario:
-    scenario = scenario_of(value, where, {GATEWAY, *fault_targets(graph)}, example, tuple(_FIELDS))
+def _checked(
+    value: Any, where: Callable[[Place], str], graph: Graph, example: Callable[[str], str] = written, has_keys: bool = True
+) -> Scenario:
+    scenario = scenario_of(value, where, {GATEWAY, *fault_targets(graph)}, example, tuple(_FIELDS), has_keys)
     if scenario.faults:
         check_processes(graph, f"{where(('faults', 0))}: ")
     linked = neighbours(graph)

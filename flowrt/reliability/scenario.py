@@ -205,20 +205,25 @@ def scenario_of(
     processes: Collection[str] | None = None,
     example: Callable[[str], str] = written,
     kinds: Sequence[str] = KINDS,
+    has_keys: bool = True,
 ) -> Scenario:
     """Converts plain values (dict, list, str, int, float) into a scenario. `where(path)` returns a place in the file as FILE:LINE.
 
     `processes`: the accepted process names; None: any. `example(kind)` returns an example of such a fault; `kinds` are the kinds that
-    errors propose. Raises UserError with one line: what is wrong, where, and what is correct.
+    errors propose; `has_keys`: the user wrote the keys, so errors name them. Raises UserError with one line: what is wrong, where, and
+    what is correct.
     """
+
+    def at(path: Place) -> str:
+        return ": ".join(part for part in (where(path), ".".join(map(str, path)) if has_keys else "") if part)
+
     if not isinstance(value, dict) or "scenario" not in value:
         raise UserError(f"{where(())}: no scenario file; begin it with the line scenario: 1")
     faults = value.get("faults")
     for number, fault in enumerate(faults if isinstance(faults, list) else ()):
         kind = fault.get("fault") if isinstance(fault, dict) else None
         if kind not in KINDS:
-            path = ("faults", number, "fault") if isinstance(fault, dict) and "fault" in fault else ("faults", number)
-            raise UserError(f"{where(path)}: faults.{number}: {_kind_text(kind)}; one of: {', '.join(kinds)}")
+            raise UserError(f"{at(('faults', number))}: {_kind_text(kind)}; one of: {', '.join(kinds)}")
     try:
         scenario = msgspec.convert(value, Scenario)
     except msgspec.ValidationError as error:
@@ -226,15 +231,14 @@ def scenario_of(
         text, dotted = (found["text"], found["path"] or "") if found else (str(error), "")
         steps: Place = tuple(int(step) if step.isdigit() else step for step in _STEP.findall(dotted))
         remedy = example(faults[steps[1]]["fault"]) if isinstance(faults, list) and len(steps) > 1 and isinstance(steps[1], int) else _WHOLE
-        wrong = f"{_in_words(text)}; {remedy}"
-        raise UserError(": ".join(part for part in (where(steps), ".".join(map(str, steps)), wrong) if part)) from None
+        raise UserError(f"{at(steps)}: {_in_words(text)}; {remedy}") from None
     for number, each in enumerate(scenario.faults):
         for name in each.processes:
             if processes is not None and name not in processes:
                 known = ", ".join(sorted(processes))
-                raise UserError(f"{where(('faults', number))}: faults.{number}: no process is called {name!r}; there are {known}")
+                raise UserError(f"{at(('faults', number))}: no process is called {name!r}; there are {known}")
         if len(set(each.processes)) < len(each.processes):
-            raise UserError(f"{where(('faults', number))}: faults.{number}: between needs two different processes")
+            raise UserError(f"{at(('faults', number))}: between needs two different processes")
     return scenario
 
 
