@@ -11,9 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 BIN_SECONDS = 0.1
-WINDOW_SECONDS = 10.0  # after a fault, over which throughput is taken
 STALL_SECONDS = 2.0  # after a fault; a gap between tokens in this time is attributed to it
-MIN_WINDOW_SECONDS = 0.5
 
 
 class ReceivedToken(NamedTuple):
@@ -146,25 +144,17 @@ def curve(answers: Iterable[ReceivedAnswer], begin: float, end: float, width: fl
     return [counts[place] / width for place in range(num_bins)]
 
 
-class ThroughputWindow(NamedTuple):
-    """A fault and the throughput around it, in tokens per second. `before` is nan when there was too little time before it."""
+class StretchPair(NamedTuple):
+    """A stretch of load without faults from `begun`, and the stretch with faults that follows it from `faults_begun` to `ended`."""
 
-    seconds: float  # after the fault
-    after: float
-    before: float
+    begun: float
+    faults_begun: float
+    ended: float
 
+    def has_undisturbed(self, answer: ReceivedAnswer) -> bool:
+        """Whether the answer was given in the stretch without faults, from its submission to its end."""
+        return self.begun <= answer.submitted and answer.ended <= self.faults_begun
 
-def windows(answers: Sequence[ReceivedAnswer], faults: Sequence[tuple[float, float]], begun: float, end: float) -> list[ThroughputWindow]:
-    """`faults`: (time, time of recovery) in order. `after` ends at the next fault or at `end`; `before` begins at the recovery from the
-    fault before. Both take at most WINDOW_SECONDS; a fault with too little time after it is left out."""
-    found = []
-    recovered = begun
-    for number, (at, recovery) in enumerate(faults):
-        following = faults[number + 1][0] if number + 1 < len(faults) else math.inf
-        until = min(at + WINDOW_SECONDS, following, end)
-        since = max(recovered, at - WINDOW_SECONDS)
-        recovered = max(recovered, at, recovery if math.isfinite(recovery) else at)
-        if until - at >= MIN_WINDOW_SECONDS:
-            before = throughput(answers, since, at) if at - since >= MIN_WINDOW_SECONDS else math.nan
-            found.append(ThroughputWindow(until - at, throughput(answers, at, until), before))
-    return found
+    def rates(self, answers: Sequence[ReceivedAnswer]) -> tuple[float, float]:
+        """Tokens per second with and without faults."""
+        return throughput(answers, self.faults_begun, self.ended), throughput(answers, self.begun, self.faults_begun)

@@ -9,7 +9,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from flowrt.api import RunningGraph
 from flowrt.chaos.leaks import is_alive
@@ -25,6 +25,12 @@ BACK_SECONDS = 60.0  # in which a process that was killed must be back
 NOTE_SECONDS = 1.0  # in which a worker that runs reports that it carries out an order
 
 Log = Callable[[str], None]
+
+
+def random_kills(names: Iterable[str], num: int, seed: int) -> list[Scenario]:
+    """A scenario per kill."""
+    generator, ordered = random.Random(seed), sorted(names)
+    return [Scenario(faults=(Crash(process=generator.choice(ordered)),)) for _ in range(num)]
 
 
 class Injector:
@@ -54,18 +60,11 @@ class Injector:
                     then = f"next at {faults[number].at_seconds:g} s" if number < len(faults) else "the last"
                 tasks.create_task(self._inject_at(fault, begun, place, then), name=fault_text(fault))
 
-    async def kill_randomly(self, names: Sequence[str], num: int, seed: int, apart_seconds: float) -> bool:
-        """Kill one of `names` after another, each when the one before is back and `apart_seconds` have passed. Stops and returns False
-        when one was not back in time or the run has failed."""
-        generator = random.Random(seed)
-        for number in range(num):
-            injected = await self._inject(Crash(process=generator.choice(sorted(names))), f" ({number + 1} of {num})")
-            if injected.missed or not await self._is_back(injected):
-                return False
-            then = f"next kill in {apart_seconds:g} s" if number + 1 < num else "no more kills"
-            self._log(f"{injected.process} is back after {duration_text(self._observer.back_seconds(injected))}; {then}")
-            await self._observer.wait_failed(apart_seconds)
-        return True
+    async def wait_back(self, since: float) -> bool:
+        """Wait for the processes killed since then. Returns False when one stays down, was not back in time, or the run has failed."""
+        crashes = (each for each in self._observer.injected_faults if each.kind == "crash" and each.at >= since and not each.missed)
+        killed = {injected.process: injected for injected in crashes}
+        return all([await self._is_back(injected) for injected in killed.values()])
 
     async def collect_held(self, names: Sequence[str], seconds: float = 5.0) -> None:
         """Make these workers report what they hold (`RunObserver.held`)."""
@@ -79,7 +78,9 @@ class Injector:
         observer = self._observer
         await observer.wait_until(lambda: observer.is_back_or_given_up(injected), BACK_SECONDS)
         is_back = observer.back_seconds(injected) < math.inf
-        if not is_back and not observer.failed:
+        if is_back:
+            self._log(f"{injected.process} is back after {duration_text(observer.back_seconds(injected))}")
+        elif not observer.failed:
             self._log(f"{injected.process} {'stays down' if observer.is_given_up(injected) else f'is not back after {BACK_SECONDS:g} s'}")
         return is_back
 

@@ -55,7 +55,7 @@ class Load:
         self._is_stopped = False
         self.answers: list[ReceivedAnswer] = []
         self.failure: Exception | None = None
-        self.begun = asyncio.Event()  # the first request is submitted
+        self.begun = asyncio.Event()  # the first token has arrived
 
     def stop(self) -> None:
         """Send no more requests; those that are open finish."""
@@ -76,7 +76,6 @@ class Load:
             self.answers.append(answer)
             try:
                 index = await self._graph.submit(self._requests[number].prompt, self._requests[number].params)
-                self.begun.set()
                 await self._follow(index, answer)
             except (UserError, WorkerDiedError, NotRunningError) as error:
                 answer.error = answer.error or str(error)
@@ -92,5 +91,6 @@ class Load:
             if isinstance(event, TokenEvent):
                 answer.num_late += answer.finish_reason is not None
                 answer.tokens.append(ReceivedToken(event.index, event.token_id, now()))
+                self.begun.set()
             elif isinstance(event, EndEvent):
                 answer.finish_reason, answer.error, answer.ended = event.finish_reason, event.error, now()

@@ -1,4 +1,4 @@
-"""Measures a chaos run: without faults first, then under faults, then what is left behind."""
+"""Measures a chaos run: alternating stretches without and with faults, then what is left behind."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowrt.api import RunningGraph, open_graph, read_graph
-from flowrt.chaos.compare import AnswerCounts, ReceivedAnswer, expected_of
-from flowrt.chaos.inject import Injector
+from flowrt.chaos.compare import AnswerCounts, ReceivedAnswer, StretchPair, expected_of
+from flowrt.chaos.inject import Injector, random_kills
 from flowrt.chaos.leaks import Holding, children_of, holding_of, leaks_between, named_memory
 from flowrt.chaos.load import Load, LoadRequest, requests_of
 from flowrt.chaos.observer import InjectedFault, RunObserver
@@ -29,36 +29,38 @@ from flowrt.seams import Clock, Seams
 
 QUIET_SECONDS = 1.0  # between the end of the last request and the first look at what is left
 END_SECONDS, LOOK_SECONDS = 10.0, 0.1  # what ends within the first was not left behind; it is looked at again after the second
-AFTER_SECONDS = 10.0  # of load behind the last fault, at most as long as without any
+AFTER_SECONDS = 10.0  # of load behind the last fault of a stretch, at most as long as without any
+MAX_RESTARTS = 1000  # of a graph's `reliability.restarts`
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """The inputs of a chaos run, checked. `scenario` None: random kills."""
+    """The inputs of a chaos run, checked: a scenario per stretch with faults."""
 
     options: ChaosOptions
     graph: Graph
-    scenario: Scenario | None
+    scenarios: list[Scenario]
     requests: list[LoadRequest]
 
     @property
     def tolerates_errors(self) -> bool:
         """Whether the plan allows requests to end with an error."""
-        return self.scenario is not None and self.scenario.expect == "tokens_or_error"
+        return self.scenarios[0].expect == "tokens_or_error"
 
 
 @dataclass
 class ChaosResult:
-    """What was measured. Times are of one clock; the faults were injected in [begun, ended]."""
+    """What was measured. Times are of one clock. `reference` has an answer to each request, from before the stretches."""
 
     graph: Graph
     num_servers: int
     observer: RunObserver
     num_faults: int = 0  # planned
     has_spare: bool = False
-    undisturbed: list[ReceivedAnswer] = field(default_factory=list)
-    undisturbed_span: tuple[float, float] = (0.0, 0.0)
+    reference: list[ReceivedAnswer] = field(default_factory=list)
+    faults_begun: float = math.inf  # the first of them
+    stretches: list[StretchPair] = field(default_factory=list)
     answers: list[ReceivedAnswer] = field(default_factory=list)
     begun: float = 0.0
     ended: float = 0.0
@@ -69,6 +71,11 @@ class ChaosResult:
     not_back: bool = False
     interrupted: bool = False
     emulation: EmulationReport | None = None  # of an emulated run: whether its figures hold
+
+    @property
+    def undisturbed(self) -> list[ReceivedAnswer]:
+        """The answers that were given in stretches without faults."""
+        return [answer for answer in self.answers if any(pair.has_undisturbed(answer) for pair in self.stretches)]
 
     @property
     def injected_faults(self) -> list[InjectedFault]:
@@ -96,8 +103,8 @@ def prepare(path: Path, options: ChaosOptions) -> PreparedRun:
     if (options.plan is None) == (not options.kills):
         raise UserError("either --plan FILE or --kills N is needed, and not both")
     overrides = list(options.overrides)
-    if options.kills:  # the restart budget is for unplanned crashes
-        overrides.insert(0, f"reliability.restarts={options.kills + 1}")
+    if options.kills or options.pairs > 1:  # the restart budget is for unplanned crashes
+        overrides.insert(0, f"reliability.restarts={MAX_RESTARTS}")
     graph = read_graph(path, overrides, options.model)
     if graph.model is None:
         raise UserError(f"{path}: this graph serves no model, and chaos needs one to send requests to")
@@ -113,7 +120,11 @@ def prepare(path: Path, options: ChaosOptions) -> PreparedRun:
             "model's context, or limits.kv_pages x page_size); use smaller numbers"
         )
     requests = requests_of(options.requests, options.prompt_tokens, options.new_tokens, config.vocab_size, limits)
-    return PreparedRun(options, graph, load_plan(options.plan, graph) if options.plan is not None else None, requests)
+    if options.plan is not None:
+        scenarios = [load_plan(options.plan, graph)] * options.pairs
+    else:
+        scenarios = random_kills(survivable_processes(graph), options.kills, options.seed)
+    return PreparedRun(options, graph, scenarios, requests)
 
 
 async def measure(prepared: PreparedRun, log: Log) -> ChaosResult:
@@ -126,7 +137,7 @@ async def measure(prepared: PreparedRun, log: Log) -> ChaosResult:
         if not observer.take_line(process, line):
             log(f"[{process}] {line}")
 
-    num_faults = options.kills if prepared.scenario is None else len(prepared.scenario.faults)
+    num_faults = sum(len(scenario.faults) for scenario in prepared.scenarios)
     found = ChaosResult(graph, len(expert_servers(graph)), observer, num_faults, options.spare)
     gc.collect()
     outside = holding_of(os.getpid()), children_of(os.getpid()), named_memory()
@@ -134,10 +145,10 @@ async def measure(prepared: PreparedRun, log: Log) -> ChaosResult:
         running = open_graph(graph, seams=seams, on_event=observer.on_event, on_line=on_line)
         measurement = _Measurement(prepared, found, running, Injector(running, observer, seams.clock, log), seams.clock, log)
         async with running:
-            await measurement.run_undisturbed()
+            await measurement.run_reference()
             await seams.clock.sleep(QUIET_SECONDS)
             found.before = await measurement.holdings()
-            await measurement.run_under_faults()
+            await measurement.run_stretches()
             if found.failure is None:
                 await seams.clock.sleep(QUIET_SECONDS)
                 found.leaks += await once_settled(measurement.leaks, seams.clock)
@@ -166,29 +177,20 @@ class _Measurement:
     clock: Clock
     log: Log
 
-    async def run_undisturbed(self) -> None:
-        """The first round only warms up. Raises UserError when a request fails: then nothing can be compared."""
-        found, requests, options = self.found, self.prepared.requests, self.prepared.options
-        self.log(f"undisturbed: {options.concurrency} requests at a time, once each, and then for {options.seconds:g} s")
-        for seconds in (0.0, options.seconds):
-            load = Load(self.running, requests, options.concurrency, self.clock)
-            begun = self.clock.now()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(load.run(len(requests)), name="load")
-                await self.clock.sleep(seconds)
-                until = self.clock.now()
-                load.stop()
-            found.undisturbed = load.answers
-            found.undisturbed_span = (begun, max(until, begun + 0.1))
+    async def run_reference(self) -> None:
+        """Each request twice; the first round warms up. Raises UserError when one fails: then nothing can be compared."""
+        for _ in range(2):
+            load = Load(self.running, self.prepared.requests, self.prepared.options.concurrency, self.clock)
+            load.stop()
+            await load.run(len(self.prepared.requests))
+            self.found.reference = load.answers
             for answer in load.answers:
                 if answer.failed:
                     raise UserError(f"request {answer.number} failed before any fault: {answer.error}; nothing can be compared with it")
-        num_tokens = sum(len(answer.tokens) for answer in found.undisturbed)
-        self.log(f"undisturbed: {len(found.undisturbed)} requests, {num_tokens} tokens")
 
-    async def run_under_faults(self) -> None:
-        found, options, scenario = self.found, self.prepared.options, self.prepared.scenario
-        counts = AnswerCounts(expected_of(found.undisturbed)[0])
+    async def run_stretches(self) -> None:
+        found, options, scenarios = self.found, self.prepared.options, self.prepared.scenarios
+        counts = AnswerCounts(expected_of(found.reference)[0])
         load = Load(self.running, self.prepared.requests, options.concurrency, self.clock, counts.add)
         found.answers = load.answers
         self.injector.so_far = lambda: f"so far {counts}"
@@ -196,21 +198,29 @@ class _Measurement:
             tasks.create_task(load.run(len(self.prepared.requests)), name="load")
             await load.begun.wait()
             found.begun = self.clock.now()
-            if scenario is not None:
-                await self.injector.run(scenario, found.begun)
-            else:
-                found.not_back = not await self.injector.kill_randomly(
-                    sorted(survivable_processes(found.graph)), options.kills, options.seed, options.apart
-                )
-            rest = max(found.begun + options.seconds - self.clock.now(), min(AFTER_SECONDS, options.seconds))
-            if not found.observer.failed:
-                self.log(f"no more faults; {rest:.0f} s of load follow; so far {counts}")
-            await found.observer.wait_failed(rest)
+            for number, scenario in enumerate(scenarios, 1):
+                self.log(f"{number} of {len(scenarios)}: {options.seconds:g} s without faults, then with them")
+                await self._run_pair(scenario)
+                if found.observer.failed or found.not_back:
+                    break
             found.ended = self.clock.now()
             load.stop()
         if load.failure is not None:
             found.failure = str(load.failure)
             self.log(f"the run has failed: {found.failure}")
+
+    async def _run_pair(self, scenario: Scenario) -> None:
+        """A stretch without faults, and one with those of the scenario, which ends when the processes are back and at work again."""
+        found, now, seconds = self.found, self.clock.now, self.prepared.options.seconds
+        begun = now()
+        await found.observer.wait_failed(seconds)
+        faults_begun = now()
+        found.faults_begun = min(found.faults_begun, faults_begun)
+        await self.injector.run(scenario, faults_begun)
+        found.not_back = not await self.injector.wait_back(faults_begun)
+        await found.observer.wait_failed(max(faults_begun + seconds - now(), min(AFTER_SECONDS, seconds)))
+        if not found.observer.failed:
+            found.stretches.append(StretchPair(begun, faults_begun, now()))
 
     async def holdings(self) -> dict[str, Holding]:
         """What each process holds while it has no requests."""

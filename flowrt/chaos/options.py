@@ -19,22 +19,29 @@ _SECONDS = Number(gte=0, lte=MAX_SECONDS)
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions:
-    """The faults and the load of a chaos run. Exactly one of `plan` and `kills` is given."""
+    """The faults and the load of a chaos run. Exactly one of `plan` and `kills` is given.
+
+    The load alternates between a stretch without faults and one with them: the plan once, or one kill.
+    """
 
     plan: Annotated[Path | None, Parameter(help="Inject the faults of this scenario file (the format of the simulation).")] = None
     kills: Annotated[
         int,
         Parameter(
             validator=Number(gte=0, lte=MAX_KILLS),
-            help="Instead of a plan: kill this many expert servers, each when the one before is back.",
+            help="Instead of a plan: kill this many expert servers, each in a pair of its own.",
         ),
     ] = 0
+    pairs: Annotated[
+        Positive, Parameter(help="Run the plan this often, each time after a stretch without faults. A claim takes 20 or more.")
+    ] = 1
     seed: Annotated[int, Parameter(help="Seed that chooses the servers to kill.")] = 0
-    apart: Annotated[float, Parameter(validator=_SECONDS, help="Seconds from a server's return to the next kill.")] = 1.0
     spare: Annotated[bool, Parameter(negative=(), help="Judge throughput against servers with spare capacity.", show_default=False)] = False
     requests: Annotated[Positive, Parameter(help="Number of different requests, sent in a loop; every other one samples.")] = 16
     concurrency: Annotated[Positive, Parameter(help="Requests at a time.")] = 8
-    seconds: Annotated[float, Parameter(validator=_SECONDS, help="Seconds of load without faults, and at least as many with them.")] = 10.0
+    seconds: Annotated[
+        float, Parameter(validator=_SECONDS, help="Seconds of each stretch without faults; with faults at least as many.")
+    ] = 5.0
     prompt_tokens: Annotated[Positive, Parameter(help="Tokens of the longest prompt.")] = 16
     new_tokens: Annotated[Positive, Parameter(help="Tokens of each answer.")] = 32
     model: Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")] = None

@@ -20,14 +20,17 @@ def plot_chaos(report: ChaosReport, path: str) -> None:
     times = [(place + 0.5) * width for place in range(len(rates))]
     axes.plot(times, rates, color="#b9c6cf", linewidth=0.8, label=f"in {1000 * width:.0f} ms")
     axes.plot(times, smoothed(rates), color="#22577a", linewidth=1.6, label=f"mean of {1000 * width * _SMOOTH_BINS:.0f} ms")
-    before = details["undisturbed_tokens_per_second"]
-    if before:
-        axes.axhline(sum(before) / len(before), color="grey", linewidth=0.9, linestyle=":", label="undisturbed")
-    top = 1.18 * max([*rates, *before, 1.0])
+    for number, (begin, end, _) in enumerate(details["stretches"]):
+        usual = rates[int(begin / width) : int(end / width)]
+        mean = sum(usual) / max(1, len(usual))
+        axes.plot(
+            [begin, end], [mean, mean], color="grey", linewidth=1.2, linestyle=":", label="mean without faults" if not number else None
+        )
+    top = 1.18 * max([*rates, 1.0])
     faults = [fault for fault in details["faults"] if fault["missed"] is None]
     for number, fault in enumerate(faults):
         _mark(axes, fault, top, with_label=len(faults) <= _MAX_LABELS, first=number == 0)
-    axes.set(xlabel="seconds from the first request under faults", ylabel="tokens per second", ylim=(0, top), xlim=(0, len(rates) * width))
+    axes.set(xlabel="seconds from the first request", ylabel="tokens per second", ylim=(0, top), xlim=(0, len(rates) * width))
     axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=5, frameon=False)
     axes.set_title(str(report.machine), fontsize="x-small", loc="left")
     save_picture(picture, path)

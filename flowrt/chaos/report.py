@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from flowrt.bench.report.figures import Target, Verdict, median_interval, nearest_rank, quantile_interval, verdict_of
+from flowrt.bench.report.figures import Spread, Target, Verdict, nearest_rank, quantile_interval, verdict_of
 from flowrt.bench.report.report import Machine, new_table
 from flowrt.chaos import compare
 from flowrt.chaos.compare import Difference, ReceivedAnswer
@@ -57,8 +57,10 @@ class ChaosReport:
 
 def report_of(found: ChaosResult, machine: Machine, tolerates_errors: bool = False) -> ChaosReport:
     """`tolerates_errors`: the plan allows requests to end with an error."""
-    expected, num_unsteady = compare.expected_of(found.undisturbed)
-    differences = [compare.difference_of(expected[answer.number], answer) for answer in found.answers if answer.number in expected]
+    before = [answer for answer in found.answers if answer.ended <= found.faults_begun]
+    under = [answer for answer in found.answers if answer.ended > found.faults_begun]
+    expected, num_unsteady = compare.expected_of([*found.reference, *before])
+    differences = [compare.difference_of(expected[answer.number], answer) for answer in under if answer.number in expected]
     difference = Difference(*map(sum, zip(*differences, strict=True)))
     num_failed = sum(answer.failed for answer in found.answers)
     done = [injected for injected in found.injected_faults if not injected.missed]
@@ -73,7 +75,7 @@ def report_of(found: ChaosResult, machine: Machine, tolerates_errors: bool = Fal
         _count("tokens after the end", difference.late, is_tried=is_tried),
         *_stalls(found, done),
         *_times(found, done),
-        *_throughput(found, done),
+        *_throughput(found),
         _count("processes lost without cause", len(lost_without_cause(found))),
         _count("left behind", len(found.leaks)),
     ]
@@ -130,7 +132,7 @@ def lost_without_cause(found: ChaosResult) -> list[str]:
 
 def _count(name: str, count: int, more: str = "", is_tried: bool = True) -> ReportRow:
     """A count that must be 0. Without any fault, a 0 proves nothing."""
-    verdict: Verdict = "not met" if count else "met" if is_tried else "open"
+    verdict: Verdict = "not met" if count else "met" if is_tried else "undecided"
     return ReportRow(name, f"{count} {more}".strip(), "0", verdict, {"count": count})
 
 
@@ -141,19 +143,20 @@ def _done(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]:
     wanted = max(found.num_faults, len(found.injected_faults))
     rows = [ReportRow("faults injected", f"{len(done)} of {wanted}", values={"count": len(done)})]
     if killed:
-        verdict: Verdict = "met" if num_back == len(killed) else "open" if found.interrupted else "not met"
+        verdict: Verdict = "met" if num_back == len(killed) else "undecided" if found.interrupted else "not met"
         rows.append(ReportRow("killed processes back", f"{num_back} of {len(killed)}", "all", verdict, {"count": num_back}))
     return rows
 
 
 def _stalls(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]:
-    usual = compare.usual_gaps(found.undisturbed)
+    undisturbed = found.undisturbed
+    usual = compare.usual_gaps([*found.reference, *undisturbed])
     stalls = compare.extra_stalls(found.answers, usual, [injected.at for injected in done])
-    noise = compare.extra_stalls(found.undisturbed, usual)
+    noise = compare.extra_stalls(undisturbed, usual)
     kills = bool(done) and all(injected.kind == "crash" for injected in done)
     return [
-        _durations("extra stall of requests met by a fault", stalls, STALL_SECONDS if kills else None, len(done)),
-        _durations("the same without faults", noise, None),
+        _durations("longest extra pause in answers hit by a fault", stalls, STALL_SECONDS if kills else None, len(done)),
+        _durations("the same in answers without faults", noise, None),
     ]
 
 
@@ -167,13 +170,13 @@ def _times(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]
     for injected_faults, name, bound in ((kills, "kill", NOTICED_SECONDS), (long, "standstill", HUNG_SECONDS)):
         if injected_faults:
             for what, seconds_of, target in (
-                ("no client using it", observer.left_seconds, bound),
-                ("the launcher's notice", observer.lost_seconds, None),
-                ("its return", observer.back_seconds, None),
+                ("no process uses the server", observer.left_seconds, bound),
+                ("the launcher notices", observer.lost_seconds, None),
+                ("the server is back", observer.back_seconds, None),
             ):
-                rows.append(_durations(f"{name} to {what}", list(map(seconds_of, injected_faults)), target))
+                rows.append(_durations(f"{name} until {what}", list(map(seconds_of, injected_faults)), target))
     if monitors:
-        rows.append(_durations("the monitor's death to its return", list(map(observer.back_seconds, monitors)), None))
+        rows.append(_durations("kill until the monitor is back", list(map(observer.back_seconds, monitors)), None))
     return rows
 
 
@@ -204,42 +207,33 @@ def _durations(name: str, seconds: Sequence[float], bound: float | None, num_fau
     return ReportRow(name, shown, target, verdict, values)
 
 
-def _throughput(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]:
-    usual = compare.throughput(found.undisturbed, *found.undisturbed_span)
-    under = compare.throughput(found.answers, found.begun, found.ended)
-    if not usual > 0 or not under > 0:  # interrupted before there was anything to compare
+def _throughput(found: ChaosResult) -> list[ReportRow]:
+    rates = [pair.rates(found.answers) for pair in found.stretches]
+    rates = [(under, usual) for under, usual in rates if usual > 0]
+    if not rates:  # interrupted before there was anything to compare
         return []
-    ratio = under / usual
-    rows = [
-        ReportRow("tokens per second, undisturbed", f"{usual:.1f}", values={"tokens_per_second": usual}),
-        ReportRow("tokens per second, with faults", f"{under:.1f} ({ratio:.3f})", values={"tokens_per_second": under, "ratio": ratio}),
-    ]
-    faults = sorted((injected.at, injected.at + found.observer.back_seconds(injected)) for injected in done)
-    windows = compare.windows(found.answers, faults, found.begun, found.ended)
-    if not windows:
-        return rows
-    seconds = nearest_rank([window.seconds for window in windows], 0.5)
-    to_before = [window.after / window.before for window in windows if window.before > 0]
-    if 2 * len(to_before) < len(windows):
-        to_before = []  # of too few to speak for all
-    to_usual = [window.after / usual for window in windows]
-    name = f"throughput in {seconds:.1f} s after a fault"
-    named = ((f"{name}, to before it", to_before), (f"{name}, to undisturbed", to_usual))
+    under, usual, ratio = (Spread.of(values) for values in zip(*[(one, other, one / other) for one, other in rates], strict=True))
+    least = min(one / other for one, other in rates)
+    seconds = nearest_rank([pair.ended - pair.faults_begun for pair in found.stretches], 0.5)
+    between = f" ({ratio.low:.3f} to {ratio.high:.3f})" if math.isfinite(ratio.low) else ""
+    shown = (
+        f"median {ratio.median:.3f}{between}, least {least:.3f} of {ratio.count}" if len(rates) > 1 else f"{ratio.median:.3f} (one value)"
+    )
     bound = WITH_SPARE if found.has_spare else OF_THE_REST * (found.num_servers - 1) / max(1, found.num_servers)
-    why = "with spare capacity" if found.has_spare else f"of {found.num_servers} servers without spare capacity"
-    for name, ratios in named:
-        if ratios:
-            median, least = nearest_rank(ratios, 0.5), min(ratios)
-            low, high = median_interval(ratios)
-            between = f" ({low:.3f} to {high:.3f})" if math.isfinite(low) else ""
-            shown = f"median {median:.3f}{between}, least {least:.3f} of {len(ratios)}" if len(ratios) > 1 else f"{median:.3f} (one value)"
-            answer = {"median": median, "low": low, "high": high, "least": least, "num": len(ratios), "window_seconds": seconds}
-            held = ratios is to_before or not to_before  # a machine's other load changes less within seconds
-            target = f">= {bound:.3f}, {why}" if held else ""
-            void = found.emulation is not None and found.emulation.void
-            verdict: Verdict = "open" if void else verdict_of(low, high, Target(bound, at_most=False))
-            rows.append(ReportRow(name, shown, target, verdict if held else "", answer))
-    return rows
+    why = "with spare servers" if found.has_spare else f"{found.num_servers - 1} of {found.num_servers} servers"
+    is_void = found.emulation is not None and found.emulation.void
+    verdict: Verdict = "undecided" if is_void else verdict_of(ratio.low, ratio.high, Target(bound, at_most=False))
+    return [
+        ReportRow("tokens per second without faults", f"{usual.median:.1f}", values={"tokens_per_second": usual.median}),
+        ReportRow("tokens per second with faults", f"{under.median:.1f}", values={"tokens_per_second": under.median}),
+        ReportRow(
+            "throughput with faults, relative to without",
+            shown,
+            f">= {bound:.3f} ({why})",
+            verdict,
+            {"median": ratio.median, "low": ratio.low, "high": ratio.high, "least": least, "num": ratio.count, "stretch_seconds": seconds},
+        ),
+    ]
 
 
 def _details(found: ChaosResult) -> dict[str, Any]:
@@ -258,7 +252,7 @@ def _details(found: ChaosResult) -> dict[str, Any]:
         "faults": found.observer.as_json(found.begun),
         "bin_seconds": compare.BIN_SECONDS,
         "tokens_per_second": [round(rate, 1) for rate in compare.curve(found.answers, found.begun, found.ended)],
-        "undisturbed_tokens_per_second": [round(rate, 1) for rate in compare.curve(found.undisturbed, *found.undisturbed_span)],
+        "stretches": [[since(at) for at in pair] for pair in found.stretches],
         "events": [{"at_seconds": since(at), "event": type(event).__name__, **asdict(event)} for at, event in seen],
         "requests": [request(answer) for answer in found.answers if answer.failed],
         "before": found.before,
@@ -271,5 +265,8 @@ def _details(found: ChaosResult) -> dict[str, Any]:
 def print_report(report: ChaosReport, console: Console) -> None:
     rows = [(row.name, row.shown, row.target, row.verdict) for row in report.rows]
     console.print(new_table("flowrt chaos", "figure", "found", "target", "verdict", rows=rows))
-    for line in (*(f"note: {note}" for note in report.notes), str(report.machine)):
+    notes = list(report.notes)
+    if any(row.verdict == "undecided" for row in report.rows):
+        notes.append("undecided: there are too few values, or their 95 % interval lies on both sides of the target")
+    for line in (*(f"note: {note}" for note in notes), str(report.machine)):
         console.print(line, markup=False)

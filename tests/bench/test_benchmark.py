@@ -1,4 +1,4 @@
-"""`run_benchmark`: turns, repeats of open verdicts, and what the report shows and contains. No time is asserted."""
+"""`run_benchmark`: turns, repeats of undecided verdicts, and what the report shows and contains. No time is asserted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_turns_alternate_and_the_first_round_is_not_counted() -> None:
 
 @pytest.mark.parametrize(
     ("num_pairs", "bound", "verdict", "measured"),
-    [(20, 1.5, "open", 100), (20, 3.0, "met", 20), (20, 0.5, "not met", 20), (19, 1.5, "open", 19)],
+    [(20, 1.5, "undecided", 100), (20, 3.0, "met", 20), (20, 0.5, "not met", 20), (19, 1.5, "undecided", 19)],
     ids=["an open claim is repeated", "met", "not met", "too few pairs for a claim"],
 )
 async def test_an_open_claim_is_repeated_with_up_to_100_pairs(num_pairs: int, bound: float, verdict: str, measured: int) -> None:
@@ -123,7 +123,7 @@ def test_json_has_every_figure_and_no_infinity(tmp_path: Path) -> None:
     write_file(str(path), json_text(BenchmarkReport("hop", MACHINE, figures()).record()))
     read = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert read["machine"]["load_after"] == 0.75
-    assert [figure["verdict"] for figure in read["figures"]] == ["not met", "met", "open", None]
+    assert [figure["verdict"] for figure in read["figures"]] == ["not met", "met", "undecided", None]
     assert read["figures"][0]["ratio"] == {"median": 2.0, "low": 2.0, "high": 2.0, "count": 20}
     assert read["figures"][2]["ours"]["low"] is None
 

@@ -30,15 +30,15 @@ async def test_a_crowd_is_not_marked_dead() -> None:
 
 async def test_the_report_claims_an_hour_only_after_an_hour() -> None:
     (line,) = [line async for line in measure(0, 0.5, 1)]
-    assert str(line).startswith("false verdicts: 0 (target: 0; open: the claim is for an hour) in ")
+    assert str(line).startswith("false verdicts: 0 (target: 0; undecided: the claim is for an hour) in ")
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        ([1.05], "p50 1.050 s, worst 1.050 s of 1 (target: p99 <= 1.2 s; open)"),
-        ([1.5], "p50 1.500 s, worst 1.500 s of 1 (target: p99 <= 1.2 s; open)"),
-        ([1.0] * 20, "p50 1.000 s, worst 1.000 s of 20 (target: p99 <= 1.2 s; open)"),
+        ([1.05], "p50 1.050 s, worst 1.050 s of 1 (target: p99 <= 1.2 s; undecided)"),
+        ([1.5], "p50 1.500 s, worst 1.500 s of 1 (target: p99 <= 1.2 s; undecided)"),
+        ([1.0] * 20, "p50 1.000 s, worst 1.000 s of 20 (target: p99 <= 1.2 s; undecided)"),
         ([1.5] * 20, "p50 1.500 s, worst 1.500 s of 20 (target: p99 <= 1.2 s; not met)"),
         ([1.0] * 400, "p50 1.000 s, p99 1.000 s, worst 1.000 s of 400 (target: p99 <= 1.2 s; met)"),
     ],

@@ -77,12 +77,12 @@ def test_invalid_pairs_are_refused(ours: list[float], theirs: list[float]) -> No
 def test_target_is_met_only_by_the_whole_interval() -> None:
     at_most, at_least = Target(1.5), Target(0.5, at_most=False)
     assert verdict_of(1.0, 1.5, at_most) == "met"
-    assert verdict_of(1.0, 1.6, at_most) == "open"
+    assert verdict_of(1.0, 1.6, at_most) == "undecided"
     assert verdict_of(1.6, 2.2, at_most) == "not met"
     assert verdict_of(0.5, 0.7, at_least) == "met"
-    assert verdict_of(0.4, 0.6, at_least) == "open"
+    assert verdict_of(0.4, 0.6, at_least) == "undecided"
     assert verdict_of(0.2, 0.4, at_least) == "not met"
-    assert verdict_of(-math.inf, math.inf, at_most) == "open"
+    assert verdict_of(-math.inf, math.inf, at_most) == "undecided"
 
 
 def test_target_holds_for_the_ratio_to_a_peer_or_the_figure_itself() -> None:
@@ -91,7 +91,7 @@ def test_target_holds_for_the_ratio_to_a_peer_or_the_figure_itself() -> None:
     assert hop.ratio is not None
     assert (hop.ratio.median, hop.verdict) == (2.0, "not met")
     assert Figure.alone("start", "s", [4.0] * 6, Target(5.0)).verdict == "met"
-    assert Figure.alone("too few values", "s", [4.0], Target(5.0)).verdict == "open"
+    assert Figure.alone("too few values", "s", [4.0], Target(5.0)).verdict == "undecided"
     assert Figure.alone("without a target", "s", [1.0] * 6).verdict is None
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from flowrt.chaos import compare
@@ -77,28 +75,15 @@ def test_different_outputs_without_faults_are_reported() -> None:
     assert num_different == 1
 
 
-def test_throughput_is_looked_at_up_to_the_next_fault_and_back_to_when_all_was_well() -> None:
-    fast = ReceivedAnswer(0, 0.0, [ReceivedToken(place, 1, 0.1 * place) for place in range(100)], "length")  # 10 per second for 10 s
-    slow = ReceivedAnswer(0, 10.0, [ReceivedToken(place, 1, 10.0 + 0.2 * place) for place in range(50)], "length")  # 5 per second for 10 s
-    assert compare.throughput([fast], 0.0, 10.0) == pytest.approx(10.0)
-    found = compare.windows([fast, slow], [(4.99, 6.0), (9.99, 12.0), (15.0, math.inf), (19.9, math.inf)], 0.0, 20.0)
-    assert [window.seconds for window in found] == [
-        pytest.approx(5.0),
-        pytest.approx(5.01),
-        pytest.approx(4.9),
-    ]  # the last one is too near the end
-    assert [window.after for window in found] == [pytest.approx(10.0, rel=0.05), pytest.approx(5.0, rel=0.05), pytest.approx(5.0, rel=0.05)]
-    assert [window.before for window in found] == [
-        pytest.approx(10.0, rel=0.05),
-        pytest.approx(10.0, rel=0.05),
-        pytest.approx(5.0, rel=0.05),
-    ]
-
-
-def test_without_time_before_a_fault_there_is_no_throughput_before_it() -> None:
-    (window,) = compare.windows([], [(0.2, 1.0)], 0.0, 5.0)
-    assert math.isnan(window.before)
-    assert window.after == 0.0
+def test_a_pair_compares_the_stretch_with_faults_to_the_one_before_it() -> None:
+    fast = ReceivedAnswer(0, 0.0, [ReceivedToken(place, 1, 0.1 * place) for place in range(100)], "length", None, 9.9)  # 10 per second
+    slow = ReceivedAnswer(
+        0, 10.0, [ReceivedToken(place, 1, 10.0 + 0.2 * place) for place in range(50)], "length", None, 19.8
+    )  # 5 per second
+    pair = compare.StretchPair(0.0, 9.99, 19.99)
+    assert pair.rates([fast, slow]) == (pytest.approx(5.0, rel=0.05), pytest.approx(10.0, rel=0.05))
+    assert [pair.has_undisturbed(answer) for answer in (fast, slow)] == [True, False]
+    assert not compare.StretchPair(0.0, 5.0, 9.0).has_undisturbed(fast), "it ended under faults"
 
 
 def test_the_curve_counts_by_bins() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flowrt.api import RunningGraph, open_graph
 from flowrt.bench.report.report import Machine
-from flowrt.chaos.inject import Injector
+from flowrt.chaos.inject import Injector, random_kills
 from flowrt.chaos.leaks import is_alive
 from flowrt.chaos.measure import ChaosResult, measure, prepare
 from flowrt.chaos.observer import RunObserver
@@ -29,7 +29,7 @@ SMALL = ("deploy.attention.groups=1", "deploy.experts.servers=2", "numerics=stri
 PLENTY_SECONDS = 60.0
 
 
-async def found_of(tmp_path: Path, faults: str, *overrides: str, seconds: float = 1.0) -> ChaosResult:
+async def found_of(tmp_path: Path, faults: str, *overrides: str, seconds: float = 1.0, pairs: int = 1) -> ChaosResult:
     plan = tmp_path / "plan.yaml"
     plan.write_text(f"scenario: 1\nfaults: [{faults}]\n")
     options = ChaosOptions(
@@ -38,6 +38,7 @@ async def found_of(tmp_path: Path, faults: str, *overrides: str, seconds: float 
         requests=4,
         concurrency=4,
         seconds=seconds,
+        pairs=pairs,
         prompt_tokens=8,
         new_tokens=12,
     )
@@ -67,6 +68,17 @@ async def test_short_standstills_change_no_token_and_end_no_process(tmp_path: Pa
     logged = {note.what for _, note in found.observer.notes}
     assert {"stall", "hang", "slow"} <= logged
     assert not any(isinstance(event, events.WorkerLost) for _, event in found.observer.seen)
+
+
+async def test_stretches_without_faults_alternate_with_the_plan(tmp_path: Path) -> None:
+    found = await found_of(tmp_path, "{fault: pause, process: experts.1, at_seconds: 0.1, for_seconds: 0.1}", pairs=3)
+    assert_right(found)
+    assert len(found.injected_faults) == len(found.stretches) == found.num_faults == 3
+    for pair, injected, following in zip(found.stretches, found.injected_faults, [*found.stretches[1:], None], strict=True):
+        assert pair.begun < pair.faults_begun < injected.at < pair.ended
+        assert min(pair.rates(found.answers)) > 0
+        assert following is None or pair.ended <= following.begun
+    assert found.undisturbed
 
 
 async def test_a_killed_server_is_replaced_and_no_token_changes(tmp_path: Path) -> None:
@@ -134,11 +146,11 @@ async def test_progress_shows_the_fault_the_next_one_and_the_load() -> None:
         ]
         assert await observer.wait_until(lambda: observer.back_seconds(observer.injected_faults[0]) < math.inf, PLENTY_SECONDS)
         logged.clear()
-        assert await injector.kill_randomly(["experts.1"], 2, 0, 0.01)
-        assert [line.partition(", pid")[0] for line in logged[::2]] == ["kill experts.1 (1 of 2)", "kill experts.1 (2 of 2)"]
-        assert logged[1].startswith("experts.1 is back after ")
-        assert logged[1].endswith("; next kill in 0.01 s")
-        assert logged[3].endswith("; no more kills")
+        (kill,) = random_kills(["experts.1"], 1, seed=0)
+        await injector.run(kill, Seams().clock.now())
+        assert await injector.wait_back(since=0.0)
+        assert [line.partition(", pid")[0] for line in logged[:1]] == ["kill experts.1"]
+        assert sorted(line.partition(" after ")[0] for line in logged[1:]) == ["experts.0 is back", "experts.1 is back"]
 
 
 async def test_cancelled_run_ends_its_processes_and_reports_its_record(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_unmeasurable_input_is_reported_before_anything_starts(
         ((QUICKSTART, "--kills", "1", "--plan", plan), "either --plan FILE or --kills N is needed"),
         ((QUICKSTART, "--kills", "-1"), 'Invalid value "-1" for --kills. Must be >= 0'),
         ((QUICKSTART, "--kills", "1000"), 'Invalid value "1000" for --kills. Must be <= 999'),
-        ((QUICKSTART, "--kills", "1", "--apart", "nan"), 'Invalid value "nan" for --apart'),
+        ((QUICKSTART, "--kills", "1", "--pairs", "0"), 'Invalid value "0" for --pairs'),
         ((QUICKSTART, "--kills", "1", "--seconds", "inf"), 'Invalid value "inf" for --seconds'),
         ((QUICKSTART, "--kills", "1", "--requests", "0"), 'Invalid value "0" for --requests'),
         ((QUICKSTART, "--kills", "1", "--new-tokens", "1000"), "limits.max_tokens is 128 and each answer is to have 1000 tokens"),

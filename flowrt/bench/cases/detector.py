@@ -215,7 +215,7 @@ class FalseVerdicts:
     longest_gap_seconds: float = 0.0  # between two heartbeats of a worker, as they came here
 
     def __str__(self) -> str:
-        verdict = "not met" if self.verdicts else "met" if self.seconds >= CLAIMED_SECONDS else "open: the claim is for an hour"
+        verdict = "not met" if self.verdicts else "met" if self.seconds >= CLAIMED_SECONDS else "undecided: the claim is for an hour"
         long_stalls = f" ({self.num_long_stalls} of them long enough for a verdict)" if self.num_long_stalls else ""
         return (
             f"false verdicts: {len(self.verdicts)} (target: 0; {verdict}) in {self.seconds:.0f} s, {self.num_workers} processes "

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 CONFIDENCE = 0.95
-MIN_PAIRS, MAX_PAIRS = 20, 100  # of a claim: fewer are for trying out; an open verdict is tried with MAX_PAIRS
+MIN_PAIRS, MAX_PAIRS = 20, 100  # of a claim: fewer are for trying out; an undecided one is tried with MAX_PAIRS
 
-Verdict = Literal["met", "not met", "open"]
+Verdict = Literal["met", "not met", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def verdict_of(low: float, high: float, target: Target) -> Verdict:
     """Met when the whole interval is inside the target, not met when it is outside, open when it straddles the bound."""
     inside = high <= target.bound if target.at_most else low >= target.bound
     outside = low > target.bound if target.at_most else high < target.bound
-    return "met" if inside else "not met" if outside else "open"
+    return "met" if inside else "not met" if outside else "undecided"
 
 
 def format_amount(value: float) -> str:

@@ -11,7 +11,7 @@ from flowrt.errors import UserError
 FORMATS = (".svg", ".png", ".pdf")
 COPIES_PER_ROUND_TRIP = 2  # at least one each way
 LIMIT = "memcpy"
-_COLOURS = {"met": "#2a7f62", "not met": "#b5443a", "open": "#c9a227", None: "#5b7083"}
+_COLOURS = {"met": "#2a7f62", "not met": "#b5443a", "undecided": "#c9a227", None: "#5b7083"}
 
 
 def plot_ratios(report: BenchmarkReport, path: str) -> None:
