@@ -76,9 +76,7 @@ async def test_stretches_without_faults_alternate_with_the_plan(tmp_path: Path) 
     assert len(found.injected_faults) == len(found.stretches) == found.num_faults == 3
     for pair, injected, following in zip(found.stretches, found.injected_faults, [*found.stretches[1:], None], strict=True):
         assert pair.begun < pair.faults_begun < injected.at < pair.ended
-        assert min(pair.rates(found.answers)) > 0
         assert following is None or pair.ended <= following.begun
-    assert found.undisturbed
 
 
 async def test_a_killed_server_is_replaced_and_no_token_changes(tmp_path: Path) -> None:
