@@ -11,8 +11,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from flowrt.actors.control import Ended, Logprobs, Request, Token
-from flowrt.engine.batch import Part, build_batch, produces_token
-from flowrt.engine.decision import Decision, StartStep
+from flowrt.engine.batch import Batch, Part, build_batch, produces_token
 from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence
 from flowrt.engine.validation import refusal
@@ -20,6 +19,7 @@ from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import FinishReason
 
 MAX_REMEMBERED = 4096  # ended or cancelled attempts: a repeated Submit or Cancel of one does nothing
+Decision = Token | Ended  # for the gateway
 NOT_FINITE = "the model's logits for output token {} are not finite (NaN or infinity); check the weights, or run in a wider dtype"
 
 
@@ -37,6 +37,20 @@ class EngineStatistics:
     num_tokens: int  # tokens emitted
     num_preemptions: int
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartStep:
+    """Run this batch, then call `step_done`, `fail_step` or `roll_back`.
+
+    The steps of a micro-batch are numbered 0, 1, 2 ...; a rollback does not reset the numbers, so a late response to a step of an older
+    epoch is never taken for one to a newer step. The step's tags carry (epoch, micro_batch, step).
+    """
+
+    epoch: int
+    micro_batch: int
+    step: int
+    batch: Batch
 
 
 @dataclass(frozen=True, slots=True)

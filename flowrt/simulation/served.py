@@ -77,20 +77,3 @@ class Served:
     failed: str | None = None
     failure: str | None = None
     failed_seconds: float | None = None
-
-    @property
-    def finish_reasons(self) -> tuple[str, ...]:
-        return tuple(client.finish_reason for client in self.clients)
-
-    @property
-    def errors(self) -> tuple[str | None, ...]:
-        return tuple(client.error for client in self.clients)
-
-    @property
-    def choices(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        return tuple(client.choices for client in self.clients)
-
-    @property
-    def token_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Token ids of choice 0 of each request."""
-        return tuple(client.choices[0] for client in self.clients)

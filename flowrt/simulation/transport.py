@@ -44,8 +44,6 @@ class SimulatedNetwork:
         self.loop = loop
         self.conditions = NetworkConditions() if conditions is None else conditions
         self.listeners: dict[str, SimulatedListener] = {}
-        self.num_frames = 0
-        self.num_duplicates = 0
         self.tiny_nodes: set[str] = set()  # their channels hold a single message each
         self._random = random.Random(f"network {seed}")
         self.addresses, self.channel_numbers = count(1), count(1)
@@ -95,7 +93,6 @@ class SimulatedNetwork:
             state.held.append(lambda: self.depart(source, target, send))
         else:
             num_frames = 1 + any(is_hit(self._random, one_in) for one_in in state.duplicate_one_in)
-            self.num_duplicates += num_frames - 1
             send(state.slowness, num_frames)
 
     async def trip(self, source: str, target: str, num_bytes: int) -> None:
@@ -124,10 +121,7 @@ class SimulatedNetwork:
 
     def duplicates(self) -> bool:
         """Whether the next frame arrives twice."""
-        if not is_hit(self._random, self.conditions.duplicate_one_in):
-            return False
-        self.num_duplicates += 1
-        return True
+        return is_hit(self._random, self.conditions.duplicate_one_in)
 
     def nonce(self) -> bytes:
         return self._random.randbytes(NONCE_BYTES)
@@ -192,7 +186,6 @@ class SimulatedChannel(FlowControlledChannel):
 
     def _send_frame(self, kind: FrameKind, parts: list[Part] | None = None) -> None:
         network, wire = self._network, parts or []
-        network.num_frames += 1
         network.loop.note(self._name, kind.encode(), *wire)
 
         def send(factor: float, num_frames: int) -> None:

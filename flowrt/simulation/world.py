@@ -12,7 +12,6 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from flowrt.errors import leaves
 from flowrt.process_status import Activity, ProcessTimes
 from flowrt.seams import Seams
 from flowrt.simulation.errors import SimulationError, UnhandledError
@@ -54,7 +53,6 @@ class World:
         self.one_clock = False  # all processes share the clock of one machine; set it before they start
         self.processes: dict[str, SimulatedProcess] = {}  # the latest incarnation of each name
         self.deaths: list[Callable[[SimulatedProcess], None]] = []  # called at the moment of a `kill`, before any process is notified
-        self.errors: list[str] = []  # that ended processes
         self.num_faults: Counter[str] = Counter()  # faults that hit a living target, by kind
         self._cost = cost
         self._by_pid: dict[int, SimulatedProcess] = {}
@@ -128,10 +126,8 @@ class World:
         task = self.loop.create_task(main(self.seams(node)), name=f"process {node}", context=self.context(node))
 
         def ended(task: asyncio.Task[None]) -> None:
-            error = None if task.cancelled() else task.exception()
-            if error is not None:
-                self.errors.append(f"{node}: {_text_of(error)}")
-            self._report_exit(process, f"exited with status {int(error is not None)}")
+            has_failed = not task.cancelled() and task.exception() is not None
+            self._report_exit(process, f"exited with status {int(has_failed)}")
 
         task.add_done_callback(ended, context=self.context(node))
         return process
@@ -180,12 +176,6 @@ class World:
         self.loop.call_at_node(when, node, set_result, process.exit, how)
 
 
-def _text_of(error: BaseException) -> str:
-    """The first innermost error, on one line."""
-    first = next(leaves(error))
-    return " ".join(f"{type(first).__name__}: {first}".split())
-
-
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
     """The outcome of a run. Equal seeds and code give equal digests, in every process."""
@@ -194,7 +184,6 @@ class Outcome(Generic[T]):
     digest: str
     virtual_seconds: float
     num_steps: int
-    num_frames: int
     num_faults: Mapping[str, int] = field(default_factory=dict)  # by kind, of faults that hit a living target
 
 
@@ -236,7 +225,7 @@ def _run(
             with contextlib.suppress(SimulationError):  # the first error is the one to report
                 loop.finish()
             raise
-        outcome = Outcome(result, loop.digest(), loop.time() - START_SECONDS, loop.num_steps, world.network.num_frames, world.num_faults)
+        outcome = Outcome(result, loop.digest(), loop.time() - START_SECONDS, loop.num_steps, world.num_faults)
         left = loop.finish()
         gc.collect()
         loop.raise_failures()

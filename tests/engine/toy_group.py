@@ -11,8 +11,7 @@ from typing import Any
 
 from flowrt.actors.control import Ended, Request, Token
 from flowrt.engine.batch import Batch, SampleSpec
-from flowrt.engine.decision import Decision, StartStep
-from flowrt.engine.engine import Engine
+from flowrt.engine.engine import Decision, Engine, StartStep
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import SamplingParams
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.actors.control import Cancel, Ended, Logprobs, Token
-from flowrt.engine.decision import Decision
-from flowrt.engine.engine import Engine
+from flowrt.engine.engine import Decision, Engine
 from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Gateway, SendCancel, SendRequest, TokenEvent
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits

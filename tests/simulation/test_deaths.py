@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 import pytest
+from simulation.outcomes import errors, finish_reasons
 
 from flowrt.exchange.failover import Failover
 from flowrt.gateway.gateway import ClientEvent, TokenEvent
@@ -55,7 +56,7 @@ def test_death_of_a_server_changes_no_token_and_its_next_incarnation_is_used(see
     submitted = requests(8)
     outcome = serve_under(seed, graph, submitted, Crash(process=f"experts.{seed % 3}", at_seconds=0.12), expect="tokens")
     assert outcome.result.failure is None
-    assert outcome.result.finish_reasons == ("length",) * len(submitted)
+    assert finish_reasons(outcome.result) == ("length",) * len(submitted)
     assert outcome.num_faults["crash"] == outcome.num_faults["restarted"] == 1
 
 
@@ -63,7 +64,7 @@ def test_death_of_a_server_changes_no_token_and_its_next_incarnation_is_used(see
 def test_server_is_restarted_when_its_exit_is_reported_just_before_the_run_is_ready(seed: int, at_seconds: float) -> None:
     """The server dies after it has connected, while others still connect. tests/launcher/test_run_state.py has the order of the notices."""
     outcome = crash_while_starting(seed, at_seconds)
-    assert outcome.result.finish_reasons == ("length",) * 3
+    assert finish_reasons(outcome.result) == ("length",) * 3
     assert outcome.num_faults["restarted"] == 1
 
 
@@ -71,7 +72,7 @@ def test_server_is_restarted_when_its_exit_is_reported_just_before_the_run_is_re
 def test_server_that_dies_while_workers_connect_is_restarted(seed: int, at_seconds: float) -> None:
     """The control connection of a connected server ends, and its exit is reported, before the last worker has connected."""
     outcome = crash_while_starting(seed, at_seconds)
-    assert outcome.result.finish_reasons == ("length",) * 3
+    assert finish_reasons(outcome.result) == ("length",) * 3
     assert outcome.num_faults["crash"] == outcome.num_faults["restarted"] + outcome.num_faults["died while loading"] == 1
 
 
@@ -96,7 +97,7 @@ def test_repeated_deaths_change_no_token() -> None:
     for seed in range(3):
         faults = [Crash(process=f"experts.{number % 3}", at_seconds=0.02 + 3.2 * number) for number in range(4)]
         outcome = serve_under(seed, graph, submitted, *faults)
-        assert outcome.result.finish_reasons == ("length",) * len(submitted)
+        assert finish_reasons(outcome.result) == ("length",) * len(submitted)
         assert outcome.num_faults["restarted"] >= 3
         num_repeated += outcome.num_faults["part redispatched"]
     assert num_repeated > 0
@@ -106,7 +107,7 @@ def test_repeated_deaths_change_no_token() -> None:
 def test_requests_wait_for_the_last_replica(seed: int) -> None:
     graph = load("tight.yaml")
     outcome = serve_under(seed, graph, requests(5), Crash(process="experts.1", at_seconds=0.05), expect="tokens")
-    assert outcome.result.finish_reasons == ("length",) * 5
+    assert finish_reasons(outcome.result) == ("length",) * 5
     assert max(client.outage_seconds for client in outcome.result.clients) > 0
 
 
@@ -116,8 +117,8 @@ def test_requests_end_when_the_last_replica_does_not_return(seed: int) -> None:
     outcome = serve_under(seed, graph, requests(8, apart=0.2), Crash(process="experts.1", at_seconds=0.05))
     served = outcome.result
     assert served.failure is None
-    assert served.finish_reasons[-1] == "error"
-    assert "experts.1 went down and is not back" in (served.errors[-1] or "")
+    assert finish_reasons(served)[-1] == "error"
+    assert "experts.1 went down and is not back" in (errors(served)[-1] or "")
     assert outcome.num_faults["stayed down"] == 1
 
 
@@ -127,7 +128,7 @@ def test_requests_continue_degraded_when_the_graph_permits_it(seed: int, numeric
     graph = load("tight.yaml", restarts=0, unavailable_expert_seconds=0.5, unavailable_expert="degrade")
     graph = replace(graph, numerics=numerics, limits=replace(graph.limits, chunk_tokens=4))
     served = serve_under(seed, graph, requests(8, apart=0.2), Crash(process="experts.1", at_seconds=0.05)).result
-    assert served.finish_reasons == ("length",) * 8
+    assert finish_reasons(served) == ("length",) * 8
     assert served.clients[-1].degraded == (tuple(range(6)),)
 
 
@@ -136,7 +137,7 @@ def test_output_is_not_degraded_after_a_replica_is_back(seed: int) -> None:
     graph = load("tight.yaml", restarts=1, unavailable_expert_seconds=0.05, unavailable_expert="degrade")
     submitted = requests(6, apart=0.1) + requests(2, apart=8.0)
     outcome = serve_under(seed, graph, submitted, Crash(process="experts.1", at_seconds=0.02))
-    assert outcome.result.finish_reasons == ("length",) * 8
+    assert finish_reasons(outcome.result) == ("length",) * 8
     assert outcome.num_faults["restarted"] == 1
     assert not any(outcome.result.clients[-1].degraded)
 
@@ -174,14 +175,14 @@ def test_a_server_that_dies_too_often_stays_down() -> None:
     faults = [Crash(process="experts.0", at_seconds=at) for at in (0.02, 3.2)]
     for seed in range(2):
         outcome = serve_under(seed, graph, requests(13, apart=0.3), *faults)
-        assert outcome.result.finish_reasons == ("length",) * 13
+        assert finish_reasons(outcome.result) == ("length",) * 13
         assert (outcome.num_faults["restarted"], outcome.num_faults["stayed down"]) == (1, 1)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_server_lost_by_the_launcher_is_started_again(seed: int) -> None:
     outcome = serve_under(seed, load("2x3.yaml"), requests(5), Reset(between=("gateway", "experts.2"), at_seconds=0.05))
-    assert outcome.result.finish_reasons == ("length",) * 5
+    assert finish_reasons(outcome.result) == ("length",) * 5
     assert outcome.num_faults["restarted"] == 1
 
 
@@ -207,7 +208,7 @@ def test_server_lost_by_the_launcher_is_started_again(seed: int) -> None:
 def test_process_marked_dead_by_the_monitor(fault: Fault, num_marked_dead: int, started_again: int) -> None:
     graph = load("2x3.yaml", detector=True)
     outcome = serve_under(0, graph, requests(8, apart=0.6), fault)
-    assert outcome.result.finish_reasons == ("length",) * 8
+    assert finish_reasons(outcome.result) == ("length",) * 8
     assert (outcome.num_faults["marked dead"], outcome.num_faults["restarted"]) == (num_marked_dead, started_again)
 
 
@@ -215,7 +216,7 @@ def test_process_marked_dead_by_the_monitor(fault: Fault, num_marked_dead: int, 
 def test_requests_wait_for_a_slow_server_that_is_the_only_holder(seed: int) -> None:
     slow = Slow(process="experts.1", at_seconds=1e-3, for_seconds=5.0, factor=50.0)
     outcome = serve_under(seed, load("uneven.yaml", recovery="fine"), requests(6), slow, expect="tokens")
-    assert outcome.result.finish_reasons == ("length",) * 6
+    assert finish_reasons(outcome.result) == ("length",) * 6
 
 
 def test_a_request_after_an_outage_is_served() -> None:
@@ -224,8 +225,8 @@ def test_a_request_after_an_outage_is_served() -> None:
     refused = 0
     for seed in range(8):
         served = serve_under(seed, graph, submitted, Crash(process="experts.1", at_seconds=0.05)).result
-        assert served.finish_reasons[-1] == "length"
-        refused += "error" in served.finish_reasons
+        assert finish_reasons(served)[-1] == "length"
+        refused += "error" in finish_reasons(served)
     assert refused > 0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from checkpoints import make_checkpoint
+from simulation.outcomes import errors, finish_reasons, token_ids
 
 from flowrt.actors.control import Control, Listening, Start, Statistics, StatisticsRequest, Stop, as_message, from_message
 from flowrt.gateway.gateway import EndEvent, TokenEvent
@@ -103,10 +104,10 @@ def test_tokens_are_those_of_the_reference(graph_file: Path, seed: int) -> None:
     requests = make_requests(4, 6)
     served = simulate(Case(graph, requests, seed=seed, conditions=ROUGH, exact=False)).result
     assert served.failure is None
-    assert served.finish_reasons == ("length",) * 4
-    for request, token_ids in zip(requests, served.token_ids, strict=True):
+    assert finish_reasons(served) == ("length",) * 4
+    for request, tokens in zip(requests, token_ids(served), strict=True):
         truth = ReferenceModel(graph_file.parent / "model", "float64").generate(list(request.prompt_token_ids), 6, ignore_eos=True)
-        assert list(token_ids) == truth
+        assert list(tokens) == truth
     assert sum(statistics.num_steps for statistics in served.statistics.values()) >= 6
 
 
@@ -139,9 +140,9 @@ def test_every_shape_gives_the_same_tokens_with_hardly_any_pages(graph_file: Pat
         graph = load(file)
         for seed in range(2):
             served = simulate(Case(graph, requests, seed=seed, conditions=ROUGH, exact=False)).result
-            assert served.finish_reasons == ("length",) * 6, (name, seed, served.errors)
-            expected = expected or served.token_ids
-            assert served.token_ids == expected, (name, seed)
+            assert finish_reasons(served) == ("length",) * 6, (name, seed, errors(served))
+            expected = expected or token_ids(served)
+            assert token_ids(served) == expected, (name, seed)
 
 
 HARMLESS = [
@@ -169,7 +170,7 @@ def test_faults_that_heal_change_no_token(fault: Fault) -> None:
     outcome = simulate(case)
     assert outcome.num_faults[fault.kind] == 1
     assert outcome.result.failure is None
-    assert outcome.result.token_ids == tuple(reference[0] for reference in references_of(case))
+    assert token_ids(outcome.result) == tuple(reference[0] for reference in references_of(case))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_permanent_faults_end_every_request_with_an_error_that_names_the_process
     assert served.failed in named
     assert why in (served.failure or "")
     assert {client.num_ends for client in served.clients} == {1}
-    assert all(reason in ("length", "error") for reason in served.finish_reasons)
+    assert all(reason in ("length", "error") for reason in finish_reasons(served))
     references = references_of(case)
     check(case, served, references)
     with pytest.raises(InvariantError, match="I7"):  # the same outcome is wrong where no fault hit that process
@@ -238,9 +239,9 @@ def test_a_bad_request_fails_alone(graph_file: Path) -> None:
     good = SimulatedRequest((5, 6, 7), SamplingParams(max_tokens=4, ignore_eos=True))
     bad = SimulatedRequest((5, VOCABULARY + 1), SamplingParams(max_tokens=4))
     served = simulate(Case(graph, (good, bad, good), seed=3, exact=False)).result
-    assert served.finish_reasons == ("length", "error", "length")
-    assert str(VOCABULARY + 1) in (served.errors[1] or "")
-    assert served.token_ids[0] == served.token_ids[2]
+    assert finish_reasons(served) == ("length", "error", "length")
+    assert str(VOCABULARY + 1) in (errors(served)[1] or "")
+    assert token_ids(served)[0] == token_ids(served)[2]
 
 
 async def silent(control: object, seams: object) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from simulation.outcomes import token_ids
 
 from flowrt.emulation import emulation_report
 from flowrt.graph.facts import ModelFacts
@@ -102,7 +103,7 @@ def test_emulated_graph_takes_its_modelled_time() -> None:
     outcome = simulate(case)
     served = outcome.result
     assert served.failure is None
-    assert served.token_ids == tuple(reference[0] for reference in references_of(case))
+    assert token_ids(served) == tuple(reference[0] for reference in references_of(case))
     emulations = [statistics.emulation for statistics in served.statistics.values() if statistics.emulation is not None]
     account = emulation_report(graph.emulation.dilation, emulations)
     assert len(emulations) == len(graph.process_names())
