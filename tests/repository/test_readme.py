@@ -32,8 +32,7 @@ def test_readme_names_each_package(package: str) -> None:
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"))
-def test_each_page_is_named_in_readme_and_in_the_index(page: str) -> None:
-    assert f"docs/{page}" in README.read_text(encoding="utf-8"), f"README.md does not name docs/{page}"
+def test_each_page_is_named_in_the_index(page: str) -> None:
     assert f"({page})" in (ROOT / "docs" / "README.md").read_text(encoding="utf-8"), f"docs/README.md does not link {page}"
 
 

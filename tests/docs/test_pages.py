@@ -1,0 +1,59 @@
+"""Each code block of README, CONTRIBUTING and the pages of docs/ runs as it is written, or a comment above it says why not."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from docs.blocks import LANGUAGES, ROOT, Block, Folder, blocks_of, check_output, pages
+
+from flowrt.cli.app import app
+
+_TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+_REASON = re.compile(r"not run: .{10,}")
+
+
+def is_run(block: Block) -> bool:
+    return block.is_run and (block.language in ("sh", "console", "python") or block.text.startswith("flowrt: 1"))
+
+
+@pytest.mark.parametrize("page", pages())
+def test_each_block_has_a_language_and_a_known_mark(page: str) -> None:
+    for block in blocks_of(page):
+        assert block.language in LANGUAGES, f"{page}:{block.line}: {block.language!r}; write one of {LANGUAGES} after the backticks"
+        known = not block.mark or block.mark == "output" or block.mark.startswith(("file: ", "setup: ")) or _REASON.match(block.mark)
+        assert known, f"{page}:{block.line}: {block.mark}"
+
+
+@pytest.mark.parametrize("page", pages())
+def test_each_command_that_is_not_run_can_be_parsed(page: str) -> None:
+    for block in blocks_of(page):
+        if block.language not in ("sh", "console") or block.is_run:
+            continue
+        for command in block.commands():
+            words = shlex.split(command, comments=True)
+            if words[0] == "make":
+                assert words[1] in _TARGETS, f"{page}:{block.line}: {command}"
+            elif words[0] == "flowrt":
+                app.parse_args(words[1:], exit_on_error=False, print_error=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in pages() if any(is_run(block) for block in blocks_of(page))])
+def test_the_blocks_of_a_page_run_as_written(page: str, tmp_path: Path) -> None:
+    folder, printed = Folder(tmp_path), ""
+    for block in blocks_of(page):
+        if block.mark == "output":
+            check_output(block, block.text, printed)
+        elif block.is_run:
+            printed = folder.run(block)
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page.startswith("docs/") and page != "docs/README.md"])
+def test_a_page_opens_with_what_the_reader_can_do_and_a_working_command(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    first = next(iter(blocks_of(page)))
+    assert is_run(first), f"{page} opens with a block that is not run"
+    assert len(text.split("```")[0].split("\n")) < 12
