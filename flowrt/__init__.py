@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowrt.api import Choice, Completion, RunningGraph, generate
+    from flowrt.api import BlockingGraph, Choice, Completion, RunningGraph, generate, start
     from flowrt.api import open_graph as open
     from flowrt.errors import ArgumentError, FlowrtError, GraphError, NotRunningError, TokenizerError, UserError, WorkerDiedError
     from flowrt.gateway.gateway import ChoiceEvent, EndEvent, TokenEvent
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
+    "BlockingGraph",
     "Choice",
     "ChoiceEvent",
     "Completion",
@@ -33,10 +34,11 @@ __all__ = [
     "WorkerDiedError",
     "generate",
     "open",
+    "start",
 ]
 
 _MODULES = {  # module -> what it gives; loaded when one of the names is first used
-    "api": ("Choice", "Completion", "RunningGraph", "generate"),
+    "api": ("BlockingGraph", "Choice", "Completion", "RunningGraph", "generate", "start"),
     "gateway.gateway": ("ChoiceEvent", "EndEvent", "TokenEvent"),
     "sampling_params": ("SamplingParams",),
     "errors": (

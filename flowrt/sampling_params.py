@@ -6,13 +6,14 @@ in flowrt/engine/validation.py. It does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
-from flowrt.errors import shown
+from flowrt.errors import ArgumentError, shown
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -38,7 +39,7 @@ _PENALTY = Meta(ge=-2, le=2, description="a number from -2 to 2; 0 is off")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The number of tokens of a request, and how they are sampled. The constructor does not check values; `checked_params` does.
+    """The number of tokens of a request, and how they are sampled. The call that it is given to checks the values.
 
     `max_tokens` None: as many as the graph's limits and the model's positions allow. `n`: the number of choices, which differ in their
     noise; all other values apply to each choice. Before a choice has `min_tokens`, no token that would end it is sampled. `temperature` 0
@@ -68,20 +69,42 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
+class SamplingKeywords(TypedDict, total=False):
+    """The parameters of SamplingParams as keywords of a call."""
+
+    max_tokens: int | None
+    min_tokens: int
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool
+    logprobs: int | None
+
+
 PARAMETER_TYPES: dict[str, Any] = get_type_hints(SamplingParams, include_extras=True)
 
 
 def checked_value(name: str, value: object) -> Any:
     """The value of one parameter, converted to its declared type. Raises ValueError of one line that does not name the parameter.
 
-    `stop` may also be a single text. `stop` and `stop_token_ids` may be any iterable.
+    `stop` may also be a single text. `stop` and `stop_token_ids` may be any iterable, or None for none.
     """
     kind = PARAMETER_TYPES[name]
     given = value
     if name == "stop" and isinstance(value, str):
         value = (value,)
-    elif name in ("stop", "stop_token_ids") and isinstance(value, Iterable) and not isinstance(value, str | bytes):
-        value = tuple(value)
+    elif name in ("stop", "stop_token_ids"):
+        if value is None:
+            value = ()
+        elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+            value = tuple(value)
     try:
         checked = msgspec.convert(value, kind, strict=True)
     except (msgspec.ValidationError, ValueError, TypeError, OverflowError):
@@ -92,16 +115,26 @@ def checked_value(name: str, value: object) -> Any:
     return checked
 
 
-def checked_params(params: SamplingParams) -> SamplingParams:
-    """A copy of `params` with every value checked and converted to its declared type. Raises ValueError of one line."""
-    if not isinstance(params, SamplingParams):
-        raise ValueError(f"the parameters are {shown(params)}, they must be of type SamplingParams")
+def checked_params(params: SamplingParams | None, keywords: Mapping[str, object]) -> SamplingParams:
+    """The parameters of a call, given as an object or as keywords, with every value checked and converted. Raises ArgumentError."""
+    if params is None:
+        given = keywords
+    elif not isinstance(params, SamplingParams):
+        raise ArgumentError(f"params is {shown(params)}, it must be a SamplingParams; keywords such as max_tokens=16 work, too")
+    elif keywords:
+        raise ArgumentError(f"both params and {next(iter(keywords))} are given; write all parameters in one of the two forms")
+    else:
+        given = {name: getattr(params, name) for name in PARAMETER_TYPES}
     values = {}
-    for name in PARAMETER_TYPES:
+    for name, value in given.items():
+        if name not in PARAMETER_TYPES:
+            near = difflib.get_close_matches(name, PARAMETER_TYPES, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(PARAMETER_TYPES)}"
+            raise ArgumentError(f"there is no parameter {shown(name)}; {hint}")
         try:
-            values[name] = checked_value(name, getattr(params, name))
+            values[name] = checked_value(name, value)
         except ValueError as error:
-            raise ValueError(f"{name} {error}") from None
+            raise ArgumentError(f"{name} {error}") from None
     return SamplingParams(**values)
 
 

@@ -7,16 +7,20 @@ elsewhere. The simulated forms are in flowrt/simulation. Resident memory is meas
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import math
 import random
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from flowrt.errors import NotRunningError
 from flowrt.process_backend import OpenBackend
 from flowrt.process_status import (
     Activity,
@@ -211,6 +215,100 @@ class ThreadCompute:
         else:
             expected += _WEIGHT_OF_SHORTER * (seconds - expected)
         self._expected_seconds[label] = expected
+
+
+class LoopThread:
+    """An event loop in a thread of its own, for as long as `context` is entered: other threads run coroutines in it.
+
+    The constructor enters the context and `close` leaves it; both raise its exceptions. The thread does not keep the interpreter from
+    exiting: the owner closes it then.
+    """
+
+    def __init__(self, name: str, context: AbstractAsyncContextManager[Any]) -> None:
+        self._entered: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._leave = asyncio.Event()
+        self._calls: set[asyncio.Task[Any] | None] = set()
+        self._failure: BaseException | None = None
+        self._lock, self._is_closed = threading.Lock(), False
+        self._runner = asyncio.Runner()
+        self._loop = self._runner.get_loop()
+        self._task = self._loop.create_task(self._hold(context))
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        try:
+            self._entered.result()
+        except BaseException:
+            self.close(at_once=True)
+            raise
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run the coroutine in the loop; return its result or raise its exception. KeyboardInterrupt in the caller cancels it.
+
+        Raises NotRunningError after `close`, and where it would wait for ever: in the loop's own thread, and in a forked process.
+        """
+        with self._lock:
+            if self._is_closed or not self._thread.is_alive() or threading.current_thread() is self._thread:
+                coroutine.close()
+                reason = "it was closed" if self._is_closed else "call it from the process that started it, and not from its own callbacks"
+                raise NotRunningError(f"the graph cannot be called: {reason}")
+            future = asyncio.run_coroutine_threadsafe(self._call(coroutine), self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise NotRunningError("the graph was closed during the call") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self, at_once: bool = False) -> None:
+        """Leave the context, or cancel it (`at_once`), and wait until the calls have returned and the thread has ended. Idempotent.
+
+        The first call raises what leaving the context raises, but not `at_once`. It does not wait in the loop's own thread.
+        """
+        with self._lock:
+            is_first, self._is_closed = not self._is_closed, True
+        self._end(at_once)
+        if threading.current_thread() is self._thread:
+            return
+        try:
+            self._thread.join()
+        except BaseException:  # KeyboardInterrupt
+            self._end(at_once=True)
+            self._thread.join()
+            raise
+        if is_first and not at_once and self._failure is not None:
+            raise self._failure
+
+    def _end(self, at_once: bool) -> None:
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                self._loop.call_soon_threadsafe(self._task.cancel if at_once else self._leave.set)
+
+    def _run(self) -> None:
+        with self._runner:
+            try:
+                self._loop.run_until_complete(self._task)
+            except BaseException as error:
+                self._failure = error
+                if not self._entered.done():
+                    self._entered.set_exception(error)
+
+    async def _hold(self, context: AbstractAsyncContextManager[Any]) -> None:
+        try:
+            async with context:
+                self._entered.set_result(None)
+                await self._leave.wait()
+        finally:
+            while self._calls:
+                await asyncio.wait([call for call in self._calls if call is not None])
+
+    async def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        self._calls.add(task)
+        try:
+            return await coroutine
+        finally:
+            self._calls.discard(task)
 
 
 def resident_bytes() -> int:

@@ -196,7 +196,11 @@ class RunSession:
                 return
             try:
                 record.submitted_seconds = now()
-                index = await graph.submit(record.request.prompt, record.request.params, chat=self._options.chat)
+                prompt, params = record.request.prompt, record.request.params
+                if self._options.chat and isinstance(prompt, str):
+                    index = await graph.submit(params=params, messages=[{"role": "user", "content": prompt}])
+                else:
+                    index = await graph.submit(prompt, params)
                 record.prompt_token_ids = graph.prompt_token_ids(index)
                 async for event in graph.follow(index):
                     record.add(event, now())

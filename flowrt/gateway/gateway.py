@@ -16,12 +16,11 @@ import msgspec
 
 from flowrt.actors.control import Cancel, Ended, Logprobs, Request, Token
 from flowrt.engine.validation import max_new_tokens, prompt_refusal, refusal
-from flowrt.errors import shown
 from flowrt.gateway.request_log import ChoiceEvent, ChoiceLog, ClientEvent, Detokenizer, EndEvent, RequestLog, TokenEvent
 from flowrt.gateway.routing import GroupLoad, choose_group
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits
-from flowrt.sampling_params import FinishReason, SamplingParams, checked_params
+from flowrt.sampling_params import FinishReason, SamplingParams
 
 __all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "SendCancel", "SendRequest", "TokenEvent"]
 
@@ -122,14 +121,10 @@ class Gateway:
     # From clients
 
     def reserve(self, params: SamplingParams = SamplingParams()) -> int:
-        """Admit a request before any costly work on it. Returns its number; a refused request has ended already.
+        """Admit a request with checked parameters before any costly work on it. Returns its number; a refused request has ended already.
 
         The next call is `place` when its prompt has token ids, `refuse` when tokenization fails, or `cancel` when its client is gone.
         """
-        try:
-            params = checked_params(params)
-        except ValueError as error:
-            return self._refused(SamplingParams(), str(error))
         if self.is_full:
             return self._refused(params, f"too many active requests ({len(self._active)}, limit {self._max_requests})")
         if params.stop and self._new_detokenizer is None:
@@ -144,10 +139,9 @@ class Gateway:
         log = self._logs[index]
         if log.end is not None:
             return log.end
-        try:
-            log.prompt_token_ids = self._checked_prompt(prompt_token_ids)
-        except ValueError as error:
-            return self.refuse(index, str(error))
+        if (reason := prompt_refusal(len(prompt_token_ids), self._limits, self._max_position_embeddings)) is not None:
+            return self.refuse(index, reason)  # before the copy: a prompt that is too long may be very long
+        log.prompt_token_ids = tuple(prompt_token_ids)
         log.seed = self._draw_seed() if log.params.seed is None else log.params.seed
         room = max_new_tokens(len(log.prompt_token_ids), self._limits, self._max_position_embeddings)
         log.max_tokens = max(room, 1) if log.params.max_tokens is None else log.params.max_tokens
@@ -247,20 +241,6 @@ class Gateway:
         return [decision for decision in decisions if isinstance(decision, EndEvent)]
 
     # Inside
-
-    def _checked_prompt(self, prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the prompt's token ids, all of them integers. Raises ValueError with one line of text. The length is checked first, so a
-        prompt that is too long is not scanned."""
-        prompt = prompt_token_ids
-        if isinstance(prompt, str | bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
-            raise ValueError(f"the prompt is {shown(prompt)}, it must be a text or a sequence of token ids")
-        if (reason := prompt_refusal(len(prompt), self._limits, self._max_position_embeddings)) is not None:
-            raise ValueError(reason)
-        token_ids = tuple(prompt)
-        if not set(map(type, token_ids)) <= {int}:
-            position, token_id = next((at, each) for at, each in enumerate(token_ids) if type(each) is not int)
-            raise ValueError(f"prompt token {shown(token_id)} at position {position} is not a whole number")
-        return token_ids
 
     def _no_group(self) -> str:
         return "; ".join([_NO_GROUP, *(f"{group} was marked dead: {why}" for group, why in self._fenced.items())])

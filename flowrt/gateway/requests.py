@@ -15,6 +15,7 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
 
 Send = Callable[[str, Control], Awaitable[None]]
+MAX_UNREAD = 1024  # logs kept of requests that have ended and that no client follows
 
 
 class Requests:
@@ -25,7 +26,8 @@ class Requests:
         self.gateway = gateway
         self._send, self._progress, self._clock = send, progress, clock
         self._changed: dict[int, asyncio.Event] = {}
-        self._followed: set[int] = set()
+        self._in_use: set[int] = set()  # requests that a call submits or follows
+        self._unread: dict[int, None] = {}  # requests that have ended and that no call uses, oldest first
         self._outgoing: dict[str, Mailbox[SendCancel]] = {group: Mailbox(1 << 16) for group in gateway.loads}
         self._senders: list[asyncio.Task[None]] = []  # one per group: a stopped group does not delay the cancels of others
         self._failure: Exception | None = None
@@ -58,27 +60,36 @@ class Requests:
         gateway = self.gateway
         index = gateway.reserve(params)
         self._changed[index] = asyncio.Event()
-        if gateway.has_ended(index):
-            return index
-        self._progress.opened(self._clock.now())
+        self._in_use.add(index)
         try:
-            token_ids: Sequence[int] = ()
-            error: str | None = None
-            try:
-                token_ids = await tokenize()
-            except UserError as failed:
-                error = str(failed)
-            if gateway.has_ended(index):  # the run was closed meanwhile
-                return index
-            placed = gateway.place(index, token_ids) if error is None else gateway.refuse(index, error)
-            if isinstance(placed, EndEvent):
-                self._carry_out([placed])
-            else:
-                await self._send_request(placed)
+            await self._submit(index, tokenize)
         except BaseException:  # the caller has no number, so it cannot end the request
             self._let_go(index)
             raise
+        finally:
+            self._in_use.discard(index)
+        if gateway.has_ended(index):
+            self._keep_unread(index)
         return index
+
+    async def _submit(self, index: int, tokenize: Callable[[], Awaitable[Sequence[int]]]) -> None:
+        gateway = self.gateway
+        if gateway.has_ended(index):
+            return
+        self._progress.opened(self._clock.now())
+        token_ids: Sequence[int] = ()
+        error: str | None = None
+        try:
+            token_ids = await tokenize()
+        except UserError as failed:
+            error = str(failed)
+        if gateway.has_ended(index):  # the run was closed meanwhile
+            return
+        placed = gateway.place(index, token_ids) if error is None else gateway.refuse(index, error)
+        if isinstance(placed, EndEvent):
+            self._carry_out([placed])
+        else:
+            await self._send_request(placed)
 
     async def follow(self, index: int) -> AsyncGenerator[ClientEvent, None]:
         """Yield the events of a request from the first one on. Leaving early cancels the request.
@@ -86,11 +97,11 @@ class Requests:
         Raises UserError for an unknown request or a second reader, and the run's failure when the run fails first.
         """
         gateway = self.gateway
-        if type(index) is not int or index not in self._changed:
-            raise UserError(f"there is no request {shown(index)} to follow; submit gives the number, and it can be followed once")
-        if index in self._followed:
+        self._check_known(index)
+        if index in self._in_use:
             raise UserError(f"request {index} is followed already; a request has one reader")
-        self._followed.add(index)
+        self._in_use.add(index)
+        self._unread.pop(index, None)
         seen = 0
         try:
             while True:
@@ -105,7 +116,12 @@ class Requests:
                 await self._changed[index].wait()
         finally:
             self._let_go(index)
-            self._followed.discard(index)
+            self._in_use.discard(index)
+
+    def prompt_token_ids(self, index: int) -> tuple[int, ...]:
+        """The prompt token ids of a request; empty when it has none. Raises UserError for an unknown request."""
+        self._check_known(index)
+        return self.gateway.log(index).prompt_token_ids
 
     def on_control(self, control: Control) -> None:
         """Handle a message of a group: Tokens or Ended. Ignores other messages."""
@@ -144,8 +160,20 @@ class Requests:
         finally:
             submitting.discard(sending)
 
+    def _check_known(self, index: int) -> None:
+        if type(index) is not int or index not in self._changed:
+            kept = f"it can be followed once, and the logs of {MAX_UNREAD} ended requests are kept for it"
+            raise UserError(f"there is no request {shown(index)} to follow; submit gives the number, {kept}")
+
+    def _keep_unread(self, index: int) -> None:
+        """Keep the log of a request that has ended without a reader, and drop the oldest of too many."""
+        self._unread[index] = None
+        if len(self._unread) > MAX_UNREAD:
+            self._let_go(next(iter(self._unread)))
+
     def _let_go(self, index: int) -> None:
         """Cancel a request without a reader, unless it has ended, and drop its log."""
+        self._unread.pop(index, None)
         self._carry_out(self.gateway.cancel(index))
         if self.gateway.log(index).end is not None:
             self.gateway.forget(index)
@@ -161,6 +189,8 @@ class Requests:
                 self._progress.progressed(now)
             elif isinstance(decision, EndEvent):
                 self._progress.ended(now)
+                if decision.request not in self._in_use:
+                    self._keep_unread(decision.request)
             if (changed := self._changed.get(decision.request)) is not None:
                 changed.set()
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ from yaml.events import (
     SequenceStartEvent,
 )
 
-from flowrt.errors import GraphError
+from flowrt.errors import GraphError, shown
 
 Path_ = tuple[str | int, ...]  # the keys from the top of the file
 
@@ -140,6 +141,28 @@ def parse_document(text: str, name: str) -> Document:
     except yaml.YAMLError as error:
         raise GraphError(f"{name}:1", "", f"is not YAML: {_single_line(str(error))}; correct it") from None
     return document
+
+
+def document_of(value: Mapping[str, Any], name: str) -> Document:
+    """A document of values from Python instead of a file. Raises GraphError for values that a file cannot hold."""
+    return Document(name, _plain(value, (), name))
+
+
+def _plain(value: Any, path: Path_, name: str) -> Any:
+    """A copy of plain values; paths become text. It ends in a structure that contains itself, because the depth is bounded."""
+    if len(path) > MAX_DEPTH:
+        raise GraphError(name, dotted(path), f"is nested more than {MAX_DEPTH} deep; write a flatter structure")
+    if isinstance(value, Mapping):
+        if (wrong := next((key for key in value if not isinstance(key, str)), None)) is not None:
+            raise GraphError(name, dotted(path), f"has the key {shown(wrong)}; keys are texts")
+        return {key: _plain(inner, (*path, key), name) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, (*path, index), name) for index, inner in enumerate(value)]
+    if isinstance(value, PathLike):
+        return fspath(value)
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    raise GraphError(name, dotted(path), f"is {shown(value)}; write a text, a number, True, False, None, a list or a dict")
 
 
 class _Reader:

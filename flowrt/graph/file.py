@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
 from os.path import normpath
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from flowrt.errors import GraphError
 from flowrt.graph.checks import check
 from flowrt.graph.default import default_graph, hub_hint
-from flowrt.graph.document import Document, Path_, apply_overrides, read_document, read_text
+from flowrt.graph.document import Document, Path_, apply_overrides, document_of, read_document, read_text
 from flowrt.graph.expand import expand_deploy
 from flowrt.graph.explicit import build_explicit, role_pair
 from flowrt.graph.facts import ModelFacts
@@ -45,21 +46,26 @@ def known_schemes() -> tuple[str, ...]:
 
 
 def load_graph(
-    path: Path | str,
+    source: Path | str | Mapping[str, Any],
     overrides: Iterable[str] = (),
     model_dir: Path | str | None = None,
     facts_of: FactsOf | None = None,
     schemes: Collection[str] | None = None,
 ) -> Graph:
-    """Load the graph file at `path`, or the default graph of the model directory at `path`, expanded and checked.
+    """Load a graph, expanded and checked: `source` is the path of a graph file or of a model directory, which has a default graph, or the
+    keys of a graph file as a mapping.
 
     `overrides` are the "path=value" texts of `--set`; `model_dir` replaces model.path. `facts_of` reads the facts of a model directory
     (ValueError: no such model); only files with a model need it. `schemes` are the transports that may be named.
 
     Raises GraphError: one line with file, line, key, what is wrong and what to do. Starts nothing and imports no operator.
     """
-    path = Path(path)
-    document = apply_overrides(_document(path), overrides)
+    if isinstance(source, Mapping):
+        path, document = Path("graph"), document_of(source, "graph")
+    else:
+        path = Path(source)
+        document = _document(path)
+    document = apply_overrides(document, overrides)
     try:
         folder = path.absolute().parent
     except OSError:  # the working directory was removed

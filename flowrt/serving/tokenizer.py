@@ -14,10 +14,11 @@ from typing import Any
 
 import tokenizers
 
-from flowrt.errors import TokenizerError
+from flowrt.errors import TokenizerError, shortened
 from flowrt.sampling_params import check_text
 
 MAX_FILE_BYTES = 256 << 20
+_MAX_ERROR_CHARACTERS = 500
 _BROKEN = "\ufffd"  # the library's text for bytes that are not a whole character (yet)
 _MAX_OPEN = 6  # maximum of U+FFFD for one incomplete character: its 3 bytes, and those of a character before it
 _CUT_TOKENS = 8
@@ -122,7 +123,7 @@ class Tokenizer:
         """A new detokenizer for one output."""
         return TextStream(self._tokenizer, self._special_token_ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation ({"role", "content"} each) up to where the assistant answers, by the model's chat template.
 
         TokenizerError when the model has no template, jinja2 is missing, or the template refuses the conversation.
@@ -130,28 +131,20 @@ class Tokenizer:
         # The template writes the special tokens itself.
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text that `encode_chat` encodes."""
         config = self._config()
         source = self._chat_template(config)
         try:
-            from jinja2 import TemplateError
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
+            from flowrt.serving.chat_template import render_chat_template
         except ImportError as error:
             raise TokenizerError("a chat template needs jinja2: pip install jinja2") from error
-
-        def raise_exception(text: str) -> None:
-            raise TemplateError(text)
-
-        # A template comes with the weights and is not trusted: the sandbox only lets it compute text.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        environment.globals["raise_exception"] = raise_exception
         names = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         try:
-            return environment.from_string(source).render(messages=list(messages), add_generation_prompt=True, **names)
+            return render_chat_template(source, messages, names)
         except Exception as error:  # a template can fail in any way a program can
-            raise TokenizerError(f"the chat template of {self._directory} failed: {str(error) or type(error).__name__}") from error
+            text = shortened(" ".join(str(error).split()) or type(error).__name__, _MAX_ERROR_CHARACTERS)
+            raise TokenizerError(f"the chat template of {self._directory} failed: {text}") from error
 
     def _config(self) -> dict[str, Any]:
         path = self._directory / "tokenizer_config.json"

@@ -16,11 +16,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from flowrt.errors import TokenizerError
-from flowrt.sampling_params import check_text
 from flowrt.serving.tokenizer import Tokenizer
 
 MAX_TEXT_CHARACTERS = 4 << 20
@@ -31,8 +31,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _Encode(msgspec.Struct, array_like=True):
-    text: str
-    chat: bool
+    """`prompt`: text, or the messages of a chat."""
+
+    prompt: str | list[dict[str, Any]]
     max_tokens: int
 
 
@@ -95,17 +96,14 @@ class TokenizerProcess:
             self._child = _TokenizerChild(self._directory)
         return self._child
 
-    async def encode(self, text: str, *, chat: bool = False, max_tokens: int) -> list[int]:
-        """Token ids of a prompt; with `chat`, of the conversation that begins with it. Raises TokenizerError."""
-        if len(text) > MAX_TEXT_CHARACTERS:
-            raise TokenizerError(f"the text has {len(text)} characters, it may have at most {MAX_TEXT_CHARACTERS}")
-        try:
-            check_text(text)
-        except ValueError as error:
-            raise TokenizerError(f"the text {error}") from None
+    async def encode(self, prompt: str | list[dict[str, Any]], *, max_tokens: int) -> list[int]:
+        """Token ids of a text, or of the messages of a chat; both were checked (flowrt/api/arguments.py). Raises TokenizerError."""
+        num_characters = len(prompt if isinstance(prompt, str) else msgspec.json.encode(prompt).decode())
+        if num_characters > MAX_TEXT_CHARACTERS:
+            raise TokenizerError(f"the text has {num_characters} characters, it may have at most {MAX_TEXT_CHARACTERS}")
         async with self._turn:
             try:
-                encoded = await self._exchange(_Encode(text, chat, max_tokens))
+                encoded = await self._exchange(_Encode(prompt, max_tokens))
             except BaseException:
                 self._kill()  # the next call must not receive its late response
                 raise
@@ -185,10 +183,10 @@ def main() -> None:
 
 def _encode(tokenizer: Tokenizer, request: _Encode) -> _Encoded:
     try:
-        if request.chat:
-            token_ids = tokenizer.encode_chat([{"role": "user", "content": request.text}])
+        if isinstance(request.prompt, str):
+            token_ids = tokenizer.encode(request.prompt)
         else:
-            token_ids = tokenizer.encode(request.text)
+            token_ids = tokenizer.encode_chat(request.prompt)
     except TokenizerError as error:
         return _Encoded(error=str(error))
     except Exception as error:

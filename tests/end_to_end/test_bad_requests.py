@@ -14,9 +14,12 @@ from served_models import Served
 
 import flowrt
 from flowrt.api import RunningGraph
+from flowrt.sampling_params import SamplingParams
+
+USER = {"role": "user", "content": "hi"}
 
 
-async def end(running: RunningGraph, prompt: Any, **parameters: Any) -> flowrt.EndEvent:
+async def end(running: RunningGraph, prompt: Any = None, **parameters: Any) -> flowrt.EndEvent:
     events = [event async for event in running.generate(prompt, **parameters)]
     assert len(events) == 1
     assert isinstance(events[0], flowrt.EndEvent)
@@ -27,21 +30,22 @@ async def test_bad_request_affects_no_other(served: Served, tmp_path: Path) -> N
     graph = served.write(tmp_path, {"processes": "one", "experts": {"servers": 0}})
     async with flowrt.open(graph) as running:
         for prompt in ([1.5], None, 5, ["a"], "half \ud800", b"ab"):
-            refused = await end(running, prompt)
-            assert refused.finish_reason == "error"
-            assert refused.error
+            with pytest.raises(flowrt.ArgumentError, match=r"^(the prompt|prompt token) "):
+                running.generate(prompt)
         bad: list[dict[str, Any]] = [
             {"stop": 5},
-            {"stop": [1]},
-            {"stop": b"a"},
-            {"stop_token_ids": 5},
             {"temperature": "x"},
-            {"chat": "no"},
+            {"params": SamplingParams(n=0)},
+            {"messages": "hi"},
+            {"max_token": 4},
         ]
         for parameters in bad:
-            refused = await end(running, [1, 2], **parameters)
-            assert refused.error is not None
-            assert refused.error.startswith(next(iter(parameters)))
+            for call in (running.complete, running.submit):
+                with pytest.raises(flowrt.ArgumentError):
+                    await call([1, 2], **parameters)
+        for refused in (await end(running, [5, 100_000]), await end(running, "text"), await end(running, messages=[USER])):
+            assert refused.finish_reason == "error"
+            assert refused.error
 
         with pytest.raises(flowrt.UserError, match="opened before"):
             await running.__aenter__()

@@ -205,9 +205,7 @@ def test_without_a_tokenizer_there_are_ids_and_no_stop_strings() -> None:
 
 def test_refused_requests_have_their_one_end_too() -> None:
     gateway = new_gateway(max_requests=2)
-    empty = gateway.admit((1,), SamplingParams(stop=("",)))
-    assert isinstance(empty, EndEvent)
-    assert (empty.error or "").startswith("stop is ('',), it must be a text or a list of at most 64 texts, each of 1 to 1024 characters")
+    assert isinstance(gateway.admit(()), EndEvent)
     reserved = gateway.reserve(SamplingParams(n=3))
     assert gateway.num_unfinished == 1, "a place is taken before anything is done for the request"
     assert gateway.refuse(reserved, "no tokenizer") == EndEvent(1, "error", "", "no tokenizer")
@@ -280,13 +278,6 @@ def test_a_lost_last_token_is_an_error() -> None:
     event, cancel = gateway.on_ended(Ended(placed.request.id, 0, "length", num_tokens=3))
     assert event == EndEvent(0, "error", "", "g0 ended request-0 after 3 tokens, 2 were committed")
     assert isinstance(cancel, SendCancel)
-
-
-@pytest.mark.parametrize("num_choices", [0, 129, 10**9])
-def test_impossible_numbers_of_choices_end_at_the_gateway(num_choices: int) -> None:
-    assert new_gateway().admit((1,), SamplingParams(n=num_choices)) == EndEvent(
-        0, "error", "", f"n is {num_choices}, it must be a whole number from 1 to 128"
-    )
 
 
 def test_stop_strings_are_looked_for_behind_min_tokens() -> None:
@@ -453,7 +444,6 @@ def test_what_no_message_could_hold_ends_at_the_gateway() -> None:
     for prompt, parameters in (
         ([1, 1 << 63], SamplingParams()),
         ([-(1 << 63) - 1], SamplingParams()),
-        ([1], SamplingParams(seed=1 << 64)),
         ([1], SamplingParams(max_tokens=10**40)),
         ([1], SamplingParams(stop_token_ids=(1 << 70,))),
         ([1] * ((1 << 20) + 1), SamplingParams()),
@@ -462,64 +452,3 @@ def test_what_no_message_could_hold_ends_at_the_gateway() -> None:
         assert isinstance(ended, EndEvent)
         assert ended.finish_reason == "error"
     assert gateway.num_unfinished == 0
-
-
-@pytest.mark.parametrize(
-    ("parameters", "text"),
-    [
-        ({"temperature": "x"}, "temperature is 'x', it must be a number"),
-        ({"temperature": None}, "temperature is None, it must be a number"),
-        ({"temperature": True}, "temperature is True, it must be a number"),
-        ({"temperature": 10**400}, "temperature is 1000"),
-        ({"stop": (1,)}, "stop is (1,), it must be a text or a list of at most 64 texts"),
-        ({"stop": 5}, "stop is 5, it must be a text or a list of at most 64 texts"),
-        ({"stop": ("\ud800",)}, "stop holds half a character"),
-        ({"stop_token_ids": (True,)}, "stop_token_ids is (True,), it must be a list of at most 1024 whole numbers"),
-        ({"max_tokens": "5"}, "max_tokens is '5', it must be a whole number from 1 to 2**63 - 1"),
-        ({"max_tokens": True}, "max_tokens is True, it must be a whole number from 1 to 2**63 - 1"),
-        ({"max_tokens": None, "n": 10**5000}, "n is a int that cannot be shown, it must be"),
-        ({"seed": 1.5}, "seed is 1.5, it must be a whole number from 0 to 2**63 - 1"),
-        ({"ignore_eos": "no"}, "ignore_eos is 'no', it must be true or false"),
-        ({"ignore_eos": 1}, "ignore_eos is 1, it must be true or false"),
-        ({"seed": "7" * 5000}, "seed is '7777"),
-    ],
-)
-def test_badly_typed_parameters_end_that_request(parameters: dict[str, object], text: str) -> None:
-    gateway = new_gateway()
-    event = gateway.admit((1, 2), SamplingParams(**parameters))  # type: ignore[arg-type]
-    assert isinstance(event, EndEvent)
-    assert event.finish_reason == "error"
-    assert event.error is not None
-    assert event.error.startswith(text)
-    assert len(event.error) < 160
-    assert "\n" not in event.error
-    assert gateway.num_unfinished == 0
-    assert place(gateway).index == 1, "the next one is served"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "text"),
-    [
-        ([1.5], "prompt token 1.5 at position 0 is not a whole number"),
-        ([1, True], "prompt token True at position 1 is not a whole number"),
-        (["a"], "prompt token 'a' at position 0 is not a whole number"),
-        (None, "the prompt is None, it must be a text or a sequence of token ids"),
-        (5, "the prompt is 5, it must be"),
-        (b"ab", "the prompt is b'ab', it must be"),
-        ({1: 2}, "the prompt is {1: 2}, it must be"),
-    ],
-)
-def test_prompt_of_invalid_token_ids_ends_that_request(prompt: object, text: str) -> None:
-    event = new_gateway().admit(prompt, SamplingParams())  # type: ignore[arg-type]
-    assert isinstance(event, EndEvent)
-    assert event.error is not None
-    assert event.error.startswith(text)
-
-
-def test_parameters_of_another_type_and_lists_for_tuples() -> None:
-    gateway = new_gateway()
-    refused = gateway.admit((1,), {"n": 2})  # type: ignore[arg-type]
-    assert refused == EndEvent(0, "error", "", "the parameters are {'n': 2}, they must be of type SamplingParams")
-    placed = place(gateway, [1], stop_token_ids=iter([3]), stop="cd", temperature=1)
-    assert placed.request.params.stop_token_ids == (3,)
-    assert gateway.log(placed.index).params.stop == ("cd",)

@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
-from flowrt.actors.control import Cancel, Control, Submit, as_message
+from flowrt.actors.control import Cancel, Control, Ended, Submit, as_message
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import EndEvent, Gateway
-from flowrt.gateway.requests import Requests
+from flowrt.gateway.requests import MAX_UNREAD, Requests
 from flowrt.graph.model import GraphLimits
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
@@ -23,6 +23,10 @@ from flowrt.transports.inproc import InprocChannel
 
 async def three_tokens() -> list[int]:
     return [1, 2, 3]
+
+
+async def empty() -> list[int]:
+    return []
 
 
 async def send_nothing(group: str, control: Control) -> None:
@@ -59,6 +63,52 @@ async def test_what_cannot_be_tokenized_ends_with_the_reason() -> None:
     index = await requests.submit(SamplingParams(n=2), fail)
     assert [event async for event in requests.follow(index)] == [EndEvent(index, "error", "", "the text is too long")]
     assert requests.gateway.num_unfinished == 0
+
+
+async def test_ten_thousand_requests_without_a_reader_keep_a_bounded_number_of_logs() -> None:
+    """Each ends in its own way: cancelled by its group's fence, ended by the group, or refused."""
+    sent: list[Submit] = []
+
+    async def send(group: str, control: Control) -> None:
+        if isinstance(control, Submit):
+            sent.append(control)
+
+    gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1, max_requests=8)
+    requests = Requests(gateway, send, RequestProgress(), RealClock())
+    most = 0
+    for number in range(10_000):
+        index = await requests.submit(SamplingParams(max_tokens=4), empty if number % 5 == 4 else three_tokens)
+        if number % 5 < 2:
+            requests.on_control(Ended(sent[-1].request.id, 0, "length"))
+        if gateway.is_full:
+            assert gateway.has_ended(await requests.submit(SamplingParams(), three_tokens)), "refused: too many are active"
+            requests.fence_group("g", "stopped")
+            requests.readmit_group("g")
+        most = max(most, gateway.num_logs)
+    assert MAX_UNREAD <= most <= MAX_UNREAD + 8
+    assert gateway.num_logs == len(requests._changed)
+    with pytest.raises(UserError, match="there is no request 0 to follow"):
+        await anext(requests.follow(0))
+    with pytest.raises(UserError, match="there is no request 0 to follow"):
+        requests.prompt_token_ids(0)
+    assert [type(event) for event in [event async for event in requests.follow(index)]] == [EndEvent]
+
+
+async def test_no_log_is_dropped_while_its_request_is_submitted() -> None:
+    """The run is closed while one request is tokenized and the logs of many others are kept."""
+    requests, finish = new_requests(), asyncio.Event()
+
+    async def slow() -> list[int]:
+        await finish.wait()
+        return [1, 2]
+
+    submitting = asyncio.create_task(requests.submit(SamplingParams(), slow))
+    await asyncio.sleep(0)
+    requests.end_all()
+    for _ in range(MAX_UNREAD + 1):
+        await requests.submit(SamplingParams(), empty)
+    finish.set()
+    assert [type(event) async for event in requests.follow(await submitting)] == [EndEvent]
 
 
 @pytest.mark.parametrize("closed", [False, True])

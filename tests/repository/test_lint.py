@@ -40,11 +40,11 @@ EXECUTOR_FILES = (
     "flowrt/seams.py",
     "flowrt/simulation/",
     "flowrt/bench",
-    "flowrt/api.py",  # the blocking call gives a notebook, whose loop runs already, a loop of its own in a thread
 )
 # Tasks have owners: a task group, or one of these, which keep, await and cancel what they start.
 TASK_OWNERS: dict[str, str] = {
-    "flowrt/api.py": "the window of a stream: ends where the generator ends",
+    "flowrt/api/running_graph.py": "the window of a stream: ends where the generator ends",
+    "flowrt/seams.py": "what a loop in a thread holds: left or cancelled, and awaited, by close",
     "flowrt/gateway/requests.py": "the cancels of a run: ended by aclose",
     "flowrt/actors/lazy_channel.py": "the call, and channels that come too late: ended by aclose",
     "flowrt/actors/fallback.py": "the way to the next channel and what is sent again on it: cancelled and awaited by aclose",

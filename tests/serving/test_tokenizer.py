@@ -209,8 +209,29 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path: Path, place: str) -> 
 
 
 @pytest.mark.parametrize(
+    "template",
+    [
+        "{{ strftime_now('%d %B %Y') }}",
+        "{% for message in messages %}{% generation %}{% set a = '!' %}{{ message.content + a }}{% endgeneration %}{{ a }}{% endfor %}",
+        "{{ messages | tojson(indent=2) }} {{ {'b': 1, 'a': 'é'} | tojson(sort_keys=true, ensure_ascii=true, separators=(',', ':')) }}",
+        "{% for message in messages %}{% if loop.index0 %}{% break %}{% endif %}{{ message.role }}{% endfor %}",
+    ],
+)
+def test_templates_have_the_names_and_tags_of_transformers(tmp_path: Path, template: str) -> None:
+    directory = chat_directory(tmp_path, chat_template=template)
+    truth = AutoTokenizer.from_pretrained(directory)
+    expected = {truth.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)}
+    text = Tokenizer(directory).render_chat(MESSAGES)
+    expected.add(truth.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True))  # the day may end in between
+    assert text in expected
+    assert text
+
+
+@pytest.mark.parametrize(
     ("template", "error"),
     [
+        ("{{ strftime_now.__globals__.json }}", "failed: .*unsafe"),
+        ("{% generation %}", "failed: .*endgeneration"),
         (None, "has no chat template"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ ''.__class__.__mro__ }}", "failed: .*unsafe"),

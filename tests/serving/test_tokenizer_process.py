@@ -36,8 +36,8 @@ async def test_it_encodes_as_the_tokenizer_does(directory: Path) -> None:
         texts = ["", "the quick brown fox", "你好 🙂", "x" * 100_000]
         found = await asyncio.gather(*(process.encode(text, max_tokens=200_000) for text in texts))
         assert found == [tokenizer.encode(text) for text in texts]
-        chat = await process.encode("hello", chat=True, max_tokens=100)
-        assert chat == tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+        messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "你好"}, {"role": "user", "content": "bye"}]
+        assert await process.encode(messages, max_tokens=200) == tokenizer.encode_chat(messages)
         with pytest.raises(TokenizerError, match="prompt of 19 tokens is longer than the 18 that this graph can hold"):
             await process.encode("你" * 6 + "a", max_tokens=18)
     finally:
@@ -70,7 +70,7 @@ async def test_a_hostile_template_fails_its_request_alone(directory: Path, templ
     counting = asyncio.create_task(count())
     try:
         with pytest.raises(TokenizerError, match=error):
-            await process.encode("hello", chat=True, max_tokens=100)
+            await process.encode([{"role": "user", "content": "hello"}], max_tokens=100)
         assert turns > 10
         assert await process.encode("a", max_tokens=100), "the next text is encoded, by another process if need be"
     finally:
@@ -94,19 +94,19 @@ async def test_a_caller_that_goes_leaves_nothing_to_the_next(directory: Path) ->
     try:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
-                await process.encode("hello", chat=True, max_tokens=100)
+                await process.encode([{"role": "user", "content": "hello"}], max_tokens=100)
         assert await process.encode("ab", max_tokens=100) == Tokenizer(directory).encode("ab")
     finally:
         process.close()
 
 
-async def test_texts_that_cannot_be_encoded_are_refused_here(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_texts_that_are_too_long_are_refused_here(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_process.TokenizerProcess, "start", lambda self: pytest.fail("no process is needed"))
     process = TokenizerProcess(directory)
     with pytest.raises(TokenizerError, match=f"has {MAX_TEXT_CHARACTERS + 1} characters, it may have at most {MAX_TEXT_CHARACTERS}"):
         await process.encode("x" * (MAX_TEXT_CHARACTERS + 1), max_tokens=10)
-    with pytest.raises(TokenizerError, match="holds half a character"):
-        await process.encode("\ud800", max_tokens=10)
+    with pytest.raises(TokenizerError, match=f"may have at most {MAX_TEXT_CHARACTERS}"):
+        await process.encode([{"role": "user", "content": "x" * MAX_TEXT_CHARACTERS}], max_tokens=10)
 
 
 async def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The Python API: open a graph, send it requests, close it.
+"""Runs a graph in the event loop of the caller: opens it, sends it requests, closes it.
 
 It imports torch only for graphs of user operators, whose inputs and outputs are torch tensors.
 """
@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import sys
+import traceback
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, Unpack
 
 from flowrt.actors.control import Control, Statistics
 from flowrt.actors.emulated_links import check_machine
-from flowrt.errors import UserError, shown
-from flowrt.gateway.completion import Choice, Completion
+from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt
+from flowrt.errors import ArgumentError, UserError, shortened, shown
+from flowrt.gateway.completion import Completion
 from flowrt.gateway.gateway import ClientEvent, Gateway
 from flowrt.gateway.requests import Requests
 from flowrt.graph.builtin import SOURCE
@@ -28,41 +31,81 @@ from flowrt.graph.file import load_graph
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
+from flowrt.observe import LEVELS
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.reliability.health import STALL_SECONDS, Health
-from flowrt.sampling_params import SamplingParams
+from flowrt.sampling_params import SamplingKeywords, SamplingParams, checked_params
 from flowrt.seams import Seams
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcess
 
-__all__ = ["Choice", "Completion", "Prompt", "RunningGraph", "generate", "open_graph", "read_graph"]
 
-Prompt = str | Sequence[int]
-
-
-def read_graph(path: Path | str, overrides: Iterable[str] = (), model: Path | str | None = None) -> Graph:
-    """Read, check and expand a graph file. Raises GraphError of one line."""
-    return load_graph(path, overrides, model, lambda directory: ModelFacts.of(read_model_config(directory)))
+def read_graph(source: Path | str | Mapping[str, Any], overrides: Sequence[str] = (), model: Path | str | None = None) -> Graph:
+    """Read, check and expand a graph: a graph file, a model directory, or a mapping as in a file. Raises GraphError of one line."""
+    return load_graph(source, overrides, model, lambda directory: ModelFacts.of(read_model_config(directory)))
 
 
 def open_graph(
-    graph: Path | str | Graph,
+    graph: Path | str | Mapping[str, Any] | Graph,
     *,
-    overrides: Iterable[str] = (),
+    overrides: Sequence[str] = (),
     model: Path | str | None = None,
     seams: Seams | None = None,
     log_level: str = "warning",
     on_event: Callable[[events.Event], None] | None = None,
     on_line: Callable[[str, str], None] | None = None,
 ) -> RunningGraph:
-    """Open a graph: `async with flowrt.open("graph.yaml") as graph:` starts its processes on entry and ends them on exit.
+    """Open a graph: `async with` starts its processes on entry and ends them on exit.
 
-    `overrides` are "path=value" as for --set; `model` replaces the file's model directory. `on_event` receives events of the start and of
-    deaths (flowrt.launcher.events; by default deaths go to stderr), `on_line` (process, line) of each process's output. Raises GraphError.
+    graph: the path of a graph file, the path of a model directory (a folder with config.json), or a dict with the keys of a graph file,
+    whose paths are relative to the working directory.
+    overrides: "path=value" texts, as for --set on the command line.
+    model: a model directory that replaces the file's.
+    log_level: of the processes on stderr: debug, info, warning, error.
+    on_event: called with events of the start and of deaths (flowrt.launcher.events); by default deaths go to stderr.
+    on_line: called with (process, line) for each line that a process writes; by default it goes to stderr.
+    An exception of a callback is printed once, and the run goes on.
+
+    Raises GraphError, ArgumentError or TokenizerError; entering raises UserError, or WorkerDiedError when a process cannot start.
+
+        async with flowrt.open("graph.yaml", overrides=["deploy.experts.servers=2"]) as graph:
+            print((await graph.complete("What is 1 + 2?", max_tokens=8)).text)
     """
+    if not isinstance(graph, str | PathLike | Mapping | Graph):
+        raise ArgumentError(
+            f"graph is {shown(graph)}, it must be the path of a graph file or model directory, or a dict as in a graph file"
+        )
+    if not isinstance(model, str | PathLike | None):
+        raise ArgumentError(f"model is {shown(model)}, it must be the path of a model directory")
+    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
+        raise ArgumentError(f"overrides is {shown(overrides)}, it must be a list of texts such as 'deploy.experts.servers=2'")
+    if log_level not in LEVELS:
+        raise ArgumentError(f"log_level is {shown(log_level)}, it must be one of {', '.join(LEVELS)}")
     loaded = graph if isinstance(graph, Graph) else read_graph(graph, overrides, model)
     return RunningGraph(loaded, seams or Seams(), log_level, on_event, on_line)
+
+
+class _Callback:
+    """A user's function. Its first exception is printed in one line; later ones are ignored, and the run goes on."""
+
+    def __init__(self, name: str, function: Callable[..., None]) -> None:
+        if not callable(function):
+            raise ArgumentError(f"{name} is {shown(function)}, it must be a function")
+        self._name, self._function, self._has_failed = name, function, False
+
+    def __call__(self, *arguments: Any) -> None:
+        try:
+            self._function(*arguments)
+        except Exception as error:
+            if not self._has_failed:
+                self._has_failed = True
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 400)
+                text = (
+                    f"{self._name} raised {reason} ({frame.filename}:{frame.lineno}); the run goes on, and its later errors are not printed"
+                )
+                print(f"flowrt: error: {text}", file=sys.stderr, flush=True)
 
 
 class RunningGraph:
@@ -76,7 +119,8 @@ class RunningGraph:
         on_event: Callable[[events.Event], None] | None = None,
         on_line: Callable[[str, str], None] | None = None,
     ) -> None:
-        self._on_event = on_event or events.print_news
+        self._on_event = _Callback("on_event", on_event or events.print_news)
+        on_line = None if on_line is None else _Callback("on_line", on_line)
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_process: TokenizerProcess | None = None
         self._config: ModelConfig | None = None
@@ -147,70 +191,80 @@ class RunningGraph:
 
     # --- a model --------------------------------------------------------------------------------------------------------------
 
-    async def generate(
+    def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | None = None,
+        params: SamplingParams | None = None,
         *,
-        max_tokens: int | None = None,
-        min_tokens: int = 0,
-        n: int = 1,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-        logprobs: int | None = None,
-        chat: bool = False,
+        messages: Messages | None = None,
+        **sampling: Unpack[SamplingKeywords],
     ) -> AsyncGenerator[ClientEvent, None]:
-        """Submit a request and yield its events. Closing the generator early cancels the request.
+        """Submit a request and yield its events; the arguments and errors are those of `complete`. Closing it early cancels the request.
 
         The events are a TokenEvent per token, with n > 1 a ChoiceEvent for each choice that ends, then exactly one EndEvent.
 
-        `prompt` is text or token ids; `chat` applies the model's chat template to text. A request that cannot be served ends with
-        finish_reason "error" and the reason. Raises WorkerDiedError when the death of a process ends the run.
+            async for event in graph.generate("What is 1 + 2?", max_tokens=8):
+                print(event.text, end="")
         """
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            n=n,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
-            stop=cast(Any, stop),  # the gateway converts both to tuples
-            stop_token_ids=cast(Any, stop_token_ids),
-            ignore_eos=ignore_eos,
-            logprobs=logprobs,
-        )
-        async with aclosing(self.follow(await self.submit(prompt, params, chat=chat))) as events_of_request:
-            async for event in events_of_request:
-                yield event
+        return self._generate(*self._checked(prompt, params, messages, sampling))
 
-    async def submit(self, prompt: Prompt, params: SamplingParams = SamplingParams(), *, chat: bool = False) -> int:
-        """Submit a request and return its number for `follow`. The request runs whether or not it is followed."""
-        requests = self._of_model()
-        self._raise_failure()
-        return await requests.submit(params, partial(self._encode, prompt, chat))
+    async def submit(
+        self,
+        prompt: Prompt | None = None,
+        params: SamplingParams | None = None,
+        *,
+        messages: Messages | None = None,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> int:
+        """Submit a request and return its number for `follow`; the arguments and errors are those of `complete`.
+
+        The request runs whether or not it is followed. Of the requests that have ended and that nothing has followed, the newest 1024 are
+        kept.
+
+            number = await graph.submit("What is 1 + 2?", max_tokens=8)
+            events = [event async for event in graph.follow(number)]
+        """
+        return await self._submit(*self._checked(prompt, params, messages, sampling))
 
     def prompt_token_ids(self, index: int) -> tuple[int, ...]:
-        """The prompt token ids of a submitted request; empty when it has none. KeyError after the request was followed to its end."""
-        return self._of_model().gateway.log(index).prompt_token_ids
+        """The prompt token ids of the submitted request with this number; empty when it has none. UserError after it was followed.
+
+        number = await graph.submit("What is 1 + 2?", max_tokens=8)
+        print(graph.prompt_token_ids(number))
+        """
+        return self._of_model().prompt_token_ids(index)
 
     def follow(self, index: int) -> AsyncGenerator[ClientEvent, None]:
-        """Yield the events of a submitted request from its first. Closing it early cancels the request. UserError for a second reader."""
+        """Yield the events of the submitted request with this number from its first. Closing it early cancels the request.
+
+        Raises UserError for an unknown number or a second reader, WorkerDiedError when the run fails.
+
+            number = await graph.submit("What is 1 + 2?", max_tokens=8)
+            events = [event async for event in graph.follow(number)]
+        """
         return self._of_model().follow(index)
 
-    async def complete(self, prompt: Prompt, params: SamplingParams = SamplingParams(), *, chat: bool = False) -> Completion:
-        """Submit a request and return its whole output."""
-        index = await self.submit(prompt, params, chat=chat)
+    async def complete(
+        self,
+        prompt: Prompt | None = None,
+        params: SamplingParams | None = None,
+        *,
+        messages: Messages | None = None,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> Completion:
+        """Submit a request and return its whole output.
+
+        prompt: text, or token ids.
+        messages: instead of a prompt, a chat in the form of OpenAI's API ({"role", "content"} each); the model's chat template renders it.
+        params: a SamplingParams; or write its parameters as keywords (max_tokens, temperature, ...).
+
+        Raises ArgumentError for wrong arguments, and WorkerDiedError when the death of a process ends the run. A request that this graph
+        cannot serve, such as a prompt that is too long, has finish_reason "error" and the reason.
+
+            completion = await graph.complete("What is 1 + 2?", max_tokens=8)
+            completion = await graph.complete(messages=[{"role": "user", "content": "Hello"}], temperature=0.7)
+        """
+        index = await self.submit(prompt, params, messages=messages, **sampling)
         prompt_token_ids = self.prompt_token_ids(index)
         return Completion.of(prompt_token_ids, [event async for event in self.follow(index)])
 
@@ -294,16 +348,32 @@ class RunningGraph:
             raise UserError("this graph serves no model; call it with its inputs: await graph(x=tensor)")
         return self._requests
 
-    async def _encode(self, prompt: Prompt, chat: bool) -> Sequence[int]:
-        if not isinstance(chat, bool):
-            raise UserError(f"chat is {shown(chat)}, it must be True or False")
-        if not isinstance(prompt, str):
-            return prompt  # the gateway checks its type
-        if self._tokenizer_process is None or self._config is None:
-            raise UserError("a text prompt needs a tokenizer, and the model's directory has none; give token ids")
+    def _checked(
+        self, prompt: Prompt | None, params: SamplingParams | None, messages: Messages | None, sampling: SamplingKeywords
+    ) -> tuple[CheckedPrompt, SamplingParams]:
+        self._of_model()
+        return checked_prompt(prompt, messages, self._max_prompt_tokens()), checked_params(params, sampling)
+
+    async def _generate(self, prompt: CheckedPrompt, params: SamplingParams) -> AsyncGenerator[ClientEvent, None]:
+        async with aclosing(self.follow(await self._submit(prompt, params))) as events_of_request:
+            async for event in events_of_request:
+                yield event
+
+    async def _submit(self, prompt: CheckedPrompt, params: SamplingParams) -> int:
+        self._raise_failure()
+        return await self._of_model().submit(params, partial(self._encode, prompt))
+
+    def _max_prompt_tokens(self) -> int:
         limits = self.graph.group_limits()
-        max_tokens = min(self._config.max_position_embeddings, limits.kv_pages * limits.page_size)
-        return await self._tokenizer_process.encode(prompt, chat=chat, max_tokens=max_tokens)
+        capacity = limits.kv_pages * limits.page_size
+        return capacity if self._config is None else min(self._config.max_position_embeddings, capacity)
+
+    async def _encode(self, prompt: CheckedPrompt) -> Sequence[int]:
+        if not isinstance(prompt, TextPrompt):
+            return prompt
+        if self._tokenizer_process is None:
+            raise UserError("a text prompt needs a tokenizer, and the model's directory has none; give token ids")
+        return await self._tokenizer_process.encode(prompt.content, max_tokens=self._max_prompt_tokens())
 
     def _note(self, event: events.Event) -> None:
         if isinstance(event, events.RunFailed):
@@ -332,44 +402,6 @@ class RunningGraph:
         if len(ports := self._endpoint.ports if self._endpoint is not None else []) != 1:
             raise UserError(f"this graph takes {', '.join(ports)}; give a dict of tensors by name")
         return {ports[0]: item}
-
-
-def generate(
-    graph: Path | str | Graph,
-    prompts: Prompt | Sequence[Prompt],
-    *,
-    overrides: Iterable[str] = (),
-    model: Path | str | None = None,
-    chat: bool = False,
-    **parameters: Any,
-) -> list[Completion]:
-    """Start the graph, answer all prompts, stop the graph. It blocks; it also works inside a running loop, such as a notebook's.
-
-    All prompts are submitted at once, up to the gateway's limit. `parameters` are those of RunningGraph.generate. The completions are in
-    the order of the prompts.
-    """
-    if not isinstance(prompts, Sequence):
-        raise UserError(f"prompts is {shown(prompts)}, it must be a text, a sequence of token ids, or a sequence of these")
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    many: list[Any] = [prompts] if single else list(prompts)
-    params = SamplingParams(**parameters)
-
-    async def run() -> list[Completion]:
-        async with open_graph(graph, overrides=overrides, model=model) as running:
-            places = asyncio.Semaphore(running.max_requests)
-
-            async def answer(prompt: Prompt) -> Completion:
-                async with places:
-                    return await running.complete(prompt, params, chat=chat)
-
-            return list(await asyncio.gather(*(answer(prompt) for prompt in many)))
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(run())
-    with ThreadPoolExecutor(1, "flowrt generate") as executor:
-        return executor.submit(asyncio.run, run()).result()
 
 
 async def _each(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
