@@ -7,8 +7,9 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
-from os.path import normpath
+from os.path import isfile, normpath
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 from pydantic import ValidationError
@@ -74,13 +75,18 @@ def load_graph(
 
 
 def _document(path: Path) -> Document:
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise GraphError(str(path), "", "is a folder without config.json; give the path of a graph file or of a model directory")
-        return Document(str(path), default_graph(path))
-    if (hint := hub_hint(str(path))) and not path.exists():
-        raise GraphError(str(path), "", f"no such file or folder; {hint}")
-    return read_document(path)
+    wanted = "give the path of a graph file or of a model directory"
+    try:
+        is_folder = S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        raise GraphError(str(path), "", f"no such file or folder; {hub_hint(str(path)) or wanted}") from None
+    except OSError:
+        is_folder = False  # reading the file gives the error
+    if not is_folder:
+        return read_document(path)
+    if not isfile(path / "config.json"):
+        raise GraphError(str(path), "", f"is a folder without config.json; {wanted}")
+    return Document(str(path), default_graph(path))
 
 
 def build_graph(

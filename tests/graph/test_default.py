@@ -64,6 +64,15 @@ def test_a_hub_id_gets_the_command_that_downloads_it(name: str, model: Path, tmp
         assert command in str(caught.value)
 
 
+def test_a_path_that_cannot_be_looked_up_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("flowrt: 1")
+    for path in (tmp_path / ("n" * 300), tmp_path / "file" / "x"):
+        with pytest.raises(GraphError, match="cannot be read"):
+            load(path)
+    with pytest.raises(GraphError, match="no such file or folder; give the path of a graph file or of a model directory"):
+        load(tmp_path / "nothing")
+
+
 def test_other_names_are_no_hub_ids() -> None:
     assert [hub_hint(name) for name in ("model", "./org/model", "/org/model", "org/model/x", "examples/quickstart.yaml", "a b/c")] == [
         ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -57,6 +58,19 @@ def test_the_package_needs_what_it_imports() -> None:
     assert needed - imported == set()
     indirect = {"pydantic_core", "libucxx"}  # by pydantic and ucxx
     assert imported - needed == indirect | {"xoscar", "transformers"}
+
+
+def test_each_file_is_valid_in_the_oldest_python() -> None:
+    oldest = (3, 11)
+    described = project()
+    assert described["project"]["requires-python"] == f">={oldest[0]}.{oldest[1]}"
+    assert described["tool"]["ruff"]["target-version"] == "py{}{}".format(*oldest)
+    assert described["tool"]["mypy"]["python_version"] == "{}.{}".format(*oldest)
+    for source in sources():
+        ast.parse(source.text, filename=source.path, feature_version=oldest)
+    for folder in ("tests", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            ast.parse(path.read_text(encoding="utf-8"), filename=str(path), feature_version=oldest)
 
 
 def test_one_set_of_pins_suits_torch_with_and_without_cuda() -> None:
