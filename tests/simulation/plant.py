@@ -76,7 +76,7 @@ def search_in_child(bug: Bug | None, graphs: Sequence[Path], seeds: int) -> dict
 def shorten(text: str, invariant: str) -> str:
     """The failure's first line, short enough for a table."""
     line = text.split("\n")[0].removeprefix(f"{invariant}: ").replace("|", "/")
-    line = re.sub(r"the run failed for .*?, and no fault that allows it met that process: ", "", line)
+    line = re.sub(r"the run failed for .*?, and no fault that permits it hit that process: ", "", line)
     return line if len(line) <= SHOWN_CHARACTERS else f"{line[: SHOWN_CHARACTERS - 3]}..."
 
 
