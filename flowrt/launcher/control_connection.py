@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from flowrt.actors.control import Control, Drain, Drained, Statistics, StatisticsRequest, Stop, as_message, from_message
+from flowrt.actors.control import Control, Drain, Drained, Statistics, StatisticsRequest, as_message, from_message
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
 from flowrt.transports.contract import Channel
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
@@ -59,11 +59,11 @@ class ControlConnection:
         with contextlib.suppress(TransportError):
             self._send_now(as_message(control))
 
-    async def send_stop(self, deadline: float) -> bool:
-        """Send Stop. False: the worker is gone. True also when the connection has no room until `deadline` (loop time)."""
+    async def send_until(self, control: Control, deadline: float) -> bool:
+        """Send a message. False: the worker has ended. True also when the connection has no room until `deadline` (loop time)."""
         try:
             async with asyncio.timeout_at(deadline):
-                await self.send(Stop())
+                await self.send(control)
         except TransportError:
             return False
         except (TimeoutError, OverflowError):

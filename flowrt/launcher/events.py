@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from flowrt.actors.control import ExpertsUnavailable
+
 
 @dataclass(frozen=True)
 class ForkServerReady:
@@ -56,18 +58,12 @@ class Ready:
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """Worker `name` has died and the run goes on. `how` continues a sentence: "was killed by SIGKILL"."""
+    """Worker `name` has died and the run goes on. `how` continues a sentence: "was killed by SIGKILL". `while_loading`: the run has not
+    loaded yet."""
 
     name: str
     how: str
-
-
-@dataclass(frozen=True)
-class WorkerDiedLoading:
-    """Worker `name` has died while the run started, and is loaded again within its restart budget. `how`: as in WorkerLost."""
-
-    name: str
-    how: str
+    while_loading: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,13 +112,11 @@ class WorkerMarkedDead:
 
 
 @dataclass(frozen=True)
-class UnavailableExperts:
-    """Group `name` reaches no replica of some experts. `text` lists them; it is "" when all are available again. `follows`: what happens to
-    requests that need them: "wait", "error", or "degrade"."""
+class ExpertsReported:
+    """Group `name` reports which experts it reaches no replica of."""
 
     name: str
-    text: str
-    follows: str
+    report: ExpertsUnavailable
 
 
 @dataclass(frozen=True)
@@ -148,13 +142,12 @@ Event = (
     | WorkerConnected
     | Ready
     | WorkerLost
-    | WorkerDiedLoading
     | WorkerRestarted
     | WorkerGivenUp
     | WorkerSuspected
     | WorkerCleared
     | WorkerMarkedDead
-    | UnavailableExperts
+    | ExpertsReported
     | Straggler
     | RunFailed
 )
@@ -163,17 +156,15 @@ Event = (
 def news(event: Event) -> str | None:
     """One line about an event that changes which workers or experts of a continuing run are usable; None for all other events."""
     match event:
-        case WorkerLost(name, how):
-            return f"{name} {how}; the run goes on without it"
-        case WorkerDiedLoading(name, how):
-            return f"{name} {how} while it loaded; it is loaded again"
+        case WorkerLost(name, how, while_loading):
+            return f"{name} {how} while it loaded; it is loaded again" if while_loading else f"{name} {how}; the run goes on without it"
         case WorkerRestarted(name, pid, seconds):
             return f"{name} is back after {seconds:.2f} s, pid {pid}"
         case WorkerGivenUp(name, why):
             return f"{name} stays down: {why}"
         case WorkerMarkedDead(name, why, is_killed) if not is_killed:
             return f"{name} is marked dead ({why}); its requests end with an error, and it gets no new ones until it works again"
-        case UnavailableExperts(name, text, "degrade") if text:
+        case ExpertsReported(name, ExpertsUnavailable(text, "degrade")) if text:
             return f"{name}: {text}; it goes on without, and marks what it answers as degraded"
     return None
 

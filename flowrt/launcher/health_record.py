@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from flowrt.actors.control import Heartbeat
+from flowrt.actors.control import ExpertsUnavailable, Heartbeat
 from flowrt.graph.model import MONITOR
 from flowrt.launcher import events
 from flowrt.reliability.health import STALL_SECONDS, Health, RequestProgress, ServiceState, WorkerProgress, health
@@ -18,7 +18,7 @@ class HealthRecord:
     def __init__(self, emitting: Collection[str], now: Callable[[], float]) -> None:
         self._now, self._state = now, ServiceState(groups=frozenset(emitting))
         self.progress = RequestProgress()
-        self._lost_experts: dict[str, events.UnavailableExperts] = {}  # by group
+        self._lost_experts: dict[str, ExpertsUnavailable] = {}  # by group
         self._workers: dict[str, tuple[Heartbeat, float]] = {}  # the latest heartbeat, and when its number of firings last changed
 
     def note(self, event: events.Event) -> None:
@@ -33,7 +33,7 @@ class HealthRecord:
             case events.WorkerCleared(name):
                 state.suspects.pop(name, None)
                 state.fenced.pop(name, None)
-            case events.WorkerLost(name, how):  # never an attention group: its death ends the run
+            case events.WorkerLost(name, how, while_loading) if not while_loading:  # never an attention group: its death ends the run
                 state.down[name] = how
                 state.given_up.discard(name)  # the fork server was only stopped for a while
                 self._workers.pop(name, None)
@@ -47,10 +47,8 @@ class HealthRecord:
                 for known in (state.down, state.suspects, self._workers):
                     known.pop(name, None)
                 state.given_up.add(name)
-            case events.UnavailableExperts(name, text):
-                self._lost_experts.pop(name, None)
-                if text:
-                    self._lost_experts[name] = event
+            case events.ExpertsReported(name, report):
+                self._lost_experts[name] = report
             case events.RunFailed(error):
                 state.failure = str(error)
 
@@ -65,8 +63,9 @@ class HealthRecord:
 
     def health(self, stall_seconds: float = STALL_SECONDS) -> Health:
         now = self._now()
-        lost = sorted({f"{each.text}" for each in self._lost_experts.values() if each.follows != "degrade"})
-        degraded = sorted({f"{each.text}" for each in self._lost_experts.values() if each.follows == "degrade"})
+        reports = [report for report in self._lost_experts.values() if report.text]
+        lost = sorted({report.text for report in reports if report.follows != "degrade"})
+        degraded = sorted({report.text for report in reports if report.follows == "degrade"})
         state = replace(
             self._state,
             num_open=self.progress.num_open,

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -38,32 +36,27 @@ from flowrt.actors.control import (
     Statistics,
     StatisticsRequest,
 )
+from flowrt.actors.heartbeats import LAUNCHER_HEARTBEAT_SECONDS, send_heartbeats
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph, to_json
 from flowrt.launcher import events
+from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send, StartProcess
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.health_record import HealthRecord
-from flowrt.launcher.monitor_client import MonitorClient
-from flowrt.launcher.run_state import Action, Announce, End, EndProcess, RunState, Send, SendStart, SendStop, StartProcess
-from flowrt.launcher.totals import total
-from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, host_name, num_threads, pack, usable_cores
-from flowrt.process_backend import CONTROL_LIMITS, ProcessBackend, ProcessSpec, WorkerProcess
+from flowrt.launcher.run_state import RunState
+from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, host_name, pack
+from flowrt.launcher.worker_pool import WorkerPool
 from flowrt.processes.descriptors import is_too_few, too_few_descriptors
-from flowrt.processes.fork_server import WorkerMain, fault_of, load_worker
-from flowrt.processes.fork_server_client import LocalBackend
-from flowrt.processes.output_tail import exit_text, write_line
+from flowrt.processes.fork_server import WorkerMain
+from flowrt.processes.output_tail import write_line
 from flowrt.seams import Seams
-from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
-from flowrt.transports.inproc import InprocChannel
 from flowrt.transports.registry import unavailable_reason
 
 WORKER = "flowrt.workers.process:run_worker"
-MONITOR_ENTRY = "flowrt.workers.monitor:run_monitor"
 PRELOAD = ("torch", "flowrt.workers.process", "flowrt.workers.monitor")
 RESPONSE_SECONDS = 120.0  # longest silence of a worker while the run starts; a LoadProgress message ends a silence
-FORK_SECONDS = 15.0  # time limit for a fork; a fork takes milliseconds, so a fork server that exceeds this is stopped
 STATISTICS_SECONDS = 5.0  # time limit for all responses
 STOP_SECONDS = 5.0  # from Stop to the end of the process
 
@@ -105,35 +98,40 @@ class Launcher:
         self.graph = choose_transports(graph, unavailable_reason)
         self.key = self.seams.new_key()
         self.run_id = self.seams.new_incarnation()
-        self._log_level, self._graph_json = log_level, to_json(self.graph)
+        graph_json = to_json(self.graph)
         self._emitting = list(dict.fromkeys(node.process for node in self.graph.nodes.values() if node.operator == SOURCE))
         self.health_record = HealthRecord(self._emitting, self.seams.clock.now)
         self._on_event = on_event or (lambda event: None)
         self._on_control = on_control or (lambda name, control: None)
-        self._on_line = on_line or write_line
-        self._hosted = dict(hosted or {})
+        hosted = hosted or {}
         self.worker, self._preload = worker, tuple(preload)  # `worker` may be changed until the start
-        names = [*self.graph.process_names(), *self._hosted]
+        names = [*self.graph.process_names(), *hosted]
         if len({*names, FORK_SERVER, MONITOR}) <= len(names) + 1:
             raise ValueError(f"two workers of one name, or one called {FORK_SERVER} or {MONITOR}, among {names}")
-        self._packed = {host_name(workers): workers for workers in pack(self.graph)}
+        packed = {host_name(workers): workers for workers in pack(self.graph)}
         self.state = RunState(
             self.graph,
-            self._packed,
-            self._hosted if self._packed else names,
+            packed,
+            hosted if packed else names,
             new_incarnation=self.seams.new_incarnation,
+            start_of=lambda name, incarnation: Start(name, incarnation, graph_json, self.key, log_level),
             response_seconds=response_seconds,
             stop_seconds=stop_seconds,
         )
-        self.incarnations = self.state.incarnations
-        self.pids: dict[str, int] = {}
+        self._pool = WorkerPool(
+            self.graph,
+            self.seams,
+            self.state,
+            packed,
+            hosted,
+            self._step,
+            self._on_worker_control,
+            on_line or write_line,
+            self._spawn,
+            log_level,
+        )
+        self.workers, self.pids = self._pool.connections, self._pool.pids
         self.failure: Exception | None = None
-        self.workers: dict[str, ControlConnection] = {}
-        self._past_statistics: dict[str, Statistics] = {}  # of all past incarnations
-        self._backend: ProcessBackend | None = None
-        self._processes: dict[str, WorkerProcess] = {}  # the latest incarnation of each OS process
-        self._worker_tasks: dict[str, asyncio.Task[None]] = {}
-        self._monitor_client = MonitorClient(self.state, self._step, self.workers, self.seams.clock, self.run_id)
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopping = self._was_failure_raised = False
@@ -190,12 +188,14 @@ class Launcher:
         """Request statistics of every worker. A worker that is down, or does not respond within `seconds`, has its latest known counts
         and `has_responded` false. Raises as `send`."""
         task = self._check_running()
-        requested = {name: worker.request(StatisticsRequest()) for name, worker in self._graph_workers() if not self.state.has_ended(name)}
+        requested = {
+            name: worker.request(StatisticsRequest()) for name, worker in self._pool.graph_workers() if not self.state.has_ended(name)
+        }
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._wait_all(task, requested.values())
         responded = {name for name, response in requested.items() if response.done()}
-        return {name: replace(known, has_responded=name in responded) for name, known in self._statistics().items()}
+        return {name: replace(known, has_responded=name in responded) for name, known in self._pool.statistics().items()}
 
     async def drain(self, workers: Iterable[str] | None = None) -> None:
         """Make workers finish what runs and admit nothing new, and wait for them all. Default: the workers that emit tags, which are the
@@ -226,32 +226,19 @@ class Launcher:
         self._raise_failure()
         if not self._task.cancelled():
             self._task.result()
-        return self._statistics()
-
-    def _statistics(self) -> dict[str, Statistics]:
-        """Statistics of all incarnations of each worker together, as far as they were reported."""
-        return {
-            name: total(self._past_statistics.get(name), worker.statistics, self.state.num_restarts(name))
-            for name, worker in self._graph_workers()
-        }
-
-    def _graph_workers(self) -> list[tuple[str, ControlConnection]]:
-        return [(name, worker) for name, worker in self.workers.items() if name != MONITOR]
+        return self._pool.statistics()
 
     # The run.
 
     async def _run(self) -> None:
         orderly, began = False, self._now()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                self._spawn = tasks.create_task
-                if self._packed:
-                    open_backend = self.seams.open_backend or LocalBackend.open
-                    self._backend = await open_backend(self.run_id, self, self._preload, len(self._packed), self.state.response_seconds)
-                    self._announce(events.ForkServerReady(self._backend.num_threads))
-                else:
+            async with asyncio.TaskGroup() as self._tasks:
+                fork_server_threads = await self._pool.open(self.run_id, self.worker, self._preload)
+                if fork_server_threads is None:
                     set_own_threads(self.graph)
-                    self._hosted = dict.fromkeys(self.graph.process_names(), load_worker(self.worker)) | self._hosted
+                else:
+                    self._announce(events.ForkServerReady(fork_server_threads))
                 self._step(self.state.start, began)
                 await self._ended
                 raise _EndedError
@@ -265,15 +252,14 @@ class Launcher:
             if self._ended.done() and not self._ended.cancelled():
                 self._ended.exception()  # another error may have ended the run first
             self._ended.cancel()
-            await self._clear(orderly)
+            await self._pool.close(orderly)
 
     def _step(self, event: Callable[..., None], *arguments: Any) -> None:
         """Pass an event to the run state, with its time, and carry out what follows. An exception ends the run. No-op after the end."""
         if self._ended.done():
             return
         try:
-            event(self._now(), *arguments)
-            for action in self.state.take_actions():
+            for action in self.state.handle(self._now(), event, *arguments):
                 self._carry_out(action)
         except Exception as error:
             self._end(error)
@@ -286,23 +272,22 @@ class Launcher:
         match action:
             case Announce(event):
                 self._announce(event)
-            case StartProcess(process):
-                self._start_process(process)
+            case StartProcess():
+                self._pool.start(action)
             case EndProcess(process, end_gently):
-                self._kill(process, end_gently)
-            case SendStart(name):
-                worker = self.workers[name]
-                worker.post(Start(name, worker.incarnation, self._graph_json, self.key, self._log_level))
+                self._pool.end(process, end_gently)
+            case Send(name, control, deadline) if deadline is not None:
+                self._spawn(self._send_until(self.workers[name], control, deadline), name=f"last message to {name}")
+            case Send(name, StatisticsRequest() as request):
+                self.workers[name].request(request)
             case Send(name, control):
                 try:
                     self.workers[name].post(control)
                 except OverflowError:
                     asyncio.get_running_loop().call_soon(self._step, self.state.on_overflow, name)
-            case SendStop(name, deadline):
-                self._spawn(self._send_stop(self.workers[name], deadline), name=f"stop of {name}")
             case End(error, tail_of):
                 if isinstance(error, WorkerDiedError) and tail_of is not None:
-                    error = WorkerDiedError(error.process, error.reason, self._output_tail(tail_of))
+                    error = WorkerDiedError(error.process, error.reason, self._pool.output_tail(tail_of))
                 self._end(error)
 
     def _end(self, error: Exception | None) -> None:
@@ -318,135 +303,43 @@ class Launcher:
         if isinstance(event, events.Ready):
             self._ready.set_result(None)
             if self.state.wants_monitor:
-                self._spawn(self._monitor_client.run(), name="monitor client")
+                heartbeats = send_heartbeats(
+                    self.run_id, lambda: (0, None), self.seams.clock, self._send_to_monitor, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY
+                )
+                self._spawn(heartbeats, name="heartbeats of the launcher")
 
-    # Processes.
+    async def _send_until(self, worker: ControlConnection, control: Control, deadline: float) -> None:
+        if await worker.send_until(control, deadline):
+            self._step(self.state.on_stop_sent, worker.name)
 
-    def _start_process(self, process: str) -> None:
-        """Start an OS process, or the task of a worker of this loop."""
-        if process in self._hosted:
-            ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity(GATEWAY), Identity(process, self.incarnations[process]))
-            self._worker_tasks[process] = self._spawn(self._run_here(process, theirs), name=f"worker {process}")
-            self._connect(process, [process], os.getpid(), [ours])
-        elif self._backend is not None:
-            self._spawn(self._fork(self._backend, process), name=f"fork of {process}")
-
-    async def _fork(self, backend: ProcessBackend, process: str) -> None:
-        workers = self._packed.get(process, [process])
-        for name in workers:
-            if (former := self.workers.get(name)) is not None:
-                await former.aclose()
-                self._past_statistics[name] = total(self._past_statistics.get(name), former.statistics)
-                former.statistics = Statistics()
-        identities = tuple(Identity(name, self.incarnations[name]) for name in workers)
-        entry, threads = MONITOR_ENTRY, 1
-        if process != MONITOR:
-            entry, threads = self.worker, num_threads(self.graph, workers, list(self._packed.values()), usable_cores())
-        try:
-            async with asyncio.timeout(FORK_SECONDS):
-                started = await backend.start(ProcessSpec(process, identities, entry, threads, self._log_level))
-        except TimeoutError:
-            reason = f"has not responded for {FORK_SECONDS:g} s: is it stopped, or the machine overloaded?"
-            self._step(self.state.on_fork_failed, process, WorkerDiedError(FORK_SERVER, reason, backend.output_tail()))
-        except (WorkerDiedError, UserError) as error:
-            self._step(self.state.on_fork_failed, process, error)
-        else:
-            self._processes[process] = started
-            self._connect(process, workers, started.pid, started.controls)
-
-    def _connect(self, process: str, workers: Sequence[str], pid: int, controls: Sequence[Channel]) -> None:
-        for name, control in zip(workers, controls, strict=True):
-            connection = self.workers[name] = ControlConnection(name, self.incarnations[name], pid, control)
-            self.pids[name] = pid
-            self._spawn(self._receive(connection), name=f"control of {name}")
-        self._step(self.state.on_forked, process, pid)
-
-    async def _run_here(self, name: str, control: Channel) -> None:
-        how = exit_text(0)
-        try:
-            async with control:
-                await self._hosted[name](control, self.seams)
-        except Exception as error:
-            how = f"failed: {type(error).__name__}: {error}"
-            if (fault := fault_of(error)) is not None:
-                for line in "".join(traceback.format_exception(fault)).splitlines():
-                    self._on_line(name, line)
-        finally:
-            self._step(self.state.on_exited, name, how)
-
-    def _kill(self, process: str, end_gently: bool) -> None:
-        if process in self._worker_tasks:
-            self._worker_tasks[process].cancel()
-        elif (found := self._processes.get(process)) is not None:
-            if end_gently:
-                self._spawn(found.terminate(), name=f"end of {process}")
-            else:
-                found.kill()
-
-    def _output_tail(self, process: str) -> tuple[str, ...]:
-        """The last output lines of an OS process; () for a worker in this loop, which writes to this process's stderr."""
-        if process == FORK_SERVER and self._backend is not None:
-            return self._backend.output_tail()
-        return self._processes[process].output_tail() if process in self._processes else ()
-
-    # Notices of the backend (see BackendOwner).
-
-    def on_dying(self, process: WorkerProcess) -> None:
-        if self._processes.get(process.spec.name) is process:
-            self._step(self.state.on_dying, process.spec.name)
-
-    def on_exited(self, process: WorkerProcess, how: str) -> None:
-        if self._processes.get(process.spec.name) is process:
-            self._step(self.state.on_exited, process.spec.name, how)
-
-    def on_backend_lost(self, how: str) -> None:
-        self._step(self.state.on_backend_lost, how)
-
-    def on_output(self, name: str, line: str) -> None:
-        self._on_line(name, line)
+    def _send_to_monitor(self, control: Control) -> None:
+        """Send a heartbeat or the like, which may be dropped: no message to the monitor waits for room. The launcher's own heartbeats show
+        that its loop runs, and only then does a worker's silence mean anything."""
+        if self.state.is_usable(MONITOR):
+            self.workers[MONITOR].send_if_room(control)
 
     # Messages of workers.
 
-    async def _receive(self, worker: ControlConnection) -> None:
-        """Receive from a worker until its control connection ends."""
-        reason = await worker.receive_all(lambda control: self._on_worker_control(worker, control))
-        if not self._is_current(worker):
-            worker.give_up_requests()
-            return
-        if reason is not None:
-            self._step(self.state.on_bad_message, worker.name, f"sent nonsense on its control connection: {reason}")
-        if self.state.can_lose(worker.name):
-            worker.give_up_requests()
-        self._step(self.state.on_connection_closed, worker.name)
-        await worker.aclose()
-
-    def _is_current(self, worker: ControlConnection) -> bool:
-        return self.incarnations[worker.name] == worker.incarnation
-
-    async def _send_stop(self, worker: ControlConnection, deadline: float) -> None:
-        if await worker.send_stop(deadline):
-            self._step(self.state.on_stop_sent, worker.name)
-
     def _on_worker_control(self, worker: ControlConnection, control: Control) -> None:
         name = worker.name
-        if not self._is_current(worker):
-            return
-        if self.state.is_starting(name):
+        if self.state.counts_messages(name):
             self._step(self.state.on_message, name)
         match control:
             case Heartbeat():
                 self.health_record.on_heartbeat(name, control)
-                self._monitor_client.relay(worker, control)
+                if self.state.is_usable(name):
+                    self._send_to_monitor(replace(control, process=name, pid=worker.pid))
             case LateResponse():
-                self._monitor_client.relay(worker, control)
+                if self.state.is_usable(name):
+                    self._send_to_monitor(replace(control, by=name))
             case LoadProgress():
                 self._announce(events.WorkerLoading(name, control.text, control.done, control.total))
             case Listening():
                 self._step(self.state.on_listening, name, control)
             case Connected():
                 self._step(self.state.on_connected, name)
-            case ExpertsUnavailable(text, follows):
-                self._announce(events.UnavailableExperts(name, text, follows))
+            case ExpertsUnavailable():
+                self._announce(events.ExpertsReported(name, control))
             case LinkLost():
                 self._step(self.state.on_link_lost, name, control)
             case Failed():
@@ -457,26 +350,6 @@ class Launcher:
                 self._on_control(name, control)
 
     # The end.
-
-    async def _clear(self, orderly: bool) -> None:
-        """End the processes, then close the control connections: in this order no close waits for a peer. It is done even if the caller is
-        cancelled meanwhile; then it raises the last cancellation."""
-        cancelled: asyncio.CancelledError | None = None
-        if self._backend is not None:
-            try:
-                if orderly:
-                    await self._backend.aclose()
-            except asyncio.CancelledError as error:
-                cancelled = error
-            finally:
-                self._backend.kill_all()
-        for worker in self.workers.values():
-            try:
-                await worker.aclose()
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
 
     async def _end_now(self, task: asyncio.Task[None]) -> None:
         """Cancel the run and wait for its end, even if the caller is cancelled meanwhile. Then raises the last cancellation."""
@@ -496,6 +369,11 @@ class Launcher:
             await asyncio.wait({response, task}, return_when=asyncio.FIRST_COMPLETED)
             if not response.done():
                 self._check_running()
+
+    @property
+    def incarnations(self) -> dict[str, str]:
+        """The current incarnation of each worker."""
+        return self.state.incarnations
 
     @property
     def is_running(self) -> bool:
@@ -522,6 +400,9 @@ class Launcher:
         if self.failure is not None:
             self._was_failure_raised = True
             raise self.failure.with_traceback(self._failure_frames)  # several callers may raise it: reset the traceback for each
+
+    def _spawn(self, task: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        return self._tasks.create_task(task, name=name)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

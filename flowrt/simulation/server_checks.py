@@ -24,7 +24,6 @@ _COUNTED = {
     events.WorkerGivenUp: "stayed down",
     events.WorkerSuspected: "suspected",
     events.WorkerMarkedDead: "marked dead",
-    events.WorkerDiedLoading: "died while loading",
 }
 
 
@@ -60,6 +59,8 @@ class ServerChecks:
                 self.down.add(name)
                 if retry_seconds is not None and name != MONITOR:  # of whose starts there is no event
                     self._retry_at[name] = now + retry_seconds
+            case events.WorkerLost(name, while_loading=True):
+                self.counts["died while loading"] += 1
             case events.WorkerLost(name, how):
                 self._outages.down(name, now)
                 if not self._is_faulty(name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowrt.actors.control import Heartbeat
+from flowrt.actors.control import ExpertsUnavailable, Heartbeat
 from flowrt.errors import WorkerDiedError
 from flowrt.graph.model import MONITOR
 from flowrt.launcher import events
@@ -33,6 +33,10 @@ class RecordAt:
 @pytest.fixture
 def record() -> RecordAt:
     return RecordAt()
+
+
+def reported(group: str, text: str, follows: str) -> events.ExpertsReported:
+    return events.ExpertsReported(group, ExpertsUnavailable(text, follows))  # type: ignore[arg-type]
 
 
 def test_open_requests_without_progress_are_not_ok_until_something_comes(record: RecordAt) -> None:
@@ -109,11 +113,11 @@ def test_without_any_group_that_works_the_service_is_not_healthy(record: RecordA
 
 def test_lost_experts_are_a_problem_or_where_output_may_be_degraded_a_warning(record: RecordAt) -> None:
     text = "no replica is left of expert 3: experts.1 went down and is not back"
-    record.note(events.UnavailableExperts("attention.0", text, "wait"), events.UnavailableExperts("attention.1", text, "error"))
+    record.note(reported("attention.0", text, "wait"), reported("attention.1", text, "error"))
     assert record.standing.health().problems == (text,)
-    record.note(events.UnavailableExperts("attention.0", "", "wait"), events.UnavailableExperts("attention.1", text, "degrade"))
+    record.note(reported("attention.0", "", "wait"), reported("attention.1", text, "degrade"))
     assert (record.standing.health().ok, record.warnings) == (True, (f"{text}; output is degraded",))
-    record.note(events.UnavailableExperts("attention.1", "", "wait"))
+    record.note(reported("attention.1", "", "wait"))
     assert record.warnings == ()
 
 

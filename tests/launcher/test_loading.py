@@ -34,8 +34,8 @@ async def test_a_server_killed_while_it_loads_is_loaded_again(tmp_path: Path) ->
     r = Run(graph_of(tmp_path, "mute.0", "server.1"))
     kill_when(r, (events.WorkerLoading, "mute.0"), kill=["mute.0"])
     async with r.launcher as launcher:
-        (died,) = r.of(events.WorkerDiedLoading, "mute.0")
-        assert died == events.WorkerDiedLoading("mute.0", "was killed by SIGKILL")
+        (died,) = r.of(events.WorkerLost, "mute.0")
+        assert died == events.WorkerLost("mute.0", "was killed by SIGKILL", while_loading=True)
         assert events.news(died) == "mute.0 was killed by SIGKILL while it loaded; it is loaded again"
         started = [event.pid for event in r.events if isinstance(event, events.WorkerStarted) and event.name == "mute.0"]
         assert len(started) == 2
@@ -53,13 +53,13 @@ async def test_one_that_dies_after_it_has_loaded_and_before_the_others_have(tmp_
     r = Run(graph_of(tmp_path, "mute.0", "server.1"))
     kill_when(r, (events.WorkerLoading, "mute.0"), (events.WorkerListening, "server.1"), kill=["server.1", "mute.0"])
     async with r.launcher:
-        assert {event.name for event in r.events if isinstance(event, events.WorkerDiedLoading)} == {"mute.0", "server.1"}
+        assert {event.name for event in r.events if isinstance(event, events.WorkerLost)} == {"mute.0", "server.1"}
 
 
 async def test_incarnations_that_exit_while_they_load(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "infant.0", "server.1"))
     async with r.launcher:
-        how = [event.how for event in r.events if isinstance(event, events.WorkerDiedLoading)]
+        how = [event.how for event in r.events if isinstance(event, events.WorkerLost)]
         assert how == ["exited with status 7"] * 2
 
 
@@ -69,7 +69,7 @@ async def test_server_that_dies_too_often_while_loading_ends_the_run(tmp_path: P
     why = {0: "reliability.restarts is 0", 2: "it was started again 2 times in 30 s"}[restarts]
     with pytest.raises(WorkerDiedError, match=rf"stillborn\.0 exited with status 7 while it loaded, and {why}"):
         await r.launcher.__aenter__()
-    assert len(r.of(events.WorkerDiedLoading, "stillborn.0")) == restarts + 1
+    assert len(r.of(events.WorkerLost, "stillborn.0")) == restarts + 1
 
 
 async def test_worker_that_reports_its_failure_is_not_loaded_again(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ async def test_other_deaths_while_loading_end_the_run(tmp_path: Path, victim: st
     kill_when(r, (events.WorkerLoading, "mute.0"), kill=[victim])
     with pytest.raises(WorkerDiedError, match=rf"{victim} was killed by SIGKILL"):
         await r.launcher.__aenter__()
-    assert not r.of(events.WorkerDiedLoading, victim)
+    assert not r.of(events.WorkerLost, victim)
 
 
 async def test_server_killed_while_workers_connect_is_restarted(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ async def test_a_start_that_is_given_up_while_one_is_loaded_again_leaves_nothing
     settings = ReliabilitySettings(detector=False, restarts=100)
     r = Run(graph_of(tmp_path, "stillborn.0", "server.1", settings=settings))
     starting = asyncio.ensure_future(r.launcher.__aenter__())
-    await r.until(lambda: len(r.of(events.WorkerDiedLoading, "stillborn.0")) == 2)
+    await r.until(lambda: len(r.of(events.WorkerLost, "stillborn.0")) == 2)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting

@@ -14,8 +14,7 @@ from launcher.test_launcher import LOOPS, held, nothing_left, on_loop, open_fds
 from flowrt.actors.control import Control, Ended, Request, Submit
 from flowrt.errors import NotRunningError, WorkerDiedError
 from flowrt.graph.model import MONITOR, Edge, Graph, Node, ReliabilitySettings
-from flowrt.launcher import events, run_state
-from flowrt.launcher import launcher as launching
+from flowrt.launcher import events, link_loss, run_state, worker_pool
 from flowrt.launcher.launcher import Launcher
 
 __all__ = ["nothing_left"]  # the fixture that looks for what is left, for every test here
@@ -342,7 +341,7 @@ async def test_one_that_hangs_up_without_ending_is_killed(tmp_path: Path) -> Non
 
 
 async def test_server_that_lost_a_client_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_state, "EXPLAINED_SECONDS", 0.05)
+    monkeypatch.setattr(link_loss, "EXPLAINED_SECONDS", 0.05)
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
     async with r.launcher as launcher:
         former = launcher.incarnations["server.0"]
@@ -359,7 +358,7 @@ async def test_server_that_lost_a_client_is_replaced(tmp_path: Path, monkeypatch
 
 async def test_a_link_lost_to_a_process_that_ends_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last message of a process that is killed may be that it has lost a link."""
-    monkeypatch.setattr(run_state, "EXPLAINED_SECONDS", 0.3)
+    monkeypatch.setattr(link_loss, "EXPLAINED_SECONDS", 0.3)
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
     async with r.launcher as launcher:
         kept = launcher.incarnations["server.1"]
@@ -394,7 +393,7 @@ class Monitored(Run):
 
 @pytest.fixture
 def fake_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "MONITOR_ENTRY", "launcher.mortal_workers:run_monitor")
+    monkeypatch.setattr(worker_pool, "MONITOR_ENTRY", "launcher.mortal_workers:run_monitor")
 
 
 @pytest.mark.usefixtures("fake_monitor")

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flowrt.actors.control import DetectorReport, Failed, LinkLost, Listening, PeerJoined, PeerLeft, Peers
+from flowrt.actors.control import DetectorReport, Failed, LinkLost, Listening, PeerJoined, PeerLeft, Peers, Start, StatisticsRequest, Stop
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import FORK_SERVER, Edge, Graph, Node, ReliabilitySettings
+from flowrt.graph.model import FORK_SERVER, MONITOR, Edge, Graph, Node, ReliabilitySettings
 from flowrt.launcher import events
-from flowrt.launcher.run_state import (
-    EXPLAINED_SECONDS,
-    FORK_SERVER_SECONDS,
-    LAST_MESSAGES_SECONDS,
-    SETTLE_SECONDS,
-    STATUS_SECONDS,
-    Action,
-    Announce,
-    End,
-    EndProcess,
-    RunState,
-    Send,
-    SendStart,
-    SendStop,
-    StartProcess,
-)
+from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send, StartProcess
+from flowrt.launcher.link_loss import EXPLAINED_SECONDS
+from flowrt.launcher.root_cause import SETTLE_SECONDS
+from flowrt.launcher.run_state import LAST_MESSAGES_SECONDS, MONITOR_SECONDS, POLL_SECONDS, STATUS_SECONDS, RunState
+from flowrt.launcher.run_table import FORK_SERVER_SECONDS, NEXT_STATES, ProcessRecord, WorkerRecord, WorkerState
 from flowrt.reliability.detector import ProcessState
+from flowrt.transports.contract import Identity
 
 CLIENT, SERVER, OTHER = "client", "server", "other"
 KILLED = "was killed by SIGKILL"
@@ -43,6 +34,10 @@ def graph_of(restarts: int = 3, opens: str = "lazy", recovery: str = "fine") -> 
     return Graph.of(nodes, edges, reliability=reliability)
 
 
+def start_of(name: str, incarnation: str) -> Start:
+    return Start(name, incarnation, b"{}", b"key")
+
+
 class Driver:
     """A run state with a clock, which carries out no action."""
 
@@ -54,14 +49,14 @@ class Driver:
             {name: [name] for name in names},
             [],
             new_incarnation=lambda: str(next(self.numbers)),
+            start_of=start_of,
             response_seconds=60.0,
             stop_seconds=5.0,
         )
         self.now = 100.0
 
     def do(self, event: Callable[..., None], *arguments: object) -> list[Action]:
-        event(self.now, *arguments)
-        return self.state.take_actions()
+        return self.state.handle(self.now, event, *arguments)
 
     def pass_time(self, seconds: float) -> list[Action]:
         """Run every timer that is due within `seconds`."""
@@ -71,6 +66,10 @@ class Driver:
             actions += self.do(self.state.on_time)
         self.now = end
         return actions
+
+    def start_of(self, name: str) -> StartProcess:
+        """The start of the current incarnation of a process."""
+        return StartProcess(name, (Identity(name, self.state.incarnations[name]),))
 
     def load(self) -> None:
         self.do(self.state.start, self.now)
@@ -102,8 +101,10 @@ def end_of(actions: Sequence[Action]) -> str:
 
 def test_start() -> None:
     driver = Driver()
-    assert driver.do(driver.state.start, driver.now) == [StartProcess(CLIENT), StartProcess(SERVER), StartProcess(OTHER)]
-    assert driver.do(driver.state.on_forked, CLIENT, 7) == [Announce(events.WorkerStarted(CLIENT, 7)), SendStart(CLIENT)]
+    assert driver.do(driver.state.start, driver.now) == [
+        StartProcess(name, (Identity(name, str(number)),)) for number, name in enumerate((CLIENT, SERVER, OTHER))
+    ]
+    assert driver.do(driver.state.on_forked, CLIENT, 7) == [Announce(events.WorkerStarted(CLIENT, 7)), Send(CLIENT, start_of(CLIENT, "0"))]
     for name in (SERVER, OTHER):
         driver.do(driver.state.on_forked, name, 7)
     for name in (CLIENT, SERVER):
@@ -127,7 +128,7 @@ def test_seconds_until_ready_include_the_start_of_the_process_backend() -> None:
 
 # Run phase and death -> the announced event, the processes forked again, how the run ends.
 DEATHS: dict[tuple[str, str], tuple[type[events.Event] | None, list[str], str]] = {
-    ("load", SERVER): (events.WorkerDiedLoading, [SERVER], ""),
+    ("load", SERVER): (events.WorkerLost, [SERVER], ""),
     ("load", CLIENT): (None, [], f"{CLIENT} {KILLED}"),
     ("connect", SERVER): (events.WorkerLost, [SERVER], ""),
     ("connect", CLIENT): (None, [], f"{CLIENT} {KILLED}"),
@@ -186,7 +187,7 @@ def test_run_is_ready_after_the_restart_of_a_server_that_exits_before_the_last_w
     actions = [action for name in (CLIENT, OTHER) for action in driver.do(driver.state.on_connected, name)]
     assert announced(actions) == [events.WorkerConnected(CLIENT), events.WorkerConnected(OTHER)]
     actions = [*driver.do(driver.state.on_connection_closed, SERVER), *driver.pass_time(0.0)]
-    assert actions == [Announce(events.WorkerLost(SERVER, KILLED)), StartProcess(SERVER)]
+    assert actions == [Announce(events.WorkerLost(SERVER, KILLED)), driver.start_of(SERVER)]
     driver.do(driver.state.on_forked, SERVER, 8)
     driver.do(driver.state.on_listening, SERVER, Listening({"zmq": SERVER}))
     assert announced(driver.do(driver.state.on_connected, SERVER)) == [
@@ -235,7 +236,7 @@ def test_process_that_is_not_reaped_is_given_up_until_it_is() -> None:
     assert isinstance(given_up, events.WorkerGivenUp)
     assert driver.state.restarting() == []
     actions = [*driver.die(SERVER), *driver.pass_time(0.0)]
-    assert StartProcess(SERVER) in actions
+    assert driver.start_of(SERVER) in actions
     assert driver.state.restarting() == [SERVER]
 
 
@@ -297,7 +298,7 @@ def test_stop_in_order_and_stragglers() -> None:
     driver = Driver()
     driver.begin()
     deadline = driver.now + 5.0
-    assert driver.do(driver.state.stop) == [SendStop(name, deadline) for name in (CLIENT, SERVER, OTHER)]
+    assert driver.do(driver.state.stop) == [Send(name, Stop(), deadline) for name in (CLIENT, SERVER, OTHER)]
     for name in (CLIENT, SERVER, OTHER):
         driver.do(driver.state.on_stop_sent, name)
     for name in (CLIENT, SERVER):
@@ -319,7 +320,8 @@ def test_stop_signals_no_process_that_is_being_forked() -> None:
     driver = Driver()
     driver.begin()
     driver.die(SERVER)
-    assert StartProcess(SERVER) in driver.pass_time(1.0)
+    actions = driver.pass_time(1.0)
+    assert driver.start_of(SERVER) in actions
     driver.do(driver.state.stop)
     actions = driver.pass_time(20.0)
     assert not [action for action in actions if isinstance(action, EndProcess) and action.process == SERVER]
@@ -434,7 +436,90 @@ def test_failed_fork_ends_a_start_and_is_retried_in_a_run() -> None:
     driver.die(SERVER)
     driver.pass_time(0.0)
     driver.do(driver.state.on_fork_failed, SERVER, WorkerDiedError(SERVER, "could not be forked"))
-    assert driver.pass_time(1.0) == [StartProcess(SERVER)]
+    assert driver.pass_time(1.0) == [driver.start_of(SERVER)]
+
+
+@pytest.mark.parametrize("first", list(WorkerState))
+@pytest.mark.parametrize("second", list(WorkerState))
+def test_worker_enters_only_states_that_may_follow(first: WorkerState, second: WorkerState) -> None:
+    worker = WorkerRecord("w", ProcessRecord("p", True, True, False), "1", state=first, is_open=True)
+    assert worker.advance(second) == (second in NEXT_STATES[first])
+    assert worker.state is (second if second in NEXT_STATES[first] else first)
+    assert not (worker.is_usable and worker.state in (WorkerState.LEFT, WorkerState.LOADING))
+    assert worker.has_ended == (worker.state in (WorkerState.STOPPING, WorkerState.LEFT))
+
+
+def test_every_state_of_a_worker_can_be_reached() -> None:
+    reached = {WorkerState.FORKING}
+    while more := {after for state in reached for after in NEXT_STATES[state]} - reached:
+        reached |= more
+    assert reached == set(NEXT_STATES) == set(WorkerState)
+
+
+class MonitoredDriver(Driver):
+    """A run whose monitor is connected."""
+
+    def __init__(self) -> None:
+        super().__init__(replace(graph_of(), reliability=ReliabilitySettings()))
+        self.begin()
+        self.start_monitor()
+
+    def start_monitor(self) -> None:
+        self.do(self.state.on_forked, MONITOR, 9)
+        self.do(self.state.on_listening, MONITOR, Listening({}))
+        self.do(self.state.on_connected, MONITOR)
+
+    def polls(self, number: int) -> list[Action]:
+        return [action for _ in range(number) for action in self.pass_time(POLL_SECONDS)]
+
+
+NUM_POLLS = int(MONITOR_SECONDS / POLL_SECONDS)
+
+
+def test_monitor_that_does_not_respond_is_ended() -> None:
+    driver = MonitoredDriver()
+    assert driver.polls(NUM_POLLS - 1) == [Send(MONITOR, StatisticsRequest())] * (NUM_POLLS - 1)
+    assert EndProcess(MONITOR) in driver.polls(1)
+    assert announced(driver.die(MONITOR)) == [events.WorkerLost(MONITOR, f"sent nothing for {MONITOR_SECONDS:g} s; {KILLED}")]
+
+
+def test_any_message_and_a_new_incarnation_restart_the_silence_of_the_monitor() -> None:
+    driver = MonitoredDriver()
+    driver.polls(NUM_POLLS - 1)
+    driver.do(driver.state.on_message, MONITOR)
+    assert EndProcess(MONITOR) not in driver.polls(NUM_POLLS - 1)
+    driver.die(MONITOR)
+    driver.pass_time(0.0)
+    driver.start_monitor()
+    assert EndProcess(MONITOR) not in driver.polls(NUM_POLLS - 1)
+
+
+def test_launcher_that_was_stopped_does_not_blame_the_monitor() -> None:
+    driver = MonitoredDriver()
+    driver.now += 60.0
+    assert driver.do(driver.state.on_time) == [Send(MONITOR, StatisticsRequest())]
+    assert EndProcess(MONITOR) not in driver.polls(NUM_POLLS - 2)
+    assert EndProcess(MONITOR) in driver.polls(1)
+
+
+def test_known_death_without_an_exit_status_is_reported_as_one() -> None:
+    driver = Driver()
+    driver.begin()
+    driver.do(driver.state.on_dying, CLIENT)
+    driver.do(driver.state.on_connection_closed, CLIENT)
+    reason = "client has ended, and the fork server has not reported how: is it stopped, or the machine overloaded?"
+    assert end_of(driver.pass_time(STATUS_SECONDS + SETTLE_SECONDS)) == reason
+
+
+def test_run_ends_in_order_when_the_fork_server_reports_no_exit() -> None:
+    driver = Driver()
+    driver.begin()
+    driver.do(driver.state.stop)
+    actions: list[Action] = []
+    for name in (CLIENT, SERVER, OTHER):
+        driver.do(driver.state.on_stop_sent, name)
+        actions += [*driver.do(driver.state.on_dying, name), *driver.do(driver.state.on_connection_closed, name)]
+    assert actions == [End()]
 
 
 class RunStateMachine(RuleBasedStateMachine):
@@ -464,7 +549,7 @@ class RunStateMachine(RuleBasedStateMachine):
                     incarnation = self.driver.state.incarnations[action.process]
                     assert incarnation not in self.incarnations
                     self.incarnations.add(incarnation)
-            elif isinstance(action, SendStop):
+            elif isinstance(action, Send) and isinstance(action.control, Stop):
                 self.stopping.add(action.worker)
             elif isinstance(action, End):
                 self.ends.append(action)
@@ -482,13 +567,13 @@ class RunStateMachine(RuleBasedStateMachine):
             self.carry_out(self.driver.do(self.driver.state.on_forked, name, 7))
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), kind=st.sampled_from(["listening", "connected", "failed", "link lost", "stop sent", "fenced"]))
+    @rule(data=st.data(), kind=st.sampled_from(["listening", "connected", "failed", "link lost", "stop sent", "marked dead"]))
     def receive(self, data: st.DataObject, kind: str) -> None:
         name, state = data.draw(st.sampled_from(sorted(self.open))), self.driver.state
         match kind:
             case "listening":
                 self.carry_out(self.driver.do(state.on_listening, name, Listening({})))
-            case "connected" if state.is_usable(name) or state.is_starting(name):
+            case "connected" if state.is_usable(name) or state.counts_messages(name):
                 self.carry_out(self.driver.do(state.on_connected, name))
             case "failed":
                 self.carry_out(self.driver.do(state.on_failed, name, Failed("broken")))
@@ -497,8 +582,9 @@ class RunStateMachine(RuleBasedStateMachine):
             case "stop sent" if name in self.stopping:
                 self.stopping.discard(name)
                 self.carry_out(self.driver.do(state.on_stop_sent, name))
-            case "fenced":
-                self.carry_out(self.driver.do(state.fence, name, "no heartbeat"))
+            case "marked dead":
+                report = DetectorReport(name, state.incarnations[name], ProcessState.DEAD, "no heartbeat")
+                self.carry_out(self.driver.do(state.on_detector_report, report))
 
     @precondition(lambda self: self.living)
     @rule(data=st.data(), is_announced=st.booleans())

@@ -12,10 +12,9 @@ import pytest
 from launcher.test_launcher import nothing_left
 from launcher.test_restarts import Monitored, Run, fake_monitor, graph_of
 
+from flowrt.errors import WorkerDiedError
 from flowrt.graph.model import MONITOR, ReliabilitySettings
-from flowrt.launcher import events, run_state
-from flowrt.launcher import launcher as launching
-from flowrt.launcher import monitor_client as watching
+from flowrt.launcher import events, run_state, run_table, worker_pool
 
 __all__ = ["fake_monitor", "nothing_left"]
 
@@ -26,7 +25,7 @@ def fork_server_of(r: Run) -> int:
 
 @pytest.mark.usefixtures("fake_monitor")
 async def test_a_stopped_monitor_is_ended_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "MONITOR_SECONDS", 2.0)
+    monkeypatch.setattr(run_state, "MONITOR_SECONDS", 2.0)
     r = Monitored(tmp_path, "server.0")
     async with r.launcher as launcher:
         await r.until(lambda: launcher.state.is_usable(MONITOR))
@@ -41,7 +40,7 @@ async def test_a_stopped_monitor_is_ended_and_replaced(tmp_path: Path, monkeypat
 
 @pytest.mark.usefixtures("fake_monitor")
 async def test_responsive_monitor_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(run_state, "POLL_SECONDS", 0.01)
     r = Monitored(tmp_path, "server.0")
     async with r.launcher as launcher:
         await r.until(lambda: launcher.state.is_usable(MONITOR))
@@ -53,7 +52,7 @@ async def test_responsive_monitor_is_not_replaced(tmp_path: Path, monkeypatch: p
 
 
 async def test_death_is_noticed_while_the_fork_server_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_state, "FORK_SERVER_SECONDS", 0.3)
+    monkeypatch.setattr(run_table, "FORK_SERVER_SECONDS", 0.3)
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
     async with r.launcher:
         os.kill(fork_server_of(r), signal.SIGSTOP)
@@ -78,25 +77,44 @@ async def test_a_restart_does_not_wait_for_ever_for_a_stopped_fork_server(tmp_pa
             os.kill(fork_server_of(r), signal.SIGSTOP)  # it has latest of the end, and is about to be asked for a fork
 
     async with r.launcher:
-        monkeypatch.setattr(launching, "FORK_SECONDS", 0.3)
+        monkeypatch.setattr(worker_pool, "FORK_SECONDS", 0.3)
         r.on_event = stop_it
         r.kill("server.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
         assert r.of(events.WorkerGivenUp, "server.0") == [
             events.WorkerGivenUp("server.0", "the fork server has not responded for 0.3 s: is it stopped, or the machine overloaded?"),
         ]
-        monkeypatch.setattr(launching, "FORK_SECONDS", 20.0)
+        monkeypatch.setattr(worker_pool, "FORK_SECONDS", 20.0)
         os.kill(fork_server_of(r), signal.SIGCONT)
         await r.until_back("server.0")
     assert not r.of(events.RunFailed, "server.0")
 
 
-async def test_a_run_ends_though_its_fork_server_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ReliabilitySettings(detector=False)
-    r = Run(graph_of(tmp_path, "server.0", settings=settings), stop_seconds=0.5)
+async def test_a_run_ends_in_order_though_its_fork_server_is_stopped(tmp_path: Path) -> None:
+    """No worker is late: each has ended, which only the fork server has not reported."""
+    r = Run(graph_of(tmp_path, "server.0", settings=ReliabilitySettings(detector=False)), stop_seconds=60.0)
     async with r.launcher as launcher, asyncio.timeout(60):
         os.kill(fork_server_of(r), signal.SIGSTOP)
         await launcher.stop()
+    assert not [event for event in r.events if isinstance(event, events.Straggler)]
+
+
+async def test_death_that_a_stopped_fork_server_does_not_report_is_not_called_a_closed_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_state, "STATUS_SECONDS", 0.3)
+    r = Run(graph_of(tmp_path, "server.0"))
+
+    async def live() -> None:
+        async with r.launcher as launcher:
+            os.kill(fork_server_of(r), signal.SIGSTOP)
+            r.kill("client.0")
+            await launcher.wait_failed()
+
+    with pytest.raises(WorkerDiedError) as caught:
+        await live()
+    text = "client.0 has ended, and the fork server has not reported how: is it stopped, or the machine overloaded?"
+    assert str(caught.value) == text
 
 
 async def test_statistics_name_a_stopped_worker_and_do_not_wait_for_it(tmp_path: Path) -> None:

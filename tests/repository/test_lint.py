@@ -7,10 +7,7 @@ import ast
 from repository.source_tree import Source, sources
 
 MAX_LINES = 440
-LONG_FILES = {  # path: why it is longer
-    "flowrt/launcher/run_state.py": "one state machine: each event is read beside the states that it changes",
-    "flowrt/launcher/launcher.py": "carries out all actions of the run state",
-}
+LONG_FILES: dict[str, str] = {}  # path: why it is longer
 
 # Time, random numbers, threads and processes come through flowrt/seams.py, so that the simulation can replace them.
 SEAM_MODULES = {"time", "random", "uuid", "secrets", "threading", "subprocess", "_thread", "sched"}

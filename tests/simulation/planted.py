@@ -40,7 +40,11 @@ WINDOW = "flowrt.transports.channel.flow_control"
 LAUNCHER = "flowrt.launcher.launcher"
 RUN_STATE = "flowrt.launcher.run_state"
 CONNECTION = "flowrt.launcher.control_connection"
-MONITORING = "flowrt.launcher.monitor_client"
+LINK_LOSS = "flowrt.launcher.link_loss"
+POOL = "flowrt.launcher.worker_pool"
+RESTARTS = "flowrt.launcher.restarts"
+ROOT_CAUSE = "flowrt.launcher.root_cause"
+RUN_TABLE = "flowrt.launcher.run_table"
 REQUESTS = "flowrt.gateway.requests"
 LAZY = "flowrt.actors.lazy_channel"
 FALLBACK = "flowrt.actors.fallback"
@@ -210,35 +214,35 @@ BUGS: tuple[Bug, ...] = (
         HEARTBEATS, "OperationWatch.look", "computed - self._computed > STILL_SHARE * passed", "False")),
     # the launcher: starts, control connections, restarts, ends
     bug("start-unsent", "a worker never receives its start message", (
-        RUN_STATE, "RunState.on_forked", "self._act(SendStart(worker.name))", "pass")),
+        RUN_STATE, "RunState.on_forked", "table.act(Send(worker.name, self._start_of(worker.name, worker.incarnation)))", "pass")),
     bug("peers-unsent", "workers never receive the addresses of their peers", (
-        RUN_STATE, "RunState._send_peers", "self._act(Send(worker.name, Peers(dict(self._addresses), dict(self.incarnations))))", "pass")),
+        RUN_STATE, "RunState._send_peers", "self._table.act(Send(worker.name, Peers(dict(self._addresses), self.incarnations)))", "pass")),
     bug("addresses-of-first-incarnation", "a restarted process keeps the addresses of its first incarnation", (
-        RUN_STATE, "RunState.on_listening", "(True, listening.addresses)", "(True, self._addresses.get(worker, listening.addresses))")),
+        RUN_STATE, "RunState.on_listening", "self._addresses[worker] = listening.addresses", "self._addresses.setdefault(worker, listening.addresses)")),
     bug("incarnation-kept", "a restarted process has the incarnation of the dead one", (
-        RUN_STATE, "RunState._fork_again", "self.incarnations[worker.name] = self._new_incarnation()", "pass")),
+        RUN_TABLE, "RunTable.renew", "self._new_incarnation()", "self.workers[name].incarnation if name in self.workers else self._new_incarnation()")),
     bug("joined-unsent", "neighbours are notified of deaths but not of new incarnations", (
-        RUN_STATE, "RunState.on_listening", "self._neighbours.get(each.name, ())", "()")),
+        RUN_STATE, "RunState.on_listening", "table.neighbours.get(each.name, ())", "()")),
     bug("exit-ignored", "a process that ended is not started again", (
-        RUN_STATE, "RunState._on_dead", "self._restart(process)", "pass")),
+        RESTARTS, "Restarts.on_dead", "self._restart(process)", "pass")),
     bug("never-retried", "a process out of its restart budget is never started again", (
-        RUN_STATE, "RunState._restart", "self._set_timer('restart', process, decision.retry_seconds, lambda: self._fork_again(process))", "pass")),
+        RESTARTS, "Restarts._restart", "self._table.set_timer(TimerKind.RESTART, decision.retry_seconds, process.name)", "pass")),
     bug("notice-for-connecting-lost", "a notice is lost when its receiver is not connected yet", (
-        RUN_STATE, "RunState._notify", "other.unsent.append(control)", "pass")),
-    body("marked-dead-not-killed", "a process that was marked dead is not killed", RUN_STATE, "RunState.fence", "pass"),
-    body("exits-ignored", "the backend's exit notices are dropped", LAUNCHER, "Launcher.on_exited", "pass"),
-    body("backend-loss-ignored", "the end of the fork server is not noticed", LAUNCHER, "Launcher.on_backend_lost", "pass"),
-    body("left-behind", "the end of a run leaves its processes", LAUNCHER, "Launcher._clear", "pass"),
-    body("stop-unsent", "workers receive no stop message", CONNECTION, "ControlConnection.send_stop", "return True"),
+        RUN_TABLE, "RunTable.notify", "other.unsent.append(control)", "pass")),
+    body("marked-dead-not-killed", "a process that was marked dead is not killed", RUN_TABLE, "RunTable.fence", "pass"),
+    body("exits-ignored", "the backend's exit notices are dropped", POOL, "WorkerPool.on_exited", "pass"),
+    body("backend-loss-ignored", "the end of the fork server is not noticed", POOL, "WorkerPool.on_backend_lost", "pass"),
+    body("left-behind", "the end of a run leaves its processes", POOL, "WorkerPool.close", "pass"),
+    body("stop-unsent", "workers receive no stop message", CONNECTION, "ControlConnection.send_until", "return True"),
     body("notice-lost", "a notice that finds the control connection full is lost", CONNECTION, "ControlConnection._send_queued", "pass"),
     body("drained-ignored", "no request to drain is ever done", CONNECTION, "ControlConnection.request",
          "self.post(control)\nreturn asyncio.get_running_loop().create_future()"),
     bug("lost-link-ignored", "a lost link that no death explains has no consequence", (
-        RUN_STATE, "RunState._on_link_unexplained", "self.fence(self._now, end.name, reason)", "pass")),
+        LINK_LOSS, "LinkLoss.on_unexplained", "self._table.fence(end.name, loss.reason)", "pass")),
     bug("failure-unseen", "the reports of a failed run are never examined", (
-        RUN_STATE, "RunState._report", "if not self._reports:", "if False:")),
-    body("failures-ignored", "a worker's failure report is ignored", RUN_STATE, "RunState._blame", "pass"),
-    body("heartbeats-unrelayed", "the monitor gets no heartbeats", MONITORING, "MonitorClient.relay", "pass"),
+        ROOT_CAUSE, "RootCause.report", "if not self._reports:", "if False:")),
+    body("failures-ignored", "a worker's failure report is ignored", ROOT_CAUSE, "RootCause.on_failure", "pass"),
+    body("heartbeats-unrelayed", "the monitor gets no heartbeats", LAUNCHER, "Launcher._send_to_monitor", "pass"),
     body("detector-reports-ignored", "the monitor's decisions are ignored", RUN_STATE, "RunState.on_detector_report", "pass"),
     # admission and requests
     body("fence-ignored", "requests of a fenced group do not end", REQUESTS, "Requests.fence_group", "pass"),

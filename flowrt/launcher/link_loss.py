@@ -1,0 +1,56 @@
+"""Decides what follows a lost link that no death explains: the end that the run can lose is killed, or the run ends. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowrt.actors.control import LinkLost
+from flowrt.launcher.root_cause import FailureKind, RootCause
+from flowrt.launcher.run_table import RunTable, TimerKind, WorkerRecord, WorkerState
+
+EXPLAINED_SECONDS = 2.0  # from a lost link to the death that explains it; after that the end that the run can lose is killed
+
+
+@dataclass(frozen=True)
+class UnexplainedLoss:
+    """`end` is killed, or reported if the run needs it, unless one of the two has died. Both may have new incarnations by then."""
+
+    end: WorkerRecord
+    other: WorkerRecord | None
+    reason: str
+    is_killed: bool
+
+
+class LinkLoss:
+    def __init__(self, table: RunTable, root_cause: RootCause) -> None:
+        self._table, self._root_cause = table, root_cause
+        self._losses: dict[str, UnexplainedLoss] = {}
+
+    def on_link_lost(self, worker: str, lost: LinkLost) -> None:
+        """Wait EXPLAINED_SECONDS for a death that explains the lost link."""
+        found, peer = self._table.workers[worker], self._table.workers.get(lost.peer)
+        for end, other in ((peer, found), (found, peer)):
+            if end is None or not self._table.can_lose(end.process):
+                continue
+            if end.state is not WorkerState.LEFT and not (end is peer and lost.incarnation not in ("", end.incarnation)):
+                reason = f"has lost its link to {other.name if other is not None else lost.peer} ({lost.reason})"
+                self._wait(UnexplainedLoss(end, other, reason, is_killed=True))
+            return
+        self._wait(UnexplainedLoss(found, peer, f"lost its link to {lost.peer}: {lost.reason}", is_killed=False))
+
+    def on_unexplained(self, subject: str) -> None:
+        loss = self._losses.pop(subject)
+        end, other = loss.end, loss.other
+        if not loss.is_killed:
+            if end.is_open and (other is None or other.is_open):  # otherwise the death of one of the two is the reason
+                self._root_cause.on_failure(FailureKind.SECONDARY, end, loss.reason)
+        elif self._is_living(end) and (other is None or self._is_living(other)):
+            self._table.fence(end.name, loss.reason)
+
+    def _wait(self, loss: UnexplainedLoss) -> None:
+        subject = f"{loss.end.incarnation} {loss.other.incarnation if loss.other is not None else ''}"
+        self._losses[subject] = loss
+        self._table.set_timer(TimerKind.LINK, EXPLAINED_SECONDS, subject)
+
+    def _is_living(self, worker: WorkerRecord) -> bool:
+        return self._table.workers[worker.name] is worker and worker.is_open and worker.state is not WorkerState.LEFT

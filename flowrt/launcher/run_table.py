@@ -1,0 +1,245 @@
+"""The table that the parts of the run state share: processes, workers, the phase of the run, timers and actions. Pure.
+
+A process goes through these phases, once per incarnation:
+
+    FORKING -> STARTING -> UP -> DYING -> ENDED -> REAPED -> DEAD -> FORKING (a restart)
+
+- DYING: the first sign of the end. Its peers are notified in the same event (`PeerLeft`), so that they use it no more.
+- ENDED: the kernel has reported the end. The fork server, which knows the exit status, has not.
+- REAPED: the exit status is known. Its last messages may not be read yet; they may contain the cause.
+- DEAD: how it died is known.
+
+A death may skip phases, because its signs come in any order. Each worker has a state of its own, see NEXT_STATES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from flowrt.actors.control import Control, PeerJoined, PeerLeft
+from flowrt.graph.model import MONITOR, Graph
+from flowrt.graph.recovery import neighbours, survivable_processes
+from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send
+from flowrt.launcher.events import Event
+from flowrt.transports.contract import Identity
+
+FORK_SERVER_SECONDS = 15.0  # time limit for the fork server to report the exit of an ended process
+
+
+class RunPhase(IntEnum):
+    LOADING = 0
+    CONNECTING = 1
+    RUNNING = 2
+    STOPPING = 3
+    ENDED = 4
+
+
+class ProcessPhase(IntEnum):
+    FORKING = 0
+    STARTING = 1
+    UP = 2
+    DYING = 3
+    ENDED = 4
+    REAPED = 5
+    DEAD = 6
+
+
+class WorkerState(IntEnum):
+    """LEFT: its peers were notified of its end. STOPPING: Stop was sent to it."""
+
+    FORKING = 0
+    LOADING = 1
+    LISTENING = 2
+    LINKING = 3
+    CONNECTED = 4
+    STOPPING = 5
+    LEFT = 6
+
+
+NEXT_STATES: Mapping[WorkerState, frozenset[WorkerState]] = {
+    WorkerState.FORKING: frozenset({WorkerState.LOADING}),
+    WorkerState.LOADING: frozenset({WorkerState.LISTENING, WorkerState.LEFT}),
+    WorkerState.LISTENING: frozenset({WorkerState.LINKING, WorkerState.LEFT}),
+    WorkerState.LINKING: frozenset({WorkerState.CONNECTED, WorkerState.LEFT}),
+    WorkerState.CONNECTED: frozenset({WorkerState.STOPPING, WorkerState.LEFT}),
+    WorkerState.STOPPING: frozenset(),
+    WorkerState.LEFT: frozenset({WorkerState.STOPPING}),  # its death is noticed while Stop is sent
+}
+
+
+class TimerKind(IntEnum):
+    """The subject of a timer is a process, or a lost link; SETTLE, POLL and the last two have none."""
+
+    SETTLE = 0
+    RESTART = 1
+    KILL = 2
+    NO_REAP = 3
+    NO_STATUS = 4
+    LINK = 5
+    POLL = 6
+    STOP = 7
+    KILL_LATE = 8
+    END = 9
+
+
+OF_PROCESS = (TimerKind.RESTART, TimerKind.KILL, TimerKind.NO_REAP, TimerKind.NO_STATUS)
+
+
+@dataclass
+class WorkerRecord:
+    """One incarnation of a worker. `is_open`: its control connection. `unsent`: notices about its peers, kept until it is connected and
+    can use them. `silent_seconds`: counted by the polls of the monitor."""
+
+    name: str
+    process: ProcessRecord
+    incarnation: str
+    pid: int = 0
+    state: WorkerState = WorkerState.FORKING
+    is_open: bool = False
+    last_message_seconds: float = 0.0
+    silent_seconds: float = 0.0
+    unsent: list[Control] = field(default_factory=list)
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_open and self.state in (WorkerState.CONNECTED, WorkerState.STOPPING)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.is_open or self.state >= WorkerState.STOPPING
+
+    def advance(self, state: WorkerState) -> bool:
+        """Enter the state. False, and nothing happens, when it cannot follow the present one."""
+        can_follow = state in NEXT_STATES[self.state]
+        if can_follow:
+            self.state = state
+        return can_follow
+
+
+@dataclass
+class ProcessRecord:
+    """One process. `can_restart`: the run can lose all its workers. `cause`: why it died, where more than the exit status is known."""
+
+    name: str
+    can_restart: bool
+    links_are_lazy: bool
+    is_task: bool
+    workers: list[WorkerRecord] = field(default_factory=list)
+    phase: ProcessPhase = ProcessPhase.FORKING
+    how: str = ""
+    cause: str | None = None
+    died_seconds: float | None = None
+    is_given_up: bool = False
+    num_restarts: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        return any(worker.is_open for worker in self.workers)
+
+    @property
+    def has_stop(self) -> bool:
+        return all(worker.state is WorkerState.STOPPING for worker in self.workers)
+
+
+class RunTable:
+    """Belongs to one run. `now` is the time of the present event."""
+
+    def __init__(self, graph: Graph, new_incarnation: Callable[[], str]) -> None:
+        self._new_incarnation = new_incarnation
+        self._survivable = survivable_processes(graph) | {MONITOR}
+        self._eager = {end for edge in graph.edges.values() if edge.open == "start" for end in graph.ends_of(edge)}
+        self.neighbours = neighbours(graph)
+        self.processes: dict[str, ProcessRecord] = {}
+        self.workers: dict[str, WorkerRecord] = {}
+        self.phase = RunPhase.LOADING
+        self.now = 0.0
+        self.actions: list[Action] = []
+        self.timers: dict[tuple[TimerKind, str], float] = {}
+
+    def add(self, name: str, workers: Sequence[str], is_task: bool) -> ProcessRecord:
+        can_restart = not is_task and self._survivable.issuperset(workers)
+        process = self.processes[name] = ProcessRecord(name, can_restart, self._eager.isdisjoint(workers), is_task)
+        self.renew(process, workers)
+        return process
+
+    def renew(self, process: ProcessRecord, workers: Sequence[str]) -> None:
+        """Give the process new incarnations of its workers."""
+        process.phase, process.cause, process.is_given_up = ProcessPhase.FORKING, None, False
+        process.workers = [WorkerRecord(name, process, self._new_incarnation()) for name in workers]
+        self.workers |= {worker.name: worker for worker in process.workers}
+
+    def identities(self, process: ProcessRecord) -> tuple[Identity, ...]:
+        return tuple(Identity(worker.name, worker.incarnation) for worker in process.workers)
+
+    # Actions and timers.
+
+    def act(self, action: Action) -> None:
+        """No action follows the end of the run."""
+        if self.phase != RunPhase.ENDED:
+            self.actions.append(action)
+        if isinstance(action, End):
+            self.phase = RunPhase.ENDED
+            self.timers.clear()
+
+    def announce(self, event: Event) -> None:
+        self.act(Announce(event))
+
+    def set_timer(self, kind: TimerKind, seconds: float, subject: str = "") -> None:
+        self.timers[kind, subject] = self.now + seconds
+
+    def cancel_timers(self, process: ProcessRecord) -> None:
+        for kind in OF_PROCESS:
+            self.timers.pop((kind, process.name), None)
+
+    def notify(self, worker: WorkerRecord, names: Iterable[str], control: PeerLeft | PeerJoined) -> None:
+        """Send a notice about `worker` to other processes. One that is not connected yet cannot use it: it is kept until then, unless Peers
+        contains it."""
+        for name in names:
+            other = self.workers.get(name)
+            if other is None or other.process is worker.process or not other.is_open:
+                continue
+            if other.state in (WorkerState.CONNECTED, WorkerState.STOPPING):
+                self.act(Send(name, control))
+            elif other.state is WorkerState.LINKING and name != MONITOR:
+                other.unsent.append(control)
+
+    # Deaths.
+
+    def can_lose(self, process: ProcessRecord) -> bool:
+        """Whether the run has loaded and goes on when this process dies now."""
+        return self.can_replace(process) and self.phase >= RunPhase.CONNECTING
+
+    def can_replace(self, process: ProcessRecord) -> bool:
+        """Whether a restart makes up for the process's death now. While workers connect, others wait for its very incarnation, unless
+        links open at their first use."""
+        return process.can_restart and (process.links_are_lazy or self.phase != RunPhase.CONNECTING)
+
+    def can_fence(self, process: ProcessRecord) -> bool:
+        is_living = process.phase in (ProcessPhase.STARTING, ProcessPhase.UP)
+        return is_living and self.phase < RunPhase.STOPPING and self.can_lose(process)
+
+    def note_dying(self, process: ProcessRecord, why: str) -> None:
+        """Handle the first sign of a death."""
+        if process.phase >= ProcessPhase.DYING:
+            return
+        process.phase, process.died_seconds = ProcessPhase.DYING, self.now
+        if self.can_lose(process):
+            for worker in process.workers:
+                if worker.advance(WorkerState.LEFT):
+                    left = PeerLeft(worker.name, worker.incarnation, process.cause or why)
+                    self.notify(worker, (*self.neighbours.get(worker.name, ()), MONITOR), left)
+        if process.can_restart:
+            self.set_timer(TimerKind.NO_REAP, FORK_SERVER_SECONDS, process.name)
+
+    def kill(self, process: ProcessRecord, why: str) -> None:
+        self.note_dying(process, why)
+        self.act(EndProcess(process.name))
+
+    def fence(self, worker: str, why: str) -> None:
+        """Fence this incarnation: notify its peers, then send SIGKILL. No-op when the run cannot lose it, or its end is known."""
+        process = self.workers[worker].process
+        if self.can_fence(process):
+            process.cause = process.cause or why
+            self.kill(process, why)

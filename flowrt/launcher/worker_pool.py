@@ -1,0 +1,201 @@
+"""Starts and ends the processes of a run, owns the control connections of their workers, and adds up their statistics.
+
+It decides nothing: notices of the process backend and ends of connections become events of the run state (run_state.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flowrt.actors.control import Control, Statistics
+from flowrt.errors import UserError, WorkerDiedError
+from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
+from flowrt.launcher.actions import StartProcess
+from flowrt.launcher.control_connection import ControlConnection
+from flowrt.launcher.run_state import RunState
+from flowrt.launcher.totals import total
+from flowrt.launcher.transport_choice import num_threads, usable_cores
+from flowrt.process_backend import CONTROL_LIMITS, ProcessBackend, ProcessSpec, WorkerProcess
+from flowrt.processes.fork_server import WorkerMain, fault_of, load_worker
+from flowrt.processes.fork_server_client import LocalBackend
+from flowrt.processes.output_tail import exit_text
+from flowrt.seams import Seams
+from flowrt.transports.contract import Channel, Identity
+from flowrt.transports.inproc import InprocChannel
+
+MONITOR_ENTRY = "flowrt.workers.monitor:run_monitor"
+FORK_SECONDS = 15.0  # time limit for a fork; a fork takes milliseconds, so a fork server that exceeds this is stopped
+
+
+class WorkerPool:
+    """`packed`: the workers of each OS process, by its name; `hosted`: workers that are tasks of this loop. `on_control` is called with
+    each message of a current incarnation, `on_line` with each line that a process writes; `spawn` creates the tasks of the run."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        seams: Seams,
+        state: RunState,
+        packed: Mapping[str, Sequence[str]],
+        hosted: Mapping[str, WorkerMain],
+        step: Callable[..., None],
+        on_control: Callable[[ControlConnection, Control], None],
+        on_line: Callable[[str, str], None],
+        spawn: Callable[..., asyncio.Task[Any]],
+        log_level: str,
+    ) -> None:
+        self._graph, self._seams, self._state, self._packed, self._hosted = graph, seams, state, packed, dict(hosted)
+        self._step, self._on_control, self.on_output, self._spawn, self._log_level = step, on_control, on_line, spawn, log_level
+        self.connections: dict[str, ControlConnection] = {}  # of the latest incarnation of each worker
+        self.pids: dict[str, int] = {}
+        self._entry = ""
+        self._past_statistics: dict[str, Statistics] = {}  # of all past incarnations
+        self._backend: ProcessBackend | None = None
+        self._processes: dict[str, WorkerProcess] = {}  # the latest incarnation of each OS process
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # of hosted workers
+
+    async def open(self, run_id: str, entry: str, preload: Sequence[str]) -> int | None:
+        """Open the process backend; without OS processes, the graph's workers become tasks. Returns the number of threads that the
+        backend's imports have left running, None without a backend."""
+        self._entry = entry
+        if not self._packed:
+            self._hosted = dict.fromkeys(self._graph.process_names(), load_worker(entry)) | self._hosted
+            return None
+        open_backend = self._seams.open_backend or LocalBackend.open
+        self._backend = await open_backend(run_id, self, preload, len(self._packed), self._state.response_seconds)
+        return self._backend.num_threads
+
+    def start(self, action: StartProcess) -> None:
+        """Start an OS process, or the task of a hosted worker."""
+        process = action.process
+        if process in self._hosted:
+            ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity(GATEWAY), action.workers[0])
+            self._tasks[process] = self._spawn(self._run_here(process, theirs), name=f"worker {process}")
+            self._connect(action, os.getpid(), [ours])
+        elif self._backend is not None:
+            self._spawn(self._fork(self._backend, action), name=f"fork of {process}")
+
+    def end(self, process: str, gently: bool) -> None:
+        if process in self._tasks:
+            self._tasks[process].cancel()
+        elif (found := self._processes.get(process)) is not None:
+            if gently:
+                self._spawn(found.terminate(), name=f"end of {process}")
+            else:
+                found.kill()
+
+    def output_tail(self, process: str) -> tuple[str, ...]:
+        """The last output lines of an OS process; () for a worker in this loop, which writes to this process's stderr."""
+        if process == FORK_SERVER and self._backend is not None:
+            return self._backend.output_tail()
+        return self._processes[process].output_tail() if process in self._processes else ()
+
+    def graph_workers(self) -> list[tuple[str, ControlConnection]]:
+        return [(name, connection) for name, connection in self.connections.items() if name != MONITOR]
+
+    def statistics(self) -> dict[str, Statistics]:
+        """Statistics of all incarnations of each worker together, as far as they were reported."""
+        return {
+            name: total(self._past_statistics.get(name), connection.statistics, self._state.num_restarts(name))
+            for name, connection in self.graph_workers()
+        }
+
+    async def close(self, orderly: bool) -> None:
+        """End the processes, then close the control connections: in this order no close waits for a peer. It is done even if the caller is
+        cancelled meanwhile; then it raises the last cancellation."""
+        cancelled: asyncio.CancelledError | None = None
+        if self._backend is not None:
+            try:
+                if orderly:
+                    await self._backend.aclose()
+            except asyncio.CancelledError as error:
+                cancelled = error
+            finally:
+                self._backend.kill_all()
+        for connection in self.connections.values():
+            try:
+                await connection.aclose()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    # Notices of the backend (see BackendOwner).
+
+    def on_dying(self, process: WorkerProcess) -> None:
+        if self._processes.get(process.spec.name) is process:
+            self._step(self._state.on_dying, process.spec.name)
+
+    def on_exited(self, process: WorkerProcess, how: str) -> None:
+        if self._processes.get(process.spec.name) is process:
+            self._step(self._state.on_exited, process.spec.name, how)
+
+    def on_backend_lost(self, how: str) -> None:
+        self._step(self._state.on_backend_lost, how)
+
+    # Inside.
+
+    async def _fork(self, backend: ProcessBackend, action: StartProcess) -> None:
+        process, names = action.process, [worker.name for worker in action.workers]
+        for name in names:
+            if (former := self.connections.get(name)) is not None:
+                await former.aclose()
+                self._past_statistics[name] = total(self._past_statistics.get(name), former.statistics)
+                former.statistics = Statistics()
+        entry, threads = MONITOR_ENTRY, 1
+        if process != MONITOR:
+            entry, threads = self._entry, num_threads(self._graph, names, list(self._packed.values()), usable_cores())
+        try:
+            async with asyncio.timeout(FORK_SECONDS):
+                started = await backend.start(ProcessSpec(process, action.workers, entry, threads, self._log_level))
+        except TimeoutError:
+            reason = f"has not responded for {FORK_SECONDS:g} s: is it stopped, or the machine overloaded?"
+            self._step(self._state.on_fork_failed, process, WorkerDiedError(FORK_SERVER, reason, backend.output_tail()))
+        except (WorkerDiedError, UserError) as error:
+            self._step(self._state.on_fork_failed, process, error)
+        else:
+            self._processes[process] = started
+            self._connect(action, started.pid, started.controls)
+
+    def _connect(self, action: StartProcess, pid: int, controls: Sequence[Channel]) -> None:
+        for worker, control in zip(action.workers, controls, strict=True):
+            connection = self.connections[worker.name] = ControlConnection(worker.name, worker.incarnation, pid, control)
+            self.pids[worker.name] = pid
+            self._spawn(self._receive(connection), name=f"control of {worker.name}")
+        self._step(self._state.on_forked, action.process, pid)
+
+    async def _run_here(self, name: str, control: Channel) -> None:
+        how = exit_text(0)
+        try:
+            async with control:
+                await self._hosted[name](control, self._seams)
+        except Exception as error:
+            how = f"failed: {type(error).__name__}: {error}"
+            if (fault := fault_of(error)) is not None:
+                for line in "".join(traceback.format_exception(fault)).splitlines():
+                    self.on_output(name, line)
+        finally:
+            self._step(self._state.on_exited, name, how)
+
+    async def _receive(self, connection: ControlConnection) -> None:
+        """Receive from a worker until its control connection ends."""
+        name = connection.name
+
+        def on_control(control: Control) -> None:
+            if self._state.is_current(name, connection.incarnation):
+                self._on_control(connection, control)
+
+        reason = await connection.receive_all(on_control)
+        if not self._state.is_current(name, connection.incarnation):
+            connection.give_up_requests()
+            return
+        if reason is not None:
+            self._step(self._state.on_bad_message, name, f"sent nonsense on its control connection: {reason}")
+        if self._state.can_lose(name):
+            connection.give_up_requests()
+        self._step(self._state.on_connection_closed, name)
+        await connection.aclose()
