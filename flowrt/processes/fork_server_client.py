@@ -285,11 +285,11 @@ class LocalBackend:
         self._status = status
         if not self._ended.done():
             self._ended.set_result(None)
-        answers: list[asyncio.Future[Any]] = [self._loaded, *(process.started for process in self._processes.values())]
-        waiting = [answer for answer in answers if not answer.done()]
-        for answer in waiting:
-            answer.set_exception(reason or self._lost())
-            answer.exception()  # it counts as retrieved: the caller may have left
+        starts: list[asyncio.Future[Any]] = [self._loaded, *(process.started for process in self._processes.values())]
+        waiting = [start for start in starts if not start.done()]
+        for start in waiting:
+            start.set_exception(reason or self._lost())
+            start.exception()  # it counts as retrieved: the caller may have left
         if not self._is_closing and (reason is None or not waiting):
             self._owner.on_backend_lost(exit_text(status))
 

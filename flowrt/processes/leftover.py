@@ -31,7 +31,7 @@ def marked_processes() -> list[Marked]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
-                if (marked := _look(int(entry))) is not None:
+                if (marked := _read_marked(int(entry))) is not None:
                     found.append(marked)
     return found
 
@@ -41,7 +41,7 @@ def processes_marked(run_id: str) -> list[int]:
     return [marked.pid for marked in marked_processes() if marked.run_id == run_id and marked.pid != os.getpid()]
 
 
-def _look(pid: int) -> Marked | None:
+def _read_marked(pid: int) -> Marked | None:
     with open(f"/proc/{pid}/environ", "rb") as file:
         data = file.read()
     if MARKER.encode() not in data:

@@ -116,9 +116,9 @@ class LocalProcess:
         if self.pid and not self._has_exited:
             self.kill()
             if self._pidfd >= 0:
-                gone = select.poll()
-                gone.register(self._pidfd, select.POLLIN)
-                gone.poll(GRACE_SECONDS * 1000)
+                poller = select.poll()
+                poller.register(self._pidfd, select.POLLIN)
+                poller.poll(GRACE_SECONDS * 1000)
             reap_adopted(self.pid)
             self.note_exit(loop)
         self.close()

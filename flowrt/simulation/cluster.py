@@ -50,7 +50,7 @@ SLOWED_SECONDS = 10.0  # the same while a fault may slow it down
 RETRY_SECONDS = 5.0  # from healing everything: a process out of its restart budget must be started again if that is due by then
 SETTLE_SECONDS = 30.0  # from healing everything to the last restart
 STUCK_SECONDS = 20.0  # without a firing, a token or a restart while no fault lasts: heartbeats never end, so a deadlock would not be seen
-LOOKS_APART_SECONDS = 0.1  # between polls of a client that reads late
+POLL_SECONDS = 0.1  # between polls of a client that reads late
 STATISTICS_READS = 4
 PROMPT_SECONDS = 1.0  # for statistics, under faults of PROMPT_KINDS
 PROMPT_KINDS = frozenset({"crash", "duplicate", "roll_back", "tiny_queues"})  # under these each worker responds, or its end is noticed
@@ -242,7 +242,7 @@ class _SimulatedRun:
                 index = await self._requests.submit(request.params, tokenize)
                 request_id = self._gateway.log(index).id
                 while request.reads_late and self._gateway.log(index).end is None and self._failure is None:
-                    await self._seams.clock.sleep(LOOKS_APART_SECONDS)
+                    await self._seams.clock.sleep(POLL_SECONDS)
                 log = self._gateway.log(index)
                 if log.end is not None:
                     client.log = tuple(log.token_ids), log.text

@@ -18,7 +18,7 @@ from flowrt.simulation.outages import Outages
 from flowrt.simulation.world import SimulatedProcess, World
 
 UNDISPATCHED_SECONDS = 0.5  # the longest wait of a part for an available replica: polls are some milliseconds apart, by any clock
-LOOKS_APART_SECONDS = 0.1  # between polls for such parts
+POLL_SECONDS = 0.1  # between polls for such parts
 _COUNTED = {
     events.WorkerRestarted: "restarted",
     events.WorkerGivenUp: "stayed down",
@@ -42,7 +42,7 @@ class ServerChecks:
         self._suspect_seconds = graph.reliability.suspect_seconds / fastest_clock
         self._began: dict[str, float] = {}
         self._wrong: list[str] = []
-        self._looked_at = 0.0
+        self._polled_at = 0.0
         self._undispatched: dict[tuple[str, Any, int], float] = {}  # (group, tag, part) -> since when it waits for an available replica
         world.deaths.append(self._on_death)
 
@@ -92,8 +92,8 @@ class ServerChecks:
                     self._outages.up(inside.name, name, now)
         if self._wrong:
             raise InvariantError("I7", self._wrong[0])
-        if now >= self._looked_at + LOOKS_APART_SECONDS:
-            self._looked_at = now
+        if now >= self._polled_at + POLL_SECONDS:
+            self._polled_at = now
             self._look_for_undispatched(insides, now)
 
     def due_retries(self, until: float) -> list[str]:

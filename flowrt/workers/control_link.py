@@ -16,7 +16,7 @@ from flowrt.transports.wire.message import Message
 
 log = logging.getLogger("flowrt.worker")
 
-FAREWELL_SECONDS = 2.0
+FLUSH_SECONDS = 2.0
 
 
 async def receive_start(channel: Channel) -> Start | None:
@@ -52,7 +52,7 @@ class ControlLink:
             self._on_end()
 
     async def flush(self) -> None:
-        """Wait for the last messages to leave, at most FAREWELL_SECONDS."""
+        """Wait for the last messages to leave, at most FLUSH_SECONDS."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL_SECONDS):
+            async with asyncio.timeout(FLUSH_SECONDS):
                 await self._link.flush()

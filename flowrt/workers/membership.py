@@ -18,7 +18,7 @@ from flowrt.transports.contract import Identity
 from flowrt.workers.data_path import DataPath
 from flowrt.workers.group import Group
 
-LOOK_SECONDS, IDLE_SECONDS = 5e-3, 20e-3  # between looks for late and waiting parts: with a tag outstanding, and without
+POLL_SECONDS, IDLE_POLL_SECONDS = 5e-3, 20e-3  # between polls for late and waiting parts: with a tag outstanding, and without
 REPORT_SECONDS = 1.0  # between two reports about one server
 
 
@@ -79,7 +79,7 @@ class Membership:
 
     async def _watch_parts(self, failover: Failover, group: Group) -> None:
         while True:
-            await self._clock.sleep(IDLE_SECONDS if not failover.client.tags else LOOK_SECONDS)
+            await self._clock.sleep(IDLE_POLL_SECONDS if not failover.client.tags else POLL_SECONDS)
             if self._hedges:
                 failover.hedge()
                 self._report_late_servers(failover)
