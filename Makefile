@@ -66,8 +66,9 @@ fuzz: $(STAMP) ## hostile bytes for every decoder, handshake and socket: EXAMPLE
 	@FLOWRT_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/transports/test_bad_input_fuzz.py --timeout 0 --durations 0 $(ARGS)
 	@$(BIN)/python tests/exchange/message_fuzz.py --executions $(MESSAGES)
 
-hostile: $(STAMP) ## what hostile users write: FILES=900 mutated graph files, each answered with one line
+hostile: $(STAMP) ## what hostile users write and run in: FILES=900 mutated graph files and 70 environments, each answered with one line
 	@$(BIN)/python tests/graph/mutated_files.py --files $(FILES)
+	@$(BIN)/python tests/cli/environments.py
 
 # The sanitizers' runtime must come before everything else in the process; torch throws C++ exceptions, whose library must follow it.
 sanitize: $(STAMP) ## the C modules built with AddressSanitizer and UndefinedBehaviorSanitizer, and the tests that call them

@@ -21,7 +21,8 @@ from flowrt.cli.chaos import chaos_app
 from flowrt.cli.check import check_app
 from flowrt.cli.graph import graph_app
 from flowrt.cli.options import RunOptions, SamplingOptions
-from flowrt.errors import UserError
+from flowrt.errors import UserError, shortened
+from flowrt.output_file import LostOutputError
 from flowrt.simulation.options import SimulationOptions
 
 INTERRUPTED, NO_READER = 130, 141
@@ -153,6 +154,7 @@ def _plain(text: str) -> str:
 def main() -> None:
     """Parse sys.argv, run the command and exit. A user's mistake gives one line, never a traceback."""
     try:
+        _check_environment()
         _fill_standard_descriptors()
         try:
             app(sys.argv[1:], exit_on_error=False, print_error=False)
@@ -175,11 +177,21 @@ def main() -> None:
 
             _fail(too_few_descriptors())
         if error.filename is not None:
-            _fail(f"{error.filename}: {error.strerror}", 1)
+            _fail(f"{shortened(str(error.filename))}: {error.strerror}", 2 if error.errno == errno.ENAMETOOLONG else 1)
         if error.errno not in _UNWRITABLE:
             raise
         _discard_output()
         _fail(f"standard output cannot be written ({error.strerror}); send it elsewhere", 1)
+
+
+def _check_environment() -> None:
+    """Raises UserError for what no command can do without; `flowrt run` and `demo` report a closed standard output themselves."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory has been deleted; change to another one") from None
+    if sys.stdout is None and sys.argv[1:2] not in (["run"], ["demo"]):
+        raise LostOutputError("standard output is closed; send it elsewhere")
 
 
 def _fill_standard_descriptors() -> None:

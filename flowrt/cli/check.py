@@ -22,7 +22,7 @@ _STYLES = {"passed": "green", "failed": "bold red", "not applicable": "dim", "sk
 
 @check_app.command
 def transport(
-    scheme: Annotated[str, Parameter(help="A transport: inproc, shm, zmq, or one that an installed package registers.")],
+    scheme: Annotated[str, Parameter(help="A transport: inproc, shm, zmq, ucx, cuda, or one that an installed package registers.")],
     /,
     *,
     quick: Annotated[

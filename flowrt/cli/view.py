@@ -79,7 +79,7 @@ class PlainView(View):
 
     def start(self) -> None:
         importing = "" if self._graph.processes == "one" else "; the fork server is importing torch"
-        self.note(f"starting {len(self._graph.process_names())} workers{importing}")
+        self._progress(f"starting {len(self._graph.process_names())} workers{importing}")
 
     def on_event(self, event: events.Event) -> None:
         match event:
