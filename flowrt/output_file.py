@@ -33,11 +33,12 @@ def check_writable(name: str) -> None:
         folder = path.resolve().parent
         if not folder.is_dir():
             raise UserError(f"--json {shown}: there is no folder {shortened(str(folder))}; make it, or give another path")
-        is_device = path.exists() and not path.is_file()
-        if not is_device:
-            _part_of(path).exists()  # a name near the longest possible leaves no room for that of the part
-        if not os.access(path if is_device else folder, os.W_OK):
-            raise UserError(f"--json {shown}: {folder} may not be written to; give another path")
+        if not path.exists() or path.is_file():
+            part = _part_of(path)
+            part.touch()  # permissions alone do not tell: a name may be too long, a folder may take no files
+            part.unlink()
+        elif not os.access(path, os.W_OK):  # a pipe or a device, which opening might block
+            raise UserError(f"--json {shown}: may not be written to; give another path")
     except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise UserError(f"--json {shown}: cannot be written ({reason}); give another path") from None

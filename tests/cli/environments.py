@@ -86,7 +86,7 @@ ENVIRONMENTS = [
     Environment("umask 777", "umask 777; $RUN"),
     Environment("a deleted working directory", 'mkdir gone; cd gone; rmdir "$PWD"; $RUN', (2,), "the working directory", is_cheap=True),
     Environment("a working directory that takes no files", "cd /proc; $RUN"),
-    Environment("a record where no files can be", "cd /proc; $RUN --json record.json", (2,), "may not be written"),
+    Environment("a record where no files can be", "cd /proc; $RUN --json record.json", (2,), "cannot be written"),
     Environment("a symlinked working directory", "mkdir there; ln -s there here; cd here; $RUN"),
     Environment("a Unicode path", '$WRITE > "grüße ☃.yaml"; RUN_WITH "grüße ☃.yaml"'),
     Environment("a path with a line break", "$WRITE > $'a b\\nc.yaml'; RUN_WITH $'a b\\nc.yaml'", is_cheap=True),
