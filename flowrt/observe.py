@@ -15,11 +15,6 @@ LEVELS = ("debug", "info", "warning", "error")
 ROOT = "flowrt"
 
 
-def get_logger(name: str) -> logging.Logger:
-    """The logger of a worker or package, below "flowrt". Until `set_log_level` is called, it has the defaults of the logging module."""
-    return logging.getLogger(name if name == ROOT or name.startswith(f"{ROOT}.") else f"{ROOT}.{name}")
-
-
 def set_log_level(level: str) -> None:
     """Send lines of at least `level` (one of LEVELS) to stderr as "LEVEL text". Calling it again only changes the level.
 

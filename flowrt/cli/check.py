@@ -87,18 +87,13 @@ def print_results(scheme: str, results: Iterable[CheckResult], console: Console,
 
 
 def _table(results: Sequence[CheckResult], console: Console, verbose: bool) -> Table:
-    from rich import box
-    from rich.table import Column, Table
+    from rich.table import Column
     from rich.text import Text
 
+    from flowrt.cli.tables import new_table
+
     loops = list(dict.fromkeys(result.loop for result in results))
-    table = Table(
-        Column("check" if verbose else "checks of", overflow="fold"),
-        box=box.SIMPLE_HEAD if console.is_terminal else None,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
+    table = new_table(console, Column("check" if verbose else "checks of", overflow="fold"))
     for loop in loops:
         table.add_column(loop, no_wrap=True)
         table.add_column("s", justify="right", no_wrap=True)

@@ -44,7 +44,8 @@ def _print(title: str, table: Table, console: Console) -> None:
     console.out("\n".join(line.rstrip() for line in capture.get().splitlines()), highlight=False)
 
 
-def _table(console: Console, *columns: Column) -> Table:
+def new_table(console: Console, *columns: Column) -> Table:
+    """A table with a line under its headings on a terminal, and aligned text elsewhere."""
     plain = not console.is_terminal
     return Table(
         *columns,
@@ -67,7 +68,7 @@ def _number(heading: str) -> Column:
 def _processes(report: RunReport, console: Console) -> Table:
     holds, transport = Column("holds", overflow="fold", min_width=16), Column("transport", min_width=9)
     pid = [_number("pid")] if console.width >= NARROW else []
-    table = _table(console, _name("process"), *pid, holds, transport, _number("memory"), _number("busy"))
+    table = new_table(console, _name("process"), *pid, holds, transport, _number("memory"), _number("busy"))
     for process in report.processes[:MAX_PROCESSES]:
         table.add_row(
             process.name,
@@ -86,7 +87,7 @@ def _edges(report: RunReport, console: Console) -> Table:
     edges = report.edges
     link = [Column("link", overflow="fold", min_width=9)] if report.emulation is not None else []
     transport = [Column("transport", min_width=9)] if console.width >= NARROW or not link else []
-    table = _table(console, _name("from"), _name("to"), *transport, *link, _number("messages"), _number("bytes"))
+    table = new_table(console, _name("from"), _name("to"), *transport, *link, _number("messages"), _number("bytes"))
     shown = edges if len(edges) <= MAX_EDGES else sorted(edges, key=lambda edge: -edge.payload_bytes)[:MAX_EDGES]
     for edge in shown:
         how = [*([edge.transport] if transport else []), *([edge.link or UNKNOWN] if link else [])]
@@ -96,7 +97,7 @@ def _edges(report: RunReport, console: Console) -> Table:
 
 
 def _latencies(figures: Figures, console: Console) -> Table:
-    table = _table(console, Column(no_wrap=True), *map(_number, ("mean", "p50", "p99")))
+    table = new_table(console, Column(no_wrap=True), *map(_number, ("mean", "p50", "p99")))
     for name, durations in _durations(figures):
         values = [UNKNOWN] * 3 if durations is None else map(duration_text, (durations.mean, durations.p50, durations.p99))
         table.add_row(name, *values)

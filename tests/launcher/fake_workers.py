@@ -1,6 +1,7 @@
 """Workers without torch; the first part of a worker's name selects its behaviour ("echo.0", "hang.1")."""
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -28,7 +29,6 @@ from flowrt.actors.control import (
     as_message,
     from_message,
 )
-from flowrt.observe import get_logger
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
 
@@ -47,8 +47,8 @@ async def run_worker(control: Channel, seams: Seams) -> None:
     assert len(start.key) == 32
     role = start.name.split(".")[0]
     if role == "hang":
-        get_logger(start.name).warning("about to hang")
-        get_logger(start.name).info("below the log level")
+        logging.getLogger("flowrt.worker").warning("about to hang")
+        logging.getLogger("flowrt.worker").info("below the log level")
         await asyncio.sleep(3600)
     if role == "block":
         time.sleep(3600)  # noqa: ASYNC251

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from flowrt.errors import UserError
-from flowrt.observe import ROOT, duration_text, get_logger, set_log_level, size_text
+from flowrt.observe import ROOT, duration_text, set_log_level, size_text
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def restored() -> Iterator[None]:
 def test_lines_start_with_the_level_and_go_to_stderr_once(capsys: pytest.CaptureFixture[str]) -> None:
     set_log_level("info")
     set_log_level("info")
-    log = get_logger("experts.0")
+    log = logging.getLogger(f"{ROOT}.worker")
     log.debug("unheard")
     log.info("loaded %d experts", 4)
     set_log_level("error")
