@@ -140,7 +140,7 @@ def test_a_working_directory_that_is_gone(
     (tmp_path / "gone").rmdir()
     code, _, err = call(monkeypatch, capsys, "run", graph_file, "--set", "prompts=none.txt")
     assert (code, err.count("\n")) == (2, 1)
-    assert "there is no file 'none.txt'" in err
+    assert "the working directory has been deleted" in err
     assert call(monkeypatch, capsys, "graph", "validate", graph_file)[0] == 0
     code, _, err = call(monkeypatch, capsys, "run", graph_file, "--json", "x.json")
     assert (code, err.count("\n")) == (2, 1)
