@@ -185,11 +185,12 @@ def main() -> None:
 
 
 def _check_environment() -> None:
-    """Raises UserError for what no command can do without; `flowrt run` and `demo` report a closed standard output themselves."""
+    """Raises UserError for what a command cannot do without. `flowrt run` and `demo` report a closed standard output themselves."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise UserError("the working directory has been deleted; change to another one") from None
+        if sys.argv[1:2] != ["graph"]:  # all others load torch, which does not load from a deleted folder
+            raise UserError("the working directory has been deleted; change to another one") from None
     if sys.stdout is None and sys.argv[1:2] not in (["run"], ["demo"]):
         raise LostOutputError("standard output is closed; send it elsewhere")
 
