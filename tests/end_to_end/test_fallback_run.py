@@ -36,4 +36,4 @@ async def test_tokens_are_the_same_when_every_channel_breaks(served: Served, tmp
     report = report_of(running.graph, {}, statistics, {}, None, None)
     assert len(report.fallbacks) >= 4  # two links, both ends
     assert all("faulty+shm" in text and "zmq carried on" in text for text in report.fallbacks)
-    assert report.why == ("shm, the fastest that both ends have; when it breaks, zmq carries on",)
+    assert report.transport_reasons == ("shm, the fastest that both ends have; when it breaks, zmq carries on",)

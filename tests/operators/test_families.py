@@ -223,7 +223,7 @@ torch.save(ReferenceModel(Path(sys.argv[1])).extend([5, 6, 7]), sys.argv[2])
 
 
 def test_a_family_of_an_installed_package(tmp_path: Path) -> None:
-    """As docs/operators.md has it: a module and an entry point, found by whoever reads a model of that type."""
+    """As docs/extend.md has it: a module and an entry point, found by whoever reads a model of that type."""
     model = make_checkpoint(tmp_path / "model", architecture="mixtral", seed=1, layers=1)
     expected = truth_logits(load_truth(model), [5, 6, 7])
     config = json.loads((model / "config.json").read_text())
