@@ -9,17 +9,21 @@ from flowrt.graph.model import GATEWAY, Edge, Graph, Node, role_of
 from flowrt.graph.notation import format_ids
 
 _BREAK = r"\n"  # of lines in Graphviz labels
+COLOURS = ("#b5502c", "#2d6fb3", "#2a7f62", "#7b4ea3", "#9a7400", "#b03a73")  # dark enough for text on white
 MAX_DRAWN_NODES = 60  # above this, drawings show roles (attention.0-15) instead of nodes
 
 
 @dataclass(frozen=True)
 class DrawnEdge:
-    """The edges between two nodes, or between two roles. `crosses`: between processes. `advances`: to the next layer or step."""
+    """The edges between two nodes, or between two roles.
+
+    `colour` is one of COLOURS for edges between processes, alike for a request and its response. `advances`: to the next layer or step.
+    """
 
     source: str
     target: str
     label: str
-    crosses: bool
+    colour: str | None
     advances: bool
 
 
@@ -54,6 +58,7 @@ def drawn_edges(graph: Graph) -> Iterator[DrawnEdge]:
     """Yield the edges between nodes, or between roles; parallel edges are one."""
     collapsed, role = is_collapsed(graph), roles(graph)
     found: dict[tuple[str, str], list[Edge]] = {}
+    colours: dict[str, str] = {}  # of the process whose operators serve the request, or which receives the message
     for edge in graph.edges.values():
         source, target = graph.ends_of(edge)
         ends = (role[source], role[target]) if collapsed else (edge.source, edge.target)
@@ -62,7 +67,10 @@ def drawn_edges(graph: Graph) -> Iterator[DrawnEdge]:
     for ends, edges in found.items():
         first = f"{len(edges)} edges" if collapsed else ", ".join(dict.fromkeys(edge.source_port for edge in edges))
         label = "; ".join(dict.fromkeys([first, *(text for edge in edges for text in edge_properties(edge, graph))]))
-        yield DrawnEdge(*ends, label, graph.crosses(edges[0]), all(edge.tag.advances for edge in edges))
+        source, target = graph.ends_of(edges[0])
+        server = target if edges[0].response_to is None else source
+        colour = colours.setdefault(server, COLOURS[len(colours) % len(COLOURS)]) if source != target else None
+        yield DrawnEdge(*ends, label, colour, all(edge.tag.advances for edge in edges))
 
 
 def experts_text(option: object) -> str:
@@ -71,10 +79,12 @@ def experts_text(option: object) -> str:
 
 
 def edge_properties(edge: Edge, graph: Graph) -> Iterator[str]:
-    """Yield the transport, link, credits, layers and tag that the edge has."""
-    if graph.crosses(edge):
-        yield edge.transport + (f" ({edge.link})" if edge.link else "")
-        yield "response" if edge.response_to is not None else f"{edge.credits} credit{'s' * (edge.credits != 1)}"
+    """Yield the transport, emulated link, credits, layers and tag that the edge has."""
+    if edge.response_to is not None and graph.crosses(edge):
+        yield "response"  # over the link of its request
+    elif graph.crosses(edge):
+        yield edge.transport + (f" ({edge.link})" if edge.link and graph.emulation is not None else "")
+        yield f"{edge.credits} credit{'s' * (edge.credits != 1)}"
     if str(edge.layers):
         yield f"layer{'s' * (len(edge.layers.layers or ()) > 1)} {edge.layers}"
     if str(edge.tag):
@@ -100,7 +110,7 @@ def to_mermaid(graph: Graph) -> str:
             ids[name] = f"n{len(ids)}"
             lines.append(f'    {ids[name]}["{"<br/>".join(label)}"]')
         lines += ["  end"] if process else []
-    lines += [f'  {ids[edge.source]} {"==>" if edge.crosses else "-->"}|"{edge.label}"| {ids[edge.target]}' for edge in drawn_edges(graph)]
+    lines += [f'  {ids[edge.source]} {"==>" if edge.colour else "-->"}|"{edge.label}"| {ids[edge.target]}' for edge in drawn_edges(graph)]
     return "\n".join(lines) + "\n"
 
 
@@ -108,7 +118,7 @@ def to_dot(graph: Graph) -> str:
     """A Graphviz digraph with a cluster per process."""
     lines = [
         "digraph flowrt {",
-        "  rankdir=LR;",
+        "  rankdir=LR; nodesep=0.4; ranksep=0.7;",
         '  node [shape=box, style="rounded,filled", fillcolor=white, fontname="sans-serif", fontsize=11];',
         '  edge [fontname="sans-serif", fontsize=9];',
     ]
@@ -118,6 +128,8 @@ def to_dot(graph: Graph) -> str:
         lines += [f'  "{name}" [label="{_BREAK.join(label)}"];' for name, label in nodes.items()]
         lines += ["  }"] if process else []
     for edge in drawn_edges(graph):
-        style = ', color="#b5502c", penwidth=2' if edge.crosses else ', color="#2d6fb3", style=dashed' if edge.advances else ""
+        style = ", style=dashed" if edge.advances else ""
+        if edge.colour is not None:  # a label has the colour of its line, and a thin line to it
+            style += f', color="{edge.colour}", fontcolor="{edge.colour}", penwidth=2, decorate=true'
         lines.append(f'  "{edge.source}" -> "{edge.target}" [label="{edge.label}"{style}];')
     return "\n".join([*lines, "}"]) + "\n"

@@ -73,7 +73,7 @@ def test_show_in_every_form(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     plain = capsys.readouterr().out
     assert "process attention.1\n" in plain
     assert "  fires: combine -> attention -> gate -> dispatch -> head\n" in plain
-    assert "edge attention.0.dispatch.server1 <-> experts.1.rows: auto (ub), 2 credits\n" in plain
+    assert "edge attention.0.dispatch.server1 <-> experts.1.rows: auto, 2 credits\n" in plain
     assert "\x1b" not in plain
     assert call("show", str(QUICKSTART), "--mermaid") == 0
     assert capsys.readouterr().out.startswith("flowchart LR\n")
@@ -132,6 +132,28 @@ def test_large_graphs_are_drawn_by_role(load) -> None:
     assert '["attention.0-11<br/>12 processes, 84 nodes"]' in to_mermaid(graph)
     assert '[label="experts.0-7\\n8 processes, 8 nodes"]' in to_dot(graph)
     assert '==>|"96 edges; auto; 2 credits"|' in to_mermaid(graph)
+
+
+def test_a_link_is_shown_only_where_it_is_emulated(load) -> None:
+    graph = load(DEPLOY, "deploy.links.attention-experts.link=ub")
+    emulated = load(DEPLOY, "deploy.links.attention-experts.link=ub", "emulate={dilation: 100}")
+    for draw in (to_dot, to_mermaid):
+        assert "(ub)" not in draw(graph)
+        assert "auto (ub)" in draw(emulated)
+
+
+def test_each_label_between_processes_has_the_colour_of_its_line(load) -> None:
+    lines = re.findall(r'^  "(.+)" -> "(.+)" \[label="(.+?)"(.*)\];$', to_dot(load(DEPLOY)), re.MULTILINE)
+    colours: dict[str, set[str]] = {}
+    for source, target, _, style in lines:
+        servers = [name for name in (source, target) if name.startswith("experts.")]
+        assert ("decorate=true" in style) == bool(servers)
+        if servers:
+            line, label = re.findall(r'color="(#[0-9a-f]{6})"', style)
+            assert line == label
+            colours.setdefault(servers[0], set()).add(line)
+    assert [len(found) for found in colours.values()] == [1, 1, 1]
+    assert len(set.union(*colours.values())) == 3
 
 
 def test_mermaid_and_dot_name_every_node_and_line(load) -> None:
