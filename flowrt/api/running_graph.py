@@ -31,6 +31,7 @@ from flowrt.graph.file import load_graph
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
+from flowrt.launcher.model_check import check_weights
 from flowrt.observe import LEVELS
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
@@ -324,6 +325,7 @@ class RunningGraph:
 
     def _open_model(self, graph: Graph, seams: Seams) -> Gateway:
         assert graph.model is not None
+        check_weights(graph)
         directory = Path(graph.model.path)
         config = self._config = read_model_config(directory)
         self._tokenizer = Tokenizer.open(directory)

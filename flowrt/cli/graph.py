@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +15,8 @@ from flowrt.errors import UserError
 if TYPE_CHECKING:
     from flowrt.graph.model import Graph
 
+CHECK_SECONDS = 120.0
+
 graph_app = App(name="graph", help="Check, show and expand graph files without starting anything.")
 
 GraphPath = Annotated[Path, Parameter(help="A graph file, or a Hugging Face model directory.")]
@@ -22,10 +26,19 @@ ModelDirectory = Annotated[Path | None, Parameter(name="--model", help="Model di
 
 @graph_app.command
 def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDirectory = None) -> None:
-    """Check a graph file; print one line with the first error, or with the size of the graph."""
+    """Check a graph file, the files of its model, its devices and the modules of its operators.
+
+    Prints one line with the first error, or with the size of the graph. It
+    starts no worker; a short process imports your modules and torch.
+    """
     graph = load(file, overrides, model)
     from flowrt.graph.show import summary_of_valid
+    from flowrt.launcher.model_check import check_prompts, check_weights
 
+    check_weights(graph)
+    check_prompts(graph)
+    if any(device != "cpu" for device in graph.devices.values()) or any(":" in node.operator for node in graph.nodes.values()):
+        _check_processes(graph)
     print(f"{file}: valid; {summary_of_valid(graph)}")
 
 
@@ -55,6 +68,24 @@ def show(
     from flowrt.graph.show import print_graph
 
     print_graph(graph, file.name, Console())
+
+
+def _check_processes(graph: Graph) -> None:
+    """Check devices and operators in a short process, with the import path of this one. Raises UserError."""
+    from flowrt.graph.model import to_json
+
+    command = [sys.executable, "-P", "-m", "flowrt.workers.start_check"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+    try:
+        done = subprocess.run(command, input=to_json(graph), capture_output=True, env=environment, timeout=CHECK_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"the imports of the operators took more than {CHECK_SECONDS:g} s; a module must not wait or compute") from None
+    found = done.stdout.decode(errors="replace").strip()
+    if done.returncode and not found:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        found = f"the process that imports the operators ended with status {done.returncode}: {lines[-1] if lines else 'no output'}"
+    if found:
+        raise UserError(found)
 
 
 def _draw(dot: str, path: Path) -> None:

@@ -150,7 +150,6 @@ def _edge(
         layers=parse_layers(section.layers),
         tag=parse_tag(section.tag or ""),
         response_to=section.response_to,
-        line=document.line(path if document.has(path) else ("deploy", "links", "attention-experts")),
         **link,
     )
 

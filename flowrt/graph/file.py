@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
 from os.path import isfile, normpath
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from flowrt.errors import GraphError
 from flowrt.graph.checks import check
 from flowrt.graph.default import default_graph, hub_hint
-from flowrt.graph.document import Document, Path_, apply_overrides, document_of, read_document, read_text
+from flowrt.graph.document import Document, Path_, apply_overrides, document_of, dotted, read_document, read_text
 from flowrt.graph.expand import expand_deploy
 from flowrt.graph.explicit import build_explicit, role_pair
 from flowrt.graph.facts import ModelFacts
@@ -118,12 +118,21 @@ def build_graph(
         folder=str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder)),
     )
     for problem in check(graph, facts, schemes):
-        document.fail(_short_path(problem.path, graph, document) if is_short else problem.path, problem.text)
+        document.fail(_written_path(problem.path, graph, document, is_short), problem.text)
     if graph.numerics == "strict":
         # Bits depend on the number of threads, and `auto` depends on the number of processes.
         num_threads = next((number for number in graph.threads.values() if number != "auto"), 1)
         graph = replace(graph, threads=dict.fromkeys(graph.process_names(), num_threads))
-    return graph
+    written = {dotted(path): _written_path(path, graph, document, is_short) for path in _checked_later(graph)}
+    return replace(graph, places={key: (document.where(path), dotted(path)) for key, path in written.items()})
+
+
+def _checked_later(graph: Graph) -> Iterator[Path_]:
+    """Yield the keys that are checked against this machine, the files of the model and the user's modules."""
+    yield from (("model", "path"), ("prompts",))
+    yield from (("devices", process) for process, device in graph.devices.items() if device != "cpu")
+    yield from (("nodes", node.name, "operator") for node in graph.nodes.values() if ":" in node.operator)
+    yield from (("edges", edge.name, "transport") for edge in graph.edges.values() if edge.transport != "auto")
 
 
 def _limits(section: LimitsSection) -> tuple[GraphLimits, dict[str, GraphLimits]]:
@@ -132,17 +141,22 @@ def _limits(section: LimitsSection) -> tuple[GraphLimits, dict[str, GraphLimits]
     return limits, {role: replace(limits, **given.model_dump(exclude_none=True)) for role, given in section.roles.items()}
 
 
-def _short_path(path: Path_, graph: Graph, document: Document) -> Path_:
-    """The key of the short form that a key of the expanded graph comes from."""
+def _written_path(path: Path_, graph: Graph, document: Document, is_short: bool) -> Path_:
+    """The key of the file that a key of the expanded graph comes from."""
     section, *rest = path
+    if section == "edges" and rest and not document.has(path):
+        pair = role_pair(*graph.ends_of(graph.edges[str(rest[0])])) or ("", "")
+        above: Path_ = ("deploy", "links") if is_short else ("links",)
+        links: list[Path_] = [(*above, "-".join(pair)), (*above, "-".join(reversed(pair)))]
+        written = next(((*link, *rest[1:]) for link in links if document.has((*link, *rest[1:]))), None)
+        return written or (links[0] if is_short else path)
+    if not is_short:
+        return path
     if section in ("devices", "threads"):
         return ("deploy", role_of(str(rest[0])), str(section).removesuffix("s") if section == "devices" else section)
     if section == "nodes":
         return ("deploy", role_of(graph.nodes[str(rest[0])].process)) if rest else ("deploy",)
-    if section != "edges" or not rest:
-        return path
-    link: Path_ = ("deploy", "links", "-".join(role_pair(*graph.ends_of(graph.edges[str(rest[0])])) or ()))
-    return (*link, *rest[1:]) if document.has((*link, *rest[1:])) else link
+    return path
 
 
 def _validate(document: Document) -> GraphFile:

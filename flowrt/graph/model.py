@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from flowrt.errors import GraphError
 from flowrt.transports.wire.message import Tag
 
 INPUT, OUTPUT = "input", "output"  # the pseudo-nodes of a user's graph; they live in the gateway's process
@@ -126,7 +127,6 @@ class Edge:
     fallbacks: tuple[str, ...] = ()  # the transports that take over, in this order, when an `auto` transport breaks
     why: str = ""  # why `auto` chose this transport, for people
     open: Literal["lazy", "start"] = "lazy"  # when its link opens
-    line: int = field(default=0, compare=False)  # in the graph file, for errors
     id: int = field(init=False, compare=False, repr=False, default=0)
     request_id: int | None = field(init=False, compare=False, repr=False, default=None)  # the id of `response_to`
 
@@ -240,6 +240,8 @@ class Graph:
     emulation: Emulation | None = None
     reliability: ReliabilitySettings = ReliabilitySettings()
     folder: str = ""  # absolute folder of the file: on sys.path of workers for "module:function"
+    # For errors that are found after reading: key of the explicit form -> its place ("FILE:LINE" or "--set ..") and key as written.
+    places: Mapping[str, tuple[str, str]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, nodes: Iterable[Node], edges: Iterable[Edge] = (), **rest: Any) -> Graph:
@@ -249,6 +251,10 @@ class Graph:
             if named.setdefault(edge.name, edge) is not edge:
                 raise ValueError(f"two edges have the name {edge.name!r}; name one of them")
         return cls({node.name: node for node in nodes}, named, **rest)
+
+    def error(self, key: str, text: str) -> GraphError:
+        """The error to raise for `key` of the explicit form, such as "devices.left"."""
+        return GraphError(*self.places.get(key, ("", key)), text)
 
     def process_names(self) -> list[str]:
         """Every process in order of first mention, without the gateway, which holds only pseudo-nodes."""

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from flowrt.errors import GraphError
 from flowrt.graph.model import GATEWAY, Edge, Graph
 from flowrt.transports.errors import AddressError
 from flowrt.transports.registry import base_scheme
@@ -103,23 +102,22 @@ def _choose(graph: Graph, edge: Edge, host_of: Mapping[str, int], unavailable_re
     same_host = host_of.get(source) == host_of.get(target)  # neither has one: both live in the launching process
     if same_host and edge.transport in (AUTO, WITHIN):
         return WITHIN
-    where, path = (f"line {edge.line}" if edge.line else ""), f"edge {edge}"
+    key = f"edges.{edge}.transport"
     if edge.transport == AUTO:
         for scheme in BETWEEN:
             if unavailable_reason(scheme) is None:
                 return scheme
         reasons = "; ".join(f"{scheme}: {unavailable_reason(scheme)}" for scheme in BETWEEN)
-        raise GraphError(where, path, f"no transport between processes works here ({reasons}); `processes: one` needs none")
+        raise graph.error(key, f"no transport between processes works here ({reasons}); `processes: one` needs none")
     if edge.transport == WITHIN:
-        raise GraphError(
-            where, path, f"{WITHIN} reaches only inside one OS process, and {source} and {target} are two; use auto, or `processes: one`"
-        )
+        text = f"{WITHIN} reaches only inside one OS process, and {source} and {target} are two; use auto, or `processes: one`"
+        raise graph.error(key, text)
     try:
         reason = unavailable_reason(edge.transport)
     except AddressError as error:  # unknown, or with a fault plan that cannot be parsed
-        raise GraphError(where, path, str(error)) from None
+        raise graph.error(key, str(error)) from None
     if reason is not None:
-        raise GraphError(where, path, f"transport {edge.transport} cannot be used here: {reason}")
+        raise graph.error(key, f"transport {edge.transport} cannot be used here: {reason}")
     return edge.transport
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from hashlib import blake2b
 from pathlib import Path
 
+from flowrt.operators.checkpoint_files import INDEX_NAME
 from flowrt.operators.families.config_file import regular_file_bytes
-from flowrt.operators.weights import INDEX_NAME
 
 HEAD_BYTES = 1 << 16
 

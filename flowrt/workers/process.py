@@ -49,7 +49,7 @@ from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.membership import Membership
 from flowrt.workers.model_files import fingerprints
 from flowrt.workers.model_nodes import build_model_nodes, strict_blocks_text
-from flowrt.workers.user_nodes import build_user_nodes
+from flowrt.workers.start_check import check_process
 
 log = logging.getLogger("flowrt.worker")
 
@@ -207,7 +207,7 @@ class Worker:
         def on_built(text: str, done: int, total: int) -> None:
             self._loop.call_soon_threadsafe(self.control.send, LoadProgress(text, done, total))
 
-        functions = build_user_nodes(self._graph, self._start.name, self._device)
+        functions = check_process(self._graph, self._start.name)
         functions.update(build_model_nodes(self._graph, self._start.name, self._device, on_built, self._seams.clock.now))
         clients = {node: function.client for node, function in functions.items() if isinstance(function, Dispatch)}
         if strict_blocks := strict_blocks_text(self._graph):

@@ -24,6 +24,11 @@ from flowrt.errors import UserError
 from flowrt.graph.model import Graph, Node
 
 MAX_REMEMBERED = 1024  # combinations of dtypes and shapes of a node
+_NOT_PLAIN = (
+    (inspect.iscoroutinefunction, "a coroutine function (async def)"),
+    (inspect.isasyncgenfunction, "an asynchronous generator"),
+    (inspect.isgeneratorfunction, "a generator"),
+)
 _LOOKS_LIKE_SPEC = re.compile(r"(?!list|dict|tuple|set|type)[a-z]+[0-9][a-z0-9_]*\[.*\]|bool\[.*\]")
 
 
@@ -36,7 +41,7 @@ def build_user_nodes(graph: Graph, process: str, device: torch.device) -> dict[s
     nodes = [node for node in graph.nodes_of(process) if ":" in node.operator]
     if nodes and graph.folder and graph.folder not in sys.path:
         sys.path.insert(0, graph.folder)
-    return {node.name: _UserNode(graph, node, _import(node), device) for node in nodes}
+    return {node.name: _UserNode(graph, node, _import(graph, node), device) for node in nodes}
 
 
 class _UserNode:
@@ -149,22 +154,27 @@ class _UserNode:
         return named
 
 
-def _import(node: Node) -> Callable[..., Any]:
+def _import(graph: Graph, node: Node) -> Callable[..., Any]:
+    key = f"nodes.{node.name}.operator"
     module_name, _, attribute = node.operator.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         found = _loaded_from(module_name)
-        raise UserError(f"node {node.name}: cannot import {module_name!r} ({error}){found}; put it beside the graph file") from error
-    except Exception as error:
-        raise UserError(f"node {node.name}: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
+        raise graph.error(key, f"cannot import {module_name!r} ({error}){found}; put it beside the graph file") from error
+    except (Exception, SystemExit) as error:
+        text = f"importing {module_name!r} failed: {type(error).__name__}: {error}"
+        raise graph.error(key, f"{' '.join(text.split())}; correct the module") from error
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
+    if function is None or not callable(function):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         missing = f"{module_name!r} has no function {attribute!r}{_loaded_from(module_name)}"
-        raise UserError(f"node {node.name}: {missing}; it has {', '.join(names) or 'none'}")
-    result: Callable[..., Any] = function
-    return result
+        raise graph.error(key, f"{missing}; it has {', '.join(names) or 'none'}")
+    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004  (an object's method)
+    for test, kind in _NOT_PLAIN:
+        if test(function) or test(called):
+            raise graph.error(key, f"{node.operator} is {kind}; an operator is a plain function that returns tensors: write def and return")
+    return function
 
 
 def _loaded_from(module_name: str) -> str:

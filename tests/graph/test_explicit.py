@@ -33,7 +33,7 @@ def test_the_example_of_the_design(load, tmp_path: Path) -> None:
     assert [edge.credits for edge in graph.edges.values()] == [8, 4, 8, 8]
     assert [edge.transport for edge in graph.edges.values()] == ["auto", "shm", "auto", "auto"]
     assert (graph.folder, graph.model, graph.processes) == (str(tmp_path), None, "many")
-    assert graph.edges["scale.y -> add.a"].line == 7
+    assert graph.places["edges.scale.y -> add.a.transport"] == (f"{tmp_path / 'g.yaml'}:7", "edges.scale.y -> add.a.transport")
 
 
 def test_when_a_link_opens(load) -> None:

@@ -21,15 +21,16 @@ def reasons(available: Mapping[str, str | None]) -> UnavailableReason:
     return reason
 
 
-def graph_of(*transports: str, processes: str | int = "many", line: int = 0) -> Graph:
+def graph_of(*transports: str, processes: str | int = "many") -> Graph:
     """Four workers of two nodes in a row (a0 -> a1, b0 -> b1 ...), each linked to the next by an edge of the given transport."""
     nodes = {f"{name}{index}": Node(f"{name}{index}", "nothing", name) for name in "abcd" for index in range(2)}
     inside = [Edge(f"{name}0", "out", f"{name}1", "in") for name in "abcd"]
     links = [
-        Edge(f"{source}1", "out", f"{target}0", "in", transport=transport, line=line)
+        Edge(f"{source}1", "out", f"{target}0", "in", transport=transport)
         for source, target, transport in zip("abc", "bcd", transports, strict=False)
     ]
-    return Graph.of(nodes.values(), (*inside, *links), processes=processes)
+    places = {"edges.a1.out -> b0.in.transport": ("g.yaml:7", "links.a-b.transport")}
+    return Graph.of(nodes.values(), (*inside, *links), processes=processes, places=places)
 
 
 def test_pack() -> None:
@@ -91,15 +92,15 @@ def test_edges_of_the_gateway() -> None:
 @pytest.mark.parametrize(
     ("transport", "available", "text"),
     [
-        ("inproc", ALL, "line 7: edge a1.out -> b0.in: inproc reaches only inside one OS process, and a and b are two"),
-        ("smoke", ALL, "line 7: edge a1.out -> b0.in: unknown transport 'smoke'; known: inproc, shm, zmq"),
-        ("shm", ALL | {"shm": "no compiler"}, "line 7: edge a1.out -> b0.in: transport shm cannot be used here: no compiler"),
+        ("inproc", ALL, "g.yaml:7: links.a-b.transport: inproc reaches only inside one OS process, and a and b are two"),
+        ("smoke", ALL, "g.yaml:7: links.a-b.transport: unknown transport 'smoke'; known: inproc, shm, zmq"),
+        ("shm", ALL | {"shm": "no compiler"}, "g.yaml:7: links.a-b.transport: transport shm cannot be used here: no compiler"),
         ("auto", {"inproc": None, "shm": "no compiler", "zmq": "not installed"}, "(shm: no compiler; zmq: not installed)"),
     ],
 )
 def test_an_edge_without_a_transport_is_the_users(transport: str, available: dict[str, str | None], text: str) -> None:
     with pytest.raises(GraphError) as caught:
-        choose_transports(graph_of(transport, line=7), reasons(available))
+        choose_transports(graph_of(transport), reasons(available))
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 

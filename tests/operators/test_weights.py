@@ -16,13 +16,14 @@ from checkpoints import fuse_experts, make_large_checkpoint
 from safetensors.torch import load_file, save_file
 
 from flowrt.operators import weights
+from flowrt.operators.checkpoint_files import INDEX_NAME
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.family import Family, Piece
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.head import Head
 from flowrt.operators.model_config import ModelConfig, ModelError
 from flowrt.operators.products import Plain
-from flowrt.operators.weights import INDEX_NAME, Checkpoint
+from flowrt.operators.weights import Checkpoint
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:

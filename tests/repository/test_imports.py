@@ -66,7 +66,7 @@ EXCEPT = {("flowrt.engine", "flowrt.actors.control")}
 # The bench times operators one by one, and what each costs beside its limit.
 OPERATORS_FOR = ("flowrt.workers", "flowrt.exchange", "flowrt.dataflow", "flowrt.bench")
 # Facts of a model without torch: what a package that runs in the launching process may read.
-PLAIN_OPERATORS = (f"{OPERATORS}.model_config", f"{OPERATORS}.families")
+PLAIN_OPERATORS = (f"{OPERATORS}.model_config", f"{OPERATORS}.checkpoint_files", f"{OPERATORS}.families")
 PLAIN_OPERATORS_FOR = (
     "flowrt.planning",
     "flowrt.launcher",

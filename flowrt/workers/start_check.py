@@ -1,0 +1,59 @@
+"""Checks of a process before it loads anything: the device exists, the modules of user operators have the named functions.
+
+Each worker checks itself first. `flowrt graph validate` runs this module as a short process, `python -m flowrt.workers.start_check`, with
+the graph on standard input: the launching process imports neither torch nor a module of the user.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from flowrt.dataflow.subgraph import NodeFunction
+from flowrt.errors import UserError
+from flowrt.graph.model import Graph, from_json
+from flowrt.workers.user_nodes import build_user_nodes
+
+
+def check_process(graph: Graph, process: str) -> dict[str, NodeFunction]:
+    """The functions of the process's user operators. Raises GraphError for a device or a function that is not there."""
+    return build_user_nodes(graph, process, _device(graph, process))
+
+
+def _device(graph: Graph, process: str) -> torch.device:
+    device = torch.device(graph.devices.get(process, "cpu"))
+    if device.type == "cuda" and (reason := _cuda_problem(device)) is not None:
+        raise graph.error(f"devices.{process}", f"{reason}, or write cpu")
+    return device
+
+
+def _cuda_problem(device: torch.device) -> str | None:
+    """Why the CUDA device cannot be used here, and what to do; None when it can."""
+    if torch.version.cuda is None:
+        return f"{device} needs a torch with CUDA, this one ({torch.__version__}) has none; install one (pytorch.org)"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return f"torch finds no GPU for {device}; check the driver with nvidia-smi"
+    if device.index is not None and device.index >= count:
+        return f"there is no {device}, torch finds {count}; write cuda:{count - 1} or a smaller number"
+    return None
+
+
+def main() -> None:
+    """Print the first error of any process of the graph, on one line; nothing when there is none."""
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a module of the user prints is not an error of the graph
+    graph = from_json(sys.stdin.buffer.read())
+    try:
+        for process in graph.process_names():
+            check_process(graph, process)
+    except UserError as error:
+        output.write(str(error))
+    output.flush()
+    os._exit(0)  # threads of the user's modules do not delay the answer
+
+
+if __name__ == "__main__":
+    main()

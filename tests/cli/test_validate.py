@@ -1,0 +1,196 @@
+"""What `flowrt graph validate` and the start find before any worker loads: weight files, tokenizer, devices, modules of operators."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import flowrt
+from flowrt.cli.app import main
+from flowrt.errors import GraphError
+from flowrt.graph.file import load_graph
+from flowrt.launcher.transport_choice import choose_transports
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples" / "tiny-moe"
+QUICKSTART = ROOT / "examples" / "quickstart.yaml"
+USER_GRAPH = """\
+flowrt: 1
+nodes:
+  first: {operator: "validated_ops:plain", process: left}
+  second:
+    operator: OPERATOR
+    process: right
+edges:
+  input.x -> first.x:
+  first.y -> second.x:
+  second.y -> output.y:
+"""
+OPERATORS = """\
+print("imported")
+
+
+def plain(x):
+    return x
+
+
+async def coroutine(x):
+    return x
+
+
+def generator(x):
+    yield x
+
+
+class Callable:
+    async def __call__(self, x):
+        return x
+
+
+instance = Callable()
+number = 3
+"""
+
+
+def validate(*words: object) -> int:
+    with patch("sys.argv", ["flowrt", "graph", "validate", *map(str, words)]):
+        try:
+            main()
+        except SystemExit as end:
+            return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    shutil.copytree(MODEL, tmp_path / "model")
+    (tmp_path / "g.yaml").write_text("flowrt: 1\nmodel: {path: model}\nprompts:\n  - a prompt\n")
+    return tmp_path / "model"
+
+
+def _weights(model: Path) -> Path:
+    return next(iter(sorted(model.glob("*.safetensors"))))
+
+
+def _cut_off(model: Path) -> None:
+    path = _weights(model)
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _without_weights(model: Path) -> None:
+    _weights(model).unlink()
+
+
+def _index_of_a_missing_file(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}}))
+
+
+def _index_of_a_missing_tensor(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"none": _weights(model).name}}))
+
+
+def _without_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "line", "text"),
+    [
+        (_cut_off, "2: model.path", "copy the file again"),
+        (_without_weights, "2: model.path", "holds no *.safetensors file"),
+        (_index_of_a_missing_file, "2: model.path", "model-00002-of-00002.safetensors cannot be read: No such file"),
+        (_index_of_a_missing_tensor, "2: model.path", "tensor none is missing from"),
+        (_without_tokenizer, "3: prompts", "has no tokenizer.json, which texts need"),
+    ],
+)
+def test_validate_finds_damaged_files_of_a_model(damage, line: str, text: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = model.parent / "g.yaml"
+    assert validate(graph) == 0
+    capsys.readouterr()
+    damage(model)
+    assert validate(graph) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"flowrt: error: {graph}:{line}: "), err
+    assert text in err
+    assert err.count("\n") == 1
+
+
+async def test_a_run_finds_damaged_weights_before_any_process_starts(model: Path) -> None:
+    _cut_off(model)
+    started: list[object] = []
+    with pytest.raises(GraphError, match=r"g\.yaml:2: model\.path: .*copy the file again"):
+        flowrt.open(model.parent / "g.yaml", on_event=started.append)
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("operator", "text"),
+    [
+        ("validated_ops:plain", ""),
+        ("no_such_module:f", "cannot import 'no_such_module'"),
+        ("validated_ops:nothing", "has no function 'nothing'"),
+        ("validated_ops:number", "has no function 'number'"),
+        ("validated_ops:coroutine", "is a coroutine function (async def)"),
+        ("validated_ops:instance", "is a coroutine function (async def)"),
+        ("validated_ops:generator", "is a generator"),
+        ("raising_ops:f", "importing 'raising_ops' failed: ValueError: two lines"),
+        ("exiting_ops:f", "importing 'exiting_ops' failed: SystemExit: 0"),
+    ],
+)
+def test_validate_finds_operators_that_cannot_run(operator: str, text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "validated_ops.py").write_text(OPERATORS)
+    (tmp_path / "raising_ops.py").write_text('raise ValueError("two\\nlines")')
+    (tmp_path / "exiting_ops.py").write_text("raise SystemExit(0)")
+    graph = tmp_path / "g.yaml"
+    graph.write_text(USER_GRAPH.replace("OPERATOR", operator))
+    assert validate(graph) == (2 if text else 0)
+    out, err = capfd.readouterr()
+    if not text:
+        assert out.startswith(f"{graph}: valid; ")
+        return
+    assert err.startswith(f"flowrt: error: {graph}:5: nodes.second.operator: "), err
+    assert text in err
+    assert err.count("\n") == 1
+    assert "validated_ops" not in sys.modules
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    override = "deploy.experts.device=cuda"
+    assert validate(QUICKSTART, "--set", override) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"flowrt: error: --set {override}: deploy.experts.device: "), err
+    assert err.endswith(", or write cpu\n")
+    assert err.count("\n") == 1
+    command = [sys.executable, "-m", "flowrt", "run", str(QUICKSTART), "--set", override, "--prompt", "hello"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert run.returncode == 1  # processes had started
+    assert run.stdout == ""
+    assert [line for line in run.stderr.splitlines() if "error" in line.lower()] == err.splitlines()
+    assert all(line.startswith("flowrt: ") for line in run.stderr.splitlines()), run.stderr
+
+
+def test_an_error_about_a_transport_names_the_override_that_chose_it(model: Path) -> None:
+    text = "flowrt: 1\nmodel: {path: model}\ndeploy:\n  experts: {servers: 2}\n  links:\n    attention-experts: {transport: zmq}\n"
+    (model.parent / "g.yaml").write_text(text)
+    override = "deploy.links.attention-experts.transport=shm"
+    for overrides, place in (((override,), f"--set {override}"), ((), f"{model.parent / 'g.yaml'}:6")):
+        graph = flowrt.api.running_graph.read_graph(model.parent / "g.yaml", overrides)
+        with pytest.raises(GraphError) as caught:
+            choose_transports(graph, lambda scheme: "no compiler")
+        assert str(caught.value).startswith(f"{place}: deploy.links.attention-experts.transport: transport ")
+
+
+def test_an_error_about_a_transport_names_the_line_of_its_link(tmp_path: Path) -> None:
+    links = "links:\n  right-left: {transport: shm}\n"
+    (tmp_path / "g.yaml").write_text(USER_GRAPH.replace("OPERATOR", "validated_ops:plain") + links)
+    with pytest.raises(GraphError, match=r"g\.yaml:12: links\.right-left\.transport: transport shm cannot be used here"):
+        choose_transports(load_graph(tmp_path / "g.yaml"), lambda scheme: "no compiler" if scheme == "shm" else None)
