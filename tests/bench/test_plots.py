@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from flowrt.bench.report.figures import Figure, Target
-from flowrt.bench.report.plots import check_plot, curves_of
-from flowrt.bench.report.report import BenchmarkReport, Machine
+from flowrt.bench.report.plots import check_plot, curves_of, ordered
+from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection
 from flowrt.errors import UserError
 
 MACHINE = Machine("a processor", 2, "Linux 6", {}, 0.5, 0.75)
@@ -42,11 +42,28 @@ def test_curves_are_those_of_transports_peers_and_the_limit() -> None:
     }
 
 
+def fractions() -> BenchmarkReport:
+    times = [{"operator": name, "rows": rows, "fraction": 0.5} for name in ("gate", "head") for rows in (8, 1)]
+    sections = [ReportSection("times", times), ReportSection("limits_text", "18 GB/s")]
+    return BenchmarkReport("operators", MACHINE, [], sections=sections)
+
+
+def test_figures_are_ordered_by_batch_within_their_kind() -> None:
+    names = ["decode 8 float32", "prefill 32 float32", "decode 32 float32", "prefill 1 float32", "decode 1 float32"]
+    expected = ["decode 1 float32", "decode 8 float32", "decode 32 float32", "prefill 1 float32", "prefill 32 float32"]
+    assert [figure.name for figure in ordered([Figure.alone(name, "tokens/s", [1.0]) for name in names])] == expected
+
+
 @pytest.mark.parametrize(
     ("draw", "report", "texts"),
     [
-        ("plot_ratios", "ratios", ["decode 8 float32, to grouped_mm", "prefill 8 float32, to eager"]),
-        ("plot_transports", "sizes", ["round trip", "memcpy, one core"]),
+        (
+            "plot_ratios",
+            "ratios",
+            ["flowrt bench decode", "decode 8 float32, to grouped_mm", "prefill 8 float32, to eager", "target met", "no target"],
+        ),
+        ("plot_operators", "fractions", ["flowrt bench operators", "per cent of the limit (18 GB/s)", "rows"]),
+        ("plot_transports", "sizes", ["flowrt bench transports", "round trip", "memcpy, one core", "a peer (peer)"]),
     ],
 )
 def test_pictures_are_drawn(draw: str, report: str, texts: list[str], tmp_path: Path) -> None:
@@ -55,7 +72,7 @@ def test_pictures_are_drawn(draw: str, report: str, texts: list[str], tmp_path: 
     folders = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     subprocess.run([sys.executable, "-c", script, str(path)], env={**os.environ, "PYTHONPATH": folders}, check=True)
     text = path.read_text()
-    assert all(each in text for each in texts)
+    assert all(each in text for each in [*texts, "2 cores of a processor"])
 
 
 def test_a_missing_folder_is_a_user_error() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrt.bench.report.figures import Figure
 from flowrt.bench.report.report import BenchmarkReport
 from flowrt.errors import UserError
 
@@ -12,45 +15,59 @@ FORMATS = (".svg", ".png", ".pdf")
 COPIES_PER_ROUND_TRIP = 2  # at least one each way
 LIMIT = "memcpy"
 _COLOURS = {"met": "#2a7f62", "not met": "#b5443a", "undecided": "#c9a227", None: "#5b7083"}
+_VERDICTS = {"met": "target met", "not met": "target not met", "open": "open: the interval straddles the target", None: "no target"}
 
 
 def plot_ratios(report: BenchmarkReport, path: str) -> None:
     """The ratio of each figure with its interval, and its target as a mark. Raises UserError when the file cannot be written."""
-    ratios = [(figure, figure.ratio) for figure in report.figures if figure.ratio is not None]
-    picture, axes = new_picture((8, 0.6 + 0.38 * len(ratios)))
+    ratios = [(figure, figure.ratio) for figure in ordered(report.figures) if figure.ratio is not None]
+    picture, axes = new_picture((8, 1.8 + 0.38 * len(ratios)))
+    marked: dict[str, Any] = {}  # legend text -> a line or bar of its kind
     for place, (figure, ratio) in enumerate(ratios):
-        axes.barh(place, ratio.median, color=_COLOURS[figure.verdict], height=0.6)
+        marked[_VERDICTS[figure.verdict]] = axes.barh(place, ratio.median, color=_COLOURS[figure.verdict], height=0.6)
         if ratio.low > float("-inf"):
-            axes.plot([ratio.low, ratio.high], [place, place], color="black", linewidth=1.2)
+            (marked["95 % interval"],) = axes.plot([ratio.low, ratio.high], [place, place], color="black", linewidth=1.2)
         if figure.target is not None:
-            axes.plot([figure.target.bound] * 2, [place - 0.42, place + 0.42], color="black", linewidth=2.0)
-    axes.axvline(1.0, color="grey", linewidth=0.8, linestyle=":")
+            (marked["target"],) = axes.plot([figure.target.bound] * 2, [place - 0.42, place + 0.42], color="black", linewidth=3.0)
+    marked["as fast as the peer"] = axes.axvline(1.0, color="grey", linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(ratios)), [f"{figure.name}, to {figure.peer}" for figure, _ in ratios])
     axes.invert_yaxis()
-    axes.set_xlabel("tokens/s, ratio to the peer (line: 95 % interval; thick mark: target)")
-    save_picture(picture, path)
+    axes.set_ylabel("phase, batch, dtype, peer")
+    axes.set_xlabel("tokens/s of flowrt / tokens/s of the peer")
+    axes.legend(marked.values(), marked.keys(), fontsize="small", loc="lower center", bbox_to_anchor=(0.3, 1.0), ncols=3, frameon=False)
+    _save(picture, report, path)
+
+
+def ordered(figures: Sequence[Figure]) -> list[Figure]:
+    """The figures in order of their kinds, and those of a kind by the numbers in their names: batch 1 before 8 before 32."""
+
+    def split(figure: Figure) -> tuple[str, list[int]]:
+        words = figure.name.split()
+        return " ".join(word for word in words if not word.isdecimal()), [int(word) for word in words if word.isdecimal()]
+
+    kinds = list(dict.fromkeys(split(figure)[0] for figure in figures))
+    return sorted(figures, key=lambda figure: (kinds.index(split(figure)[0]), split(figure)[1]))
 
 
 def plot_operators(report: BenchmarkReport, path: str) -> None:
     """A bar for the fraction of the limit of each operator and number of rows. Raises UserError as `plot_ratios`."""
     times = report.details["times"]
     names = list(dict.fromkeys(each["operator"] for each in times))
-    loads = list(dict.fromkeys(each["rows"] for each in times))
+    loads = sorted({each["rows"] for each in times})
     height = 0.8 / len(loads)
-    picture, axes = new_picture((8, 1.2 + 0.13 * len(loads) * len(names)))
+    picture, axes = new_picture((9, 1.8 + 0.13 * len(loads) * len(names)))
     colours = _pyplot().get_cmap("viridis")
     for number, rows in enumerate(loads):
         found = [each for each in times if each["rows"] == rows]
         places = [names.index(each["operator"]) + (number - (len(loads) - 1) / 2) * height for each in found]
         colour = colours(number / max(1, len(loads) - 1))
-        axes.barh(places, [100 * each["fraction"] for each in found], height=height, color=colour, label=f"{rows} rows")
+        axes.barh(places, [100 * each["fraction"] for each in found], height=height, color=colour, label=str(rows))
     axes.axvline(100.0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlabel("per cent of the limit")
-    axes.set_title(report.details["limits_text"], fontsize="small")
-    axes.legend(fontsize="small", loc="lower right")
-    save_picture(picture, path)
+    axes.set_xlabel(f"per cent of the limit ({report.details['limits_text']})")
+    picture.legend(title="rows", fontsize="small", loc="outside right center")
+    _save(picture, report, path)
 
 
 def plot_transports(report: BenchmarkReport, path: str) -> None:
@@ -60,7 +77,12 @@ def plot_transports(report: BenchmarkReport, path: str) -> None:
     limit = dict(curves.pop(LIMIT, []))
     for name, points in curves.items():
         ours = any(figure.about.get("scheme") == name for figure in report.figures)
-        style: dict[str, Any] = {"label": name, "marker": "o", "markersize": 3, "linestyle": "-" if ours else "--"}
+        style: dict[str, Any] = {
+            "label": name if ours else f"{name} (peer)",
+            "marker": "o",
+            "markersize": 3,
+            "linestyle": "-" if ours else "--",
+        }
         left.plot([size for size, _ in points], [microseconds for _, microseconds in points], **style)
         right.plot(
             [size for size, _ in points], [COPIES_PER_ROUND_TRIP * size / (1e3 * microseconds) for size, microseconds in points], **style
@@ -73,8 +95,7 @@ def plot_transports(report: BenchmarkReport, path: str) -> None:
         axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel=unit, title=title)
         axes.grid(visible=True, which="major", alpha=0.3)
     left.legend(fontsize="small")
-    picture.suptitle(str(report.machine), fontsize="x-small")
-    save_picture(picture, path)
+    _save(picture, report, path)
 
 
 def curves_of(report: BenchmarkReport) -> dict[str, list[tuple[int, float]]]:
@@ -94,6 +115,14 @@ def new_picture(inches: tuple[float, float], num_diagrams: int = 1) -> tuple[Any
     """(picture, its diagram or diagrams)."""
     picture, axes = _pyplot().subplots(1, num_diagrams, figsize=inches, layout="constrained")
     return picture, axes
+
+
+def _save(picture: Any, report: BenchmarkReport, path: str) -> None:
+    """Save with the benchmark as the title and the machine below."""
+    picture.suptitle(f"flowrt bench {report.benchmark}")
+    width = int(picture.get_figwidth() * 20)  # characters of this size
+    picture.supxlabel("\n".join(textwrap.wrap(str(report.machine), width)), fontsize="x-small")
+    save_picture(picture, path)
 
 
 def save_picture(picture: Any, path: str) -> None:
