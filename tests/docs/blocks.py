@@ -85,6 +85,8 @@ class Folder:
                 (self.path / entry.name).symlink_to(entry)
         for name in ("my-model", "tiny-moe"):  # as the pages call a model of one's own
             (self.path / name).symlink_to(ROOT / "examples" / "tiny-moe")
+        # Graphs on the pages name operators that they do not show; a page that shows them replaces this file.
+        (self.path / "my_ops.py").write_text("def __getattr__(name):\n    return lambda **tensors: None\n", encoding="utf-8")
         programs = path / "bin"
         programs.mkdir()
         for name, module in (("flowrt", "-m flowrt"), ("python", "")):
