@@ -25,7 +25,7 @@ SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py ra
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py copy_threads.py window_shared_memory.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint format types fuzz hostile sanitize simulate cancel plant crowd picture clean
+.PHONY: help install run test lint format types fuzz hostile notebook sanitize simulate cancel plant crowd picture clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -69,6 +69,10 @@ fuzz: $(STAMP) ## hostile bytes for every decoder, handshake and socket: EXAMPLE
 hostile: $(STAMP) ## what hostile users write and run in: FILES=900 mutated graph files and 70 environments, each answered with one line
 	@$(BIN)/python tests/graph/mutated_files.py --files $(FILES)
 	@$(BIN)/python tests/cli/environments.py
+
+notebook: $(STAMP) ## call flowrt from the cells of a real ipykernel, which this installs in .venv
+	@$(BIN)/python -m pip install --quiet -c constraints.txt ipykernel jupyter_client
+	@$(BIN)/python -m pytest tests/notebook $(ARGS)
 
 # The sanitizers' runtime must come before everything else in the process; torch throws C++ exceptions, whose library must follow it.
 sanitize: $(STAMP) ## the C modules built with AddressSanitizer and UndefinedBehaviorSanitizer, and the tests that call them

@@ -286,7 +286,11 @@ class RunningGraph:
     async def stream(self, inputs: Iterable[Any] | AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
         """Send many inputs, keep limits.in_flight of them in flight, and yield the outputs in order.
 
-        Each item is a dict of tensors, or one tensor when the graph has one input. Closing it early cancels the inputs in flight.
+        inputs: tensors, when the graph has one input, or dicts of tensors by input; an iterable or an asynchronous one.
+        Raises as a call of the graph. Closing it early cancels the inputs in flight.
+
+            async for out in graph.stream([torch.ones(2, 64), torch.zeros(2, 64)]):
+                print(out.sum())
         """
         window: list[asyncio.Task[Any]] = []
         try:
@@ -306,19 +310,31 @@ class RunningGraph:
     # --- the run -----------------------------------------------------------------------------------------------------------------
 
     async def statistics(self) -> dict[str, Statistics]:
-        """The counters of each worker, by worker name."""
+        """The counters of each worker, by worker name. Raises NotRunningError, or the failure that ended the run.
+
+        for name, counters in (await graph.statistics()).items():
+            print(name, counters)
+        """
         return await self.launcher.statistics()
 
     def health(self, stall_seconds: float = STALL_SECONDS) -> Health:
         """Whether work progresses: not ok when requests are open and none has progressed for `stall_seconds`, when an expert has no
-        replica, and before the run is ready and after its end. Never waits."""
+        replica, and before the run is ready and after its end. Never waits.
+
+            if not graph.health().ok:
+                print(graph.health().problems)
+        """
         health = self.launcher.health_record.health(stall_seconds)
         if health.ok and not self.launcher.is_running:
             return replace(health, ok=False, problems=("the graph is not open",))
         return health
 
     async def drain(self) -> None:
-        """Admit no new requests and wait until all running ones have ended."""
+        """Admit no new requests and wait until all running ones have ended. Raises NotRunningError, or the failure that ended the run.
+
+        await graph.drain()
+        print(await graph.statistics())
+        """
         await self.launcher.drain()
 
     # --- inside ------------------------------------------------------------------------------------------------------------------

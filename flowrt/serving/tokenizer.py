@@ -126,7 +126,7 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation ({"role", "content"} each) up to where the assistant answers, by the model's chat template.
 
-        TokenizerError when the model has no template, jinja2 is missing, or the template refuses the conversation.
+        TokenizerError when the model has no template, or the template refuses the conversation.
         """
         # The template writes the special tokens itself.
         return self.encode(self.render_chat(messages), add_special_tokens=False)
@@ -135,10 +135,8 @@ class Tokenizer:
         """The text that `encode_chat` encodes."""
         config = self._config()
         source = self._chat_template(config)
-        try:
-            from flowrt.serving.chat_template import render_chat_template
-        except ImportError as error:
-            raise TokenizerError("a chat template needs jinja2: pip install jinja2") from error
+        from flowrt.serving.chat_template import render_chat_template  # loads jinja2, which only chats need
+
         names = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         try:
             return render_chat_template(source, messages, names)

@@ -64,7 +64,7 @@ def program(block: Block) -> str:
     """A whole script: a piece of a program stands inside an `async def`, and inside an open graph when it does not open one."""
     text = block.text
     setup = block.mark.removeprefix("setup: ") if block.mark.startswith("setup: ") else ""
-    if "asyncio.run(" in text or not re.search(r"\bawait |\basync |\bgraph\.", text):
+    if "asyncio.run(" in text or "flowrt.start(" in text or not re.search(r"\bawait |\basync |\bgraph\.", text):
         return f"import flowrt\n{setup}\n{text}"
     imports = "".join(re.findall(r"^(?:import|from) .*\n", text, re.MULTILINE))
     body = re.sub(r"^(?:import|from) .*\n", "", text, flags=re.MULTILINE)
