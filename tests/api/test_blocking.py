@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from api.left_processes import left_processes
 
 import flowrt
 from flowrt.seams import LoopThread
@@ -147,7 +148,7 @@ def test_an_exception_in_the_block_ends_the_graph_and_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         run()
     assert not loop_threads()
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not left_processes(pids)
 
 
 def test_a_start_that_fails_leaves_no_thread(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_a_graph_that_is_dropped_is_ended() -> None:
     del llm
     gc.collect()
     assert not loop_threads()
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not left_processes(pids)
 
 
 def test_a_call_from_the_graphs_own_thread_is_an_error_instead_of_a_deadlock() -> None:
@@ -290,4 +291,4 @@ def test_nothing_is_left_when_the_interpreter_exits_without_close(end: str) -> N
     assert (done.returncode, done.stderr) == (0, "")
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) >= 2
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not left_processes(pids)
