@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from flowrt.actors.callers import Callers
-from flowrt.actors.fallback import FallbackChannel, reopener
 from flowrt.actors.incarnations import Incarnations
-from flowrt.actors.lazy_channel import LazyChannel, connect_with_retries
+from flowrt.actors.lazy_opening import LazyOpening, connect_with_retries
 from flowrt.actors.link import LOST, Link, LinkLostError
+from flowrt.actors.link_channel import LinkChannel, reopener
 from flowrt.transports.contract import Channel, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, BrokenChannelError, TransportError
 from flowrt.transports.wire.message import Message
@@ -76,7 +76,7 @@ class Links:
         self._listeners: dict[str, Listener] = {}
         self._callers = Callers()
         self._links: dict[tuple[str, str], Link] = {}
-        self._unopened: dict[tuple[str, str], LazyChannel] = {}  # channels of lazy links
+        self._openings: dict[tuple[str, str], LazyOpening] = {}  # of lazy links
         self._running: asyncio.TaskGroup | None = None
         self._readers: dict[tuple[str, str], asyncio.Task[None] | None] = {}  # of links that are up
         self._meeting: dict[Identity, list[asyncio.Task[None]]] = {}  # incarnations that join now, and the connects in progress
@@ -261,14 +261,13 @@ class Links:
         fallback, except on one that is a link of its own to the same peer."""
         return (plan.scheme, *(scheme for scheme in plan.fallbacks if plan.is_lazy and (plan.peer, scheme) not in self._plans))
 
-    def _expect(self, plan: LinkPlan, addresses: Mapping[str, str], peer: Identity) -> LazyChannel:
+    def _expect(self, plan: LinkPlan, addresses: Mapping[str, str], peer: Identity) -> LazyOpening:
         """Prepare a lazy link."""
-        first, *others = (
-            partial(self._dial, plan, scheme, addresses[scheme]) for scheme in self._first_schemes(plan) if scheme in addresses
-        )
-        channel = self._unopened[plan.peer, plan.scheme] = LazyChannel(peer, plan.scheme, first, plan.connects, plan.limits, others)
-        self._add(plan, channel)
-        return channel
+        calls = [partial(self._dial, plan, scheme, addresses[scheme]) for scheme in self._first_schemes(plan) if scheme in addresses]
+        channel = self._link_channel(plan, peer)
+        opening = self._openings[plan.peer, plan.scheme] = channel.open_lazily(calls, plan.connects)
+        self._add_link(plan, channel)
+        return opening
 
     @asynccontextmanager
     async def _accepting(self) -> AsyncIterator[None]:
@@ -291,7 +290,7 @@ class Links:
         plan = next((plan for plan in self._plans.values() if plan.peer == peer.name and scheme in self._first_schemes(plan)), None)
         if plan is None or self._incarnations.has_ended(peer):
             return channel
-        link, lazy = self._links.get((peer.name, plan.scheme)), self._unopened.get((peer.name, plan.scheme))
+        link, lazy = self._links.get((peer.name, plan.scheme)), self._openings.get((peer.name, plan.scheme))
         if link is not None and link.peer == peer:
             if lazy is None:
                 return channel
@@ -302,9 +301,17 @@ class Links:
 
     def _add(self, plan: LinkPlan, channel: Channel) -> None:
         if plan.fallbacks:
-            wrap = partial(self._wrap, plan)
-            reopen = reopener(plan.connects, self._transport, plan.limits, self._key, self._identity, channel.peer, wrap)
-            channel = FallbackChannel(channel, plan.fallbacks, reopen)
+            over = self._link_channel(plan, channel.peer)
+            over.open_over(channel)
+            channel = over
+        self._add_link(plan, channel)
+
+    def _link_channel(self, plan: LinkPlan, peer: Identity) -> LinkChannel:
+        wrap = partial(self._wrap, plan)
+        reopen = reopener(plan.connects, self._transport, plan.limits, self._key, self._identity, peer, wrap)
+        return LinkChannel(peer, plan.scheme, plan.limits, plan.fallbacks, reopen)
+
+    def _add_link(self, plan: LinkPlan, channel: Channel) -> None:
         self._links[plan.peer, plan.scheme] = Link(channel, plan.capacity_messages, partial(self._on_message, plan.peer), self._on_pause)
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.actors import fallback
-from flowrt.actors.fallback import FallbackChannel, reopener
+from flowrt.actors import link_channel
+from flowrt.actors.link_channel import LinkChannel, reopener
 from flowrt.actors.resend_buffer import ACK_EVERY, ResendBuffer
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
 from flowrt.transports.conformance.kit import check_numbered, numbered, receive_all, until, within
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(unavailable_reason("zmq") is not None or unavail
 
 
 @asynccontextmanager
-async def linked(first: str, *others: str) -> AsyncIterator[tuple[FallbackChannel, FallbackChannel]]:
+async def linked(first: str, *others: str) -> AsyncIterator[tuple[LinkChannel, LinkChannel]]:
     """Two ends over `first`, of which `faulty+...` afflicts the connecting one, with `others` to fall back to."""
     faulty.injected.clear()
     transports: dict[str, Transport] = {}
@@ -39,9 +39,11 @@ async def linked(first: str, *others: str) -> AsyncIterator[tuple[FallbackChanne
         one = await transport(first).connect(listener.address, SMALL, KEY, THERE)
         two = await listener.accept()
     ends = (
-        FallbackChannel(one, others, reopener(True, transport, SMALL, KEY, THERE, HERE)),
-        FallbackChannel(two, others, reopener(False, transport, SMALL, KEY, HERE, THERE)),
+        LinkChannel(HERE, first, SMALL, others, reopener(True, transport, SMALL, KEY, THERE, HERE)),
+        LinkChannel(THERE, first, SMALL, others, reopener(False, transport, SMALL, KEY, HERE, THERE)),
     )
+    for end, channel in zip(ends, (one, two), strict=True):
+        end.open_over(channel)
     try:
         yield ends
     finally:
@@ -52,7 +54,7 @@ async def linked(first: str, *others: str) -> AsyncIterator[tuple[FallbackChanne
 MAX_KEPT = 2 * ACK_EVERY + SMALL.capacity_messages  # fewer are kept once the other end has acknowledged
 
 
-async def exchange(one: FallbackChannel, two: FallbackChannel, count: int, nbytes: int = 300) -> None:
+async def exchange(one: LinkChannel, two: LinkChannel, count: int, nbytes: int = 300) -> None:
     """`count` messages both ways at once, checked at both ends; returns when each end knows what the other has received."""
 
     async def send(channel: Channel) -> None:
@@ -72,7 +74,7 @@ async def exchange(one: FallbackChannel, two: FallbackChannel, count: int, nbyte
         await until(lambda channel=channel: knows_what_is_taken(channel), "the other end acknowledges what it has taken")  # type: ignore[misc]
 
 
-def knows_what_is_taken(channel: FallbackChannel) -> bool:
+def knows_what_is_taken(channel: LinkChannel) -> bool:
     assert channel.recv_nowait() is None  # a link is always in recv
     return len(channel.buffer.kept) < MAX_KEPT
 
@@ -154,7 +156,7 @@ async def test_it_falls_back_as_often_as_there_are_transports() -> None:
 
 
 async def test_without_a_transport_left_the_reasons_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback, "MEET_SECONDS", 0.1)
+    monkeypatch.setattr(link_channel, "MEET_SECONDS", 0.1)
     async with linked("faulty+inproc?drop@3", "nosuch") as (one, two):
         await two.send(numbered(0))
         for number in range(1, 4):
@@ -169,7 +171,7 @@ async def test_without_a_transport_left_the_reasons_are_reported(monkeypatch: py
 
 
 async def test_a_peer_that_is_gone_is_a_broken_channel_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback, "MEET_SECONDS", 0.2)
+    monkeypatch.setattr(link_channel, "MEET_SECONDS", 0.2)
     async with linked("faulty+inproc?drop@0", "shm") as (one, two):
         await two.send(numbered(0))
         reading = asyncio.ensure_future(one.recv())

@@ -46,8 +46,8 @@ RESTARTS = "flowrt.launcher.restarts"
 ROOT_CAUSE = "flowrt.launcher.root_cause"
 RUN_TABLE = "flowrt.launcher.run_table"
 REQUESTS = "flowrt.gateway.requests"
-LAZY = "flowrt.actors.lazy_channel"
-FALLBACK = "flowrt.actors.fallback"
+LAZY = "flowrt.actors.lazy_opening"
+FALLBACK = "flowrt.actors.link_channel"
 RESEND_BUFFER = "flowrt.actors.resend_buffer"
 CODEC = "flowrt.transports.wire.codec"
 ENDPOINT = "flowrt.transports.channel.queued"
@@ -254,20 +254,20 @@ BUGS: tuple[Bug, ...] = (
     body("refused-is-active", "a refused request stays active", GATEWAY, "Gateway.refuse",
          "log = self._logs[index]\nlog.events.append(EndEvent(log.index, 'error', '', error))\nreturn log.events[-1]"),
     # lazy and fallback channels, the resend buffer
-    body("offer-dropped", "an incoming connection of a lazy channel is dropped", LAZY, "LazyChannel.offer", "pass"),
+    body("offer-dropped", "an incoming connection of a lazy channel is dropped", LAZY, "LazyOpening.offer", "pass"),
     bug("lazy-channel-never-opened", "sending does not open a lazy channel", (
-        LAZY, "LazyChannel.send_nowait", "self._step(Event.WANTED)", "pass"), (
-        LAZY, "LazyChannel._ready", "self._step(Event.WANTED)", "pass")),
+        FALLBACK, "LinkChannel.send_nowait", "self._opening.want()", "pass"), (
+        FALLBACK, "LinkChannel._usable_channel", "self._opening.want()", "pass")),
     bug("resend-buffer-empty", "messages sent at once are not kept for resending", (
-        FALLBACK, "FallbackChannel.send_nowait", "self.buffer.kept.append(message)", "pass")),
+        FALLBACK, "LinkChannel.send_nowait", "self.buffer.kept.append(message)", "pass")),
     body("resent-accepted-twice", "a message resent after a fallback is accepted twice", RESEND_BUFFER, "ResendBuffer.is_new", "self.received += 1\nreturn True"),
-    body("call-never-marked", "the accepting end of a lazy channel never confirms it", LAZY, "LazyChannel._mark", "return True"),
+    body("call-never-marked", "the accepting end of a lazy channel never confirms it", LAZY, "LazyOpening._mark", "return True"),
     bug("nothing-resent", "after a fallback, unacknowledged messages are not sent again", (
-        FALLBACK, "FallbackChannel._fall_back", "*self.buffer.begin()", "*self.buffer.begin()[:0]")),
+        FALLBACK, "LinkChannel._fall_back", "*self.buffer.begin()", "*self.buffer.begin()[:0]")),
     bug("resend-position-unsent", "after a fallback, the peer does not learn where resending begins", (
-        FALLBACK, "FallbackChannel._fall_back", "_protocol_message(_RESUME, self.buffer.first), ", "")),
+        FALLBACK, "LinkChannel._fall_back", "_protocol_message(_RESUME, self.buffer.first), ", "")),
     bug("fallback-forgets-sender", "a sender that waits during a fallback is not woken", (
-        FALLBACK, "FallbackChannel._wake", "self._opened.set_result(None)", "pass")),
+        FALLBACK, "LinkChannel._wake", "self._opened.set_result(None)", "pass")),
     bug("resend-skips-oldest", "the oldest unacknowledged message is not sent again", (
         RESEND_BUFFER, "ResendBuffer.begin", "return list(self.kept)", "return list(self.kept)[1:]")),
     # handshake

@@ -1,20 +1,23 @@
-"""Lazy channels: the state table for every order of events, and two real ends with either one sending first."""
+"""Lazy links: the state table for every order of events, and two real ends with either one sending first."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.actors import lazy_channel
-from flowrt.actors.lazy_channel import FIRST, SECOND, Action, Event, LazyChannel, LazyState
+from flowrt.actors import lazy_opening
+from flowrt.actors.lazy_opening import FIRST, SECOND, Call, LazyOpening, OpeningAction, OpeningEvent, OpeningState
+from flowrt.actors.link_channel import LinkChannel
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
 from flowrt.transports.conformance.kit import numbered, receive_all
-from flowrt.transports.contract import Channel, Identity
+from flowrt.transports.contract import Channel, Identity, Listener
 from flowrt.transports.errors import (
     AddressError,
     BrokenChannelError,
@@ -34,64 +37,78 @@ SCHEMES = [scheme for scheme in ("inproc", "shm", "zmq") if unavailable_reason(s
 
 @pytest.mark.parametrize("table", [FIRST, SECOND])
 def test_every_channel_is_adopted_or_dropped_in_every_state(
-    table: dict[tuple[LazyState, Event], tuple[LazyState, tuple[Action, ...]]],
+    table: dict[tuple[OpeningState, OpeningEvent], tuple[OpeningState, tuple[OpeningAction, ...]]],
 ) -> None:
-    for state in LazyState:
-        for event in (Event.ARRIVED, Event.OPENED):
+    for state in OpeningState:
+        for event in (OpeningEvent.ARRIVED, OpeningEvent.OPENED):
             if (state, event) in table:
                 _, actions = table[state, event]
-                assert (Action.ADOPT in actions) != (Action.DROP in actions)
-                assert (Action.MARK in actions) == (Action.ADOPT in actions and event is Event.ARRIVED)
-        assert (state, Event.CLOSE) in table
-        assert (state, Event.WANTED) in table
-        assert (state, Event.ARRIVED) in table
+                assert (OpeningAction.ADOPT in actions) != (OpeningAction.DROP in actions)
+                assert (OpeningAction.MARK in actions) == (OpeningAction.ADOPT in actions and event is OpeningEvent.ARRIVED)
+        assert (state, OpeningEvent.CLOSE) in table
+        assert (state, OpeningEvent.WANTED) in table
+        assert (state, OpeningEvent.ARRIVED) in table
 
 
 @given(st.lists(st.sampled_from(["first wants", "second wants", "deliver"]), max_size=12), st.randoms(use_true_random=False))
-def test_two_ends_agree_on_one_channel_whatever_the_order(happenings: list[str], choice: object) -> None:
+def test_two_ends_agree_on_one_channel_whatever_the_order(happenings: list[str], choice: random.Random) -> None:
     """Calls are answered at the other end in any order; one that is not taken there is refused here; one hung up gets no answer."""
-    states = {"first": LazyState.IDLE, "second": LazyState.IDLE}
+    states = {"first": OpeningState.IDLE, "second": OpeningState.IDLE}
     tables = {"first": FIRST, "second": SECOND}
     other = {"first": "second", "second": "first"}
     adopted: dict[str, str | None] = {"first": None, "second": None}  # by whose call the channel came
     calls: list[str] = []  # on the way, by caller
     hung_up: set[str] = set()
 
-    def step(end: str, event: Event, caller: str | None = None) -> tuple[Action, ...]:
+    def step(end: str, event: OpeningEvent, caller: str | None = None) -> tuple[OpeningAction, ...]:
         states[end], actions = tables[end][states[end], event]
-        if Action.CALL in actions:
+        if OpeningAction.CALL in actions:
             calls.append(end)
-        if Action.HANG_UP in actions:
+        if OpeningAction.HANG_UP in actions:
             hung_up.add(end)
-        if Action.ADOPT in actions:
+        if OpeningAction.ADOPT in actions:
             adopted[end] = caller
         return actions
 
     def deliver() -> None:
-        caller = calls.pop(choice.randrange(len(calls)))  # type: ignore[attr-defined]
+        caller = calls.pop(choice.randrange(len(calls)))
         if caller in hung_up:
             return
-        taken = Action.ADOPT in step(other[caller], Event.ARRIVED, caller)
+        taken = OpeningAction.ADOPT in step(other[caller], OpeningEvent.ARRIVED, caller)
         if caller not in hung_up:
-            step(caller, Event.OPENED if taken else Event.REFUSED, caller)
+            step(caller, OpeningEvent.OPENED if taken else OpeningEvent.REFUSED, caller)
 
     for happening in happenings:
         if happening == "deliver":
             if calls:
                 deliver()
         else:
-            step(happening.split()[0], Event.WANTED)
+            step(happening.split()[0], OpeningEvent.WANTED)
     while calls:
         deliver()
     if any("wants" in happening for happening in happenings):
-        assert states == {"first": LazyState.READY, "second": LazyState.READY}
+        assert states == {"first": OpeningState.READY, "second": OpeningState.READY}
         assert adopted["first"] == adopted["second"] is not None
     else:
-        assert states == {"first": LazyState.IDLE, "second": LazyState.IDLE}
+        assert states == {"first": OpeningState.IDLE, "second": OpeningState.IDLE}
+
+
+async def no_transport(scheme: str) -> Channel:
+    raise AssertionError
+
+
+def lazy(peer: Identity, scheme: str, call: Call, first: bool) -> tuple[LinkChannel, LazyOpening]:
+    """One end without a transport to fall back to, and what opens it."""
+    channel = LinkChannel(peer, scheme, SMALL, (), no_transport)
+    return channel, channel.open_lazily([call], first)
+
+
+def states(*ends: LinkChannel) -> set[OpeningState]:
+    return {end._opening.state for end in ends if end._opening is not None}
 
 
 @asynccontextmanager
-async def two_ends(scheme: str) -> AsyncIterator[tuple[LazyChannel, LazyChannel]]:
+async def two_ends(scheme: str) -> AsyncIterator[tuple[LinkChannel, LinkChannel]]:
     """Two ends that both listen; nothing is open yet."""
     transport = get_transport(scheme)
     async with (
@@ -99,16 +116,13 @@ async def two_ends(scheme: str) -> AsyncIterator[tuple[LazyChannel, LazyChannel]
         await transport.listen(f"{scheme}://", SMALL, KEY, THERE) as there,
     ):
 
-        async def accept(listener: object, end: LazyChannel) -> None:
+        async def accept(listener: Listener, opening: LazyOpening) -> None:
             while True:
-                end.offer(await listener.accept())  # type: ignore[attr-defined]
+                opening.offer(await listener.accept())
 
-        def caller(address: str, identity: Identity) -> Channel:
-            return transport.connect(address, SMALL, KEY, identity)  # type: ignore[return-value]
-
-        one = LazyChannel(THERE, scheme, lambda: caller(there.address, HERE), True, SMALL)  # type: ignore[arg-type, return-value]
-        two = LazyChannel(HERE, scheme, lambda: caller(here.address, THERE), False, SMALL)  # type: ignore[arg-type, return-value]
-        accepting = [asyncio.ensure_future(accept(here, one)), asyncio.ensure_future(accept(there, two))]
+        one, opening_one = lazy(THERE, scheme, partial(transport.connect, there.address, SMALL, KEY, HERE), True)
+        two, opening_two = lazy(HERE, scheme, partial(transport.connect, here.address, SMALL, KEY, THERE), False)
+        accepting = [asyncio.ensure_future(accept(here, opening_one)), asyncio.ensure_future(accept(there, opening_two))]
         try:
             yield one, two
         finally:
@@ -126,10 +140,10 @@ async def test_channel_opens_at_the_first_send_of_either_end(scheme: str, speake
         receiving = [asyncio.ensure_future(receive_all(end, 0, 5)) for end in (one, two)]
         for _ in range(20):
             await asyncio.sleep(0)
-        assert one.state is two.state is LazyState.IDLE
+        assert states(one, two) == {OpeningState.IDLE}
         speakers = {"first": [one], "second": [two], "both": [one, two]}[speaker]
 
-        async def speak(end: LazyChannel) -> None:
+        async def speak(end: LinkChannel) -> None:
             for number in range(5):
                 if not end.send_nowait(numbered(number)):
                     await end.send(numbered(number))
@@ -139,7 +153,7 @@ async def test_channel_opens_at_the_first_send_of_either_end(scheme: str, speake
             if end not in speakers:
                 await speak(end)
         await asyncio.gather(*receiving)
-        assert one.state is two.state is LazyState.READY
+        assert states(one, two) == {OpeningState.READY}
         assert one.statistics().messages_sent == two.statistics().messages_received in (5, 6)  # whoever was called has marked it ready
 
 
@@ -147,7 +161,7 @@ async def test_a_call_that_fails_is_a_broken_channel() -> None:
     async def call() -> Channel:
         raise AddressError("no process listens at inproc://x")
 
-    end = LazyChannel(THERE, "inproc", call, True, SMALL)
+    end = lazy(THERE, "inproc", call, True)[0]
     receiving = asyncio.ensure_future(end.recv())
     with pytest.raises(BrokenChannelError, match="inproc: no process listens"):
         await end.send(numbered(0))
@@ -159,10 +173,12 @@ async def test_a_call_that_fails_is_a_broken_channel() -> None:
 
 async def test_a_handshake_that_is_hung_up_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known about the peer then; only when no process listens there, the link is lost at once."""
-    monkeypatch.setattr(lazy_channel, "RETRY_SECONDS", (0.001, 0.001, 0.001))
+    monkeypatch.setattr(lazy_opening, "RETRY_SECONDS", (0.001, 0.001, 0.001))
     errors: list[TransportError] = [HandshakeError("hung up"), BrokenChannelError("reset"), UnavailableError("no descriptor")]
     async with asyncio.timeout(20), two_ends("inproc") as (one, two):
-        (call,), one._calls = one._calls, (lambda: flaky(),)
+        opening = one._opening
+        assert opening is not None
+        (call,), opening._calls = opening._calls, (lambda: flaky(),)
 
         async def flaky() -> Channel:
             if errors:
@@ -178,7 +194,7 @@ async def test_a_handshake_that_is_hung_up_is_tried_again(monkeypatch: pytest.Mo
         raise HandshakeError("hung up")
 
     calls: list[None] = []
-    end = LazyChannel(THERE, "inproc", hang_up, True, SMALL)
+    end = lazy(THERE, "inproc", hang_up, True)[0]
     with pytest.raises(BrokenChannelError, match="inproc: hung up"):
         await end.send(numbered(0))
     assert len(calls) == 4
@@ -190,7 +206,7 @@ async def test_a_message_that_is_too_large_is_refused_at_once_and_opens_nothing(
         large = SMALL.max_message_bytes + 1
         with pytest.raises(LimitError, match=str(large)):
             one.send_nowait(Message("data", tensors=(Tensor(TensorSpec("uint8", (large,)), bytes(large)),)))
-        assert one.state is LazyState.IDLE
+        assert states(one) == {OpeningState.IDLE}
 
 
 @pytest.mark.parametrize("plan", ["out.delay:0.05@0", "out.delay:0.02@100%"])
@@ -225,8 +241,9 @@ async def test_no_message_overtakes_the_mark_on_a_full_channel() -> None:
     for is_closed_first in (False, True):
         ours, theirs = Full.pair(SMALL, HERE, THERE)
         assert isinstance(ours, Full)
-        end = LazyChannel(THERE, "inproc", call, False, SMALL)
-        end.offer(ours)
+        assert isinstance(theirs, Full)
+        end, opening = lazy(THERE, "inproc", call, False)
+        opening.offer(ours)
         sending = asyncio.ensure_future(end.send(numbered(0)))
         await asyncio.sleep(0)
         if is_closed_first:
@@ -238,9 +255,9 @@ async def test_no_message_overtakes_the_mark_on_a_full_channel() -> None:
         ours.is_open = True
         assert not end.send_nowait(numbered(1)), "the mark has not gone yet"
         await sending
-        theirs.is_open = True  # type: ignore[attr-defined]
+        theirs.is_open = True
         async with asyncio.timeout(20):
-            assert (await theirs.recv()).kind == lazy_channel.READY_KIND
+            assert (await theirs.recv()).kind == lazy_opening.READY_KIND
             await receive_all(theirs, 0, 1)
         await end.aclose()
         await theirs.aclose()
@@ -262,7 +279,7 @@ async def test_closing_before_the_first_use_and_while_it_calls() -> None:
         raise AssertionError
 
     for speak in (False, True):
-        end = LazyChannel(THERE, "inproc", call, True, SMALL)
+        end = lazy(THERE, "inproc", call, True)[0]
         receiving = asyncio.ensure_future(end.recv())
         if speak:
             assert not end.send_nowait(numbered(0))

@@ -1,4 +1,5 @@
-"""A channel that survives its transport: when the transport breaks, both ends reconnect over the next one and lose no message.
+"""The channel of a link that is opened at its first use, or that survives its transport: when the transport breaks, both ends reconnect
+over the next one and lose no message. lazy_opening.py opens a channel at its first use.
 
 resend_buffer.py records sent and received messages. flowrt/launcher/transport_choice.py lists the transports to fall back to.
 
@@ -21,9 +22,11 @@ from hashlib import sha256
 
 import msgspec
 
+from flowrt.actors.lazy_opening import Call, LazyOpening
 from flowrt.actors.resend_buffer import ResendBuffer
 from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Transport
 from flowrt.transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, TransportError
+from flowrt.transports.wire.codec import check_limits
 from flowrt.transports.wire.message import Message
 
 MEET_SECONDS = 2.0  # how long an end waits for the other at each transport; the launcher reports a dead peer meanwhile
@@ -41,28 +44,32 @@ class _Count(msgspec.Struct, frozen=True):
     number: int
 
 
-class FallbackChannel(Channel):
-    """One end of a link over `channel`; after a break, over the channel that `reopen` opens for the next of `schemes`.
+class LinkChannel(Channel):
+    """One end of a link to `peer`. Call `open_over` with its channel over `scheme`, or `open_lazily`.
 
-    `recv` performs the fallback, so a task must be waiting in it, as in every link. It raises BrokenChannelError when no transport is left.
+    After a break, the link continues over the channel that `reopen` opens for the next of `schemes`, if there are any. `recv` performs the
+    fallback, so a task must be waiting in it, as in every link. It raises BrokenChannelError when no transport is left. `limits` are those
+    of every channel, enforced before one is open.
     """
 
-    def __init__(self, channel: Channel, schemes: Sequence[str], reopen: Reopen) -> None:
-        self.peer = channel.peer
+    def __init__(self, peer: Identity, scheme: str, limits: Limits, schemes: Sequence[str], reopen: Reopen) -> None:
+        self.peer = peer
         self.buffer = ResendBuffer()
+        self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._channel: Channel | None = channel
+        self._opening: LazyOpening | None = None
+        self._channel: Channel | None = None
+        self._can_fall_back = bool(schemes)
         self._schemes = deque(schemes)
         self._reopen = reopen
         self._past = ChannelStatistics()  # of channels that broke
         self._opened: asyncio.Future[None] = self._loop.create_future()  # done when there is a channel to try, or none will be
         self._resending: asyncio.Task[None] | None = None
         self._current: asyncio.Future[Channel] = self._loop.create_future()  # gives the channel in use, or the next one
-        self._current.set_result(channel)
         self._failure: str | None = None
         self._closed = self._ended = self._receiving = False
         self.broken_schemes: list[str] = []
-        self._scheme_lost = ""
+        self._scheme_lost = scheme  # of the last channel, or of the first one to open
         self._num_waiting = 0  # calls of `send` that wait in the channel
 
     @property
@@ -70,11 +77,32 @@ class FallbackChannel(Channel):
         """The scheme of the channel in use, or of the last one."""
         return self._scheme_lost if self._channel is None else self._channel.scheme
 
+    # Opening.
+
+    def open_lazily(self, calls: Sequence[Call], first: bool) -> LazyOpening:
+        """Open at the first send of either end. `calls` and `first` are those of LazyOpening."""
+        self._opening = LazyOpening(self.peer, self.scheme, calls, first, self.open_over, self._fail)
+        return self._opening
+
+    def open_over(self, channel: Channel) -> None:
+        """Use `channel`, the first one of this link."""
+        self._channel = channel
+        self._current.set_result(channel)
+        if not self._can_fall_back:  # from here on this wrapper costs nothing: calls go to the channel's own methods
+            self.send_nowait = channel.send_nowait  # type: ignore[method-assign]
+            self.send = channel.send  # type: ignore[method-assign]
+            self.recv_nowait = channel.recv_nowait  # type: ignore[method-assign]
+            self.recv = channel.recv  # type: ignore[method-assign]
+        self._wake()
+
     # Sending.
 
     def send_nowait(self, message: Message) -> bool:
         channel = self._channel
         if channel is None or self._resending is not None or self._num_waiting:
+            if self._opening is not None:
+                check_limits(message, message.payload_bytes, self._limits)  # now, while its sender can get the error
+                self._opening.want()
             self._raise_if_ended()
             return False
         if self.buffer.is_ack_due():
@@ -89,6 +117,9 @@ class FallbackChannel(Channel):
         return True
 
     async def send(self, message: Message) -> None:
+        if not self._can_fall_back:
+            await (await self._usable_channel()).send(message)
+            return
         kept = False
         while not kept:
             channel = await self._usable_channel()
@@ -121,6 +152,8 @@ class FallbackChannel(Channel):
             if self._resending is not None:
                 await asyncio.wait([self._resending])
             elif self._channel is None:
+                if self._opening is not None:
+                    self._opening.want()
                 await asyncio.wait([self._opened])
             else:
                 return self._channel
@@ -258,6 +291,7 @@ class FallbackChannel(Channel):
     def _fail(self, reason: str) -> None:
         if self._failure is None:
             self._failure = reason
+        self._current.cancel()  # if it was not open yet
         self._wake()
 
     def _wake(self) -> None:
@@ -275,6 +309,8 @@ class FallbackChannel(Channel):
     async def aclose(self) -> None:
         self._closed = True
         self._wake()
+        if self._opening is not None:
+            await self._opening.aclose()
         tasks = [task for task in (self._resending, self._current) if task is not None]
         for task in tasks:
             task.cancel()
@@ -295,11 +331,12 @@ class FallbackChannel(Channel):
 
     @property
     def closed(self) -> bool:
-        return self._closed or self._failure is not None
+        has_ended = not self._can_fall_back and self._channel is not None and self._channel.closed
+        return self._closed or self._failure is not None or has_ended
 
     def statistics(self) -> ChannelStatistics:
         """Totals over all channels, including protocol messages and resent messages; a dropped duplicate counts as dropped."""
-        found = self._past if self._channel is None else _sum(self._past, self._channel.statistics())
+        found = _sum(self._past, ChannelStatistics() if self._channel is None else self._channel.statistics())
         found.messages_dropped += self.buffer.num_duplicates
         return found
 

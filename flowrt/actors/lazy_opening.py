@@ -1,0 +1,217 @@
+"""Opens the channel of a lazy link: the end that sends first opens it, without a third process.
+
+A pure table (state, event) -> (state, actions) decides; LazyOpening performs the actions. links.py listens and routes
+incoming connections to their link. The steps of EaaS, section 4.4 (figure 7), correspond to:
+
+    hello: version, identity, endpoint     the transport's handshake: the caller's hello (transports/wire/handshake.py)
+    mirrored response                      the listener's hello and its proof of the key, under both hellos
+    state change notified                  ADOPT below: tasks that wait for the channel continue (link_channel.py)
+    buffers registered, keys exchanged     the caller's proof carries memory, descriptors or endpoint and keys (rendezvous.py)
+    both mark ready                        the accepting end sends READY_KIND on the accepted call; then both ends are READY
+
+If both ends call at once, one channel results: the call of the end that comes first in the graph. That end refuses the other call by
+closing it unmarked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from enum import Enum
+from typing import Any
+
+from flowrt.transports.contract import Channel, Identity
+from flowrt.transports.errors import AddressError, BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
+from flowrt.transports.wire.message import Message
+
+Call = Callable[[], Awaitable[Channel]]
+
+READY_KIND = "opening.ready"
+log = logging.getLogger("flowrt.links")
+RETRY_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # waits between calls, the first one included a call more
+
+
+async def connect_with_retries(call: Call) -> Channel:
+    """The channel of the first call that succeeds. Raises TransportError: AddressError at once, since no process listens there.
+
+    A handshake that was interrupted, or timed out on a busy machine, does not show that the peer has ended, so it is tried again.
+    """
+    for seconds in RETRY_SECONDS:
+        try:
+            return await call()
+        except (AddressError, ClosedChannelError):
+            raise
+        except TransportError:
+            await asyncio.sleep(seconds)
+    return await call()
+
+
+class OpeningState(Enum):
+    IDLE = "idle"  # no message has been sent
+    CALLING = "calling"
+    EXPECTING = "expecting"  # our call was refused in favour of the other end's
+    READY = "ready"
+    LOST = "lost"  # the call failed, and no other came
+    CLOSED = "closed"
+
+
+class OpeningEvent(Enum):
+    WANTED = "wanted"  # a message is to be sent
+    ARRIVED = "arrived"  # the other end's call, proved and accepted
+    OPENED = "opened"  # our call was accepted and marked ready
+    REFUSED = "refused"  # it was accepted and closed again, unmarked
+    FAILED = "failed"  # it was not accepted
+    CLOSE = "close"
+
+
+class OpeningAction(Enum):
+    CALL = "call"
+    ADOPT = "adopt"  # take the channel that came with the event
+    MARK = "mark"  # send READY_KIND on it
+    DROP = "drop"  # close the channel that came with the event
+    HANG_UP = "hang up"  # end our own call
+    FAIL = "fail"  # report that no channel will open
+
+
+_A = OpeningAction
+Step = tuple[OpeningState, tuple[OpeningAction, ...]]
+_OVER = (OpeningState.READY, OpeningState.LOST, OpeningState.CLOSED)
+_COMMON: dict[tuple[OpeningState, OpeningEvent], Step] = {
+    **{(state, OpeningEvent.WANTED): (state, ()) for state in OpeningState},
+    **{(state, OpeningEvent.ARRIVED): (OpeningState.READY, (_A.MARK, _A.ADOPT)) for state in OpeningState},
+    **{(state, OpeningEvent.CLOSE): (OpeningState.CLOSED, ()) for state in OpeningState},
+    (OpeningState.IDLE, OpeningEvent.WANTED): (OpeningState.CALLING, (_A.CALL,)),
+    (OpeningState.CALLING, OpeningEvent.OPENED): (OpeningState.READY, (_A.ADOPT,)),
+    (OpeningState.CALLING, OpeningEvent.FAILED): (OpeningState.LOST, (_A.FAIL,)),
+    (OpeningState.CALLING, OpeningEvent.CLOSE): (OpeningState.CLOSED, (_A.HANG_UP,)),
+    **{(state, event): (state, (_A.DROP,)) for state in _OVER for event in (OpeningEvent.ARRIVED, OpeningEvent.OPENED)},
+    **{(state, event): (state, ()) for state in _OVER for event in (OpeningEvent.REFUSED, OpeningEvent.FAILED)},
+}
+# Where both call at once, the end that comes first in the graph keeps its own call and the other end drops its own.
+FIRST: dict[tuple[OpeningState, OpeningEvent], Step] = {
+    **_COMMON,
+    (OpeningState.CALLING, OpeningEvent.ARRIVED): (OpeningState.CALLING, (_A.DROP,)),
+    (OpeningState.CALLING, OpeningEvent.REFUSED): (OpeningState.LOST, (_A.FAIL,)),
+}
+SECOND: dict[tuple[OpeningState, OpeningEvent], Step] = {
+    **_COMMON,
+    (OpeningState.CALLING, OpeningEvent.ARRIVED): (OpeningState.READY, (_A.HANG_UP, _A.MARK, _A.ADOPT)),
+    (OpeningState.CALLING, OpeningEvent.REFUSED): (OpeningState.EXPECTING, ()),
+}
+
+
+class LazyOpening:
+    """Opens the channel of one end of a lazy link to `peer`: `calls` open one to it, `offer` takes the channels that `peer` opens.
+
+    `calls` are over one transport each, `scheme` is that of the first; they are tried in order. `first`: this end comes first in the graph.
+    Either `on_open` is called, once, with the open channel, or `on_failed`, with the reason.
+    """
+
+    def __init__(
+        self,
+        peer: Identity,
+        scheme: str,
+        calls: Sequence[Call],
+        first: bool,
+        on_open: Callable[[Channel], None],
+        on_failed: Callable[[str], None],
+    ) -> None:
+        self.state = OpeningState.IDLE
+        self._peer, self._scheme, self._calls = peer, scheme, calls
+        self._table = FIRST if first else SECOND
+        self._on_open, self._on_failed = on_open, on_failed
+        self._loop = asyncio.get_running_loop()
+        self._unmarked: Channel | None = None  # the peer's call, until it has room for the mark
+        self._calling: asyncio.Task[None] | None = None
+        self._beside: set[asyncio.Task[None]] = set()  # late marks, channels that are dropped
+        self._reason = ""
+
+    def want(self) -> None:
+        """Open the channel: a message is to be sent."""
+        self._step(OpeningEvent.WANTED)
+
+    def offer(self, channel: Channel) -> None:
+        """Take a channel that the peer has opened."""
+        self._step(OpeningEvent.ARRIVED, channel)
+
+    async def aclose(self) -> None:
+        """End all calls. The channel that has opened stays open."""
+        self._step(OpeningEvent.CLOSE)
+        if self._unmarked is not None:
+            await self._unmarked.aclose()
+        tasks = [task for task in (self._calling, *self._beside) if task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _step(self, event: OpeningEvent, channel: Channel | None = None) -> None:
+        self.state, actions = self._table[self.state, event]
+        for action in actions:
+            match action, channel:
+                case OpeningAction.CALL, _:
+                    self._calling = self._loop.create_task(self._open(), name=f"call {self._peer.name}")
+                case OpeningAction.HANG_UP, _:
+                    if self._calling is not None:
+                        self._calling.cancel()
+                case OpeningAction.MARK, Channel():
+                    if not self._mark(channel):  # the mark must go first: adopt the channel once it is sent
+                        self._unmarked = channel
+                        self._aside(self._adopt_late(channel), "ready")
+                        return
+                case OpeningAction.ADOPT, Channel():
+                    self._on_open(channel)
+                case OpeningAction.DROP, Channel():
+                    self._aside(channel.aclose(), "too late")
+                case OpeningAction.FAIL, _:
+                    self._on_failed(self._reason)
+                case _:
+                    raise AssertionError(f"{event} came without a channel to {action.value}")
+
+    def _mark(self, channel: Channel) -> bool:
+        """False when the channel has no room for the mark now."""
+        try:
+            return channel.send_nowait(Message(READY_KIND))
+        except TransportError:  # it has ended already: the reader will notice
+            return True
+
+    async def _adopt_late(self, channel: Channel) -> None:
+        with contextlib.suppress(TransportError):
+            await channel.send(Message(READY_KIND))
+        self._unmarked = None
+        if self.state is OpeningState.READY:
+            self._on_open(channel)
+
+    def _aside(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Ended and awaited by `aclose`."""
+        task = self._loop.create_task(work, name=f"{name}, to {self._peer.name}")
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+    async def _open(self) -> None:
+        event, reasons = OpeningEvent.FAILED, []
+        for call in self._calls:
+            try:
+                channel = await connect_with_retries(call)
+            except TransportError as error:
+                reasons.append(f"{self._scheme}: {error}" if call is self._calls[0] else str(error))
+                continue
+            try:
+                marked = (await channel.recv()).kind == READY_KIND
+            except (EndOfChannel, BrokenChannelError):
+                marked = False
+            except asyncio.CancelledError:
+                await channel.aclose()
+                raise
+            if marked:
+                if reasons:
+                    log.warning("the lazy channel to %s opens over %s (%s)", self._peer.name, channel.scheme, "; ".join(reasons))
+                self._step(OpeningEvent.OPENED, channel)
+                return
+            await channel.aclose()
+            event = OpeningEvent.REFUSED
+            reasons.append(f"{self._peer.name} has refused the call")
+            if self._table is SECOND:
+                break  # in favour of its own call, which comes
+        self._reason = "; ".join(reasons)
+        self._step(event)
