@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from flowrt.operators.kernels.choice import kernels_for
 
 UNAVAILABLE = -1  # the server number of an unavailable expert
+PartFields: TypeAlias = tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]  # those of Part, in order
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,5 +83,4 @@ def _by_server(
 ) -> list[Part]:
     """Parts of the pairs `pair_P` of the step; None: all pairs, in order."""
     kernels = kernels_for(torch.float32, expert_P.device)  # the kernels only move the weights, whatever their dtype
-    table = replicas.servers_EB, replicas.num_replicas_E, replicas.num_servers
-    return [Part(*fields) for fields in kernels.partition_by_server(pair_P, expert_P, weight_P, positions_T, num_active, *table)]
+    return [Part(*fields) for fields in kernels.partition_by_server(pair_P, expert_P, weight_P, positions_T, num_active, replicas)]

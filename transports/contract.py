@@ -206,6 +206,10 @@ class Channel(Closable):
         raise UnavailableError(f"{self.scheme} has no windows")
 
     @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Breaks the channel for both ends; `reason` is the text of BrokenChannelError on this side."""
+
+    @abstractmethod
     async def aclose(self) -> None:
         """Closes this end, as the contract says. Returns when only aliased buffers of the channel are left."""
 

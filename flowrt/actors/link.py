@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 
-from flowrt.actors.link_channel import LinkChannel
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
 from flowrt.transports.contract import Channel, ChannelStatistics, Identity
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
@@ -57,10 +56,6 @@ class Link:
 
     def statistics(self) -> ChannelStatistics:
         return self._channel.statistics()
-
-    def fallback_text(self) -> str:
-        """User-readable account of the transport fallbacks; empty while the first transport works."""
-        return self._channel.text() if isinstance(self._channel, LinkChannel) else ""
 
     def post(self, message: Message) -> None:
         """Send soon, in order. Raises OverflowError for more messages than the graph's credits allow, and LimitError or

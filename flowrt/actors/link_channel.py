@@ -57,7 +57,7 @@ class LinkChannel(Channel):
         self.buffer = ResendBuffer()
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._opening: LazyOpening | None = None
+        self.opening: LazyOpening | None = None  # of a lazy link
         self._channel: Channel | None = None
         self._can_fall_back = bool(schemes)
         self._schemes = deque(schemes)
@@ -81,8 +81,8 @@ class LinkChannel(Channel):
 
     def open_lazily(self, calls: Sequence[Call], first: bool) -> LazyOpening:
         """Open at the first send of either end. `calls` and `first` are those of LazyOpening."""
-        self._opening = LazyOpening(self.peer, self.scheme, calls, first, self.open_over, self._fail)
-        return self._opening
+        self.opening = LazyOpening(self.peer, self.scheme, calls, first, self.open_over, self._fail)
+        return self.opening
 
     def open_over(self, channel: Channel) -> None:
         """Use `channel`, the first one of this link."""
@@ -100,9 +100,9 @@ class LinkChannel(Channel):
     def send_nowait(self, message: Message) -> bool:
         channel = self._channel
         if channel is None or self._resending is not None or self._num_waiting:
-            if self._opening is not None:
+            if self.opening is not None:
                 check_limits(message, message.payload_bytes, self._limits)  # now, while its sender can get the error
-                self._opening.want()
+                self.opening.want()
             self._raise_if_ended()
             return False
         if self.buffer.is_ack_due():
@@ -152,8 +152,8 @@ class LinkChannel(Channel):
             if self._resending is not None:
                 await asyncio.wait([self._resending])
             elif self._channel is None:
-                if self._opening is not None:
-                    self._opening.want()
+                if self.opening is not None:
+                    self.opening.want()
                 await asyncio.wait([self._opened])
             else:
                 return self._channel
@@ -306,11 +306,16 @@ class LinkChannel(Channel):
 
     # Closing.
 
+    def abort(self, reason: str) -> None:
+        if self._channel is not None:
+            self._channel.abort(reason)
+        self._fail(reason)
+
     async def aclose(self) -> None:
         self._closed = True
         self._wake()
-        if self._opening is not None:
-            await self._opening.aclose()
+        if self.opening is not None:
+            await self.opening.aclose()
         tasks = [task for task in (self._resending, self._current) if task is not None]
         for task in tasks:
             task.cancel()

@@ -76,7 +76,7 @@ class Links:
         self._listeners: dict[str, Listener] = {}
         self._callers = Callers()
         self._links: dict[tuple[str, str], Link] = {}
-        self._openings: dict[tuple[str, str], LazyOpening] = {}  # of lazy links
+        self._channels: dict[tuple[str, str], LinkChannel] = {}  # of links that are lazy or can fall back
         self._running: asyncio.TaskGroup | None = None
         self._readers: dict[tuple[str, str], asyncio.Task[None] | None] = {}  # of links that are up
         self._meeting: dict[Identity, list[asyncio.Task[None]]] = {}  # incarnations that join now, and the connects in progress
@@ -90,7 +90,7 @@ class Links:
 
     def fallbacks(self) -> tuple[str, ...]:
         """One sentence per link whose transport broke, with the result."""
-        return tuple(text for link in self._links.values() if (text := link.fallback_text()))
+        return tuple(text for channel in self._channels.values() if (text := channel.text()))
 
     async def listen(self) -> dict[str, str]:
         """Listen on each scheme on which a peer connects, now or in a later incarnation; returns scheme -> address."""
@@ -265,9 +265,8 @@ class Links:
         """Prepare a lazy link."""
         calls = [partial(self._dial, plan, scheme, addresses[scheme]) for scheme in self._first_schemes(plan) if scheme in addresses]
         channel = self._link_channel(plan, peer)
-        opening = self._openings[plan.peer, plan.scheme] = channel.open_lazily(calls, plan.connects)
         self._add_link(plan, channel)
-        return opening
+        return channel.open_lazily(calls, plan.connects)
 
     @asynccontextmanager
     async def _accepting(self) -> AsyncIterator[None]:
@@ -290,11 +289,13 @@ class Links:
         plan = next((plan for plan in self._plans.values() if plan.peer == peer.name and scheme in self._first_schemes(plan)), None)
         if plan is None or self._incarnations.has_ended(peer):
             return channel
-        link, lazy = self._links.get((peer.name, plan.scheme)), self._openings.get((peer.name, plan.scheme))
+        key = peer.name, plan.scheme
+        link = self._links.get(key)
         if link is not None and link.peer == peer:
-            if lazy is None:
+            opening = self._channels[key].opening if plan.is_lazy else None
+            if opening is None:
                 return channel
-            lazy.offer(self._wrap(plan, channel))
+            opening.offer(self._wrap(plan, channel))
             return None
         is_first = link is None and peer == self._incarnations.current(peer.name)
         return self._callers.put(channel, scheme) if is_first or peer.name in self._tolerated else channel
@@ -309,7 +310,8 @@ class Links:
     def _link_channel(self, plan: LinkPlan, peer: Identity) -> LinkChannel:
         wrap = partial(self._wrap, plan)
         reopen = reopener(plan.connects, self._transport, plan.limits, self._key, self._identity, peer, wrap)
-        return LinkChannel(peer, plan.scheme, plan.limits, plan.fallbacks, reopen)
+        channel = self._channels[plan.peer, plan.scheme] = LinkChannel(peer, plan.scheme, plan.limits, plan.fallbacks, reopen)
+        return channel
 
     def _add_link(self, plan: LinkPlan, channel: Channel) -> None:
         self._links[plan.peer, plan.scheme] = Link(channel, plan.capacity_messages, partial(self._on_message, plan.peer), self._on_pause)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from flowrt.operators.kernels.cpu import rows as cpu_rows
 from flowrt.operators.kernels.torch import rows as torch_rows
+
+if TYPE_CHECKING:
+    from flowrt.operators.dispatch import PartFields, ReplicaTable
 
 
 class Kernels(Protocol):
@@ -23,17 +26,8 @@ class Kernels(Protocol):
     def topk_softmax(self, logits_TE: Tensor, num_active: int, scale: float, dtype: torch.dtype, /) -> tuple[Tensor, Tensor]: ...
 
     def partition_by_server(
-        self,
-        pair_P: Tensor | None,
-        expert_P: Tensor,
-        weight_P: Tensor,
-        positions_T: Tensor,
-        num_active: int,
-        servers_EB: Tensor,
-        num_replicas_E: Tensor,
-        num_servers: int,
-        /,
-    ) -> list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]: ...
+        self, pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, table: ReplicaTable, /
+    ) -> list[PartFields]: ...
 
     def sort_by_expert(
         self, x_RH: Tensor, row_P: Tensor, expert_P: Tensor, place_E: Tensor, num_held: int, /

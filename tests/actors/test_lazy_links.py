@@ -73,7 +73,12 @@ async def workers(
 
 
 def states(links: dict[str, Links], scheme: str) -> dict[str, OpeningState]:
-    return {f"{name}{peer}": opening.state for name, each in links.items() for (peer, _), opening in each._openings.items()}
+    return {
+        f"{name}{peer}": channel.opening.state
+        for name, each in links.items()
+        for (peer, _), channel in each._channels.items()
+        if channel.opening is not None
+    }
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

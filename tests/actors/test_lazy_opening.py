@@ -104,7 +104,7 @@ def lazy(peer: Identity, scheme: str, call: Call, first: bool) -> tuple[LinkChan
 
 
 def states(*ends: LinkChannel) -> set[OpeningState]:
-    return {end._opening.state for end in ends if end._opening is not None}
+    return {end.opening.state for end in ends if end.opening is not None}
 
 
 @asynccontextmanager
@@ -176,7 +176,7 @@ async def test_a_handshake_that_is_hung_up_is_tried_again(monkeypatch: pytest.Mo
     monkeypatch.setattr(lazy_opening, "RETRY_SECONDS", (0.001, 0.001, 0.001))
     errors: list[TransportError] = [HandshakeError("hung up"), BrokenChannelError("reset"), UnavailableError("no descriptor")]
     async with asyncio.timeout(20), two_ends("inproc") as (one, two):
-        opening = one._opening
+        opening = one.opening
         assert opening is not None
         (call,), opening._calls = opening._calls, (lambda: flaky(),)
 

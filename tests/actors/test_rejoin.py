@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from flowrt.actors import fallback
+from flowrt.actors import link_channel
 from flowrt.actors.incarnations import Incarnations
 from flowrt.actors.link import BadMessageError
 from flowrt.actors.link_plan import LinkPlan
@@ -335,7 +335,7 @@ async def test_another_process_at_the_address_is_not_the_new_incarnation() -> No
 
 
 async def test_one_that_would_fall_back_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback, "MEET_SECONDS", 3600.0)
+    monkeypatch.setattr(link_channel, "MEET_SECONDS", 3600.0)
     async with world("faulty+shm?drop@3", True, fallbacks=("zmq",)) as w:
         await until(lambda: ("a", w.scheme) in w.servers["b1"]._links)
         server = w.servers["b1"]["a", w.scheme]._channel
@@ -350,7 +350,7 @@ async def test_one_that_would_fall_back_is_dropped_at_once(monkeypatch: pytest.M
         await until(lambda: ("a", w.scheme) in w.servers["b2"]._links)
         w.post("b2", 0, 1)
         await until(lambda: steps(w.per_incarnation["b2"]) == [0, 1])
-        assert not w.client["b", w.scheme].fallback_text()
+        assert not [text for text in w.client.fallbacks() if text.startswith("b:")]
 
 
 async def test_emulated_links_are_lost_and_joined_alike() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from flowrt.operators.attention_plan import PagedRows, StepPlan
+from flowrt.operators.dispatch import ReplicaTable
 from flowrt.operators.kernels.cpu import rows
 from flowrt.operators.kv_pages import KvPages
 
@@ -89,9 +90,8 @@ def partition_by_server(name: str) -> Callable[[torch.Tensor], None]:
         servers_EB = indices["servers"].view(-1, 2)
         num_experts = len(servers_EB)
         experts = indices["experts"] % num_experts if name == "servers" else indices["experts"]
-        rows.partition_by_server(
-            indices["pairs"], experts, torch.ones(COUNT), indices["positions"], 1, servers_EB, indices["copies"][:num_experts], 1
-        )
+        table = ReplicaTable(servers_EB, indices["copies"][:num_experts], 1)
+        rows.partition_by_server(indices["pairs"], experts, torch.ones(COUNT), indices["positions"], 1, table)
 
     return call
 

@@ -93,8 +93,7 @@ def by_torch(
     num_active: int,
     table: ReplicaTable,
 ) -> list[Part]:
-    tables = table.servers_EB, table.num_replicas_E, table.num_servers
-    return [Part(*fields) for fields in torch_rows.partition_by_server(pair_P, expert_P, weight_P, positions_T, num_active, *tables)]
+    return [Part(*fields) for fields in torch_rows.partition_by_server(pair_P, expert_P, weight_P, positions_T, num_active, table)]
 
 
 def equal_parts(found: list[Part], expected: list[Part]) -> None:

@@ -256,8 +256,8 @@ BUGS: tuple[Bug, ...] = (
     # lazy and fallback channels, the resend buffer
     body("offer-dropped", "an incoming connection of a lazy channel is dropped", LAZY, "LazyOpening.offer", "pass"),
     bug("lazy-channel-never-opened", "sending does not open a lazy channel", (
-        FALLBACK, "LinkChannel.send_nowait", "self._opening.want()", "pass"), (
-        FALLBACK, "LinkChannel._usable_channel", "self._opening.want()", "pass")),
+        FALLBACK, "LinkChannel.send_nowait", "self.opening.want()", "pass"), (
+        FALLBACK, "LinkChannel._usable_channel", "self.opening.want()", "pass")),
     bug("resend-buffer-empty", "messages sent at once are not kept for resending", (
         FALLBACK, "LinkChannel.send_nowait", "self.buffer.kept.append(message)", "pass")),
     body("resent-accepted-twice", "a message resent after a fallback is accepted twice", RESEND_BUFFER, "ResendBuffer.is_new", "self.received += 1\nreturn True"),

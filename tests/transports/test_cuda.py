@@ -106,7 +106,7 @@ class HostDriver(Driver):
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     """Stands in for the GPU; at the end all that was taken of it must be given back."""
     made = HostDriver()
-    monkeypatch.setattr(cuda_driver, "load", lambda: made)
+    monkeypatch.setattr(cuda_driver, "Driver", lambda: made)
     monkeypatch.setattr(cuda_driver, "unavailable_reason", lambda: None)
     yield made
     gc.collect()

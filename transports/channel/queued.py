@@ -84,10 +84,6 @@ class QueuedChannel(Channel):
         """Called before `send` waits. Returns True when the channel has room meanwhile, so that `send` must not wait."""
         return False
 
-    def abort(self, reason: str) -> None:
-        """Breaks the channel for both ends; `reason` is the text of BrokenChannelError on this side."""
-        self._break(reason)
-
     # The contract.
 
     def send_nowait(self, message: Message) -> bool:
@@ -147,6 +143,9 @@ class QueuedChannel(Channel):
 
     async def opened(self) -> None:
         """Waits until the peer has confirmed the channel. Raises HandshakeError."""
+
+    def abort(self, reason: str) -> None:
+        self._break(reason)
 
     async def aclose(self) -> None:
         if self._shutdown is not None:

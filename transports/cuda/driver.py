@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from abc import ABC, abstractmethod
 from functools import cache
 from typing import Any
 
@@ -26,60 +25,13 @@ class DriverError(Exception):
     """A call of the driver failed; the text has the call and the driver's error name. It never leaves the package `transports`."""
 
 
-class Driver(ABC):
-    """Access to the memory of one device. A pointer is an int. `fence` and `passed` report when all earlier work is complete."""
-
-    @abstractmethod
-    def allocate(self, nbytes: int) -> int:
-        """Allocates device memory, aligned to at least 256 bytes, and returns its pointer."""
-
-    @abstractmethod
-    def free(self, pointer: int) -> None:
-        """Frees a pointer from `allocate`."""
-
-    @abstractmethod
-    def export(self, pointer: int) -> bytes:
-        """Returns a handle of HANDLE_BYTES bytes, with which another process can open the allocation."""
-
-    @abstractmethod
-    def open(self, handle: bytes) -> int:
-        """Maps the allocation that another process has exported and returns its pointer; pass it to `close` afterwards."""
-
-    @abstractmethod
-    def close(self, pointer: int) -> None:
-        """Unmaps a pointer from `open`."""
-
-    @abstractmethod
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Queues a copy from device to device, in order with all other work, and returns at once."""
-
-    @abstractmethod
-    def read(self, target: bytearray, source: int) -> None:
-        """Fills `target` from the device and returns when the copy is complete."""
-
-    @abstractmethod
-    def write(self, target: int, source: memoryview) -> None:
-        """Copies all of `source` to the device and returns when `source` may be changed again."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Waits for all earlier work, including torch's work on its default stream."""
-
-    @abstractmethod
-    def fence(self) -> object:
-        """Returns a marker that follows all earlier work."""
-
-    @abstractmethod
-    def passed(self, fence: object) -> bool:
-        """Whether all work before `fence` is complete. After True, do not call it again with this fence."""
-
-
 class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
 
 
-class CUDADriver(Driver):
-    """The driver for the device of the current context, or for device 0. Raises UnavailableError."""
+class Driver:
+    """Access to the memory of the device of the current context, or of device 0. Raises UnavailableError. A pointer is an int. `fence` and
+    `passed` report when all earlier work is complete."""
 
     def __init__(self) -> None:
         reason = unavailable_reason()
@@ -95,50 +47,61 @@ class CUDADriver(Driver):
         self._context = context
 
     def allocate(self, nbytes: int) -> int:
+        """Allocates device memory, aligned to at least 256 bytes, and returns its pointer."""
         pointer = ctypes.c_uint64()
         self._use("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(max(nbytes, 1)))
         return pointer.value
 
     def free(self, pointer: int) -> None:
+        """Frees a pointer from `allocate`."""
         self._use("cuMemFree_v2", ctypes.c_uint64(pointer))
 
     def export(self, pointer: int) -> bytes:
+        """Returns a handle of HANDLE_BYTES bytes, with which another process can open the allocation."""
         handle = _Handle()
         self._use("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
         return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
+        """Maps the allocation that another process has exported and returns its pointer; pass it to `close` afterwards."""
         pointer = ctypes.c_uint64()
         self._use("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_PEER_ACCESS))
         return pointer.value
 
     def close(self, pointer: int) -> None:
+        """Unmaps a pointer from `open`."""
         self._use("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Queues a copy from device to device, in order with all other work, and returns at once."""
         self._use("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), None)
 
     def read(self, target: bytearray, source: int) -> None:
+        """Fills `target` from the device and returns when the copy is complete."""
         if target:
             host = (ctypes.c_char * len(target)).from_buffer(target)
             self._use("cuMemcpyDtoH_v2", host, ctypes.c_uint64(source), ctypes.c_size_t(len(target)))
 
     def write(self, target: int, source: memoryview) -> None:
+        """Copies all of `source` to the device and returns when `source` may be changed again."""
         if source.nbytes:
             host = bytes(source)
             self._use("cuMemcpyHtoD_v2", ctypes.c_uint64(target), host, ctypes.c_size_t(len(host)))
             self.wait()
 
     def wait(self) -> None:
+        """Waits for all earlier work, including torch's work on its default stream."""
         self._use("cuStreamSynchronize", None)
 
     def fence(self) -> object:
+        """Returns a marker that follows all earlier work."""
         event = ctypes.c_void_p()
         self._use("cuEventCreate", ctypes.byref(event), ctypes.c_uint(_DISABLE_TIMING))
         self._use("cuEventRecord", event, None)
         return event
 
     def passed(self, fence: object) -> bool:
+        """Whether all work before `fence` is complete. After True, do not call it again with this fence."""
         status = self._library.cuEventQuery(fence)
         if status == _NOT_READY:
             return False
@@ -165,11 +128,6 @@ class CUDADriver(Driver):
 @cache
 def _library() -> Any:
     return ctypes.CDLL(_LIBRARY)
-
-
-def load() -> Driver:
-    """Returns the driver of this thread's device. Raises UnavailableError."""
-    return CUDADriver()
 
 
 def unavailable_reason() -> str | None:

@@ -267,7 +267,7 @@ class CUDATransport(SocketTransport):
 
     def _accept(self, meeting: Meeting) -> CUDAChannel:
         needed = _area_bytes(meeting.limits)
-        driver = cuda_driver.load()
+        driver = cuda_driver.Driver()
         try:
             area = Area(driver, needed)
         except DriverError as error:

@@ -15,7 +15,6 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
-from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, RemoteWindow, Transport, Window
 from flowrt.transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, InvalidMessageError
 from flowrt.transports.fault_injection.plan import TIMED, Direction, FaultPlan, MessageFault, parse_plan
@@ -170,7 +169,7 @@ class FaultyChannel(Channel):
             elif fault.kind in ("drop", "cut"):
                 messages = []
                 if fault.kind == "drop":
-                    self._fail(f"the connection was dropped at message {number}")
+                    self.abort(f"the connection was dropped at message {number}")
             else:
                 messages, detail = self._damage(messages, direction, number, fault)
             self._note(direction, number, fault.kind, detail)
@@ -193,15 +192,9 @@ class FaultyChannel(Channel):
             if sequence != number:
                 raise WireError(f"message {sequence} came where {number} was due")
         except WireError as error:
-            self._fail(f"message {number} is damaged: {error}")
+            self.abort(f"message {number} is damaged: {error}")
             return [], f"byte {place}: the channel is broken"
         return [damaged, *messages[1:]], f"byte {place}: another message"
-
-    def _fail(self, reason: str) -> None:
-        if self._failure is None:
-            self._failure = reason
-        if isinstance(self._inner, QueuedChannel):
-            self._inner.abort(reason)
 
     def _note(self, direction: Direction, number: int, kind: str, detail: str = "") -> None:
         done = Injected(self.scheme, self._number, direction, number, kind, detail)
@@ -219,6 +212,11 @@ class FaultyChannel(Channel):
             raise ClosedChannelError("this channel was closed")
         if self._failure is not None:
             raise BrokenChannelError(self._failure)
+
+    def abort(self, reason: str) -> None:
+        if self._failure is None:
+            self._failure = reason
+        self._inner.abort(reason)
 
     async def aclose(self) -> None:
         self._closing.set()

@@ -14,13 +14,13 @@ import os
 import sys
 from contextlib import ExitStack
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.channel.rendezvous import Meeting, Offer
 from flowrt.transports.channel.socket_transport import SocketTransport
 from flowrt.transports.contract import Capabilities, ChannelStatistics
-from flowrt.transports.errors import TransportError, UnavailableError
+from flowrt.transports.errors import BrokenChannelError, TransportError, UnavailableError
 from flowrt.transports.shared_memory.ring import PAGE_BYTES, RELEASED, WRITER_SLEEPS, Layout
 from flowrt.transports.shared_memory.ring_reader import RingReader
 from flowrt.transports.shared_memory.ring_writer import RingWriter
@@ -85,33 +85,27 @@ class SharedMemoryChannel(QueuedChannel):
         try:
             return not self._num_senders and self._writer.send(message)
         except WireError as error:
-            return self._cannot_send(error)
+            self._cannot_send(error)
 
     def _window_table(self) -> SharedWindows:
         return self._shared_windows
 
-    def _transmit(self, message: Message) -> bool:
+    def _transmit(self, message: Message, *, in_parts: bool = False) -> bool:
         writer = self._writer
         try:
-            sent = writer.send(message, True)
+            sent = writer.advance(message) if in_parts else writer.send(message, True)
         except WireError as error:
-            return self._cannot_send(error)
+            self._cannot_send(error)
         self._copying = writer.copying
         return sent
 
     def _advance(self, message: Message) -> bool:
-        writer = self._writer
-        try:
-            sent = writer.advance(message)
-        except WireError as error:
-            return self._cannot_send(error)
-        self._copying = writer.copying
-        return sent
+        return self._transmit(message, in_parts=True)
 
-    def _cannot_send(self, error: WireError) -> bool:
+    def _cannot_send(self, error: WireError) -> NoReturn:
         self._break(str(error), nonsense=True)
         self._check_sendable()
-        return False
+        raise BrokenChannelError(str(error))
 
     async def _settle(self) -> None:
         copy_threads = self._writer.copy_threads

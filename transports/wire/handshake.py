@@ -74,8 +74,7 @@ class Handshake:
         payload: Callable[[Limits], bytes] | None = None,
         nonce: bytes | None = None,
     ) -> None:
-        if len(key) != KEY_BYTES:
-            raise HandshakeError(f"a key has {KEY_BYTES} bytes, this one {len(key)}")
+        check_key(key)
         if len(identity.name) > MAX_NAME_CHARACTERS or len(identity.incarnation) > MAX_NAME_CHARACTERS:
             raise HandshakeError(f"an identity's name and incarnation have at most {MAX_NAME_CHARACTERS} characters each")
         self.role = role
@@ -108,7 +107,7 @@ class Handshake:
             raise EvictedError("the listener has too many callers")  # before `payload` is called for a proof in the same data
         reply = b"".join(self._take(kind, body) for kind, body in frames)
         if self.done and self._buffer:
-            raise refused("bytes after the end of the handshake")
+            raise RefusedError("bytes after the end of the handshake")
         return reply
 
     def session_key(self, label: str) -> bytes:
@@ -121,7 +120,7 @@ class Handshake:
         while len(self._buffer) >= _FRAME.size:
             size, kind = _FRAME.unpack_from(self._buffer)
             if size > MAX_FRAME_BYTES:
-                raise refused(f"a handshake frame of {size} bytes, at most {MAX_FRAME_BYTES} are allowed; the peer may not be flowrt")
+                raise RefusedError(f"a handshake frame of {size} bytes, at most {MAX_FRAME_BYTES} are allowed; the peer may not be flowrt")
             if len(self._buffer) < _FRAME.size + size:
                 return
             body = bytes(self._buffer[_FRAME.size : _FRAME.size + size])
@@ -130,7 +129,7 @@ class Handshake:
 
     def _take(self, kind: int, body: bytes) -> bytes:
         if self.done:
-            raise refused("bytes after the end of the handshake")
+            raise RefusedError("bytes after the end of the handshake")
         if kind == _HELLO and not self._peer_hello:
             self._read_hello(body)
             if self.role == "listener":
@@ -140,7 +139,7 @@ class Handshake:
             proof, payload = body[: sha256().digest_size], body[sha256().digest_size :]
             other: Role = "listener" if self.role == "connector" else "connector"
             if not hmac.compare_digest(proof, self._mac(other, payload)):
-                raise refused("the peer does not know the key of this run")
+                raise RefusedError("the peer does not know the key of this run")
             self.done = True
             if self.role == "connector":
                 self.payload = self._make_payload(self.limits) if self._make_payload else b""
@@ -148,28 +147,28 @@ class Handshake:
                     raise HandshakeError(f"a handshake carries at most {MAX_PAYLOAD_BYTES} bytes of payload, not {len(self.payload)}")
                 return _frame(_PROOF, self._mac("connector", self.payload) + self.payload)
             if len(payload) > MAX_PAYLOAD_BYTES:
-                raise refused("too much payload in a handshake")
+                raise RefusedError("too much payload in a handshake")
             self.payload = payload
             return b""
-        raise refused(f"unexpected handshake frame of kind {kind}")
+        raise RefusedError(f"unexpected handshake frame of kind {kind}")
 
     def _read_hello(self, body: bytes) -> None:
         magic, version = _VERSION.unpack_from(body) if len(body) >= _VERSION.size else (b"", 0)
         if magic != _MAGIC:
-            raise refused("the peer does not speak flowrt's protocol")
+            raise RefusedError("the peer does not speak flowrt's protocol")
         if version != PROTOCOL_VERSION:
             reply = _frame(_HELLO, self._hello) if self.role == "listener" else b""
-            raise refused(f"the peer speaks version {version} of the protocol, this process version {PROTOCOL_VERSION}", reply)
+            raise RefusedError(f"the peer speaks version {version} of the protocol, this process version {PROTOCOL_VERSION}", reply)
         try:
             hello = _decode_hello(body[_VERSION.size :])
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise refused(f"a hello that cannot be read: {error}") from error
+            raise RefusedError(f"a hello that cannot be read: {error}") from error
         if len(hello.nonce) != NONCE_BYTES or hello.nonce == self._nonce:
-            raise refused("a hello with a bad nonce")
+            raise RefusedError("a hello with a bad nonce")
         if max(len(hello.name), len(hello.incarnation)) > MAX_NAME_CHARACTERS or min(hello.limits) < 0:
-            raise refused("a hello with an impossible identity or limits")
+            raise RefusedError("a hello with an impossible identity or limits")
         if hello.scheme != self._scheme:
-            raise refused(f"the peer speaks {hello.scheme[:32]!r} here, this process {self._scheme!r}")
+            raise RefusedError(f"the peer speaks {hello.scheme[:32]!r} here, this process {self._scheme!r}")
         self._peer_hello = body
         self.peer = Identity(hello.name, hello.incarnation)
         self.limits = self.limits.smaller(Limits(**dict(zip(Limits.__struct_fields__, hello.limits, strict=True))))
@@ -193,10 +192,6 @@ class RefusedError(HandshakeError):
 
 class EvictedError(HandshakeError):
     """The listener closed the connection to make room for others. The connector may connect again."""
-
-
-def refused(text: str, reply: bytes = b"") -> RefusedError:
-    return RefusedError(text, reply)
 
 
 def check_key(key: bytes) -> None:

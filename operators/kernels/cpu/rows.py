@@ -18,6 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 if TYPE_CHECKING:
     from flowrt.operators.attention_plan import PagedRows, StepPlan
+    from flowrt.operators.dispatch import PartFields, ReplicaTable
     from flowrt.operators.kv_pages import KvPages
 
 try:
@@ -164,17 +165,11 @@ def add_parts(residual_TH: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Te
 
 
 def partition_by_server(
-    pair_P: Tensor | None,
-    expert_P: Tensor,
-    weight_P: Tensor,
-    positions_T: Tensor,
-    num_active: int,
-    servers_EB: Tensor,
-    num_replicas_E: Tensor,
-    num_servers: int,
-) -> list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """The fields of each dispatch.Part. Raises IndexError for a pair whose expert or server does not exist."""
-    expert_P, positions_T, servers_EB, num_replicas_E = _indices(expert_P, positions_T, servers_EB, num_replicas_E)
+    pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, table: ReplicaTable
+) -> list[PartFields]:
+    """See `partition_by_server` in kernels/torch/rows.py. Raises IndexError for a pair whose expert or server does not exist."""
+    num_servers = table.num_servers
+    expert_P, positions_T, servers_EB, num_replicas_E = _indices(expert_P, positions_T, table.servers_EB, table.num_replicas_E)
     weight_P, pair_P = weight_P.contiguous(), None if pair_P is None else _indices(pair_P)[0]
     num_experts, width = servers_EB.shape
     num_pairs, num_shares = len(expert_P), num_servers + 1
@@ -183,8 +178,8 @@ def partition_by_server(
         raise ValueError(f"{num_pairs} pairs do not go with {len(weight_P)} weights and {len(positions_T)} rows of {num_active}")
     out, weights, counts = expert_P.new_empty(4 * num_pairs), torch.empty_like(weight_P), expert_P.new_empty(2 * num_shares)
     pairs = expert_P.data_ptr(), weight_P.data_ptr(), weight_P.itemsize, 0 if pair_P is None else pair_P.data_ptr(), num_pairs, num_active
-    table = positions_T.data_ptr(), servers_EB.data_ptr(), num_replicas_E.data_ptr(), num_experts, width, num_servers
-    _rows.partition_by_server(*pairs, *table, out.data_ptr(), weights.data_ptr(), counts.data_ptr(), len(positions_T))
+    servers = positions_T.data_ptr(), servers_EB.data_ptr(), num_replicas_E.data_ptr(), num_experts, width, num_servers
+    _rows.partition_by_server(*pairs, *servers, out.data_ptr(), weights.data_ptr(), counts.data_ptr(), len(positions_T))
     sizes: list[int] = counts.tolist()
     found = [(share - 1, sizes[2 * share], sizes[2 * share + 1]) for share in range(num_shares) if sizes[2 * share]]
     lengths = [length for _, pairs_of, rows_of in found for length in (pairs_of, pairs_of, pairs_of, rows_of)]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from flowrt.operators.dispatch import PartFields, ReplicaTable
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -44,24 +48,18 @@ def topk_softmax(logits_TE: Tensor, num_active: int, scale: float, dtype: torch.
 
 
 def partition_by_server(
-    pair_P: Tensor | None,
-    expert_P: Tensor,
-    weight_P: Tensor,
-    positions_T: Tensor,
-    num_active: int,
-    servers_EB: Tensor,
-    num_replicas_E: Tensor,
-    num_servers: int,
-) -> list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, table: ReplicaTable
+) -> list[PartFields]:
     """The pairs of each server, by ascending server: the fields of dispatch.Part.
 
     `pair_P` are the indices of the pairs in the step; None: all pairs, in order. The position of the row selects one of the servers of an
     expert in turn. Server -1 stands for an unavailable expert."""
+    servers_EB = table.servers_EB
     if servers_EB.shape[1] == 1:
         server_P = servers_EB[:, 0].index_select(0, expert_P)
     else:
         all_rows = positions_T.repeat_interleave(num_active) if pair_P is None else positions_T.index_select(0, pair_P // num_active)
-        server_P = servers_EB[expert_P, all_rows % num_replicas_E[expert_P]]
+        server_P = servers_EB[expert_P, all_rows % table.num_replicas_E[expert_P]]
     # numpy counts and sorts these few dozen integers in a third of torch's time, and the host waits for a device only once.
     device = server_P.device
     place = torch.from_numpy if device.type == "cpu" else lambda ids: torch.from_numpy(ids).to(device)
