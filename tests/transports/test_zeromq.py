@@ -219,7 +219,7 @@ async def test_unaccepted_channel_ends_in_order_with_a_late_greeting(monkeypatch
     read, late = ZeroMQChannel._read, asyncio.Event()
 
     def read_late(channel: ZeroMQChannel) -> None:
-        if channel._side == "connector" or late.is_set():
+        if not channel._is_listener or late.is_set():
             read(channel)
         else:
             channel._loop.call_later(0.01, channel._read)

@@ -21,6 +21,7 @@ class GreetedChannel(FlowControlledChannel):
 
     def __init__(self, meeting: Meeting) -> None:
         super().__init__(meeting.limits, meeting.peer)
+        self._is_listener = meeting.handshake.role == "listener"
         self.greeted: asyncio.Future[None] = self._loop.create_future()
         self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has received everything, or has ended
         self._peer_watch = PeerWatch(meeting.sock, self._on_peer_end)

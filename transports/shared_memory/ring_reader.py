@@ -10,7 +10,7 @@ from flowrt.transports.channel.blocks import Block, BlockPool, block_bytes
 from flowrt.transports.contract import ChannelStatistics, Limits
 from flowrt.transports.shared_memory import ring
 from flowrt.transports.shared_memory.ring import Layout, pieces, placement
-from flowrt.transports.wire.codec import Envelope, WireError, assemble, decode_envelope, is_repeat
+from flowrt.transports.wire.codec import Envelope, WireError, assemble, decode_envelope, is_repeat, split_buffers
 from flowrt.transports.wire.message import Message
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class RingReader:
                 if len(sizes) == 1 and sizes[0] == payload_bytes and payload is not None:
                     message = self._deliver(envelope, [payload], payload_bytes)
                 elif sum(sizes) == payload_bytes:
-                    message = self._deliver(envelope, _split(payload, sizes) if sizes else [], payload_bytes)
+                    message = self._deliver(envelope, split_buffers(memoryview(payload or b""), 0, sizes) if sizes else [], payload_bytes)
                 else:
                     raise WireError(f"tensors of {sum(sizes)} bytes were announced, {payload_bytes} arrived")
             elif kind == ring.PLACED:
@@ -222,14 +222,3 @@ class _Arriving:
     block: Block | None = None  # the memory of `buffers`, when it is worth reusing
     read: int = 0
     number: int = 0  # of the next chunk
-
-
-def _split(payload: bytearray | None, sizes: list[int]) -> list[object]:
-    """Each tensor's bytes in memory of its own, for alignment."""
-    view = memoryview(payload or b"")
-    buffers: list[object] = []
-    start = 0
-    for size in sizes:
-        buffers.append(bytearray(view[start : start + size]))
-        start += size
-    return buffers

@@ -37,7 +37,6 @@ else:
 
 RECHECK_SECONDS = 0.25  # a sleeping side checks this often by itself, and counts when that was needed
 PATIENT_CHECKS = 20  # during which a wake-up may be on its way after the peer has lowered the flag: it may wait for a processor
-_CONNECTOR, _LISTENER = 0, 1
 
 
 class SharedMemoryChannel(QueuedChannel):
@@ -45,8 +44,9 @@ class SharedMemoryChannel(QueuedChannel):
 
     scheme = "shm"
 
-    def __init__(self, side: int, meeting: Meeting, memory: Memory, layout: Layout, own_wake: int, peer_wake: int) -> None:
+    def __init__(self, meeting: Meeting, memory: Memory, layout: Layout, own_wake: int, peer_wake: int) -> None:
         super().__init__(meeting.limits, meeting.peer)
+        side = int(meeting.handshake.role == "listener")  # also the number of the direction in which this end sends
         incoming = 1 - side
         self._own_wake = own_wake
         self._peer_wake = peer_wake
@@ -220,7 +220,7 @@ class SharedMemoryTransport(SocketTransport):
             memory.populate(0, PAGE_BYTES)  # what every message needs; slots and areas are allocated as they are used
             for direction in range(2):
                 memory.populate(layout.records(direction), layout.records_bytes)
-            channel = SharedMemoryChannel(_CONNECTOR, meeting, memory, layout, *wakes)
+            channel = SharedMemoryChannel(meeting, memory, layout, *wakes)
             os.close(memfd)
             return channel
 
@@ -237,7 +237,7 @@ class SharedMemoryTransport(SocketTransport):
         for descriptor in (peer_wake, own_wake):
             if os.readlink(f"/proc/self/fd/{descriptor}") != "anon_inode:[eventfd]" or os.get_blocking(descriptor):
                 raise WireError("a descriptor that is not a non-blocking eventfd")
-        channel = SharedMemoryChannel(_LISTENER, meeting, Memory(memfd, layout.total_bytes), layout, own_wake, peer_wake)
+        channel = SharedMemoryChannel(meeting, Memory(memfd, layout.total_bytes), layout, own_wake, peer_wake)
         os.close(memfd)
         return channel
 

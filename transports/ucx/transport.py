@@ -30,7 +30,7 @@ from flowrt.transports.channel.socket_transport import SocketTransport
 from flowrt.transports.contract import Capabilities, ChannelStatistics
 from flowrt.transports.ucx.endpoint import IN_PROGRESS, LostError, UCXLink, check_status, unavailable_reason
 from flowrt.transports.ucx.regions import MessageArrival, RegionReceiver, RegionSender
-from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat
+from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat, split_buffers
 
 FRAME_BYTES = 7936  # a whole frame: fits one slot of UCX's ring
 FRAMES_AHEAD = 96  # frames that the peer has not reported as read; UCX's ring has 256 slots
@@ -42,7 +42,6 @@ _READ_SO_FAR = struct.Struct("<Q")  # the head's last field
 _MESSAGE, _REGION, _TAKEN, _WAITING, _CLOSE, _CLOSED, _READ, _GREETING, _ENVELOPE = range(1, 10)
 _BODY_BYTES = FRAME_BYTES - _HEAD_BYTES
 _PROOF_BYTES = 32
-_CONNECTOR, _LISTENER = "connector", "listener"
 
 
 class UCXChannel(GreetedChannel):
@@ -50,9 +49,8 @@ class UCXChannel(GreetedChannel):
 
     scheme = "ucx"
 
-    def __init__(self, side: str, meeting: Meeting, link: UCXLink) -> None:
+    def __init__(self, meeting: Meeting, link: UCXLink) -> None:
         super().__init__(meeting)
-        self._side = side
         self._link = link
         secret = meeting.handshake.session_key("ucx tags")
         self._tag = link.tag(int.from_bytes(secret[:8], "little"))
@@ -75,7 +73,7 @@ class UCXChannel(GreetedChannel):
         self._scheduled = False
         self._open = True
         self._loop.add_reader(link.descriptor, self._turn)
-        if side == _LISTENER:
+        if self._is_listener:
             self.greeted.set_result(None)
             address = link.address()
             self._write(_GREETING, envelope_bytes=len(address), body=self._proof + address)
@@ -245,10 +243,7 @@ class UCXChannel(GreetedChannel):
         payload_bytes = sum(sizes)
         if start + payload_bytes > FRAME_BYTES:
             raise WireError(f"tensors of {payload_bytes} bytes do not fit a frame")
-        buffers: list[object] = []
-        for size in sizes:
-            buffers.append(bytearray(self._in[start : start + size]))
-            start += size
+        buffers = split_buffers(self._in, start, sizes)
         self._in_request = self._link.receive(self._in_array, self._tag)
         if not is_repeat(envelope.sequence, self._expected + len(self._arrivals)):
             self._receiving.arrived(payload_bytes)
@@ -327,14 +322,14 @@ class UCXTransport(SocketTransport):
     def _offer(self, meeting: Meeting, on_failure: ExitStack) -> Offer:
         link = UCXLink()
         on_failure.callback(link.close)
-        return Offer(link.address(), [], lambda meeting: UCXChannel(_CONNECTOR, meeting, link))
+        return Offer(link.address(), [], lambda meeting: UCXChannel(meeting, link))
 
     def _accept(self, meeting: Meeting) -> UCXChannel:
         """Connects to the worker whose address the connector sent under its proof."""
         link = UCXLink()
         try:
             link.connect(meeting.handshake.payload)
-            return UCXChannel(_LISTENER, meeting, link)
+            return UCXChannel(meeting, link)
         except BaseException:
             link.close()
             raise

@@ -162,6 +162,15 @@ def decode_envelope(part: bytes, limits: Limits) -> tuple[Envelope, list[int]]:
     return envelope, sizes
 
 
+def split_buffers(data: bytes | memoryview, start: int, sizes: Sequence[int]) -> list[object]:
+    """Copies of the tensors of `sizes` that lie end to end in `data` from `start` on, each in memory of its own, for alignment."""
+    buffers: list[object] = []
+    for size in sizes:
+        buffers.append(bytearray(data[start : start + size]))
+        start += size
+    return buffers
+
+
 def assemble(envelope: Envelope, buffers: Sequence[object]) -> Message:
     """The message of a checked envelope and the buffers that hold its tensors."""
     if len(buffers) == 1:

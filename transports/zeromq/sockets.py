@@ -21,6 +21,7 @@ from flowrt.transports.wire.handshake import Handshake
 
 try:
     import zmq
+    from zmq.utils import z85
 except ImportError as error:
     missing: str | None = str(error)
 else:
@@ -65,8 +66,6 @@ def public_key(secret: bytes) -> bytes:
 
 
 def _text(key: bytes) -> bytes:
-    from zmq.utils import z85
-
     text: bytes = z85.encode(key)
     return text
 
@@ -159,8 +158,6 @@ class SharedContext:
         if self.authenticator is None:
             self.authenticator = Authenticator(pair.context)
         domain = secrets.token_hex(16)
-        from zmq.utils import z85
-
         self.authenticator.admitted[domain.encode()] = z85.decode(public_key(keys.client))
         pair.set(zmq.CURVE_SERVER, 1)
         pair.set(zmq.CURVE_SECRETKEY, _text(keys.server))

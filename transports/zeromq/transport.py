@@ -32,7 +32,7 @@ from flowrt.transports.channel.rendezvous import Meeting, Offer
 from flowrt.transports.channel.socket_transport import SocketTransport
 from flowrt.transports.contract import Capabilities, ChannelStatistics
 from flowrt.transports.errors import AddressError, UnavailableError
-from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat
+from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat, split_buffers
 from flowrt.transports.zeromq.sockets import INLINE_BYTES, CurveKeys, bind, missing, pair_and_monitor, shared_context
 
 if missing is None:
@@ -47,7 +47,6 @@ _MESSAGE_KIND, _TAKEN_KIND, _WAITING_KIND, _CLOSE_KIND, _CLOSED_KIND, _GREETING_
 _ENDPOINT = re.compile(r"ipc://@flowrt/zmq-data/[0-9a-f]{32}|tcp://(\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}):\d{1,5}")
 CURVE = "curve"  # the one option of an address
 _MESSAGES_AT_ONCE = 64  # read before the event loop turns
-_CONNECTOR, _LISTENER = "connector", "listener"
 
 
 class ZeroMQChannel(GreetedChannel):
@@ -55,15 +54,14 @@ class ZeroMQChannel(GreetedChannel):
 
     scheme = "zmq"
 
-    def __init__(self, side: str, meeting: Meeting, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
+    def __init__(self, meeting: Meeting, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
         super().__init__(meeting)
-        self._side = side
         self._pair = pair
         self._monitor = monitor
         self._frames: list[zmq.Frame] = []
         self._held: set[weakref.ref[object]] = set()  # frames that received tensors alias
-        self._own_greeting = meeting.handshake.session_key(f"zmq {side}")
-        self._peer_greeting = meeting.handshake.session_key(f"zmq {_LISTENER if side == _CONNECTOR else _CONNECTOR}")
+        greetings = [meeting.handshake.session_key(f"zmq {role}") for role in ("connector", "listener")]
+        self._peer_greeting, self._own_greeting = greetings if self._is_listener else reversed(greetings)
         self._reading_soon = False
         self._connections: set[int] = set()  # libzmq's descriptors, as the monitor reports them
         self._is_disconnected = self._is_socket_closed = False
@@ -71,7 +69,7 @@ class ZeroMQChannel(GreetedChannel):
         self._descriptors = (int(pair.get(zmq.FD)), int(monitor.get(zmq.FD)))
         self._loop.add_reader(self._descriptors[0], self._read)
         self._loop.add_reader(self._descriptors[1], self._read_monitor)
-        if side == _LISTENER:
+        if self._is_listener:
             self._write(_GREETING_KIND, self._own_greeting)
         self._read_soon()
         self._loop.call_soon(self._read_monitor)  # the monitor's descriptor also reports changes only
@@ -183,20 +181,17 @@ class ZeroMQChannel(GreetedChannel):
 
     def _greet(self) -> None:
         self.greeted.set_result(None)
-        if self._side == _CONNECTOR:
+        if not self._is_listener:
             self._write(_GREETING_KIND, self._own_greeting)
 
     def _read_data(self, body: bytes, envelope_bytes: int, frames: list[zmq.Frame]) -> None:
         end = _FRAME.size + envelope_bytes
         envelope, sizes = decode_envelope(body[_FRAME.size : end], self.limits)
         payload_bytes = sum(sizes)
-        buffers: list[object] = []
         if len(frames) == 1:
             if end + payload_bytes != len(body):
                 raise WireError(f"tensors of {payload_bytes} bytes were announced, {len(body) - end} came")
-            for size in sizes:
-                buffers.append(bytearray(body[end : end + size]))
-                end += size
+            buffers = split_buffers(body, end, sizes)
         else:
             if len(body) != end or sizes != [len(frame) for frame in frames[1:]]:
                 raise WireError(f"tensors of {sizes[:16]} bytes were announced, other sizes came")
@@ -226,12 +221,12 @@ class ZeroMQChannel(GreetedChannel):
             elif event == zmq.EVENT_DISCONNECTED:
                 self._connections.discard(value)
                 ended = True
-            elif self._side == _LISTENER and event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            elif self._is_listener and event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._on_death()
-            elif self._side == _LISTENER:
+            elif self._is_listener:
                 self._fail("the peer of the handshake refuses the keys of this channel")
         if (
-            ended and not self._connections and (self.greeted.done() or self._side == _LISTENER)
+            ended and not self._connections and (self.greeted.done() or self._is_listener)
         ):  # before the greeting, the ended connection may have been a foreign one
             self._disconnect()
 
@@ -274,7 +269,7 @@ class ZeroMQChannel(GreetedChannel):
 
     async def _shut(self) -> None:
         try:
-            if self.greeted.done() or self._side == _LISTENER:  # the listener greets first, so the peer may already use the channel
+            if self.greeted.done() or self._is_listener:  # the listener greets first, so the peer may already use the channel
                 await self._close_in_order()
         finally:
             if self._death_timer is not None:
@@ -318,7 +313,7 @@ class ZeroMQTransport(SocketTransport):
             endpoint = bind(pair, host)
         except zmq.ZMQError as error:
             raise UnavailableError(f"zmq cannot bind a socket: {error}") from error
-        return Offer(f"{endpoint}?{meeting.encryption}".encode(), [], lambda meeting: ZeroMQChannel(_CONNECTOR, meeting, pair, monitor))
+        return Offer(f"{endpoint}?{meeting.encryption}".encode(), [], lambda meeting: ZeroMQChannel(meeting, pair, monitor))
 
     def _accept(self, meeting: Meeting) -> ZeroMQChannel:
         """Connects to the endpoint that the connector sent under its proof."""
@@ -338,6 +333,6 @@ class ZeroMQTransport(SocketTransport):
                 pair.connect(endpoint)
             except zmq.ZMQError as error:
                 raise WireError(str(error)) from error
-            channel = ZeroMQChannel(_LISTENER, meeting, pair, monitor)
+            channel = ZeroMQChannel(meeting, pair, monitor)
             on_failure.pop_all()
         return channel
