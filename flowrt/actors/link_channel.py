@@ -47,8 +47,8 @@ class _Count(msgspec.Struct, frozen=True):
 class LinkChannel(Channel):
     """One end of a link to `peer`. Call `open_over` with its channel over `scheme`, or `open_lazily`.
 
-    After a break, the link continues over the channel that `reopen` opens for the next of `schemes`, if there are any. `recv` performs the
-    fallback, so a task must be waiting in it, as in every link. It raises BrokenChannelError when no transport is left. `limits` are those
+    After a break, the link continues over the channel that `reopen` opens for the next of `schemes`, if there are any. `recv` notices the
+    break, so a task must be waiting in it, as in every link. It raises BrokenChannelError when no transport is left. `limits` are those
     of every channel, enforced before one is open.
     """
 
@@ -64,8 +64,7 @@ class LinkChannel(Channel):
         self._reopen = reopen
         self._past = ChannelStatistics()  # of channels that broke
         self._opened: asyncio.Future[None] = self._loop.create_future()  # done when there is a channel to try, or none will be
-        self._resending: asyncio.Task[None] | None = None
-        self._current: asyncio.Future[Channel] = self._loop.create_future()  # gives the channel in use, or the next one
+        self._recovery: asyncio.Task[None] | None = None  # opens the next channel and resends on it
         self._failure: str | None = None
         self._closed = self._ended = self._receiving = False
         self.broken_schemes: list[str] = []
@@ -87,7 +86,6 @@ class LinkChannel(Channel):
     def open_over(self, channel: Channel) -> None:
         """Use `channel`, the first one of this link."""
         self._channel = channel
-        self._current.set_result(channel)
         if not self._can_fall_back:  # from here on this wrapper costs nothing: calls go to the channel's own methods
             self.send_nowait = channel.send_nowait  # type: ignore[method-assign]
             self.send = channel.send  # type: ignore[method-assign]
@@ -99,7 +97,7 @@ class LinkChannel(Channel):
 
     def send_nowait(self, message: Message) -> bool:
         channel = self._channel
-        if channel is None or self._resending is not None or self._num_waiting:
+        if channel is None or self._recovery is not None or self._num_waiting:
             if self.opening is not None:
                 check_limits(message, message.payload_bytes, self._limits)  # now, while its sender can get the error
                 self.opening.want()
@@ -149,8 +147,8 @@ class LinkChannel(Channel):
         """Wait for a channel that has resent the messages of the one before."""
         while True:
             self._raise_if_ended()
-            if self._resending is not None:
-                await asyncio.wait([self._resending])
+            if self._recovery is not None:
+                await asyncio.wait([self._recovery])
             elif self._channel is None:
                 if self.opening is not None:
                     self.opening.want()
@@ -186,7 +184,7 @@ class LinkChannel(Channel):
             while True:
                 self._raise_if_ended()
                 if (channel := self._channel) is None:
-                    await self._fall_back()
+                    await asyncio.wait([self._opened])
                     continue
                 try:
                     message = await channel.recv()
@@ -222,7 +220,7 @@ class LinkChannel(Channel):
         return True
 
     def _acknowledge(self) -> None:
-        if self._channel is not None and self._resending is None:
+        if self._channel is not None and self._recovery is None:
             with contextlib.suppress(BrokenChannelError):
                 if self._channel.send_nowait(_protocol_message(_ACKNOWLEDGE, self.buffer.received)):
                     self.buffer.acknowledged = self.buffer.received
@@ -234,31 +232,35 @@ class LinkChannel(Channel):
         self._channel = None
         self._past = _sum(self._past, broken.statistics())
         self._scheme_lost = broken.scheme
-        if self._resending is not None:
-            self._resending.cancel()
+        if self._recovery is not None:
+            self._recovery.cancel()
         self._opened = self._loop.create_future()
-        self._current = self._loop.create_task(self._next_channel(broken, error), name=f"fall back to {self.peer.name}")
+        self._recovery = self._loop.create_task(self._recover(broken, error), name=f"fall back to {self.peer.name}")
 
-    async def _fall_back(self) -> None:
-        """Wait for the next channel. If this call is cancelled, the next `recv` continues the wait."""
-        await asyncio.wait([self._current])
-        if self._closed or self._channel is not None or self._failure is not None:
-            return
+    async def _recover(self, broken: Channel, error: BrokenChannelError) -> None:
+        """Open the next channel and resend on it."""
+        reason = "the link cannot fall back"
         try:
-            channel = self._current.result()
-        except (TransportError, asyncio.CancelledError) as error:
-            self._fail(str(error) or "closed")
-            return
-        self._channel = channel
-        self.broken_schemes.append(self._scheme_lost)
-        self.buffer.acknowledged = self.buffer.received
-        messages = [
-            _protocol_message(_ACKNOWLEDGE, self.buffer.received),
-            _protocol_message(_RESUME, self.buffer.first),
-            *self.buffer.begin(),
-        ]
-        self._resending = self._loop.create_task(self._resend(channel, messages), name=f"resend to {self.peer.name}")
-        self._wake()
+            self._channel = channel = await self._next_channel(broken, error)
+            self.broken_schemes.append(broken.scheme)
+            self._wake()
+            self.buffer.acknowledged = self.buffer.received
+            messages = [
+                _protocol_message(_ACKNOWLEDGE, self.buffer.received),
+                _protocol_message(_RESUME, self.buffer.first),
+                *self.buffer.begin(),
+            ]
+            for message in messages:
+                await channel.send(message)
+            self.buffer.acknowledged = self.buffer.received
+            await channel.send(_protocol_message(_ACKNOWLEDGE, self.buffer.received))
+        except (BrokenChannelError, ClosedChannelError) as lost:
+            reason = str(lost)  # of no interest while there is a channel: `recv` sees the same
+        finally:
+            if self._recovery is asyncio.current_task():
+                self._recovery = None
+                if self._channel is None:
+                    self._fail(reason)
 
     async def _next_channel(self, broken: Channel, error: BrokenChannelError) -> Channel:
         await broken.aclose()
@@ -275,23 +277,9 @@ class LinkChannel(Channel):
             return channel
         raise BrokenChannelError("; ".join(reasons))
 
-    async def _resend(self, channel: Channel, messages: list[Message]) -> None:
-        try:
-            for message in messages:
-                await channel.send(message)
-            self.buffer.acknowledged = self.buffer.received
-            await channel.send(_protocol_message(_ACKNOWLEDGE, self.buffer.received))
-        except (BrokenChannelError, ClosedChannelError):
-            return  # `recv` sees the same
-        finally:
-            messages.clear()
-            if self._resending is asyncio.current_task():
-                self._resending = None
-
     def _fail(self, reason: str) -> None:
         if self._failure is None:
             self._failure = reason
-        self._current.cancel()  # if it was not open yet
         self._wake()
 
     def _wake(self) -> None:
@@ -316,12 +304,9 @@ class LinkChannel(Channel):
         self._wake()
         if self.opening is not None:
             await self.opening.aclose()
-        tasks = [task for task in (self._resending, self._current) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        if not self._current.cancelled() and self._current.exception() is None:
-            await self._current.result().aclose()
+        if (recovery := self._recovery) is not None:
+            recovery.cancel()
+            await asyncio.wait([recovery])
         if self._channel is not None:
             await self._channel.aclose()
         self.buffer.kept.clear()

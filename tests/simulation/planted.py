@@ -263,9 +263,9 @@ BUGS: tuple[Bug, ...] = (
     body("resent-accepted-twice", "a message resent after a fallback is accepted twice", RESEND_BUFFER, "ResendBuffer.is_new", "self.received += 1\nreturn True"),
     body("call-never-marked", "the accepting end of a lazy channel never confirms it", LAZY, "LazyOpening._mark", "return True"),
     bug("nothing-resent", "after a fallback, unacknowledged messages are not sent again", (
-        FALLBACK, "LinkChannel._fall_back", "*self.buffer.begin()", "*self.buffer.begin()[:0]")),
+        FALLBACK, "LinkChannel._recover", "*self.buffer.begin()", "*self.buffer.begin()[:0]")),
     bug("resend-position-unsent", "after a fallback, the peer does not learn where resending begins", (
-        FALLBACK, "LinkChannel._fall_back", "_protocol_message(_RESUME, self.buffer.first), ", "")),
+        FALLBACK, "LinkChannel._recover", "_protocol_message(_RESUME, self.buffer.first), ", "")),
     bug("fallback-forgets-sender", "a sender that waits during a fallback is not woken", (
         FALLBACK, "LinkChannel._wake", "self._opened.set_result(None)", "pass")),
     bug("resend-skips-oldest", "the oldest unacknowledged message is not sent again", (
