@@ -256,12 +256,12 @@ async def test_stranger_with_the_address_is_ignored(pairs: Pairs, loop_kind: str
 async def test_a_greeting_without_the_proof_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = UCXChannel.__init__
 
-    def lying(self: UCXChannel, side: str, meeting: Any, link: UCXLink) -> None:
-        if side == "listener":
-            shake = meeting.handshake
+    def lying(self: UCXChannel, meeting: Any, link: UCXLink) -> None:
+        shake = meeting.handshake
+        if shake.role == "listener":
             real = shake.session_key
             shake.session_key = lambda label: bytes(32) if label == "ucx greeting" else real(label)
-        honest(self, side, meeting, link)
+        honest(self, meeting, link)
 
     monkeypatch.setattr(UCXChannel, "__init__", lying)
     async with await get_transport("ucx").listen("ucx://", WIDE, KEY, HERE) as listener, asyncio.timeout(60):

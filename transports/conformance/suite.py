@@ -28,6 +28,7 @@ from flowrt.transports.conformance.long_checks import LONG_CHECKS, NEEDED_BYTES
 from flowrt.transports.conformance.process_checks import PROCESS_CHECKS
 from flowrt.transports.conformance.window_checks import WINDOW_CHECKS
 from flowrt.transports.registry import get_transport
+from flowrt.transports.shared_memory.transport import available_bytes
 
 LoopKind = Literal["asyncio", "uvloop"]
 Outcome = Literal["passed", "failed", "not applicable", "skipped"]
@@ -110,7 +111,7 @@ def run_suite(
                 begin(check.name)
             if check.group == "other processes" and not capabilities.between_processes:
                 yield CheckResult(*check[:3], loop, "not applicable", 0.0, "it stays within a process")
-            elif (needed := NEEDED_BYTES.get(check.name, 0)) > _free_memory():
+            elif (needed := NEEDED_BYTES.get(check.name, 0)) > available_bytes():
                 yield CheckResult(*check[:3], loop, "skipped", 0.0, f"it takes {needed >> 30} GiB of free memory")
             else:
                 yield _run(check, loop)
@@ -169,11 +170,3 @@ def _open_resources() -> _OpenResources:
             children += len(Path(f"/proc/self/task/{task}/children").read_text().split())
     mapped = sum("/memfd:" in line or "/dev/shm/" in line for line in Path("/proc/self/maps").read_text().splitlines())
     return _OpenResources(num_descriptors(), len(tasks), mapped, children)
-
-
-def _free_memory() -> int:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 1 << 62

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from typing import ClassVar, NoReturn
 
@@ -260,7 +260,7 @@ def sealed_memory(nbytes: int, *, by_parts: bool = False) -> int:
 
     Raises UnavailableError when there is no memory.
     """
-    available = _available_bytes()
+    available = available_bytes()
     if nbytes > available // 2:  # the kernel would use the machine's last page before it fails
         raise UnavailableError(
             f"no memory for {nbytes} bytes to share with another process, only {available} are available; lower the limits of the edges"
@@ -280,9 +280,9 @@ def sealed_memory(nbytes: int, *, by_parts: bool = False) -> int:
     return memfd
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """What the kernel thinks can be allocated without swapping."""
-    with open("/proc/meminfo") as lines:
+    with suppress(OSError), open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
