@@ -10,13 +10,14 @@ import torch
 from flowrt.operators.attention import attention_for
 from flowrt.operators.combine import combine
 from flowrt.operators.dense import DenseMlp, SharedExperts
-from flowrt.operators.dispatch import ReplicaTable, partition
+from flowrt.operators.dispatch import partition
 from flowrt.operators.embedding import Embedding
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.gate import Gate
 from flowrt.operators.head import Head
 from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.replica_table import ReplicaTable
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
 

@@ -1,5 +1,5 @@
 """The channel of a link that is opened at its first use, or that survives its transport: when the transport breaks, both ends reconnect
-over the next one and lose no message. lazy_opening.py opens a channel at its first use.
+over the next one and lose no message. lazy_opener.py opens a channel at its first use.
 
 resend_buffer.py records sent and received messages. flowrt/launcher/transport_choice.py lists the transports to fall back to.
 
@@ -22,7 +22,7 @@ from hashlib import sha256
 
 import msgspec
 
-from flowrt.actors.lazy_opening import Call, LazyOpening
+from flowrt.actors.lazy_opener import Call, LazyOpener
 from flowrt.actors.resend_buffer import ResendBuffer
 from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Transport
 from flowrt.transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, TransportError
@@ -57,7 +57,7 @@ class LinkChannel(Channel):
         self.buffer = ResendBuffer()
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self.opening: LazyOpening | None = None  # of a lazy link
+        self.opener: LazyOpener | None = None  # of a lazy link
         self._channel: Channel | None = None
         self._can_fall_back = bool(schemes)
         self._schemes = deque(schemes)
@@ -78,10 +78,10 @@ class LinkChannel(Channel):
 
     # Opening.
 
-    def open_lazily(self, calls: Sequence[Call], first: bool) -> LazyOpening:
-        """Open at the first send of either end. `calls` and `first` are those of LazyOpening."""
-        self.opening = LazyOpening(self.peer, self.scheme, calls, first, self.open_over, self._fail)
-        return self.opening
+    def open_lazily(self, calls: Sequence[Call], first: bool) -> LazyOpener:
+        """Open at the first send of either end. `calls` and `first` are those of LazyOpener."""
+        self.opener = LazyOpener(self.peer, self.scheme, calls, first, self.open_over, self._fail)
+        return self.opener
 
     def open_over(self, channel: Channel) -> None:
         """Use `channel`, the first one of this link."""
@@ -98,9 +98,9 @@ class LinkChannel(Channel):
     def send_nowait(self, message: Message) -> bool:
         channel = self._channel
         if channel is None or self._recovery is not None or self._num_waiting:
-            if self.opening is not None:
+            if self.opener is not None:
                 check_limits(message, message.payload_bytes, self._limits)  # now, while its sender can get the error
-                self.opening.want()
+                self.opener.want()
             self._raise_if_ended()
             return False
         if self.buffer.is_ack_due():
@@ -150,8 +150,8 @@ class LinkChannel(Channel):
             if self._recovery is not None:
                 await asyncio.wait([self._recovery])
             elif self._channel is None:
-                if self.opening is not None:
-                    self.opening.want()
+                if self.opener is not None:
+                    self.opener.want()
                 await asyncio.wait([self._opened])
             else:
                 return self._channel
@@ -302,8 +302,8 @@ class LinkChannel(Channel):
     async def aclose(self) -> None:
         self._closed = True
         self._wake()
-        if self.opening is not None:
-            await self.opening.aclose()
+        if self.opener is not None:
+            await self.opener.aclose()
         if (recovery := self._recovery) is not None:
             recovery.cancel()
             await asyncio.wait([recovery])

@@ -16,7 +16,7 @@ from functools import partial
 
 from flowrt.actors.callers import Callers
 from flowrt.actors.incarnations import Incarnations
-from flowrt.actors.lazy_opening import LazyOpening, connect_with_retries
+from flowrt.actors.lazy_opener import LazyOpener, connect_with_retries
 from flowrt.actors.link import LOST, Link, LinkLostError
 from flowrt.actors.link_channel import LinkChannel, reopener
 from flowrt.transports.contract import Channel, Identity, Limits, Listener, Transport
@@ -261,7 +261,7 @@ class Links:
         fallback, except on one that is a link of its own to the same peer."""
         return (plan.scheme, *(scheme for scheme in plan.fallbacks if plan.is_lazy and (plan.peer, scheme) not in self._plans))
 
-    def _expect(self, plan: LinkPlan, addresses: Mapping[str, str], peer: Identity) -> LazyOpening:
+    def _expect(self, plan: LinkPlan, addresses: Mapping[str, str], peer: Identity) -> LazyOpener:
         """Prepare a lazy link."""
         calls = [partial(self._dial, plan, scheme, addresses[scheme]) for scheme in self._first_schemes(plan) if scheme in addresses]
         channel = self._link_channel(plan, peer)
@@ -292,10 +292,10 @@ class Links:
         key = peer.name, plan.scheme
         link = self._links.get(key)
         if link is not None and link.peer == peer:
-            opening = self._channels[key].opening if plan.is_lazy else None
-            if opening is None:
+            opener = self._channels[key].opener if plan.is_lazy else None
+            if opener is None:
                 return channel
-            opening.offer(self._wrap(plan, channel))
+            opener.offer(self._wrap(plan, channel))
             return None
         is_first = link is None and peer == self._incarnations.current(peer.name)
         return self._callers.put(channel, scheme) if is_first or peer.name in self._tolerated else channel

@@ -22,7 +22,8 @@ from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.subgraph import OperatorError
 from flowrt.exchange.omitted_experts import OmittedExperts
-from flowrt.operators.dispatch import UNAVAILABLE, Part, ReplicaTable, repartition
+from flowrt.operators.dispatch import Part, repartition
+from flowrt.operators.replica_table import UNAVAILABLE, ReplicaTable
 from flowrt.reliability.expert_map import ExpertMap, Replicas
 from flowrt.reliability.hedging import OVERDUE_SECONDS, HedgingPolicy
 from flowrt.transports.wire.message import Tag

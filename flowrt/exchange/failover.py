@@ -15,7 +15,7 @@ from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import RoutedOutput, part_of
 from flowrt.exchange.expert_client import ExpertClient, Redispatch
 from flowrt.graph.model import Graph
-from flowrt.operators.dispatch import UNAVAILABLE
+from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.transports.wire.message import Tag
 
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from flowrt.operators.dispatch import UNAVAILABLE, Part
+from flowrt.operators.dispatch import Part
+from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.transports.wire.message import Tag
 
 Layer = int | None  # None: all of them are alike

@@ -41,7 +41,7 @@ class ExpertMap:
         return self.table(layer)[expert]
 
     def table(self, layer: int | None = None) -> Replicas:
-        """The table of a whole layer: expert -> servers, as flowrt.operators.dispatch.ReplicaTable.from_lists takes it."""
+        """The table of a whole layer: expert -> servers, as ReplicaTable.from_lists in flowrt.operators takes it."""
         return self.replicas if layer is None else self.by_layer.get(layer, self.replicas)
 
     def missing(self, layer: int | None = None) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 EXACT_MODEL = "flowrt.workers.exact_nodes"  # these import torch, so they are imported when used
 DISPATCH, DATA_PATH = "flowrt.exchange.dispatch", "flowrt.workers.data_path"
-PARTITION = "flowrt.operators.dispatch"
+REPLICA_TABLE = "flowrt.operators.replica_table"
 
 
 class WorkerInternals:
@@ -114,7 +114,7 @@ class WorkerInternals:
         failover, runner = self._part("failover"), self._part("runner")
         if failover is None or runner is None:
             return set()
-        client, nowhere = failover.client, frozenset({import_module(PARTITION).UNAVAILABLE})
+        client, nowhere = failover.client, frozenset({import_module(REPLICA_TABLE).UNAVAILABLE})
         return {
             (tag, part)
             for tag in client.tags

@@ -13,7 +13,7 @@ from flowrt.operators.kernels.cpu import rows as cpu_rows
 from flowrt.operators.kernels.torch import rows as torch_rows
 
 if TYPE_CHECKING:
-    from flowrt.operators.dispatch import PartFields, ReplicaTable
+    from flowrt.operators.replica_table import PartFields, ReplicaTable
 
 
 class Kernels(Protocol):

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from flowrt.actors import lazy_opening
-from flowrt.actors.lazy_opening import OpeningState
+from flowrt.actors import lazy_opener
+from flowrt.actors.lazy_opener import OpenerState
 from flowrt.actors.link_plan import LinkPlan
 from flowrt.actors.links import Links
 from flowrt.transports.conformance.connection_checks import KEY, SMALL
@@ -72,12 +72,12 @@ async def workers(
             await asyncio.wait(running)
 
 
-def states(links: dict[str, Links], scheme: str) -> dict[str, OpeningState]:
+def states(links: dict[str, Links], scheme: str) -> dict[str, OpenerState]:
     return {
-        f"{name}{peer}": channel.opening.state
+        f"{name}{peer}": channel.opener.state
         for name, each in links.items()
         for (peer, _), channel in each._channels.items()
-        if channel.opening is not None
+        if channel.opener is not None
     }
 
 
@@ -85,12 +85,12 @@ def states(links: dict[str, Links], scheme: str) -> dict[str, OpeningState]:
 @pytest.mark.parametrize(("source", "target"), [("a", "b"), ("b", "a")])
 async def test_only_the_links_that_are_used_are_opened(scheme: str, source: str, target: str, loop_kind: str) -> None:
     async with asyncio.timeout(60), workers(scheme) as (links, received):
-        assert set(states(links, scheme).values()) == {OpeningState.IDLE}
+        assert set(states(links, scheme).values()) == {OpenerState.IDLE}
         for number in range(20):
             links[source][target, scheme].post(numbered(number))
         await until(lambda: len(received[target]) >= 20, "all messages arrive")
         assert [message.tag.step for message in received[target] if message.tag] == list(range(20))
-        opened = {pair for pair, state in states(links, scheme).items() if state is OpeningState.READY}
+        opened = {pair for pair, state in states(links, scheme).items() if state is OpenerState.READY}
         assert opened == {"ab", "ba"}
 
 
@@ -113,12 +113,12 @@ async def test_all_workers_send_at_once(scheme: str) -> None:
                     links[name][peer, scheme].post(numbered(99))
         await until(lambda: all(steps(messages).count(99) == 2 for messages in received.values()), "all have the last of both peers")
         assert {len(messages) for messages in received.values()} == {22}
-        assert set(states(links, scheme).values()) == {OpeningState.READY}
+        assert set(states(links, scheme).values()) == {OpenerState.READY}
 
 
 @pytest.mark.parametrize(("source", "target"), [("a", "b"), ("b", "a")])
 async def test_first_call_that_fails_goes_to_the_fallback_transport(monkeypatch: pytest.MonkeyPatch, source: str, target: str) -> None:
-    monkeypatch.setattr(lazy_opening, "RETRY_SECONDS", (0.001,))
+    monkeypatch.setattr(lazy_opener, "RETRY_SECONDS", (0.001,))
     unreachable = Unreachable(get_transport(SCHEMES[-2]))
 
     def transport(scheme: str) -> Transport:

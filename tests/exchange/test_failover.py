@@ -13,7 +13,7 @@ from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.failover import Failover
 from flowrt.graph.model import Edge, Graph, Node, PortSpec
-from flowrt.operators.dispatch import UNAVAILABLE
+from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.reliability.expert_map import ExpertMap, servers_by_expert
 from flowrt.seams import RealClock
 from flowrt.transports.wire.message import Tag

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 
 from flowrt.operators.attention_plan import PagedRows, StepPlan
-from flowrt.operators.dispatch import ReplicaTable
 from flowrt.operators.kernels.cpu import rows
 from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.replica_table import ReplicaTable
 
 OUTCOMES = 100  # calls that are refused, and as many that are not: then the writer was at work during the calls
 MAX_CALLS = 50_000

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from flowrt.operators import expert_products
 from flowrt.operators.combine import combine
-from flowrt.operators.dispatch import UNAVAILABLE, ReplicaTable, partition, repartition
+from flowrt.operators.dispatch import partition, repartition
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.replica_table import UNAVAILABLE, ReplicaTable
 from flowrt.operators.weights import Checkpoint
 
 

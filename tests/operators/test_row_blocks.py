@@ -13,12 +13,13 @@ from torch.nn import functional as F
 
 from flowrt.operators.attention import attention_for
 from flowrt.operators.combine import combine_pairs
-from flowrt.operators.dispatch import ReplicaTable, partition
+from flowrt.operators.dispatch import partition
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import ModelError
 from flowrt.operators.proof import prove, prove_model
+from flowrt.operators.replica_table import ReplicaTable
 from flowrt.operators.row_blocks import PROOF_ROWS, SIZES, WHOLE, StrictBlocks, describe
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint, torch_dtype

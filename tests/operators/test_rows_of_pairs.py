@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flowrt.operators.attention import GroupedAttention
 from flowrt.operators.combine import combine
-from flowrt.operators.dispatch import Part, ReplicaTable, partition, repartition
+from flowrt.operators.dispatch import Part, partition, repartition
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.gate import Gate
@@ -23,6 +23,7 @@ from flowrt.operators.kernels import choice
 from flowrt.operators.kernels.cpu import rows
 from flowrt.operators.kernels.torch import rows as torch_rows
 from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.replica_table import ReplicaTable
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
 

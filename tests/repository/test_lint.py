@@ -43,7 +43,7 @@ TASK_OWNERS: dict[str, str] = {
     "flowrt/api/running_graph.py": "the window of a stream: ends where the generator ends",
     "flowrt/seams.py": "what a loop in a thread holds: left or cancelled, and awaited, by close",
     "flowrt/gateway/requests.py": "the cancels of a run: ended by aclose",
-    "flowrt/actors/lazy_opening.py": "the call, and channels that come too late: ended by aclose",
+    "flowrt/actors/lazy_opener.py": "the call, and channels that come too late: ended by aclose",
     "flowrt/actors/link_channel.py": "the way to the next channel and what is sent again on it: cancelled and awaited by aclose",
     "transports/conformance/channel_checks.py": "a kit for tests: each check cancels and awaits what it starts",
     "transports/conformance/connection_checks.py": "the same",
@@ -55,7 +55,7 @@ TASK_OWNERS: dict[str, str] = {
     "flowrt/simulation/world.py": "simulated processes, which are cut off without being awaited; the run fails when one is left",
     "transports/emulation/channel.py": "the reader of a channel: ended and awaited by its aclose",
 }
-SLEEPERS = ("flowrt/actors/lazy_opening.py", "flowrt/actors/link_channel.py", "flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")
+SLEEPERS = ("flowrt/actors/lazy_opener.py", "flowrt/actors/link_channel.py", "flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")
 BAD_WORDS_IN_CLASSES = ("Manager", "Impl", "Helper", "Utils")
 BAD_FILE_NAMES = {"utils", "util", "helpers", "helper", "core", "base", "common", "misc"}
 

@@ -33,7 +33,7 @@ FAILOVER = "flowrt.exchange.failover"
 MEMBERSHIP = "flowrt.workers.membership"
 DETECTOR = "flowrt.reliability.detector"
 MONITOR = "flowrt.workers.monitor"
-CUT = "flowrt.operators.dispatch"
+PARTITION, REPLICA_TABLE = "flowrt.operators.dispatch", "flowrt.operators.replica_table"
 TORCH_KERNELS = "flowrt.operators.kernels.torch.rows"
 GATEWAY = "flowrt.gateway.gateway"
 WINDOW = "flowrt.transports.channel.flow_control"
@@ -46,7 +46,7 @@ RESTARTS = "flowrt.launcher.restarts"
 ROOT_CAUSE = "flowrt.launcher.root_cause"
 RUN_TABLE = "flowrt.launcher.run_table"
 REQUESTS = "flowrt.gateway.requests"
-LAZY = "flowrt.actors.lazy_opening"
+LAZY = "flowrt.actors.lazy_opener"
 FALLBACK = "flowrt.actors.link_channel"
 RESEND_BUFFER = "flowrt.actors.resend_buffer"
 CODEC = "flowrt.transports.wire.codec"
@@ -89,9 +89,9 @@ BUGS: tuple[Bug, ...] = (
     bug("response-on-every-edge", "a response is sent on every response edge", (
         SUBGRAPH, "FusedSubgraph.run", "if route.request_id is not None and route.request_id not in firing.via:", "if False:")),
     bug("stale-map", "dispatch uses a map in which each expert is on the neighbouring server", (
-        CUT, "ReplicaTable.from_lists", "return cls(table.to(device),", "return cls((table + 1) % num_servers,")),
+        REPLICA_TABLE, "ReplicaTable.from_lists", "return cls(table.to(device),", "return cls((table + 1) % num_servers,")),
     bug("pair-lost", "the last pair of a large part is not sent", (
-        CUT, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:2], *(x[:len(x) - (len(x) > 6)] for x in fields[2:])) for fields in")),
+        PARTITION, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:2], *(x[:len(x) - (len(x) > 6)] for x in fields[2:])) for fields in")),
     # credits and epochs in the runner
     bug("credit-lost", "a response does not return its request's credit", (
         RUNNER, "Runner.accept", "self._outbound.release(edge.request_id, 1)", "pass")),
@@ -172,9 +172,9 @@ BUGS: tuple[Bug, ...] = (
     bug("rows-of-first-dispatch", "responses to redispatched parts are added to the rows of the first dispatch", (
         CLIENT, "ExpertClient.parts", "entry.parts[number]", "entry.parts[min(number, entry.num_first - 1)]")),
     bug("pairs-renumbered", "a redispatched part numbers its pairs within the part", (
-        CUT, "repartition", "_by_server(part.pair_P, part.expert_P", "_by_server(None, part.expert_P")),
+        PARTITION, "repartition", "_by_server(part.pair_P, part.expert_P", "_by_server(None, part.expert_P")),
     bug("weights-of-other-pairs", "a redispatched part takes the weights of other pairs", (
-        CUT, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:4], weight_P[:len(fields[4])], fields[5]) for fields in")),
+        PARTITION, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:4], weight_P[:len(fields[4])], fields[5]) for fields in")),
     bug("others-restored", "when one server is back, others that are down are in the map again", (
         CLIENT, "ExpertClient.restore_server", "left = left.without_server(lost)", "left = left")),
     bug("slow-replica-unavailable", "an expert whose only replica is on a slow server is unavailable", (
@@ -254,14 +254,14 @@ BUGS: tuple[Bug, ...] = (
     body("refused-is-active", "a refused request stays active", GATEWAY, "Gateway.refuse",
          "log = self._logs[index]\nlog.events.append(EndEvent(log.index, 'error', '', error))\nreturn log.events[-1]"),
     # lazy and fallback channels, the resend buffer
-    body("offer-dropped", "an incoming connection of a lazy channel is dropped", LAZY, "LazyOpening.offer", "pass"),
+    body("offer-dropped", "an incoming connection of a lazy channel is dropped", LAZY, "LazyOpener.offer", "pass"),
     bug("lazy-channel-never-opened", "sending does not open a lazy channel", (
-        FALLBACK, "LinkChannel.send_nowait", "self.opening.want()", "pass"), (
-        FALLBACK, "LinkChannel._usable_channel", "self.opening.want()", "pass")),
+        FALLBACK, "LinkChannel.send_nowait", "self.opener.want()", "pass"), (
+        FALLBACK, "LinkChannel._usable_channel", "self.opener.want()", "pass")),
     bug("resend-buffer-empty", "messages sent at once are not kept for resending", (
         FALLBACK, "LinkChannel.send_nowait", "self.buffer.kept.append(message)", "pass")),
     body("resent-accepted-twice", "a message resent after a fallback is accepted twice", RESEND_BUFFER, "ResendBuffer.is_new", "self.received += 1\nreturn True"),
-    body("call-never-marked", "the accepting end of a lazy channel never confirms it", LAZY, "LazyOpening._mark", "return True"),
+    body("call-never-marked", "the accepting end of a lazy channel never confirms it", LAZY, "LazyOpener._mark", "return True"),
     bug("nothing-resent", "after a fallback, unacknowledged messages are not sent again", (
         FALLBACK, "LinkChannel._recover", "*self.buffer.begin()", "*self.buffer.begin()[:0]")),
     bug("resend-position-unsent", "after a fallback, the peer does not learn where resending begins", (

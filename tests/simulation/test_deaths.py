@@ -16,8 +16,8 @@ from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
 from flowrt.launcher.restarts import Restarts
-from flowrt.operators.dispatch import UNAVAILABLE
 from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.reliability.scenario import AnyFault, Crash, Fault, Hang, Pause, Reset, Scenario, Slow, Stall
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.case import Case, SimulatedRequest

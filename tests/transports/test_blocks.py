@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.transports.channel.blocks import MADV_POPULATE_WRITE, SMALLEST_BYTES, Block, BlockPool, block_bytes
+from flowrt.transports.channel.blocks import MADV_POPULATE_WRITE, SMALLEST_BYTES, Block, BlockPool, block_bytes, placement
 
 
 @given(st.integers(0, 1 << 34))
@@ -82,3 +82,9 @@ def test_populated_pages_cost_no_fault_each() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     block[::4096] = bytes(num_pages)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < num_pages // 2
+
+
+def test_tensors_are_placed_on_cache_lines_of_their_own() -> None:
+    assert placement([0]) == ([0], 0)
+    assert placement([7]) == ([0], 64)
+    assert placement([1, 64, 65, 0, 5]) == ([0, 64, 128, 256, 256], 320)

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from flowrt.transports.channel import greeted
-from flowrt.transports.channel.blocks import Block
+from flowrt.transports.channel.blocks import ALIGNMENT, Block
 from flowrt.transports.channel.peer_watch import PeerWatch
 from flowrt.transports.conformance.connection_checks import HERE, KEY, THERE, pair_maker
 from flowrt.transports.conformance.kit import check_numbered, fill, numbered, opened, receive_all, send_all, until, until_waiting, within
@@ -31,7 +31,7 @@ from flowrt.transports.registry import get_transport, unavailable_reason
 from flowrt.transports.ucx import endpoint as ucx_link
 from flowrt.transports.ucx import transport as ucx
 from flowrt.transports.ucx.endpoint import UCXLink
-from flowrt.transports.ucx.regions import ALIGNMENT, PIECE_BYTES, PIECES_AHEAD, cuts, region_layout
+from flowrt.transports.ucx.regions import PIECE_BYTES, PIECES_AHEAD, cuts
 from flowrt.transports.ucx.transport import UCXChannel, UCXTransport
 from flowrt.transports.wire.codec import encode_envelope
 from flowrt.transports.wire.message import Message, Tensor, TensorSpec
@@ -541,12 +541,6 @@ async def test_a_peer_killed_in_the_middle_of_large_messages(loop_kind: str) -> 
             peer.kill()
             results = await within(asyncio.gather(*tasks, return_exceptions=True), "a dead peer ends all calls")
             assert [type(result) for result in results] == [BrokenChannelError] * 2
-
-
-def test_layout_of_a_region() -> None:
-    assert region_layout([0]) == ([0], 0)
-    assert region_layout([7]) == ([0], 64)
-    assert region_layout([1, 64, 65, 0, 5]) == ([0, 64, 128, 256, 256], 320)
 
 
 def test_pieces_cover_a_tensor() -> None:

@@ -12,9 +12,11 @@ import ctypes
 import mmap
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 
 SMALLEST_BYTES = 1 << 16
+ALIGNMENT = 64  # of each tensor in a block: a cache line
 MADV_POPULATE_WRITE = 23  # the module mmap has no name for it
 
 
@@ -38,6 +40,16 @@ def block_bytes(nbytes: int) -> int:
         return SMALLEST_BYTES
     step = 1 << (nbytes - 1).bit_length() - 4
     return -(-nbytes // step) * step
+
+
+def placement(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Returns the offsets of tensors of `sizes` bytes in one range, each at a multiple of ALIGNMENT, and the bytes of the range."""
+    offsets = []
+    end = 0
+    for size in sizes:
+        offsets.append(end)
+        end += (size + ALIGNMENT - 1) & -ALIGNMENT
+    return offsets, end
 
 
 class BlockPool:

@@ -31,7 +31,7 @@ from flowrt.transports.cuda.driver import HANDLE_BYTES, Driver, DriverError
 from flowrt.transports.cuda.memory import ALIGNMENT, Area, DeviceBuffer, HeldRanges, Ranges, aligned, device_pointer
 from flowrt.transports.errors import InvalidMessageError, UnavailableError
 from flowrt.transports.stream import StreamChannel
-from flowrt.transports.wire.codec import Envelope, WireError, check_limits, encode, spec_bytes
+from flowrt.transports.wire.codec import Envelope, WireError, check_limits, encode, header_bytes, spec_bytes
 from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
 GIVE_BACK_SECONDS = 0.001  # polling interval for the device to finish its work on freed ranges
@@ -125,10 +125,9 @@ class CUDAChannel(StreamChannel):
                     offset += aligned(tensor.spec.nbytes)
             if start is not None:
                 self._driver.wait()
-            header = message.header if message.header is None or isinstance(message.header, bytes) else _encoded(message)
             on_device = tuple(pointer is not None for pointer in pointers)
             described = _DeviceHeader(
-                header, tuple(tensor.spec for tensor in tensors), on_device, -1 if start is None else start, sum(sizes)
+                header_bytes(message), tuple(tensor.spec for tensor in tensors), on_device, -1 if start is None else start, sum(sizes)
             )
             placed = Message(_MARK + message.kind, message.tag, message.edge, described, tuple(rest))
             encode(placed, self._sending.sent_messages, self.limits)  # raises before the range is announced
@@ -278,7 +277,3 @@ class CUDATransport(SocketTransport):
 def _area_bytes(limits: Limits) -> int:
     """Returns twice the bytes that may be in flight, because the receiver may hold as much again."""
     return 2 * aligned(limits.capacity_bytes)
-
-
-def _encoded(message: Message) -> bytes:
-    return bytes(message.header) if isinstance(message.header, (bytearray, memoryview)) else msgspec.msgpack.encode(message.header)

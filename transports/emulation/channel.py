@@ -29,8 +29,8 @@ from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.contract import LINGER_SECONDS, Channel, ChannelStatistics, Limits
 from flowrt.transports.emulation.frames import PASSED, ArrivingMessage, Passed, Stamp, escaped, unescaped
 from flowrt.transports.emulation.nic import Cancellable, Nic
-from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, InvalidMessageError, LimitError, TransportError
-from flowrt.transports.wire.codec import WireError
+from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, LimitError, TransportError
+from flowrt.transports.wire.codec import WireError, header_bytes
 from flowrt.transports.wire.message import Message
 
 
@@ -134,12 +134,7 @@ class EmulatedChannel(QueuedChannel):
         return True
 
     def _next_frame(self, message: Message, start: float) -> Message:
-        header = message.header
-        if header is not None and not isinstance(header, bytes):
-            try:
-                header = bytes(header) if isinstance(header, bytearray | memoryview) else msgspec.msgpack.encode(header)
-            except (TypeError, ValueError, OverflowError, RecursionError) as error:
-                raise InvalidMessageError(f"the header of a {message.kind!r} message cannot be encoded: {error}") from error
+        header = header_bytes(message)
         if header is not None and len(header) > self.limits.max_header_bytes:
             raise LimitError(f"the header of a {message.kind!r} message takes {len(header)} bytes of {self.limits.max_header_bytes}")
         stamp = Stamp(self._number + 1, start, self._unreported, header)

@@ -101,16 +101,6 @@ class Layout(NamedTuple):
         return self.slots(direction, self.copy_threads)
 
 
-def placement(sizes: list[int]) -> tuple[list[int], int]:
-    """The offsets of tensors of `sizes` bytes in one range of the area, each on its own cache line, and the bytes of the range."""
-    offsets = []
-    end = 0
-    for size in sizes:
-        offsets.append(end)
-        end += (size + LINE_BYTES - 1) & -LINE_BYTES
-    return offsets, end
-
-
 def pieces(sizes: list[int], begin: int, end: int) -> list[tuple[int, int, int]]:
     """Bytes [begin, end) of tensors of `sizes` bytes laid end to end: (tensor, offset in it, bytes) of each part of one tensor."""
     found = []

@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flowrt.transports.channel.blocks import Block, BlockPool, block_bytes
+from flowrt.transports.channel.blocks import Block, BlockPool, block_bytes, placement
 from flowrt.transports.contract import ChannelStatistics, Limits
 from flowrt.transports.shared_memory import ring
-from flowrt.transports.shared_memory.ring import Layout, pieces, placement
+from flowrt.transports.shared_memory.ring import Layout, pieces
 from flowrt.transports.wire.codec import Envelope, WireError, assemble, decode_envelope, is_repeat, split_buffers
 from flowrt.transports.wire.message import Message
 

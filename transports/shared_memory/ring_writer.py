@@ -6,12 +6,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
+from flowrt.transports.channel.blocks import placement
 from flowrt.transports.channel.bulk_copy import MIN_BYTES, CopyThreads, threshold_bytes
 from flowrt.transports.channel.flow_control import SendWindow
 from flowrt.transports.contract import ChannelStatistics, Limits
 from flowrt.transports.errors import InvalidMessageError
 from flowrt.transports.shared_memory import ring
-from flowrt.transports.shared_memory.ring import Layout, pieces, placement
+from flowrt.transports.shared_memory.ring import Layout, pieces
 from flowrt.transports.wire.codec import WireError, encode, encode_envelope, tensor_bytes
 from flowrt.transports.wire.message import Message
 

@@ -12,24 +12,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flowrt.transports.channel.blocks import BlockPool
+from flowrt.transports.channel.blocks import BlockPool, placement
 from flowrt.transports.ucx.endpoint import IN_PROGRESS, LostError, UCXLink, check_status
 from flowrt.transports.wire.codec import Envelope, Part, WireError
 
 PIECE_BYTES = 1 << 20
 PIECES_AHEAD = 32  # pieces that the peer has not read yet; each takes one of the 256 slots of UCX's ring
 PIECES_AT_ONCE = 4  # concurrent reads of a receiver
-ALIGNMENT = 64
-
-
-def region_layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Returns the aligned start of each tensor in a region, and the size of the region, in bytes."""
-    starts = []
-    end = 0
-    for size in sizes:
-        starts.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    return starts, end
 
 
 def cuts(nbytes: int) -> Iterator[tuple[int, int]]:
@@ -93,7 +82,7 @@ class RegionArrival(MessageArrival):
 
     def __init__(self, envelope: Envelope, sizes: Sequence[int], pool: BlockPool) -> None:
         super().__init__(sum(sizes), envelope)
-        starts, region_bytes = region_layout(sizes)
+        starts, region_bytes = placement(sizes)
         self.missing_bytes = self.payload_bytes
         self.block = pool.take(region_bytes)
         self.slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]

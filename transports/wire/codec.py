@@ -55,9 +55,7 @@ def encode(message: Message, sequence: int, limits: Limits | None = None) -> lis
 
 def encode_envelope(message: Message, sequence: int, limits: Limits | None = None) -> tuple[bytes, list[int], int]:
     """The envelope alone, the bytes of each tensor and their sum, for media that look at the tensors' buffers themselves."""
-    header = message.header
-    if header is not None and type(header) is not bytes:
-        header = bytes(header) if isinstance(header, (bytearray, memoryview)) else _encode_header(message)
+    header = header_bytes(message)
     tensors = message.tensors
     specs: list[TensorSpec] = []
     sizes: list[int] = []
@@ -187,8 +185,6 @@ def decode(parts: Sequence[Part], limits: Limits) -> tuple[Message, int]:
     """
     if not parts:
         raise WireError("no bytes where a message was expected")
-    if len(parts[0]) > limits.max_header_bytes:
-        raise WireError(f"an envelope of {len(parts[0])} bytes; the limit is {limits.max_header_bytes}")
     envelope, sizes = decode_envelope(bytes(parts[0]), limits)
     if sizes != [len(part) for part in parts[1:]]:
         raise WireError(f"tensors of {sizes[:16]} bytes were announced, {[len(part) for part in parts[1:17]]} came")
@@ -204,8 +200,12 @@ def is_repeat(sequence: int, expected: int) -> bool:
     raise WireError(f"message {sequence} came where {expected} was due: messages are missing")
 
 
-def _encode_header(message: Message) -> bytes:
+def header_bytes(message: Message) -> bytes | None:
+    """The header as it travels. Raises InvalidMessageError when it cannot be encoded."""
+    header = message.header
+    if header is None or type(header) is bytes:
+        return header
     try:
-        return _encode_msgpack(message.header)
+        return bytes(header) if isinstance(header, (bytearray, memoryview)) else _encode_msgpack(header)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidMessageError(f"the header of a {message.kind!r} message cannot be encoded: {error}") from error

@@ -15,7 +15,7 @@ from flowrt.bench.cases.random_weights import CountingCheckpoint
 from flowrt.operators.attention import attention_for
 from flowrt.operators.combine import combine
 from flowrt.operators.dense import DenseMlp, SharedExperts
-from flowrt.operators.dispatch import ReplicaTable, partition
+from flowrt.operators.dispatch import partition
 from flowrt.operators.embedding import Embedding
 from flowrt.operators.experts import Experts
 from flowrt.operators.gate import Gate
@@ -23,6 +23,7 @@ from flowrt.operators.head import Head
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.normalization import RowNorm
+from flowrt.operators.replica_table import ReplicaTable
 from flowrt.operators.row_blocks import RowBlocks
 from flowrt.operators.sampling import sample
 from flowrt.operators.sampling_inputs import Draw, SamplingInputs

@@ -18,8 +18,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 if TYPE_CHECKING:
     from flowrt.operators.attention_plan import PagedRows, StepPlan
-    from flowrt.operators.dispatch import PartFields, ReplicaTable
     from flowrt.operators.kv_pages import KvPages
+    from flowrt.operators.replica_table import PartFields, ReplicaTable
 
 try:
     from flowrt.operators.kernels.cpu import _rows

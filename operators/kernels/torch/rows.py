@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from flowrt.operators.dispatch import PartFields, ReplicaTable
+    from flowrt.operators.replica_table import PartFields, ReplicaTable
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -1,6 +1,6 @@
 """Opens the channel of a lazy link: the end that sends first opens it, without a third process.
 
-A pure table (state, event) -> (state, actions) decides; LazyOpening performs the actions. links.py listens and routes
+A pure table (state, event) -> (state, actions) decides; LazyOpener performs the actions. links.py listens and routes
 incoming connections to their link. The steps of EaaS, section 4.4 (figure 7), correspond to:
 
     hello: version, identity, endpoint     the transport's handshake: the caller's hello (transports/wire/handshake.py)
@@ -48,7 +48,7 @@ async def connect_with_retries(call: Call) -> Channel:
     return await call()
 
 
-class OpeningState(Enum):
+class OpenerState(Enum):
     IDLE = "idle"  # no message has been sent
     CALLING = "calling"
     EXPECTING = "expecting"  # our call was refused in favour of the other end's
@@ -57,7 +57,7 @@ class OpeningState(Enum):
     CLOSED = "closed"
 
 
-class OpeningEvent(Enum):
+class OpenerEvent(Enum):
     WANTED = "wanted"  # a message is to be sent
     ARRIVED = "arrived"  # the other end's call, proved and accepted
     OPENED = "opened"  # our call was accepted and marked ready
@@ -66,7 +66,7 @@ class OpeningEvent(Enum):
     CLOSE = "close"
 
 
-class OpeningAction(Enum):
+class OpenerAction(Enum):
     CALL = "call"
     ADOPT = "adopt"  # take the channel that came with the event
     MARK = "mark"  # send READY_KIND on it
@@ -75,34 +75,34 @@ class OpeningAction(Enum):
     FAIL = "fail"  # report that no channel will open
 
 
-_A = OpeningAction
-Step = tuple[OpeningState, tuple[OpeningAction, ...]]
-_OVER = (OpeningState.READY, OpeningState.LOST, OpeningState.CLOSED)
-_COMMON: dict[tuple[OpeningState, OpeningEvent], Step] = {
-    **{(state, OpeningEvent.WANTED): (state, ()) for state in OpeningState},
-    **{(state, OpeningEvent.ARRIVED): (OpeningState.READY, (_A.MARK, _A.ADOPT)) for state in OpeningState},
-    **{(state, OpeningEvent.CLOSE): (OpeningState.CLOSED, ()) for state in OpeningState},
-    (OpeningState.IDLE, OpeningEvent.WANTED): (OpeningState.CALLING, (_A.CALL,)),
-    (OpeningState.CALLING, OpeningEvent.OPENED): (OpeningState.READY, (_A.ADOPT,)),
-    (OpeningState.CALLING, OpeningEvent.FAILED): (OpeningState.LOST, (_A.FAIL,)),
-    (OpeningState.CALLING, OpeningEvent.CLOSE): (OpeningState.CLOSED, (_A.HANG_UP,)),
-    **{(state, event): (state, (_A.DROP,)) for state in _OVER for event in (OpeningEvent.ARRIVED, OpeningEvent.OPENED)},
-    **{(state, event): (state, ()) for state in _OVER for event in (OpeningEvent.REFUSED, OpeningEvent.FAILED)},
+_A = OpenerAction
+Step = tuple[OpenerState, tuple[OpenerAction, ...]]
+_OVER = (OpenerState.READY, OpenerState.LOST, OpenerState.CLOSED)
+_COMMON: dict[tuple[OpenerState, OpenerEvent], Step] = {
+    **{(state, OpenerEvent.WANTED): (state, ()) for state in OpenerState},
+    **{(state, OpenerEvent.ARRIVED): (OpenerState.READY, (_A.MARK, _A.ADOPT)) for state in OpenerState},
+    **{(state, OpenerEvent.CLOSE): (OpenerState.CLOSED, ()) for state in OpenerState},
+    (OpenerState.IDLE, OpenerEvent.WANTED): (OpenerState.CALLING, (_A.CALL,)),
+    (OpenerState.CALLING, OpenerEvent.OPENED): (OpenerState.READY, (_A.ADOPT,)),
+    (OpenerState.CALLING, OpenerEvent.FAILED): (OpenerState.LOST, (_A.FAIL,)),
+    (OpenerState.CALLING, OpenerEvent.CLOSE): (OpenerState.CLOSED, (_A.HANG_UP,)),
+    **{(state, event): (state, (_A.DROP,)) for state in _OVER for event in (OpenerEvent.ARRIVED, OpenerEvent.OPENED)},
+    **{(state, event): (state, ()) for state in _OVER for event in (OpenerEvent.REFUSED, OpenerEvent.FAILED)},
 }
 # Where both call at once, the end that comes first in the graph keeps its own call and the other end drops its own.
-FIRST: dict[tuple[OpeningState, OpeningEvent], Step] = {
+FIRST: dict[tuple[OpenerState, OpenerEvent], Step] = {
     **_COMMON,
-    (OpeningState.CALLING, OpeningEvent.ARRIVED): (OpeningState.CALLING, (_A.DROP,)),
-    (OpeningState.CALLING, OpeningEvent.REFUSED): (OpeningState.LOST, (_A.FAIL,)),
+    (OpenerState.CALLING, OpenerEvent.ARRIVED): (OpenerState.CALLING, (_A.DROP,)),
+    (OpenerState.CALLING, OpenerEvent.REFUSED): (OpenerState.LOST, (_A.FAIL,)),
 }
-SECOND: dict[tuple[OpeningState, OpeningEvent], Step] = {
+SECOND: dict[tuple[OpenerState, OpenerEvent], Step] = {
     **_COMMON,
-    (OpeningState.CALLING, OpeningEvent.ARRIVED): (OpeningState.READY, (_A.HANG_UP, _A.MARK, _A.ADOPT)),
-    (OpeningState.CALLING, OpeningEvent.REFUSED): (OpeningState.EXPECTING, ()),
+    (OpenerState.CALLING, OpenerEvent.ARRIVED): (OpenerState.READY, (_A.HANG_UP, _A.MARK, _A.ADOPT)),
+    (OpenerState.CALLING, OpenerEvent.REFUSED): (OpenerState.EXPECTING, ()),
 }
 
 
-class LazyOpening:
+class LazyOpener:
     """Opens the channel of one end of a lazy link to `peer`: `calls` open one to it, `offer` takes the channels that `peer` opens.
 
     `calls` are over one transport each, `scheme` is that of the first; they are tried in order. `first`: this end comes first in the graph.
@@ -118,7 +118,7 @@ class LazyOpening:
         on_open: Callable[[Channel], None],
         on_failed: Callable[[str], None],
     ) -> None:
-        self.state = OpeningState.IDLE
+        self.state = OpenerState.IDLE
         self._peer, self._scheme, self._calls = peer, scheme, calls
         self._table = FIRST if first else SECOND
         self._on_open, self._on_failed = on_open, on_failed
@@ -130,40 +130,40 @@ class LazyOpening:
 
     def want(self) -> None:
         """Open the channel: a message is to be sent."""
-        self._step(OpeningEvent.WANTED)
+        self._step(OpenerEvent.WANTED)
 
     def offer(self, channel: Channel) -> None:
         """Take a channel that the peer has opened."""
-        self._step(OpeningEvent.ARRIVED, channel)
+        self._step(OpenerEvent.ARRIVED, channel)
 
     async def aclose(self) -> None:
         """End all calls. The channel that has opened stays open."""
-        self._step(OpeningEvent.CLOSE)
+        self._step(OpenerEvent.CLOSE)
         if self._unmarked is not None:
             await self._unmarked.aclose()
         tasks = [task for task in (self._calling, *self._beside) if task is not None]
         if tasks:
             await asyncio.wait(tasks)
 
-    def _step(self, event: OpeningEvent, channel: Channel | None = None) -> None:
+    def _step(self, event: OpenerEvent, channel: Channel | None = None) -> None:
         self.state, actions = self._table[self.state, event]
         for action in actions:
             match action, channel:
-                case OpeningAction.CALL, _:
+                case OpenerAction.CALL, _:
                     self._calling = self._loop.create_task(self._open(), name=f"call {self._peer.name}")
-                case OpeningAction.HANG_UP, _:
+                case OpenerAction.HANG_UP, _:
                     if self._calling is not None:
                         self._calling.cancel()
-                case OpeningAction.MARK, Channel():
+                case OpenerAction.MARK, Channel():
                     if not self._mark(channel):  # the mark must go first: adopt the channel once it is sent
                         self._unmarked = channel
                         self._aside(self._adopt_late(channel), "ready")
                         return
-                case OpeningAction.ADOPT, Channel():
+                case OpenerAction.ADOPT, Channel():
                     self._on_open(channel)
-                case OpeningAction.DROP, Channel():
+                case OpenerAction.DROP, Channel():
                     self._aside(channel.aclose(), "too late")
-                case OpeningAction.FAIL, _:
+                case OpenerAction.FAIL, _:
                     self._on_failed(self._reason)
                 case _:
                     raise AssertionError(f"{event} came without a channel to {action.value}")
@@ -179,7 +179,7 @@ class LazyOpening:
         with contextlib.suppress(TransportError):
             await channel.send(Message(READY_KIND))
         self._unmarked = None
-        if self.state is OpeningState.READY:
+        if self.state is OpenerState.READY:
             self._on_open(channel)
 
     def _aside(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -189,7 +189,7 @@ class LazyOpening:
         task.add_done_callback(self._beside.discard)
 
     async def _open(self) -> None:
-        event, reasons = OpeningEvent.FAILED, []
+        event, reasons = OpenerEvent.FAILED, []
         for call in self._calls:
             try:
                 channel = await connect_with_retries(call)
@@ -206,10 +206,10 @@ class LazyOpening:
             if marked:
                 if reasons:
                     log.warning("the lazy channel to %s opens over %s (%s)", self._peer.name, channel.scheme, "; ".join(reasons))
-                self._step(OpeningEvent.OPENED, channel)
+                self._step(OpenerEvent.OPENED, channel)
                 return
             await channel.aclose()
-            event = OpeningEvent.REFUSED
+            event = OpenerEvent.REFUSED
             reasons.append(f"{self._peer.name} has refused the call")
             if self._table is SECOND:
                 break  # in favour of its own call, which comes

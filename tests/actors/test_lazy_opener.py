@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.actors import lazy_opening
-from flowrt.actors.lazy_opening import FIRST, SECOND, Call, LazyOpening, OpeningAction, OpeningEvent, OpeningState
+from flowrt.actors import lazy_opener
+from flowrt.actors.lazy_opener import FIRST, SECOND, Call, LazyOpener, OpenerAction, OpenerEvent, OpenerState
 from flowrt.actors.link_channel import LinkChannel
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
 from flowrt.transports.conformance.kit import numbered, receive_all
@@ -37,36 +37,36 @@ SCHEMES = [scheme for scheme in ("inproc", "shm", "zmq") if unavailable_reason(s
 
 @pytest.mark.parametrize("table", [FIRST, SECOND])
 def test_every_channel_is_adopted_or_dropped_in_every_state(
-    table: dict[tuple[OpeningState, OpeningEvent], tuple[OpeningState, tuple[OpeningAction, ...]]],
+    table: dict[tuple[OpenerState, OpenerEvent], tuple[OpenerState, tuple[OpenerAction, ...]]],
 ) -> None:
-    for state in OpeningState:
-        for event in (OpeningEvent.ARRIVED, OpeningEvent.OPENED):
+    for state in OpenerState:
+        for event in (OpenerEvent.ARRIVED, OpenerEvent.OPENED):
             if (state, event) in table:
                 _, actions = table[state, event]
-                assert (OpeningAction.ADOPT in actions) != (OpeningAction.DROP in actions)
-                assert (OpeningAction.MARK in actions) == (OpeningAction.ADOPT in actions and event is OpeningEvent.ARRIVED)
-        assert (state, OpeningEvent.CLOSE) in table
-        assert (state, OpeningEvent.WANTED) in table
-        assert (state, OpeningEvent.ARRIVED) in table
+                assert (OpenerAction.ADOPT in actions) != (OpenerAction.DROP in actions)
+                assert (OpenerAction.MARK in actions) == (OpenerAction.ADOPT in actions and event is OpenerEvent.ARRIVED)
+        assert (state, OpenerEvent.CLOSE) in table
+        assert (state, OpenerEvent.WANTED) in table
+        assert (state, OpenerEvent.ARRIVED) in table
 
 
 @given(st.lists(st.sampled_from(["first wants", "second wants", "deliver"]), max_size=12), st.randoms(use_true_random=False))
 def test_two_ends_agree_on_one_channel_whatever_the_order(happenings: list[str], choice: random.Random) -> None:
     """Calls are answered at the other end in any order; one that is not taken there is refused here; one hung up gets no answer."""
-    states = {"first": OpeningState.IDLE, "second": OpeningState.IDLE}
+    states = {"first": OpenerState.IDLE, "second": OpenerState.IDLE}
     tables = {"first": FIRST, "second": SECOND}
     other = {"first": "second", "second": "first"}
     adopted: dict[str, str | None] = {"first": None, "second": None}  # by whose call the channel came
     calls: list[str] = []  # on the way, by caller
     hung_up: set[str] = set()
 
-    def step(end: str, event: OpeningEvent, caller: str | None = None) -> tuple[OpeningAction, ...]:
+    def step(end: str, event: OpenerEvent, caller: str | None = None) -> tuple[OpenerAction, ...]:
         states[end], actions = tables[end][states[end], event]
-        if OpeningAction.CALL in actions:
+        if OpenerAction.CALL in actions:
             calls.append(end)
-        if OpeningAction.HANG_UP in actions:
+        if OpenerAction.HANG_UP in actions:
             hung_up.add(end)
-        if OpeningAction.ADOPT in actions:
+        if OpenerAction.ADOPT in actions:
             adopted[end] = caller
         return actions
 
@@ -74,37 +74,37 @@ def test_two_ends_agree_on_one_channel_whatever_the_order(happenings: list[str],
         caller = calls.pop(choice.randrange(len(calls)))
         if caller in hung_up:
             return
-        taken = OpeningAction.ADOPT in step(other[caller], OpeningEvent.ARRIVED, caller)
+        taken = OpenerAction.ADOPT in step(other[caller], OpenerEvent.ARRIVED, caller)
         if caller not in hung_up:
-            step(caller, OpeningEvent.OPENED if taken else OpeningEvent.REFUSED, caller)
+            step(caller, OpenerEvent.OPENED if taken else OpenerEvent.REFUSED, caller)
 
     for happening in happenings:
         if happening == "deliver":
             if calls:
                 deliver()
         else:
-            step(happening.split()[0], OpeningEvent.WANTED)
+            step(happening.split()[0], OpenerEvent.WANTED)
     while calls:
         deliver()
     if any("wants" in happening for happening in happenings):
-        assert states == {"first": OpeningState.READY, "second": OpeningState.READY}
+        assert states == {"first": OpenerState.READY, "second": OpenerState.READY}
         assert adopted["first"] == adopted["second"] is not None
     else:
-        assert states == {"first": OpeningState.IDLE, "second": OpeningState.IDLE}
+        assert states == {"first": OpenerState.IDLE, "second": OpenerState.IDLE}
 
 
 async def no_transport(scheme: str) -> Channel:
     raise AssertionError
 
 
-def lazy(peer: Identity, scheme: str, call: Call, first: bool) -> tuple[LinkChannel, LazyOpening]:
+def lazy(peer: Identity, scheme: str, call: Call, first: bool) -> tuple[LinkChannel, LazyOpener]:
     """One end without a transport to fall back to, and what opens it."""
     channel = LinkChannel(peer, scheme, SMALL, (), no_transport)
     return channel, channel.open_lazily([call], first)
 
 
-def states(*ends: LinkChannel) -> set[OpeningState]:
-    return {end.opening.state for end in ends if end.opening is not None}
+def states(*ends: LinkChannel) -> set[OpenerState]:
+    return {end.opener.state for end in ends if end.opener is not None}
 
 
 @asynccontextmanager
@@ -116,13 +116,13 @@ async def two_ends(scheme: str) -> AsyncIterator[tuple[LinkChannel, LinkChannel]
         await transport.listen(f"{scheme}://", SMALL, KEY, THERE) as there,
     ):
 
-        async def accept(listener: Listener, opening: LazyOpening) -> None:
+        async def accept(listener: Listener, opener: LazyOpener) -> None:
             while True:
-                opening.offer(await listener.accept())
+                opener.offer(await listener.accept())
 
-        one, opening_one = lazy(THERE, scheme, partial(transport.connect, there.address, SMALL, KEY, HERE), True)
-        two, opening_two = lazy(HERE, scheme, partial(transport.connect, here.address, SMALL, KEY, THERE), False)
-        accepting = [asyncio.ensure_future(accept(here, opening_one)), asyncio.ensure_future(accept(there, opening_two))]
+        one, opener_one = lazy(THERE, scheme, partial(transport.connect, there.address, SMALL, KEY, HERE), True)
+        two, opener_two = lazy(HERE, scheme, partial(transport.connect, here.address, SMALL, KEY, THERE), False)
+        accepting = [asyncio.ensure_future(accept(here, opener_one)), asyncio.ensure_future(accept(there, opener_two))]
         try:
             yield one, two
         finally:
@@ -140,7 +140,7 @@ async def test_channel_opens_at_the_first_send_of_either_end(scheme: str, speake
         receiving = [asyncio.ensure_future(receive_all(end, 0, 5)) for end in (one, two)]
         for _ in range(20):
             await asyncio.sleep(0)
-        assert states(one, two) == {OpeningState.IDLE}
+        assert states(one, two) == {OpenerState.IDLE}
         speakers = {"first": [one], "second": [two], "both": [one, two]}[speaker]
 
         async def speak(end: LinkChannel) -> None:
@@ -153,7 +153,7 @@ async def test_channel_opens_at_the_first_send_of_either_end(scheme: str, speake
             if end not in speakers:
                 await speak(end)
         await asyncio.gather(*receiving)
-        assert states(one, two) == {OpeningState.READY}
+        assert states(one, two) == {OpenerState.READY}
         assert one.statistics().messages_sent == two.statistics().messages_received in (5, 6)  # whoever was called has marked it ready
 
 
@@ -173,12 +173,12 @@ async def test_a_call_that_fails_is_a_broken_channel() -> None:
 
 async def test_a_handshake_that_is_hung_up_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known about the peer then; only when no process listens there, the link is lost at once."""
-    monkeypatch.setattr(lazy_opening, "RETRY_SECONDS", (0.001, 0.001, 0.001))
+    monkeypatch.setattr(lazy_opener, "RETRY_SECONDS", (0.001, 0.001, 0.001))
     errors: list[TransportError] = [HandshakeError("hung up"), BrokenChannelError("reset"), UnavailableError("no descriptor")]
     async with asyncio.timeout(20), two_ends("inproc") as (one, two):
-        opening = one.opening
-        assert opening is not None
-        (call,), opening._calls = opening._calls, (lambda: flaky(),)
+        opener = one.opener
+        assert opener is not None
+        (call,), opener._calls = opener._calls, (lambda: flaky(),)
 
         async def flaky() -> Channel:
             if errors:
@@ -206,7 +206,7 @@ async def test_a_message_that_is_too_large_is_refused_at_once_and_opens_nothing(
         large = SMALL.max_message_bytes + 1
         with pytest.raises(LimitError, match=str(large)):
             one.send_nowait(Message("data", tensors=(Tensor(TensorSpec("uint8", (large,)), bytes(large)),)))
-        assert states(one) == {OpeningState.IDLE}
+        assert states(one) == {OpenerState.IDLE}
 
 
 @pytest.mark.parametrize("plan", ["out.delay:0.05@0", "out.delay:0.02@100%"])
@@ -242,8 +242,8 @@ async def test_no_message_overtakes_the_mark_on_a_full_channel() -> None:
         ours, theirs = Full.pair(SMALL, HERE, THERE)
         assert isinstance(ours, Full)
         assert isinstance(theirs, Full)
-        end, opening = lazy(THERE, "inproc", call, False)
-        opening.offer(ours)
+        end, opener = lazy(THERE, "inproc", call, False)
+        opener.offer(ours)
         sending = asyncio.ensure_future(end.send(numbered(0)))
         await asyncio.sleep(0)
         if is_closed_first:
@@ -257,7 +257,7 @@ async def test_no_message_overtakes_the_mark_on_a_full_channel() -> None:
         await sending
         theirs.is_open = True
         async with asyncio.timeout(20):
-            assert (await theirs.recv()).kind == lazy_opening.READY_KIND
+            assert (await theirs.recv()).kind == lazy_opener.READY_KIND
             await receive_all(theirs, 0, 1)
         await end.aclose()
         await theirs.aclose()
