@@ -36,9 +36,14 @@ async def echoed(channel: Channel) -> bytes:
     return bytes(data)
 
 
+def num_lent(lender: Lender) -> int:
+    """The number of frames that libzmq has not returned."""
+    return sum(not loan.returned for loan in lender._lent)
+
+
 async def until_returned(lender: Lender, still: int = 0) -> None:
     async with asyncio.timeout(60):
-        while lender.num_lent > still:  # noqa: ASYNC110  # no task is woken when a loan ends
+        while num_lent(lender) > still:  # noqa: ASYNC110  # no task is woken when a loan ends
             await asyncio.sleep(0.001)
 
 
@@ -55,7 +60,7 @@ async def test_a_large_tensor_is_sent_from_where_it_lies(loop_kind: str) -> None
         pause(peer)
         data = bytearray(b"a" * LARGE)
         await channel.send(one_tensor(data))
-        assert the_lender().num_lent == 1
+        assert num_lent(the_lender()) == 1
         with pytest.raises(BufferError):
             data.append(0)  # the memory cannot be taken away meanwhile
         data[-1:] = b"b"  # against the contract: a copy would not have it
@@ -96,7 +101,7 @@ async def test_what_is_lent_comes_back_when_the_channel_ends_before_the_peer_too
         lender = the_lender()
         pause(peer)
         await channel.send(one_tensor(data))
-        assert lender.num_lent == 1
+        assert num_lent(lender) == 1
         await channel.aclose()
         await until_returned(lender)
     data.append(0)
@@ -140,5 +145,5 @@ async def test_a_frame_that_cannot_be_sent_is_not_lent(pair: tuple[zmq.Socket[by
             lender.send(alone, data, zmq.NOBLOCK)
     finally:
         alone.close(0)
-    assert lender.num_lent == 0
+    assert num_lent(lender) == 0
     data.append(0)

@@ -27,10 +27,6 @@ class Ranges:
         self._free: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (start, end), sorted, never adjacent
         self._taken: dict[int, int] = {}
 
-    @property
-    def num_taken(self) -> int:
-        return len(self._taken)
-
     def take(self, nbytes: int) -> int | None:
         """Allocates a range of `nbytes` and returns its start, or None when no free range is large enough."""
         for index, (start, end) in enumerate(self._free):

@@ -30,12 +30,6 @@ class Lender:
         self._library, self._loan_type = _library()
         self._lent: deque[Loan] = deque()
 
-    @property
-    def num_lent(self) -> int:
-        """The number of frames that libzmq has not returned."""
-        self._lent = deque(loan for loan in self._lent if not loan.returned)
-        return len(self._lent)
-
     def send(self, pair: zmq.Socket[bytes], part: bytes | bytearray | memoryview, flags: int) -> None:
         """Sends as `pair.send(part, flags)` does, without a copy: keeps the memory until libzmq returns it. Raises zmq.ZMQError."""
         self.collect()
