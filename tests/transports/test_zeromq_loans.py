@@ -146,4 +146,5 @@ async def test_a_frame_that_cannot_be_sent_is_not_lent(pair: tuple[zmq.Socket[by
     finally:
         alone.close(0)
     assert num_lent(lender) == 0
+    lender.collect()
     data.append(0)
