@@ -301,19 +301,23 @@ def _free_memory_bytes() -> int | None:
 
 
 def products_check(kinds: Sequence[int] | None) -> Check:
-    """The matrix products that flowrt's own kernels compute, or why there are none. `kinds` are the numbers of _panels.c, ascending."""
+    """What computes matrix products: flowrt's own kernels, or torch. `kinds` are the numbers of _panels.c, ascending."""
     if kinds is None:
-        return Check("products", False, "the library's: kernels/cpu/_panels.c was not built", "install gcc 11 or newer, then flowrt again")
+        return _not_built("products", "matrix products", "_panels.c")
     found = [name for kind, name in enumerate(("float32 (AVX-512)", "bfloat16 (AMX)")) if kind in kinds]
-    return Check("products", True, f"in panels: {', '.join(found)}" if found else "the library's: this processor has no AVX-512")
+    ours = f"flowrt's own kernels compute matrix products in {', '.join(found)}"
+    return Check("products", True, ours if found else "torch computes matrix products: this processor has no AVX-512")
 
 
 def rows_check(is_built: bool) -> Check:
     """Whether flowrt's own kernels compute the operations between matrix products (operators/kernels)."""
-    what = "norms, attention over pages, routing:"
-    if is_built:
-        return Check("rows", True, f"{what} flowrt's own")
-    return Check("rows", False, f"{what} the library's: kernels/cpu/_rows.c was not built", "install gcc 11 or newer, then flowrt again")
+    what = "norms, attention over pages and routing"
+    return Check("rows", True, f"flowrt's own kernels compute {what}") if is_built else _not_built("rows", what, "_rows.c")
+
+
+def _not_built(name: str, what: str, source: str) -> Check:
+    text = f"torch computes {what}, which is slower: kernels/cpu/{source} was not built"
+    return Check(name, False, text, "install gcc 11 or newer, then flowrt again")
 
 
 def _library_check(name: str, consequence: str) -> Check:

@@ -154,7 +154,8 @@ def emulation_report(dilation: float, workers: Iterable[EmulationStatistics]) ->
         void = True
         sentences.append(f"a worker spent {100 * free_share:.0f} % of its computing on what has no modelled time (embedding, head)")
     if void:
-        sentences.append("reality was slower than the model: the figures of this run are VOID; raise emulate.dilation")
+        hint = f"raise emulate.dilation above {dilation:g} (flowrt doctor --graph FILE prints the smallest), or close other programs"
+        sentences.append(f"reality was slower than the model: the figures of this run are VOID; {hint}")
     elif sentences:
         sentences.append("these are at most one in a hundred of their kind: the figures hold")
     worst_seconds = max(computed.worst_seconds, delivered.worst_seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import entry_points
 from os.path import isfile, normpath
 from pathlib import Path
@@ -21,7 +21,7 @@ from flowrt.graph.document import Document, Path_, apply_overrides, document_of,
 from flowrt.graph.expand import expand_deploy
 from flowrt.graph.explicit import build_explicit, role_pair
 from flowrt.graph.facts import ModelFacts
-from flowrt.graph.model import Emulation, Graph, GraphLimits, ModelPart, ReliabilitySettings, role_of
+from flowrt.graph.model import Graph, GraphLimits, ModelPart, role_of
 from flowrt.graph.notation import shown_value
 from flowrt.graph.problems import raise_first, refuse_unbuilt
 from flowrt.graph.schema import GraphFile, LimitsSection
@@ -100,7 +100,6 @@ def build_graph(
     if is_short and facts is not None:
         file = expand_deploy(file, role_limits.get("attention", limits), facts, document)
     nodes, edges = build_explicit(file, document)
-    emulate = file.emulate
     graph = Graph(
         nodes,
         edges,
@@ -113,8 +112,8 @@ def build_graph(
         devices=file.devices,
         threads=file.threads,
         prompts=_prompts(file, document, folder),
-        emulation=None if emulate is None else Emulation(**emulate.model_dump(exclude={"compute"}), **emulate.compute.model_dump()),
-        reliability=ReliabilitySettings(**file.reliability.model_dump()),
+        emulation=file.emulate,
+        reliability=file.reliability,
         folder=str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder)),
     )
     for problem in check(graph, facts, schemes):
@@ -137,7 +136,7 @@ def _checked_later(graph: Graph) -> Iterator[Path_]:
 
 def _limits(section: LimitsSection) -> tuple[GraphLimits, dict[str, GraphLimits]]:
     """The limits of the graph, and those of the roles that differ."""
-    limits = GraphLimits(**section.model_dump(exclude={"roles"}))
+    limits = GraphLimits(**{field.name: getattr(section, field.name) for field in fields(GraphLimits)})
     return limits, {role: replace(limits, **given.model_dump(exclude_none=True)) for role, given in section.roles.items()}
 
 

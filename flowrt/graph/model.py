@@ -7,7 +7,7 @@ advance the tag, not copies of its nodes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -163,63 +163,66 @@ class ModelPart:
     dtype: str
 
 
+def _key(default: Any, description: str, **bounds: float) -> Any:
+    """A key of a graph file with its default, description and bounds, from which schema.py makes its validation."""
+    is_text = isinstance(default, str)  # one of a Literal's, which is never converted
+    return field(default=default, metadata={"description": description, **bounds, **({} if is_text else {"strict": True})})
+
+
 @dataclass(frozen=True)
 class GraphLimits:
-    """`limits:` of a graph file, for one role.
+    """`limits:` of a graph file, for one role."""
 
-    `max_num_seqs` counts sequences per group over all micro-batches; `kv_pages` is per group; `max_tokens` is the most new tokens of a
-    request; `max_num_batched_tokens` bounds the rows of a step; strict numerics cut prompts at multiples of `chunk_tokens`; `in_flight`
-    bounds the tags of a user's graph.
-    """
+    max_num_seqs: int = _key(16, "Sequences per group over all micro-batches.", ge=1, le=4096)
+    kv_pages: int = _key(512, "Pages of the KV cache per group.", ge=1, le=1 << 24)
+    page_size: int = _key(16, "Tokens per page.", ge=1, le=1024)
+    max_tokens: int = _key(256, "The most new tokens of a request.", ge=1, le=1 << 20)
+    max_num_batched_tokens: int = _key(512, "The most rows of a step, and with it of every message.", ge=1, le=1 << 16)
+    chunk_tokens: int = _key(64, "Strict: prompts are cut at its multiples.", ge=1, le=1 << 16)
+    in_flight: int = _key(8, "The most tags in flight in a graph of your own.", ge=1, le=4096)
+    max_message_bytes: int = _key(1 << 26, "The most payload of a message.", ge=1024, le=1 << 34)
 
-    max_num_seqs: int = 16
-    kv_pages: int = 512
-    page_size: int = 16
-    max_tokens: int = 256
-    max_num_batched_tokens: int = 512
-    chunk_tokens: int = 64
-    in_flight: int = 8
-    max_message_bytes: int = 1 << 26
+
+@dataclass(frozen=True)
+class ModelledCompute:
+    """Compute times of the emulated hardware, undilated. Default: the time that this machine takes."""
+
+    attention_seconds: float | None = _key(None, "A layer of a step in an attention group.", ge=1e-9, le=3600)
+    expert_seconds: float | None = _key(None, "A layer of a call of an expert server.", ge=1e-9, le=3600)
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """`emulate:` of a graph file. Links take their profiles' times and computation its modelled times, all multiplied by `dilation`.
+    """Emulate other hardware, slower by a factor: links take their profiles' times, computation its modelled times."""
 
-    `attention_seconds` is charged per layer of an attention node, `expert_seconds` per layer of a call of an experts node; None charges
-    nothing. `processes_per_nic` processes share each NIC evenly.
-    """
-
-    dilation: float
-    attention_seconds: float | None = None
-    expert_seconds: float | None = None
-    processes_per_nic: int = 1
+    dilation: float = _key(MISSING, "Factor of all modelled times; flowrt doctor prints the smallest possible one.", ge=1, le=1e9)
+    compute: ModelledCompute = ModelledCompute()
+    processes_per_nic: int = _key(1, "Processes that share a NIC evenly.", ge=1, le=1024)
 
     def charges(self) -> dict[str, float]:
         """operator -> modelled seconds, undilated."""
-        given = {"attention": self.attention_seconds, "experts": self.expert_seconds}
+        given = {"attention": self.compute.attention_seconds, "experts": self.compute.expert_seconds}
         return {operator: seconds for operator, seconds in given.items() if seconds is not None}
+
+
+_SECONDS = {"ge": 0.05, "le": 86400}
 
 
 @dataclass(frozen=True)
 class ReliabilitySettings:
-    """`reliability:` of a graph file. `recovery: off`: any death ends the run. Without `detector` no process looks for hung ones.
+    """What happens when a process dies, hangs or is slow."""
 
-    The detector suspects a process without progress for `suspect_seconds` and marks it dead after `dead_seconds`. A dead process is
-    restarted, at most `restarts` times in `restart_window_seconds`. A request that needs an unavailable expert ends with an error after
-    `unavailable_expert_seconds`; with `unavailable_expert: degrade` it continues without the expert, and its tokens are marked.
-    `hedge`: a part that a slow server delays is sent to another replica too.
-    """
-
-    detector: bool = True
-    recovery: Literal["fine", "off"] = "fine"
-    unavailable_expert_seconds: float = 5.0
-    suspect_seconds: float = 0.4
-    dead_seconds: float = 1.0
-    restarts: int = 3
-    restart_window_seconds: float = 30.0
-    hedge: bool = True
-    unavailable_expert: Literal["error", "degrade"] = "error"
+    detector: bool = _key(True, "Detect processes that hang.")
+    recovery: Literal["fine", "off"] = _key("fine", "fine: recover each process by the state it keeps; off: any death ends the run.")
+    unavailable_expert_seconds: float = _key(5.0, "How long requests wait for an expert without any replica.", **_SECONDS)
+    suspect_seconds: float = _key(0.4, "Without progress for so long: suspected.", **_SECONDS)
+    dead_seconds: float = _key(1.0, "Without progress for so long: marked dead.", **_SECONDS)
+    restarts: int = _key(3, "The most restarts of a process ..", ge=0, le=1000)
+    restart_window_seconds: float = _key(30.0, ".. in a window of this length.", **_SECONDS)
+    hedge: bool = _key(True, "Send a part that a slow server delays to another replica too.")
+    unavailable_expert: Literal["error", "degrade"] = _key(
+        "error", "degrade: after unavailable_expert_seconds continue without the expert and mark every token."
+    )
 
 
 @dataclass(frozen=True)

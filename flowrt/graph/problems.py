@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from fnmatch import fnmatchcase
-from typing import Any, get_args, get_origin
+from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
@@ -55,9 +56,7 @@ _WORDINGS = {  # pydantic's kind of error -> its text
     "greater_than_equal": "{shown} is too small; write {ge:g} or more",
     "less_than_equal": "{shown} is too large; write {le:g} or less",
 }
-_WORDINGS |= dict.fromkeys(
-    ("dict_type", "model_type", "model_attributes_type"), "{shown} is not a mapping; write key: value lines below it"
-)
+_WORDINGS |= dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "{shown} is not a mapping; write key: value lines below it")
 
 
 def refuse_unbuilt(document: Document) -> None:
@@ -78,7 +77,7 @@ def _problem(document: Document, item: Any) -> tuple[Path_, str]:
     path: Path_ = tuple(item["loc"])
     while item["type"] != "missing" and not document.has(path):  # pydantic adds "[key]", and names in what a validator returned
         path = path[:-1]
-    if item["type"] == "extra_forbidden":
+    if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return path, _unknown_key(path)
     if item["type"] == "missing":
         return path, "is missing; begin the file with flowrt: 1" if path == ("flowrt",) else "is missing; write it"
@@ -100,18 +99,21 @@ def _unknown_key(path: Path_) -> str:
     return f"unknown key {key!r}; {hint}"
 
 
-def _sections(section: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+def _sections(section: type[Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
     """Yield the path and keys of every section of a graph file; "*" stands for any key of a mapping of sections."""
-    fields = {field.alias or name: field.annotation for name, field in section.model_fields.items()}
+    if is_dataclass(section):
+        fields: dict[str, Any] = get_type_hints(section)
+    else:
+        fields = {field.alias or name: field.annotation for name, field in section.model_fields.items()}
     yield path, list(fields)
     for key, annotation in fields.items():
         for model, container in _models_in(annotation):
             yield from _sections(model, (*path, key, *container))
 
 
-def _models_in(annotation: Any) -> Iterator[tuple[type[BaseModel], tuple[str, ...]]]:
-    """Yield the models inside an annotation, each with ("*",) where a mapping holds it."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+def _models_in(annotation: Any) -> Iterator[tuple[type[Any], tuple[str, ...]]]:
+    """Yield the models and dataclasses inside an annotation, each with ("*",) where a mapping holds it."""
+    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation)):
         yield annotation, ()
     for argument in get_args(annotation):
         for model, container in _models_in(argument):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from flowrt.graph.model import FORK_SERVER, GATEWAY, INPUT, MONITOR, OUTPUT, GraphLimits, ReliabilitySettings
+from flowrt.graph.model import FORK_SERVER, GATEWAY, INPUT, MONITOR, OUTPUT, Emulation, GraphLimits, ModelledCompute, ReliabilitySettings
 from flowrt.graph.notation import (
     LINK_NUMBERS,
     LINK_PROFILES,
@@ -32,8 +32,6 @@ from flowrt.graph.notation import (
     shown_value,
 )
 
-_LIMITS = GraphLimits()
-_RELIABILITY = ReliabilitySettings()
 MAX_THREADS = 1024
 _RESERVED = {
     GATEWAY: f"the launching process, which holds only {INPUT} and {OUTPUT}",
@@ -180,8 +178,6 @@ Prompts = Annotated[
     Any, Parsed(_prompts, "a file or a list of texts; write - 'a prompt' lines, or the path of a file", (str, list), _TEXTS)
 ]
 Tensors = Annotated[Any, Parsed(_tensors, "a tensor; write 'float32[rows,64]', or a list of such", (str, list), _TEXTS)]
-ModelledSeconds = Annotated[float, Field(ge=1e-9, le=3600)]
-Seconds = Annotated[float, Field(ge=0.05, le=86400)]
 NodeName = Annotated[str, _NAMED]
 ProcessName = Annotated[str, AfterValidator(_process), _NAMED]
 PortName = Annotated[str, _matching(is_port_name, "a name of a port; use letters, digits, '_' and '-'")]
@@ -261,20 +257,13 @@ class RoleLimitsSection(Section):
     max_message_bytes: int | None = Field(default=None, ge=1024, le=1 << 34)
 
 
-class LimitsSection(Section):
+@dataclass(frozen=True)
+class LimitsSection(GraphLimits):
     """Bounds of a run."""
 
-    max_num_seqs: int = Field(default=_LIMITS.max_num_seqs, ge=1, le=4096, description="Sequences per group over all micro-batches.")
-    kv_pages: int = Field(default=_LIMITS.kv_pages, ge=1, le=1 << 24, description="Pages of the KV cache per group.")
-    page_size: int = Field(default=_LIMITS.page_size, ge=1, le=1024, description="Tokens per page.")
-    max_tokens: int = Field(default=_LIMITS.max_tokens, ge=1, le=1 << 20, description="The most new tokens of a request.")
-    max_num_batched_tokens: int = Field(
-        default=_LIMITS.max_num_batched_tokens, ge=1, le=1 << 16, description="The most rows of a step, and with it of every message."
+    roles: dict[str, RoleLimitsSection] = field(
+        default_factory=dict, metadata={"description": "Other limits for a role, such as attention: {kv_pages: 1024}."}
     )
-    chunk_tokens: int = Field(default=_LIMITS.chunk_tokens, ge=1, le=1 << 16, description="Strict: prompts are cut at its multiples.")
-    in_flight: int = Field(default=_LIMITS.in_flight, ge=1, le=4096, description="The most tags in flight in a graph of your own.")
-    max_message_bytes: int = Field(default=_LIMITS.max_message_bytes, ge=1024, le=1 << 34, description="The most payload of a message.")
-    roles: dict[str, RoleLimitsSection] = Field(default={}, description="Other limits for a role, such as attention: {kv_pages: 1024}.")
 
 
 def _port(value: Any) -> Any:
@@ -315,40 +304,8 @@ class EdgeSection(LinkSection):
     response_to: str | None = Field(default=None, description="The name of the edge whose requests it carries the responses to.")
 
 
-class EmulatedComputeSection(Section):
-    """Compute times of the emulated hardware, undilated. Default: the time that this machine takes."""
-
-    attention_seconds: ModelledSeconds | None = Field(default=None, description="A layer of a step in an attention group.")
-    expert_seconds: ModelledSeconds | None = Field(default=None, description="A layer of a call of an expert server.")
-
-
-class EmulateSection(Section):
-    """Emulate other hardware, slower by a factor: links take their profiles' times, computation its modelled times."""
-
-    dilation: float = Field(ge=1, le=1e9, description="Factor of all modelled times; flowrt doctor prints the smallest possible one.")
-    compute: EmulatedComputeSection = EmulatedComputeSection()
-    processes_per_nic: int = Field(default=1, ge=1, le=1024, description="Processes that share a NIC evenly.")
-
-
-class ReliabilitySection(Section):
-    """What happens when a process dies, hangs or is slow."""
-
-    detector: bool = Field(default=_RELIABILITY.detector, description="Detect processes that hang.")
-    recovery: Literal["fine", "off"] = Field(
-        default=_RELIABILITY.recovery, description="fine: recover each process by the state it keeps; off: any death ends the run."
-    )
-    unavailable_expert_seconds: Seconds = Field(
-        default=_RELIABILITY.unavailable_expert_seconds, description="How long requests wait for an expert without any replica."
-    )
-    suspect_seconds: Seconds = Field(default=_RELIABILITY.suspect_seconds, description="Without progress for so long: suspected.")
-    dead_seconds: Seconds = Field(default=_RELIABILITY.dead_seconds, description="Without progress for so long: marked dead.")
-    restarts: int = Field(default=_RELIABILITY.restarts, ge=0, le=1000, description="The most restarts of a process ..")
-    restart_window_seconds: Seconds = Field(default=_RELIABILITY.restart_window_seconds, description=".. in a window of this length.")
-    hedge: bool = Field(default=_RELIABILITY.hedge, description="Send a part that a slow server delays to another replica too.")
-    unavailable_expert: Literal["error", "degrade"] = Field(
-        default=_RELIABILITY.unavailable_expert,
-        description="degrade: after unavailable_expert_seconds continue without the expert and mark every token.",
-    )
+for _shared in (LimitsSection, ModelledCompute, Emulation, ReliabilitySettings):
+    _shared.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[union-attr]
 
 
 class GraphFile(Section):
@@ -366,8 +323,8 @@ class GraphFile(Section):
     links: dict[str, LinkSection] = Field(default={}, description="Explicit form only: links between two roles, such as left-right.")
     limits: LimitsSection = LimitsSection()
     numerics: Literal["fast", "strict"] = Field(default="fast", description="strict: no bit depends on batch, placement or preemption.")
-    emulate: EmulateSection | None = Field(default=None, description="Emulate links and computation that this machine does not have.")
-    reliability: ReliabilitySection = ReliabilitySection()
+    emulate: Emulation | None = Field(default=None, description="Emulate links and computation that this machine does not have.")
+    reliability: ReliabilitySettings = ReliabilitySettings()
     prompts: Prompts | None = Field(default=None, description="The prompts that `flowrt run` serves when given none: a list, or a file.")
     processes: Processes | None = Field(default=None, description="Explicit form only; else deploy.processes.")
     micro_batches: int | None = Field(default=None, ge=1, le=64, description="Explicit form only; else deploy.attention.micro_batches.")

@@ -10,7 +10,7 @@ import yaml
 
 from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
-from flowrt.graph.model import GATEWAY, Edge, Emulation, Graph, Node, PortSpec, edge_name
+from flowrt.graph.model import GATEWAY, Edge, Graph, Node, PortSpec, edge_name
 from flowrt.graph.notation import link_numbers
 
 
@@ -28,7 +28,7 @@ def to_yaml(graph: Graph, origin: str = "") -> str:
         "numerics": graph.numerics,
         "devices": _flow(graph.devices) if graph.devices else None,
         "threads": _flow(graph.threads) if graph.threads else None,
-        "emulate": _flow(_emulate(graph.emulation)) if graph.emulation is not None else None,
+        "emulate": _flow(_without_none(asdict(graph.emulation))) if graph.emulation is not None else None,
         "reliability": _flow(asdict(graph.reliability)),
         "prompts": [_flow(prompt) for prompt in graph.prompts] or None,
         "nodes": {_flow(node.name): _flow(_node(node)) for node in graph.nodes.values() if node.process != GATEWAY},
@@ -47,11 +47,12 @@ def _header(graph: Graph, origin: str) -> Iterable[str]:
             yield f"#   {process}: {' -> '.join(name.removeprefix(process + '.') for name in chain)}"
 
 
-def _emulate(emulation: Emulation) -> dict[str, Any]:
-    compute = {"attention_seconds": emulation.attention_seconds, "expert_seconds": emulation.expert_seconds}
-    given = {key: seconds for key, seconds in compute.items() if seconds is not None}
-    written: dict[str, Any] = {"dilation": emulation.dilation, "processes_per_nic": emulation.processes_per_nic}
-    return written | ({"compute": given} if given else {})
+def _without_none(value: Any) -> Any:
+    """`value` without keys that have no value, and without mappings of none but such keys."""
+    if not isinstance(value, dict):
+        return value
+    kept = {key: _without_none(item) for key, item in value.items()}
+    return {key: item for key, item in kept.items() if item not in (None, {})}
 
 
 def _node(node: Node) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_what_auto_takes_and_why() -> None:
 
 
 def test_doctor_reports_whether_fused_kernels_are_used() -> None:
-    assert rows_check(True).text == "norms, attention over pages, routing: flowrt's own"
+    assert rows_check(True).text == "flowrt's own kernels compute norms, attention over pages and routing"
     not_built = rows_check(False)
     assert not not_built.ok
     assert "_rows.c was not built" in not_built.text
@@ -73,9 +73,9 @@ def test_doctor_reports_whether_fused_kernels_are_used() -> None:
 
 
 def test_doctor_reports_which_products_are_native() -> None:
-    assert products_check([0, 1]).text == "in panels: float32 (AVX-512), bfloat16 (AMX)"
-    assert products_check([0]).text == "in panels: float32 (AVX-512)"
-    assert products_check([]).text == "the library's: this processor has no AVX-512"
+    assert products_check([0, 1]).text == "flowrt's own kernels compute matrix products in float32 (AVX-512), bfloat16 (AMX)"
+    assert products_check([0]).text == "flowrt's own kernels compute matrix products in float32 (AVX-512)"
+    assert products_check([]).text == "torch computes matrix products: this processor has no AVX-512"
     not_built = products_check(None)
     assert (not_built.ok, not_built.needed) == (False, False)
     assert "gcc" in str(not_built.remedy)

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from flowrt.graph.model import Emulation, from_json, to_json
+from flowrt.graph.model import Emulation, ModelledCompute, from_json, to_json
 from flowrt.graph.show import print_graph
 from flowrt.graph.written import to_yaml
 
@@ -19,8 +19,8 @@ LINKED = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  experts: {servers: 2}\n  links
     [
         ("{dilation: 100}", Emulation(100.0)),
         ("{dilation: 1.5e3, processes_per_nic: 8}", Emulation(1500.0, processes_per_nic=8)),
-        ("{dilation: 2, compute: {attention_seconds: 250e-6}}", Emulation(2.0, 250e-6)),
-        ("{dilation: 2, compute: {attention_seconds: 1, expert_seconds: 120e-6}}", Emulation(2.0, 1.0, 120e-6)),
+        ("{dilation: 2, compute: {attention_seconds: 250e-6}}", Emulation(2.0, ModelledCompute(250e-6))),
+        ("{dilation: 2, compute: {attention_seconds: 1, expert_seconds: 120e-6}}", Emulation(2.0, ModelledCompute(1.0, 120e-6))),
     ],
 )
 def test_emulated_graph_is_equal_expanded_and_on_the_wire(load, section: str, emulation: Emulation) -> None:

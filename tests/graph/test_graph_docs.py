@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -36,18 +37,19 @@ def test_the_errors_on_the_page_are_real(load) -> None:
 
 
 def test_every_key_of_the_short_form_is_on_the_page() -> None:
-    from flowrt.graph import schema
+    from flowrt.graph import model, schema
 
     names = (
         "GraphFile",
         "AttentionSection",
         "ExpertsSection",
-        "LimitsSection",
         "RoleLimitsSection",
         "LinkSection",
-        "ReliabilitySection",
         "NodeSection",
     )
     for section in (schema.EdgeSection, *(getattr(schema, name) for name in names)):
         for name, field in section.model_fields.items():
             assert re.search(rf"\b{re.escape(field.alias or name)}\b", PAGE), f"{section.__name__}.{name}"
+    for section in (schema.LimitsSection, model.Emulation, model.ModelledCompute, model.ReliabilitySettings):
+        for field in dataclasses.fields(section):
+            assert re.search(rf"\b{field.name}\b", PAGE), f"{section.__name__}.{field.name}"

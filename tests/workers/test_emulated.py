@@ -19,7 +19,7 @@ from flowrt.emulation import (
 )
 from flowrt.errors import UserError
 from flowrt.graph.builtin import BUILTIN
-from flowrt.graph.model import Edge, Emulation, Graph, LayerSet, Node, PortSpec
+from flowrt.graph.model import Edge, Emulation, Graph, LayerSet, ModelledCompute, Node, PortSpec
 from flowrt.seams import Running
 from flowrt.simulation.world import run
 from flowrt.timer import FineTimer, LoopTimer, measure_lateness, new_timer
@@ -142,7 +142,7 @@ def _firing(node: str, *layers: int) -> list[Firing]:
 def test_what_is_charged(process: str, node: str, layers: tuple[int, ...], charged: float) -> None:
     async def main() -> float:
         compute = SleepingCompute()
-        emulated = EmulatedWorker(_graph(), process, Emulation(1.0, 1e-3, 1e-2), compute, LoopTimer())
+        emulated = EmulatedWorker(_graph(), process, Emulation(1.0, ModelledCompute(1e-3, 1e-2)), compute, LoopTimer())
         functions = emulated.charged({node: lambda firings: [{} for _ in firings]})
         assert await emulated.compute.run(node, lambda: functions[node](_firing(node, *layers))) == [{}] * len(layers)
         emulated.close()
@@ -153,7 +153,7 @@ def test_what_is_charged(process: str, node: str, layers: tuple[int, ...], charg
 
 def test_what_is_not_modelled_is_not_charged() -> None:
     async def main() -> None:
-        emulated = EmulatedWorker(_graph(), "e", Emulation(1.0, attention_seconds=1.0), SleepingCompute(), LoopTimer())
+        emulated = EmulatedWorker(_graph(), "e", Emulation(1.0, ModelledCompute(1.0)), SleepingCompute(), LoopTimer())
         functions = emulated.charged({"e.experts": len})
         assert await emulated.compute.run("e.experts", lambda: functions["e.experts"](_firing("e.experts", 0))) == 1
         assert emulated.statistics() == EmulationStatistics()
