@@ -28,7 +28,7 @@ class Restarts:
         if not table.can_replace(process):
             if not any(map(self._root_cause.is_reported, (FORK_SERVER, *(worker.name for worker in process.workers)))):
                 how = f"{process.how} unexpectedly" if process.how.startswith("exited") else process.how
-                self._root_cause.on_failure(FailureKind.DIED, process.workers[0], how)
+                self._root_cause.report(FailureKind.DIED, process.name, process.name, how)  # any of its workers may be the cause
             return
         if table.phase >= RunPhase.STOPPING or self._root_cause.has_reports:
             return
@@ -82,7 +82,7 @@ class Restarts:
         elif self._table.phase < RunPhase.RUNNING:
             doing = "loaded" if self._table.phase == RunPhase.LOADING else "connected"
             reason = f"{process.how} while it {doing}, and {decision.why}"
-            self._table.act(End(WorkerDiedError(process.workers[0].name, reason), process.name))
+            self._table.act(End(WorkerDiedError(process.name, reason), process.name))
         elif decision.retry_seconds is None:
             self._stay_down(process, decision.why)
         else:

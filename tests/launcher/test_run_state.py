@@ -41,12 +41,12 @@ def start_of(name: str, incarnation: str) -> Start:
 class Driver:
     """A run state with a clock, which carries out no action."""
 
-    def __init__(self, graph: Graph | None = None) -> None:
+    def __init__(self, graph: Graph | None = None, packed: dict[str, list[str]] | None = None) -> None:
         self.numbers = iter(range(10**6))
         names = (CLIENT, SERVER, OTHER)
         self.state = RunState(
             graph or graph_of(),
-            {name: [name] for name in names},
+            packed or {name: [name] for name in names},
             [],
             new_incarnation=lambda: str(next(self.numbers)),
             start_of=start_of,
@@ -97,6 +97,23 @@ def announced(actions: Sequence[Action]) -> list[events.Event]:
 def end_of(actions: Sequence[Action]) -> str:
     (end,) = [action for action in actions if isinstance(action, End)]
     return str(end.error)
+
+
+def test_death_of_a_process_with_several_workers_names_all_of_them() -> None:
+    """Its first worker need not be the one whose operator ended the process."""
+    packed = f"{OTHER}+{CLIENT}"
+    driver = Driver(packed={packed: [OTHER, CLIENT], SERVER: [SERVER]})
+    driver.do(driver.state.start, driver.now)
+    for process in (packed, SERVER):
+        driver.do(driver.state.on_forked, process, 7)
+    for name in (CLIENT, SERVER, OTHER):
+        driver.do(driver.state.on_listening, name, Listening({"zmq": name}))
+    for name in (CLIENT, SERVER, OTHER):
+        driver.do(driver.state.on_connected, name)
+    driver.do(driver.state.on_exited, packed, KILLED)
+    for name in (OTHER, CLIENT):
+        driver.do(driver.state.on_connection_closed, name)
+    assert end_of(driver.pass_time(SETTLE_SECONDS)) == f"{packed} {KILLED}"
 
 
 def test_start() -> None:
