@@ -1,4 +1,4 @@
-"""Starts that fail, in virtual time: the run ends with the name of a worker and a reason."""
+"""Starts that fail, in virtual time: the run ends with the name of a worker or a file, and a reason."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from flowrt.simulation.cluster import simulate
 
 FAILURES = {
     "fail_to_load": "failed: no weights",
+    "load_other_weights": "has changed since the run began; restore the file, or start the run again",
     "be_silent": "sent nothing for 120 s while loading",
     "send_unknown_message": "sent nonsense on its control connection: 'unknown' is not a control message",
 }
@@ -26,5 +27,5 @@ def failure_of(worker: str, seed: int = 0) -> str | None:
 def test_worker_that_does_not_start_is_named_with_the_reason(worker: str) -> None:
     for seed in range(3):
         name, _, reason = (failure_of(worker, seed) or "").partition(" ")
-        assert name in ("attention.0", "attention.1", "experts.0", "experts.1", "experts.2")
+        assert name in ("/model/weights", "attention.0", "attention.1", "experts.0", "experts.1", "experts.2")
         assert reason == FAILURES[worker]
