@@ -230,7 +230,7 @@ class LoopThread:
         self._calls: set[asyncio.Task[Any] | None] = set()
         self._failure: BaseException | None = None
         self._lock, self._is_closed = threading.Lock(), False
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # without it the loop becomes the caller's too
         self._loop = self._runner.get_loop()
         self._task = self._loop.create_task(self._hold(context))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -246,18 +246,21 @@ class LoopThread:
 
         Raises NotRunningError after `close`, and where it would wait for ever: in the loop's own thread, and in a forked process.
         """
-        with self._lock:
-            if self._is_closed or not self._thread.is_alive() or threading.current_thread() is self._thread:
-                coroutine.close()
-                reason = "it was closed" if self._is_closed else "call it from the process that started it, and not from its own callbacks"
-                raise NotRunningError(f"the graph cannot be called: {reason}")
-            future = asyncio.run_coroutine_threadsafe(self._call(coroutine), self._loop)
+        future: concurrent.futures.Future[T] | None = None
         try:
+            with self._lock:
+                if self._is_closed or not self._thread.is_alive() or threading.current_thread() is self._thread:
+                    reason = "it was closed" if self._is_closed else "call it from the process that started it, and not from its own callbacks"
+                    raise NotRunningError(f"the graph cannot be called: {reason}")
+                future = asyncio.run_coroutine_threadsafe(self._call(coroutine), self._loop)
             return future.result()
         except concurrent.futures.CancelledError:
             raise NotRunningError("the graph was closed during the call") from None
-        except BaseException:
-            future.cancel()
+        except BaseException:  # KeyboardInterrupt comes at any line
+            if future is None:
+                coroutine.close()
+            else:
+                future.cancel()
             raise
 
     def close(self, at_once: bool = False) -> None:
@@ -278,6 +281,11 @@ class LoopThread:
             raise
         if is_first and not at_once and self._failure is not None:
             raise self._failure
+
+    def end_soon(self) -> None:
+        """Close at once, but wait for nothing: a finalizer runs in any thread, also in one whose event loop must not block."""
+        self._is_closed = True  # no lock: no other thread can call what is finalized
+        self._end(at_once=True)
 
     def _end(self, at_once: bool) -> None:
         if self._thread.is_alive():

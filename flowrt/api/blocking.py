@@ -6,6 +6,7 @@ It serves scripts, several threads at once, and notebooks, whose own loop is run
 from __future__ import annotations
 
 import asyncio
+import atexit
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -56,14 +57,15 @@ class BlockingGraph:
         self._graph = graph
         self._slots = asyncio.Semaphore(graph.max_requests if graph.graph.model is not None else graph.graph.limits.in_flight)
         self._thread = LoopThread("flowrt", graph)
-        self._end = weakref.finalize(self, self._thread.close, at_once=True)
+        self._end = weakref.finalize(self, self._thread.end_soon)
+        self._end.atexit = False
+        atexit.register(self._thread.close, at_once=True)  # at exit, wait until the processes have ended
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._end.detach()
-        self._thread.close(at_once=error is not None)
+        self._close(at_once=error is not None)
 
     def close(self) -> None:
         """Stop the graph and wait until nothing of it is left. Requests of other threads end with finish_reason "abort". Idempotent.
@@ -73,8 +75,7 @@ class BlockingGraph:
             llm = flowrt.start("graph.yaml")
             llm.close()
         """
-        self._end.detach()
-        self._thread.close()
+        self._close()
 
     def complete(
         self,
@@ -128,6 +129,11 @@ class BlockingGraph:
             print(name, counters)
         """
         return self._thread.run(self._graph.statistics())
+
+    def _close(self, at_once: bool = False) -> None:
+        self._end.detach()
+        atexit.unregister(self._thread.close)
+        self._thread.close(at_once)
 
     async def _complete(
         self, prompt: Prompt | None, params: SamplingParams | None, messages: Messages | None, sampling: SamplingKeywords

@@ -83,8 +83,14 @@ def open_graph(
         raise ArgumentError(f"overrides is {shown(overrides)}, it must be a list of texts such as 'deploy.experts.servers=2'")
     if log_level not in LEVELS:
         raise ArgumentError(f"log_level is {shown(log_level)}, it must be one of {', '.join(LEVELS)}")
+    if isinstance(graph, Graph) and (overrides or model is not None):
+        raise ArgumentError("overrides and model change a graph file; this graph is loaded already")
     loaded = graph if isinstance(graph, Graph) else read_graph(graph, overrides, model)
-    return RunningGraph(loaded, seams or Seams(), log_level, on_event, on_line)
+    return RunningGraph(loaded, seams or Seams(), log_level, _guarded("on_event", on_event), _guarded("on_line", on_line))
+
+
+def _guarded(name: str, function: Callable[..., None] | None) -> Callable[..., None] | None:
+    return None if function is None else _Callback(name, function)
 
 
 class _Callback:
@@ -120,8 +126,7 @@ class RunningGraph:
         on_event: Callable[[events.Event], None] | None = None,
         on_line: Callable[[str, str], None] | None = None,
     ) -> None:
-        self._on_event = _Callback("on_event", on_event or events.print_news)
-        on_line = None if on_line is None else _Callback("on_line", on_line)
+        self._on_event = on_event or events.print_news
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_process: TokenizerProcess | None = None
         self._config: ModelConfig | None = None

@@ -55,7 +55,7 @@ class Load:
         self._is_stopped = False
         self.answers: list[ReceivedAnswer] = []
         self.failure: Exception | None = None
-        self.begun = asyncio.Event()  # the first token has arrived
+        self.begun = asyncio.Event()  # the first token or end of an answer has arrived
 
     def stop(self) -> None:
         """Send no more requests; those that are open finish."""
@@ -94,3 +94,4 @@ class Load:
                 self.begun.set()
             elif isinstance(event, EndEvent):
                 answer.finish_reason, answer.error, answer.ended = event.finish_reason, event.error, now()
+                self.begun.set()  # also of a refusal: requests that are all refused are a load too

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flowrt.api import RunningGraph, open_graph, read_graph
+from flowrt.api import RunningGraph, read_graph
 from flowrt.chaos.compare import AnswerCounts, ReceivedAnswer, StretchPair, expected_of
 from flowrt.chaos.inject import Injector, random_kills
 from flowrt.chaos.leaks import Holding, children_of, holding_of, leaks_between, named_memory
@@ -142,7 +142,7 @@ async def measure(prepared: PreparedRun, log: Log) -> ChaosResult:
     gc.collect()
     outside = holding_of(os.getpid()), children_of(os.getpid()), named_memory()
     try:
-        running = open_graph(graph, seams=seams, on_event=observer.on_event, on_line=on_line)
+        running = RunningGraph(graph, seams, on_event=observer.on_event, on_line=on_line)
         measurement = _Measurement(prepared, found, running, Injector(running, observer, seams.clock, log), seams.clock, log)
         async with running:
             await measurement.run_reference()

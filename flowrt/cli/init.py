@@ -19,12 +19,19 @@ def write_graph(folder: Path, model: Path | None) -> None:
     if model is not None:
         load(DEMO / "quickstart.yaml", None, model)  # the model's errors
     text = default_graph_text(DEMO / "tiny-moe", PROMPTS) if model is None else default_graph_text(model)
+    created = False
     try:
+        content = text.encode()
         folder.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with path.open("xb") as file:
+            created = True
+            file.write(content)
+    except UnicodeEncodeError:
+        raise UserError(f"{model}: the path is not UTF-8, which a graph file must be; rename it") from None
     except FileExistsError as error:
         raise UserError(f"{error.filename}: exists and is left as it is; give another folder") from None
     except OSError as error:
+        if created:  # a part of the text would stop the next attempt
+            path.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written ({error.strerror}); give another folder") from None
     print(f"wrote {path}; run it: flowrt run {path}" + ("" if model is None else ' --prompt "Hello"'))

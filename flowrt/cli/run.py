@@ -19,7 +19,7 @@ from rich.console import Console
 
 import flowrt
 from flowrt.actors.control import Statistics
-from flowrt.api import RunningGraph, open_graph
+from flowrt.api import RunningGraph, read_graph
 from flowrt.bench.peers.child import new_event_loop
 from flowrt.chaos.run_faults import RunFaults
 from flowrt.cli.live import LiveView
@@ -88,15 +88,8 @@ class RunSession:
         self._loaded_bytes: dict[str, int] = {}
         self._statistics: dict[str, Statistics] = {}
         self._up_seconds: float | None = None
-        self._graph: RunningGraph = open_graph(
-            path,
-            overrides=options.overrides,
-            model=options.model,
-            seams=self._seams,
-            log_level=options.log_level,
-            on_event=self._on_event,
-            on_line=self._on_line,
-        )
+        loaded = read_graph(path, options.overrides, options.model)
+        self._graph = RunningGraph(loaded, self._seams, options.log_level, self._on_event, self._on_line)
         graph = self._graph.graph
         if graph.model is None:
             raise UserError(f"{path}: this graph serves no model; call it from Python: await graph(name=tensor)")

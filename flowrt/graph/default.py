@@ -52,8 +52,8 @@ def default_graph_text(model_dir: Path | str, prompts: tuple[str, ...] = ()) -> 
 
 def hub_hint(name: str) -> str:
     """What to do about a missing model directory: how to download it, when its name is one of the Hugging Face hub."""
-    if _HUB_ID.fullmatch(name) and not name.endswith((".yaml", ".yml", ".json")):
-        folder = name.partition("/")[2]
+    organization, _, folder = name.partition("/")
+    if _HUB_ID.fullmatch(name) and not name.endswith((".yaml", ".yml", ".json")) and not Path(organization).exists():
         return f"download a model of the hub first: hf download {name} --local-dir {folder}, then use ./{folder}"
     return ""
 

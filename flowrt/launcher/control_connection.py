@@ -19,40 +19,37 @@ MAX_QUEUED = 1 << 12  # messages queued for one worker; a worker this far behind
 
 class ControlConnection:
     """The control connection of one incarnation of a worker. `last_message_seconds`: when its latest message was received (loop time).
-    `statistics`: the latest that it has sent."""
+    `statistics`: the latest that it has sent. `on_overflow` is called soon after a message found MAX_QUEUED others waiting: that message is
+    lost, so the worker must be ended."""
 
-    def __init__(self, name: str, incarnation: str, pid: int, control: Channel) -> None:
-        self.name, self.incarnation, self.pid, self._control = name, incarnation, pid, control
+    def __init__(self, name: str, incarnation: str, pid: int, control: Channel, on_overflow: Callable[[], None]) -> None:
+        self.name, self.incarnation, self.pid, self._control, self._on_overflow = name, incarnation, pid, control, on_overflow
         self.last_message_seconds = asyncio.get_running_loop().time()
         self.statistics = Statistics()
         self._requests: dict[type[StatisticsRequest | Drain], asyncio.Future[None]] = {}  # the latest of each kind
         self._queued: Mailbox[tuple[Message, asyncio.Future[None] | None]] = Mailbox(MAX_QUEUED)
 
     async def send(self, control: Control) -> None:
-        """Send a message behind all earlier ones; wait while the connection is full. Raises TransportError when the worker has ended, and
-        OverflowError when MAX_QUEUED messages wait already.
+        """Send a message behind all earlier ones; wait while the connection is full. Raises TransportError when the worker has ended, or
+        when MAX_QUEUED messages wait already.
 
         A message whose send is cancelled may still be sent.
         """
         message = as_message(control)
         if not self._send_now(message):
             sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            try:
-                self._queued.post((message, sent))
-            except MailboxClosedError:
-                raise ClosedChannelError(f"the control connection of {self.name} has ended") from None
+            self._queue(message, sent)
             await sent
 
     def post(self, control: Control) -> None:
-        """Send a message behind all earlier ones: now, or when the connection has room. Does not wait. Raises OverflowError when
-        MAX_QUEUED messages wait already.
+        """Send a message behind all earlier ones: now, or when the connection has room. Does not wait.
 
         Ignores a dead worker: `receive_all` detects the death.
         """
         message = as_message(control)
-        with contextlib.suppress(TransportError, MailboxClosedError):
+        with contextlib.suppress(TransportError):
             if not self._send_now(message):
-                self._queued.post((message, None))
+                self._queue(message, None)
 
     def send_if_room(self, control: Control) -> None:
         """Send a message if the connection has room and none waits, else drop it. Ignores a dead worker."""
@@ -66,7 +63,7 @@ class ControlConnection:
                 await self.send(control)
         except TransportError:
             return False
-        except (TimeoutError, OverflowError):
+        except TimeoutError:
             pass
         return True
 
@@ -124,6 +121,15 @@ class ControlConnection:
 
     def _send_now(self, message: Message) -> bool:
         return not self._queued.items and self._control.send_nowait(message)
+
+    def _queue(self, message: Message, sent: asyncio.Future[None] | None) -> None:
+        try:
+            self._queued.post((message, sent))
+        except MailboxClosedError:
+            raise ClosedChannelError(f"the control connection of {self.name} has ended") from None
+        except OverflowError:
+            asyncio.get_running_loop().call_soon(self._on_overflow)
+            raise ClosedChannelError(f"{self.name} has left {MAX_QUEUED} messages unread") from None
 
     async def _send_queued(self) -> None:
         try:

@@ -171,9 +171,7 @@ class Launcher:
         self._check_running()
         try:
             await self.workers[worker].send(control)
-        except (BrokenChannelError, EndOfChannel, ClosedChannelError, OverflowError) as error:
-            if isinstance(error, OverflowError):
-                self._step(self.state.on_overflow, worker)
+        except (BrokenChannelError, EndOfChannel, ClosedChannelError):
             if not self.state.can_lose(worker):
                 await self.wait_failed()  # raises the root cause once it is known
             raise NotRunningError(f"{worker} has stopped") from None
@@ -281,10 +279,7 @@ class Launcher:
             case Send(name, StatisticsRequest() as request):
                 self.workers[name].request(request)
             case Send(name, control):
-                try:
-                    self.workers[name].post(control)
-                except OverflowError:
-                    asyncio.get_running_loop().call_soon(self._step, self.state.on_overflow, name)
+                self.workers[name].post(control)
             case End(error, tail_of):
                 if isinstance(error, WorkerDiedError) and tail_of is not None:
                     error = WorkerDiedError(error.process, error.reason, self._pool.output_tail(tail_of))

@@ -279,10 +279,12 @@ class RunState:
         """The worker sent a message that cannot be decoded; its connection is closed."""
         self._root_cause.on_failure(FailureKind.DIED, self._table.workers[worker], reason)
 
-    def on_overflow(self, worker: str) -> None:
-        """Messages for the worker fill the queue of its control connection. No message may be lost, so it is ended."""
-        reason = "does not read its control connection: is it stopped, or the machine overloaded?"
-        self._root_cause.end_worker(FailureKind.DIED, self._table.workers[worker], reason)
+    def on_overflow(self, worker: str, incarnation: str) -> None:
+        """Messages for the incarnation fill the queue of its control connection. No message may be lost, so it is ended."""
+        found = self._table.workers[worker]
+        if found.incarnation == incarnation:
+            reason = "does not read its control connection: is it stopped, or the machine overloaded?"
+            self._root_cause.end_worker(FailureKind.DIED, found, reason)
 
     def on_link_lost(self, worker: str, lost: LinkLost) -> None:
         self._link_loss.on_link_lost(worker, lost)

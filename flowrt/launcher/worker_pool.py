@@ -9,6 +9,7 @@ import asyncio
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from flowrt.actors.control import Control, Statistics
@@ -163,7 +164,9 @@ class WorkerPool:
 
     def _connect(self, action: StartProcess, pid: int, controls: Sequence[Channel]) -> None:
         for worker, control in zip(action.workers, controls, strict=True):
-            connection = self.connections[worker.name] = ControlConnection(worker.name, worker.incarnation, pid, control)
+            on_overflow = partial(self._step, self._state.on_overflow, worker.name, worker.incarnation)
+            connection = ControlConnection(worker.name, worker.incarnation, pid, control, on_overflow)
+            self.connections[worker.name] = connection
             self.pids[worker.name] = pid
             self._spawn(self._receive(connection), name=f"control of {worker.name}")
         self._step(self._state.on_forked, action.process, pid)

@@ -84,7 +84,8 @@ class LocalProcess:
     def on_forked(self, pid: int, pidfd: int) -> None:
         self.pid, self._pidfd = pid, pidfd
         self._exit_lock.given_away()
-        if not self.is_reported:
+        if not self.is_reported or self.started.cancelled():  # the cancelled `start` has yet to call `abandon`
+            self.is_reported = False
             self.kill()
             return
         self.controls = tuple(StreamChannel(sock, CONTROL_LIMITS, peer) for sock, peer in zip(self._ours, self.spec.workers, strict=True))

@@ -7,6 +7,7 @@ exit code is then 1.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -42,7 +43,7 @@ def run(names: Sequence[str], given: SimulationOptions) -> int:
         raise UserError(str(error)) from None
     scenario = None if given.scenario is None else load_scenario(given.scenario, graphs[0])
     kept = Kept(_numbers(given.keep_faults), _numbers(given.keep_requests), given.calm)
-    replay = "flowrt simulate " + " ".join([*names, *([f"--scenario {given.scenario}"] if given.scenario else [])])
+    replay = shlex.join(["flowrt", "simulate", *names, *(["--scenario", str(given.scenario)] if given.scenario else [])])
     replay += (" --weights" if given.weights else "") + (f" --cancel {given.cancel}" if given.cancel else "")
 
     draw_case = partial(draw, graphs=graphs, scenario=scenario, exact=not given.weights, num_cancelled=given.cancel)

@@ -1,6 +1,7 @@
 """Fingerprints the files of a model directory, so that a restarted worker that loads other weights than the first is noticed.
 
-Only metadata and the first bytes are read: the safetensors header, or most of it.
+Only metadata and the first bytes are read: the safetensors header, or most of it. A file that was written again counts as changed even if
+its bytes are the same: to compare gigabytes of them would cost more than the restart that it guards.
 """
 
 from __future__ import annotations

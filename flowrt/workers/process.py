@@ -207,12 +207,15 @@ class Worker:
         def on_built(text: str, done: int, total: int) -> None:
             self._loop.call_soon_threadsafe(self.control.send, LoadProgress(text, done, total))
 
+        model = self._graph.model
+        files = fingerprints(Path(model.path)) if model is not None else {}
         functions = check_process(self._graph, self._start.name)
         functions.update(build_model_nodes(self._graph, self._start.name, self._device, on_built, self._seams.clock.now))
         clients = {node: function.client for node, function in functions.items() if isinstance(function, Dispatch)}
         if strict_blocks := strict_blocks_text(self._graph):
             log.info("%s: strict numerics: %s", self._start.name, strict_blocks)
-        files = fingerprints(Path(self._graph.model.path)) if self._graph.model is not None else {}
+        if model is not None and fingerprints(Path(model.path)) != files:
+            raise UserError(f"{model.path}: a file changed while its weights were loaded; start again")
         return LoadedOperators(functions, clients, strict_blocks, files)
 
     # --- messages -------------------------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def test_closing_ends_the_calls_of_other_threads() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         running = [threads.submit(serve) for _ in range(4)]
-        started.wait(60)
+        assert started.wait(60)
         closers = [threading.Thread(target=llm.close) for _ in range(2)]
         for closer in closers:
             closer.start()
@@ -195,6 +195,7 @@ def test_closing_ends_the_calls_of_other_threads() -> None:
             closer.join()
         assert not loop_threads()
         reasons = [task.result() for task in running]
+    assert any(reasons)
     assert {reason for each in reasons for reason in each} <= {"length", "abort"}
 
 
@@ -203,8 +204,27 @@ def test_a_graph_that_is_dropped_is_ended() -> None:
     pids = set(llm._graph.pids.values())
     del llm
     gc.collect()
+    for thread in threading.enumerate():  # the finalizer does not wait: it runs in any thread
+        if thread.name == "flowrt":
+            thread.join(60)
     assert not loop_threads()
     assert not left_processes(pids)
+
+
+def test_the_loop_of_the_caller_stays_its_own() -> None:
+    async def loop_of_this_thread() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        thread = LoopThread("flowrt", nullcontext())
+        assert thread.run(loop_of_this_thread()) is not loop
+        assert asyncio.get_event_loop() is loop
+        thread.close()
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
 
 
 def test_a_call_from_the_graphs_own_thread_is_an_error_instead_of_a_deadlock() -> None:

@@ -18,7 +18,7 @@ NUM_POSTED = 4 * CONTROL_LIMITS.capacity_messages
 
 async def test_no_message_overtakes_a_queued_one() -> None:
     ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity("gateway"), Identity("worker", "1"))
-    connection = ControlConnection("worker", "1", 1, ours)
+    connection = ControlConnection("worker", "1", 1, ours, pytest.fail)
     receiving = asyncio.create_task(connection.receive_all(lambda control: None))
     for attempt in range(NUM_POSTED):
         connection.post(Cancel("0", attempt))
@@ -37,7 +37,7 @@ async def test_no_message_overtakes_a_queued_one() -> None:
 
 async def test_send_that_waits_fails_when_the_worker_ends() -> None:
     ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity("gateway"), Identity("worker", "1"))
-    connection = ControlConnection("worker", "1", 1, ours)
+    connection = ControlConnection("worker", "1", 1, ours, pytest.fail)
     receiving = asyncio.create_task(connection.receive_all(lambda control: None))
     for attempt in range(NUM_POSTED):
         connection.post(Cancel("0", attempt))
@@ -50,22 +50,29 @@ async def test_send_that_waits_fails_when_the_worker_ends() -> None:
     await connection.aclose()
 
 
-async def test_a_full_queue_is_an_error_and_loses_nothing_silently() -> None:
+async def test_a_full_queue_is_reported_and_loses_nothing_silently() -> None:
     ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity("gateway"), Identity("worker", "1"))
-    connection = ControlConnection("worker", "1", 1, ours)
+    overflows: list[None] = []
+    connection = ControlConnection("worker", "1", 1, ours, lambda: overflows.append(None))
     for attempt in range(MAX_QUEUED + CONTROL_LIMITS.capacity_messages):
         connection.post(Cancel("0", attempt))
-    with pytest.raises(OverflowError):
-        connection.post(Cancel("0", 0))
-    with pytest.raises(OverflowError):
+    await asyncio.sleep(0)
+    assert not overflows
+    connection.post(Cancel("0", 0))
+    with pytest.raises(ClosedChannelError):
         await connection.send(Drain())
+    response = connection.request(StatisticsRequest())
+    await asyncio.sleep(0)
+    assert len(overflows) == 3
+    connection.give_up_requests()
+    assert response.done()
     await connection.aclose()
     await theirs.aclose()
 
 
 async def test_requests_to_a_stopped_worker_are_sent_once_and_share_the_response() -> None:
     ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity("gateway"), Identity("worker", "1"))
-    connection = ControlConnection("worker", "1", 1, ours)
+    connection = ControlConnection("worker", "1", 1, ours, pytest.fail)
     receiving = asyncio.create_task(connection.receive_all(lambda control: None))
     responses = [connection.request(StatisticsRequest()) for _ in range(NUM_POSTED)]
     assert from_message(await theirs.recv()) == StatisticsRequest()

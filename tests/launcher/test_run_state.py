@@ -408,7 +408,9 @@ def test_link_lost_between_needed_workers_ends_the_run_while_another_server_is_d
 def test_worker_that_reads_no_messages_is_ended_by_name(victim: str) -> None:
     driver = Driver()
     driver.begin()
-    actions = [*driver.do(driver.state.on_overflow, victim), *driver.do(driver.state.on_overflow, victim), *driver.pass_time(1.0)]
+    incarnation = driver.state.incarnations[victim]
+    assert not driver.do(driver.state.on_overflow, victim, "an earlier one")
+    actions = [*(action for _ in range(2) for action in driver.do(driver.state.on_overflow, victim, incarnation)), *driver.pass_time(1.0)]
     if victim == SERVER:
         assert EndProcess(SERVER) in actions
         assert [event.how for event in announced(driver.die(SERVER)) if isinstance(event, events.WorkerLost)] == [
