@@ -8,7 +8,7 @@ import signal
 from types import FrameType
 from typing import NoReturn
 
-INTERRUPTED = 130
+from flowrt.exit_codes import INTERRUPTED
 
 
 def main() -> None:

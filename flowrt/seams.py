@@ -250,8 +250,8 @@ class LoopThread:
         try:
             with self._lock:
                 if self._is_closed or not self._thread.is_alive() or threading.current_thread() is self._thread:
-                    reason = "it was closed" if self._is_closed else "call it from the process that started it, and not from its own callbacks"
-                    raise NotRunningError(f"the graph cannot be called: {reason}")
+                    elsewhere = "call it from the process that started it, and not from its own callbacks"
+                    raise NotRunningError(f"the graph cannot be called: {'it was closed' if self._is_closed else elsewhere}")
                 future = asyncio.run_coroutine_threadsafe(self._call(coroutine), self._loop)
             return future.result()
         except concurrent.futures.CancelledError:

@@ -14,7 +14,7 @@ from flowrt.reliability.detector import LAG_SECONDS
 from flowrt.seams import Clock, Running
 
 HEARTBEAT_SECONDS = 0.1
-LAUNCHER_HEARTBEAT_SECONDS = 0.05  # silence counts up to its latest heartbeat, so a verdict comes later by this much
+LAUNCHER_HEARTBEAT_SECONDS = 0.05  # silence counts up to its latest heartbeat, so a process is marked dead later by this much
 STILL_SHARE = 0.01  # of the time: an operation that uses less of a processor only checks whether it may continue
 REPORTED_SECONDS = 0.3  # a longer standstill is reported
 

@@ -14,10 +14,9 @@ from flowrt.chaos.options import ChaosOptions
 from flowrt.chaos.plot import plot_chaos
 from flowrt.chaos.report import print_report, report_of
 from flowrt.errors import UserError
+from flowrt.exit_codes import FAILURE, INTERRUPTED, SUCCESS
 from flowrt.output_file import check_writable, json_text, write_file
 from flowrt.signals import ending_signals
-
-SUCCESS, FAILURE, INTERRUPTED = 0, 1, 130
 
 
 def run(graph: Path, options: ChaosOptions, json: str | None = None, plot: str | None = None) -> int:

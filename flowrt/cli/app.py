@@ -22,10 +22,10 @@ from flowrt.cli.check import check_app
 from flowrt.cli.graph import graph_app
 from flowrt.cli.options import RunOptions, SamplingOptions
 from flowrt.errors import UserError, shortened
+from flowrt.exit_codes import INTERRUPTED, NO_READER
 from flowrt.output_file import LostOutputError
 from flowrt.simulation.options import SimulationOptions
 
-INTERRUPTED, NO_READER = 130, 141
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 _MIN_DESCRIPTORS = 32  # to load the libraries and run in one process
 

@@ -31,6 +31,7 @@ from flowrt.cli.tables import print_tables
 from flowrt.cli.text import OutputStream, visible
 from flowrt.cli.view import PlainView, View
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError
+from flowrt.exit_codes import BAD_INPUT, FAILURE, INTERRUPTED, NO_READER, SUCCESS
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.launcher import events
 from flowrt.launcher.launcher import STOP_SECONDS
@@ -40,7 +41,6 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
 from flowrt.signals import ending_signals
 
-SUCCESS, FAILED, BAD_INPUT, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 TICK_SECONDS = 0.1
 STUCK_SECONDS = STOP_SECONDS + 5.0  # after a request to end at once: longer than the time that workers have to stop and be killed
 MIN_WIDTH = 60  # that tables fit in
@@ -275,12 +275,12 @@ class RunSession:
 
     def _code(self) -> int:
         if self._failure is not None:
-            return FAILED if self._has_started and isinstance(self._failure, UserError) else self._failure.exit_code
+            return FAILURE if self._has_started and isinstance(self._failure, UserError) else self._failure.exit_code
         if self._interrupt_code is not None:
             return self._interrupt_code
         if self._chaos is not None and not self._chaos.all_injected:
-            return FAILED
-        return FAILED if any(record.finish_reason == "error" for record in self._records) else SUCCESS
+            return FAILURE
+        return FAILURE if any(record.finish_reason == "error" for record in self._records) else SUCCESS
 
     def _json(self, figures: Figures, report: RunReport, code: int) -> dict[str, object]:
         failure, died = self._failure, None

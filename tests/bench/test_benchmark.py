@@ -40,7 +40,7 @@ async def test_turns_alternate_and_the_first_round_is_not_counted() -> None:
 @pytest.mark.parametrize(
     ("num_pairs", "bound", "verdict", "measured"),
     [(20, 1.5, "undecided", 100), (20, 3.0, "met", 20), (20, 0.5, "not met", 20), (19, 1.5, "undecided", 19)],
-    ids=["an open claim is repeated", "met", "not met", "too few pairs for a claim"],
+    ids=["an undecided claim is repeated", "met", "not met", "too few pairs for a claim"],
 )
 async def test_an_open_claim_is_repeated_with_up_to_100_pairs(num_pairs: int, bound: float, verdict: str, measured: int) -> None:
     """Ratios of 1 and 2 in turn: their interval lies on both sides of 1.5."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowrt.bench.cases import detector
-from flowrt.bench.cases.detector import count_false_verdicts, detection_seconds, measure, times_text
+from flowrt.bench.cases.detector import count_false_deaths, detection_seconds, measure, times_text
 from flowrt.bench.peers.heartbeats import BLOCK, HANG, SPIN
 
 
@@ -22,15 +22,15 @@ async def test_each_kind_of_standstill_is_marked_dead() -> None:
 
 
 async def test_a_crowd_is_not_marked_dead() -> None:
-    found = await count_false_verdicts(3.0, 8)
-    assert found.verdicts == []
+    found = await count_false_deaths(3.0, 8)
+    assert found.false_deaths == []
     assert found.num_stalls >= 8
     assert found.longest_gap_seconds > 0.25  # they were stopped indeed
 
 
 async def test_the_report_claims_an_hour_only_after_an_hour() -> None:
     (line,) = [line async for line in measure(0, 0.5, 1)]
-    assert str(line).startswith("false verdicts: 0 (target: 0; undecided: the claim is for an hour) in ")
+    assert str(line).startswith("processes marked dead wrongly: 0 (target: 0; undecided: the claim is for an hour) in ")
 
 
 @pytest.mark.parametrize(

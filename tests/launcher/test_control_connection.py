@@ -10,7 +10,7 @@ from flowrt.actors.control import Cancel, Control, Drain, Statistics, Statistics
 from flowrt.launcher.control_connection import MAX_QUEUED, ControlConnection
 from flowrt.process_backend import CONTROL_LIMITS
 from flowrt.transports.contract import Identity
-from flowrt.transports.errors import TransportError
+from flowrt.transports.errors import ClosedChannelError, TransportError
 from flowrt.transports.inproc import InprocChannel
 
 NUM_POSTED = 4 * CONTROL_LIMITS.capacity_messages

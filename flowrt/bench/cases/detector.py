@@ -35,8 +35,8 @@ from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message
 
 STALL_SECONDS, STALL_EVERY_SECONDS, PROCESSES_PER_CORE = 0.3, 10.0, 8
-P99_TARGET = Target(1.2)  # seconds from the fault to the verdict
-CLAIMED_SECONDS = 3600.0  # of a crowd, without a false verdict
+P99_TARGET = Target(1.2)  # seconds from the fault until the process is marked dead
+CLAIMED_SECONDS = 3600.0  # of a crowd, without a process marked dead wrongly
 MIN_VALUES_OF_P99, MIN_VALUES_OF_VERDICT = 100, 6  # values; of fewer the 99th percentile is the worst, and no median is bounded
 MAX_VERDICT_SECONDS = 30.0
 _WORKER, _MONITOR = "flowrt.bench.peers.heartbeats:run_worker", "flowrt.workers.monitor:run_monitor"
@@ -55,7 +55,7 @@ class WatchedWorker:
     stalled_seconds: float = 0.0  # of its latest stall
 
     @property
-    def deserves_verdict(self) -> bool:
+    def may_be_marked_dead(self) -> bool:
         """Whether its latest stall was so long, since this process had no turn meanwhile, that marking it dead is right."""
         return self.stalled_seconds >= SEEN_SHARE * Timeouts().dead_seconds
 
@@ -80,13 +80,13 @@ class Crowd:
         self._graph = msgspec.json.encode(habits)
         self._num_started = 0
         self._relays = {
-            "verdicts": tasks.create_task(self._read_verdicts()),
+            "reports": tasks.create_task(self._read_reports()),
             "own": tasks.create_task(
                 send_heartbeats("bench", lambda: (0, None), RealClock(), self._send_nowait, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)
             ),
         }
         self.workers: dict[str, WatchedWorker] = {}
-        self.verdicts: asyncio.Queue[tuple[float, DetectorReport]] = asyncio.Queue()
+        self.reports: asyncio.Queue[tuple[float, DetectorReport]] = asyncio.Queue()
         self.num_suspected = 0
         self.longest_gap_seconds = 0.0
 
@@ -136,13 +136,13 @@ class Crowd:
                 worker.last_heartbeat_at = now
                 self._send_nowait(msgspec.structs.replace(heartbeat, process=worker.name, pid=worker.process.pid))
 
-    async def _read_verdicts(self) -> None:
+    async def _read_reports(self) -> None:
         with contextlib.suppress(*LOST):
             while True:
                 control = from_message(await self._monitor.recv())
                 self.num_suspected += isinstance(control, DetectorReport) and control.state is ProcessState.SUSPECT
                 if isinstance(control, DetectorReport) and control.state is ProcessState.DEAD:
-                    self.verdicts.put_nowait((time.monotonic(), control))
+                    self.reports.put_nowait((time.monotonic(), control))
 
     def _send_nowait(self, heartbeat: Control) -> None:
         """Never waits: a heartbeat that does not fit is of no use later."""
@@ -179,7 +179,7 @@ async def new_crowd(names: Sequence[str], habits: WorkHabits) -> AsyncIterator[C
 
 
 async def detection_seconds(num_tries: int, num_workers: int = 4) -> dict[str, list[float]]:
-    """Seconds from a fault to its verdict, by kind of fault."""
+    """Seconds from a fault until its process is marked dead, by kind of fault."""
     names = [f"experts.{number}" for number in range(num_workers)]
     seconds: dict[str, list[float]] = {fault: [] for fault in _FAULTS}
     async with new_crowd(names, WorkHabits()) as crowd:
@@ -190,9 +190,9 @@ async def detection_seconds(num_tries: int, num_workers: int = 4) -> dict[str, l
                 begun = time.monotonic()
                 await crowd.inject(name, fault)
                 async with asyncio.timeout(MAX_VERDICT_SECONDS):
-                    at, verdict = await crowd.verdicts.get()
-                if verdict.process != name:
-                    raise AssertionError(f"{verdict.process} was marked dead ({verdict.why}) and not {name} ({fault}, try {number})")
+                    at, report = await crowd.reports.get()
+                if report.process != name:
+                    raise AssertionError(f"{report.process} was marked dead ({report.why}) and not {name} ({fault}, try {number})")
                 seconds[fault].append(at - begun)
                 await crowd.kill(name)
                 await crowd.start(name)
@@ -202,32 +202,33 @@ async def detection_seconds(num_tries: int, num_workers: int = 4) -> dict[str, l
 
 
 @dataclass
-class FalseVerdicts:
-    """What the detector did while no process stood still for long. `verdicts`: the false ones. `num_long_stalls`: stalls so long that a
-    verdict on them is right."""
+class FalseDeaths:
+    """What the detector did while no process stood still for long. `false_deaths`: processes marked dead wrongly. `num_long_stalls`:
+    stalls so long that marking their process dead is right."""
 
     num_workers: int
     seconds: float = 0.0
     num_stalls: int = 0
     num_long_stalls: int = 0
     num_suspected: int = 0
-    verdicts: list[str] = field(default_factory=list)
+    false_deaths: list[str] = field(default_factory=list)
     longest_gap_seconds: float = 0.0  # between two heartbeats of a worker, as they came here
 
     def __str__(self) -> str:
-        verdict = "not met" if self.verdicts else "met" if self.seconds >= CLAIMED_SECONDS else "undecided: the claim is for an hour"
-        long_stalls = f" ({self.num_long_stalls} of them long enough for a verdict)" if self.num_long_stalls else ""
+        verdict = "not met" if self.false_deaths else "met" if self.seconds >= CLAIMED_SECONDS else "undecided: the claim is for an hour"
+        long_stalls = f" ({self.num_long_stalls} of them long enough to be marked dead)" if self.num_long_stalls else ""
         return (
-            f"false verdicts: {len(self.verdicts)} (target: 0; {verdict}) in {self.seconds:.0f} s, {self.num_workers} processes "
-            f"computing on {usable_cores()} cores, {self.num_stalls} stalls of {STALL_SECONDS} s{long_stalls}; "
+            f"processes marked dead wrongly: {len(self.false_deaths)} (target: 0; {verdict}) in {self.seconds:.0f} s, "
+            f"{self.num_workers} processes computing on {usable_cores()} cores, "
+            f"{self.num_stalls} stalls of {STALL_SECONDS} s{long_stalls}; "
             f"{self.num_suspected} suspicions, longest gap between two heartbeats {self.longest_gap_seconds:.2f} s"
         )
 
 
-async def count_false_verdicts(seconds: float, num_workers: int) -> FalseVerdicts:
+async def count_false_deaths(seconds: float, num_workers: int) -> FalseDeaths:
     """All workers compute all the time, and each is stopped for STALL_SECONDS once in STALL_EVERY_SECONDS."""
     names = [f"experts.{number}" for number in range(num_workers)]
-    found = FalseVerdicts(num_workers)
+    found = FalseDeaths(num_workers)
     async with new_crowd(names, WorkHabits(rest_seconds=0.0)) as crowd:
         await asyncio.sleep(1.0)
         begun = reported = time.monotonic()
@@ -235,16 +236,16 @@ async def count_false_verdicts(seconds: float, num_workers: int) -> FalseVerdict
             for name in names:
                 await crowd.stall(name)
                 found.num_stalls += 1
-                found.num_long_stalls += crowd.workers[name].deserves_verdict
+                found.num_long_stalls += crowd.workers[name].may_be_marked_dead
                 await asyncio.sleep(max(0.0, STALL_EVERY_SECONDS / num_workers - STALL_SECONDS))
-                while not crowd.verdicts.empty():
-                    _, verdict = crowd.verdicts.get_nowait()
-                    if not (verdict.why.startswith("stopped") and crowd.workers[verdict.process].deserves_verdict):
-                        found.verdicts.append(f"{verdict.process}: {verdict.why}")
+                while not crowd.reports.empty():
+                    _, report = crowd.reports.get_nowait()
+                    if not (report.why.startswith("stopped") and crowd.workers[report.process].may_be_marked_dead):
+                        found.false_deaths.append(f"{report.process}: {report.why}")
             found.seconds = (now := time.monotonic()) - begun
             if now - reported >= REPORT_EVERY_SECONDS:
                 reported = now
-                print_progress(f"{found.seconds:.0f} s of {seconds:.0f} s, {found.num_stalls} stalls, {len(found.verdicts)} false verdicts")
+                print_progress(f"{found.seconds:.0f} s of {seconds:.0f} s, {found.num_stalls} stalls, {len(found.false_deaths)} wrong")
         gaps = [now - worker.last_heartbeat_at for worker in crowd.workers.values()]  # no heartbeat since
         found.longest_gap_seconds = max(crowd.longest_gap_seconds, *gaps)
         found.num_suspected = crowd.num_suspected
@@ -258,8 +259,8 @@ async def measure(num_tries: int, seconds: float, num_workers: int | None = None
             yield Figure.alone(f"{_FAULTS[fault]}, until marked dead", "s", values)
             yield f"{_FAULTS[fault]}: {times_text(values)}"
     if seconds:
-        found = await count_false_verdicts(seconds, num_workers or PROCESSES_PER_CORE * usable_cores())
-        for line in (str(found), *(f"false verdict: {each}" for each in found.verdicts)):
+        found = await count_false_deaths(seconds, num_workers or PROCESSES_PER_CORE * usable_cores())
+        for line in (str(found), *(f"marked dead wrongly: {each}" for each in found.false_deaths)):
             yield line
 
 

@@ -83,7 +83,7 @@ async def measure_trial(trial: Trial[V], num_pairs: int) -> Sequence[Figure]:
     await _take_turns(trial, range(num_pairs))
     figures = trial.figures(trial.values)
     if MIN_PAIRS <= num_pairs < MAX_PAIRS and any(figure.verdict == "undecided" for figure in figures):
-        print_progress(f"{figures[0].name}: open after {num_pairs} pairs, measuring {MAX_PAIRS}")
+        print_progress(f"{figures[0].name}: undecided after {num_pairs} pairs, measuring {MAX_PAIRS}")
         await _take_turns(trial, range(num_pairs, MAX_PAIRS))
         figures = trial.figures(trial.values)
     return figures

@@ -118,7 +118,7 @@ def nearest_rank(values: Sequence[float], share: float) -> float:
 
 
 def verdict_of(low: float, high: float, target: Target) -> Verdict:
-    """Met when the whole interval is inside the target, not met when it is outside, open when it straddles the bound."""
+    """Met when the whole interval is inside the target, not met when it is outside, undecided when it straddles the bound."""
     inside = high <= target.bound if target.at_most else low >= target.bound
     outside = low > target.bound if target.at_most else high < target.bound
     return "met" if inside else "not met" if outside else "undecided"
