@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowrt.api import BlockingGraph, Choice, Completion, RunningGraph, generate, start
     from flowrt.api import open_graph as open
-    from flowrt.errors import ArgumentError, FlowrtError, GraphError, NotRunningError, TokenizerError, UserError, WorkerDiedError
+    from flowrt.errors import (
+        ArgumentError,
+        FlowrtError,
+        GraphError,
+        NotRunningError,
+        OperatorError,
+        TokenizerError,
+        UserError,
+        WorkerDiedError,
+    )
     from flowrt.gateway.gateway import ChoiceEvent, EndEvent, TokenEvent
     from flowrt.sampling_params import SamplingParams
 
@@ -26,6 +35,7 @@ __all__ = [
     "FlowrtError",
     "GraphError",
     "NotRunningError",
+    "OperatorError",
     "RunningGraph",
     "SamplingParams",
     "TokenEvent",
@@ -46,6 +56,7 @@ _MODULES = {  # module -> what it gives; loaded when one of the names is first u
         "FlowrtError",
         "GraphError",
         "NotRunningError",
+        "OperatorError",
         "TokenizerError",
         "UserError",
         "WorkerDiedError",

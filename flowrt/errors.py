@@ -23,6 +23,22 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} that cannot be shown"
 
 
+def as_line(text: str, limit: int = _MESSAGE_CHARACTERS) -> str:
+    """`text` on one line of at most `limit` characters: white space becomes single spaces, unprintable characters are escaped."""
+    words = " ".join(text[: 2 * limit].split())
+    return shortened("".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in words), limit)
+
+
+def error_text(error: BaseException) -> str:
+    """Type and text of an exception of foreign code, as a part of a line. Never raises, whatever its `__str__` does."""
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except BaseException as second:
+        text = f"its text cannot be shown, str() raises {type(second).__name__}"
+    return as_line(f"{name}: {text}" if text else name)
+
+
 def leaves(error: BaseException) -> Iterator[BaseException]:
     """The errors within nested exception groups, in order; `error` itself when it is not a group."""
     if isinstance(error, BaseExceptionGroup):
@@ -80,6 +96,22 @@ class WorkerDiedError(FlowrtError):
 
     def __reduce__(self) -> tuple[type[WorkerDiedError], tuple[str, str, tuple[str, ...]]]:
         return WorkerDiedError, (self.process, self.reason, self.output_tail)
+
+
+class OperatorError(FlowrtError):
+    """An operator raised an error, or returned outputs that its ports or edges do not take: it ends its call only.
+
+    The text is one line: the node, the tag, the edges and the cause. `node` is "" where no single node is the cause.
+    """
+
+    exit_code = 1
+
+    def __init__(self, text: str, node: str = "") -> None:
+        super().__init__(text)
+        self.node = node
+
+    def __reduce__(self) -> tuple[type[OperatorError], tuple[str, str]]:
+        return OperatorError, (str(self), self.node)
 
 
 class NotRunningError(FlowrtError, RuntimeError):

@@ -265,6 +265,29 @@ class ExpertsUnavailable(Control, frozen=True):
     follows: Literal["wait", "error", "degrade"] = "wait"
 
 
+class CallFailed(Control, frozen=True):
+    """From a worker of a user's graph, once per call: an operator of `node` failed in this call. The worker has fenced the call."""
+
+    source: str
+    step: int
+    error: str
+    node: str
+
+
+class FenceCall(Control, frozen=True):
+    """To each worker of a user's graph: drop all messages of this call, which has failed or was cancelled. The response is CallFenced."""
+
+    source: str
+    step: int
+
+
+class CallFenced(Control, frozen=True):
+    """The worker holds nothing of the call any more, but what it computes now. Response to FenceCall."""
+
+    source: str
+    step: int
+
+
 class Failed(Control, frozen=True):
     """The worker cannot continue. `user` distinguishes bad input (exit code 2) from a fault (exit code 3)."""
 

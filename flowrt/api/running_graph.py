@@ -21,7 +21,7 @@ from typing import Any, Self, Unpack
 from flowrt.actors.control import Control, Statistics
 from flowrt.actors.emulated_links import check_machine
 from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt
-from flowrt.errors import ArgumentError, UserError, shortened, shown
+from flowrt.errors import ArgumentError, NotRunningError, UserError, shortened, shown
 from flowrt.gateway.completion import Completion
 from flowrt.gateway.gateway import ClientEvent, Gateway
 from flowrt.gateway.requests import Requests
@@ -184,6 +184,7 @@ class RunningGraph:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if self._requests is not None:
+                self.launcher.was_failure_raised |= self._requests.has_raised_failure
                 await self._requests.aclose()
             if error is None and self._failure is None:
                 self.final_statistics = await self.launcher.stop()
@@ -191,7 +192,7 @@ class RunningGraph:
         finally:
             self._close_tokenizer()
             if self._endpoint is not None:
-                self._endpoint.fail(ConnectionError("the graph was closed"))
+                self._endpoint.fail(NotRunningError("the graph was closed"))
             if self._requests is not None and self._failure is None:
                 self._requests.end_all()
 
@@ -277,13 +278,19 @@ class RunningGraph:
     # --- a graph of your own -----------------------------------------------------------------------------------------------------
 
     async def __call__(self, **tensors: Any) -> Any:
-        """Send one tensor per input through the graph. Returns the output tensor, or a dict when there are several."""
+        """Send one tensor per input through the graph. Returns the output tensor, or a dict when there are several.
+
+        Raises OperatorError when an operator fails in this call; other calls go on. Cancelling drops the call wherever it is.
+        """
         if self._endpoint is None:
             raise UserError("this graph has no input of its own; use generate()")
         self._raise_failure()
         self._progress.opened(self._clock.now())
         try:
             outputs: dict[str, Any] = await self._endpoint.call(tensors)
+        except Exception as error:
+            self.launcher.was_failure_raised |= error is self._failure
+            raise
         finally:
             self._progress.ended(self._clock.now())
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
@@ -412,11 +419,14 @@ class RunningGraph:
         self._on_event(event)
 
     def _on_control(self, worker: str, control: Control) -> None:
+        if self._endpoint is not None:
+            self._endpoint.on_control(worker, control)
         if self._requests is not None:
             self._requests.on_control(control)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
+            self.launcher.was_failure_raised = True
             raise self._failure
 
     def _named(self, item: Any) -> dict[str, Any]:

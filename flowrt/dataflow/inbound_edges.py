@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from flowrt.actors.link import BadMessageError
+from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.matching import arrives_at
 from flowrt.dataflow.outbound_edges import CreditHeader, OutboundEdge, OutboundEdges
 from flowrt.dataflow.parts import PartHeader
@@ -35,7 +36,7 @@ class InboundEdge:
 
     `schema` is None for an edge whose messages are not described, and for an edge within this OS process. `requests` is the outbound
     edge whose responses arrive on this edge. If both edges have a schema, each response must match an outstanding request in tag, part
-    and shape.
+    and shape. `fences`: a response to a fenced call need not match.
 
     Outstanding credits: of the edge's `size` credits, `received` belong to messages that are here, and `consumed` of these messages have
     been consumed. A response has no credit of its own (`size` 0): it returns its request's.
@@ -46,9 +47,10 @@ class InboundEdge:
         edge: Edge,
         peer: str,
         by_reference: bool,
-        device: torch.device | None = None,
-        schema: MessageSchema | None = None,
-        requests: OutboundEdge | None = None,
+        device: torch.device | None,
+        schema: MessageSchema | None,
+        requests: OutboundEdge | None,
+        fences: Fences,
     ) -> None:
         self.edge, self.peer = edge, peer
         self.target, self.port, self.via = edge.target, edge.target_port, (edge.id,)
@@ -56,7 +58,7 @@ class InboundEdge:
         self.size = edge.credits if edge.request_id is None else 0
         self.half = max(1, self.size // 2)
         self.received = self.consumed = 0
-        self._by_reference, self._device, self._schema = by_reference, device, schema
+        self._by_reference, self._device, self._schema, self._fences = by_reference, device, schema, fences
         self._requests = requests if requests is not None and requests.schema is not None and schema is not None else None
         self._layers: dict[int, bool] = {}  # whether this edge carries tags of that layer
 
@@ -113,6 +115,8 @@ class InboundEdge:
         """Clear the request that a response belongs to. Returns the sizes of the request's free dimensions."""
         sizes = None if self._requests is None else self._requests.outstanding.pop((tag, part), None)
         if sizes is None:
+            if self._fences.has_failed(tag):  # sent before the fence came there
+                return {}
             raise BadMessageError(f"a response on {self.edge} to no outstanding request: {_text(tag)}, part {part}")
         return sizes
 
@@ -141,6 +145,7 @@ class InboundEdges:
         staying: Collection[int],
         device: torch.device | None,
         schemas: Mapping[int, MessageSchema],
+        fences: Fences,
     ) -> None:
         self._post = post
         self.edges: dict[int, InboundEdge] = {}
@@ -149,7 +154,7 @@ class InboundEdges:
             if source != process == target:
                 schema = None if edge.id in staying else schemas.get(edge.id)
                 requests = None if edge.request_id is None else outbound.edges.get(edge.request_id)
-                self.edges[edge.id] = InboundEdge(edge, source, edge.id in staying, device, schema, requests)
+                self.edges[edge.id] = InboundEdge(edge, source, edge.id in staying, device, schema, requests, fences)
 
     def consume(self, via: Iterable[int], tag: Tag | None = None, responded: Collection[tuple[int, Tag | None]] = ()) -> None:
         """Return the credits of messages that came along the edges `via`, but for requests of `tag` that were responded to."""

@@ -8,7 +8,7 @@ for all others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ class Arrival(msgspec.Struct, frozen=True):
     dropped: bool = False
 
 
+NO_STEP = -1  # of a tag that stands for a whole epoch
 FINISHED_TAGS = 1024  # finished gather rows to remember, so that a late message opens no new row
 
 PlanOf = Callable[[Any], tuple[int, ...] | int]
@@ -68,7 +69,8 @@ class MatchingTable:
     """Matches the inputs of `nodes` by tag.
 
     `plan_of(value)` reads the message of a count port: the ids of the expected parts, or their number if they carry no ids.
-    `part_of(value)` reads the id of a part in the message of a gather port.
+    `part_of(value)` reads the id of a part in the message of a gather port. `failed`: (source, step) of calls
+    for which a stateful node does not wait.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class MatchingTable:
         edges: Iterable[Edge],
         plan_of: Callable[[Any], tuple[int, ...] | int],
         part_of: Callable[[Any], int | None],
+        failed: Container[tuple[str, int]] = (),
     ) -> None:
+        self._failed = failed
         self._nodes: Mapping[str, Node] = {node.name: node for node in nodes}
         self._edges_into: dict[str, list[Edge]] = {name: [] for name in self._nodes}
         for edge in edges:
@@ -117,11 +121,12 @@ class MatchingTable:
         if port.takes == "gather":
             if not row.covers[port.name].arrive(part, value):
                 return _DROPPED
-        elif port.name in row.inputs:
-            raise ValueError(f"{edge.target}.{port.name} got a second message for {tag}; a port that takes one gets one per tag")
+            row.via.append(edge.id)
         else:
+            row.via.append(edge.id)  # before the error: `drop` then returns this message's credit too
+            if port.name in row.inputs:
+                raise ValueError(f"{edge.target}.{port.name} got a second message for {tag}; a port that takes one gets one per tag")
             row.inputs[port.name] = value
-        row.via.append(edge.id)
         for gather, count in shape.gathers:
             if count == port.name:
                 self._expect(row, gather, value)
@@ -161,12 +166,25 @@ class MatchingTable:
         rows = [row for key in list(self._rows) if stale(key[1]) and (row := self._rows.pop(key, None)) is not None]
         via = [edge for row in rows for edge in row.via]
         dropped = len(rows)
-        for key in [key for key in (*self._next_step, *self._held) if stale(Tag(key[1], key[2], key[3]))]:
+        for key in [key for key in (*self._next_step, *self._held) if stale(Tag(key[1], key[2], key[3], NO_STEP))]:
             self._next_step.pop(key, None)
             held = [firing for firings in self._held.pop(key, {}).values() for firing in firings]
             via += [edge for firing in held for edge in firing.via]
             dropped += len(held)
         return dropped, via
+
+    def release(self) -> tuple[list[Firing], list[int]]:
+        """Take the failed calls out of the order of the stateful nodes.
+
+        Returns the firings that waited only for these, and one edge id per message of the dropped firings of these calls.
+        """
+        firings: list[Firing] = []
+        via: list[int] = []
+        for key, held in list(self._held.items()):
+            for step in [step for step in held if (key[1], step) in self._failed]:
+                via += [edge for firing in held.pop(step) for edge in firing.via]
+            firings += self._from_step(key, self._next_step.get(key, 0))
+        return firings, via
 
     def waiting(self) -> list[tuple[str, Tag, list[str]]]:
         """(node, tag, ports still empty) of every row, to diagnose a stuck graph."""
@@ -206,18 +224,22 @@ class MatchingTable:
         expected = self._next_step.get(key, tag.step if tag.epoch else 0)
         if tag.step > expected:
             self._held.setdefault(key, {}).setdefault(tag.step, []).append(firing)
-            return ()
-        firings = [firing]
-        if tag.step == expected:
-            held = self._held.get(key, {})
+            return tuple(self._from_step(key, expected)) if self._failed else ()
+        if tag.step < expected:
+            return (firing,)
+        return (firing, *self._from_step(key, expected + 1))
+
+    def _from_step(self, key: tuple[str, str, int, int], expected: int) -> list[Firing]:
+        """Take the held firings of step `expected` and those that follow without a gap; failed calls leave none."""
+        firings: list[Firing] = []
+        held = self._held.get(key, {})
+        while expected in held or (key[1], expected) in self._failed:
+            firings += held.pop(expected, ())
             expected += 1
-            while expected in held:
-                firings += held.pop(expected)
-                expected += 1
-            self._next_step[key] = expected
-            if not held:
-                self._held.pop(key, None)
-        return tuple(firings)
+        self._next_step[key] = expected
+        if not held:
+            self._held.pop(key, None)
+        return firings
 
     def _shape(self, node: str, layer: int) -> _Shape:
         shape = self._shapes.get((node, layer))

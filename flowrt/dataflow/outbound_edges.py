@@ -9,10 +9,12 @@ from types import MappingProxyType
 import msgspec
 
 from flowrt.actors.link import BadMessageError
+from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.payload import Payload, by_reference, to_device_message, to_message
 from flowrt.dataflow.schemas import MessageSchema
-from flowrt.dataflow.subgraph import OperatorError, RoutedOutput, part_of
-from flowrt.graph.model import Edge, Graph
+from flowrt.dataflow.subgraph import RoutedOutput, part_of
+from flowrt.errors import OperatorError, as_line
+from flowrt.graph.model import INPUT, Edge, Graph
 from flowrt.transports.errors import InvalidMessageError, LimitError
 from flowrt.transports.wire.message import Message, Tag
 
@@ -28,13 +30,20 @@ class OutboundEdge:
 
     `free` of `size` credits are left, and `pending` outputs wait for one; a response needs no credit (`size` 0). `closed` means that no
     process is at the other end. `outstanding`, for edges with a schema: requests without a response yet, by tag and part, with the sizes of
-    their free dimensions.
+    their free dimensions. `declared`: the schema by which the receiver checks messages, where no operator's declaration has checked them.
     """
 
     def __init__(
-        self, edge: Edge, peer: str, to_message: Callable[[Payload, int, Tag], Message], schema: MessageSchema | None = None
+        self,
+        edge: Edge,
+        peer: str,
+        to_message: Callable[[Payload, int, Tag], Message],
+        max_bytes: int,
+        schema: MessageSchema | None,
+        declared: MessageSchema | None,
     ) -> None:
-        self.edge, self.peer, self.to_message, self.schema = edge, peer, to_message, schema
+        self.edge, self.peer, self.to_message, self.max_bytes = edge, peer, to_message, max_bytes
+        self.schema, self.declared = schema, declared
         self.size = edge.credits if edge.request_id is None else 0
         self.sent = [0, 0]
         self.renew(closed=False)
@@ -54,8 +63,9 @@ class OutboundEdges:
     """All edges that leave the worker `process`, by id.
 
     Edges in `staying` lead to another worker of the same OS process and pass tensors by reference. Edges in `on_device` send tensors in
-    device memory without a copy to the host; all others copy them to the host. `post(edge, message)` never waits. `on_unsent` receives each
-    output of a closed edge. `schemas` holds the schemas of edges; those of requests check their responses.
+    device memory without a copy to the host; all others copy them to the host. `post(edge, message)` never waits. `on_unsendable` receives
+    the tag of each output that the edge cannot carry, and the error; `on_unsent` receives each output of a closed edge. `schemas` holds the
+    schemas of edges; those of requests check their responses.
     """
 
     def __init__(
@@ -63,12 +73,13 @@ class OutboundEdges:
         graph: Graph,
         process: str,
         post: Callable[[Edge, Message], None],
+        on_unsendable: Callable[[Tag, OperatorError], None],
         on_unsent: Callable[[RoutedOutput], None] | None = None,
         staying: Collection[int] = (),
         on_device: Collection[int] = (),
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
     ) -> None:
-        self._post, self._on_unsent = post, on_unsent
+        self._post, self._on_unsendable, self._on_unsent = post, on_unsendable, on_unsent
         requests = {edge.request_id for edge in graph.edges.values()}
         self.edges: dict[int, OutboundEdge] = {}
         for edge in graph.edges.values():
@@ -76,11 +87,14 @@ class OutboundEdges:
             if source == process != target:
                 coding = by_reference if edge.id in staying else to_device_message if edge.id in on_device else to_message
                 schema = schemas.get(edge.id) if edge.id in requests and edge.id not in staying else None
-                self.edges[edge.id] = OutboundEdge(edge, target, coding, schema)
+                max_bytes = max(graph.limits_of(end).max_message_bytes for end in (source, target))
+                is_declared_here = edge.source == INPUT or graph.nodes[edge.source].outputs[edge.source_port].tensors
+                declared = None if is_declared_here or edge.id in staying or graph.model is not None else schemas.get(edge.id)
+                self.edges[edge.id] = OutboundEdge(edge, target, coding, max_bytes, schema, declared)
         self.sent = {edge_id: outbound.sent for edge_id, outbound in self.edges.items()}
 
     def take(self, output: RoutedOutput) -> bool:
-        """Send an output as soon as there is a credit. Returns False for an edge within the process. Raises OperatorError on failure."""
+        """Send an output as soon as there is a credit. Returns False for an edge within the process."""
         outbound = self.edges.get(output.edge.id)
         if outbound is None:
             return False
@@ -119,6 +133,13 @@ class OutboundEdges:
             outbound.free -= 1
             self._send(outbound, outbound.pending.popleft())
 
+    def drop(self, fences: Fences) -> None:
+        """Drop pending outputs and outstanding requests of stale tags. They hold no credit that the receiver does not return."""
+        for outbound in self.edges.values():
+            outbound.pending = deque(output for output in outbound.pending if not fences.is_stale(output.tag))
+            for key in [key for key in outbound.outstanding if fences.is_stale(key[0])]:
+                del outbound.outstanding[key]
+
     def renew(self, edges: Iterable[int], closed: bool) -> None:
         """Discard all messages and credits in flight: the peer process has ended (`closed`), or a new incarnation has joined."""
         for edge in edges:
@@ -129,14 +150,24 @@ class OutboundEdges:
         return [outbound.edge for outbound in self.edges.values() if outbound.pending]
 
     def _send(self, outbound: OutboundEdge, output: RoutedOutput) -> None:
-        edge, payload, sent = outbound.edge, output.payload, outbound.sent
+        edge, payload, num_bytes = outbound.edge, output.payload, 0
         try:
             message = outbound.to_message(payload, edge.id, output.tag)
+            for tensor in payload.tensors:
+                num_bytes += tensor.nbytes
+            if num_bytes > outbound.max_bytes:  # a channel that is full would find out later
+                raise LimitError(f"it has {num_bytes} bytes, limits.max_message_bytes is {outbound.max_bytes}")
+            if outbound.declared is not None and (fault := outbound.declared.fault_of_tensors(message.tensors, {})):
+                raise InvalidMessageError(fault)
             if outbound.schema is not None:
                 outbound.outstanding[output.tag, part_of(payload)] = outbound.schema.sizes(payload)
-            sent[0] += 1
-            for tensor in payload.tensors:
-                sent[1] += tensor.nbytes
             self._post(edge, message)
-        except (LimitError, InvalidMessageError, TypeError) as error:
-            raise OperatorError(f"a message on {edge} cannot be sent: {error}") from error
+        except (LimitError, InvalidMessageError, TypeError, RuntimeError, MemoryError) as error:
+            outbound.free += outbound.size > 0
+            if outbound.schema is not None:
+                outbound.outstanding.pop((output.tag, part_of(payload)), None)
+            where = f"{edge.source} failed at step {output.tag.step}, layer {output.tag.layer}"
+            self._on_unsendable(output.tag, OperatorError(as_line(f"{where}: a message on {edge} cannot be sent: {error}"), edge.source))
+            return
+        outbound.sent[0] += 1
+        outbound.sent[1] += num_bytes

@@ -21,12 +21,24 @@ import msgspec
 import torch
 
 from flowrt.actors.link import BadMessageError
+from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.inbound_edges import FAILED, FailedHeader, InboundEdges
 from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.outbound_edges import OutboundEdges
 from flowrt.dataflow.payload import Payload
+from flowrt.dataflow.ready_firings import ReadyFirings
 from flowrt.dataflow.schemas import MessageSchema
-from flowrt.dataflow.subgraph import FusedSubgraph, NodeFunction, OperatorError, RoutedOutput, SendEarly, part_of, part_of_request, plan_of
+from flowrt.dataflow.subgraph import (
+    FailedFiringsError,
+    FusedSubgraph,
+    NodeFunction,
+    RoutedOutput,
+    SendEarly,
+    part_of,
+    part_of_request,
+    plan_of,
+)
+from flowrt.errors import OperatorError, as_line
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Clock, Compute
@@ -57,9 +69,11 @@ class Runner:
     `functions` maps each node to its function; a node without one is a sink, whose firings go to `on_sink`. `post(edge, message)` passes
     a message to the link of that edge and never waits. `staying` and `on_device`: see OutboundEdges. `early`: long calls run on a separate
     thread, so outputs to other workers are sent while the rest of the firing is computed. `on_unsent` receives each output of a closed
-    edge; `on_response` receives the edge and tag of every response. `on_failed(tag, error)` is called when a firing of that tag fails here,
-    unless it belongs to a request of another worker: that worker receives the error as the response, and its own `on_failed` is called.
-    Without `on_failed` the first error ends `run`.
+    edge; `on_response` receives the edge and tag of every response.
+
+    `on_failed(tag, error)` is called when a firing of that tag fails here. In a model graph, a firing that belongs to a request of another
+    worker is excepted: that worker receives the error as the response, and its own `on_failed` is called. In a user's graph the runner
+    fences the call at its first error; the other workers must `fence` it too.
 
     `accept` takes each message; one `settle` then runs the short firings without a turn of the loop. `schemas`, by edge: the required
     form of messages from other OS processes.
@@ -74,13 +88,13 @@ class Runner:
         clock: Clock,
         post: Callable[[Edge, Message], None],
         on_sink: Callable[[Firing], None],
+        on_failed: Callable[[Tag, OperatorError], None],
         device: torch.device | None = None,
         staying: Collection[int] = (),
         early: bool = False,
         on_unsent: Callable[[RoutedOutput], None] | None = None,
         on_response: Callable[[int, Tag], None] | None = None,
         on_device: Collection[int] = (),
-        on_failed: Callable[[Tag, OperatorError], None] | None = None,
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
     ) -> None:
         nodes = graph.nodes_of(process)
@@ -93,16 +107,18 @@ class Runner:
         self._on_sink = on_sink
         self._on_response = on_response
         self._on_failed = on_failed
-        self._table = MatchingTable(nodes, graph.edges.values(), plan_of, part_of)
+        self._fences = Fences()
+        self._isolates = graph.model is None
+        self._takes_interrupts = graph.processes == "one"  # the user's own process: an interrupt on its loop is a Ctrl-C
+        self._table = MatchingTable(nodes, graph.edges.values(), plan_of, part_of, self._fences.failed)
         self._subgraph = FusedSubgraph(graph, process, fused, functions, self._table)
-        self._batching = {node.name for node in nodes if node.batches}
-        self._outbound = OutboundEdges(graph, process, post, on_unsent, staying, on_device, schemas)
+        self._outbound = OutboundEdges(graph, process, post, self._on_unsendable, on_unsent, staying, on_device, schemas)
         device = None if device is None or device.type == "cpu" else device
-        self._inbound = InboundEdges(graph, process, post, self._outbound, staying, device, schemas)
+        self._inbound = InboundEdges(graph, process, post, self._outbound, staying, device, schemas, self._fences)
         self._responses = {each.edge.request_id: each.edge for each in self._outbound.edges.values() if each.edge.request_id is not None}
-        self._reach = {node.name: [self._outbound.edges[edge] for edge in self._subgraph.reachable(node.name)] for node in nodes}
-        self._epochs: dict[str, int] = {}
-        self._ready: dict[str, deque[Firing]] = {}
+        reach = {node.name: [self._outbound.edges[edge] for edge in self._subgraph.reachable(node.name)] for node in nodes}
+        self._is_computing = False  # in the compute thread, which also uses the order of stateful nodes
+        self._ready = ReadyFirings(reach, {node.name for node in nodes if node.batches}, compute.is_short)
         self._sleeper: asyncio.Future[None] | None = None  # future that `run` awaits when no firing is ready
         self._failure: Exception | None = None  # of a firing outside `run`, which raises it
         self.statistics = RunnerStatistics(sent=self._outbound.sent)
@@ -135,14 +151,11 @@ class Runner:
             self._outbound.release(edge.request_id, 1)
             if self._on_response is not None:
                 self._on_response(edge.id, tag)
-        if self._epochs and self._is_stale(tag):
+        if self._fences.is_active and self._fences.is_stale(tag):
             self._drop(edge)
             return
         if message.kind == FAILED:
-            error = OperatorError(message.decode_header(FailedHeader).error)
-            if self._on_failed is None:
-                raise error
-            self._on_failed(tag, error)
+            self._report(tag, OperatorError(message.decode_header(FailedHeader).error))
             return
         payload = inbound.read(message)
         alone = inbound.alone.get(tag.layer)
@@ -170,7 +183,7 @@ class Runner:
         send_early = self._send_early if self._early else None
         try:
             for _ in range(MAX_INLINE):
-                batch = self._take(inline=True)
+                batch = ready.take(inline=True)
                 if batch is None:
                     break
                 start = now()
@@ -178,6 +191,8 @@ class Runner:
                     outputs = run_inline(batch[0].node, partial(run, batch, send_early))
                 except OperatorError as error:
                     self._fail(batch[0], error)
+                except FailedFiringsError as failed:
+                    self._fail_calls(batch, failed, start, inline=True)
                 else:
                     self._finish(batch, outputs, start, inline=True)
                 if not ready:
@@ -193,19 +208,20 @@ class Runner:
         Deletes older rows and waiting firings and returns their credits. The outputs of an older firing that runs now are dropped when it
         ends. Returns how many rows and firings were deleted.
         """
-        self._epochs[source] = epoch
-        dropped = self._drop_rows()
-        via: list[int] = []
-        for node, firings in list(self._ready.items()):
-            old = [firing for firing in firings if self._is_stale(firing.tag)]
-            via += [edge for firing in old for edge in firing.via]
-            dropped += len(old)
-            kept = deque(firing for firing in firings if not self._is_stale(firing.tag))
-            del self._ready[node]
-            if kept:
-                self._ready[node] = kept
-        self._inbound.consume(via)
-        return dropped
+        self._fences.begin_epoch(source, epoch)
+        return self._drop_stale()
+
+    def fence(self, source: str, step: int) -> None:
+        """Drop everything of a call of a user's graph, now and when it arrives later, and return its credits.
+
+        Stateful nodes do not wait for the call. What it computes now ends without effect. No-op for a fenced call.
+        """
+        if self._fences.fail(source, step):
+            self._drop_stale()
+            self._outbound.drop(self._fences)
+            if not self._is_computing:
+                self._release()
+            self._wake()
 
     # --- peers of the edges ------------------------------------------------------------------------------------------
 
@@ -235,7 +251,7 @@ class Runner:
     # --- the one task ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Fire until cancelled. Raises OperatorError when an operator fails and there is no `on_failed`."""
+        """Fire until cancelled. Raises what `on_failed` raises."""
         loop, num_inline = asyncio.get_running_loop(), 0
 
         def send_from_thread(outputs: list[RoutedOutput]) -> None:
@@ -247,7 +263,7 @@ class Runner:
             if num_inline >= MAX_INLINE:  # short firings never wait: without this, links might never get a turn
                 num_inline = 0
                 await asyncio.sleep(0)
-            batch = self._take()  # after the sleep: this batch must fire before anything that arrives later
+            batch = self._ready.take()  # after the sleep: this batch must fire before anything that arrives later
             if batch is None:
                 num_inline = 0
                 await self._sleep()
@@ -262,15 +278,21 @@ class Runner:
     async def _run_batch(self, batch: Sequence[Firing], short: bool, send_early: SendEarly | None) -> None:
         """Fire in one call. If that fails, fire each tag in its own call, so that only tags with an error fail."""
         node, start = batch[0].node, self._clock.now()
+        self._is_computing = not short
         try:
             outputs = await self._compute.run(node, partial(self._subgraph.run, batch, send_early))
         except OperatorError as error:
             if len(batch) == 1:
                 self._fail(batch[0], error)
                 return
+        except FailedFiringsError as failed:
+            self._fail_calls(batch, failed, start, inline=short)
+            return
         else:
             self._finish(batch, outputs, start, inline=short)
             return
+        finally:
+            self._is_computing = False
         for firing in batch:
             await self._run_batch((firing,), short, send_early)
 
@@ -285,33 +307,6 @@ class Runner:
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
-    def _is_stale(self, tag: Tag) -> bool:
-        return bool(self._epochs) and tag.epoch < self._epochs.get(tag.source, 0)
-
-    def _take(self, inline: bool = False) -> list[Firing] | None:
-        """The firings of the next call: the oldest ready node with as many tags as it may batch. `inline`: only short nodes of one tag."""
-        for node, firings in self._ready.items():
-            num_free = len(firings)
-            if node in self._batching:
-                if inline:
-                    continue
-            elif inline and not self._compute.is_short(node):
-                continue
-            elif num_free > 1:
-                num_free = 1
-            for outbound in self._reach[node]:
-                if outbound.free < num_free:
-                    num_free = outbound.free
-            if num_free < 1:
-                continue
-            del self._ready[node]
-            if num_free == len(firings):
-                return list(firings)
-            batch = [firings.popleft() for _ in range(num_free)]
-            self._ready[node] = firings  # at the end: other nodes get their turn first
-            return batch
-        return None
-
     def _finish(self, batch: Sequence[Firing], outputs: Sequence[RoutedOutput], start_seconds: float, inline: bool) -> None:
         statistics = self.statistics
         seconds = self._clock.now() - start_seconds
@@ -320,36 +315,59 @@ class Runner:
             statistics.inline_seconds += seconds
         statistics.num_firings += len(batch)
         responded: set[tuple[int, Tag | None]] = set()
+        fences = self._fences
         for output in outputs:
-            if self._epochs and self._is_stale(output.tag):
+            if fences.is_active and fences.is_stale(output.tag):
                 continue
             if (request := output.edge.request_id) is not None:
                 responded.add((request, output.tag))
             self._emit(output)
         for firing in batch:
             self._inbound.consume(firing.via, firing.tag, responded)
-        if self._epochs and any(self._is_stale(firing.tag) for firing in batch):
-            self._drop_rows()  # rolled back while it was computed: nodes fused behind it may have left rows
+        if fences.is_active:
+            if any(fences.is_stale(firing.tag) for firing in batch):
+                self._drop_stale()  # it became stale while it was computed: nodes fused behind it may have left rows
+            self._release()
 
     def _fail(self, firing: Firing, error: OperatorError) -> None:
-        """Respond to a request of another worker with the error, which gives its credit back; report any other firing."""
-        if self._on_failed is None:
-            raise error
+        """In a model graph: respond to a request of another worker with the error, which gives its credit back; report any other firing."""
         log.error("%s", error, exc_info=error.__cause__)
         tag = firing.tag
-        requests = [] if self._is_stale(tag) else [edge for edge in firing.via if edge in self._responses]
+        is_stale = self._fences.is_stale(tag)
+        requests = [] if is_stale else [edge for edge in firing.via if edge in self._responses]
         for request in requests:
             edge = self._responses[request]
             self._post(edge, Message(FAILED, tag, edge.id, FailedHeader(str(error), part_of_request(firing))))
         self._inbound.consume(firing.via, tag, [(request, tag) for request in requests])
-        if not requests and not self._is_stale(tag):
+        if not requests and not is_stale:
             self._on_failed(tag, error)
+
+    def _fail_calls(self, batch: Sequence[Firing], failed: FailedFiringsError, start_seconds: float, inline: bool) -> None:
+        """In a user's graph: fence and report the calls that failed; the others of the batch go on."""
+        for tag, error in failed.errors:
+            self._report(tag, error)
+        self._finish(batch, failed.outputs, start_seconds, inline)
+        if failed.is_interrupted and inline and self._takes_interrupts:
+            raise KeyboardInterrupt(str(failed.errors[0][1]))
+
+    def _report(self, tag: Tag, error: OperatorError) -> None:
+        """Report a failed tag, in a user's graph only the first of its call that fails here."""
+        if not self._isolates:
+            self._on_failed(tag, error)
+        elif not self._fences.has_failed(tag):
+            self.fence(tag.source, tag.step)
+            self._on_failed(tag, error)
+
+    def _on_unsendable(self, tag: Tag, error: OperatorError) -> None:
+        if not self._isolates:
+            raise error
+        self._report(tag, error)
 
     def _send_early(self, outputs: list[RoutedOutput]) -> None:
         """Send outputs for other workers of a firing that continues on another thread or in a caller of this function."""
         try:
             for output in outputs:
-                if not self._is_stale(output.tag):
+                if not self._fences.is_stale(output.tag):
                     self._emit(output)
         except Exception as error:
             self._failure = self._failure or error
@@ -369,7 +387,13 @@ class Runner:
             self._sleeper = None
 
     def _match(self, edge: Edge, tag: Tag, payload: Payload) -> tuple[Firing, ...]:
-        arrival = self._table.arrive(edge, tag, payload)
+        try:
+            arrival = self._table.arrive(edge, tag, payload)
+        except (ValueError, msgspec.DecodeError) as error:
+            if not self._isolates:
+                raise
+            self._report(tag, OperatorError(as_line(f"{edge.source} failed at step {tag.step}: a message on {edge}: {error}"), edge.source))
+            return ()
         if arrival.dropped:
             self._drop(edge)
         return arrival.firings
@@ -393,7 +417,16 @@ class Runner:
         self.statistics.num_dropped += 1
         self._inbound.consume((edge.id,))
 
-    def _drop_rows(self) -> int:
-        dropped, via = self._table.drop(self._is_stale)
+    def _drop_stale(self) -> int:
+        """Drop the rows and the ready firings of stale tags."""
+        rows, via = self._table.drop(self._fences.is_stale)
+        firings, via_ready = self._ready.drop(self._fences.is_stale)
+        self._inbound.consume(via + via_ready)
+        return rows + firings
+
+    def _release(self) -> None:
+        """Let stateful nodes go on behind failed calls."""
+        firings, via = self._table.release()
         self._inbound.consume(via)
-        return dropped
+        for firing in firings:
+            self._fire(firing)

@@ -6,8 +6,9 @@ which nodes are fused.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 
 import msgspec
@@ -16,19 +17,20 @@ import torch
 from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload
+from flowrt.errors import OperatorError, as_line, error_text
 from flowrt.graph.model import Edge, Graph
 from flowrt.transports.wire.message import Tag
+
+log = logging.getLogger("flowrt.worker")
 
 # torch.inference_mode() does the same behind three Python calls, which cost more than routing a message.
 _InferenceMode: Callable[[bool], AbstractContextManager[object]] = getattr(torch._C, "_InferenceMode", torch.inference_mode)
 
+MAX_NAMED_EDGES = 3  # in an error
+
 NodeFunction = Callable[[Sequence[Firing]], Sequence[Mapping[str, Payload]]]
 """Runs a node for one or more tags. Firing.inputs hold a Payload per port (a list of them on a gather port); the result holds,
 per firing, at most one Payload per output port. A port left out sends nothing."""
-
-
-class OperatorError(Exception):
-    """An operator raised an error, or returned outputs that its ports do not allow. The text names the node; `__cause__` is kept."""
 
 
 class RoutedOutput(msgspec.Struct, frozen=True, gc=False):
@@ -37,6 +39,14 @@ class RoutedOutput(msgspec.Struct, frozen=True, gc=False):
     edge: Edge
     tag: Tag
     payload: Payload
+
+
+class FailedFiringsError(Exception):
+    """Calls of a user's graph that failed in one firing. `errors`: a tag of each call, and its error. `outputs`: those of other calls.
+    `is_interrupted`: an error was a KeyboardInterrupt."""
+
+    def __init__(self, errors: Iterable[tuple[Tag, OperatorError]], outputs: list[RoutedOutput], is_interrupted: bool) -> None:
+        self.errors, self.outputs, self.is_interrupted = tuple(errors), outputs, is_interrupted
 
 
 SendEarly = Callable[[list[RoutedOutput]], object]
@@ -62,6 +72,8 @@ class FusedSubgraph:
         self, graph: Graph, process: str, fused: frozenset[str], functions: Mapping[str, NodeFunction], table: MatchingTable
     ) -> None:
         self._functions = functions
+        self._isolates = graph.model is None
+        self._edge_names = {edge.id: edge.name for edge in graph.edges.values()}
         self._table = table
         self._fused = fused
         self._out: dict[tuple[str, str], list[Edge]] = {}
@@ -77,48 +89,66 @@ class FusedSubgraph:
         """Run `firings` (all of one node; several only if it `batches`) and the nodes fused behind them.
 
         Nodes with outputs to other workers run first. Calls `send_early(outputs)` with the outputs collected so far when they include
-        outputs to other workers and the firing continues. Raises OperatorError.
+        outputs to other workers and the firing continues.
+
+        Raises OperatorError at the first error in a model graph. In a user's graph an error ends only its call; FailedFiringsError then
+        follows at the end.
         """
         functions, routes = self._functions, self._routes
         outgoing: list[RoutedOutput] = []
         urgent: deque[Sequence[Firing]] = deque()
         waiting: deque[Sequence[Firing]] = deque()
+        errors: dict[tuple[str, int], tuple[Tag, OperatorError]] = {}  # by source and step
+        is_interrupted = False
+        if self._isolates and len(firings) > 1:
+            waiting.extend((firing,) for firing in firings[1:])
+            firings = firings[:1]
         with _InferenceMode(True):
             while True:
-                node = firings[0].node
+                node, results = firings[0].node, None
                 try:
                     results = functions[node](firings)
-                except (OperatorError, KeyboardInterrupt):
-                    raise
+                    if len(results) != len(firings):
+                        raise OperatorError(f"{node} got {len(firings)} tags and returned {len(results)} results", node)
+                    for firing, outputs in zip(firings, results, strict=True):
+                        tag = firing.tag
+                        for port, payload in outputs.items():
+                            found = routes.get((node, port, tag.layer))
+                            if found is None:
+                                found = self._find_routes(node, port, tag.layer)
+                            for route in found:
+                                if route.request_id is not None and route.request_id not in firing.via:
+                                    continue
+                                edge = route.edge
+                                stepped = edge.tag.apply(tag) if route.changes_tag else tag
+                                if not route.fused:
+                                    outgoing.append(RoutedOutput(edge, stepped, payload))
+                                    continue
+                                ready: tuple[Firing, ...]
+                                if route.alone:
+                                    ready = (Firing(route.target, stepped, {route.port: payload}, route.via),)
+                                else:
+                                    ready = self._table.arrive(edge, stepped, payload).firings
+                                for then in ready:
+                                    (urgent if route.urgent else waiting).append((then,))
                 except BaseException as error:  # CancelledError or SystemExit too: raised on, it would end the worker's tasks silently
-                    raise _failed(firings[0], error) from error
-                if len(results) != len(firings):
-                    raise OperatorError(f"{node} got {len(firings)} tags and returned {len(results)} results")
-                for firing, outputs in zip(firings, results, strict=True):
-                    tag = firing.tag
-                    for port, payload in outputs.items():
-                        found = routes.get((node, port, tag.layer))
-                        if found is None:
-                            found = self._find_routes(node, port, tag.layer)
-                        for route in found:
-                            if route.request_id is not None and route.request_id not in firing.via:
-                                continue
-                            edge = route.edge
-                            stepped = edge.tag.apply(tag) if route.changes_tag else tag
-                            if not route.fused:
-                                outgoing.append(RoutedOutput(edge, stepped, payload))
-                                continue
-                            ready: tuple[Firing, ...]
-                            if route.alone:
-                                ready = (Firing(route.target, stepped, {route.port: payload}, route.via),)
-                            else:
-                                ready = self._table.arrive(edge, stepped, payload).firings
-                            for then in ready:
-                                (urgent if route.urgent else waiting).append((then,))
+                    if not self._isolates:
+                        if results is None and not isinstance(error, OperatorError | KeyboardInterrupt):
+                            raise self.failure(firings[0], error) from error
+                        raise
+                    tag, failure = firings[0].tag, self.failure(firings[0], error)
+                    log.info("%s", failure, exc_info=error)  # not kept as the cause: a traceback holds tensors
+                    errors[tag.source, tag.step] = tag, failure
+                    is_interrupted = is_interrupted or isinstance(error, KeyboardInterrupt)
+                    urgent = deque(batch for batch in urgent if _call_of(batch[0].tag) not in errors)
+                    waiting = deque(batch for batch in waiting if _call_of(batch[0].tag) not in errors)
                 if urgent:
                     firings = urgent.popleft()
                 elif waiting:
                     firings = waiting.popleft()
+                elif errors:
+                    kept = [output for output in outgoing if _call_of(output.tag) not in errors]
+                    raise FailedFiringsError(errors.values(), kept, is_interrupted)
                 else:
                     return outgoing
                 if send_early is not None and any(output.edge.id in self._crossing for output in outgoing):
@@ -126,6 +156,16 @@ class FusedSubgraph:
                     early = [output for output in outgoing if output.edge.request_id is None]
                     outgoing = [output for output in outgoing if output.edge.request_id is not None]
                     send_early(early)
+
+    def failure(self, firing: Firing, error: BaseException) -> OperatorError:
+        """The error of a firing in one line: the node, the tag, in a user's graph the edges that fed it, and the cause."""
+        node, tag = firing.node, firing.tag
+        edges = ", ".join(self._edge_names[edge] for edge in firing.via[:MAX_NAMED_EDGES]) if self._isolates else ""
+        if len(firing.via) > MAX_NAMED_EDGES and edges:
+            edges += f" and {len(firing.via) - MAX_NAMED_EDGES} more"
+        fed = f", fed by {edges}" if edges else ""
+        cause = str(error) if isinstance(error, OperatorError) else error_text(error)
+        return OperatorError(as_line(f"{node} failed at step {tag.step}, layer {tag.layer}{fed}: {cause}"), node)
 
     def route(self, firing: Firing, outputs: Mapping[str, Payload]) -> list[RoutedOutput]:
         """Select the edges of each output of a firing. Raises OperatorError for an output port that no edge takes."""
@@ -167,9 +207,8 @@ def _leading_to(crossing: set[int], edges: Sequence[Edge]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _failed(firing: Firing, error: BaseException) -> OperatorError:
-    tag = firing.tag
-    return OperatorError(f"{firing.node} failed at step {tag.step}, layer {tag.layer}: {type(error).__name__}: {error}")
+def _call_of(tag: Tag) -> tuple[str, int]:
+    return tag.source, tag.step
 
 
 def part_of(payload: Payload) -> int | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
-from flowrt.dataflow.subgraph import OperatorError
+from flowrt.errors import OperatorError
 from flowrt.exchange.omitted_experts import OmittedExperts
 from flowrt.operators.dispatch import Part, repartition
 from flowrt.operators.replica_table import UNAVAILABLE, ReplicaTable

@@ -31,6 +31,7 @@ class Requests:
         self._outgoing: dict[str, Mailbox[SendCancel]] = {group: Mailbox(1 << 16) for group in gateway.loads}
         self._senders: list[asyncio.Task[None]] = []  # one per group: a stopped group does not delay the cancels of others
         self._failure: Exception | None = None
+        self.has_raised_failure = False
         self._is_closing = False
         self._submitting: dict[str, set[asyncio.Timeout]] = {group: set() for group in gateway.loads}  # Submits under way
 
@@ -112,6 +113,7 @@ class Requests:
                     if isinstance(event, EndEvent):
                         return
                 if self._failure is not None:
+                    self.has_raised_failure = True
                     raise self._failure
                 await self._changed[index].wait()
         finally:

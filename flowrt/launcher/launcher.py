@@ -27,6 +27,7 @@ from flowrt.actors.control import (
     Drain,
     ExpertsUnavailable,
     Failed,
+    FenceCall,
     Heartbeat,
     LateResponse,
     LinkLost,
@@ -134,7 +135,8 @@ class Launcher:
         self.failure: Exception | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._is_stopping = self._was_failure_raised = False
+        self._is_stopping = False
+        self.was_failure_raised = False  # by a call of the owner: then the end of the block does not raise it again
         self._failure_frames: TracebackType | None = None
 
     async def __aenter__(self) -> Self:
@@ -162,8 +164,13 @@ class Launcher:
         """
         if error is not None and self._task is not None:
             await self._end_now(self._task)
-        elif not self._was_failure_raised:
+            return
+        was_raised = self.was_failure_raised
+        try:
             await self.stop()
+        except Exception as failure:
+            if failure is not self.failure or not was_raised:
+                raise
 
     async def send(self, worker: str, control: Control) -> None:
         """Send a message to one worker; wait while its control connection is full. Raises the failure that ended the run, or
@@ -339,6 +346,9 @@ class Launcher:
                 self._step(self.state.on_link_lost, name, control)
             case Failed():
                 self._step(self.state.on_failed, name, control)
+            case FenceCall() if name == GATEWAY:
+                for other in self.graph.process_names():
+                    self.workers[other].post(control)
             case DetectorReport() if name == MONITOR:
                 self._step(self.state.on_detector_report, control)
             case _ if name != MONITOR:
@@ -393,7 +403,7 @@ class Launcher:
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
-            self._was_failure_raised = True
+            self.was_failure_raised = True
             raise self.failure.with_traceback(self._failure_frames)  # several callers may raise it: reset the traceback for each
 
     def _spawn(self, task: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

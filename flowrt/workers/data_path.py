@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flowrt.actors.control import Control, EdgeStatistics, Start, Statistics
+from flowrt.actors.control import CallFailed, Control, EdgeStatistics, Start, Statistics
 from flowrt.actors.link_plan import plan_links
 from flowrt.actors.links import Links
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
-from flowrt.dataflow.subgraph import NodeFunction, OperatorError
+from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.engine.engine import Engine
+from flowrt.errors import OperatorError
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.failover import Failover
 from flowrt.graph.builtin import SOURCE
@@ -57,6 +58,7 @@ class DataPath:
         on_lost: Callable[[Identity, str], None],
     ) -> None:
         self.name = name = start.name
+        self._send = send
         self._graph, self._seams, self._emulated, self._strict_blocks = graph, seams, emulated, operators.strict_blocks
         plans = plan_links(graph, name)
         self._link_of = {edge: (plan.peer, plan.scheme) for plan in plans for edge in plan.edges}  # by edge to or from another process
@@ -74,13 +76,13 @@ class DataPath:
             seams.clock,
             self._post,
             on_sink or (lambda firing: group.on_step_end(firing)),
+            self._on_failed if graph.model is not None else self._on_call_failed,
             device,
             {edge.id for edge in graph.edges.values() if edge.transport in abilities and not abilities[edge.transport].between_processes},
             early=getattr(compute, "beside_loop", False),
             on_unsent=(lambda output: failover.on_unsent(output)) if client is not None else None,
             on_response=(lambda edge, tag: failover.on_response(edge, tag)) if self.hedges else None,
             on_device={edge.id for edge in graph.edges.values() if edge.transport in abilities and abilities[edge.transport].device_memory},
-            on_failed=self._on_failed if graph.model is not None else None,
             schemas=edge_schemas(graph),
         )
         wrap = {"wrap": emulated.links.wrap} if emulated is not None else {}
@@ -140,3 +142,6 @@ class DataPath:
         if self.group is None:
             raise error
         self.group.fail_step(tag, error)
+
+    def _on_call_failed(self, tag: Tag, error: OperatorError) -> None:
+        self._send(CallFailed(tag.source, tag.step, str(error), error.node))

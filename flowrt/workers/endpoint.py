@@ -1,41 +1,53 @@
 """The gateway's half of a user's graph: the source `input`, which emits tags from a counter, and the sink `output`.
 
 Endpoint is a worker with the usual links and runner, whose inputs and outputs are the user's tensors. The launcher hosts it in the
-user's process, under the name of the gateway.
+user's process, under the name of the gateway. call_table.py decides which calls may begin, and which must be fenced.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from flowrt.actors.control import CallFailed, CallFenced, Control, FenceCall
+from flowrt.dataflow.fences import MAX_FAILED
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.schemas import Spec, check_tensor, parse_spec
-from flowrt.errors import UserError
+from flowrt.errors import OperatorError, UserError, error_text
 from flowrt.graph.model import INPUT, OUTPUT, Graph
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
 from flowrt.transports.wire.message import Tag
+from flowrt.workers.call_table import CallTable
 from flowrt.workers.process import Worker, serve
+
+log = logging.getLogger("flowrt.worker")
 
 
 class Endpoint:
-    """`run` is the worker; `call` sends one tag through the graph. At most `limits.in_flight` tags are in flight at once."""
+    """`run` is the worker; `call` sends one tag through the graph; `on_control` takes the messages of the other workers.
+
+    At most `limits.in_flight` calls hold a place at once; see CallTable.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.ports = sorted({edge.source_port for edge in graph.edges.values() if edge.source == INPUT})
-        self._specs: dict[str, Spec] = {}  # tensors that the file declares for the ports that an input feeds
+        # (node, input port of the graph, spec): tensors that the file declares for the ports that an input feeds
+        self._specs: list[tuple[str, str, Spec]] = []
         for edge in graph.edges.values():
             if edge.source == INPUT and (port := graph.nodes[edge.target].inputs[edge.target_port]).tensors:
-                self._specs.setdefault(edge.source_port, parse_spec(port.tensors[0]))
+                self._specs.append((edge.target, edge.source_port, parse_spec(port.tensors[0])))
         self._has_output = OUTPUT in graph.nodes
-        self._room = asyncio.Semaphore(graph.limits.in_flight)
+        max_ahead = MAX_FAILED // 2 if any(node.stateful for node in graph.nodes.values()) else None
+        self._calls = CallTable(graph.limits.in_flight, graph.process_names(), max_ahead)
+        self._queue: deque[asyncio.Future[int]] = deque()  # callers that wait for a place; the result is the step of their call
         self._max_bytes = graph.limits.max_message_bytes
         self._shares_memory = graph.processes == "one"
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._next = 0
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}  # by step
         self._worker: Worker | None = None
         self._source = ""
         self._failure: BaseException | None = None
@@ -56,44 +68,92 @@ class Endpoint:
     def fail(self, error: BaseException) -> None:
         """Make every waiting call and every later call raise `error`."""
         self._failure = self._failure or error
-        for future in self._waiting.values():
+        waiting: list[asyncio.Future[Any]] = [*self._waiting.values(), *self._queue]
+        for future in waiting:
             if not future.done():
                 future.set_exception(self._failure)
 
     async def call(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Send one tensor per input port, and return the output port's tensors by name. Waits while too many tags are in flight.
+        """Send one tensor per input port, and return the output port's tensors by name. Waits while too many calls are in flight.
 
-        Raises UserError for ports that the graph does not have, or for a tensor that does not fit the declared spec.
+        Raises UserError for ports that the graph does not have, or for a tensor that does not fit the declared spec; OperatorError when
+        an operator fails in this call. A cancelled call is dropped wherever it is.
         """
         self._check(tensors)
-        await self._room.acquire()
-        if self._failure is not None or self._worker is None:
-            self._room.release()
-            raise self._failure or RuntimeError("the graph has not been opened")
-        tag = Tag(self._source, 0, 0, self._next, 0)
-        self._next += 1
-        future = self._waiting[tag.step] = asyncio.get_running_loop().create_future()
+        payloads = {name: Payload((self._given(tensor),)) for name, tensor in tensors.items()}
+        step = await self._begin()
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[step] = future
         try:
-            self._worker.emit(INPUT, tag, {name: Payload((self._given(tensor),)) for name, tensor in tensors.items()})
-        except BaseException:
-            self._end(tag.step)
+            if self._failure is not None or self._worker is None:
+                raise self._failure or RuntimeError("the graph has not been opened")
+            self._worker.emit(INPUT, Tag(self._source, 0, 0, step, 0), payloads)
+            return await future
+        finally:
+            del self._waiting[step]
+            if future.done() and not future.cancelled():
+                future.exception()  # retrieved: the caller may be cancelled at the same moment
+            if self._calls.is_live(step):  # cancelled, or not emitted
+                self._fence(step)
+
+    def on_control(self, worker: str, control: Control) -> None:
+        """Handle CallFailed and CallFenced of a worker. Ignores other messages."""
+        match control:
+            case CallFailed(source, step, text, node) if source == self._source and self._fence(step):
+                future = self._waiting.get(step)
+                if future is None or future.done():
+                    log.warning("%s (after the output of the call)", text)
+                else:
+                    future.set_exception(OperatorError(text, node))
+            case CallFenced(source, step) if source == self._source:
+                self._calls.confirm(worker, step)
+                self._admit()
+
+    async def _begin(self) -> int:
+        if not self._queue and self._calls.can_begin():
+            return self._calls.begin()
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled() and turn.exception() is None:
+                self._fence(turn.result())
             raise
-        outputs: dict[str, Any] = await future  # cancelled or not, the tag is on its way and keeps its place until its output comes
-        return outputs
+
+    def _admit(self) -> None:
+        """Let the callers that wait begin, in their order, while there are places."""
+        while self._queue and self._calls.can_begin():
+            turn = self._queue.popleft()
+            if not turn.done():
+                turn.set_result(self._calls.begin())
+
+    def _fence(self, step: int) -> bool:
+        """Let all workers drop a call. False: they do already."""
+        if not self._calls.fence(step):
+            return False
+        if self._worker is not None and self._failure is None:
+            self._worker.fence(self._source, step)
+            self._worker.control.send(FenceCall(self._source, step))
+        return True
 
     def _given(self, tensor: Any) -> Any:
         """The user's tensor as the graph may have it: where operators share the user's memory, a copy."""
         return tensor.detach().clone() if self._shares_memory else tensor.detach()
 
-    def _end(self, step: int) -> asyncio.Future[dict[str, Any]] | None:
-        self._room.release()
-        return self._waiting.pop(step, None)
-
     def _on_output(self, firing: Firing) -> None:
-        future = self._end(firing.tag.step)
-        if future is not None and not future.done():  # done: the caller has cancelled
+        step = firing.tag.step
+        if not self._calls.end(step):
+            return
+        self._admit()
+        future = self._waiting.get(step)
+        if future is None or future.done():  # the caller has cancelled
+            return
+        try:
             tensors = {port: payload.tensors[0] for port, payload in firing.inputs.items()}
             future.set_result({port: tensor.clone() if tensor.is_inference() else tensor for port, tensor in tensors.items()})
+        except Exception as error:  # of a kind of tensor that cannot be copied
+            future.set_exception(OperatorError(f"the output of step {step} cannot be returned: {error_text(error)}", OUTPUT))
 
     def _check(self, tensors: Mapping[str, Any]) -> None:
         import torch
@@ -102,13 +162,13 @@ class Endpoint:
             raise UserError("this graph has no edge to output; add one such as 'add.sum -> output.sum:'")
         if sorted(tensors) != self.ports:
             raise UserError(f"this graph takes {', '.join(self.ports)}; got {', '.join(sorted(tensors)) or 'nothing'}")
-        sizes: dict[str, int] = {}
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor):
                 raise UserError(f"input {name} is a {type(tensor).__name__}; a torch.Tensor is needed")
             if tensor.nbytes > self._max_bytes:
                 raise UserError(f"input {name} has {tensor.nbytes} bytes; limits.max_message_bytes is {self._max_bytes}")
-            spec = self._specs.get(name)
-            fault = check_tensor(spec, tensor, sizes) if spec is not None else None
+        sizes: dict[str, dict[str, int]] = {}  # by node
+        for node, name, spec in self._specs:
+            fault = check_tensor(spec, tensors[name], sizes.setdefault(node, {}))
             if fault:
                 raise UserError(f"input {name} is {fault}; {spec} is declared")

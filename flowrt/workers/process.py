@@ -16,8 +16,10 @@ import msgspec
 import torch
 
 from flowrt.actors.control import (
+    CallFenced,
     Connected,
     Failed,
+    FenceCall,
     LinkLost,
     Listening,
     LoadProgress,
@@ -34,8 +36,7 @@ from flowrt.actors.heartbeats import send_heartbeats
 from flowrt.actors.links import LinkLostError, Links
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
-from flowrt.dataflow.subgraph import OperatorError
-from flowrt.errors import UserError, leaves
+from flowrt.errors import OperatorError, UserError, leaves
 from flowrt.exchange.dispatch import Dispatch
 from flowrt.graph.model import Graph, from_json
 from flowrt.graph.recovery import is_watched
@@ -125,9 +126,16 @@ class Worker:
 
     def emit(self, node: str, tag: Tag, outputs: Mapping[str, Payload]) -> None:
         """Emit a new tag from a source of this process. Raises RuntimeError before the worker has loaded."""
+        self._loaded().runner.emit(node, tag, outputs)
+
+    def fence(self, source: str, step: int) -> None:
+        """Drop everything of a call. Raises RuntimeError before the worker has loaded."""
+        self._loaded().runner.fence(source, step)
+
+    def _loaded(self) -> DataPath:
         if self._data_path is None:
             raise RuntimeError(f"{self._start.name} has not loaded yet")
-        self._data_path.runner.emit(node, tag, outputs)
+        return self._data_path
 
     def stop(self) -> None:
         self._stopped.set()
@@ -237,6 +245,9 @@ class Worker:
             case StatisticsRequest():
                 loading = Statistics(resident_bytes=self._seams.resident_bytes())
                 self.control.send(loading if self._data_path is None else self._data_path.statistics())
+            case FenceCall(source, step):
+                self.fence(source, step)
+                self.control.send(CallFenced(source, step))
             case PeerLeft() | PeerJoined():
                 if self._membership is not None:
                     self._membership.on_control(control)

@@ -19,8 +19,8 @@ import torch
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.schemas import Spec, check_tensor, parse_spec
-from flowrt.dataflow.subgraph import NodeFunction, OperatorError
-from flowrt.errors import UserError
+from flowrt.dataflow.subgraph import NodeFunction
+from flowrt.errors import OperatorError, UserError
 from flowrt.graph.model import Graph, Node
 
 MAX_REMEMBERED = 1024  # combinations of dtypes and shapes of a node

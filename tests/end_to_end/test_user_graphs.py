@@ -25,8 +25,10 @@ from served_models import Served
 def double(x: "float32[rows,4]") -> "float32[rows,4]":
     return 2 * x
 
-def fail(x):
-    raise RuntimeError("this one always fails")
+def fail_below_zero(x):
+    if x.sum() < 0:
+        raise RuntimeError("this one\\nalways fails")
+    return x
 
 def wrong(x: "float32[rows,4]") -> "float32[rows,4]":
     return x[:, :2]
@@ -159,17 +161,23 @@ async def test_a_stateful_node_fires_in_step_order(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", ["one", "many"])
-async def test_an_operator_that_raises_ends_the_run_by_name(folder: Path, processes: str) -> None:
-    graph = write(folder, "  a: {operator: ops:fail, process: worker}", LINE, f"processes: {processes}")
-    with pytest.raises(flowrt.WorkerDiedError, match=r"worker failed: a failed at step 0, layer 0: RuntimeError: this one always fails"):
-        async with flowrt.open(graph, on_line=lambda process, line: None) as running:
-            await running(x=torch.zeros(1, 4))
+async def test_an_operator_that_raises_ends_its_call_by_name(folder: Path, processes: str) -> None:
+    graph = write(folder, "  a: {operator: ops:fail_below_zero, process: worker}", LINE, f"processes: {processes}")
+    lines: list[str] = []
+    async with flowrt.open(graph, on_line=lambda process, line: lines.append(line)) as running:
+        for step in (0, 2):
+            with pytest.raises(flowrt.OperatorError) as caught:
+                await running(x=-torch.ones(1))
+            assert str(caught.value) == f"a failed at step {step}, layer 0, fed by input.x -> a.x: RuntimeError: this one always fails"
+            assert caught.value.node == "a"
+            assert (await running(x=torch.ones(1))).item() == 1.0
+    assert lines == []
 
 
 async def test_an_output_that_breaks_its_spec_is_named(folder: Path) -> None:
     graph = write(folder, "  a: {operator: ops:wrong, process: p}", LINE)
-    with pytest.raises(flowrt.WorkerDiedError, match=r"output a\.y is float32\[3,2\]; float32\[rows,4\] is declared"):
-        async with flowrt.open(graph, on_line=lambda process, line: None) as running:
+    async with flowrt.open(graph, on_line=lambda process, line: None) as running:
+        with pytest.raises(flowrt.OperatorError, match=r"output a\.y is float32\[3,2\]; float32\[rows,4\] is declared"):
             await running(x=torch.zeros(3, 4))
 
 
@@ -224,13 +232,14 @@ async def test_input_larger_than_a_message_is_refused_in_the_call(folder: Path) 
         assert (await running(x=torch.zeros(1))).item() == 1.0
 
 
-async def test_a_message_too_large_between_nodes_ends_the_run_by_name(folder: Path) -> None:
+async def test_a_message_too_large_between_nodes_ends_its_call_by_name(folder: Path) -> None:
     nodes = "  a: {operator: ops:spread, process: p}\n  b: {operator: ops:step, process: q}"
     edges = "  input.x -> a.x:\n  a.y -> b.x:\n  b.y -> output.y:"
     graph = write(folder, nodes, edges, "processes: one\nlimits: {max_message_bytes: 1048576}")
-    with pytest.raises(flowrt.WorkerDiedError, match=r"p failed: a message on a\.y -> b\.x cannot be sent"):
-        async with flowrt.open(graph, on_line=lambda process, line: None) as running:
-            await running(x=torch.zeros(1))
+    async with flowrt.open(graph, on_line=lambda process, line: None) as running:
+        for _ in range(20):  # more than the edge has credits
+            with pytest.raises(flowrt.OperatorError, match=r"a failed at .*a\.y -> b\.x cannot be sent: it has 4194304 bytes"):
+                await running(x=torch.zeros(1))
 
 
 async def test_cancelled_call_keeps_its_credit_until_its_tag_completes(folder: Path) -> None:
@@ -282,8 +291,8 @@ async def call_all(graph: Path, inputs: list[torch.Tensor]) -> None:
     ("operator", "text"),
     [
         ("nothing", "a gave nothing for its output y; return a dict without the port to send nothing"),
-        ("cancelled", "a failed at step 0, layer 0: CancelledError: mine"),
-        ("leaving", "a failed at step 0, layer 0: SystemExit: gone"),
+        ("cancelled", "a failed at step 0, layer 0, fed by input.x -> a.x: CancelledError: mine"),
+        ("leaving", "a failed at step 0, layer 0, fed by input.x -> a.x: SystemExit: gone"),
     ],
 )
 @pytest.mark.parametrize("short", [False, True])
@@ -291,7 +300,7 @@ async def test_operator_that_returns_nothing_or_cancels_does_not_hang(folder: Pa
     """Whether it runs in the compute thread or, once its label is known to be short, on the loop."""
     (folder / f"{module_of(folder)}.py").write_text(OPERATORS + BAD_OPERATORS.replace("(x):\n", "(x):\n    if x[0] > 0: return x\n"))
     graph = write(folder, f"  a: {{operator: ops:{operator}, process: p}}", LINE)
-    with pytest.raises(flowrt.WorkerDiedError, match=text.replace("step 0", r"step \d+")):
+    with pytest.raises(flowrt.OperatorError, match=text.replace("step 0", r"step \d+")):
         await call_all(graph, [torch.ones(1)] * (5 if short else 0) + [torch.zeros(1)])
 
 

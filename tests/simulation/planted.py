@@ -12,6 +12,8 @@ from simulation.planting import Bug, body, bug
 MATCHING = "flowrt.dataflow.matching"
 PARTS = "flowrt.dataflow.parts"
 RUNNER = "flowrt.dataflow.runner"
+FENCES = "flowrt.dataflow.fences"
+READY = "flowrt.dataflow.ready_firings"
 SUBGRAPH = "flowrt.dataflow.subgraph"
 MAILBOX = "flowrt.actors.mailbox"
 LINK = "flowrt.actors.link"
@@ -102,11 +104,11 @@ BUGS: tuple[Bug, ...] = (
     bug("credit-returned-twice", "a request's credit returns with its response and once more by itself", (
         INBOUND, "InboundEdges.consume", "if responded and (edge_id, tag) in responded:", "if False:")),
     bug("credit-of-stale-lost", "the credit of a response to an old epoch is lost", (
-        RUNNER, "Runner.accept", "self._outbound.release(edge.request_id, 1)", "self._is_stale(tag) or self._outbound.release(edge.request_id, 1)")),
+        RUNNER, "Runner.accept", "self._outbound.release(edge.request_id, 1)", "self._fences.is_stale(tag) or self._outbound.release(edge.request_id, 1)")),
     bug("epoch-unchecked", "messages of an old epoch are accepted", (
-        RUNNER, "Runner._is_stale", "return bool(self._epochs) and tag.epoch < self._epochs.get(tag.source, 0)", "return False")),
+        FENCES, "Fences.is_stale", "tag.epoch < self._epochs.get(tag.source, 0) or", "")),
     bug("rollback-forgets-ready", "firings that were ready before a roll-back still fire", (
-        RUNNER, "Runner.roll_back", "for node, firings in list(self._ready.items()):", "for node, firings in []:")),
+        READY, "ReadyFirings.drop", "for node, firings in list(self.items()):", "for node, firings in []:")),
     bug("early-output-before-plan", "an early output is sent before the plan that counts its responses", (
         SUBGRAPH, "FusedSubgraph.run", "if output.edge.request_id is None]", "if output.edge.id in self._crossing]"), (
         SUBGRAPH, "FusedSubgraph.run", "if output.edge.request_id is not None]", "if output.edge.id not in self._crossing]")),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowrt.dataflow.matching import Firing
-from flowrt.dataflow.subgraph import OperatorError
+from flowrt.errors import OperatorError
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Graph, Node, PortSpec
 from flowrt.transports.wire.message import Tag
 from flowrt.workers.user_nodes import build_user_nodes

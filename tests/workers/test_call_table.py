@@ -1,0 +1,61 @@
+"""The places of a user's graph: who may begin, what keeps a place, and which calls are fenced."""
+
+from __future__ import annotations
+
+from flowrt.workers.call_table import CallTable
+
+
+def test_output_frees_the_place_of_its_call() -> None:
+    calls = CallTable(2, ["p", "q"])
+    assert [calls.begin(), calls.begin()] == [0, 1]
+    assert not calls.can_begin()
+    assert calls.end(0)
+    assert calls.can_begin()
+    assert calls.begin() == 2
+    assert not calls.end(0)
+
+
+def test_failed_call_keeps_its_place_until_every_worker_has_fenced_it() -> None:
+    calls = CallTable(1, ["p", "q"])
+    calls.begin()
+    assert calls.fence(0)
+    assert not calls.is_live(0)
+    assert not calls.end(0)  # an output that was on its way
+    for worker in ("p", "p", "stranger"):
+        calls.confirm(worker, 0)
+    assert not calls.can_begin()
+    assert not calls.fence(0)  # a second worker reports the same call
+    calls.confirm("q", 0)
+    assert calls.can_begin()
+
+
+def test_part_of_a_call_may_fail_after_its_output() -> None:
+    calls = CallTable(1, ["p"])
+    calls.begin()
+    calls.end(0)
+    assert calls.begin() == 1
+    assert calls.fence(0)
+    calls.end(1)
+    assert not calls.can_begin()  # the workers may still hold the rest of call 0
+    calls.confirm("p", 0)
+    assert calls.can_begin()
+
+
+def test_nonsense_is_ignored() -> None:
+    calls = CallTable(1, ["p"])
+    assert not calls.fence(0)
+    assert not calls.fence(-1)
+    calls.confirm("p", 7)
+    assert calls.begin() == 0
+
+
+def test_no_call_of_an_ordered_graph_runs_too_far_ahead() -> None:
+    calls = CallTable(8, ["p"], max_ahead=3)
+    oldest = calls.begin()
+    for _ in range(2):
+        step = calls.begin()
+        calls.fence(step)
+        calls.confirm("p", step)
+    assert not calls.can_begin()
+    calls.end(oldest)
+    assert calls.can_begin()
