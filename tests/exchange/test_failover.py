@@ -12,7 +12,7 @@ from flowrt.dataflow.runner import Runner
 from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.failover import Failover
-from flowrt.graph.model import Edge, Graph, Node, PortSpec
+from flowrt.graph.model import Edge, Graph, ModelPart, Node, PortSpec
 from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.reliability.expert_map import ExpertMap, servers_by_expert
 from flowrt.seams import RealClock
@@ -73,7 +73,7 @@ def graph():
         edges.append(
             Edge(f"experts.{server}", "results", "combine", "parts", response_to=f"dispatch.server{server} -> experts.{server}.rows")
         )
-    return Graph.of(nodes, edges)
+    return Graph.of(nodes, edges, model=ModelPart("", "float32"))
 
 
 class Client:
@@ -94,9 +94,9 @@ class Client:
             RealClock(),
             self.post,
             self.end,
+            lambda tag, error: self.failures.append((tag, error)),
             on_unsent=lambda output: self.failover.on_unsent(output),
             on_response=lambda edge, tag: self.failover.on_response(edge, tag),
-            on_failed=lambda tag, error: self.failures.append((tag, error)),
             schemas=schemas(self),
         )
         may_redispatch = self.fence if fences else lambda tag, num_losses: True
@@ -105,7 +105,7 @@ class Client:
     def server(self, server):
         """The runner of an expert server, which only receives."""
         functions = {f"experts.{server}": lambda firings: [{} for _ in firings]}
-        return Runner(self.graph, f"experts.{server}", functions, Inline(), RealClock(), self.post, self.end)
+        return Runner(self.graph, f"experts.{server}", functions, Inline(), RealClock(), self.post, self.end, pytest.fail)
 
     def post(self, edge, message):
         self.requested[int(edge.target.removeprefix("experts."))].append(message)
