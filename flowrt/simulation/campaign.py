@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from flowrt.errors import leaves
 from flowrt.reliability.scenario import KINDS
+from flowrt.simulation.calls import AnyServed
 from flowrt.simulation.case import Case
 from flowrt.simulation.cases import run_case
 from flowrt.simulation.errors import InvariantError, SimulationError
-from flowrt.simulation.served import Served
 from flowrt.simulation.world import Outcome
 
 
@@ -39,12 +39,12 @@ class CampaignCounts:
 
 def campaign(
     cases: Iterable[Case],
-    on_run: Callable[[Case, Outcome[Served] | Failure, CampaignCounts], bool] = lambda case, outcome, counts: True,
+    on_run: Callable[[Case, Outcome[AnyServed] | Failure, CampaignCounts], bool] = lambda case, outcome, counts: True,
 ) -> CampaignCounts:
     """Run each case. Calls `on_run` after each; False from it ends the campaign."""
     counts = CampaignCounts()
     for case in cases:
-        outcome: Outcome[Served] | Failure
+        outcome: Outcome[AnyServed] | Failure
         try:
             outcome = run_case(case)
         except Exception as error:
@@ -64,7 +64,7 @@ def campaign(
     return counts
 
 
-def digest_line(case: Case, outcome: Outcome[Served]) -> str:
+def digest_line(case: Case, outcome: Outcome[AnyServed]) -> str:
     """The line of `--digests`: equal in every process."""
     return f"{case.seed} {outcome.digest} {outcome.num_steps} {outcome.virtual_seconds:.9f}"
 

@@ -41,8 +41,20 @@ class SimulatedRequest:
 
 
 @dataclass(frozen=True)
+class SimulatedCall:
+    """A call of a graph of user operators: each input gets one integer, `value`.
+
+    after_seconds: when it comes after the call before. cancel_seconds: its caller leaves after so long.
+    """
+
+    value: int
+    after_seconds: float = 0.0
+    cancel_seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class Case:
-    """The graph (expanded, with a model), its requests, and the conditions. The number of a fault or request is its index here.
+    """The graph (expanded), its requests or calls, and the conditions. The number of a fault, request or call is its index here.
 
     exact: use the integer model (flowrt/workers/exact_nodes.py) instead of weights. faults_from_launch: the scenario's times count from
     the launch instead of the first request. worker: the entry of each worker.
@@ -59,6 +71,7 @@ class Case:
     faults_from_launch: bool = False
     max_requests: int = 1024
     worker: str = "flowrt.simulation.cluster:run_worker"
+    calls: tuple[SimulatedCall, ...] = ()  # in place of requests, for a graph without a model
 
     @property
     def max_seconds(self) -> float:
@@ -75,10 +88,11 @@ class Kept:
     calm: bool = False  # calm network conditions and the usual compute cost
 
     def of(self, case: Case) -> Case:
-        faults, requests = case.scenario.faults, case.requests
+        faults, requests, calls = case.scenario.faults, case.requests, case.calls
         if self.faults is not None:
             faults = tuple(fault for number, fault in enumerate(faults) if number in self.faults)
         if self.requests is not None:
             requests = tuple(request for number, request in enumerate(requests) if number in self.requests)
-        case = replace(case, scenario=msgspec.structs.replace(case.scenario, faults=faults), requests=requests)
+            calls = tuple(call for number, call in enumerate(calls) if number in self.requests)
+        case = replace(case, scenario=msgspec.structs.replace(case.scenario, faults=faults), requests=requests, calls=calls)
         return replace(case, conditions=CALM, cost=ComputeCost(), processes=ProcessConditions()) if self.calm else case

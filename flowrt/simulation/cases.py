@@ -18,17 +18,19 @@ from flowrt.graph.recovery import is_watched
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import PERMANENT_SECONDS, AnyFault, Scenario
 from flowrt.sampling_params import SamplingParams
-from flowrt.simulation.case import Case, SimulatedRequest
+from flowrt.simulation.calls import AnyServed, Result, check_calls, simulate_calls
+from flowrt.simulation.case import Case, SimulatedCall, SimulatedRequest
 from flowrt.simulation.cluster import config_of, simulate
 from flowrt.simulation.inside import EXACT_MODEL
 from flowrt.simulation.invariants import Reference, check
 from flowrt.simulation.invariants import mortal as mortal_workers
 from flowrt.simulation.network_conditions import CALM, NetworkConditions
 from flowrt.simulation.processes import ProcessConditions
-from flowrt.simulation.served import Served
 from flowrt.simulation.simulated_seams import ComputeCost
 from flowrt.simulation.world import Outcome
 
+USERS_SHARE = 0.2  # of the seeds, where there are model graphs too
+NUM_VALUES = 24  # of the inputs of calls; few, so that each is computed alone once
 POOL = 18  # different requests; few, so that their references are computed once for all seeds
 _COSTS = (ComputeCost(), ComputeCost(1e-6, 2e-5, 1), ComputeCost(1e-4, 2e-2, 0), ComputeCost(1e-6, 5e-3, 3))
 
@@ -37,21 +39,18 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
     """The case of a seed. `scenario` takes the place of drawn faults, and leaves the graph's reliability settings as they are written.
     `num_cancelled`: so many more requests, whose clients cancel them at random moments."""
     chance = random.Random(f"case {seed}")
-    graph = graphs[chance.randrange(len(graphs))]
+    models = [graph for graph in graphs if graph.model is not None]
+    users = [graph for graph in graphs if graph.model is None]
+    if users and (not models or random.Random(f"users {seed}").random() < USERS_SHARE):
+        return _draw_calls(seed, users, scenario)
+    graph = models[chance.randrange(len(models))]
     processes, faults_from_launch = ProcessConditions(), False
     if scenario is None:
         graph = _draw_reliability(random.Random(f"reliability {seed}"), graph)
         graph, processes, faults_from_launch = _draw_processes(random.Random(f"processes {seed}"), graph)
     requests = _draw_requests(random.Random(f"requests {seed}"), graph)
     requests += _draw_cancelled(random.Random(f"cancelled {seed}"), graph, num_cancelled)
-    conditions = NetworkConditions(
-        max_delay_seconds=chance.choice((50e-6, 400e-6, 5e-3)),
-        slow_one_in=chance.choice((0, 50, 5)),
-        duplicate_one_in=chance.choice((0, 40, 4)),
-        tick_seconds=chance.choice((0.0, 50e-6, 1e-3)),
-        tiny_one_in=chance.choice((0, 0, 3)),
-    )
-    cost = chance.choice(_COSTS)
+    conditions, cost = _draw_conditions(chance), chance.choice(_COSTS)
     if scenario is None:
         faults = _draw_faults(random.Random(f"faults {seed}"), graph)
         if faults_from_launch and (servers := sorted(mortal_workers(graph))):
@@ -61,8 +60,22 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
     return Case(graph, requests, scenario, seed, conditions, cost, processes, exact, faults_from_launch, max_requests)
 
 
-def run_case(case: Case) -> Outcome[Served]:
+def _draw_conditions(chance: random.Random) -> NetworkConditions:
+    return NetworkConditions(
+        max_delay_seconds=chance.choice((50e-6, 400e-6, 5e-3)),
+        slow_one_in=chance.choice((0, 50, 5)),
+        duplicate_one_in=chance.choice((0, 40, 4)),
+        tick_seconds=chance.choice((0.0, 50e-6, 1e-3)),
+        tiny_one_in=chance.choice((0, 0, 3)),
+    )
+
+
+def run_case(case: Case) -> Outcome[AnyServed]:
     """Raises InvariantError, DeadlockError, LivelockError, UnhandledError, and what the code itself raises."""
+    if case.graph.model is None:
+        called = simulate_calls(case)
+        check_calls(case, called.result, [_result_alone(case.graph, call.value) for call in case.calls])
+        return called
     outcome = simulate(case)
     check(case, outcome.result, references_of(case))
     return outcome
@@ -98,6 +111,44 @@ def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
             unavailable_expert=chance.choice(("error", "error", "degrade")),
         ),
     )
+
+
+# Calls of graphs of user operators
+
+
+def _draw_calls(seed: int, graphs: Sequence[Graph], scenario: Scenario | None) -> Case:
+    """Calls of few values, some of them cancelled, close together: many are in flight when one fails."""
+    chance = random.Random(f"calls {seed}")
+    graph, processes, _ = _draw_processes(chance, graphs[chance.randrange(len(graphs))])
+    graph = replace(graph, limits=replace(graph.limits, in_flight=chance.choice((1, 2, graph.limits.in_flight))))
+    apart = chance.choice((0.0, 1e-4, 5e-3))
+    calls = tuple(
+        SimulatedCall(
+            value=chance.randrange(NUM_VALUES),
+            after_seconds=chance.uniform(0.0, apart),
+            cancel_seconds=10 ** chance.uniform(-5, -1) if chance.random() < 0.1 else None,
+        )
+        for _ in range(chance.choice((6, 12, 24)))
+    )
+    conditions, cost = _draw_conditions(chance), chance.choice(_COSTS)
+    if scenario is None:
+        faults = _draw_faults(chance, graph) if chance.random() < 0.5 else []
+        scenario = Scenario(faults=tuple(fault for fault in faults if not isinstance(fault, kinds.RollBack)))
+    return Case(graph, (), scenario, seed, conditions, cost, processes, calls=calls)
+
+
+_known_results: dict[tuple[str, tuple[str, ...], int], Result] = {}
+
+
+def _result_alone(graph: Graph, value: int) -> Result:
+    """The result of a call without any other, on a calm network."""
+    key = graph.folder, tuple(graph.nodes), value
+    if key not in _known_results:
+        (client,) = simulate_calls(Case(graph, (), conditions=CALM, calls=(SimulatedCall(value),))).result.clients
+        if client.result is None:
+            raise UserError(f"the call of {value} alone gave nothing")
+        _known_results[key] = client.result
+    return _known_results[key]
 
 
 # Requests

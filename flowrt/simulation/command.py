@@ -21,11 +21,11 @@ from flowrt.graph.scenario_file import load_scenario
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
 from flowrt.reliability.scenario import KINDS, AnyFault
+from flowrt.simulation.calls import AnyServed
 from flowrt.simulation.campaign import CampaignCounts, Failure, campaign, digest_line, fails
 from flowrt.simulation.case import Case, Kept
 from flowrt.simulation.cases import draw
 from flowrt.simulation.options import SimulationOptions
-from flowrt.simulation.served import Served
 from flowrt.simulation.shrink import shrink
 from flowrt.simulation.world import Outcome
 
@@ -48,7 +48,7 @@ def run(names: Sequence[str], given: SimulationOptions) -> int:
 
     draw_case = partial(draw, graphs=graphs, scenario=scenario, exact=not given.weights, num_cancelled=given.cancel)
 
-    def on_run(case: Case, outcome: Outcome[Served] | Failure, counts: CampaignCounts) -> bool:
+    def on_run(case: Case, outcome: Outcome[AnyServed] | Failure, counts: CampaignCounts) -> bool:
         if isinstance(outcome, Failure):
             print(f"seed {case.seed}: {outcome.text}", file=sys.stderr)
             _print_smallest(draw_case(case.seed), kept, replay, shrinks=not given.no_shrink)
@@ -80,10 +80,7 @@ def _files(names: Sequence[str]) -> list[Path]:
 
 
 def _load(path: Path) -> Graph:
-    graph = load_graph(path, facts_of=lambda directory: ModelFacts.of(read_model_config(directory)))
-    if graph.model is None:
-        raise UserError(f"{path}: no model, so it serves no requests; give a graph file with model:")
-    return graph
+    return load_graph(path, facts_of=lambda directory: ModelFacts.of(read_model_config(directory)))
 
 
 def _numbers(text: str | None) -> tuple[int, ...] | None:

@@ -47,7 +47,7 @@ def may_fail(case: Case) -> frozenset[str]:
     return _with_cohosted(case.graph, {name for fault in case.scenario.faults if _is_fatal(case, fault) for name in fault.processes})
 
 
-def _may_not_start(case: Case) -> set[str]:
+def may_not_start(case: Case) -> set[str]:
     """The processes for which the start may fail: a process that dies while it loads may be out of its restart budget. An error of the
     system names no process."""
     graph, names = case.graph, set[str]()
@@ -92,7 +92,7 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
     only if an expert had no replica for the time that the graph specifies. The start may fail for certain processes only.
     """
     graph, scenario = case.graph, case.scenario
-    if served.failure is not None and not (served.failed in _may_not_start(case) and not served.clients):
+    if served.failure is not None and not (served.failed in may_not_start(case) and not served.clients):
         culprits = frozenset[str]() if scenario.expect == "tokens" else may_fail(case)
         if served.failed not in culprits:
             raise InvariantError(

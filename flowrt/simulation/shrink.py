@@ -13,7 +13,7 @@ MAX_RUNS = 60
 def shrink(case: Case, fails: Callable[[Case], bool], max_runs: int = MAX_RUNS) -> Kept:
     """Returns the part of the failing `case` to keep. No single element can be removed from it without losing the failure, unless
     `max_runs` was exhausted first. Any failure counts as the same, because one bug rarely fails twice in the same way."""
-    kept = Kept(tuple(range(len(case.scenario.faults))), tuple(range(len(case.requests))))
+    kept = Kept(tuple(range(len(case.scenario.faults))), tuple(range(len(case.requests) + len(case.calls))))
     runs = 0
 
     def still_fails(smaller: Kept) -> bool:

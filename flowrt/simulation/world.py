@@ -23,6 +23,7 @@ from flowrt.simulation.waitables import OUTSIDE, current_node, set_result
 from flowrt.timer import LoopTimer
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class SimulatedProcess:
@@ -177,10 +178,10 @@ class World:
 
 
 @dataclass(frozen=True)
-class Outcome(Generic[T]):
+class Outcome(Generic[T_co]):
     """The outcome of a run. Equal seeds and code give equal digests, in every process."""
 
-    result: T
+    result: T_co
     digest: str
     virtual_seconds: float
     num_steps: int

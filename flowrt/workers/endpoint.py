@@ -101,10 +101,10 @@ class Endpoint:
         match control:
             case CallFailed(source, step, text, node) if source == self._source and self._fence(step):
                 future = self._waiting.get(step)
-                if future is None or future.done():
-                    log.warning("%s (after the output of the call)", text)
-                else:
+                if future is not None and not future.done():
                     future.set_exception(OperatorError(text, node))
+                elif self._failure is None:
+                    log.warning("%s (after the output of the call)", text)
             case CallFenced(source, step) if source == self._source:
                 self._calls.confirm(worker, step)
                 self._admit()

@@ -14,8 +14,7 @@ import torch
 from flowrt.actors.control import Cancel, Control, Drain, Drained, Ended, Logprobs, Submit, Token, Tokens
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
-from flowrt.engine.decision import Decision, StartStep
-from flowrt.engine.engine import Engine
+from flowrt.engine.engine import Decision, Engine, StartStep
 from flowrt.errors import OperatorError
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.graph.model import Node

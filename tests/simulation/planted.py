@@ -14,6 +14,8 @@ PARTS = "flowrt.dataflow.parts"
 RUNNER = "flowrt.dataflow.runner"
 FENCES = "flowrt.dataflow.fences"
 READY = "flowrt.dataflow.ready_firings"
+USERS_ENDPOINT = "flowrt.workers.endpoint"
+CALLS = "flowrt.workers.call_table"
 SUBGRAPH = "flowrt.dataflow.subgraph"
 MAILBOX = "flowrt.actors.mailbox"
 LINK = "flowrt.actors.link"
@@ -109,6 +111,23 @@ BUGS: tuple[Bug, ...] = (
         FENCES, "Fences.is_stale", "tag.epoch < self._epochs.get(tag.source, 0) or", "")),
     bug("rollback-forgets-ready", "firings that were ready before a roll-back still fire", (
         READY, "ReadyFirings.drop", "for node, firings in list(self.items()):", "for node, firings in []:")),
+    # failed calls of a user's graph
+    bug("failed-call-keeps-rows", "a failed call leaves its rows and waiting firings", (
+        RUNNER, "Runner.fence", "self._drop_stale()", "pass")),
+    bug("failed-call-unfenced", "messages of a failed call are accepted", (
+        FENCES, "Fences.is_stale", "or (tag.source, tag.step) in self.failed", "")),
+    bug("order-waits-for-failed-call", "a stateful node waits for a call that has failed", (
+        MATCHING, "MatchingTable._from_step", "or (key[1], expected) in self._failed", "")),
+    bug("unsendable-keeps-credit", "an output that cannot be sent keeps its credit", (
+        OUTBOUND, "OutboundEdges._send", "outbound.free += outbound.size > 0", "pass")),
+    bug("failure-takes-neighbours", "an error drops the outputs of the other calls of its batch", (
+        SUBGRAPH, "FusedSubgraph.run", "kept = [output for output in outgoing if _call_of(output.tag) not in errors]", "kept = []")),
+    bug("fence-unsent", "the other workers do not learn of a failed call", (
+        USERS_ENDPOINT, "Endpoint._fence", "self._worker.control.send(FenceCall(self._source, step))", "pass")),
+    bug("failure-of-another-call", "an error is raised by the next call", (
+        USERS_ENDPOINT, "Endpoint.on_control", "future = self._waiting.get(step)", "future = self._waiting.get(step + 1)")),
+    bug("failed-call-keeps-place", "a failed call keeps its place when all workers have fenced it", (
+        CALLS, "CallTable.confirm", "del self._unconfirmed[step]", "pass")),
     bug("early-output-before-plan", "an early output is sent before the plan that counts its responses", (
         SUBGRAPH, "FusedSubgraph.run", "if output.edge.request_id is None]", "if output.edge.id in self._crossing]"), (
         SUBGRAPH, "FusedSubgraph.run", "if output.edge.request_id is not None]", "if output.edge.id not in self._crossing]")),

@@ -19,10 +19,10 @@ import pytest
 from simulation.graph_files import GRAPHS, load
 from simulation.test_failing_workers import FAILURES, failure_of
 
+from flowrt.simulation.calls import AnyServed
 from flowrt.simulation.campaign import CampaignCounts, Failure, campaign, digest_line
 from flowrt.simulation.case import Case
 from flowrt.simulation.cases import draw
-from flowrt.simulation.served import Served
 from flowrt.simulation.world import Outcome
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -90,7 +90,7 @@ def run() -> Campaign:
     def note_call(frame: FrameType, event: str, argument: object) -> None:
         called.add(frame.f_code)
 
-    def note_digest(case: Case, outcome: Outcome[Served] | Failure, counts: CampaignCounts) -> bool:
+    def note_digest(case: Case, outcome: Outcome[AnyServed] | Failure, counts: CampaignCounts) -> bool:
         if not isinstance(outcome, Failure):
             digests.append(digest_line(case, outcome))
         return True
