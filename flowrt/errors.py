@@ -26,7 +26,9 @@ def shown(value: object) -> str:
 def as_line(text: str, limit: int = _MESSAGE_CHARACTERS) -> str:
     """`text` on one line of at most `limit` characters: white space becomes single spaces, unprintable characters are escaped."""
     words = " ".join(text[: 2 * limit].split())
-    return shortened("".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in words), limit)
+    if not words.isprintable():
+        words = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in words)
+    return shortened(words, limit)
 
 
 def error_text(error: BaseException) -> str:

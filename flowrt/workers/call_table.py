@@ -1,7 +1,8 @@
-"""The calls of a user's graph that hold a place: live ones, and ended ones whose fences are not confirmed yet. Pure.
+"""The calls of a user's graph: live ones, and ended ones whose fences are not confirmed yet. Pure.
 
-Each call has a step, from a counter. A call whose output has come frees its place at once. A call that has failed or was cancelled keeps it
-until every worker has confirmed the fence and so holds nothing of the call: at most `max_calls` calls hold rows and credits anywhere.
+Each call has a step, from a counter. A call that has ended frees its place at once. One that has failed or was cancelled is also unconfirmed
+until every worker has fenced it and so holds nothing of it. At most as many calls are unconfirmed as may be live; these two bounds hold for
+the rows and credits anywhere. A failed call thus takes no place from others, unless a worker confirms nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 
 
 class CallTable:
-    """At most `max_calls` calls hold a place, and no call begins `max_ahead` steps after the oldest live one (None: any number)."""
+    """At most `max_calls` calls are live, and no call begins `max_ahead` steps after the oldest live one (None: any number)."""
 
     def __init__(self, max_calls: int, workers: Iterable[str], max_ahead: int | None = None) -> None:
         self._max_calls, self._workers, self._max_ahead = max_calls, frozenset(workers), max_ahead
@@ -19,7 +20,7 @@ class CallTable:
         self._next = 0
 
     def can_begin(self) -> bool:
-        if len(self._live) + len(self._unconfirmed) >= self._max_calls:
+        if len(self._live) >= self._max_calls or len(self._unconfirmed) >= self._max_calls:
             return False
         return self._max_ahead is None or not self._live or self._next - next(iter(self._live)) < self._max_ahead
 

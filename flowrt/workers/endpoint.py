@@ -93,6 +93,7 @@ class Endpoint:
             del self._waiting[step]
             if future.done() and not future.cancelled():
                 future.exception()  # retrieved: the caller may be cancelled at the same moment
+            del future  # its exception refers to this frame, and a cycle would keep the tensors
             if self._calls.is_live(step):  # cancelled, or not emitted
                 self._fence(step)
 
@@ -165,6 +166,8 @@ class Endpoint:
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor):
                 raise UserError(f"input {name} is a {type(tensor).__name__}; a torch.Tensor is needed")
+            if tensor.layout is not torch.strided:
+                raise UserError(f"input {name} is a {tensor.layout} tensor; a dense one is needed")
             if tensor.nbytes > self._max_bytes:
                 raise UserError(f"input {name} has {tensor.nbytes} bytes; limits.max_message_bytes is {self._max_bytes}")
         sizes: dict[str, dict[str, int]] = {}  # by node

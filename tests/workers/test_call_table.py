@@ -15,7 +15,15 @@ def test_output_frees_the_place_of_its_call() -> None:
     assert not calls.end(0)
 
 
-def test_failed_call_keeps_its_place_until_every_worker_has_fenced_it() -> None:
+def test_failed_call_takes_no_place_from_live_ones() -> None:
+    calls = CallTable(2, ["p"])
+    calls.begin()
+    calls.fence(0)
+    assert [calls.begin(), calls.begin()] == [1, 2]
+    assert not calls.can_begin()
+
+
+def test_no_call_begins_while_too_many_are_not_fenced_by_every_worker() -> None:
     calls = CallTable(1, ["p", "q"])
     calls.begin()
     assert calls.fence(0)
