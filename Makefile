@@ -66,9 +66,10 @@ fuzz: $(STAMP) ## hostile bytes for every decoder, handshake and socket: EXAMPLE
 	@FLOWRT_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/transports/test_bad_input_fuzz.py --timeout 0 --durations 0 $(ARGS)
 	@$(BIN)/python tests/exchange/message_fuzz.py --executions $(MESSAGES)
 
-hostile: $(STAMP) ## what hostile users write and run in: FILES=900 mutated graph files and 70 environments, each answered with one line
+hostile: $(STAMP) ## what hostile users write and run in: FILES=900 mutated graph files, 70 environments, operators and tensors; each answered with one line
 	@$(BIN)/python tests/graph/mutated_files.py --files $(FILES)
 	@$(BIN)/python tests/cli/environments.py
+	@$(BIN)/python tests/end_to_end/hostile_runs.py
 
 notebook: $(STAMP) ## call flowrt from the cells of a real ipykernel, which this installs in .venv
 	@$(BIN)/python -m pip install --quiet -c constraints.txt ipykernel jupyter_client
