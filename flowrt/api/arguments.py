@@ -1,8 +1,8 @@
-"""Checks the prompts of a call before anything is submitted. Pure."""
+"""The arguments of calls: checks prompts before anything is submitted, and iterates over the inputs of a stream. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,3 +79,13 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ArgumentError(f"messages hold something that JSON cannot hold: {' '.join(str(error).split())}") from None
     return plain
+
+
+async def each_input(inputs: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
+    """The inputs of a stream, of either kind."""
+    if isinstance(inputs, AsyncIterable):
+        async for item in inputs:
+            yield item
+    else:
+        for item in inputs:
+            yield item

@@ -9,7 +9,7 @@ import asyncio
 import importlib
 import sys
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any, Self, Unpack
 
 from flowrt.actors.control import Control, Statistics
 from flowrt.actors.emulated_links import check_machine
-from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt
+from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt, each_input
 from flowrt.errors import ArgumentError, NotRunningError, UserError, shortened, shown
 from flowrt.gateway.completion import Completion
 from flowrt.gateway.gateway import ClientEvent, Gateway
@@ -306,7 +306,7 @@ class RunningGraph:
         """
         window: list[asyncio.Task[Any]] = []
         try:
-            async for item in _each(inputs):
+            async for item in each_input(inputs):
                 window.append(asyncio.get_running_loop().create_task(self(**self._named(item))))
                 if len(window) >= self.graph.limits.in_flight:
                     yield await window[0]
@@ -435,12 +435,3 @@ class RunningGraph:
         if len(ports := self._endpoint.ports if self._endpoint is not None else []) != 1:
             raise UserError(f"this graph takes {', '.join(ports)}; give a dict of tensors by name")
         return {ports[0]: item}
-
-
-async def _each(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
-    if isinstance(items, AsyncIterable):
-        async for item in items:
-            yield item
-    else:
-        for item in items:
-            yield item

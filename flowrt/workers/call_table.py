@@ -1,6 +1,6 @@
 """The calls of a user's graph: live ones, and ended ones whose fences are not confirmed yet. Pure.
 
-Each call has a step, from a counter. A call that has ended frees its place at once. One that has failed or was cancelled is also unconfirmed
+Each call has a step, from a counter. A call that has ended frees its place at once. One that has failed or was cancelled stays unconfirmed
 until every worker has fenced it and so holds nothing of it. At most as many calls are unconfirmed as may be live; these two bounds hold for
 the rows and credits anywhere. A failed call thus takes no place from others, unless a worker confirms nothing.
 """
