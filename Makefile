@@ -25,7 +25,7 @@ SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py ra
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py copy_threads.py window_shared_memory.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint format types fuzz hostile notebook sanitize simulate cancel plant crowd picture clean
+.PHONY: docs help install run test lint format types fuzz hostile notebook sanitize simulate cancel plant crowd picture clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -81,6 +81,9 @@ sanitize: $(STAMP) ## the C modules built with AddressSanitizer and UndefinedBeh
 	@CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build --build-lib build/sanitized/lib --build-temp build/sanitized/temp
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
 		$(BIN)/pytest -p no:cacheprovider -o pythonpath="build/sanitized/lib tests" --timeout 0 $(SANITIZED_TESTS) $(ARGS)
+
+docs: $(STAMP) ## run every block of every page as it is written (the suite runs those of four pages)
+	@FLOWRT_ALL_PAGES=1 $(BIN)/python -m pytest tests/docs --timeout 0 $(ARGS)
 
 simulate: $(STAMP) ## small graphs under SEEDS=1000 seeds of virtual time, faults and all
 	@$(BIN)/flowrt simulate $(SIMULATED) --seeds $(SEEDS) $(ARGS)

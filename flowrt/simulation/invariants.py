@@ -60,8 +60,8 @@ def may_not_start(case: Case) -> set[str]:
 
 
 def _with_cohosted(graph: Graph, names: set[str]) -> frozenset[str]:
-    """These workers, and those in the same OS processes."""
-    return frozenset(names.union(*(host for host in pack(graph) if names & set(host))))
+    """These workers, those in the same OS processes, and these processes."""
+    return frozenset(names.union(*((*host, host_name(host)) for host in pack(graph) if names & set(host))))
 
 
 def _is_fatal(case: Case, fault: AnyFault) -> bool:

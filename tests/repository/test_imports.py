@@ -19,6 +19,7 @@ LEAVES = (
     "flowrt.errors",
     "flowrt.output_file",
     "flowrt.signals",
+    "flowrt.exit_codes",
     "flowrt.sampling_params",
     "flowrt.seams",
     "flowrt.observe",

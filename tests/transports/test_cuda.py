@@ -439,7 +439,7 @@ async def test_payloads_on_a_device_stay_there(driver: HostDriver, monkeypatch: 
     from flowrt.dataflow.outbound_edges import OutboundEdges
     from flowrt.dataflow.payload import Payload, from_message
     from flowrt.dataflow.subgraph import RoutedOutput
-    from flowrt.graph.model import Edge, Graph, Node
+    from flowrt.graph.model import Edge, Graph, Node, PortSpec
 
     first, host, last = torch.arange(12.0).view(3, 4).t(), torch.arange(5), torch.randn(7, 100).bfloat16()
     tensors = (first, host, last, torch.empty(0, 3), torch.tensor(2.5))
@@ -449,7 +449,7 @@ async def test_payloads_on_a_device_stay_there(driver: HostDriver, monkeypatch: 
     monkeypatch.setattr(coding, "from_device_buffer", as_torch_would)
     edges = [Edge("a", "x", "b", "x", scheme, transport=scheme, credits=1) for scheme in ("cuda", "shm")]
     posted: list[Message] = []
-    graph = Graph.of([Node("a", "ops:a", "p"), Node("b", "ops:b", "q")], edges)
+    graph = Graph.of([Node("a", "ops:a", "p", outputs={"x": PortSpec("x")}), Node("b", "ops:b", "q")], edges)
     outbound_edges = OutboundEdges(graph, "p", lambda edge, message: posted.append(message), pytest.fail, on_device={edges[0].id})
     for edge in edges:
         outbound_edges.take(RoutedOutput(edge, Tag("s"), Payload(tensors)))

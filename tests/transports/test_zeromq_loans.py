@@ -45,6 +45,7 @@ async def until_returned(lender: Lender, still: int = 0) -> None:
     async with asyncio.timeout(60):
         while num_lent(lender) > still:  # noqa: ASYNC110  # no task is woken when a loan ends
             await asyncio.sleep(0.001)
+    lender.collect()
 
 
 def the_lender() -> Lender:
