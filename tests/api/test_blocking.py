@@ -256,7 +256,7 @@ def test_a_callback_that_raises_prints_one_line_and_the_run_goes_on(capsys: pyte
 
 
 SCRIPT = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 import flowrt
 llm = flowrt.start({graph!r})
 print(*set(llm._graph.pids.values()), flush=True)
@@ -274,7 +274,7 @@ def serve():
         pass
 threading.Thread(target=serve, daemon=True).start()
 while not llm._graph._requests.gateway.num_unfinished:
-    pass
+    time.sleep(0.001)  # a busy loop would keep the loop's thread from its work
 """,
     "in a forked child too": """
 child = os.fork()
@@ -290,7 +290,7 @@ assert llm.complete("What is 5 + 2?", max_tokens=8).text == " 7"
 graph = llm._graph
 def interrupt():
     while not graph._requests.gateway.num_unfinished:
-        pass
+        time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt).start()
 try:
