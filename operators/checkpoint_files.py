@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Annotated
@@ -61,11 +62,9 @@ def tensor_files(directory: Path, header: Callable[[Path], Collection[str]]) -> 
 
 def check_files(directory: Path) -> None:
     """Raises ModelError for a weight file that is missing or cut off, and for a tensor of the index that its file does not hold."""
-    headers: dict[Path, dict[str, StoredTensor]] = {}
-    for name, path in tensor_files(directory, read_header).items():
-        if path not in headers:
-            headers[path] = read_header(path)
-        if name not in headers[path]:
+    header = cache(read_header)
+    for name, path in tensor_files(directory, header).items():
+        if name not in header(path):
             raise ModelError(f"tensor {name} is missing from {path}, which {INDEX_NAME} names for it; copy both files again")
 
 

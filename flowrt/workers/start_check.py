@@ -42,13 +42,14 @@ def _cuda_problem(device: torch.device) -> str | None:
 
 
 def main() -> None:
-    """Print the first error of any process of the graph, on one line; nothing when there is none."""
+    """Print "valid", or the first error of any process of the graph on one line. No output: a module of the user ended the process."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a module of the user prints is not an error of the graph
     graph = from_json(sys.stdin.buffer.read())
     try:
         for process in graph.process_names():
             check_process(graph, process)
+        output.write("valid")
     except UserError as error:
         output.write(str(error))
     output.flush()

@@ -163,6 +163,19 @@ def test_validate_finds_operators_that_cannot_run(operator: str, text: str, tmp_
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_module_that_ends_its_process_does_not_make_the_graph_valid(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ends_the_process.py").write_text("import os\nos._exit(0)\n")
+    graph = tmp_path / "g.yaml"
+    nodes = "nodes: {a: {operator: 'ends_the_process:f', process: p}}\n"
+    graph.write_text(f"flowrt: 1\n{nodes}edges: {{input.x -> a.x: , a.y -> output.y: }}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        assert validate(graph) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == "flowrt: error: the process that imports the operators ended with status 0: no output\n"
+
+
 def test_a_device_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     override = "deploy.experts.device=cuda"
     assert validate(QUICKSTART, "--set", override) == 2
