@@ -69,10 +69,36 @@ def test_figures_are_ordered_by_batch_within_their_kind() -> None:
 def test_pictures_are_drawn(draw: str, report: str, texts: list[str], tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
     script = f"import sys, test_plots as t; from flowrt.bench.report.plots import {draw}; {draw}(t.{report}(), sys.argv[1])"
-    folders = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    subprocess.run([sys.executable, "-c", script, str(path)], env={**os.environ, "PYTHONPATH": folders}, check=True)
+    _run(script, str(path))
     text = path.read_text()
     assert all(each in text for each in [*texts, "2 cores of a processor"])
+
+
+COVERED = """
+import sys, test_plots as t
+from flowrt.bench.report import plots
+saved = []
+plots.save_picture = lambda picture, path: saved.append(picture)
+getattr(plots, sys.argv[1])(getattr(t, sys.argv[2])(), "")
+[picture] = saved
+picture.draw_without_rendering()
+legends = [*picture.legends, *filter(None, (axes.get_legend() for axes in picture.axes))]
+assert legends
+print(sum(legend.get_window_extent().overlaps(axes.get_window_extent()) for legend in legends for axes in picture.axes))
+"""
+
+
+@pytest.mark.parametrize(("draw", "report"), [("plot_ratios", "ratios"), ("plot_operators", "fractions"), ("plot_transports", "sizes")])
+def test_legends_cover_no_diagram(draw: str, report: str) -> None:
+    assert _run(COVERED, draw, report) == "0"
+
+
+def _run(script: str, *arguments: str) -> str:
+    folders = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": folders}
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments], env=environment, check=True, text=True, stdout=subprocess.PIPE
+    ).stdout.strip()
 
 
 def test_a_missing_folder_is_a_user_error() -> None:

@@ -94,7 +94,7 @@ def plot_transports(report: BenchmarkReport, path: str) -> None:
     for axes, title, unit in ((left, "round trip", "us"), (right, "bandwidth, both ways", "GB/s")):
         axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel=unit, title=title)
         axes.grid(visible=True, which="major", alpha=0.3)
-    left.legend(fontsize="small")
+    picture.legend(*left.get_legend_handles_labels(), fontsize="small", loc="outside right center")
     _save(picture, report, path)
 
 
