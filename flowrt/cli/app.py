@@ -10,6 +10,7 @@ import errno
 import os
 import resource
 import sys
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -100,7 +101,7 @@ def _run(graph: Path, options: RunOptions, sampling: SamplingOptions) -> NoRetur
     raise SystemExit(run_graph(graph, options, checked_options(vars(sampling))))
 
 
-@app.command
+@app.command(usage="Usage: flowrt simulate [OPTIONS] [GRAPHS...]")
 def simulate(
     *graphs: Annotated[str, Parameter(help="Graph files with a model, or folders of them. [default: the graph of flowrt demo]")],
     options: SimulationOptions | None = None,
@@ -137,6 +138,17 @@ def doctor(
     if dtype is not None and model is None:
         raise UserError("--dtype needs --model DIR")
     raise SystemExit(0 if report(asyncio.run(collect(model, dtype, graph))) else 1)
+
+
+def _join_lines(command: App) -> None:
+    """Join the lines of each paragraph of the help texts, so that they break at the width of the terminal only."""
+    command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in cleandoc(command.help).split("\n\n"))
+    for name in command:
+        if not name.startswith("-"):
+            _join_lines(command[name])
+
+
+_join_lines(app)
 
 
 def _plain(text: str) -> str:

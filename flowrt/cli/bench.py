@@ -188,7 +188,9 @@ def decode(
     against: Annotated[Path | None, Parameter(help="A second graph file, measured against instead of transformers.")] = None,
     against_set: Annotated[
         tuple[str, ...],
-        Parameter(negative=(), help="path=value, for the second graph, which is the first one when --against names none."),
+        Parameter(
+            negative=(), show_default=False, help="path=value, for the second graph, which is the first one when --against names none."
+        ),
     ] = (),
     vllm: Annotated[str | None, Parameter(help="A Python interpreter that has vLLM's CPU build: one more peer.")] = None,
     json: JsonFile = None,

@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from flowrt.chaos.options import ChaosOptions
 
-chaos_app = App(name="chaos", help="Inject faults into a running graph and report their effect.")
+chaos_app = App(name="chaos")
 
 
 @chaos_app.default
@@ -23,7 +23,9 @@ def chaos(
     ] = None,
     plot: Annotated[str | None, Parameter(help="Draw throughput over time into this file (.svg, .png, .pdf).")] = None,
 ) -> None:
-    """Send a graph the same requests without and with faults, and compare every token.
+    """Inject faults into a running graph and report their effect.
+
+    Sends the same requests without and with faults, and compares every token.
 
     Exit codes: 0 all answers are right, 1 a token was lost, doubled or changed, a request failed, or a fault could not be injected, 2 bad
     input, 130 interrupted (the report so far is printed and written).

@@ -89,7 +89,7 @@ class RunOptions:
     json: Annotated[
         str | None, Parameter(allow_leading_hyphen=True, help='Write answers, times and figures to this file; "-" for standard output.')
     ] = None
-    chaos: Annotated[str | None, Parameter(help='Inject faults, as "kill:experts.1@2s" or "pause:experts.0@1s+500ms,kill:monitor@2s".')] = (
+    chaos: Annotated[str | None, Parameter(help='Inject faults, as "kill:experts.1@2s" or "pause:experts.0@1s+2s, kill:monitor@2s".')] = (
         None
     )
     quiet: Annotated[

@@ -13,12 +13,26 @@ from flowrt.graph.fuse import Fusion, fuse_all
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import rule_of, survives
 
+_INDENT = 6  # of the rest of a broken line
+
 
 def print_graph(graph: Graph, title: str, console: Console) -> None:
-    """Prints `graph`; on a terminal with the names of processes and edges in bold."""
-    console.print(Text(f"{title}: {_summary(graph)}"), soft_wrap=True)
+    """Prints `graph`; on a terminal with the names of processes and edges in bold, and with long lines broken at spaces."""
+    _print_line(Text(f"{title}: {_summary(graph)}"), console)
     for head, rest in _lines(graph):
-        console.print(Text.assemble((head, "bold" if not head.startswith(" ") else "dim"), rest), soft_wrap=True)
+        _print_line(Text.assemble((head, "bold" if not head.startswith(" ") else "dim"), rest), console)
+
+
+def _print_line(line: Text, console: Console) -> None:
+    """Breaks a line at spaces on a terminal, and indents what follows. Elsewhere, where programs read it, it stays whole."""
+    if not console.is_terminal or line.cell_len <= console.width:
+        console.print(line, soft_wrap=True)
+        return
+    first, *others = line.wrap(console, console.width - _INDENT)
+    console.print(first)
+    for other in others:
+        other.pad_left(_INDENT)
+        console.print(other)
 
 
 def summary_of_valid(graph: Graph) -> str:

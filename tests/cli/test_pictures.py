@@ -77,8 +77,7 @@ def test_a_terminal_shows_the_reference(draw: Callable[[Console], None], width: 
     out = io.StringIO()
     draw(Console(file=out, force_terminal=True, width=width, color_system=None, highlight=False))
     shown = "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
-    if draw is not draw_graph:  # its lines are not broken, so that they can be copied whole
-        assert max(map(cell_len, shown.splitlines())) <= width
+    assert max(map(cell_len, shown.splitlines())) <= width
     reference = PICTURES / f"{draw.__name__.removeprefix('draw_')}-{width}.txt"
     if os.environ.get("FLOWRT_DRAW"):
         reference.write_text(shown, encoding="utf-8")

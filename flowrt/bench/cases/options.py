@@ -9,7 +9,15 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 Positive = Annotated[int, Parameter(validator=Number(gte=1))]
-Positives = Annotated[tuple[int, ...], Parameter(negative=(), consume_multiple=True, validator=Number(gte=1))]
+
+
+def _words(values: tuple[object, ...]) -> str:
+    """A default of several values, as it is typed."""
+    return " ".join(map(str, values))
+
+
+_SEVERAL = Parameter(negative=(), consume_multiple=True, show_default=_words)
+Positives = Annotated[tuple[int, ...], _SEVERAL, Parameter(validator=Number(gte=1))]
 
 
 @Parameter(name="*")
@@ -17,13 +25,13 @@ Positives = Annotated[tuple[int, ...], Parameter(negative=(), consume_multiple=T
 class DecodeOptions:
     """What is decoded."""
 
-    dtype: Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=True, help="float32, bfloat16.")] = ("float32", "bfloat16")
+    dtype: Annotated[tuple[str, ...], _SEVERAL, Parameter(help="float32, bfloat16.")] = ("float32", "bfloat16")
     batch: Annotated[Positives, Parameter(help="Batch sizes.")] = (1, 8, 32)
     prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 64
     new_tokens: Annotated[
         int, Parameter(validator=Number(gte=2), help="New tokens of each sequence; the first belongs to the prefill.")
     ] = 32
-    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for the graph.")] = ()
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False, help="path=value, for the graph.")] = ()
 
 
 @Parameter(name="*")
