@@ -169,7 +169,9 @@ def generate(
         for completion in flowrt.generate("graph.yaml", ["What is 1 + 2?", "Count from 3 to 11"], max_tokens=40):
             print(completion.text)
     """
-    checked_prompts(prompts)
-    checked = checked_params(params, sampling)
-    with start(graph, overrides=overrides, model=model) as running:
+    checked, requests = checked_params(params, sampling), checked_prompts(prompts)
+    opened = open_graph(graph, overrides=overrides, model=model)
+    if any(messages is not None or isinstance(prompt, str) for prompt, messages in requests):
+        opened.require_tokenizer()
+    with BlockingGraph(opened) as running:
         return running.generate(prompts, checked)

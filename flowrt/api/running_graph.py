@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import sys
-import traceback
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -21,7 +19,8 @@ from typing import Any, Self, Unpack
 from flowrt.actors.control import Control, Statistics
 from flowrt.actors.emulated_links import check_machine
 from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt, each_input
-from flowrt.errors import ArgumentError, NotRunningError, UserError, shortened, shown
+from flowrt.api.callbacks import guarded
+from flowrt.errors import ArgumentError, NotRunningError, TokenizerError, UserError, shown
 from flowrt.gateway.completion import Completion
 from flowrt.gateway.gateway import ClientEvent, Gateway
 from flowrt.gateway.requests import Requests
@@ -86,33 +85,7 @@ def open_graph(
     if isinstance(graph, Graph) and (overrides or model is not None):
         raise ArgumentError("overrides and model change a graph file; this graph is loaded already")
     loaded = graph if isinstance(graph, Graph) else read_graph(graph, overrides, model)
-    return RunningGraph(loaded, seams or Seams(), log_level, _guarded("on_event", on_event), _guarded("on_line", on_line))
-
-
-def _guarded(name: str, function: Callable[..., None] | None) -> Callable[..., None] | None:
-    return None if function is None else _Callback(name, function)
-
-
-class _Callback:
-    """A user's function. Its first exception is printed in one line; later ones are ignored, and the run goes on."""
-
-    def __init__(self, name: str, function: Callable[..., None]) -> None:
-        if not callable(function):
-            raise ArgumentError(f"{name} is {shown(function)}, it must be a function")
-        self._name, self._function, self._has_failed = name, function, False
-
-    def __call__(self, *arguments: Any) -> None:
-        try:
-            self._function(*arguments)
-        except Exception as error:
-            if not self._has_failed:
-                self._has_failed = True
-                frame = traceback.extract_tb(error.__traceback__)[-1]
-                reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 400)
-                text = (
-                    f"{self._name} raised {reason} ({frame.filename}:{frame.lineno}); the run goes on, and its later errors are not printed"
-                )
-                print(f"flowrt: error: {text}", file=sys.stderr, flush=True)
+    return RunningGraph(loaded, seams or Seams(), log_level, guarded("on_event", on_event), guarded("on_line", on_line))
 
 
 class RunningGraph:
@@ -154,6 +127,13 @@ class RunningGraph:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._tokenizer
+
+    def require_tokenizer(self) -> TokenizerProcess:
+        """What encodes texts and messages. Raises TokenizerError when the model's directory has no tokenizer."""
+        if self._tokenizer_process is None:
+            name = self.graph.model.path if self.graph.model is not None else "this graph"
+            raise TokenizerError(f"{name} has no tokenizer.json, which texts need; add the file, or give token ids")
+        return self._tokenizer_process
 
     @property
     def max_requests(self) -> int:
@@ -265,7 +245,8 @@ class RunningGraph:
         messages: instead of a prompt, a chat in the form of OpenAI's API ({"role", "content"} each); the model's chat template renders it.
         params: a SamplingParams; or write its parameters as keywords (max_tokens, temperature, ...).
 
-        Raises ArgumentError for wrong arguments, and WorkerDiedError when the death of a process ends the run. A request that this graph
+        Raises ArgumentError for wrong arguments, TokenizerError for a text when the model has no tokenizer, and WorkerDiedError when the
+        death of a process ends the run. A request that this graph
         cannot serve, such as a prompt that is too long, has finish_reason "error" and the reason.
 
             completion = await graph.complete("What is 1 + 2?", max_tokens=8)
@@ -382,7 +363,10 @@ class RunningGraph:
         self, prompt: Prompt | None, params: SamplingParams | None, messages: Messages | None, sampling: SamplingKeywords
     ) -> tuple[CheckedPrompt, SamplingParams]:
         self._of_model()
-        return checked_prompt(prompt, messages, self._max_prompt_tokens()), checked_params(params, sampling)
+        checked = checked_prompt(prompt, messages, self._max_prompt_tokens())
+        if isinstance(checked, TextPrompt):
+            self.require_tokenizer()
+        return checked, checked_params(params, sampling)
 
     async def _generate(self, prompt: CheckedPrompt, params: SamplingParams) -> AsyncGenerator[ClientEvent, None]:
         async with aclosing(self.follow(await self._submit(prompt, params))) as events_of_request:
@@ -401,9 +385,7 @@ class RunningGraph:
     async def _encode(self, prompt: CheckedPrompt) -> Sequence[int]:
         if not isinstance(prompt, TextPrompt):
             return prompt
-        if self._tokenizer_process is None:
-            raise UserError("a text prompt needs a tokenizer, and the model's directory has none; give token ids")
-        return await self._tokenizer_process.encode(prompt.content, max_tokens=self._max_prompt_tokens())
+        return await self.require_tokenizer().encode(prompt.content, max_tokens=self._max_prompt_tokens())
 
     def _note(self, event: events.Event) -> None:
         if isinstance(event, events.RunFailed):

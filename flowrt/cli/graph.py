@@ -34,9 +34,12 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
     graph = load(file, overrides, model)
     from flowrt.graph.show import summary_of_valid
     from flowrt.launcher.model_check import check_prompts, check_weights
+    from flowrt.serving.tokenizer import Tokenizer
 
     check_weights(graph)
     check_prompts(graph)
+    if graph.model is not None:
+        Tokenizer.open(graph.model.path)
     if any(device != "cpu" for device in graph.devices.values()) or any(":" in node.operator for node in graph.nodes.values()):
         _check_processes(graph)
     print(f"{file}: valid; {summary_of_valid(graph)}")
@@ -47,8 +50,8 @@ def show(
     file: GraphPath,
     /,
     *,
-    mermaid: Annotated[bool, Parameter(negative=(), help="Print Mermaid text instead.")] = False,
-    dot: Annotated[bool, Parameter(negative=(), help="Print Graphviz text instead.")] = False,
+    mermaid: Annotated[bool, Parameter(negative=(), show_default=False, help="Print Mermaid text instead.")] = False,
+    dot: Annotated[bool, Parameter(negative=(), show_default=False, help="Print Graphviz text instead.")] = False,
     svg: Annotated[Path | None, Parameter(help="Write an SVG picture to this file with Graphviz instead.")] = None,
     overrides: Overrides = None,
     model: ModelDirectory = None,

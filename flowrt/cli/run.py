@@ -96,6 +96,8 @@ class RunSession:
         requests = requests or [PromptRequest(prompt, params) for prompt in graph.prompts]
         if not requests:
             raise UserError(f"{path}: there is no prompt; give --prompt TEXT or --prompts FILE, or write prompts: in a graph file")
+        if any(isinstance(request.prompt, str) for request in requests):
+            self._graph.require_tokenizer()
         self._records = [Record(index, each) for index, each in enumerate(requests)]
         self._chaos = RunFaults(options.chaos, self._graph, self._seams.clock, self._log_fault) if options.chaos is not None else None
         self._completed = asyncio.Event()  # all requests have ended

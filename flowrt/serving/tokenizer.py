@@ -94,7 +94,7 @@ class Tokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{path} is not a readable tokenizer: {error}") from error
+            raise TokenizerError(f"{path} is not a readable tokenizer: {error}; copy the file again") from error
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 

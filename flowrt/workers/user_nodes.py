@@ -25,6 +25,7 @@ from flowrt.graph.model import Graph, Node
 
 MAX_REMEMBERED = 1024  # combinations of dtypes and shapes of a node
 _NOT_PLAIN = (
+    (inspect.isclass, "a class"),
     (inspect.iscoroutinefunction, "a coroutine function (async def)"),
     (inspect.isasyncgenfunction, "an asynchronous generator"),
     (inspect.isgeneratorfunction, "a generator"),

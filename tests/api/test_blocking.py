@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,17 @@ def sums(numbers: range) -> tuple[list[str], list[str]]:
 
 def loop_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "flowrt"]
+
+
+def test_texts_need_a_tokenizer(tmp_path: Path) -> None:
+    model = shutil.copytree(MODEL, tmp_path / "ids", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(flowrt.TokenizerError, match=r"ids has no tokenizer\.json, which texts need"):
+        flowrt.generate(model, ["What is 1 + 2?"])  # before anything starts
+    with flowrt.start({"flowrt": 1, "model": {"path": model}, "deploy": {"processes": "one"}}) as llm:
+        for arguments in ({"prompt": "What is 1 + 2?"}, {"messages": [{"role": "user", "content": "What is 1 + 2?"}]}):
+            with pytest.raises(flowrt.TokenizerError, match="or give token ids"):
+                llm.complete(**arguments)  # type: ignore[arg-type]
+        assert len(llm.complete([222, 20], max_tokens=2).token_ids) == 2
 
 
 def test_calls_return_whole_outputs() -> None:

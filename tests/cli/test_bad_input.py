@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,8 +28,9 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *w
 
 
 def test_bad_input_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], graph_file: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path, graph_file: Path, tmp_path: Path
 ) -> None:
+    (tmp_path / "graph.yaml").touch()
     empty = tmp_path / "empty.yaml"
     empty.write_text(graph_file.read_text().replace("prompts:", "#").replace("path: ", f"path: {graph_file.parent}/"))
     own = tmp_path / "own.yaml"
@@ -36,7 +40,14 @@ def test_bad_input_is_one_line_and_exit_code_2(
     )
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"prompt": "a"}\n{"prompt": }\n')
+    without_tokenizer = shutil.copytree(model, tmp_path / "texts", ignore=shutil.ignore_patterns("tokenizer*"))
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"prompt_token_ids": [1]}\n{"prompt": "a"}\n')
     for words, text in (
+        ((without_tokenizer, "--prompt", "a"), "texts has no tokenizer.json, which texts need; add the file, or give token ids"),
+        ((without_tokenizer, "--prompts", lines), "texts has no tokenizer.json"),
+        ((tmp_path, "--prompt", "a"), "did you mean"),
+        ((graph_file, "--set", "limits.kv_pages=200000000"), "write 16777216 or less"),
         ((), "a graph file or model directory is missing"),
         ((graph_file, graph_file), "unexpected"),
         ((graph_file, "--bogus"), "Unknown option: --bogus"),
@@ -162,6 +173,23 @@ def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         *("--model", "--set", "--json", "--log-level"),
     ):
         assert f"{option} " in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["run", "demo", "chaos", "simulate", "doctor", "graph show", "graph validate", "check transport", "bench decode", "bench operators"],
+)
+def test_help_breaks_no_line_early_and_shows_defaults_as_they_are_typed(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, _ = call(monkeypatch, capsys, *words.split(), "--help")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 60
+    assert not re.search(r"default:\s+(\(|False)", re.sub(r"[│\s]+", " ", out))
+    text = out[: out.index("╭")].rstrip().splitlines()
+    for line, after in pairwise(text):
+        assert not line or not after or len(f"{line.rstrip()} {after.split()[0]}") > 59, (line, after)
 
 
 @pytest.mark.parametrize("command", ["run", "graph", "bench", "doctor"])

@@ -123,6 +123,14 @@ def test_validate_finds_damaged_files_of_a_model(damage, line: str, text: str, m
     assert err.count("\n") == 1
 
 
+def test_validate_reads_the_tokenizer(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "tokenizer.json").write_text("{")
+    assert validate(model) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"flowrt: error: {model}/tokenizer.json is not a readable tokenizer: ")
+
+
 async def test_a_run_finds_damaged_weights_before_any_process_starts(model: Path) -> None:
     _cut_off(model)
     started: list[object] = []
@@ -141,6 +149,7 @@ async def test_a_run_finds_damaged_weights_before_any_process_starts(model: Path
         ("validated_ops:coroutine", "is a coroutine function (async def)"),
         ("validated_ops:instance", "is a coroutine function (async def)"),
         ("validated_ops:generator", "is a generator"),
+        ("validated_ops:Callable", "is a class; an operator is a plain function"),
         ("raising_ops:f", "importing 'raising_ops' failed: ValueError: two lines"),
         ("exiting_ops:f", "importing 'exiting_ops' failed: SystemExit: 0"),
     ],
