@@ -48,10 +48,10 @@ class KvPages:
         """
         dtype, shared = torch_dtype(config), config.latent is not None
         num_bytes = config.num_layers * num_pages * page_size * config.kv_width * dtype.itemsize
-        needed = f"limits.kv_pages {num_pages} of limits.page_size {page_size} need {num_bytes} bytes"
+        needed = f"limits.kv_pages {num_pages} of limits.page_size {page_size} need {num_bytes / (1 << 30):.3g} GiB"
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if torch.device(device).type == "cpu" and num_bytes > memory_bytes:
-            raise ModelError(f"{needed}, and this machine has {memory_bytes}; use fewer pages")
+            raise ModelError(f"{needed}, and this machine has {memory_bytes / (1 << 30):.3g}; use fewer pages")
         heads, head_width = (1, config.kv_width) if shared else (config.num_kv_heads, config.head_dim)
         try:
             return cls(config.num_layers, num_pages, page_size, heads, head_width, dtype, device, shared_values=shared)

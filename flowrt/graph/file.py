@@ -85,7 +85,8 @@ def _document(path: Path) -> Document:
     if not is_folder:
         return read_document(path)
     if not isfile(path / "config.json"):
-        raise GraphError(str(path), "", f"is a folder without config.json; {wanted}")
+        found = next((file for file in (path / "graph.yaml", path / "graph.yml") if isfile(file)), None)
+        raise GraphError(str(path), "", f"is a folder without config.json; {f'did you mean {found}?' if found else wanted}")
     return Document(str(path), default_graph(path))
 
 

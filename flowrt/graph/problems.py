@@ -53,8 +53,8 @@ _WORDINGS = {  # pydantic's kind of error -> its text
     "string_too_short": "is empty; write a value",
     "list_type": "{shown} is not a list; write '- ...' lines or [..., ...]",
     "literal_error": "{shown} is not possible; write {expected}",
-    "greater_than_equal": "{shown} is too small; write {ge:g} or more",
-    "less_than_equal": "{shown} is too large; write {le:g} or less",
+    "greater_than_equal": "{shown} is too small; write {ge:.15g} or more",
+    "less_than_equal": "{shown} is too large; write {le:.15g} or less",
 }
 _WORDINGS |= dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "{shown} is not a mapping; write key: value lines below it")
 

@@ -49,7 +49,10 @@ def test_an_error_about_a_default_graph_names_no_line(model: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(GraphError, match=r"is a folder without config\.json"):
+    with pytest.raises(GraphError, match=r"is a folder without config\.json; give the path of a graph file or of a model directory"):
+        load(tmp_path)
+    (tmp_path / "graph.yaml").write_text("flowrt: 1\n")
+    with pytest.raises(GraphError, match=r"is a folder without config\.json; did you mean .*/graph\.yaml\?"):
         load(tmp_path)
 
 

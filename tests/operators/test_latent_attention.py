@@ -112,7 +112,9 @@ def test_a_model_without_latents_is_refused(models: Any) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "deepseek_v3"])
 def test_pages_beyond_the_memory_are_refused(models: Any, name: str) -> None:
-    with pytest.raises(ModelError, match=r"limits.kv_pages 16777216 of limits.page_size 1024 need \d+ bytes, and this machine has \d+;"):
+    with pytest.raises(
+        ModelError, match=r"limits.kv_pages 16777216 of limits.page_size 1024 need [\d.e+]+ GiB, and this machine has [\d.e+]+;"
+    ):
         KvPages.for_model(read_model_config(models[name]), 1 << 24, 1024)
 
 
@@ -121,5 +123,5 @@ def test_pages_that_the_allocator_refuses_are_named(models: Any, monkeypatch: py
         raise RuntimeError("can't allocate memory")
 
     monkeypatch.setattr(torch, "zeros", refuse)
-    with pytest.raises(ModelError, match=r"limits.kv_pages 3 of limits.page_size 4 need \d+ bytes, which cpu does not have"):
+    with pytest.raises(ModelError, match=r"limits.kv_pages 3 of limits.page_size 4 need [\d.e-]+ GiB, which cpu does not have"):
         KvPages.for_model(read_model_config(models["plain"]), 3, 4)
