@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 ROOT = Path(__file__).parents[2]
-COMMAND = ("run", "examples/quickstart.yaml")
+COMMAND = ("demo",)
 WIDTH, HEIGHT = 110, 60  # high enough that every answer keeps its place
 _PIECE = re.compile(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+")
 _FONT = re.compile(r"\s*@font-face \{.*?\n    \}\n", re.DOTALL)

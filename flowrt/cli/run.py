@@ -98,6 +98,8 @@ class RunSession:
             raise UserError(f"{path}: there is no prompt; give --prompt TEXT or --prompts FILE, or write prompts: in a graph file")
         if any(isinstance(request.prompt, str) for request in requests):
             self._graph.require_tokenizer()
+            if options.chat and self._graph.tokenizer is not None:
+                self._graph.tokenizer.check_chat_template()
         self._records = [Record(index, each) for index, each in enumerate(requests)]
         self._chaos = RunFaults(options.chaos, self._graph, self._seams.clock, self._log_fault) if options.chaos is not None else None
         self._completed = asyncio.Event()  # all requests have ended

@@ -131,6 +131,10 @@ class Tokenizer:
         # The template writes the special tokens itself.
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
+    def check_chat_template(self) -> None:
+        """Raises TokenizerError when the model has no chat template."""
+        self._chat_template(self._config())
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text that `encode_chat` encodes."""
         config = self._config()

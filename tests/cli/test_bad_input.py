@@ -45,6 +45,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     lines.write_text('{"prompt_token_ids": [1]}\n{"prompt": "a"}\n')
     for words, text in (
         ((without_tokenizer, "--prompt", "a"), "texts has no tokenizer.json, which texts need; add the file, or give token ids"),
+        ((graph_file, "--prompt", "a", "--chat"), "has no chat template"),
         ((without_tokenizer, "--prompts", lines), "texts has no tokenizer.json"),
         ((tmp_path, "--prompt", "a"), "did you mean"),
         ((graph_file, "--set", "limits.kv_pages=200000000"), "write 16777216 or less"),

@@ -7,12 +7,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli.conftest import flowrt
+from cli.conftest import environment, flowrt
 
 _COMPLETE = """
 . "$1"
 COMP_WORDS=({words}); COMP_CWORD={place}; COMPREPLY=(); _flowrt; echo "${{COMPREPLY[@]}}"
 """
+COMPLETED = [("flowrt sim", "simulate"), ("flowrt run --qui", "--quiet"), ("flowrt graph sch", "schema"), ("flowrt chaos --ki", "--kills")]
 
 
 @pytest.fixture
@@ -25,14 +26,21 @@ def installed(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize(
-    ("words", "completion"),
-    [("flowrt sim", "simulate"), ("flowrt run --qui", "--quiet"), ("flowrt graph sch", "schema"), ("flowrt chaos --ki", "--kills")],
-)
+@pytest.mark.parametrize(("words", "completion"), COMPLETED)
 def test_bash_completes_commands_and_options(installed: Path, words: str, completion: str) -> None:
     script = _COMPLETE.format(words=words, place=len(words.split()) - 1)
     done = subprocess.run(["bash", "-c", script, "bash", str(installed)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == completion
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+@pytest.mark.parametrize(("words", "completion"), COMPLETED)
+def test_fish_completes_commands_and_options(tmp_path: Path, words: str, completion: str) -> None:
+    home = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": "", "XDG_DATA_HOME": ""}
+    assert flowrt("--install-completion", "--shell", "fish", **home).returncode == 0
+    script = f"source {tmp_path}/.config/fish/completions/flowrt.fish; complete -C '{words}'"
+    done = subprocess.run(["fish", "-c", script], capture_output=True, text=True, check=True, env=environment(**home))
+    assert [line.partition("\t")[0] for line in done.stdout.splitlines()] == [completion]
 
 
 @pytest.mark.parametrize(
