@@ -43,7 +43,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     `max_tokens` None: as many as the graph's limits and the model's positions allow. `n`: the number of choices, which differ in their
     noise; all other values apply to each choice. Before a choice has `min_tokens`, no token that would end it is sampled. `temperature` 0
-    is greedy. `seed` None: the gateway draws one. `logprobs` k: the logprob of each token, and the k largest at its position.
+    is greedy; between 0 and 0.01 it counts as 0.01. `seed` None: the gateway draws one. `logprobs` k: the logprob of each token, and the
+    k largest at its position.
 
     Penalties apply before the temperature: `repetition_penalty` divides positive and multiplies negative logits of tokens in the prompt
     or the output; `frequency_penalty` is subtracted once per occurrence in the output, `presence_penalty` once if there is any.

@@ -21,6 +21,7 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 FIRST_DEPTH = 256  # number of best tokens that filters sort at first
 ROUGH_MARGIN = 2.0  # twice the largest error of a sum with rough noise
 NO_TOKEN = -1  # stands for a token whose logits are not finite
+MIN_TEMPERATURE = 0.01  # smaller ones that are not 0 count as this, as in vLLM: logits over the temperature stay finite
 BLOCK_ELEMENTS = 1 << 18  # of rows x vocabulary at a time on a CPU: more would leave its caches
 
 
@@ -28,8 +29,8 @@ def sample(logits_SV: Tensor, inputs: SamplingInputs) -> Tensor:
     """token_S int64; the logits (of rows `inputs.rows_S`, on the same device) are not changed.
 
     First tokens that are forbidden are ruled out and penalties taken off; a token is the largest of what is left (temperature 0), or
-    drawn from the softmax of that over the temperature, of the tokens that top_k and then top_p leave. Both keep every token that
-    ties with the last one they keep, so that equal logits (frequent in bfloat16) are not cut in an undefined order.
+    drawn from the softmax of that over the temperature (at least MIN_TEMPERATURE), of the tokens that top_k and then top_p leave. Both
+    keep every token that ties with the last one they keep, so that equal logits (frequent in bfloat16) are not cut in an undefined order.
     A row whose largest logit is not finite (it holds NaN or infinity, or every token is ruled out) gives NO_TOKEN.
     """
     logits_SV = penalized_logits(logits_SV, inputs)
@@ -43,7 +44,7 @@ def sample(logits_SV: Tensor, inputs: SamplingInputs) -> Tensor:
 def _draw(logits_SV: Tensor, inputs: SamplingInputs, token_S: Tensor) -> Tensor:
     """`token_S` with drawn tokens in place of the samples that are not greedy."""
     _, top_k_S, seed_S, choice_S, token_index_S = inputs.integers_5S
-    temperature_S, top_p_S = inputs.floats_5S[0], inputs.floats_5S[1]
+    temperature_S, top_p_S = inputs.floats_5S[0].clamp(min=MIN_TEMPERATURE), inputs.floats_5S[1]
     if inputs.filtered_F.numel():
         index = inputs.filtered_F
         ids, scaled = filtered_candidates(logits_SV[index], temperature_S[index], top_k_S[index], top_p_S[index])
@@ -108,7 +109,7 @@ def _drawn_from_all(logits_SV: Tensor, temperature_S: Tensor, key_S: Tensor) -> 
     rest_SV = bits_SV.bitwise_xor_((1 << 52) - 1).float().add_(0.5)  # 1 - u, times 2^52
     lost_SV = rest_SV.mul_(-(2.0**-52)).clamp_(min=2.0**-24 - 1).log1p_().neg_().log_()  # the noise, negative
     below_SV = (logits_SV - logits_SV.amax(dim=-1, keepdim=True)).float()
-    rough_SV = below_SV.mul_(temperature_S.float().clamp(min=1e-37).reciprocal().unsqueeze(1)).sub_(lost_SV)
+    rough_SV = below_SV.mul_(temperature_S.float().reciprocal().unsqueeze(1)).sub_(lost_SV)
     sample_N, id_N = (rough_SV >= rough_SV.amax(dim=-1, keepdim=True) - ROUGH_MARGIN).nonzero(as_tuple=True)
     sum_N = logits_SV[sample_N, id_N].double() / temperature_S[sample_N] + _noise(key_S[sample_N], id_N)
     best_S = sum_N.new_full((num_samples,), float("-inf")).scatter_reduce_(0, sample_N, sum_N, "amax")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_rough_noise_rules_out_no_winner() -> None:
         (2, 60.0, 3.0),
         (7, 0.0, 1.0),
         (4000, 3.0, 0.8),
-        (4000, 0.1, 1e-3),
+        (4000, 0.1, 0.02),
         (300, 5.0, 50.0),
     ):
         logits = torch.randn(500, num_tokens, generator=generator) * scale
@@ -101,10 +102,14 @@ def test_rough_noise_rules_out_no_winner() -> None:
         assert torch.equal(sample(logits, SamplingInputs.from_draws(draws)), expected)
 
 
-def test_tiny_temperatures_are_greedy() -> None:
-    for dtype in (torch.float32, torch.float64):
-        for temperature in (1e-300, 1e-38, 1e-12):
-            assert draw(LOGITS.to(dtype).repeat(20, 1), temperature=temperature).tolist() == [0] * 20
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.8}])
+def test_tiny_temperatures_draw_as_the_smallest_one(filters: dict[str, Any]) -> None:
+    for dtype, scale in itertools.product((torch.float32, torch.float64), (0.01, 1e9)):
+        logits = LOGITS.to(dtype).repeat(200, 1) * scale
+        smallest = draw(logits, temperature=sampling.MIN_TEMPERATURE, **filters)
+        assert (len(smallest.unique()) > 1) == (scale < 1)
+        for temperature in (5e-324, 1e-300, 1e-38, 1e-3):
+            assert torch.equal(draw(logits, temperature=temperature, **filters), smallest)
 
 
 def test_inputs_travel_as_tensors() -> None:
