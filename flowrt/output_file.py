@@ -1,4 +1,4 @@
-"""Writes the file of a --json option; "-" is standard output."""
+"""Writes the file of a --json option ("-" is standard output), and checks before a run that an output can be written after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LostOutputError(UserError):
     exit_code = 1
 
 
-def check_writable(name: str) -> None:
+def check_writable(name: str, option: str = "--json") -> None:
     """Raises UserError now rather than after the run, when the file could not be written."""
     if name == STDOUT:
         return
@@ -29,19 +29,19 @@ def check_writable(name: str) -> None:
     try:
         path = Path(name)
         if path.is_dir():
-            raise UserError(f"--json {shown}: is a folder; give the path of a file")
+            raise UserError(f"{option} {shown}: is a folder; give the path of a file")
         folder = path.resolve().parent
         if not folder.is_dir():
-            raise UserError(f"--json {shown}: there is no folder {shortened(str(folder))}; make it, or give another path")
+            raise UserError(f"{option} {shown}: there is no folder {shortened(str(folder))}; make it, or give another path")
         if not path.exists() or path.is_file():
             part = _part_of(path)
             part.touch()  # permissions alone do not tell: a name may be too long, a folder may take no files
             part.unlink()
         elif not os.access(path, os.W_OK):  # a pipe or a device, which opening might block
-            raise UserError(f"--json {shown}: may not be written to; give another path")
+            raise UserError(f"{option} {shown}: may not be written to; give another path")
     except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise UserError(f"--json {shown}: cannot be written ({reason}); give another path") from None
+        raise UserError(f"{option} {shown}: cannot be written ({reason}); give another path") from None
 
 
 def write_file(name: str, text: str, stdout: TextIO | None = None) -> None:

@@ -228,8 +228,9 @@ class LoopThread:
         self._entered: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._leave = asyncio.Event()
         self._calls: set[asyncio.Task[Any] | None] = set()
+        self._futures: set[concurrent.futures.Future[Any]] = set()  # of the calls, for the threads that wait
         self._failure: BaseException | None = None
-        self._lock, self._is_closed = threading.Lock(), False
+        self._lock, self._is_closed, self._has_ended = threading.Lock(), False, False
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # without it the loop becomes the caller's too
         self._loop = self._runner.get_loop()
         self._task = self._loop.create_task(self._hold(context))
@@ -249,10 +250,12 @@ class LoopThread:
         future: concurrent.futures.Future[T] | None = None
         try:
             with self._lock:
-                if self._is_closed or not self._thread.is_alive() or threading.current_thread() is self._thread:
+                is_over = self._is_closed or self._has_ended
+                if is_over or not self._thread.is_alive() or threading.current_thread() is self._thread:
                     elsewhere = "call it from the process that started it, and not from its own callbacks"
-                    raise NotRunningError(f"the graph cannot be called: {'it was closed' if self._is_closed else elsewhere}")
+                    raise NotRunningError(f"the graph cannot be called: {'it was closed' if is_over else elsewhere}")
                 future = asyncio.run_coroutine_threadsafe(self._call(coroutine), self._loop)
+                self._futures.add(future)
             return future.result()
         except concurrent.futures.CancelledError:
             raise NotRunningError("the graph was closed during the call") from None
@@ -262,6 +265,9 @@ class LoopThread:
             else:
                 future.cancel()
             raise
+        finally:
+            if future is not None:
+                self._futures.discard(future)
 
     def close(self, at_once: bool = False) -> None:
         """Leave the context, or cancel it (`at_once`), and wait until the calls have returned and the thread has ended. Idempotent.
@@ -293,13 +299,19 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(self._task.cancel if at_once else self._leave.set)
 
     def _run(self) -> None:
-        with self._runner:
-            try:
+        try:
+            with self._runner:
                 self._loop.run_until_complete(self._task)
-            except BaseException as error:
-                self._failure = error
-                if not self._entered.done():
-                    self._entered.set_exception(error)
+        except BaseException as error:  # of the context, or of the loop itself, for example when its descriptors were closed
+            self._failure = error
+        with self._lock:
+            self._has_ended = True
+            futures = list(self._futures)
+        if self._failure is not None and not self._entered.done():
+            self._entered.set_exception(self._failure)
+        for future in futures:  # those that a broken loop did not end
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(NotRunningError("the graph was closed during the call"))
 
     async def _hold(self, context: AbstractAsyncContextManager[Any]) -> None:
         try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-from flowrt.errors import ArgumentError, shortened, shown
+from flowrt.errors import ArgumentError, error_text, shortened, shown
 
 
 def guarded(name: str, function: Callable[..., None] | None) -> Callable[..., None] | None:
@@ -18,8 +19,8 @@ class Callback:
     """A user's function. Its first exception is printed in one line; later ones are ignored, and the run goes on."""
 
     def __init__(self, name: str, function: Callable[..., None]) -> None:
-        if not callable(function):
-            raise ArgumentError(f"{name} is {shown(function)}, it must be a function")
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            raise ArgumentError(f"{name} is {shown(function)}, it must be a function, and not a coroutine function")
         self._name, self._function, self._has_failed = name, function, False
 
     def __call__(self, *arguments: Any) -> None:
@@ -29,8 +30,6 @@ class Callback:
             if not self._has_failed:
                 self._has_failed = True
                 frame = traceback.extract_tb(error.__traceback__)[-1]
-                reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 400)
-                text = (
-                    f"{self._name} raised {reason} ({frame.filename}:{frame.lineno}); the run goes on, and its later errors are not printed"
-                )
+                where = f"{shortened(error_text(error), 400)} ({frame.filename}:{frame.lineno})"
+                text = f"{self._name} raised {where}; the run goes on, and its later errors are not printed"
                 print(f"flowrt: error: {text}", file=sys.stderr, flush=True)

@@ -78,7 +78,8 @@ def open_graph(
         )
     if not isinstance(model, str | PathLike | None):
         raise ArgumentError(f"model is {shown(model)}, it must be the path of a model directory")
-    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
+    overrides = overrides if isinstance(overrides, str) or not isinstance(overrides, Iterable) else tuple(overrides)
+    if not isinstance(overrides, tuple) or not all(isinstance(override, str) for override in overrides):
         raise ArgumentError(f"overrides is {shown(overrides)}, it must be a list of texts such as 'deploy.experts.servers=2'")
     if log_level not in LEVELS:
         raise ArgumentError(f"log_level is {shown(log_level)}, it must be one of {', '.join(LEVELS)}")
@@ -162,6 +163,7 @@ class RunningGraph:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.launcher.opened_task()
         try:
             if self._requests is not None:
                 self.launcher.was_failure_raised |= self._requests.has_raised_failure
@@ -265,7 +267,7 @@ class RunningGraph:
         """
         if self._endpoint is None:
             raise UserError("this graph has no input of its own; use generate()")
-        self._raise_failure()
+        self._check_open()
         self._progress.opened(self._clock.now())
         try:
             outputs: dict[str, Any] = await self._endpoint.call(tensors)
@@ -374,7 +376,7 @@ class RunningGraph:
                 yield event
 
     async def _submit(self, prompt: CheckedPrompt, params: SamplingParams) -> int:
-        self._raise_failure()
+        self._check_open()
         return await self._of_model().submit(params, partial(self._encode, prompt))
 
     def _max_prompt_tokens(self) -> int:
@@ -406,7 +408,8 @@ class RunningGraph:
         if self._requests is not None:
             self._requests.on_control(control)
 
-    def _raise_failure(self) -> None:
+    def _check_open(self) -> None:
+        self.launcher.opened_task()
         if self._failure is not None:
             self.launcher.was_failure_raised = True
             raise self._failure

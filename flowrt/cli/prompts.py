@@ -67,6 +67,8 @@ def read_prompts(name: str, defaults: SamplingParams) -> list[PromptRequest]:
     Raises UserError "FILE:LINE: ..." for the first line that is wrong, and for a file without a line.
     """
     if name == STDIN:
+        if sys.stdin is None:
+            raise UserError("standard input is closed; give --prompts a file, or send the prompts through a pipe")
         requests = list(_read("standard input", sys.stdin.buffer, defaults))
     else:
         try:

@@ -13,7 +13,7 @@ from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.payload import Payload, by_reference, to_device_message, to_message
 from flowrt.dataflow.schemas import MessageSchema
 from flowrt.dataflow.subgraph import RoutedOutput, part_of
-from flowrt.errors import OperatorError, as_line
+from flowrt.errors import OperatorError, as_line, error_text
 from flowrt.graph.model import INPUT, Edge, Graph
 from flowrt.transports.errors import InvalidMessageError, LimitError
 from flowrt.transports.wire.message import Message, Tag
@@ -152,22 +152,23 @@ class OutboundEdges:
     def _send(self, outbound: OutboundEdge, output: RoutedOutput) -> None:
         edge, payload, num_bytes = outbound.edge, output.payload, 0
         try:
-            message = outbound.to_message(payload, edge.id, output.tag)
             for tensor in payload.tensors:
-                num_bytes += tensor.nbytes
-            if num_bytes > outbound.max_bytes:  # a channel that is full would find out later
+                num_bytes += tensor.numel() * tensor.itemsize
+            if num_bytes > outbound.max_bytes:  # before the memory of an expanded tensor is allocated
                 raise LimitError(f"it has {num_bytes} bytes, limits.max_message_bytes is {outbound.max_bytes}")
+            message = outbound.to_message(payload, edge.id, output.tag)
             if outbound.declared is not None and (fault := outbound.declared.fault_of_tensors(message.tensors, {})):
                 raise InvalidMessageError(fault)
             if outbound.schema is not None:
                 outbound.outstanding[output.tag, part_of(payload)] = outbound.schema.sizes(payload)
             self._post(edge, message)
-        except (LimitError, InvalidMessageError, TypeError, RuntimeError, MemoryError) as error:
+        except Exception as error:  # a tensor of a subclass runs foreign code
             outbound.free += outbound.size > 0
             if outbound.schema is not None:
                 outbound.outstanding.pop((output.tag, part_of(payload)), None)
             where = f"{edge.source} failed at step {output.tag.step}, layer {output.tag.layer}"
-            self._on_unsendable(output.tag, OperatorError(as_line(f"{where}: a message on {edge} cannot be sent: {error}"), edge.source))
+            cause = error_text(error).removeprefix(f"{type(error).__name__}: ")
+            self._on_unsendable(output.tag, OperatorError(as_line(f"{where}: a message on {edge} cannot be sent: {cause}"), edge.source))
             return
         outbound.sent[0] += 1
         outbound.sent[1] += num_bytes

@@ -101,7 +101,7 @@ def _to_buffer(tensor: torch.Tensor) -> Tensor:
                 return Tensor(spec, tensor.numpy())
             if spec.shape and 0 not in spec.shape:
                 return Tensor(spec, tensor.view(torch.uint8).numpy())
-        except (RuntimeError, TypeError):  # on another device, part of autograd, or lazily negated
+        except (RuntimeError, TypeError, ValueError):  # on another device, part of autograd, lazily negated, or too large when it has rows
             pass
     if tensor.layout is not torch.strided:
         raise TypeError(f"a {tensor.layout} tensor cannot travel; make it dense first")

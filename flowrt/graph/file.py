@@ -67,11 +67,20 @@ def load_graph(
         path = Path(source)
         document = _document(path)
     document = apply_overrides(document, overrides)
-    try:
-        folder = path.absolute().parent
-    except OSError:  # the working directory was removed
-        raise GraphError(str(path), "", "the working directory was removed; change to another, or give the whole path") from None
+    folder = _absolute(path, str(path)).parent
     return build_graph(document, folder, model_dir, facts_of, known_schemes() if schemes is None else schemes)
+
+
+def _absolute(path: Path, where: str) -> Path:
+    """The absolute path, which can be sent to workers. Raises GraphError with `where`."""
+    try:
+        whole = path.absolute()
+        str(whole).encode()
+    except OSError:  # the working directory was removed
+        raise GraphError(where, "", "the working directory was removed; change to another, or give the whole path") from None
+    except UnicodeEncodeError:
+        raise GraphError(where, "", "the path holds bytes that are not UTF-8; rename the file or folder") from None
+    return whole
 
 
 def _document(path: Path) -> Document:
@@ -80,7 +89,7 @@ def _document(path: Path) -> Document:
         is_folder = S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
         raise GraphError(str(path), "", f"no such file or folder; {hub_hint(str(path)) or wanted}") from None
-    except OSError:
+    except (OSError, ValueError):
         is_folder = False  # reading the file gives the error
     if not is_folder:
         return read_document(path)
@@ -194,7 +203,7 @@ def _model(
     if model_dir is not None:
         document.overrides[where] = document.overrides.get(where, f"model.path={model_dir}")
         try:
-            path = Path(model_dir).absolute()
+            path = _absolute(Path(model_dir), f"--model {model_dir}")
             there = path.is_dir()
         except OSError as error:
             raise GraphError(f"--model {model_dir}", "", f"cannot be read ({error.strerror}); give another path") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from flowrt.errors import shortened, shown
 from flowrt.graph.model import LayerSet, TagStep
 from flowrt.transports.wire.message import DTYPE_BYTES, MAX_DIMENSIONS
 
@@ -174,5 +175,4 @@ def shown_value(value: object) -> str:
         return "a list"
     if isinstance(value, bool):
         return "true" if value else "false"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(shown(value), 60)

@@ -218,19 +218,18 @@ class Launcher:
         A worker that does not end within `stop_seconds` is killed (event Straggler). Raises the failure of a run that has failed.
         Cancelling it kills the run at once.
         """
-        if self._task is None:
-            raise NotRunningError("this launcher has not been started")
-        if not self._task.done():
+        task = self.opened_task()
+        if not task.done():
             self._is_stopping = True
             self._step(self.state.stop)
         try:
-            await asyncio.wait({self._task})
+            await asyncio.wait({task})
         except asyncio.CancelledError:
-            await self._end_now(self._task)
+            await self._end_now(task)
             raise
         self._raise_failure()
-        if not self._task.cancelled():
-            self._task.result()
+        if not task.cancelled():
+            task.result()
         return self._pool.statistics()
 
     # The run.
@@ -385,13 +384,20 @@ class Launcher:
         """Whether the run is ready, and neither stopped nor failed."""
         return self._task is not None and not self._task.done() and self._ready.done() and not self._is_stopping
 
+    def opened_task(self) -> asyncio.Task[None]:
+        """The task of the run. Raises NotRunningError before the start, and in another event loop, where a caller would wait for ever."""
+        if self._task is None:
+            raise NotRunningError("the graph is not open; call it inside async with")
+        if self._task.get_loop() is not asyncio.get_running_loop():
+            raise NotRunningError("the graph was opened in another event loop; call it there, or use flowrt.start, for any thread")
+        return self._task
+
     def _check_running(self) -> asyncio.Task[None]:
         self._raise_failure()
-        if self._task is None:
-            raise NotRunningError("this launcher has not been started")
+        task = self.opened_task()
         if not self.is_running:
             raise NotRunningError("the run has ended")
-        return self._task
+        return task
 
     def _fail(self, error: Exception) -> None:
         if is_too_few(error):

@@ -107,9 +107,12 @@ def test_a_model_directory_and_a_dict_are_graphs(source: Any) -> None:
         (ONE | {"limits": {1: 2}}, "graph: limits: has the key 1; keys are texts"),
         (ONE | {"limits": {"max_tokens": object()}}, "graph: limits.max_tokens: is <object"),
         (ONE | {"limits": {"max_tokens": 1 << 70}}, "graph: limits.max_tokens"),
+        ({"flowrt": 10**5000}, "graph: flowrt: a int that cannot be shown is not possible"),
+        ("no\0file.yaml", r"no\x00file.yaml: cannot be read"),
+        ("\udcff.yaml", r"\udcff.yaml: "),
     ],
 )
-def test_a_wrong_dict_is_a_graph_error_without_a_line(source: dict[str, Any], text: str) -> None:
+def test_a_wrong_graph_is_a_graph_error_without_a_line(source: Any, text: str) -> None:
     with pytest.raises(flowrt.GraphError) as caught:
         flowrt.open(source)
     assert str(caught.value).startswith(text)
@@ -129,10 +132,12 @@ def test_a_dict_that_holds_itself_is_refused() -> None:
         ({"graph": 5}, "graph is 5, it must be the path"),
         ({"graph": ONE, "model": 5}, "model is 5, it must be the path"),
         ({"graph": ONE, "overrides": "a=b"}, "overrides is 'a=b', it must be a list"),
-        ({"graph": ONE, "overrides": [5]}, r"overrides is \[5\], it must be a list"),
+        ({"graph": ONE, "overrides": [5]}, r"overrides is \(5,\), it must be a list"),
+        ({"graph": ONE, "overrides": None}, "overrides is None, it must be a list"),
         ({"graph": ONE, "log_level": "loud"}, "log_level is 'loud', it must be one of"),
         ({"graph": ONE, "on_event": 5}, "on_event is 5, it must be a function"),
         ({"graph": ONE, "on_line": 5}, "on_line is 5, it must be a function"),
+        ({"graph": ONE, "on_line": asyncio.sleep}, "it must be a function, and not a coroutine function"),
     ],
 )
 @pytest.mark.parametrize("call", [flowrt.open, flowrt.start])
@@ -140,6 +145,11 @@ def test_wrong_arguments_raise_before_anything_starts(call: Callable[..., Any], 
     with pytest.raises(flowrt.ArgumentError, match=text):
         call(**arguments)
     assert not loop_threads()
+
+
+def test_overrides_may_come_from_a_generator() -> None:
+    with pytest.raises(flowrt.GraphError, match="max_tokens"):
+        flowrt.open(ONE, overrides=(text for text in ["limits.max_tokens=0"]))  # type: ignore[arg-type]
 
 
 def test_wrong_prompts_of_generate_raise_before_anything_starts() -> None:
@@ -252,6 +262,48 @@ def test_a_call_from_the_graphs_own_thread_is_an_error_instead_of_a_deadlock() -
     assert not loop_threads()
 
 
+BROKEN = """
+import asyncio, contextlib, os
+import flowrt
+from flowrt.seams import LoopThread
+thread = LoopThread("flowrt", contextlib.nullcontext())
+os.closerange(3, 1000)
+for _ in range(2):
+    try:
+        thread.run(asyncio.sleep(1000))
+    except flowrt.NotRunningError as error:
+        print(error)
+try:
+    thread.close()
+except (OSError, RuntimeError):
+    print("raised")
+"""
+
+
+def test_closed_descriptors_end_the_calls() -> None:
+    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.splitlines()[0].startswith("the graph ")
+    assert done.stdout.splitlines()[1:] == ["the graph cannot be called: it was closed", "raised"]
+
+
+def test_another_event_loop_than_the_graphs_is_an_error_instead_of_a_deadlock() -> None:
+    with flowrt.start(ONE) as llm:
+        graph = llm._graph
+
+        async def close() -> None:
+            await graph.__aexit__(None, None, None)
+
+        for call in (lambda: graph.complete("a", max_tokens=1), graph.statistics, graph.drain, close):
+            with pytest.raises(flowrt.NotRunningError, match="opened in another event loop"):
+                asyncio.run(call())
+        assert llm.complete("What is 5 + 2?", max_tokens=8).text == " 7"
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 def test_a_callback_that_raises_prints_one_line_and_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
 
@@ -265,6 +317,13 @@ def test_a_callback_that_raises_prints_one_line_and_the_run_goes_on(capsys: pyte
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("flowrt: error: on_event raised ValueError: first line second line (")
     assert f"{Path(__file__).name}:" in line
+
+    def fail_without_text(event: Any) -> None:
+        raise UnspeakableError
+
+    with flowrt.start(ONE, on_event=fail_without_text):
+        pass
+    assert "on_event raised UnspeakableError: its text cannot be shown" in capsys.readouterr().err
 
 
 SCRIPT = """

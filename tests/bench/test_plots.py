@@ -102,5 +102,5 @@ def _run(script: str, *arguments: str) -> str:
 
 
 def test_a_missing_folder_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="folder does not exist"):
+    with pytest.raises(UserError, match="there is no folder"):
         check_plot("no/such.svg")

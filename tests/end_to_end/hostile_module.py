@@ -108,6 +108,13 @@ def leave(x: torch.Tensor) -> torch.Tensor:
 
 LONG = "ten megabytes " * (10 << 20 >> 4) + "\n"
 
+
+class HostileTensor(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise LookupError("no function")
+
+
 # The call raises OperatorError, whose text contains the second entry.
 FAILING: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "text of many lines": (raises(ValueError("first\nsecond\r\nthird")), "ValueError: first second third"),
@@ -137,6 +144,8 @@ FAILING: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "coroutine": (wait_unawaited, "a gave coroutine for its outputs y"),
     "exception as a value": (lambda x: ValueError("returned"), "a gave ValueError for its outputs y"),
     "too large": (lambda x: torch.zeros(1 << 19), "a message on a.y -> b.x cannot be sent: it has 2097152 bytes"),
+    "expanded to terabytes": (lambda x: torch.zeros(1).expand(1 << 40), "cannot be sent: it has 4398046511104 bytes"),
+    "hostile subclass": (lambda x: x.as_subclass(HostileTensor), "a message on a.y -> b.x cannot be sent: no function"),
     "torch error": (lambda x: x.reshape(7, 7, 7), "RuntimeError: shape"),
 }
 
@@ -154,6 +163,7 @@ PASSING: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor],
     "view of the input": (lambda x: x[:1], lambda x: x[:1]),
     "non-contiguous": (lambda x: torch.arange(12).reshape(3, 4).T[:, ::2], lambda x: torch.arange(12).reshape(3, 4).T[:, ::2]),
     "expanded": (lambda x: torch.ones(1).expand(1000, 3), lambda x: torch.ones(1000, 3)),
+    "zero huge rows": (lambda x: torch.zeros(0, 1 << 62), lambda x: torch.zeros(0, 1 << 62)),
     "zero rows": (lambda x: torch.zeros(0, 4), lambda x: torch.zeros(0, 4)),
     "no dimension": (lambda x: torch.tensor(3.0), lambda x: torch.tensor(3.0)),
     "complex": (lambda x: torch.tensor([1 + 2j]).conj(), lambda x: torch.tensor([1 - 2j])),

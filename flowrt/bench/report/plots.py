@@ -10,6 +10,7 @@ from typing import Any
 from flowrt.bench.report.figures import Figure
 from flowrt.bench.report.report import BenchmarkReport
 from flowrt.errors import UserError
+from flowrt.output_file import LostOutputError, check_writable
 
 FORMATS = (".svg", ".png", ".pdf")
 COPIES_PER_ROUND_TRIP = 2  # at least one each way
@@ -126,12 +127,12 @@ def _save(picture: Any, report: BenchmarkReport, path: str) -> None:
 
 
 def save_picture(picture: Any, path: str) -> None:
-    """Raises UserError when the file cannot be written."""
+    """Raises LostOutputError when the file cannot be written."""
     try:
         picture.savefig(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
-        raise UserError(f"--plot {path}: cannot be written ({reason}); give a .svg, .png or .pdf in an existing folder") from error
+        raise LostOutputError(f"--plot {path}: cannot be written ({reason}); give a .svg, .png or .pdf in an existing folder") from error
 
 
 def _pyplot() -> Any:
@@ -151,8 +152,7 @@ def check_plot(path: str | None) -> None:
     """Raises UserError before an hour of measuring for a plot that cannot be written after it."""
     if path is None:
         return
-    _pyplot()
     if Path(path).suffix not in FORMATS:
         raise UserError(f"--plot {path}: unknown format; end its name with {', '.join(FORMATS)}")
-    if not Path(path).absolute().parent.is_dir():
-        raise UserError(f"--plot {path}: its folder does not exist")
+    check_writable(path, "--plot")
+    _pyplot()
