@@ -66,7 +66,7 @@ fuzz: $(STAMP) ## hostile bytes for every decoder, handshake and socket: EXAMPLE
 	@FLOWRT_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/transports/test_bad_input_fuzz.py --timeout 0 --durations 0 $(ARGS)
 	@$(BIN)/python tests/exchange/message_fuzz.py --executions $(MESSAGES)
 
-hostile: $(STAMP) ## what hostile users write and run in: FILES=900 mutated graph files, 80 environments, operators and tensors; each answered with one line
+hostile: $(STAMP) ## what hostile users write and run in: FILES=900 mutated graph files, 82 environments, operators and tensors; each answered with one line
 	@$(BIN)/python tests/graph/mutated_files.py --files $(FILES)
 	@$(BIN)/python tests/cli/environments.py
 	@$(BIN)/python tests/end_to_end/hostile_runs.py
