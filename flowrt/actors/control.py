@@ -266,26 +266,34 @@ class ExpertsUnavailable(Control, frozen=True):
 
 
 class CallFailed(Control, frozen=True):
-    """From a worker of a user's graph, once per call: an operator of `node` failed in this call. The worker has fenced the call."""
+    """From a worker of a user's graph, once per call: an operator of `node` failed in this call. The worker has fenced the call.
+
+    `has_sent`: outputs of the failed firing may have been sent, or it is not known which firing failed.
+    """
 
     source: str
     step: int
     error: str
     node: str
+    has_sent: bool = True
 
 
-class FenceCall(Control, frozen=True):
-    """To each worker of a user's graph: drop all messages of this call, which has failed or was cancelled. The response is CallFenced."""
+class FenceCalls(Control, frozen=True):
+    """To workers of a user's graph: drop all messages of these calls, which have failed or were cancelled. The response is CallsFenced.
 
-    source: str
-    step: int
-
-
-class CallFenced(Control, frozen=True):
-    """The worker holds nothing of the call any more, but what it computes now. Response to FenceCall."""
+    `processes`: the workers to which the launcher relays it.
+    """
 
     source: str
-    step: int
+    steps: tuple[int, ...]
+    processes: tuple[str, ...]
+
+
+class CallsFenced(Control, frozen=True):
+    """The worker holds nothing of the calls any more, but what it computes now. Response to FenceCalls."""
+
+    source: str
+    steps: tuple[int, ...]
 
 
 class Failed(Control, frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from flowrt.transports.wire.message import Tag
 
 MAX_FAILED = 1 << 14  # calls to remember; the launching process lets no call of an ordered graph run further ahead of another
@@ -21,14 +23,14 @@ class Fences:
     def begin_epoch(self, source: str, epoch: int) -> None:
         self._epochs[source], self.is_active = epoch, True
 
-    def fail(self, source: str, step: int) -> bool:
-        """Fence a call. Returns False if it is fenced already."""
-        if (source, step) in self.failed:
-            return False
-        self.failed[source, step], self.is_active = None, True
-        if len(self.failed) > MAX_FAILED:
-            del self.failed[next(iter(self.failed))]
-        return True
+    def fail(self, source: str, steps: Iterable[int]) -> bool:
+        """Fence calls. Returns False if all of them are fenced already."""
+        fresh = [(source, step) for step in steps if (source, step) not in self.failed]
+        for call in fresh:
+            self.failed[call], self.is_active = None, True
+            if len(self.failed) > MAX_FAILED:
+                del self.failed[next(iter(self.failed))]
+        return bool(fresh)
 
     def has_failed(self, tag: Tag) -> bool:
         return (tag.source, tag.step) in self.failed

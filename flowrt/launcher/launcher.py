@@ -27,7 +27,7 @@ from flowrt.actors.control import (
     Drain,
     ExpertsUnavailable,
     Failed,
-    FenceCall,
+    FenceCalls,
     Heartbeat,
     LateResponse,
     LinkLost,
@@ -345,8 +345,8 @@ class Launcher:
                 self._step(self.state.on_link_lost, name, control)
             case Failed():
                 self._step(self.state.on_failed, name, control)
-            case FenceCall() if name == GATEWAY:
-                for other in self.graph.process_names():
+            case FenceCalls() if name == GATEWAY:
+                for other in control.processes:
                     self.workers[other].post(control)
             case DetectorReport() if name == MONITOR:
                 self._step(self.state.on_detector_report, control)

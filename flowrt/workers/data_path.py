@@ -138,10 +138,10 @@ class DataPath:
     def _post(self, edge: Edge, message: Message) -> None:
         self.links[self._link_of[edge.id]].post(message)
 
-    def _on_failed(self, tag: Tag, error: OperatorError) -> None:
+    def _on_failed(self, tag: Tag, error: OperatorError, has_sent: bool) -> None:
         if self.group is None:
             raise error
         self.group.fail_step(tag, error)
 
-    def _on_call_failed(self, tag: Tag, error: OperatorError) -> None:
-        self._send(CallFailed(tag.source, tag.step, str(error), error.node))
+    def _on_call_failed(self, tag: Tag, error: OperatorError, has_sent: bool) -> None:
+        self._send(CallFailed(tag.source, tag.step, str(error), error.node, has_sent))

@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from flowrt.actors.control import CallFailed, CallFenced, Control, FenceCall
+from flowrt.actors.control import CallFailed, CallsFenced, Control, FenceCalls
 from flowrt.dataflow.fences import MAX_FAILED
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.schemas import Spec, check_tensor, parse_spec
 from flowrt.errors import OperatorError, UserError, error_text
+from flowrt.graph.call_holders import CallHolders
 from flowrt.graph.model import INPUT, OUTPUT, Graph
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
@@ -43,7 +44,9 @@ class Endpoint:
                 self._specs.append((edge.target, edge.source_port, parse_spec(port.tensors[0])))
         self._has_output = OUTPUT in graph.nodes
         max_ahead = MAX_FAILED // 2 if any(node.stateful for node in graph.nodes.values()) else None
-        self._calls = CallTable(graph.limits.in_flight, graph.process_names(), max_ahead)
+        self._calls = CallTable(graph.limits.in_flight, max_ahead)
+        self._holders = CallHolders(graph)
+        self._unfenced: dict[frozenset[str], list[int]] = {}  # workers -> calls that they must fence; sent at the next turn of the loop
         self._queue: deque[asyncio.Future[int]] = deque()  # callers that wait for a place; the result is the step of their call
         self._max_bytes = graph.limits.max_message_bytes
         self._shares_memory = graph.processes == "one"
@@ -98,16 +101,19 @@ class Endpoint:
                 self._fence(step)
 
     def on_control(self, worker: str, control: Control) -> None:
-        """Handle CallFailed and CallFenced of a worker. Ignores other messages."""
+        """Handle CallFailed and CallsFenced of a worker. Ignores other messages."""
         match control:
-            case CallFailed(source, step, text, node) if source == self._source and self._fence(step):
+            case CallFailed(source, step, text, node, has_sent) if source == self._source:
+                if not self._fence(step, self._holders.after_failure("" if has_sent else node) - {worker}):
+                    return
                 future = self._waiting.get(step)
                 if future is not None and not future.done():
                     future.set_exception(OperatorError(text, node))
                 elif self._failure is None:
                     log.warning("%s (after the output of the call)", text)
-            case CallFenced(source, step) if source == self._source:
-                self._calls.confirm(worker, step)
+                self._admit()
+            case CallsFenced(source, steps) if source == self._source:
+                self._calls.confirm(worker, steps)
                 self._admit()
 
     async def _begin(self) -> int:
@@ -129,14 +135,24 @@ class Endpoint:
             if not turn.done():
                 turn.set_result(self._calls.begin())
 
-    def _fence(self, step: int) -> bool:
-        """Let all workers drop a call. False: they do already."""
-        if not self._calls.fence(step):
+    def _fence(self, step: int, workers: frozenset[str] | None = None) -> bool:
+        """Let these workers drop a call, by default all. False: they do already."""
+        workers = self._holders.after_failure("") if workers is None else workers
+        if not self._calls.fence(step, workers):
             return False
         if self._worker is not None and self._failure is None:
-            self._worker.fence(self._source, step)
-            self._worker.control.send(FenceCall(self._source, step))
+            self._worker.fence(self._source, (step,))
+            if workers:
+                if not self._unfenced:
+                    asyncio.get_running_loop().call_soon(self._send_fences, self._worker)
+                self._unfenced.setdefault(workers, []).append(step)
         return True
+
+    def _send_fences(self, worker: Worker) -> None:
+        unfenced, self._unfenced = self._unfenced, {}
+        if self._failure is None:
+            for workers, steps in unfenced.items():
+                worker.control.send(FenceCalls(self._source, tuple(steps), tuple(sorted(workers))))
 
     def _given(self, tensor: Any) -> Any:
         """The user's tensor as the graph may have it: where operators share the user's memory, a copy."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -16,10 +16,10 @@ import msgspec
 import torch
 
 from flowrt.actors.control import (
-    CallFenced,
+    CallsFenced,
     Connected,
     Failed,
-    FenceCall,
+    FenceCalls,
     LinkLost,
     Listening,
     LoadProgress,
@@ -128,9 +128,9 @@ class Worker:
         """Emit a new tag from a source of this process. Raises RuntimeError before the worker has loaded."""
         self._loaded().runner.emit(node, tag, outputs)
 
-    def fence(self, source: str, step: int) -> None:
-        """Drop everything of a call. Raises RuntimeError before the worker has loaded."""
-        self._loaded().runner.fence(source, step)
+    def fence(self, source: str, steps: Collection[int]) -> None:
+        """Drop everything of these calls. Raises RuntimeError before the worker has loaded."""
+        self._loaded().runner.fence(source, steps)
 
     def _loaded(self) -> DataPath:
         if self._data_path is None:
@@ -245,9 +245,9 @@ class Worker:
             case StatisticsRequest():
                 loading = Statistics(resident_bytes=self._seams.resident_bytes())
                 self.control.send(loading if self._data_path is None else self._data_path.statistics())
-            case FenceCall(source, step):
-                self.fence(source, step)
-                self.control.send(CallFenced(source, step))
+            case FenceCalls(source, steps):
+                self.fence(source, steps)
+                self.control.send(CallsFenced(source, steps))
             case PeerLeft() | PeerJoined():
                 if self._membership is not None:
                     self._membership.on_control(control)

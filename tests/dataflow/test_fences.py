@@ -78,7 +78,7 @@ async def test_fence_frees_the_row_and_drops_what_arrives_later():
     bench.deliver(left(0))
     bench.deliver(left(1))
     assert len(bench.runner.waiting()) == 2
-    bench.runner.fence(SOURCE, 0)
+    bench.runner.fence(SOURCE, [0])
     assert len(bench.runner.waiting()) == 1
     assert bench.credits() == ["join"]
     bench.deliver(right(0))
@@ -97,7 +97,7 @@ async def test_fence_drops_ready_firings_and_pending_outputs():
         bench.runner.emit("in", tag(step), {"x": number(step)})
     await bench.settle()
     assert bench.data() == [("b", 0), ("b", 1), ("join", 0), ("join", 2)]  # two credits; firings 2 and 3 wait, as their inputs for b do
-    bench.runner.fence(SOURCE, 2)
+    bench.runner.fence(SOURCE, [2])
     for target, port in (("b", "x"), ("join", "left")):
         bench.deliver(Message("credit", edge=id_of(JOIN, target, port), header=CreditHeader(2)))
     await bench.settle()
@@ -108,7 +108,7 @@ async def test_firing_that_runs_during_the_fence_ends_without_effect():
     bench = None
 
     def fence(firing):
-        bench.runner.fence(SOURCE, 0)
+        bench.runner.fence(SOURCE, [0])
         return {"y": number(1)}
 
     bench = Bench(JOIN, "q", {"b": each(fence)})
@@ -133,17 +133,17 @@ async def test_stateful_node_does_not_wait_for_failed_calls(fences_first):
     bench = Bench(graph, "p", {"count": each(lambda firing: fired.append(firing.tag.step) or {"y": firing.inputs["x"]})})
     if fences_first:
         for step in (0, 2, 3):
-            bench.runner.fence(SOURCE, step)
+            bench.runner.fence(SOURCE, [step])
     for step in (5, 1, 4):
         bench.deliver(to_message(number(step), id_of(graph, "count"), tag(step)))
     await bench.settle()
     if not fences_first:
         assert fired == []
-        bench.runner.fence(SOURCE, 0)
-        bench.runner.fence(SOURCE, 3)
+        bench.runner.fence(SOURCE, [0])
+        bench.runner.fence(SOURCE, [3])
         await bench.settle()
         assert fired == [1]
-        bench.runner.fence(SOURCE, 2)
+        bench.runner.fence(SOURCE, [2])
     await bench.settle()
     assert fired == [1, 4, 5]
     assert len(bench.runner._table) == 0
@@ -155,7 +155,7 @@ async def test_stateful_node_drops_a_held_firing_of_a_fenced_call():
     bench = Bench(graph, "p", {"count": each(lambda firing: fired.append(firing.tag.step) or {})})
     for step in (1, 2):
         bench.deliver(to_message(number(step), id_of(graph, "count"), tag(step)))
-    bench.runner.fence(SOURCE, 1)
+    bench.runner.fence(SOURCE, [1])
     bench.deliver(to_message(number(0), id_of(graph, "count"), tag(0)))
     await bench.settle()
     assert fired == [0, 2]
@@ -182,7 +182,7 @@ async def test_fence_during_a_call_in_the_thread_releases_held_firings_at_its_en
     runner._wake()
     async with asyncio.timeout(20):
         await asyncio.to_thread(computing.wait, 10)
-        runner.fence(SOURCE, 1)
+        runner.fence(SOURCE, [1])
         assert len(runner._table) == 1
         may_end.set()
         await asyncio.to_thread(both.wait, 10)
@@ -286,8 +286,8 @@ async def test_fenced_request_returns_its_credit_and_a_late_response_is_dropped(
     await server.settle()  # responded before the fence
     server.deliver(second)
     for step in range(2):
-        client.runner.fence(SOURCE, step)
-        server.runner.fence(SOURCE, step)
+        client.runner.fence(SOURCE, [step])
+        server.runner.fence(SOURCE, [step])
     await server.settle()
     assert [message.kind for _, message in server.posted] == ["data", "credit"]
     for _, message in server.posted:
@@ -302,5 +302,5 @@ def test_fences_remember_the_latest_failed_calls(monkeypatch):
     monkeypatch.setattr(fences, "MAX_FAILED", 3)
     found = Fences()
     assert not found.is_active
-    assert [found.fail(SOURCE, step) for step in (0, 1, 1, 2, 3)] == [True, True, False, True, True]
+    assert [found.fail(SOURCE, steps) for steps in ([0], [0, 1], [1], [2, 3])] == [True, True, False, True]
     assert [found.is_stale(tag(step)) for step in range(5)] == [False, True, True, True, False]

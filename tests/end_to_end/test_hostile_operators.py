@@ -75,6 +75,31 @@ async def test_failing_calls_fail_alone_and_leave_nothing(tmp_path: Path, transp
     assert lines == []
 
 
+async def test_failed_call_of_a_chain_costs_one_control_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(write_graph(tmp_path, "inproc")) as (graph, _):
+        seen: list[tuple[str, str]] = []
+        receive = graph.launcher._on_worker_control
+        monkeypatch.setattr(
+            graph.launcher._pool,
+            "_on_control",
+            lambda worker, control: (seen.append((worker.name, type(control).__name__)), receive(worker, control)),
+        )
+        for _ in range(3):
+            with pytest.raises(flowrt.OperatorError, match="a failed"):
+                await graph(x=torch.tensor([hostile.KINDS.index("text of many lines"), 0]))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await graph(x=torch.tensor([hostile.GOOD, 0]))
+        await graph(x=torch.tensor([hostile.GOOD, 0]))
+        for _ in range(30_000):
+            if ("b", "CallsFenced") in seen:
+                break
+            await asyncio.sleep(1e-3)
+    calls = [message for message in seen if "Call" in message[1]]
+    assert calls[:3] == [("a", "CallFailed")] * 3
+    assert sorted(calls[3:]) == [("a", "CallsFenced"), ("b", "CallsFenced"), ("gateway", "FenceCalls")]
+
+
 @pytest.mark.parametrize("name", [name for name in checks() if name.startswith("inproc")])
 async def test_every_kind_within_one_process(tmp_path: Path, name: str) -> None:
     await checks()[name](tmp_path)

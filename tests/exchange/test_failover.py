@@ -94,7 +94,7 @@ class Client:
             RealClock(),
             self.post,
             self.end,
-            lambda tag, error: self.failures.append((tag, error)),
+            lambda tag, error, has_sent: self.failures.append((tag, error)),
             on_unsent=lambda output: self.failover.on_unsent(output),
             on_response=lambda edge, tag: self.failover.on_response(edge, tag),
             schemas=schemas(self),
