@@ -7,11 +7,12 @@ firing of a step, so they never separate nodes.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
 from flowrt.graph.builtin import SOURCE
-from flowrt.graph.model import Edge, Graph
+from flowrt.graph.model import Edge, Graph, Node
 from flowrt.graph.reach import Flow, Point, emits, follow
 
 
@@ -29,38 +30,48 @@ class Fusion:
 
 def fuse(graph: Graph, process: str) -> Fusion:
     """The fusion of one process."""
-    return _ProcessFusion(graph, process, follow(graph)).fusion()
+    edges = [edge for edge in graph.edges.values() if graph.nodes[edge.target].process == process]
+    return _ProcessFusion(graph, graph.nodes_of(process), edges, follow(graph)).fusion()
 
 
 def fuse_all(graph: Graph) -> dict[str, Fusion]:
     """process -> its fusion, for every process but the gateway's."""
     flow = follow(graph)
-    return {process: _ProcessFusion(graph, process, flow).fusion() for process in graph.process_names()}
+    nodes: dict[str, list[Node]] = {}
+    into: dict[str, list[Edge]] = {}
+    for node in graph.nodes.values():
+        nodes.setdefault(node.process, []).append(node)
+    for edge in graph.edges.values():
+        into.setdefault(graph.nodes[edge.target].process, []).append(edge)
+    return {process: _ProcessFusion(graph, nodes[process], into.get(process, ()), flow).fusion() for process in graph.process_names()}
 
 
 class _ProcessFusion:
-    def __init__(self, graph: Graph, process: str, flow: Flow) -> None:
+    """The fusion of a process with these nodes; `edges` lead to them. Its time is proportional to the nodes, edges and chains."""
+
+    def __init__(self, graph: Graph, nodes: Sequence[Node], edges: Iterable[Edge], flow: Flow) -> None:
         self._graph, self._flow = graph, flow
-        nodes = graph.nodes_of(process)
         self._sources = {node.name for node in nodes if node.operator == SOURCE}
         self._names = [node.name for node in nodes if not emits(node.operator)]
         self._all_local = set(self._names) | self._sources
         self._into: dict[str, list[Edge]] = {name: [] for name in self._names}
         self._from: dict[str, list[Edge]] = {name: [] for name in self._names}
-        for edge in graph.edges.values():
+        for edge in edges:
             if edge.target in self._into:
                 self._into[edge.target].append(edge)
-            if edge.source in self._from and edge.target in self._into:
-                self._from[edge.source].append(edge)
-        self._before: dict[str, frozenset[str]] = {}
-        self._order = self._topological()
-        for name in self._order:  # in this order `_certain` never recurses deeply
-            self._certain(name)
+                if edge.source in self._from:
+                    self._from[edge.source].append(edge)
+        self._order = {name: place for place, name in enumerate(self._topological())}
+        # By node: the first node of the part of its firing that certainly ran before it, at the same tag. Of two nodes with the same root,
+        # both ran in the firing of the root; with different roots, no node certainly ran before both.
+        self._roots: dict[str, str] = {}
+        for name in self._order:
+            self._roots[name] = self._find_root(name)
 
     def fusion(self) -> Fusion:
-        fused = tuple(name for name in self._names if self._is_fused(name))
+        fused = {name: None for name in self._names if self._is_fused(name)}
         entries = tuple(name for name in self._names if name not in fused)
-        return Fusion(entries, fused, tuple(self._chain(entry, frozenset(fused)) for entry in entries))
+        return Fusion(entries, tuple(fused), tuple(self._chain(entry, fused) for entry in entries))
 
     def _is_fused(self, name: str) -> bool:
         edges = self._into[name]
@@ -95,32 +106,23 @@ class _ProcessFusion:
             return True
         if len({edge.tag for edge in edges}) > 1:
             return False
-        return bool(frozenset.intersection(*(self._fired_by(name) for name in producers)))
+        return len({self._roots[name] for name in producers}) == 1
 
-    def _fired_by(self, name: str) -> frozenset[str]:
-        """The node itself, and the nodes that certainly fired before it in the same firing, at the same tag."""
-        return self._certain(name) | {name}
-
-    def _certain(self, name: str) -> frozenset[str]:
-        if name in self._before:
-            return self._before[name]
-        result: frozenset[str] = frozenset()
-        self._before[name] = result  # while a cycle at one tag is followed; checks.py refuses these
-        edges = [edge for edge in self._into.get(name, ()) if edge.source not in self._sources]
+    def _find_root(self, name: str) -> str:
+        edges = [edge for edge in self._into[name] if edge.source not in self._sources]
         if all(edge.tag.kind == "same" for edge in edges) and self._is_fused(name):
-            given = [frozenset().union(*(self._fired_by(edge.source) for edge in needed)) for needed in self._alternatives(name, edges)]
-            result = frozenset.intersection(*given)
-        self._before[name] = result
-        return result
+            roots = {self._roots[needed[0].source] for needed in self._alternatives(name, edges)}
+            if len(roots) == 1:
+                return roots.pop()
+        return name
 
-    def _chain(self, entry: str, fused: frozenset[str]) -> tuple[str, ...]:
-        chain, index = [entry], 0
-        while index < len(chain):
-            for edge in self._from[chain[index]]:
-                if edge.target in fused and edge.target not in chain:
-                    chain.append(edge.target)
-            index += 1
-        return (entry, *sorted(chain[1:], key=self._order.index))
+    def _chain(self, entry: str, fused: Collection[str]) -> tuple[str, ...]:
+        found, waiting = {entry}, [entry]
+        while waiting:
+            fresh = {edge.target for edge in self._from[waiting.pop()] if edge.target in fused} - found
+            found |= fresh
+            waiting += fresh
+        return (entry, *sorted(found - {entry}, key=self._order.__getitem__))
 
     def _topological(self) -> list[str]:
         """The nodes in an order in which, at one tag, each comes after the nodes that feed it."""

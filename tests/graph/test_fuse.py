@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from flowrt.graph.fuse import fuse, fuse_all
@@ -101,6 +102,42 @@ def test_a_long_chain(load) -> None:
     edges = ["input.x-n0.x", *(f"{a}.y-{b}.x" for a, b in pairwise(names)), "n399.y-output.y"]
     graph = load(user(" ".join(edges), " ".join(names)))
     assert fuse(graph, "p").chains == (tuple(names),)
+
+
+class _Name(str):
+    """A node's name that counts how often it is hashed or compared."""
+
+    num_uses = 0
+
+    def __hash__(self) -> int:
+        _Name.num_uses += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        _Name.num_uses += 1
+        return super().__eq__(other)
+
+
+def num_uses(load, num_nodes: int) -> int:
+    """Of all names, when a chain over this many nodes, in one process and two, is fused."""
+    names = [_Name(f"n{index}") for index in range(num_nodes)]
+    edges = ["input.x-n0.x", *(f"{a}.y-{b}.x" for a, b in pairwise(names)), f"{names[-1]}.y-output.y"]
+    graph = load(user(" ".join(edges), " ".join(names)))
+    known = {name: name for name in names}
+    nodes = [replace(node, name=known.get(node.name, node.name)) for node in graph.nodes.values()]
+    edges = [
+        replace(edge, source=known.get(edge.source, edge.source), target=known.get(edge.target, edge.target))
+        for edge in graph.edges.values()
+    ]
+    _Name.num_uses = 0
+    for graph in (Graph.of(nodes, edges), Graph.of([replace(node, process=f"p{place % 2}") for place, node in enumerate(nodes)], edges)):
+        assert sum(len(chain) for fusion in fuse_all(graph).values() for chain in fusion.chains) >= num_nodes
+    return _Name.num_uses
+
+
+def test_work_grows_with_the_number_of_nodes(load) -> None:
+    few, some, many = (num_uses(load, num_nodes) for num_nodes in (20, 40, 80))
+    assert many - some <= 2 * (some - few) + few // 10
 
 
 def test_all_processes_at_once(load) -> None:
