@@ -33,6 +33,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     # By choice (none: (), for all): tokens that an earlier attempt gave to the client. They are replayed, not emitted.
     committed_token_ids: tuple[tuple[int, ...], ...] = ()
     ended_choices: tuple[int, ...] = ()  # choices that ended in an earlier attempt: not computed again
+    is_suspect: bool = False  # a group crashed while it ran there: it runs alone until it has a token
 
 
 class Control(msgspec.Struct, frozen=True):
@@ -76,7 +77,7 @@ class Listening(Control, frozen=True):
 
 
 class Peers(Control, frozen=True):
-    """Addresses (process -> scheme -> address) and current incarnations of all processes. Sent once, when all of them listen."""
+    """Addresses (process -> scheme -> address) and incarnations of the processes that are up. PeerJoined follows for each other one."""
 
     addresses: dict[str, dict[str, str]]
     incarnations: dict[str, str]
@@ -126,6 +127,13 @@ class Tokens(Control, frozen=True):
     """The tokens that one step produced, for several requests in one message."""
 
     tokens: tuple[Token, ...]
+
+
+class RunsAlone(Control, frozen=True):
+    """From a group, once per attempt of a suspect: the next step computes this request and no other."""
+
+    request_id: str
+    attempt: int
 
 
 class Ended(Control, frozen=True):
@@ -246,13 +254,14 @@ class LateResponse(Control, frozen=True):
 
 class DetectorReport(Control, frozen=True):
     """From the monitor: the new state of an incarnation. SUSPECT and ALIVE have no effect but a log line. DEAD: the launcher notifies
-    its peers that it has left, then kills it, which fences it.
+    its peers that it has left, then kills it, which fences it. `is_stopped`: it is dead because another process has stopped it.
     """
 
     process: str
     incarnation: str
     state: ProcessState
     why: str
+    is_stopped: bool = False
 
 
 class ExpertsUnavailable(Control, frozen=True):

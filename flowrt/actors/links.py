@@ -105,12 +105,15 @@ class Links:
     async def open(self, addresses: Mapping[str, Mapping[str, str]], incarnations: Mapping[str, str]) -> None:
         """Connect and accept until every planned link is up, except lazy ones. `addresses`: process -> scheme -> address.
 
+        `incarnations`: of the peers that are up; a tolerated peer without one joins later.
+
         Closes a caller that is not the named incarnation. Raises (in a group) LinkLostError when a peer cannot be reached.
         """
-        for peer in {plan.peer for plan in self._plans.values()}:
+        plans = [plan for plan in self._plans.values() if plan.peer in incarnations]
+        for peer in {plan.peer for plan in plans}:
             self._incarnations.begin(Identity(peer, incarnations[peer]))
         async with self._accepting(), asyncio.TaskGroup() as group:
-            for plan in self._plans.values():
+            for plan in plans:
                 identity = Identity(plan.peer, incarnations[plan.peer])
                 if plan.is_lazy:
                     self._expect(plan, addresses[plan.peer], identity)

@@ -29,6 +29,7 @@ from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
 from flowrt.launcher import events
+from flowrt.launcher.group_changes import apply_group_change
 from flowrt.launcher.launcher import Launcher
 from flowrt.launcher.model_check import check_weights
 from flowrt.observe import LEVELS
@@ -330,6 +331,8 @@ class RunningGraph:
         await graph.drain()
         print(await graph.statistics())
         """
+        if self._requests is not None:
+            await self._requests.drain()
         await self.launcher.drain()
 
     # --- inside ------------------------------------------------------------------------------------------------------------------
@@ -350,6 +353,8 @@ class RunningGraph:
             draw_seed=seams.new_seed,
             new_detokenizer=self._tokenizer.stream if self._tokenizer is not None else None,
             eos_token_ids=config.eos_token_ids,
+            now=seams.clock.now,
+            lost_group_seconds=graph.reliability.lost_group_seconds,
         )
 
     def _close_tokenizer(self) -> None:
@@ -376,7 +381,7 @@ class RunningGraph:
                 yield event
 
     async def _submit(self, prompt: CheckedPrompt, params: SamplingParams) -> int:
-        self._check_open()
+        self.launcher.check_running()
         return await self._of_model().submit(params, partial(self._encode, prompt))
 
     def _max_prompt_tokens(self) -> int:
@@ -394,19 +399,15 @@ class RunningGraph:
             self._failure = event.error
             if self._endpoint is not None:
                 self._endpoint.fail(event.error)
-            if self._requests is not None:
-                self._requests.fail(event.error)
-        elif self._requests is not None and isinstance(event, events.WorkerMarkedDead):
-            self._requests.fence_group(event.name, event.why)
-        elif self._requests is not None and isinstance(event, events.WorkerCleared):
-            self._requests.readmit_group(event.name)
+        if self._requests is not None:
+            apply_group_change(event, self._requests)
         self._on_event(event)
 
     def _on_control(self, worker: str, control: Control) -> None:
         if self._endpoint is not None:
             self._endpoint.on_control(worker, control)
         if self._requests is not None:
-            self._requests.on_control(control)
+            self._requests.on_control(worker, control)
 
     def _check_open(self) -> None:
         self.launcher.opened_task()

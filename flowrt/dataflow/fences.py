@@ -6,11 +6,13 @@ from collections.abc import Iterable
 
 from flowrt.transports.wire.message import Tag
 
+ENDED = 1 << 62  # the epoch of a source whose incarnation has ended: each of its tags is older
+MAX_ENDED = 64  # ended sources to remember: only a firing that runs while its source ends can still carry their tags
 MAX_FAILED = 1 << 14  # calls to remember; the launching process lets no call of an ordered graph run further ahead of another
 
 
 class Fences:
-    """The epochs that sources have begun (model graphs), and the calls that have failed or were cancelled (graphs of user operators).
+    """Epochs that sources have begun, sources that have ended (model graphs), and calls that have failed or were cancelled (user graphs).
 
     A call is all tags of one source and step. The compute thread reads `failed` while the event loop adds to it.
     """
@@ -19,9 +21,21 @@ class Fences:
         self.is_active = False  # whether any tag can be stale: read before each `is_stale`, because most runs never have one
         self.failed: dict[tuple[str, int], None] = {}  # (source, step), oldest first
         self._epochs: dict[str, int] = {}
+        self._ended: dict[str, None] = {}  # sources, oldest first
 
     def begin_epoch(self, source: str, epoch: int) -> None:
         self._epochs[source], self.is_active = epoch, True
+
+    def end_source(self, source: str) -> None:
+        """Make every tag of a source stale, because its incarnation has ended. Idempotent."""
+        self.begin_epoch(source, ENDED)
+        self._ended[source] = None
+        if len(self._ended) > MAX_ENDED:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest], self._epochs[oldest]
+
+    def has_ended(self, source: str) -> bool:
+        return source in self._ended
 
     def fail(self, source: str, steps: Iterable[int]) -> bool:
         """Fence calls. Returns False if all of them are fenced already."""

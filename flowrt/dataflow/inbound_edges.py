@@ -156,6 +156,12 @@ class InboundEdges:
                 requests = None if edge.request_id is None else outbound.edges.get(edge.request_id)
                 self.edges[edge.id] = InboundEdge(edge, source, edge.id in staying, device, schema, requests, fences)
 
+    def renew(self, peer: str) -> None:
+        """Forget the credits of all edges from `peer`, whose incarnation has ended."""
+        for inbound in self.edges.values():
+            if inbound.peer == peer:
+                inbound.received = inbound.consumed = 0
+
     def consume(self, via: Iterable[int], tag: Tag | None = None, responded: Collection[tuple[int, Tag | None]] = ()) -> None:
         """Return the credits of messages that came along the edges `via`, but for requests of `tag` that were responded to."""
         for edge_id in via:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -140,10 +140,11 @@ class OutboundEdges:
             for key in [key for key in outbound.outstanding if fences.is_stale(key[0])]:
                 del outbound.outstanding[key]
 
-    def renew(self, edges: Iterable[int], closed: bool) -> None:
-        """Discard all messages and credits in flight: the peer process has ended (`closed`), or a new incarnation has joined."""
-        for edge in edges:
-            self.edges[edge].renew(closed)
+    def renew(self, peer: str, closed: bool) -> None:
+        """Discard all messages and credits in flight to `peer`: it has ended (`closed`), or a new incarnation has joined."""
+        for outbound in self.edges.values():
+            if outbound.peer == peer:
+                outbound.renew(closed)
 
     def waiting(self) -> list[Edge]:
         """Edges with an output that waits for a credit."""

@@ -225,14 +225,23 @@ class Runner:
 
     # --- peers of the edges ------------------------------------------------------------------------------------------
 
-    def close_edges(self, edges: Iterable[int]) -> None:
-        """Close edges whose peer process has ended. Messages sent or waiting there and credits in flight are discarded."""
-        self._outbound.renew(edges, closed=True)
+    def end_peer(self, peer: str, sources: Iterable[str] = ()) -> None:
+        """Close the edges to a peer whose incarnation has ended, and make the tags of its `sources` stale.
+
+        Rows and ready firings of these tags are deleted; a firing that runs now ends without effect. Messages that were sent to the peer or
+        wait for a credit, and all credits between the two, are discarded: a new incarnation begins with all of them.
+        """
+        for source in sources:
+            self._fences.end_source(source)
+        self._drop_stale()
+        self._outbound.drop(self._fences)
+        self._inbound.renew(peer)
+        self._outbound.renew(peer, closed=True)
         self._wake()
 
-    def open_edges(self, edges: Iterable[int]) -> None:
-        """Open edges to a new incarnation, with all credits free."""
-        self._outbound.renew(edges, closed=False)
+    def join_peer(self, peer: str) -> None:
+        """Open the edges to a new incarnation of `peer`, with all credits free."""
+        self._outbound.renew(peer, closed=False)
         self._wake()
 
     def missing(self, node: str, port: str, tag: Tag) -> list[int]:
@@ -323,7 +332,7 @@ class Runner:
                 responded.add((request, output.tag))
             self._emit(output)
         for firing in batch:
-            self._inbound.consume(firing.via, firing.tag, responded)
+            self._consume(firing, responded)
         if fences.is_active:
             if any(fences.is_stale(firing.tag) for firing in batch):
                 self._drop_stale()  # it became stale while it was computed: nodes fused behind it may have left rows
@@ -338,7 +347,7 @@ class Runner:
         for request in requests:
             edge = self._responses[request]
             self._post(edge, Message(FAILED, tag, edge.id, FailedHeader(str(error), part_of_request(firing))))
-        self._inbound.consume(firing.via, tag, [(request, tag) for request in requests])
+        self._consume(firing, [(request, tag) for request in requests])
         if not requests and not is_stale:
             self._on_failed(tag, error, True)
 
@@ -412,6 +421,11 @@ class Runner:
         if not self._outbound.take(output):
             for firing in self._match(output.edge, output.tag, output.payload):
                 self._fire(firing)
+
+    def _consume(self, firing: Firing, responded: Collection[tuple[int, Tag | None]]) -> None:
+        """Return the credits of a firing's messages, but not to the successor of an incarnation that ended while it was computed."""
+        if not self._fences.has_ended(firing.tag.source):
+            self._inbound.consume(firing.via, firing.tag, responded)
 
     def _drop(self, edge: Edge) -> None:
         self.statistics.num_dropped += 1

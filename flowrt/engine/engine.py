@@ -51,6 +51,7 @@ class StartStep:
     micro_batch: int
     step: int
     batch: Batch
+    on_trial: Request | None = None  # the suspect that the step computes alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,8 @@ class Engine:
         self._next_step[micro_batch] += 1
         num_logprobs = sum(each.params.logprobs is not None for each in batch.samples)
         self._steps[micro_batch] = _Step(number, parts, len(batch.samples), num_logprobs)
-        return StartStep(self._epoch, micro_batch, number, batch)
+        first = parts[0][0]
+        return StartStep(self._epoch, micro_batch, number, batch, first.request if first.is_on_trial else None)
 
     def next_steps(self) -> list[StartStep]:
         """Begin a step in every free micro-batch that has something to do. Call it after every event: one micro-batch may wait for pages

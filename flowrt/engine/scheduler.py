@@ -67,7 +67,7 @@ class Scheduler:
         """
         self._admit()
         self._balance()
-        if (suspect := next((sequence for sequence in self.running if sequence.is_suspect), None)) is not None:
+        if (suspect := next((sequence for sequence in self.running if sequence.runs_alone), None)) is not None:
             if suspect.micro_batch != micro_batch or any(sequence.in_step for sequence in self.running):
                 return []
             suspect.in_step = True  # it has the pages: for the step that failed, or since it was admitted once more

@@ -41,6 +41,7 @@ class Sequence:
     cancelled: bool = False  # its end was sent; it keeps its pages until its step ends
     num_preemptions: int = 0
     is_suspect: bool = False  # its latest step failed: it runs alone until a step of it commits
+    is_on_trial: bool = field(init=False)  # its request is a suspect: it runs alone until it has a token
     is_degraded: bool = False  # KV in `pages` comes from a step that was computed without some expert
 
     def __post_init__(self) -> None:
@@ -49,12 +50,17 @@ class Sequence:
         committed = request.committed_token_ids[self.choice] if self.choice < len(request.committed_token_ids) else ()
         self.tokens = [*request.prompt_token_ids, *committed]
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.is_on_trial = request.is_suspect
         self.end_token_ids = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             self.end_token_ids |= frozenset(self.eos_token_ids)
         self.output_counts = None
         if request.params.has_penalties:
             self.output_counts = {**dict.fromkeys(request.prompt_token_ids, 0), **Counter(committed)}
+
+    @property
+    def runs_alone(self) -> bool:
+        return self.is_suspect or self.is_on_trial
 
     @property
     def num_output_tokens(self) -> int:
@@ -82,6 +88,7 @@ class Sequence:
         return self.end_token_ids if self.num_output_tokens < self.request.params.min_tokens else ()
 
     def append(self, token_id: int) -> None:
+        self.is_on_trial = False
         self.tokens.append(token_id)
         if self.output_counts is not None:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1

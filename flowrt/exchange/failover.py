@@ -37,12 +37,10 @@ class Failover:
             if port.takes == "gather" and port.count == edge.target_port
         ]
         here = graph.nodes[dispatch].process
-        self._edges: dict[str, list[int]] = {}  # process -> the edges of its requests
         self._servers: dict[str, list[int]] = {}  # process -> its server numbers in the expert map
         for edge in edges:
             process = graph.nodes[edge.target].process
             if process != here and edge.source_port.startswith("server"):
-                self._edges.setdefault(process, []).append(edge.id)
                 self._servers.setdefault(process, []).append(int(edge.source_port.removeprefix("server")))
         self._server_of = {  # by the edge of its responses
             edge.id: int(graph.edges[edge.response_to].source_port.removeprefix("server"))
@@ -56,9 +54,8 @@ class Failover:
         return frozenset(self._servers)
 
     def mark_lost(self, process: str) -> None:
-        """Mark the server lost and redispatch its pending parts to the remaining replicas, under the same tags."""
+        """Mark the server lost and redispatch its pending parts to the remaining replicas, under the same tags. Its edges are closed."""
         servers = self._servers.get(process, [])
-        self._runner.close_edges(self._edges.get(process, []))
         for server in servers:
             self.client.remove_server(server)
         for tag, part in self._missing_at(frozenset(servers)):
@@ -66,8 +63,7 @@ class Failover:
                 self._redispatch(tag, part)
 
     def mark_joined(self, process: str) -> None:
-        """Use a new incarnation of the server, and dispatch the parts that waited for a replica."""
-        self._runner.open_edges(self._edges.get(process, []))
+        """Use a new incarnation of the server, whose edges are open, and dispatch the parts that waited for a replica."""
         for server in self._servers.get(process, []):
             self.client.restore_server(server)
         self._redispatch_from(frozenset({UNAVAILABLE}))

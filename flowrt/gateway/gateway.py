@@ -1,30 +1,32 @@
 """The gateway: admits requests, routes them to groups, commits their tokens, and produces the events of their clients.
 
-`Gateway` is pure, without torch or a clock. Its inputs are requests, tokens and ends. Its outputs are placements, events for clients, and
-cancels for workers. `Requests` (requests.py) carries these decisions out.
+`Gateway` is pure, without torch. Its inputs are requests, tokens, ends, and lost and returned groups. Its outputs are placements, events
+for clients, and cancels for workers. `Requests` (requests.py) carries these decisions out; placement.py chooses the groups.
 
 A token is committed when the gateway appends it to the request's log. Only the next index from the current attempt is appended, so
 repeated tokens and tokens of older attempts have no effect. Each request ends in exactly one EndEvent, when all its choices have ended.
+
+A group that dies changes no token: its requests continue in other groups as new attempts, which replay the prompt and the committed
+tokens (xDeepServe section 6; DESIGN section 7).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from flowrt.actors.control import Cancel, Ended, Logprobs, Request, Token
+from flowrt.actors.control import Cancel, Ended, Logprobs, Request, RunsAlone, Token
 from flowrt.engine.validation import max_new_tokens, prompt_refusal, refusal
+from flowrt.gateway.placement import Placement
 from flowrt.gateway.request_log import ChoiceEvent, ChoiceLog, ClientEvent, Detokenizer, EndEvent, RequestLog, TokenEvent
-from flowrt.gateway.routing import GroupLoad, choose_group
+from flowrt.gateway.routing import GroupLoad
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import FinishReason, SamplingParams
 
 __all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "SendCancel", "SendRequest", "TokenEvent"]
-
-_NO_GROUP = "no attention group is left to serve the request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,12 @@ class SendCancel:
     cancel: Cancel
 
 
-Decision = ClientEvent | SendCancel
+Decision = ClientEvent | SendRequest | SendCancel
 
 
 class Gateway:
-    """`groups` are the names of the workers that take requests. `max_requests` bounds the requests that have not ended."""
+    """`groups` are the names of the workers that take requests. `max_requests` bounds the requests that have not ended. `now` returns the
+    time in seconds; requests wait for `lost_group_seconds` when no group is left."""
 
     def __init__(
         self,
@@ -61,8 +64,10 @@ class Gateway:
         new_detokenizer: Callable[[], Detokenizer] | None = None,
         eos_token_ids: Iterable[int] = (),
         max_requests: int = 1024,
+        now: Callable[[], float] = lambda: 0.0,
+        lost_group_seconds: float = 30.0,
     ) -> None:
-        self._loads = {group: GroupLoad() for group in groups}
+        self._placement = Placement(groups, limits.max_num_seqs, lost_group_seconds, now)
         self._limits = limits
         self._max_position_embeddings = max_position_embeddings
         self._vocab_size = vocab_size
@@ -73,7 +78,7 @@ class Gateway:
         self._logs: dict[int, RequestLog] = {}
         self._active: dict[str, RequestLog] = {}  # by Request.id
         self._num_requests = 0
-        self._fenced: dict[str, str] = {}  # group -> why
+        self._refusal: str | None = None  # why no new request is admitted
 
     @property
     def num_unfinished(self) -> int:
@@ -90,7 +95,12 @@ class Gateway:
 
     @property
     def loads(self) -> dict[str, GroupLoad]:
-        return dict(self._loads)
+        return dict(self._placement.loads)
+
+    @property
+    def deadline(self) -> float | None:
+        """When `on_time` is due; None without a waiting request that may be given up."""
+        return self._placement.deadline
 
     @property
     def num_logs(self) -> int:
@@ -125,6 +135,8 @@ class Gateway:
 
         The next call is `place` when its prompt has token ids, `refuse` when tokenization fails, or `cancel` when its client is gone.
         """
+        if self._refusal is not None:
+            return self._refused(params, self._refusal)
         if self.is_full:
             return self._refused(params, f"too many active requests ({len(self._active)}, limit {self._max_requests})")
         if params.stop and self._new_detokenizer is None:
@@ -134,25 +146,22 @@ class Gateway:
         self._active[log.id] = log
         return log.index
 
-    def place(self, index: int, prompt_token_ids: Sequence[int]) -> SendRequest | EndEvent:
-        """Choose the group of a reserved request. A request that cannot be served ends with an error that contains the reason."""
+    def place(self, index: int, prompt_token_ids: Sequence[int]) -> list[Decision]:
+        """Place a reserved request, or let it wait for a group. A request that cannot be served ends with an error that contains the
+        reason. No-op after the end."""
         log = self._logs[index]
         if log.end is not None:
-            return log.end
+            return []
         if (reason := prompt_refusal(len(prompt_token_ids), self._limits, self._max_position_embeddings)) is not None:
-            return self.refuse(index, reason)  # before the copy: a prompt that is too long may be very long
+            return [self.refuse(index, reason)]  # before the copy: a prompt that is too long may be very long
         log.prompt_token_ids = tuple(prompt_token_ids)
         log.seed = self._draw_seed() if log.params.seed is None else log.params.seed
         room = max_new_tokens(len(log.prompt_token_ids), self._limits, self._max_position_embeddings)
         log.max_tokens = max(room, 1) if log.params.max_tokens is None else log.params.max_tokens
         if (reason := refusal(_request_of(log), self._limits, self._max_position_embeddings, self._vocab_size)) is not None:
-            return self.refuse(index, reason)
-        group = choose_group(self._loads, self._fenced)
-        return self._place(log, group) if group is not None else self.refuse(index, self._no_group())
-
-    def admit(self, prompt_token_ids: Sequence[int], params: SamplingParams = SamplingParams()) -> SendRequest | EndEvent:
-        """Reserve and place a request in one call."""
-        return self.place(self.reserve(params), prompt_token_ids)
+            return [self.refuse(index, reason)]
+        self._placement.add(log)
+        return self._place_waiting()
 
     def refuse(self, index: int, error: str) -> EndEvent:
         """End a reserved request that cannot be served, with an error. Returns its EndEvent; no-op if it has ended."""
@@ -160,7 +169,11 @@ class Gateway:
         if log.end is not None:
             return log.end
         del log.choices[1:]  # none has begun: its one event is the end
-        return self._fail(log, error)
+        return next(event for event in self._end(log, "error", error) if isinstance(event, EndEvent))
+
+    def drain(self) -> None:
+        """Admit no new requests from now on."""
+        self._refusal = "the run is draining and takes no new requests"
 
     def cancel(self, index: int) -> list[Decision]:
         """End the request with reason "abort" and cancel it in its group. No-op after the end."""
@@ -169,13 +182,14 @@ class Gateway:
 
     # From workers
 
-    def on_token(self, token: Token) -> list[Decision]:
-        """Commit the tokens that come next in the request's log; ignore tokens that are committed already or come from another attempt.
+    def on_token(self, group: str, token: Token) -> list[Decision]:
+        """Commit the tokens that come next in the request's log; ignore tokens that are committed already or come from another attempt or
+        group.
 
         A connection keeps order, so a gap is a bug: it ends the request with an error rather than with wrong text.
         """
         log = self._active.get(token.request_id)
-        if log is None or token.attempt != log.attempt:
+        if log is None or token.attempt != log.attempt or log.group != group:
             return []
         decisions: list[Decision] = []
         choice = log.choices[token.choice] if token.choice < len(log.choices) else None
@@ -191,13 +205,19 @@ class Gateway:
             decisions += self._commit(log, choice, token_id, token.logprobs[at] if at < len(token.logprobs) else None, token.degraded)
         return decisions
 
-    def on_ended(self, ended: Ended) -> list[Decision]:
+    def on_runs_alone(self, group: str, control: RunsAlone) -> None:
+        """A group is about to compute a suspect alone."""
+        log = self._active.get(control.request_id)
+        if log is not None and control.attempt == log.attempt and log.group == group and log.is_suspect:
+            log.ran_alone = True
+
+    def on_ended(self, group: str, ended: Ended) -> list[Decision]:
         """End a choice of the current attempt. The last choice, or an error, ends the request.
 
         The request also ends with an error when the number of committed tokens differs from the number that the group reports.
         """
         log = self._active.get(ended.request_id)
-        if log is None or ended.attempt != log.attempt:
+        if log is None or ended.attempt != log.attempt or log.group != group:
             return []
         if ended.reason == "error":
             return self._end(log, "error", ended.error)
@@ -209,41 +229,57 @@ class Gateway:
             return self._end(log, "error", error, cancels_worker=True)
         return self._end_choice(log, choice, ended.reason)
 
-    # When something was lost
+    # When groups are lost and return
 
-    def place_attempt(self, index: int, avoid: Collection[str] = ()) -> SendRequest | EndEvent:
-        """Start a new attempt that continues after the committed tokens, in a group not among `avoid`. Ends the request with an error when
-        no group is left. Raises ValueError when the request is not placed, or has ended."""
-        log = self._logs[index]
-        if log.group is None:
-            raise ValueError(f"request {index} is not placed, or has ended")
-        group = choose_group(self._loads, {*avoid, *self._fenced})
-        if group is None:
-            return self._fail(log, self._no_group())
-        self._load(log, log.group, -1)
-        log.attempt += 1
-        return self._place(log, group)
+    def lose_group(self, group: str, why: str, *, may_recur: bool = False, is_alive: bool = False) -> list[Decision]:
+        """Move all requests of a group, and place no more there until `readmit_group`. `why` continues a sentence about the group.
 
-    def fence_group(self, group: str, why: str) -> list[Decision]:
-        """Route no more requests to `group`, and end its requests with an error that contains `why`. The returned cancels free their
-        resources in the group if it continues later."""
-        self._fenced[group] = why
+        may_recur: the group crashed or hung, and what it computed may be the reason (see placement.py). is_alive: the group may continue
+        later; the returned cancels free its resources.
+        """
+        self._placement.lose(group, why)
         logs = [log for log in self._active.values() if log.group == group]
-        return [each for log in logs for each in self._end(log, "error", f"{group} was marked dead: {why}", cancels_worker=True)]
+        cause = self._placement.suspect(group, logs) if may_recur else None
+        decisions: list[Decision] = []
+        for log in logs:
+            if is_alive:
+                decisions.append(SendCancel(group, Cancel(log.id, log.attempt)))
+            if log is cause:
+                error = f"{group} {why} while it computed this request alone; the request is not tried again"
+                decisions += self._end(log, "error", error)
+            else:
+                self._placement.remove(log)
+                log.attempt += 1
+                self._placement.add(log)
+        return decisions + self._place_waiting()
 
-    def readmit_group(self, group: str) -> None:
-        """Route requests to a fenced group again. Its late messages about ended requests have no effect."""
-        self._fenced.pop(group, None)
+    def readmit_group(self, group: str) -> list[Decision]:
+        """Place requests in a lost group again."""
+        self._placement.readmit(group)
+        return self._place_waiting()
+
+    def on_time(self) -> list[Decision]:
+        """End the requests that have waited too long for a group."""
+        error = self._placement.why_no_group()
+        return [each for log in self._placement.expired() for each in self._end(log, "error", error)]
+
+    def is_placed(self, request: Request, group: str) -> bool:
+        """Whether the group still has this attempt."""
+        log = self._active.get(request.id)
+        return log is not None and log.attempt == request.attempt and log.group == group
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> list[EndEvent]:
         """End every active request, because the run is over. Returns their EndEvents."""
+        self._refusal = "the run has ended"
+        for group in self.loads:
+            self._placement.lose(group, "has ended")
         decisions = [decision for log in list(self._active.values()) for decision in self._end(log, reason, error)]
         return [decision for decision in decisions if isinstance(decision, EndEvent)]
 
     # Inside
 
-    def _no_group(self) -> str:
-        return "; ".join([_NO_GROUP, *(f"{group} was marked dead: {why}" for group, why in self._fenced.items())])
+    def _place_waiting(self) -> list[Decision]:
+        return [SendRequest(log.group or "", _request_of(log), log.index) for log in self._placement.place_waiting()]
 
     def _new_log(self, params: SamplingParams) -> RequestLog:
         log = RequestLog(self._num_requests, params)
@@ -255,16 +291,6 @@ class Gateway:
         log = self._new_log(params)
         log.events.append(EndEvent(log.index, "error", "", error))
         return log.index
-
-    def _place(self, log: RequestLog, group: str) -> SendRequest:
-        log.group = group
-        self._load(log, group, 1)
-        return SendRequest(group, _request_of(log), log.index)
-
-    def _load(self, log: RequestLog, group: str, delta: int) -> None:
-        load, num_choices = self._loads[group], len(log.choices)
-        num_tokens = len(log.prompt_token_ids) + num_choices * log.max_tokens
-        self._loads[group] = GroupLoad(load.num_sequences + delta * num_choices, load.num_tokens + delta * num_tokens)
 
     def _new_choice(self, index: int, params: SamplingParams) -> ChoiceLog:
         detokenizer = self._new_detokenizer() if self._new_detokenizer is not None else None
@@ -280,7 +306,12 @@ class Gateway:
         if logprobs is not None:
             event = msgspec.structs.replace(event, logprob=logprobs.token, top_logprobs=logprobs.top)
         log.events.append(event)
-        return [event, *(self._end_choice(log, choice, "stop", cancels_worker=True) if stopped else ())]
+        decisions: list[Decision] = [event]
+        if log.is_suspect:
+            log.is_suspect = False
+            if self._placement.clear(log):
+                decisions += self._place_waiting()
+        return decisions + (self._end_choice(log, choice, "stop", cancels_worker=True) if stopped else [])
 
     def _is_stop_token(self, log: RequestLog, token_id: int) -> bool:
         """Whether the token ends the output. A stop token is in the token ids of an output, but not in its text."""
@@ -300,9 +331,6 @@ class Gateway:
             decisions += self._end(log, log.choices[0].finish_reason or reason)
         return decisions
 
-    def _fail(self, log: RequestLog, error: str) -> EndEvent:
-        return next(event for event in self._end(log, "error", error) if isinstance(event, EndEvent))
-
     def _end(self, log: RequestLog, reason: FinishReason, error: str | None = None, cancels_worker: bool = False) -> list[Decision]:
         """End the request and all its unfinished choices."""
         events: list[ClientEvent] = []
@@ -318,13 +346,11 @@ class Gateway:
             events.append(EndEvent(log.index, reason, "", error))
         log.events += events
         decisions: list[Decision] = [*events]
-        if log.group is not None:
-            if cancels_worker:
-                decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt)))
-            self._load(log, log.group, -1)
+        if log.group is not None and cancels_worker:
+            decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt)))
         del self._active[log.id]
-        log.group = None
-        return decisions
+        self._placement.remove(log)
+        return decisions + self._place_waiting()
 
 
 def _request_of(log: RequestLog) -> Request:
@@ -338,4 +364,5 @@ def _request_of(log: RequestLog) -> Request:
         params=log.params,
         committed_token_ids=tuple(tuple(choice.token_ids) for choice in log.choices) if log.attempt else (),
         ended_choices=tuple(choice.index for choice in log.choices if choice.finish_reason is not None),
+        is_suspect=log.is_suspect,
     )

@@ -102,7 +102,7 @@ class ChoiceLog:
         return reason, text
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestLog:
     """The state of one request. `events`: all events for its client so far, at most max_tokens + 1 for each choice, and the end."""
 
@@ -113,7 +113,10 @@ class RequestLog:
     max_tokens: int = 0
     seed: int = 0
     attempt: int = 0
-    group: str | None = None  # None: not placed yet, or ended
+    group: str | None = None  # None: it waits for a group, or has ended
+    waits_since: float = 0.0  # time in seconds, while it waits for a group
+    is_suspect: bool = False  # its group crashed while it ran there: it runs alone until it has committed a token
+    ran_alone: bool = False  # as a suspect: the group has begun to compute it alone
     events: list[ClientEvent] = field(default_factory=list)
 
     @property

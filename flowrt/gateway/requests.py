@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 
-from flowrt.actors.control import Control, Ended, Submit, Tokens
+from flowrt.actors.control import Control, Ended, RunsAlone, Submit, Tokens
 from flowrt.actors.mailbox import Mailbox
 from flowrt.errors import UserError, shown
-from flowrt.gateway.gateway import ClientEvent, EndEvent, Gateway, SendCancel, SendRequest, TokenEvent
+from flowrt.gateway.gateway import ClientEvent, Decision, EndEvent, Gateway, SendCancel, SendRequest, TokenEvent
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
@@ -28,20 +28,23 @@ class Requests:
         self._changed: dict[int, asyncio.Event] = {}
         self._in_use: set[int] = set()  # requests that a call submits or follows
         self._unread: dict[int, None] = {}  # requests that have ended and that no call uses, oldest first
-        self._outgoing: dict[str, Mailbox[SendCancel]] = {group: Mailbox(1 << 16) for group in gateway.loads}
-        self._senders: list[asyncio.Task[None]] = []  # one per group: a stopped group does not delay the cancels of others
+        self._outgoing: dict[str, Mailbox[SendRequest | SendCancel]] = {group: Mailbox(1 << 16) for group in gateway.loads}
+        self._senders: list[asyncio.Task[None]] = []  # one per group: a stopped group does not delay the messages to others
+        self._timer: asyncio.TimerHandle | None = None  # for the gateway's deadline
         self._failure: Exception | None = None
         self.has_raised_failure = False
         self._is_closing = False
-        self._submitting: dict[str, set[asyncio.Timeout]] = {group: set() for group in gateway.loads}  # Submits under way
+        self._has_drained: asyncio.Event | None = None
 
     def begin(self) -> None:
-        """Start one task per group that sends cancels: the run is up. `aclose` ends these tasks."""
+        """Start one task per group that sends requests and cancels: the run is up. `aclose` ends these tasks."""
         for group in self._outgoing:
-            self._senders.append(asyncio.get_running_loop().create_task(self._send_cancels(group), name=f"cancels for {group}"))
+            self._senders.append(asyncio.get_running_loop().create_task(self._send_all(group), name=f"requests of {group}"))
 
     async def aclose(self) -> None:
         self._is_closing = True
+        if self._timer is not None:
+            self._timer.cancel()
         for sender in self._senders:
             sender.cancel()
         if self._senders:
@@ -50,13 +53,22 @@ class Requests:
     def fail(self, error: Exception) -> None:
         """Make each `follow` raise `error`, once it has yielded the events so far: the run has failed."""
         self._failure = error
-        for changed in self._changed.values():
+        for changed in (*self._changed.values(), *([self._has_drained] if self._has_drained is not None else [])):
             changed.set()
+
+    async def drain(self) -> None:
+        """Admit no new requests, and wait until all admitted ones have ended. Raises the run's failure when the run fails first."""
+        self.gateway.drain()
+        self._has_drained = asyncio.Event()
+        self._note_drained()
+        await self._has_drained.wait()
+        if self._failure is not None:
+            raise self._failure
 
     async def submit(self, params: SamplingParams, tokenize: Callable[[], Awaitable[Sequence[int]]]) -> int:
         """Submit a request and return its number. The request is reserved first; then `tokenize` returns the prompt's token ids.
 
-        Raises as `send`. A UserError of `tokenize` ends the request with that error. A cancelled or failed call cancels the request.
+        A UserError of `tokenize` ends the request with that error. A cancelled or failed call cancels the request.
         """
         gateway = self.gateway
         index = gateway.reserve(params)
@@ -86,11 +98,7 @@ class Requests:
             error = str(failed)
         if gateway.has_ended(index):  # the run was closed meanwhile
             return
-        placed = gateway.place(index, token_ids) if error is None else gateway.refuse(index, error)
-        if isinstance(placed, EndEvent):
-            self._carry_out([placed])
-        else:
-            await self._send_request(placed)
+        self._carry_out(gateway.place(index, token_ids) if error is None else [gateway.refuse(index, error)])
 
     async def follow(self, index: int) -> AsyncGenerator[ClientEvent, None]:
         """Yield the events of a request from the first one on. Leaving early cancels the request.
@@ -125,42 +133,30 @@ class Requests:
         self._check_known(index)
         return self.gateway.log(index).prompt_token_ids
 
-    def on_control(self, control: Control) -> None:
-        """Handle a message of a group: Tokens or Ended. Ignores other messages."""
+    def on_control(self, group: str, control: Control) -> None:
+        """Handle a message of the current incarnation of a group: Tokens, Ended or RunsAlone. Ignores other messages."""
         match control:
             case Tokens(tokens):
                 for token in tokens:
-                    self._carry_out(self.gateway.on_token(token))
+                    self._carry_out(self.gateway.on_token(group, token))
             case Ended():
-                self._carry_out(self.gateway.on_ended(control))
+                self._carry_out(self.gateway.on_ended(group, control))
+            case RunsAlone():
+                self.gateway.on_runs_alone(group, control)
 
-    def fence_group(self, group: str, why: str) -> None:
-        """End all requests of a group that was marked dead, including those being submitted, and route no more requests to it."""
-        if group in self._submitting:
-            self._carry_out(self.gateway.fence_group(group, why))
-            for sending in self._submitting[group]:
-                sending.reschedule(0.0)
+    def lose_group(self, group: str, why: str, *, may_recur: bool = False, is_alive: bool = False) -> None:
+        """Move the requests of a group; the arguments are those of `Gateway.lose_group`. No-op for other workers."""
+        if group in self._outgoing:
+            self._carry_out(self.gateway.lose_group(group, why, may_recur=may_recur, is_alive=is_alive))
 
     def readmit_group(self, group: str) -> None:
-        """Route requests to a fenced group again."""
-        self.gateway.readmit_group(group)
+        """Place requests in a lost group again. No-op for other workers."""
+        if group in self._outgoing:
+            self._carry_out(self.gateway.readmit_group(group))
 
     def end_all(self) -> None:
         """End all active requests with reason "abort": the run was closed."""
         self._carry_out(self.gateway.end_all("abort"))
-
-    async def _send_request(self, placed: SendRequest) -> None:
-        """Send a request to its group. Returns without sending it when the group is fenced meanwhile: the fence has ended the request."""
-        sending, submitting = asyncio.timeout(None), self._submitting[placed.group]
-        submitting.add(sending)
-        try:
-            async with sending:
-                await self._send(placed.group, Submit(placed.request))
-        except Exception:
-            if not sending.expired():
-                raise
-        finally:
-            submitting.discard(sending)
 
     def _check_known(self, index: int) -> None:
         if type(index) is not int or index not in self._changed:
@@ -181,25 +177,44 @@ class Requests:
             self.gateway.forget(index)
         del self._changed[index]
 
-    def _carry_out(self, decisions: Iterable[ClientEvent | SendCancel]) -> None:
+    def _carry_out(self, decisions: Iterable[Decision]) -> None:
         now = self._clock.now()
         for decision in decisions:
-            if isinstance(decision, SendCancel):
+            if isinstance(decision, SendRequest | SendCancel):
                 self._outgoing[decision.group].post(decision)
                 continue
             if isinstance(decision, TokenEvent):
                 self._progress.progressed(now)
             elif isinstance(decision, EndEvent):
                 self._progress.ended(now)
+                self._note_drained()
                 if decision.request not in self._in_use:
                     self._keep_unread(decision.request)
             if (changed := self._changed.get(decision.request)) is not None:
                 changed.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (deadline := self.gateway.deadline) is not None and not self._is_closing:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - now), self._on_time)
 
-    async def _send_cancels(self, group: str) -> None:
+    def _on_time(self) -> None:
+        self._carry_out(self.gateway.on_time())
+
+    def _note_drained(self) -> None:
+        if self._has_drained is not None and not self.gateway.num_unfinished:
+            self._has_drained.set()
+
+    async def _send_all(self, group: str) -> None:
         outgoing = self._outgoing[group]
-        while not self._is_closing:  # `cancel` is delivered once; if `send` raises another error instead, this ends the task
+        while not self._is_closing:  # `decision` is delivered once; if `send` raises another error instead, this ends the task
             decision = await outgoing.wait_item()
             outgoing.take_nowait()
-            with suppress(Exception):  # a dead worker needs no cancel; `follow` raises the run's failure
-                await self._send(decision.group, decision.cancel)
+            if isinstance(decision, SendCancel):
+                control: Control = decision.cancel
+            elif self.gateway.is_placed(decision.request, group):
+                control = Submit(decision.request)
+            else:  # it has ended, or the group was lost meanwhile
+                continue
+            with suppress(Exception):  # a dead group needs no message; `follow` raises the run's failure
+                await self._send(group, control)

@@ -215,6 +215,7 @@ class ReliabilitySettings:
     detector: bool = _key(True, "Detect processes that hang.")
     recovery: Literal["fine", "off"] = _key("fine", "fine: recover each process by the state it keeps; off: any death ends the run.")
     unavailable_expert_seconds: float = _key(5.0, "How long requests wait for an expert without any replica.", **_SECONDS)
+    lost_group_seconds: float = _key(30.0, "How long requests wait for a group while none is left.", **_SECONDS)
     suspect_seconds: float = _key(0.4, "Without progress for so long: suspected.", **_SECONDS)
     dead_seconds: float = _key(1.0, "Without progress for so long: marked dead.", **_SECONDS)
     restarts: int = _key(3, "The most restarts of a process ..", ge=0, le=1000)

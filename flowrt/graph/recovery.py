@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from flowrt.graph.builtin import BUILTIN, Keeps
+from flowrt.graph.builtin import BUILTIN, SOURCE, Keeps
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph, Node
 
 
@@ -37,7 +37,12 @@ RULES: dict[str, Rule] = {
     rule.keeps: rule
     for rule in (
         Rule(Keeps.NOTHING, "nothing", Recovery.REDISPATCH, "clients send its pending requests to replicas; it restarts and rejoins"),
-        Rule(Keeps.SEQUENCES, "KV cache of its sequences", Recovery.REPLAY, "other groups replay prompt and committed tokens", False),
+        Rule(
+            Keeps.SEQUENCES,
+            "KV cache of its sequences",
+            Recovery.REPLAY,
+            "other groups replay its requests' prompts and tokens; it rejoins",
+        ),
         Rule(Keeps.UNKNOWN, "state that only the process has", Recovery.FATAL, "the run ends"),
         Rule(MONITOR, "nothing", Recovery.RESTART, "it restarts"),
         Rule(FORK_SERVER, "ability to start processes", Recovery.RESTART, "it restarts; workers keep running", False),
@@ -60,9 +65,23 @@ def keeps_of(node: Node) -> Keeps:
 
 
 def survives(graph: Graph, process: str) -> bool:
-    """Whether the run goes on when this process dies. `recovery: off` concerns workers; the monitor restarts all the same."""
+    """Whether the run goes on when this process dies. `recovery: off` concerns workers; the monitor restarts all the same.
+
+    A group is one failure unit. One whose operators are in several processes is not replayed: part of its state would survive.
+    """
     rule = rule_of(graph, process)
-    return rule.is_built and rule.recovery != Recovery.FATAL and (graph.reliability.recovery != "off" or process == MONITOR)
+    if not rule.is_built or rule.recovery == Recovery.FATAL:
+        return False
+    if process == MONITOR:
+        return True
+    if rule.recovery == Recovery.REPLAY and not _is_whole_group(graph, process):
+        return False
+    return graph.reliability.recovery != "off"
+
+
+def _is_whole_group(graph: Graph, process: str) -> bool:
+    has_source = any(node.operator == SOURCE for node in graph.nodes_of(process))
+    return has_source and all(rule_of(graph, other).keeps == Keeps.NOTHING for other in neighbours(graph).get(process, ()))
 
 
 def survivable_processes(graph: Graph) -> frozenset[str]:
@@ -71,7 +90,7 @@ def survivable_processes(graph: Graph) -> frozenset[str]:
 
 
 def is_watched(graph: Graph) -> bool:
-    """Whether a monitor watches the processes: those that can be restarted, and groups, whose requests can end without the run."""
+    """Whether a monitor watches the processes: those that can be restarted, and groups, whose requests can move without the run's end."""
     return graph.reliability.detector and bool(survivable_processes(graph) or graph.model is not None)
 
 

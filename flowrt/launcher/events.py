@@ -58,12 +58,13 @@ class Ready:
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """Worker `name` has died and the run goes on. `how` continues a sentence: "was killed by SIGKILL". `while_loading`: the run has not
-    loaded yet."""
+    """Worker `name` has died and the run goes on; no more of its messages are accepted. `how` continues a sentence: "was killed by
+    SIGKILL". `while_loading`: the run has not loaded yet. `may_recur`: it crashed or hung, and what it computed may be the reason."""
 
     name: str
     how: str
     while_loading: bool = False
+    may_recur: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ class WorkerCleared:
 
 @dataclass(frozen=True)
 class WorkerMarkedDead:
-    """The monitor marks `name` dead. A worker that the run can lose is killed (`is_killed`). Otherwise, if it is a group, the gateway
-    fences it until it is cleared."""
+    """The monitor marks `name` dead. A worker that the run can lose is killed (`is_killed`). Otherwise, if it is a group, its requests move
+    to other groups until it is cleared."""
 
     name: str
     why: str
@@ -163,7 +164,7 @@ def news(event: Event) -> str | None:
         case WorkerGivenUp(name, why):
             return f"{name} stays down: {why}"
         case WorkerMarkedDead(name, why, is_killed) if not is_killed:
-            return f"{name} is marked dead ({why}); its requests end with an error, and it gets no new ones until it works again"
+            return f"{name} is marked dead ({why}); its requests move, and it gets no new ones until it works again"
         case ExpertsReported(name, ExpertsUnavailable(text, "degrade")) if text:
             return f"{name}: {text}; it goes on without, and marks what it answers as degraded"
     return None

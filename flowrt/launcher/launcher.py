@@ -175,7 +175,7 @@ class Launcher:
     async def send(self, worker: str, control: Control) -> None:
         """Send a message to one worker; wait while its control connection is full. Raises the failure that ended the run, or
         NotRunningError."""
-        self._check_running()
+        self.check_running()
         try:
             await self.workers[worker].send(control)
         except (BrokenChannelError, EndOfChannel, ClosedChannelError):
@@ -192,7 +192,7 @@ class Launcher:
     async def statistics(self, seconds: float = STATISTICS_SECONDS) -> dict[str, Statistics]:
         """Request statistics of every worker. A worker that is down, or does not respond within `seconds`, has its latest known counts
         and `has_responded` false. Raises as `send`."""
-        task = self._check_running()
+        task = self.check_running()
         requested = {
             name: worker.request(StatisticsRequest()) for name, worker in self._pool.graph_workers() if not self.state.has_ended(name)
         }
@@ -208,7 +208,7 @@ class Launcher:
 
         Has no time limit: cancel it, or leave the block. Raises as `send`.
         """
-        task = self._check_running()
+        task = self.check_running()
         names = [name for name in (workers or self._emitting) if not self.state.has_ended(name)]
         await self._wait_all(task, [self.workers[name].request(Drain()) for name in names])
 
@@ -372,7 +372,7 @@ class Launcher:
         for response in responses:
             await asyncio.wait({response, task}, return_when=asyncio.FIRST_COMPLETED)
             if not response.done():
-                self._check_running()
+                self.check_running()
 
     @property
     def incarnations(self) -> dict[str, str]:
@@ -392,7 +392,7 @@ class Launcher:
             raise NotRunningError("the graph was opened in another event loop; call it there, or use flowrt.start, for any thread")
         return self._task
 
-    def _check_running(self) -> asyncio.Task[None]:
+    def check_running(self) -> asyncio.Task[None]:
         self._raise_failure()
         task = self.opened_task()
         if not self.is_running:

@@ -29,7 +29,10 @@ class LinkLoss:
     def on_link_lost(self, worker: str, lost: LinkLost) -> None:
         """Wait EXPLAINED_SECONDS for a death that explains the lost link."""
         found, peer = self._table.workers[worker], self._table.workers.get(lost.peer)
-        for end, other in ((peer, found), (found, peer)):
+        ends = [(peer, found), (found, peer)]
+        if self._table.keeps_less(worker, lost.peer):
+            ends.reverse()
+        for end, other in ends:
             if end is None or not self._table.can_lose(end.process):
                 continue
             if end.state is not WorkerState.LEFT and not (end is peer and lost.incarnation not in ("", end.incarnation)):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, ReliabilitySettings
 from flowrt.launcher import events, run_table
 from flowrt.launcher.actions import End, StartProcess
 from flowrt.launcher.root_cause import FailureKind, RootCause
 from flowrt.launcher.run_table import ProcessPhase, ProcessRecord, RunPhase, RunTable, TimerKind
+from flowrt.processes.output_tail import exit_text
 from flowrt.reliability.restart_policy import Restart, RestartPolicy
 
+# Signals that other programs send. The system sends SIGKILL when memory runs out, which a request can cause; users kill far more often.
+FROM_OUTSIDE = tuple(exit_text(-number) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 _HINT = "is it stopped, or the machine overloaded?"
 
 
@@ -32,13 +37,26 @@ class Restarts:
             return
         if table.phase >= RunPhase.STOPPING or self._root_cause.has_reports:
             return
-        how, is_loading = process.how if process.cause is None else f"{process.cause}; {process.how}", table.phase == RunPhase.LOADING
-        for worker in process.workers:
-            table.announce(events.WorkerLost(worker.name, how, is_loading))
-        if is_loading:
+        self.fence(process.name)
+        if table.phase == RunPhase.LOADING:
             process.died_seconds = None
             process.num_restarts += 1
         self._restart(process)
+
+    def fence(self, name: str) -> None:
+        """Announce the loss of a process that has died or is dying, and accept no more of its messages.
+
+        Its control connection was read to its end, unless that takes longer than LAST_MESSAGES_SECONDS.
+        """
+        process = self._table.processes[name]
+        if process.is_fenced or self._table.phase >= RunPhase.STOPPING or self._root_cause.has_reports:
+            return
+        process.is_fenced = True
+        if process.cause is None and process.how not in FROM_OUTSIDE:
+            process.may_recur = process.how.startswith(("exited", "was killed"))
+        how = "; ".join(each for each in (process.cause, process.how) if each) or "has ended"
+        for worker in process.workers:
+            self._table.announce(events.WorkerLost(worker.name, how, self._table.phase == RunPhase.LOADING, process.may_recur))
 
     def on_fork_failed(self, process: ProcessRecord, error: UserError | WorkerDiedError) -> None:
         """The system refused, or the fork server does not respond. A restart is tried again within the restart budget."""

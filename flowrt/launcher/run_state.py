@@ -12,7 +12,7 @@ down (restarts.py). The death of any other process ends the run (root_cause.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from flowrt.actors.control import Control, DetectorReport, Failed, LinkLost, Listening, PeerJoined, Peers, StatisticsRequest
@@ -25,10 +25,9 @@ from flowrt.launcher.link_loss import EXPLAINED_SECONDS, LinkLoss
 from flowrt.launcher.ordered_stop import OrderedStop
 from flowrt.launcher.restarts import Restarts
 from flowrt.launcher.root_cause import FailureKind, RootCause
-from flowrt.launcher.run_table import ProcessPhase, RunPhase, RunTable, TimerKind, WorkerRecord, WorkerState
+from flowrt.launcher.run_table import LAST_MESSAGES_SECONDS, ProcessPhase, RunPhase, RunTable, TimerKind, WorkerRecord, WorkerState
 from flowrt.reliability.detector import ProcessState
 
-LAST_MESSAGES_SECONDS = 0.5  # for a process that closed its control connection to end, and to read the last messages of an ended one
 STATUS_SECONDS = 10.0  # the same for a process that the run cannot lose: its exit status is the reason that users see
 POLL_SECONDS = 0.5  # between two requests to the monitor
 MONITOR_SECONDS = 10.0  # time limit for the monitor's responses; generous, since a run loses little without its monitor
@@ -73,6 +72,7 @@ class RunState:
             TimerKind.KILL: lambda process: table.act(EndProcess(process)),
             TimerKind.NO_REAP: self._restarts.on_not_reaped,
             TimerKind.NO_STATUS: self._restarts.on_no_status,
+            TimerKind.FENCE: self._restarts.fence,
             TimerKind.LINK: self._link_loss.on_unexplained,
             TimerKind.POLL: self._poll_monitor,
             TimerKind.STOP: self._stop.on_deadline,
@@ -97,6 +97,10 @@ class RunState:
 
     def is_current(self, worker: str, incarnation: str) -> bool:
         return self._table.workers[worker].incarnation == incarnation
+
+    def accepts_messages(self, worker: str, incarnation: str) -> bool:
+        """Whether messages of this incarnation have an effect: it is the current one, and was not fenced."""
+        return self.is_current(worker, incarnation) and not self._table.workers[worker].process.is_fenced
 
     def is_usable(self, worker: str) -> bool:
         """Whether the current incarnation is connected, and no sign of its end has come."""
@@ -192,7 +196,7 @@ class RunState:
         if table.phase == RunPhase.LOADING:
             if all(each.state is WorkerState.LISTENING and each.process.phase == ProcessPhase.STARTING for each in table.workers.values()):
                 table.phase = RunPhase.CONNECTING
-                self._send_peers(table.workers.values())
+                self._send_peers(list(table.workers.values()))
         elif found.process.phase == ProcessPhase.STARTING and all(each.state is WorkerState.LISTENING for each in found.process.workers):
             for each in found.process.workers:
                 joined = PeerJoined(each.name, each.incarnation, self._addresses[each.name])
@@ -303,6 +307,7 @@ class RunState:
                 self._table.announce(events.WorkerCleared(worker, report.why))
             case ProcessState.DEAD:
                 is_killed = self._table.can_fence(found.process)
+                found.process.may_recur |= not report.is_stopped
                 if not is_killed:
                     self._fenced.add(worker)
                 self._table.announce(events.WorkerMarkedDead(worker, report.why, is_killed))
@@ -325,11 +330,16 @@ class RunState:
         else:
             self._table.set_timer(TimerKind.NO_STATUS, STATUS_SECONDS, name)
 
-    def _send_peers(self, workers: Iterable[WorkerRecord]) -> None:
+    def _send_peers(self, workers: Collection[WorkerRecord]) -> None:
+        """Send the workers whom they can link with now. One that starts or has died is left out: its PeerJoined will come."""
         for worker in workers:
             worker.advance(WorkerState.LINKING)
             worker.last_message_seconds = self._table.now
-            self._table.act(Send(worker.name, Peers(dict(self._addresses), self.incarnations)))
+        up = [each for each in self._table.workers.values() if WorkerState.LINKING <= each.state <= WorkerState.STOPPING]
+        incarnations = {each.name: each.incarnation for each in up if each.name != MONITOR}
+        addresses = {name: self._addresses[name] for name in incarnations}
+        for worker in workers:
+            self._table.act(Send(worker.name, Peers(addresses, incarnations)))
 
     # The monitor.
 

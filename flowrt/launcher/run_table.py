@@ -20,11 +20,12 @@ from enum import IntEnum
 
 from flowrt.actors.control import Control, PeerJoined, PeerLeft
 from flowrt.graph.model import MONITOR, Graph
-from flowrt.graph.recovery import neighbours, survivable_processes
+from flowrt.graph.recovery import RULES, neighbours, rule_of, survivable_processes
 from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send
 from flowrt.launcher.events import Event
 from flowrt.transports.contract import Identity
 
+LAST_MESSAGES_SECONDS = 0.5  # for a dying process to close its control connection, and to read the last messages of an ended one
 FORK_SERVER_SECONDS = 15.0  # time limit for the fork server to report the exit of an ended process
 
 
@@ -82,9 +83,10 @@ class TimerKind(IntEnum):
     STOP = 7
     KILL_LATE = 8
     END = 9
+    FENCE = 10
 
 
-OF_PROCESS = (TimerKind.RESTART, TimerKind.KILL, TimerKind.NO_REAP, TimerKind.NO_STATUS)
+OF_PROCESS = (TimerKind.RESTART, TimerKind.KILL, TimerKind.NO_REAP, TimerKind.NO_STATUS, TimerKind.FENCE)
 
 
 @dataclass
@@ -120,7 +122,9 @@ class WorkerRecord:
 
 @dataclass
 class ProcessRecord:
-    """One process. `can_restart`: the run can lose all its workers. `cause`: why it died, where more than the exit status is known."""
+    """One process. `can_restart`: the run can lose all its workers. `cause`: why it died, where more than the exit status is known.
+    `may_recur`: it crashed or hung, and what it computed may be the reason. `is_fenced`: it has died, and no more of its messages are
+    accepted."""
 
     name: str
     can_restart: bool
@@ -132,6 +136,8 @@ class ProcessRecord:
     cause: str | None = None
     died_seconds: float | None = None
     is_given_up: bool = False
+    is_fenced: bool = False
+    may_recur: bool = False
     num_restarts: int = 0
 
     @property
@@ -150,6 +156,7 @@ class RunTable:
         self._new_incarnation = new_incarnation
         self._survivable = survivable_processes(graph) | {MONITOR}
         self._eager = {end for edge in graph.edges.values() if edge.open == "start" for end in graph.ends_of(edge)}
+        self._state_kept = {name: list(RULES).index(rule_of(graph, name).keeps) for name in graph.process_names()}
         self.neighbours = neighbours(graph)
         self.processes: dict[str, ProcessRecord] = {}
         self.workers: dict[str, WorkerRecord] = {}
@@ -166,7 +173,8 @@ class RunTable:
 
     def renew(self, process: ProcessRecord, workers: Sequence[str]) -> None:
         """Give the process new incarnations of its workers."""
-        process.phase, process.cause, process.is_given_up = ProcessPhase.FORKING, None, False
+        process.phase, process.how, process.cause = ProcessPhase.FORKING, "", None
+        process.is_given_up = process.is_fenced = process.may_recur = False
         process.workers = [WorkerRecord(name, process, self._new_incarnation()) for name in workers]
         self.workers |= {worker.name: worker for worker in process.workers}
 
@@ -207,6 +215,10 @@ class RunTable:
 
     # Deaths.
 
+    def keeps_less(self, worker: str, other: str) -> bool:
+        """Whether the death of `worker` loses less state than that of `other`."""
+        return self._state_kept.get(worker, 0) < self._state_kept.get(other, 0)
+
     def can_lose(self, process: ProcessRecord) -> bool:
         """Whether the run has loaded and goes on when this process dies now."""
         return self.can_replace(process) and self.phase >= RunPhase.CONNECTING
@@ -226,6 +238,7 @@ class RunTable:
             return
         process.phase, process.died_seconds = ProcessPhase.DYING, self.now
         if self.can_lose(process):
+            self.set_timer(TimerKind.FENCE, LAST_MESSAGES_SECONDS, process.name)
             for worker in process.workers:
                 if worker.advance(WorkerState.LEFT):
                     left = PeerLeft(worker.name, worker.incarnation, process.cause or why)

@@ -189,7 +189,7 @@ class WorkerPool:
         name = connection.name
 
         def on_control(control: Control) -> None:
-            if self._state.is_current(name, connection.incarnation):
+            if self._state.accepts_messages(name, connection.incarnation):
                 self._on_control(connection, control)
 
         reason = await connection.receive_all(on_control)

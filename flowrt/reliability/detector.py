@@ -46,12 +46,13 @@ class ProcessState(enum.Enum):
 @dataclass(frozen=True)
 class StateChange:
     """The new state of an incarnation. SUSPECT: it is late or was reported by a client; the only consequence is a warning.
-    DEAD: it died or hangs. ALIVE: it is neither any more."""
+    DEAD: it died or hangs. ALIVE: it is neither any more. `is_stopped`: it is dead because another process has stopped it."""
 
     process: str
     incarnation: str
     state: ProcessState
     why: str
+    is_stopped: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,8 @@ class Detector:
 
 def _change(process: str, watched: Watched, state: ProcessState, why: str) -> StateChange:
     watched.state, watched.why = state, why if state is not ProcessState.ALIVE else ""
-    return StateChange(process, watched.incarnation, state, why)
+    is_stopped = state is ProcessState.DEAD and why.startswith(Activity.STOPPED.value)
+    return StateChange(process, watched.incarnation, state, why, is_stopped)
 
 
 def _clear(process: str, watched: Watched) -> StateChange:

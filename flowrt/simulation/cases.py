@@ -172,7 +172,7 @@ def _reference_of(case: Case, request: SimulatedRequest) -> Reference:
             config = config_of(case.graph.model.path)
             limits = case.graph.group_limits()
             gateway = Gateway(["any"], limits, config.max_position_embeddings, config.vocab_size, draw_seed=lambda: 0)
-            placed = gateway.admit(request.prompt_token_ids, request.params)
+            (placed,) = gateway.place(gateway.reserve(request.params), request.prompt_token_ids)
             assert isinstance(placed, SendRequest), placed
             module = import_module(EXACT_MODEL)
             _known[key] = tuple(cast("list[tuple[int, ...]]", module.exact_tokens(case.graph, placed.request)))

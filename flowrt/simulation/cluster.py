@@ -24,6 +24,7 @@ from flowrt.gateway.requests import Requests
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import GATEWAY
 from flowrt.launcher import events
+from flowrt.launcher.group_changes import apply_group_change
 from flowrt.launcher.launcher import STATISTICS_SECONDS, WORKER, Launcher
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
@@ -116,6 +117,8 @@ class _SimulatedRun:
             new_detokenizer=SimulatedDetokenizer,
             eos_token_ids=config.eos_token_ids,
             max_requests=case.max_requests,
+            now=self._seams.clock.now,
+            lost_group_seconds=graph.reliability.lost_group_seconds,
         )
         self._requests = Requests(self._gateway, self._send, self._launcher.health_record.progress, self._seams.clock)
         resolved = replace(case, graph=self._launcher.graph)
@@ -151,6 +154,7 @@ class _SimulatedRun:
                     if self._failure is None:
                         await self._quieten()
                         async with asyncio.timeout(SETTLE_SECONDS):
+                            await self._requests.drain()
                             await self._launcher.drain()
                 finally:
                     await self._requests.aclose()
@@ -188,18 +192,14 @@ class _SimulatedRun:
     def _on_event(self, event: events.Event) -> None:
         self._checks.on_event(event)
         events.news(event)
-        if isinstance(event, events.WorkerMarkedDead) and not event.is_killed:
-            self._requests.fence_group(event.name, event.why)
-        elif isinstance(event, events.WorkerCleared):
-            self._requests.readmit_group(event.name)
-        elif isinstance(event, events.RunFailed):
+        apply_group_change(event, self._requests)
+        if isinstance(event, events.RunFailed):
             self._failed_seconds = self._world.loop.time()
             if isinstance(event.error, UserError | WorkerDiedError):
                 self._failure = event.error
-            self._requests.fail(event.error)
 
     def _on_control(self, worker: str, control: Control) -> None:
-        self._requests.on_control(control)
+        self._requests.on_control(worker, control)
         self._note_ends()
 
     async def _send(self, group: str, control: Control) -> None:

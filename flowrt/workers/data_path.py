@@ -85,6 +85,7 @@ class DataPath:
             on_device={edge.id for edge in graph.edges.values() if edge.transport in abilities and abilities[edge.transport].device_memory},
             schemas=edge_schemas(graph),
         )
+        self.peers = {plan.peer for plan in plans}
         wrap = {"wrap": emulated.links.wrap} if emulated is not None else {}
         self.links = Links(
             Identity(name, start.incarnation),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flowrt.actors.control import Cancel, Control, Drain, Drained, Ended, Logprobs, Submit, Token, Tokens
+from flowrt.actors.control import Cancel, Control, Drain, Drained, Ended, Logprobs, RunsAlone, Submit, Token, Tokens
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
 from flowrt.engine.engine import Decision, Engine, StartStep
@@ -48,6 +48,7 @@ class Group:
         self._device = device
         self._client = client
         self._is_draining = False
+        self._on_trial: tuple[str, int] | None = None  # the latest suspect that was reported, and its attempt
         self._refusal: str | None = None
 
     @property
@@ -129,7 +130,13 @@ class Group:
             self._send(Drained())
 
     def _emit(self, start: StartStep) -> None:
-        """Emit a step's tags: the layout for every layer, the sampling rows, and last the tokens, which start the step."""
+        """Emit a step's tags: the layout for every layer, the sampling rows, and last the tokens, which start the step.
+
+        A suspect is reported first: the step may kill this process.
+        """
+        if (suspect := start.on_trial) is not None and self._on_trial != (suspect.id, suspect.attempt):
+            self._on_trial = suspect.id, suspect.attempt
+            self._send(RunsAlone(suspect.id, suspect.attempt))
         payloads = batch_payloads(start.batch, self._page_size, self._device)
         tags = [Tag(self._source, start.epoch, start.micro_batch, start.step, layer) for layer in range(self._num_layers)]
         for tag in tags:

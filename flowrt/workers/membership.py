@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 
 from flowrt.actors.control import Control, ExpertsUnavailable, LateResponse, LinkLost, PeerJoined, PeerLeft
 from flowrt.exchange.failover import Failover
-from flowrt.graph.model import ReliabilitySettings
+from flowrt.graph.builtin import SOURCE
+from flowrt.graph.model import Graph
 from flowrt.seams import Clock
 from flowrt.transports.contract import Identity
 from flowrt.workers.data_path import DataPath
@@ -25,26 +26,33 @@ REPORT_SECONDS = 1.0  # between two reports about one server
 class Membership:
     """Handles lost and joined peers.
 
-    `tasks` owns the tasks started here. `incarnations` holds the initial incarnation of every process.
+    `tasks` owns the tasks started here. `incarnations` holds the initial incarnation of every process that is up; each other peer counts
+    as lost until it joins.
     """
 
     def __init__(
         self,
+        graph: Graph,
         data_path: DataPath,
         send: Callable[[Control], None],
         clock: Clock,
         tasks: asyncio.TaskGroup,
-        settings: ReliabilitySettings,
         incarnations: Mapping[str, str],
     ) -> None:
-        self._links, self._send, self._clock, self._tasks = data_path.links, send, clock, tasks
+        self._links, self._runner, self._send, self._clock, self._tasks = data_path.links, data_path.runner, send, clock, tasks
         self._failover, self._hedges = data_path.failover, data_path.hedges
+        settings = graph.reliability
         self._unavailable_expert_seconds, self._degrades = settings.unavailable_expert_seconds, settings.unavailable_expert == "degrade"
         self._incarnations = dict(incarnations)  # process -> its current incarnation
         self._ended: set[tuple[str, str]] = set()  # (process, incarnation)
         self._lost_since = 0.0  # time since which an expert has had no replica
         self._latest_report = ExpertsUnavailable("")
         self._reported_at: dict[str, float] = {}  # process -> when last
+        self._sources = {  # process -> the nodes that emit its tags
+            process: [node.name for node in graph.nodes_of(process) if node.operator == SOURCE] for process in data_path.peers
+        }
+        for process in data_path.peers - incarnations.keys():
+            self._lose(process, "")
         if data_path.failover is not None and data_path.group is not None and data_path.failover.processes:
             tasks.create_task(self._watch_parts(data_path.failover, data_path.group), name=f"parts of {data_path.name}")
 
@@ -65,17 +73,23 @@ class Membership:
         if (process, incarnation) in self._ended:
             return False
         self._ended.add((process, incarnation))
+        self._lose(process, incarnation)
+        return True
+
+    def _lose(self, process: str, incarnation: str) -> None:
+        self._runner.end_peer(process, [f"{source}@{incarnation}" for source in self._sources[process]])
         if self._failover is not None:
             was_whole = self._failover.unavailable_text() is None
             self._failover.mark_lost(process)
             if was_whole:
                 self._lost_since = self._clock.now()  # restarted, however short a replica was back
-        return True
 
     async def _join(self, joined: PeerJoined) -> None:
-        if await self._links.join(joined.process, joined.incarnation, joined.addresses) and self._failover is not None:
+        if await self._links.join(joined.process, joined.incarnation, joined.addresses):
             self._incarnations[joined.process] = joined.incarnation
-            self._failover.mark_joined(joined.process)
+            self._runner.join_peer(joined.process)
+            if self._failover is not None:
+                self._failover.mark_joined(joined.process)
 
     async def _watch_parts(self, failover: Failover, group: Group) -> None:
         while True:

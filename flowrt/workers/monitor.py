@@ -136,4 +136,4 @@ class Monitor:
 
     def _report(self, decisions: Sequence[StateChange]) -> None:
         for each in decisions:
-            self.control.send(DetectorReport(each.process, each.incarnation, each.state, each.why))
+            self.control.send(DetectorReport(each.process, each.incarnation, each.state, each.why, each.is_stopped))

@@ -187,7 +187,7 @@ class Worker:
         await data_path.links.open(peers.addresses, peers.incarnations)
         send(Connected())
         async with asyncio.TaskGroup() as tasks:
-            self._membership = Membership(data_path, send, clock, tasks, self._graph.reliability, peers.incarnations)
+            self._membership = Membership(self._graph, data_path, send, clock, tasks, peers.incarnations)
             tasks.create_task(data_path.runner.run(), name=f"runner of {name}")
             tasks.create_task(self._run_links(data_path.links), name=f"links of {name}")
             if is_watched(self._graph):

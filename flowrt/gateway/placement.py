@@ -1,0 +1,123 @@
+"""Places requests in groups: queues what does not fit, moves requests of lost groups, and runs suspects one at a time. Pure.
+
+A request is placed when a group has room for it, the oldest first; until then it waits at the gateway. `SEQUENCES_AHEAD` lets a group
+have the next sequences at hand when one of its own ends. A request that has waited for `lost_group_seconds` while no group is left is
+given up.
+
+A suspect is a request whose group crashed or hung while it ran there, so that it may be the cause. A group gets one suspect at a time, and
+its engine computes it alone until it has committed a token (Request.is_suspect). A group that crashes meanwhile proves that this request is
+the cause.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable
+
+from flowrt.gateway.request_log import RequestLog
+from flowrt.gateway.routing import GroupLoad, choose_group
+
+SEQUENCES_AHEAD = 2  # sequences that a group is sent, in units of the most that it runs
+
+
+class Placement:
+    """`groups` are the names of the workers that take requests. `now` returns the time in seconds."""
+
+    def __init__(self, groups: Iterable[str], max_num_seqs: int, lost_group_seconds: float, now: Callable[[], float]) -> None:
+        self.loads = {group: GroupLoad() for group in groups}
+        self._capacity = SEQUENCES_AHEAD * max_num_seqs
+        self._lost_group_seconds, self._now = lost_group_seconds, now
+        self._lost: dict[str, str] = {}  # group -> why
+        self._no_group_since = now()  # valid while no group is left
+        self._waiting: list[RequestLog] = []  # the oldest first
+        self._trials: dict[str, RequestLog] = {}  # group -> the suspect that runs there
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next waiting request is given up; None while a group is left or none waits."""
+        if not self._waiting or not self._has_no_group:
+            return None
+        return min(max(log.waits_since, self._no_group_since) for log in self._waiting) + self._lost_group_seconds
+
+    @property
+    def _has_no_group(self) -> bool:
+        return self._lost.keys() >= self.loads.keys()
+
+    def add(self, log: RequestLog) -> None:
+        """Queue a request that has no group. `place_waiting` follows."""
+        log.waits_since = self._now()
+        insort(self._waiting, log, key=lambda log: log.index)
+
+    def remove(self, log: RequestLog) -> None:
+        """Forget a request that ends or leaves its group. Its room is free for others."""
+        if log in self._waiting:
+            self._waiting.remove(log)
+        if log.group is not None:
+            self._count(log, -1)
+            self.clear(log)
+            log.group = None
+
+    def place_waiting(self) -> list[RequestLog]:
+        """Give a group to each waiting request that fits in one. Returns these requests; a request that fits nowhere lets none overtake
+        it, except that others pass suspects."""
+        placed = []
+        for log in list(self._waiting):
+            group = choose_group(self.loads, self._closed_groups(log))
+            if group is not None:
+                self._waiting.remove(log)
+                log.group = group
+                self._count(log, 1)
+                if log.is_suspect:
+                    self._trials[group] = log
+                placed.append(log)
+            elif not log.is_suspect:
+                break
+        return placed
+
+    def clear(self, log: RequestLog) -> bool:
+        """End the trial of a suspect, which has committed a token, ended, or lost its group. False: it is none."""
+        log.ran_alone = False
+        if log.group is None or self._trials.get(log.group) is not log:
+            return False
+        del self._trials[log.group]
+        return True
+
+    def suspect(self, group: str, logs: Iterable[RequestLog]) -> RequestLog | None:
+        """Handle a crash of the group with these requests. Returns the request that caused it, if one ran alone; else all are suspects."""
+        trial = self._trials.get(group)
+        if trial is not None and trial.ran_alone:
+            return trial
+        for log in logs:
+            log.is_suspect = True
+        return None
+
+    def lose(self, group: str, why: str) -> None:
+        """Place no more requests in this group."""
+        if not self._has_no_group:
+            self._no_group_since = self._now()
+        self._lost[group] = why
+
+    def readmit(self, group: str) -> None:
+        """Place requests in a lost group again. `place_waiting` follows."""
+        self._lost.pop(group, None)
+
+    def expired(self) -> list[RequestLog]:
+        """The waiting requests that are given up now."""
+        if not self._has_no_group:
+            return []
+        latest = self._now() - self._lost_group_seconds
+        return [log for log in self._waiting if max(log.waits_since, self._no_group_since) <= latest]
+
+    def why_no_group(self) -> str:
+        return "; ".join(["no attention group is left to serve the request", *(f"{group} {why}" for group, why in self._lost.items())])
+
+    def _closed_groups(self, log: RequestLog) -> set[str]:
+        num_choices = len(log.choices)
+        full = {group for group, load in self.loads.items() if load.num_sequences and load.num_sequences + num_choices > self._capacity}
+        return full | self._lost.keys() | (self._trials.keys() if log.is_suspect else set())
+
+    def _count(self, log: RequestLog, delta: int) -> None:
+        assert log.group is not None
+        load, num_choices = self.loads[log.group], len(log.choices)
+        num_tokens = len(log.prompt_token_ids) + num_choices * log.max_tokens
+        self.loads[log.group] = GroupLoad(load.num_sequences + delta * num_choices, load.num_tokens + delta * num_tokens)

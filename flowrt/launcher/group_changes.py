@@ -1,0 +1,19 @@
+"""Applies the events of a run to the requests of its groups: a lost group's requests move, and a returned group gets new ones."""
+
+from __future__ import annotations
+
+from flowrt.gateway.requests import Requests
+from flowrt.launcher import events
+
+
+def apply_group_change(event: events.Event, requests: Requests) -> None:
+    """Call this with every event of the launcher."""
+    match event:
+        case events.WorkerLost(name, how, while_loading, may_recur) if not while_loading:
+            requests.lose_group(name, how, may_recur=may_recur)
+        case events.WorkerMarkedDead(name, why, is_killed) if not is_killed:
+            requests.lose_group(name, f"was marked dead: {why}", is_alive=True)
+        case events.WorkerRestarted(name) | events.WorkerCleared(name):
+            requests.readmit_group(name)
+        case events.RunFailed(error):
+            requests.fail(error)
