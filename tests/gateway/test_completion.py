@@ -12,12 +12,12 @@ from flowrt.sampling_params import SamplingParams
 def answer(*degraded: bool) -> Completion:
     """To a request whose tokens are marked so."""
     gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1)
-    placed = gateway.admit((1, 2), SamplingParams(max_tokens=len(degraded)))
+    (placed,) = gateway.place(gateway.reserve(SamplingParams(max_tokens=len(degraded))), (1, 2))
     assert isinstance(placed, SendRequest)
     request = placed.request
     for index, marked in enumerate(degraded):
-        gateway.on_token(Token(request.id, 0, index, (5,), degraded=marked))
-    gateway.on_ended(Ended(request.id, 0, "length", num_tokens=len(degraded)))
+        gateway.on_token("g", Token(request.id, 0, index, (5,), degraded=marked))
+    gateway.on_ended("g", Ended(request.id, 0, "length", num_tokens=len(degraded)))
     events = gateway.events(placed.index)
     assert [event.degraded for event in events if isinstance(event, TokenEvent)] == list(degraded)
     return Completion.of((1, 2), events)

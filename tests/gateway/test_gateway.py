@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.actors.control import Cancel, Ended, Logprobs, Token
-from flowrt.engine.engine import Decision, Engine
-from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Gateway, SendCancel, SendRequest, TokenEvent
+from flowrt.actors.control import Cancel, Ended, Logprobs, RunsAlone, Token
+from flowrt.engine.engine import Decision as EngineDecision
+from flowrt.engine.engine import Engine
+from flowrt.gateway.gateway import ChoiceEvent, Decision, EndEvent, Gateway, SendCancel, SendRequest, TokenEvent
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import SamplingParams
@@ -35,7 +37,7 @@ class Letters:
         return held
 
 
-def new_gateway(groups: Sequence[str] = ("g0", "g1"), text: bool = True, **more: int) -> Gateway:
+def new_gateway(groups: Sequence[str] = ("g0", "g1"), text: bool = True, **more: Any) -> Gateway:
     seeds = iter(range(1000, 2000))
     return Gateway(
         groups,
@@ -50,9 +52,41 @@ def new_gateway(groups: Sequence[str] = ("g0", "g1"), text: bool = True, **more:
 
 
 def place(gateway: Gateway, prompt: Sequence[int] = (1, 2), **parameters: object) -> SendRequest:
-    placed = gateway.admit(prompt, SamplingParams(**parameters))  # type: ignore[arg-type]
+    placed = admit(gateway, prompt, SamplingParams(**parameters))  # type: ignore[arg-type]
     assert isinstance(placed, SendRequest)
     return placed
+
+
+def admit(gateway: Gateway, prompt: Sequence[int], params: SamplingParams = SamplingParams()) -> SendRequest | EndEvent | None:
+    """Reserve and place a request. None: it waits for a group."""
+    index = gateway.reserve(params)
+    decisions = gateway.place(index, prompt)
+    return gateway.log(index).end or next((each for each in decisions if isinstance(each, SendRequest) and each.index == index), None)
+
+
+def group_of(gateway: Gateway, request_id: str) -> str:
+    return gateway.log(int(request_id.removeprefix("request-"))).group or "g0"
+
+
+def on_token(gateway: Gateway, token: Token) -> list[Decision]:
+    """A token of the group that has the request now."""
+    return gateway.on_token(group_of(gateway, token.request_id), token)
+
+
+def on_ended(gateway: Gateway, ended: Ended) -> list[Decision]:
+    return gateway.on_ended(group_of(gateway, ended.request_id), ended)
+
+
+def move(gateway: Gateway, index: int, *lost: str) -> SendRequest:
+    """Lose the group of a request, and groups that it must avoid, for a moment. Returns its new attempt."""
+    group = gateway.log(index).group
+    assert group is not None
+    for each in lost:
+        gateway.lose_group(each, "was killed")
+    decisions = gateway.lose_group(group, "was killed")
+    for each in (group, *lost):
+        decisions += gateway.readmit_group(each)
+    return next(each for each in decisions if isinstance(each, SendRequest) and each.index == index)
 
 
 def letters(text: str) -> tuple[int, ...]:
@@ -76,7 +110,7 @@ def test_without_a_seed_one_is_drawn_and_kept() -> None:
     gateway = new_gateway()
     placed = place(gateway)
     assert placed.request.seed == 1000
-    redispatched = gateway.place_attempt(placed.index)
+    redispatched = move(gateway, placed.index)
     assert isinstance(redispatched, SendRequest)
     assert redispatched.request.seed == 1000
     assert place(gateway).request.seed == 1001
@@ -91,9 +125,11 @@ def test_without_max_tokens_there_are_as_many_as_fit(num_prompt_tokens: int, max
 def test_tokens_become_events_and_the_end_comes_once() -> None:
     gateway = new_gateway()
     placed = place(gateway)
-    assert gateway.on_token(token_of(placed, "hi")) == [TokenEvent(0, 0, 7, "h"), TokenEvent(0, 1, 8, "i")]
-    assert gateway.on_ended(Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length")]
-    assert gateway.on_ended(Ended(placed.request.id, 0, "length")) == gateway.on_token(token_of(placed, "x", 2)) == gateway.cancel(0) == []
+    assert on_token(gateway, token_of(placed, "hi")) == [TokenEvent(0, 0, 7, "h"), TokenEvent(0, 1, 8, "i")]
+    assert on_ended(gateway, Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length")]
+    assert (
+        on_ended(gateway, Ended(placed.request.id, 0, "length")) == on_token(gateway, token_of(placed, "x", 2)) == gateway.cancel(0) == []
+    )
     assert gateway.log(0).token_ids == [7, 8]
     assert gateway.log(0).text == "hi"
     assert gateway.events(0, 2) == [EndEvent(0, "length")]
@@ -106,22 +142,22 @@ def test_tokens_become_events_and_the_end_comes_once() -> None:
 def test_only_the_next_index_of_the_current_attempt_is_committed() -> None:
     gateway = new_gateway()
     placed = place(gateway)
-    gateway.on_token(token_of(placed, "abc"))
-    assert gateway.on_token(token_of(placed, "abc")) == []
-    assert gateway.on_token(token_of(placed, "cd", 2)) == [TokenEvent(0, 3, 3, "d")], "what is new of a repeated message"
-    redispatched = gateway.place_attempt(0)
+    on_token(gateway, token_of(placed, "abc"))
+    assert on_token(gateway, token_of(placed, "abc")) == []
+    assert on_token(gateway, token_of(placed, "cd", 2)) == [TokenEvent(0, 3, 3, "d")], "what is new of a repeated message"
+    redispatched = move(gateway, 0)
     assert isinstance(redispatched, SendRequest)
     assert (redispatched.request.attempt, redispatched.request.committed_token_ids) == (1, ((0, 1, 2, 3),))
-    assert gateway.on_token(token_of(placed, "z", 4)) == [], "the older attempt"
-    assert gateway.on_ended(Ended(placed.request.id, 0, "abort")) == []
-    assert gateway.on_token(token_of(redispatched, "e", 4)) == [TokenEvent(0, 4, 4, "e")]
-    assert gateway.on_ended(Ended(redispatched.request.id, 1, "stop")) == [EndEvent(0, "stop")]
+    assert on_token(gateway, token_of(placed, "z", 4)) == [], "the older attempt"
+    assert on_ended(gateway, Ended(placed.request.id, 0, "abort")) == []
+    assert on_token(gateway, token_of(redispatched, "e", 4)) == [TokenEvent(0, 4, 4, "e")]
+    assert on_ended(gateway, Ended(redispatched.request.id, 1, "stop")) == [EndEvent(0, "stop")]
 
 
 def test_a_gap_ends_the_request_instead_of_giving_wrong_text() -> None:
     gateway = new_gateway()
     placed = place(gateway)
-    event, cancel = gateway.on_token(token_of(placed, "x", 1))
+    event, cancel = on_token(gateway, token_of(placed, "x", 1))
     assert isinstance(event, EndEvent)
     assert (event.finish_reason, event.error) == ("error", "g0 sent token 1 of request-0 where 0 of 20 were committed")
     assert cancel == SendCancel("g0", Cancel("request-0", 0))
@@ -130,7 +166,7 @@ def test_a_gap_ends_the_request_instead_of_giving_wrong_text() -> None:
 def test_the_log_is_bounded_by_max_tokens() -> None:
     gateway = new_gateway()
     placed = place(gateway, max_tokens=2)
-    *_, event, _ = gateway.on_token(token_of(placed, "abc"))
+    *_, event, _ = on_token(gateway, token_of(placed, "abc"))
     assert isinstance(event, EndEvent)
     assert event.finish_reason == "error"
     assert len(gateway.log(0).events) == 3
@@ -139,7 +175,7 @@ def test_the_log_is_bounded_by_max_tokens() -> None:
 def test_a_failed_request_has_the_reason() -> None:
     gateway = new_gateway()
     placed = place(gateway)
-    assert gateway.on_ended(Ended(placed.request.id, 0, "error", "too long")) == [EndEvent(0, "error", "", "too long")]
+    assert on_ended(gateway, Ended(placed.request.id, 0, "error", "too long")) == [EndEvent(0, "error", "", "too long")]
 
 
 @pytest.mark.parametrize(
@@ -160,10 +196,10 @@ def test_stop_strings(stop: tuple[str, ...], expected: str, texts: list[str], te
     ends: list[EndEvent] = []
     cancels: list[SendCancel] = []
     for index, letter in enumerate(expected):
-        for decision in gateway.on_token(token_of(placed, letter, index)):
+        for decision in on_token(gateway, token_of(placed, letter, index)):
             {TokenEvent: events, EndEvent: ends, SendCancel: cancels}[type(decision)].append(decision)  # type: ignore[index, arg-type]
     if not ends:
-        ends = [event for event in gateway.on_ended(Ended(placed.request.id, 0, "length")) if isinstance(event, EndEvent)]
+        ends = [event for event in on_ended(gateway, Ended(placed.request.id, 0, "length")) if isinstance(event, EndEvent)]
         assert ends[0].finish_reason == "length"
         assert not cancels
     else:
@@ -178,9 +214,9 @@ def test_stop_strings(stop: tuple[str, ...], expected: str, texts: list[str], te
 def test_text_held_back_comes_with_the_end() -> None:
     gateway = new_gateway()
     placed = place(gateway, stop=("bcd",))
-    events = gateway.on_token(Token(placed.request.id, 0, 0, (0, 1, 2, 26)))
+    events = on_token(gateway, Token(placed.request.id, 0, 0, (0, 1, 2, 26)))
     assert [event.text for event in events if isinstance(event, TokenEvent)] == ["a", "", "", ""]
-    assert gateway.on_ended(Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length", "bcé")]
+    assert on_ended(gateway, Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length", "bcé")]
 
 
 @pytest.mark.parametrize(("parameters", "text"), [({}, "a"), ({"ignore_eos": True}, "az"), ({"stop_token_ids": (0,)}, "")])
@@ -188,8 +224,8 @@ def test_stop_tokens_are_in_the_ids_and_not_in_the_text(parameters: dict[str, ob
     gateway = new_gateway()
     placed = place(gateway, **parameters)
     expected = "a" if "stop_token_ids" in parameters else "az"  # z is the end of sequence
-    gateway.on_token(token_of(placed, expected))
-    gateway.on_ended(Ended(placed.request.id, 0, "stop"))
+    on_token(gateway, token_of(placed, expected))
+    on_ended(gateway, Ended(placed.request.id, 0, "stop"))
     assert gateway.log(0).text == text
     assert gateway.log(0).token_ids == list(letters(expected))
 
@@ -197,36 +233,34 @@ def test_stop_tokens_are_in_the_ids_and_not_in_the_text(parameters: dict[str, ob
 def test_without_a_tokenizer_there_are_ids_and_no_stop_strings() -> None:
     gateway = new_gateway(text=False)
     placed = place(gateway)
-    assert gateway.on_token(token_of(placed, "a")) == [TokenEvent(0, 0, 0, "")]
-    refused = gateway.admit((1,), SamplingParams(stop=("x",)))
+    assert on_token(gateway, token_of(placed, "a")) == [TokenEvent(0, 0, 0, "")]
+    refused = admit(gateway, (1,), SamplingParams(stop=("x",)))
     assert isinstance(refused, EndEvent)
     assert refused.error == "stop strings need a tokenizer, and the model's directory has none; use stop_token_ids"
 
 
 def test_refused_requests_have_their_one_end_too() -> None:
     gateway = new_gateway(max_requests=2)
-    assert isinstance(gateway.admit(()), EndEvent)
+    assert isinstance(admit(gateway, ()), EndEvent)
     reserved = gateway.reserve(SamplingParams(n=3))
     assert gateway.num_unfinished == 1, "a place is taken before anything is done for the request"
     assert gateway.refuse(reserved, "no tokenizer") == EndEvent(1, "error", "", "no tokenizer")
     placed = place(gateway)
     place(gateway)
     assert gateway.is_full
-    assert gateway.admit((1,)) == EndEvent(4, "error", "", "too many active requests (2, limit 2)")
+    assert admit(gateway, (1,)) == EndEvent(4, "error", "", "too many active requests (2, limit 2)")
     assert [len(gateway.events(index)) for index in (0, 1, 4)] == [1, 1, 1]
     gateway.cancel(placed.index)
     assert not gateway.is_full
     with pytest.raises(ValueError, match="request 3 has not ended"):
         gateway.forget(3)
-    with pytest.raises(ValueError, match="request 0 is not placed, or has ended"):
-        gateway.place_attempt(0)
 
 
 def test_cancelling_notifies_client_and_worker_once() -> None:
     gateway = new_gateway()
     placed = place(gateway)
     assert gateway.cancel(0) == [EndEvent(0, "abort"), SendCancel("g0", Cancel("request-0", 0))]
-    assert gateway.cancel(0) == gateway.cancel(99) == gateway.on_ended(Ended(placed.request.id, 0, "abort")) == []
+    assert gateway.cancel(0) == gateway.cancel(99) == on_ended(gateway, Ended(placed.request.id, 0, "abort")) == []
 
 
 def test_all_parameters_reach_the_group() -> None:
@@ -239,18 +273,18 @@ def test_each_choice_has_its_tokens_text_and_end() -> None:
     gateway = new_gateway()
     placed = place(gateway, n=2, stop=("lo",))
     name = placed.request.id
-    assert gateway.on_token(Token(name, 0, 0, letters("hi"), 1)) == [TokenEvent(0, 0, 7, "h", 1), TokenEvent(0, 1, 8, "i", 1)]
-    assert gateway.on_token(Token(name, 0, 0, letters("l"))) == [TokenEvent(0, 0, 11, "")]
-    assert gateway.on_token(Token(name, 0, 1, letters("ox"))) == [
+    assert on_token(gateway, Token(name, 0, 0, letters("hi"), 1)) == [TokenEvent(0, 0, 7, "h", 1), TokenEvent(0, 1, 8, "i", 1)]
+    assert on_token(gateway, Token(name, 0, 0, letters("l"))) == [TokenEvent(0, 0, 11, "")]
+    assert on_token(gateway, Token(name, 0, 1, letters("ox"))) == [
         TokenEvent(0, 1, 14, ""),
         ChoiceEvent(0, 0, "stop"),
         SendCancel("g0", Cancel(name, 0, 0)),
     ], "a stop string ends its choice, and what came behind it is dropped"
-    assert gateway.on_ended(Ended(name, 0, "abort", choice=0, num_tokens=3)) == [], "the group's answer to that cancel"
-    redispatched = gateway.place_attempt(0)
+    assert on_ended(gateway, Ended(name, 0, "abort", choice=0, num_tokens=3)) == [], "the group's answer to that cancel"
+    redispatched = move(gateway, 0)
     assert isinstance(redispatched, SendRequest)
     assert (redispatched.request.committed_token_ids, redispatched.request.ended_choices) == ((letters("lo"), letters("hi")), (0,))
-    assert gateway.on_ended(Ended(name, 1, "length", choice=1, num_tokens=2)) == [ChoiceEvent(0, 1, "length"), EndEvent(0, "stop")]
+    assert on_ended(gateway, Ended(name, 1, "length", choice=1, num_tokens=2)) == [ChoiceEvent(0, 1, "length"), EndEvent(0, "stop")]
     assert gateway.log(0).text == ""
     assert [choice.finish_reason for choice in gateway.log(0).choices] == ["stop", "length"]
     assert gateway.num_unfinished == 0
@@ -259,11 +293,11 @@ def test_each_choice_has_its_tokens_text_and_end() -> None:
 def test_cancelling_ends_every_choice_that_goes_on() -> None:
     gateway = new_gateway()
     placed = place(gateway, n=3)
-    gateway.on_ended(Ended(placed.request.id, 0, "stop", choice=1, num_tokens=0))
+    on_ended(gateway, Ended(placed.request.id, 0, "stop", choice=1, num_tokens=0))
     ends = [ChoiceEvent(0, 0, "abort"), ChoiceEvent(0, 2, "abort"), EndEvent(0, "abort")]
     assert gateway.cancel(0) == [*ends, SendCancel("g0", Cancel(placed.request.id, 0))]
     failed = place(gateway, n=2)
-    assert gateway.on_ended(Ended(failed.request.id, 0, "error", "too long")) == [
+    assert on_ended(gateway, Ended(failed.request.id, 0, "error", "too long")) == [
         ChoiceEvent(1, 0, "error"),
         ChoiceEvent(1, 1, "error"),
         EndEvent(1, "error", "", "too long"),
@@ -274,8 +308,8 @@ def test_cancelling_ends_every_choice_that_goes_on() -> None:
 def test_a_lost_last_token_is_an_error() -> None:
     gateway = new_gateway()
     placed = place(gateway)
-    gateway.on_token(token_of(placed, "ab"))
-    event, cancel = gateway.on_ended(Ended(placed.request.id, 0, "length", num_tokens=3))
+    on_token(gateway, token_of(placed, "ab"))
+    event, cancel = on_ended(gateway, Ended(placed.request.id, 0, "length", num_tokens=3))
     assert event == EndEvent(0, "error", "", "g0 ended request-0 after 3 tokens, 2 were committed")
     assert isinstance(cancel, SendCancel)
 
@@ -283,7 +317,7 @@ def test_a_lost_last_token_is_an_error() -> None:
 def test_stop_strings_are_looked_for_behind_min_tokens() -> None:
     gateway = new_gateway()
     placed = place(gateway, stop=("b",), min_tokens=2)
-    events = gateway.on_token(token_of(placed, "abab"))
+    events = on_token(gateway, token_of(placed, "abab"))
     assert gateway.log(0).text == "aba"
     assert isinstance(events[-2], EndEvent)
 
@@ -292,7 +326,7 @@ def test_logprobs_come_with_their_tokens() -> None:
     gateway = new_gateway()
     placed = place(gateway, logprobs=2)
     expected = Logprobs(-0.25, ((1, -0.25), (2, -2.0)))
-    assert gateway.on_token(Token(placed.request.id, 0, 0, (1,), 0, (expected,))) == [
+    assert on_token(gateway, Token(placed.request.id, 0, 0, (1,), 0, (expected,))) == [
         TokenEvent(0, 0, 1, "b", 0, -0.25, ((1, -0.25), (2, -2.0))),
     ]
 
@@ -301,43 +335,120 @@ def test_requests_go_to_the_least_loaded_group() -> None:
     gateway = new_gateway(("g0", "g1", "g2"))
     placed = [place(gateway, [1] * length, max_tokens=5) for length in (3, 2, 2, 1, 1)]
     assert [each.group for each in placed] == ["g0", "g1", "g2", "g1", "g2"]
-    gateway.on_ended(Ended(placed[1].request.id, 0, "stop"))
+    on_ended(gateway, Ended(placed[1].request.id, 0, "stop"))
     assert place(gateway, max_tokens=5).group == "g1", "one request each in g0 and g1, of 8 and 6 tokens"
-    redispatched = gateway.place_attempt(placed[0].index, avoid=("g0", "g2"))
+    redispatched = move(gateway, placed[0].index, "g2")
     assert isinstance(redispatched, SendRequest)
     assert redispatched.group == "g1"
     gateway.end_all("abort")
     assert {(load.num_sequences, load.num_tokens) for load in gateway.loads.values()} == {(0, 0)}
 
 
-def test_when_no_group_is_left_the_request_ends() -> None:
-    assert new_gateway(()).admit((1,)) == EndEvent(0, "error", "", "no attention group is left to serve the request")
-    gateway = new_gateway()
+def test_without_a_group_requests_wait_for_one_and_end_after_a_time() -> None:
+    now = [100.0]
+    gateway = new_gateway(now=lambda: now[0], lost_group_seconds=5.0)
     placed = place(gateway, stop=("bc",))
-    gateway.on_token(token_of(placed, "ab"))
-    ended = gateway.place_attempt(0, avoid=("g0", "g1"))
-    assert ended == EndEvent(0, "error", "b", "no attention group is left to serve the request")
-    assert gateway.events(0)[-1] == ended
-    assert gateway.num_unfinished == 0
+    on_token(gateway, token_of(placed, "ab"))
+    assert gateway.lose_group("g1", "was killed by SIGKILL") == [], "it had no request"
+    assert gateway.lose_group("g0", "has ended") == []
+    assert (gateway.deadline, gateway.num_unfinished) == (105.0, 1)
+    now[0] = 103.0
+    assert admit(gateway, (1,)) is None
+    now[0] = 104.9
+    assert gateway.on_time() == []
+    now[0] = 105.0
+    error = "no attention group is left to serve the request; g1 was killed by SIGKILL; g0 has ended"
+    assert gateway.on_time() == [EndEvent(0, "error", "b", error)]
+    assert gateway.deadline == 108.0
+    (second,) = gateway.readmit_group("g1")
+    assert isinstance(second, SendRequest)
+    assert (second.index, second.group, gateway.deadline) == (1, "g1", None)
 
 
-def test_requests_of_a_fenced_group_end_and_new_ones_go_elsewhere() -> None:
+def test_requests_of_a_lost_group_continue_elsewhere() -> None:
     gateway = new_gateway()
-    lost, kept = place(gateway), place(gateway)
+    lost, kept = place(gateway, n=2), place(gateway)
+    on_token(gateway, token_of(lost, "ab"))
     assert (lost.group, kept.group) == ("g0", "g1")
-    assert gateway.fence_group("g0", "stopped") == [
-        EndEvent(lost.index, "error", "", "g0 was marked dead: stopped"),
-        SendCancel("g0", Cancel(lost.request.id, 0)),
-    ]
-    assert gateway.on_token(token_of(lost, "a")) == []  # it wakes up
-    assert [place(gateway).group for _ in range(3)] == ["g1"] * 3
-    assert isinstance(gateway.on_token(token_of(kept, "a"))[0], TokenEvent)
-    gateway.fence_group("g1", "asleep")
-    refused = gateway.admit((1, 2))
-    assert isinstance(refused, EndEvent)
-    assert refused.error == "no attention group is left to serve the request; g0 was marked dead: stopped; g1 was marked dead: asleep"
+    cancel, moved = gateway.lose_group("g0", "was marked dead: stopped", is_alive=True)
+    assert cancel == SendCancel("g0", Cancel(lost.request.id, 0))
+    assert isinstance(moved, SendRequest)
+    assert (moved.group, moved.request.attempt, moved.request.committed_token_ids) == ("g1", 1, ((0, 1), ()))
+    assert not gateway.is_placed(lost.request, "g0")
+    assert gateway.is_placed(moved.request, "g1")
+    assert gateway.on_token("g0", token_of(lost, "c", 2)) == []  # it wakes up
+    assert gateway.on_token("g0", token_of(moved, "c", 2)) == [], "only the group that has the attempt"
+    assert gateway.on_ended("g0", Ended(lost.request.id, 1, "length")) == []
+    assert isinstance(on_token(gateway, token_of(moved, "c", 2))[0], TokenEvent)
+    gateway.cancel(1)
+    assert place(gateway).group == "g1"
     gateway.readmit_group("g0")
     assert place(gateway).group == "g0"
+
+
+def test_what_does_not_fit_waits_the_oldest_first() -> None:
+    """A group is sent twice the sequences that it runs."""
+    gateway = new_gateway()
+    placed = [place(gateway) for _ in range(10)]
+    moved = [each for each in gateway.lose_group("g0", "was killed") if isinstance(each, SendRequest)]
+    assert [each.index for each in moved] == [0, 2, 4], "g1 had 5 of the 8 that fit"
+    assert admit(gateway, (1,)) is None, "requests 6 and 8 come before it"
+    (next_one,) = gateway.cancel(1)[2:]
+    assert isinstance(next_one, SendRequest)
+    assert (next_one.index, next_one.request.attempt) == (6, 1)
+    assert [each.index for each in gateway.readmit_group("g0") if isinstance(each, SendRequest)] == [8, 10]
+    gateway.end_all("abort")
+    assert {(load.num_sequences, load.num_tokens) for load in gateway.loads.values()} == {(0, 0)}
+    assert len(placed) == 10
+
+
+def test_a_request_larger_than_a_group_is_placed_in_an_empty_one() -> None:
+    gateway = new_gateway(("g0",))
+    first = place(gateway)
+    assert admit(gateway, (1,), SamplingParams(n=20)) is None
+    *_, large = on_ended(gateway, Ended(first.request.id, 0, "stop"))
+    assert isinstance(large, SendRequest)
+    assert len(gateway.log(large.index).choices) == 20
+
+
+def test_requests_of_a_crashed_group_run_alone_and_only_one_that_did_is_blamed() -> None:
+    gateway = new_gateway(("g0", "g1", "g2"))
+    placed = [place(gateway) for _ in range(9)]
+    assert [each.index for each in placed if each.group == "g0"] == [0, 3, 6]
+    moved = [each for each in gateway.lose_group("g0", "was killed by SIGSEGV", may_recur=True) if isinstance(each, SendRequest)]
+    assert [(each.index, each.group, each.request.is_suspect) for each in moved] == [(0, "g1", True), (3, "g2", True)], "one per group"
+    (third,) = on_token(gateway, token_of(moved[0], "a"))[1:]
+    assert isinstance(third, SendRequest)
+    assert (third.index, third.request.is_suspect) == (6, True)
+    assert not gateway.log(0).is_suspect
+    # The group crashes before it computes the suspect alone: its requests are suspects too.
+    gateway.lose_group("g1", "was killed by SIGSEGV", may_recur=True)
+    assert {log.index for log in map(gateway.log, range(9)) if log.is_suspect} == {0, 1, 3, 4, 6, 7}
+    gateway.on_runs_alone("g1", RunsAlone(moved[1].request.id, 1))
+    assert not gateway.log(3).ran_alone, "g1 does not have it"
+    gateway.on_runs_alone("g2", RunsAlone(moved[1].request.id, 1))
+    end = gateway.lose_group("g2", "was killed by SIGSEGV", may_recur=True)[0]
+    error = "g2 was killed by SIGSEGV while it computed this request alone; the request is not tried again"
+    assert end == EndEvent(3, "error", "", error)
+    suspects = {log.index for log in map(gateway.log, range(9)) if log.is_suspect and log.end is None}
+    assert suspects == {0, 1, 4, 6, 7}, "requests that were in no step with it are no suspects"
+
+
+def test_a_group_that_is_killed_from_outside_makes_no_suspects() -> None:
+    gateway = new_gateway()
+    place(gateway)
+    (moved,) = gateway.lose_group("g0", "was killed by SIGKILL")
+    assert isinstance(moved, SendRequest)
+    assert not moved.request.is_suspect
+
+
+def test_a_draining_gateway_admits_no_request() -> None:
+    gateway = new_gateway()
+    placed = place(gateway)
+    gateway.drain()
+    assert admit(gateway, (1,)) == EndEvent(1, "error", "", "the run is draining and takes no new requests")
+    assert [type(each) for each in gateway.lose_group("g0", "was killed")] == [SendRequest]
+    assert placed.index == 0
 
 
 def test_the_end_of_the_run_ends_every_request() -> None:
@@ -380,18 +491,23 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
     running: dict[str, list[tuple[int, int, list[int]]]] = {name: [] for name in names}
     indexes: list[int] = []
 
-    def carry_out(decisions: Sequence[Decision]) -> None:
+    def carry_out(decisions: Sequence[EngineDecision]) -> None:
         for decision in decisions:
             for _ in range(data.draw(st.integers(1, 2))):  # a line that repeats
                 match decision:
                     case Token() as token:
-                        answers = gateway.on_token(token)
+                        answers = on_token(gateway, token)
                     case Ended() as ended:
-                        answers = gateway.on_ended(ended)
-                for answer in answers:
-                    if isinstance(answer, SendCancel):
-                        cancel = answer.cancel
-                        carry_out(engines[answer.group].cancel(cancel.request_id, cancel.attempt, cancel.choice))
+                        answers = on_ended(gateway, ended)
+                deliver(answers)
+
+    def deliver(decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, SendCancel):
+                cancel = decision.cancel
+                carry_out(engines[decision.group].cancel(cancel.request_id, cancel.attempt, cancel.choice))
+            elif isinstance(decision, SendRequest):
+                carry_out(engines[decision.group].submit(decision.request))
 
     def step(name: str) -> None:
         for start in engines[name].next_steps():
@@ -401,23 +517,20 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
         if running[name]:
             carry_out(engines[name].step_done(*running[name].pop(0)))
 
-    for event in data.draw(st.lists(st.sampled_from(["admit", "admit", "step", "step", "step", "redispatched", "cancel"]), max_size=50)):
+    for event in data.draw(st.lists(st.sampled_from(["admit", "admit", "step", "step", "step", "lose", "cancel"]), max_size=50)):
         alive = [index for index in indexes if gateway.log(index).end is None]
         if event == "admit":
-            num_choices = data.draw(st.sampled_from([1, 1, 3]))
-            placed = place(gateway, [1] * data.draw(st.integers(1, 12)), max_tokens=data.draw(st.integers(1, 20)), n=num_choices)
-            indexes.append(placed.index)
-            carry_out(engines[placed.group].submit(placed.request))
+            params = SamplingParams(max_tokens=data.draw(st.integers(1, 20)), n=data.draw(st.sampled_from([1, 1, 3])))
+            indexes.append(gateway.reserve(params))
+            deliver(gateway.place(indexes[-1], [1] * data.draw(st.integers(1, 12))))
         elif event == "step":
             step(data.draw(st.sampled_from(names)))
         elif alive and event == "cancel":
-            for decision in gateway.cancel(data.draw(st.sampled_from(alive))):
-                if isinstance(decision, SendCancel):
-                    carry_out(engines[decision.group].cancel(decision.cancel.request_id, decision.cancel.attempt))
+            deliver(gateway.cancel(data.draw(st.sampled_from(alive))))
         elif alive:
-            redispatched = gateway.place_attempt(data.draw(st.sampled_from(alive)))
-            assert isinstance(redispatched, SendRequest)
-            carry_out(engines[redispatched.group].submit(redispatched.request))
+            group = data.draw(st.sampled_from(names))
+            deliver(gateway.lose_group(group, "was marked dead", may_recur=data.draw(st.booleans()), is_alive=True))
+            deliver(gateway.readmit_group(group))
     for _ in range(2000):
         if all(engine.idle for engine in engines.values()):
             break
@@ -448,7 +561,7 @@ def test_what_no_message_could_hold_ends_at_the_gateway() -> None:
         ([1], SamplingParams(stop_token_ids=(1 << 70,))),
         ([1] * ((1 << 20) + 1), SamplingParams()),
     ):
-        ended = gateway.admit(prompt, parameters)
+        ended = admit(gateway, prompt, parameters)
         assert isinstance(ended, EndEvent)
         assert ended.finish_reason == "error"
     assert gateway.num_unfinished == 0

@@ -29,6 +29,15 @@ async def empty() -> list[int]:
     return []
 
 
+class SetClock(RealClock):
+    """A clock that its test sets."""
+
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
 async def send_nothing(group: str, control: Control) -> None:
     pass
 
@@ -73,16 +82,21 @@ async def test_ten_thousand_requests_without_a_reader_keep_a_bounded_number_of_l
         if isinstance(control, Submit):
             sent.append(control)
 
-    gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1, max_requests=8)
-    requests = Requests(gateway, send, RequestProgress(), RealClock())
+    clock = SetClock()
+    gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1, max_requests=8, now=clock.now, lost_group_seconds=1e-9)
+    requests = Requests(gateway, send, RequestProgress(), clock)
+    requests.begin()
     most = 0
     for number in range(10_000):
         index = await requests.submit(SamplingParams(max_tokens=4), empty if number % 5 == 4 else three_tokens)
         if number % 5 < 2:
-            requests.on_control(Ended(sent[-1].request.id, 0, "length"))
+            await asyncio.sleep(0)  # until it is sent
+            requests.on_control("g", Ended(sent[-1].request.id, 0, "length"))
         if gateway.is_full:
             assert gateway.has_ended(await requests.submit(SamplingParams(), three_tokens)), "refused: too many are active"
-            requests.fence_group("g", "stopped")
+            requests.lose_group("g", "stopped")
+            clock.seconds += 1.0
+            requests._on_time()
             requests.readmit_group("g")
         most = max(most, gateway.num_logs)
     assert MAX_UNREAD <= most <= MAX_UNREAD + 8
@@ -92,6 +106,7 @@ async def test_ten_thousand_requests_without_a_reader_keep_a_bounded_number_of_l
     with pytest.raises(UserError, match="there is no request 0 to follow"):
         requests.prompt_token_ids(0)
     assert [type(event) for event in [event async for event in requests.follow(index)]] == [EndEvent]
+    await requests.aclose()
 
 
 async def test_no_log_is_dropped_while_its_request_is_submitted() -> None:
@@ -147,14 +162,16 @@ def test_client_that_disconnects_while_the_connection_is_full_leaves_nothing_ope
         gateway, progress = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), RequestProgress()
         requests = Requests(gateway, send, progress, RealClock())
         requests.begin()
-        submitting = asyncio.create_task(requests.submit(SamplingParams(max_tokens=4), three_tokens))
+        client = asyncio.ensure_future(anext(requests.follow(await requests.submit(SamplingParams(max_tokens=4), three_tokens))))
         await is_full.wait()
-        submitting.cancel()
+        client.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await submitting
+            await client
         assert progress.num_open == 0
         assert not gateway.num_unfinished
         room.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
         index = await requests.submit(SamplingParams(max_tokens=4), three_tokens)
         assert progress.num_open == 1
         assert gateway.num_unfinished == 1
@@ -166,28 +183,65 @@ def test_client_that_disconnects_while_the_connection_is_full_leaves_nothing_ope
     asyncio.run(main())
 
 
-def test_a_request_that_waits_for_room_at_a_group_ends_when_the_group_is_fenced() -> None:
+def test_a_request_that_waits_for_room_at_a_lost_group_goes_to_another() -> None:
     async def main() -> None:
-        sending = asyncio.Event()
+        sending, sent = asyncio.Event(), asyncio.Queue[Control]()
 
         async def send(group: str, control: Control) -> None:
-            sending.set()
-            await asyncio.Event().wait()
+            if group == "stopped":
+                sending.set()
+                await asyncio.Event().wait()
+            sent.put_nowait(control)
 
         progress = RequestProgress()
-        requests = Requests(Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), send, progress, RealClock())
+        requests = Requests(Gateway(["stopped", "g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), send, progress, RealClock())
         requests.begin()
-        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-            submitting = tasks.create_task(requests.submit(SamplingParams(max_tokens=4), three_tokens))
+        async with asyncio.timeout(20):
+            index = await requests.submit(SamplingParams(max_tokens=4), three_tokens)
             await sending.wait()
-            requests.fence_group("g", "stopped")
-        (end,) = [event async for event in requests.follow(submitting.result())]
-        assert isinstance(end, EndEvent)
-        assert (end.finish_reason, end.error) == ("error", "g was marked dead: stopped")
+            requests.lose_group("stopped", "was killed")
+            submit = await sent.get()
+            assert isinstance(submit, Submit)
+            assert submit.request.attempt == 1
+            requests.on_control("g", Ended(submit.request.id, 1, "length"))
+            (end,) = [event async for event in requests.follow(index)]
+        assert end == EndEvent(index, "length")
         assert progress.num_open == 0
         await requests.aclose()
 
     asyncio.run(main())
+
+
+def test_messages_for_a_lost_incarnation_do_not_reach_the_next_one() -> None:
+    async def main() -> None:
+        sent: list[Control] = []
+
+        async def send(group: str, control: Control) -> None:
+            sent.append(control)
+
+        requests = Requests(Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), send, RequestProgress(), RealClock())
+        await requests.submit(SamplingParams(max_tokens=4), three_tokens)
+        requests.lose_group("g", "was killed")
+        requests.readmit_group("g")
+        requests.begin()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert [each.request.attempt for each in sent if isinstance(each, Submit)] == [1]
+        await requests.aclose()
+
+    asyncio.run(main())
+
+
+async def test_drain_waits_for_admitted_requests() -> None:
+    requests = new_requests()
+    index = await requests.submit(SamplingParams(max_tokens=4), three_tokens)
+    draining = asyncio.create_task(requests.drain())
+    await asyncio.sleep(0)
+    refused = await requests.submit(SamplingParams(), three_tokens)
+    assert [event.error async for event in requests.follow(refused)] == ["the run is draining and takes no new requests"]
+    assert not draining.done()
+    requests.on_control("g", Ended(requests.gateway.log(index).id, 0, "length"))
+    await draining
 
 
 def test_close_ends_a_cancel_whose_send_raises_in_place_of_cancelled_error() -> None:
