@@ -46,7 +46,7 @@ class Restarts:
     def fence(self, name: str) -> None:
         """Announce the loss of a process that has died or is dying, and accept no more of its messages.
 
-        Its control connection was read to its end, unless that takes longer than LAST_MESSAGES_SECONDS.
+        Its control connection was read to its end, unless that takes longer than FENCE_SECONDS.
         """
         process = self._table.processes[name]
         if process.is_fenced or self._table.phase >= RunPhase.STOPPING or self._root_cause.has_reports:

@@ -26,6 +26,7 @@ from flowrt.launcher.events import Event
 from flowrt.transports.contract import Identity
 
 LAST_MESSAGES_SECONDS = 0.5  # for a dying process to close its control connection, and to read the last messages of an ended one
+FENCE_SECONDS = 0.75  # from the first sign of a death until no more messages are accepted; longer, so that the exit status is known
 FORK_SERVER_SECONDS = 15.0  # time limit for the fork server to report the exit of an ended process
 
 
@@ -238,7 +239,7 @@ class RunTable:
             return
         process.phase, process.died_seconds = ProcessPhase.DYING, self.now
         if self.can_lose(process):
-            self.set_timer(TimerKind.FENCE, LAST_MESSAGES_SECONDS, process.name)
+            self.set_timer(TimerKind.FENCE, FENCE_SECONDS, process.name)
             for worker in process.workers:
                 if worker.advance(WorkerState.LEFT):
                     left = PeerLeft(worker.name, worker.incarnation, process.cause or why)

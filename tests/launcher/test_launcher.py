@@ -30,7 +30,9 @@ WORKER = "launcher.fake_workers:run_worker"
 
 
 def graph_of(*names: str, processes: str | int = "many") -> Graph:
-    return Graph.of((Node(name, "source" if name.startswith("echo") else "nothing", name) for name in names), processes=processes)
+    """Workers whose state only they have; those named "echo" are drained."""
+    nodes = [Node(name, "source" if name.startswith("echo") else "nothing", name) for name in names]
+    return Graph.of([*nodes, *(Node(f"{name}.state", "nothing", name) for name in names)], processes=processes)
 
 
 class Run:

@@ -18,7 +18,7 @@ from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send, Sta
 from flowrt.launcher.link_loss import EXPLAINED_SECONDS
 from flowrt.launcher.root_cause import SETTLE_SECONDS
 from flowrt.launcher.run_state import LAST_MESSAGES_SECONDS, MONITOR_SECONDS, POLL_SECONDS, STATUS_SECONDS, RunState
-from flowrt.launcher.run_table import FORK_SERVER_SECONDS, NEXT_STATES, ProcessRecord, WorkerRecord, WorkerState
+from flowrt.launcher.run_table import FENCE_SECONDS, FORK_SERVER_SECONDS, NEXT_STATES, ProcessRecord, WorkerRecord, WorkerState
 from flowrt.reliability.detector import ProcessState
 from flowrt.transports.contract import Identity
 
@@ -28,7 +28,7 @@ KILLED = "was killed by SIGKILL"
 
 def graph_of(restarts: int = 3, opens: str = "lazy", recovery: str = "fine") -> Graph:
     """One worker whose death ends the run, and two servers that it sends requests to."""
-    nodes = [Node(CLIENT, "source", CLIENT), Node(SERVER, "experts", SERVER), Node(OTHER, "experts", OTHER)]
+    nodes = [Node(CLIENT, "nothing", CLIENT), Node(SERVER, "experts", SERVER), Node(OTHER, "experts", OTHER)]
     edges = [Edge(CLIENT, "y", server, "x", transport="zmq", open=opens) for server in (SERVER, OTHER)]  # type: ignore[arg-type]
     reliability = ReliabilitySettings(detector=False, restarts=restarts, recovery=recovery)  # type: ignore[arg-type]
     return Graph.of(nodes, edges, reliability=reliability)
@@ -224,7 +224,7 @@ def test_cause_of_a_death_is_reported() -> None:
     driver = Driver()
     driver.begin()
     driver.do(driver.state.on_failed, SERVER, Failed("broken"))
-    assert announced(driver.die(SERVER)) == [events.WorkerLost(SERVER, f"failed: broken; {KILLED}")]
+    assert announced(driver.die(SERVER)) == [events.WorkerLost(SERVER, f"failed: broken; {KILLED}", may_recur=True)]
 
 
 def test_last_messages_are_read_before_a_death_is_explained() -> None:
@@ -249,6 +249,8 @@ def test_process_that_is_not_reaped_is_given_up_until_it_is() -> None:
     driver = Driver()
     driver.begin()
     driver.do(driver.state.on_dying, SERVER)
+    assert announced(driver.pass_time(FENCE_SECONDS)) == [events.WorkerLost(SERVER, "has ended")]
+    assert not driver.state.accepts_messages(SERVER, driver.state.incarnations[SERVER])
     (given_up,) = announced(driver.pass_time(FORK_SERVER_SECONDS))
     assert isinstance(given_up, events.WorkerGivenUp)
     assert driver.state.restarting() == []
@@ -270,7 +272,52 @@ def test_link_lost_kills_the_end_that_the_run_can_lose_unless_a_death_explains_i
     driver.do(driver.state.on_link_lost, CLIENT, LinkLost(SERVER, "it broke"))
     assert EndProcess(SERVER) in driver.pass_time(EXPLAINED_SECONDS)
     driver.do(driver.state.on_link_lost, OTHER, LinkLost(SERVER, "it broke"))  # its death is known
-    assert not driver.pass_time(EXPLAINED_SECONDS)
+    assert not [action for action in driver.pass_time(EXPLAINED_SECONDS) if isinstance(action, EndProcess)]
+
+
+def test_link_lost_kills_the_end_that_keeps_less_state() -> None:
+    nodes = [Node(CLIENT, "source", CLIENT), Node(SERVER, "experts", SERVER), Node(OTHER, "experts", OTHER)]
+    edges = [Edge(CLIENT, "y", server, "x", transport="zmq") for server in (SERVER, OTHER)]
+    driver = Driver(Graph.of(nodes, edges, reliability=ReliabilitySettings(detector=False)))
+    driver.begin()
+    driver.do(driver.state.on_link_lost, SERVER, LinkLost(CLIENT, "it broke"))
+    driver.do(driver.state.on_link_lost, CLIENT, LinkLost(SERVER, "it broke"))
+    assert [each for each in driver.pass_time(EXPLAINED_SECONDS) if isinstance(each, EndProcess)] == [EndProcess(SERVER)]
+
+
+@pytest.mark.parametrize(
+    ("how", "may_recur"),
+    [(KILLED, False), ("was killed by SIGTERM", False), ("was killed by SIGSEGV", True), ("exited with status 1", True)],
+)
+def test_a_crash_may_recur_and_a_kill_from_outside_does_not(how: str, may_recur: bool) -> None:
+    driver = Driver()
+    driver.begin()
+    driver.do(driver.state.on_exited, SERVER, how)
+    (lost,) = announced(driver.do(driver.state.on_connection_closed, SERVER))
+    assert lost == events.WorkerLost(SERVER, how, may_recur=may_recur)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_hang_may_recur_and_a_stop_does_not(is_stopped: bool) -> None:
+    driver = Driver()
+    driver.begin()
+    report = DetectorReport(SERVER, driver.state.incarnations[SERVER], ProcessState.DEAD, "why", is_stopped)
+    driver.do(driver.state.on_detector_report, report)
+    assert [each.may_recur for each in announced(driver.die(SERVER)) if isinstance(each, events.WorkerLost)] == [not is_stopped]
+
+
+def test_workers_that_start_link_only_with_those_that_are_up() -> None:
+    driver = Driver()
+    driver.begin()
+    for name in (SERVER, OTHER):
+        driver.die(name)
+        driver.pass_time(1.0)
+    driver.do(driver.state.on_forked, OTHER, 1)
+    driver.do(driver.state.on_forked, SERVER, 2)
+    actions = driver.do(driver.state.on_listening, SERVER, Listening({"zmq": "new"}))
+    (peers,) = [each.control for each in actions if isinstance(each, Send) and isinstance(each.control, Peers)]
+    assert peers.incarnations == {name: driver.state.incarnations[name] for name in (CLIENT, SERVER)}
+    assert peers.addresses.keys() == {CLIENT, SERVER}
 
 
 def test_link_lost_between_workers_that_the_run_needs_ends_it() -> None:
@@ -394,7 +441,7 @@ def test_dead_worker_that_is_not_killed_is_announced_as_such() -> None:
 
 
 def test_link_lost_between_needed_workers_ends_the_run_while_another_server_is_down() -> None:
-    nodes = [Node(CLIENT, "source", CLIENT), Node(OTHER, "source", OTHER), Node(SERVER, "experts", SERVER)]
+    nodes = [Node(CLIENT, "nothing", CLIENT), Node(OTHER, "nothing", OTHER), Node(SERVER, "experts", SERVER)]
     edges = [Edge(CLIENT, "y", OTHER, "x", transport="zmq"), Edge(CLIENT, "z", SERVER, "x", transport="zmq")]
     driver = Driver(Graph.of(nodes, edges, reliability=ReliabilitySettings(detector=False, restarts=0)))
     driver.begin()
@@ -413,8 +460,8 @@ def test_worker_that_reads_no_messages_is_ended_by_name(victim: str) -> None:
     actions = [*(action for _ in range(2) for action in driver.do(driver.state.on_overflow, victim, incarnation)), *driver.pass_time(1.0)]
     if victim == SERVER:
         assert EndProcess(SERVER) in actions
-        assert [event.how for event in announced(driver.die(SERVER)) if isinstance(event, events.WorkerLost)] == [
-            f"does not read its control connection: is it stopped, or the machine overloaded?; {KILLED}"
+        assert [event.how for event in announced(actions) if isinstance(event, events.WorkerLost)] == [
+            "does not read its control connection: is it stopped, or the machine overloaded?"
         ]
     else:
         assert end_of(actions) == "client does not read its control connection: is it stopped, or the machine overloaded?"
