@@ -205,8 +205,8 @@ class Runner:
     def roll_back(self, source: str, epoch: int) -> int:
         """Invalidate all tags of `source` older than `epoch`.
 
-        Deletes older rows and waiting firings and returns their credits. The outputs of an older firing that runs now are dropped when it
-        ends. Returns how many rows and firings were deleted.
+        Deletes older rows and waiting firings and returns their credits; a firing that runs now ends without effect. Returns how many rows
+        and firings were deleted.
         """
         self._fences.begin_epoch(source, epoch)
         return self._drop_stale()
@@ -226,10 +226,9 @@ class Runner:
     # --- peers of the edges ------------------------------------------------------------------------------------------
 
     def end_peer(self, peer: str, sources: Iterable[str] = ()) -> None:
-        """Close the edges to a peer whose incarnation has ended, and make the tags of its `sources` stale.
+        """Close the edges to a peer whose incarnation has ended, and drop all that is here of the tags of its `sources`.
 
-        Rows and ready firings of these tags are deleted; a firing that runs now ends without effect. Messages that were sent to the peer or
-        wait for a credit, and all credits between the two, are discarded: a new incarnation begins with all of them.
+        A firing that runs now ends without effect. A new incarnation of the peer begins with all credits.
         """
         for source in sources:
             self._fences.end_source(source)
@@ -306,7 +305,7 @@ class Runner:
             await self._run_batch((firing,), short, send_early)
 
     def waiting(self) -> list[str]:
-        """The missing inputs and credits of every unfinished tag, a line each, to diagnose a stuck graph."""
+        """The missing inputs and credits of every unfinished tag, a line each."""
         lines = [
             f"{node} at step {tag.step}, layer {tag.layer} of {tag.source} waits for {', '.join(empty)}"
             for node, tag, empty in self._table.waiting()
@@ -423,7 +422,7 @@ class Runner:
                 self._fire(firing)
 
     def _consume(self, firing: Firing, responded: Collection[tuple[int, Tag | None]]) -> None:
-        """Return the credits of a firing's messages, but not to the successor of an incarnation that ended while it was computed."""
+        """Return the credits of a firing's messages, unless their sender has ended: its successor has all of them."""
         if not self._fences.has_ended(firing.tag.source):
             self._inbound.consume(firing.via, firing.tag, responded)
 

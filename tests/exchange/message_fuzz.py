@@ -79,7 +79,7 @@ class Fuzz:
             client.runner.settle()
         for server in sorted(SERVERS):  # each is fenced, and a new incarnation joins
             client.die(server)
-            client.failover.mark_joined(f"experts.{server}")
+            client.join(server)
         client.serve_all()
         if client.failures:  # a step that a server could not compute
             client.runner.roll_back("s@1", 0)

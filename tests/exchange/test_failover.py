@@ -152,7 +152,12 @@ class Client:
 
     def die(self, server):
         self.requested[server].clear()
+        self.runner.end_peer(f"experts.{server}")
         self.failover.mark_lost(f"experts.{server}")
+
+    def join(self, server):
+        self.runner.join_peer(f"experts.{server}")
+        self.failover.mark_joined(f"experts.{server}")
 
     def check(self, steps=(0,)):
         assert [tag.step for tag, _ in self.ends] == list(steps)
@@ -195,11 +200,11 @@ def test_two_of_three_servers_die_in_turn_and_return(client):
     client.serve_all()
     assert len(client.ends) == 1
     assert "experts 2, 3: experts.0, experts.1" in client.failover.unavailable_text()
-    client.failover.mark_joined("experts.1")
+    client.join(1)
     assert client.failover.unavailable_text() is None
     client.serve_all()
     client.check((0, 1))
-    client.failover.mark_joined("experts.0")
+    client.join(0)
     client.begin(2)
     assert all(client.requested.values())
     client.serve_all()
@@ -212,7 +217,7 @@ def test_parts_wait_for_a_replica_when_the_server_dies(client):
     client.die(1)
     client.serve_all()
     assert not client.ends
-    client.failover.mark_joined("experts.0")
+    client.join(0)
     client.serve_all()
     client.check()
 
@@ -235,7 +240,7 @@ def test_part_dispatched_without_a_replica_and_known_after_the_replica_is_back(c
     firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
     outputs = client.runner._subgraph.route(firing, Dispatch(client.client, client.strict)([firing])[0])
-    client.failover.mark_joined("experts.1")
+    client.join(1)
     client.runner._send_early(outputs)
     client.serve_all()
     assert not client.ends
@@ -253,8 +258,8 @@ def test_part_without_a_replica_when_another_server_dies_before_its_retry(client
     firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
     outputs = client.runner._subgraph.route(firing, Dispatch(client.client, client.strict)([firing])[0])
-    client.failover.mark_joined("experts.0")
-    client.failover.mark_joined("experts.2")
+    client.join(0)
+    client.join(2)
     client.runner._send_early(outputs)
     client.die(1)
     client.failover.redispatch_waiting()
@@ -266,7 +271,7 @@ def test_a_tag_that_is_being_cut_by_an_older_map_may_wait(client):
     client.die(0)
     client.die(1)
     client.client.replica_table(0)
-    client.failover.mark_joined("experts.1")
+    client.join(1)
     assert client.client.has_waiting_parts
     client.client.add_tag(Tag("s@1"), X_TH, POSITIONS_T, ACTIVE, [])
     assert not client.client.has_waiting_parts
@@ -284,7 +289,7 @@ def test_late_response_counts_if_first_and_is_dropped_otherwise(client):
     late = client.requested[1].popleft()
     client.die(1)
     payload = from_message(late)
-    client.failover.mark_joined("experts.1")  # its response comes on a credit of its new incarnation
+    client.join(1)  # its response comes on a credit of its new incarnation
     client.begin(1)
     client.serve_all()
     client.check((0, 1))
@@ -304,7 +309,7 @@ def test_credits_of_an_earlier_incarnation_do_not_count(client):
     client.die(0)
     client.serve_all()
     client.check((0, 1, 2, 3))
-    client.failover.mark_joined("experts.0")
+    client.join(0)
     assert (requests.free, len(requests.pending)) == (2, 0)
 
 
@@ -314,10 +319,10 @@ def test_rolled_back_tags_are_removed(client):
     client.client.roll_back("s@1", 1)
     client.die(0)
     client.die(1)
-    client.failover.mark_joined("experts.0")
+    client.join(0)
     client.client.add_tag(Tag("s@1"), X_TH, POSITIONS_T, ACTIVE, [])  # it was being cut meanwhile
     assert not client.client.tags
-    client.failover.mark_joined("experts.1")
+    client.join(1)
     client.serve_all()
     client.begin(1, epoch=1)
     client.serve_all()
@@ -402,7 +407,7 @@ def test_hedge_of_a_dead_server_is_redispatched():
     client.failover.hedge()
     client.die(1)
     client.die(0)
-    client.failover.mark_joined("experts.1")
+    client.join(1)
     client.serve_all()
     client.check()
 
@@ -453,7 +458,7 @@ def test_a_part_that_was_lost_with_two_servers_is_not_sent_to_a_third(fencing):
     assert fencing.suspects == [Tag("s@1")]
     assert not fencing.client.tags
     for server in (0, 1):
-        fencing.failover.mark_joined(f"experts.{server}")
+        fencing.join(server)
     assert not fencing.requested[0]
     assert not fencing.requested[1]
 
@@ -467,7 +472,7 @@ def test_losses_count_for_the_part_and_not_for_the_step(fencing):
         fencing.serve(server)
     fencing.die(0)
     assert fencing.suspects == []
-    fencing.failover.mark_joined("experts.0")
+    fencing.join(0)
     fencing.serve_all()
     fencing.check()
 

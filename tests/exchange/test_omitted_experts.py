@@ -77,7 +77,7 @@ def test_with_a_replica_back_the_sum_is_whole_and_no_step_is_marked(client):
     give_up(client)
     client.begin(0, epoch=1)
     client.serve_all()
-    client.failover.mark_joined("experts.1")
+    client.join(1)
     assert not client.client.omitted.has_omitted
     client.begin(1, epoch=1)
     client.serve_all()
@@ -87,7 +87,7 @@ def test_with_a_replica_back_the_sum_is_whole_and_no_step_is_marked(client):
 
 def test_an_expert_lost_again_has_its_whole_time_again(client):
     give_up(client)
-    client.failover.mark_joined("experts.1")
+    client.join(1)
     client.die(1)
     assert not give_up(client, LOST_SECONDS - 0.1)
     client.begin(0, epoch=1)
@@ -104,7 +104,7 @@ def test_each_expert_is_waited_for_as_long(client):
     client.begin(0, epoch=1)
     client.serve_all()
     assert not client.ends
-    client.failover.mark_joined("experts.2")
+    client.join(2)
     client.serve_all()
     assert torch.equal(last(client), sum_without(2, 3))
     client.die(2)

@@ -173,7 +173,7 @@ def test_a_terminal_gets_the_same_lines_with_bold_names(load, capsys: pytest.Cap
     assert re.sub("\x1b[^m]*m", "", styled) == plain
     assert "  holds: experts 0-1,5-7\n" in plain
     assert "  on death: redispatch (state: nothing between two requests)\n" in plain
-    assert "  on death: ends the run (state: sequences)\n" in plain
+    assert "  on death: replay (state: sequences)\n" in plain
     assert "edge attention.1.dispatch.server2 <-> experts.2.rows: auto, 2 credits\n" in plain
 
 

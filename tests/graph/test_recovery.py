@@ -21,7 +21,14 @@ def test_a_process_recovers_as_its_operator_with_the_most_state() -> None:
     graph = graph_of(one=("experts",), two=("experts", "combine"), three=("experts", "ops:x"), experts=("source", "attention"))
     recoveries = {process: rule_of(graph, process).recovery for process in graph.process_names()}
     assert recoveries == {"one": "redispatch", "two": "replay", "three": "fatal", "experts": "replay"}
-    assert survivable_processes(graph) == {"one"}
+    assert survivable_processes(graph) == {"one", "experts"}, "the group of two has no source: part of it is elsewhere"
+
+
+def test_a_group_in_several_processes_is_not_replayed() -> None:
+    nodes = [Node("s", "source", "a"), Node("attend", "attention", "a"), Node("gate", "gate", "b"), Node("e", "experts", "c")]
+    edges = [Edge("attend", "normed", "gate", "x"), Edge("attend", "residual", "e", "rows")]
+    assert survivable_processes(Graph.of(nodes, edges)) == {"c"}
+    assert survivable_processes(Graph.of([nodes[0], nodes[1], nodes[3]], edges[1:])) == {"a", "c"}
 
 
 def test_no_name_of_a_process_or_node_makes_it_survivable() -> None:
