@@ -389,10 +389,8 @@ class Runner:
     async def _sleep(self) -> None:
         """Wait for `_wake`. No wake-up is lost: its caller has changed what `run` reads, and `run` reads it before it sleeps."""
         self._sleeper = asyncio.get_running_loop().create_future()
-        try:
-            await self._sleeper
-        finally:
-            self._sleeper = None
+        await self._sleeper
+        self._sleeper = None
 
     def _match(self, edge: Edge, tag: Tag, payload: Payload) -> tuple[Firing, ...]:
         try:
@@ -422,8 +420,7 @@ class Runner:
                 self._fire(firing)
 
     def _consume(self, firing: Firing, responded: Collection[tuple[int, Tag | None]]) -> None:
-        """Return the credits of a firing's messages, unless their sender has ended: its successor has all of them."""
-        if not self._fences.has_ended(firing.tag.source):
+        if not self._fences.has_ended(firing.tag.source):  # otherwise its successor has all credits
             self._inbound.consume(firing.via, firing.tag, responded)
 
     def _drop(self, edge: Edge) -> None:
@@ -431,14 +428,12 @@ class Runner:
         self._inbound.consume((edge.id,))
 
     def _drop_stale(self) -> int:
-        """Drop the rows and the ready firings of stale tags."""
         rows, via = self._table.drop(self._fences.is_stale)
         firings, via_ready = self._ready.drop(self._fences.is_stale)
         self._inbound.consume(via + via_ready)
         return rows + firings
 
     def _release(self) -> None:
-        """Let stateful nodes go on behind failed calls."""
         firings, via = self._table.release()
         self._inbound.consume(via)
         for firing in firings:

@@ -29,8 +29,9 @@ def test_without_the_key_the_defaults_stand_and_expand_writes_them(load) -> None
 
 @pytest.mark.parametrize("text", [MODEL, OWN])
 def test_graph_is_equal_expanded_and_on_the_wire(load, text: str) -> None:
-    section = "{detector: false, recovery: off, unavailable_expert_seconds: 7, lost_group_seconds: 8, suspect_seconds: 0.5, dead_seconds: 2, restarts: 0, "
-    graph = load(f"{text}reliability: {section}restart_window_seconds: 9, hedge: false}}\n")
+    section = "{detector: false, recovery: off, unavailable_expert_seconds: 7, lost_group_seconds: 8, "
+    more = "suspect_seconds: 0.5, dead_seconds: 2, restarts: 0"
+    graph = load(f"{text}reliability: {section}{more}, restart_window_seconds: 9, hedge: false}}\n")
     assert graph.reliability == ReliabilitySettings(False, "off", 7.0, 8.0, 0.5, 2.0, 0, 9.0, False)
     degrading = load(f"{text}reliability: {{unavailable_expert: degrade}}\n")
     assert degrading.reliability == ReliabilitySettings(unavailable_expert="degrade")
