@@ -3,8 +3,8 @@
 Backends: `local` (flowrt/processes/fork_server_client.py, processes of this host), `simulated` (flowrt/simulation/processes.py). Others
 start processes through an existing cluster engine. The checks in tests/processes/backend_checks.py run against every backend.
 
-A backend is opened once per run, then starts any number of processes, concurrently too, until `aclose` or `kill_all`. It reports deaths; it
-neither restarts a process nor decides what a death means.
+A backend is opened once per run, then starts any number of processes, concurrently too, until `aclose` or `kill_all`. It reports deaths,
+its own included; it neither restarts a process or itself, nor decides what a death means. Its processes live as long as the launcher does.
 """
 
 from __future__ import annotations
@@ -75,17 +75,30 @@ class BackendOwner(Protocol):
         """The process has ended and was reaped. `how`: "was killed by SIGKILL", "exited with status 3". Comes once per process."""
 
     def on_backend_lost(self, how: str) -> None:
-        """The backend can neither start processes nor report exits any more; its processes end with it. Comes at most once."""
+        """The backend can start no process until `restart` has returned. Its processes live on, and their ends are still reported. Starts
+        that wait raise first. Comes once per loss."""
 
     def on_output(self, name: str, line: str) -> None:
         """A line on stdout or stderr of process `name`."""
 
 
 class ProcessBackend(Protocol):
-    """Starts and ends the processes of one run. `num_threads`: threads left running by the imports; a fork copies only one of them."""
+    """Starts and ends the processes of one run. `num_threads`: threads left running by the imports; a fork copies only one of them. `pid`:
+    the backend's own process, 0 where it has none now."""
 
     @property
     def num_threads(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+
+    async def restart(self, seconds: float) -> None:
+        """Make a lost backend serve again. Raises WorkerDiedError or UserError when that fails, or takes longer than `seconds`; it may be
+        called again."""
+        ...
+
+    def kill_server(self) -> None:
+        """Kill the backend's own process, which does not respond: a loss, which is reported. No-op after a loss."""
+        ...
 
     async def start(self, spec: ProcessSpec) -> WorkerProcess:
         """Start a process and return it once it exists. Two processes of one name may exist for a moment, while the first is dying.

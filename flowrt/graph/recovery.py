@@ -45,7 +45,7 @@ RULES: dict[str, Rule] = {
         ),
         Rule(Keeps.UNKNOWN, "state that only the process has", Recovery.FATAL, "the run ends"),
         Rule(MONITOR, "nothing", Recovery.RESTART, "it restarts"),
-        Rule(FORK_SERVER, "ability to start processes", Recovery.RESTART, "it restarts; workers keep running", False),
+        Rule(FORK_SERVER, "ability to start processes", Recovery.RESTART, "it restarts; workers keep running"),
         Rule(GATEWAY, "the run", Recovery.FATAL, "every process ends; each client gets an error"),
     )
 }
@@ -65,14 +65,14 @@ def keeps_of(node: Node) -> Keeps:
 
 
 def survives(graph: Graph, process: str) -> bool:
-    """Whether the run goes on when this process dies. `recovery: off` concerns workers; the monitor restarts all the same.
+    """Whether the run goes on when this process dies. `recovery: off` concerns workers; processes of flowrt restart all the same.
 
     A group is one failure unit. One whose operators are in several processes is not replayed: part of its state would survive.
     """
     rule = rule_of(graph, process)
     if not rule.is_built or rule.recovery == Recovery.FATAL:
         return False
-    if process == MONITOR:
+    if process in (MONITOR, FORK_SERVER):
         return True
     if rule.recovery == Recovery.REPLAY and not _is_whole_group(graph, process):
         return False

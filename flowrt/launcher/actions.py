@@ -26,6 +26,16 @@ class EndProcess:
 
 
 @dataclass(frozen=True)
+class StartForkServer:
+    """Start a new fork server; `ForkServerLoss.on_ready` or `on_failed` follows."""
+
+
+@dataclass(frozen=True)
+class KillForkServer:
+    """Kill the fork server; `ForkServerLoss.on_lost` follows."""
+
+
+@dataclass(frozen=True)
 class Send:
     """Send the message to the worker. A message to a worker whose connection has ended is dropped.
 
@@ -50,4 +60,4 @@ class End:
     tail_of: str | None = None
 
 
-Action = StartProcess | EndProcess | Send | Announce | End
+Action = StartProcess | EndProcess | StartForkServer | KillForkServer | Send | Announce | End

@@ -16,6 +16,22 @@ class ForkServerReady:
 
 
 @dataclass(frozen=True)
+class ForkServerLost:
+    """The fork server has ended, or a new one could not start. Workers run on; restarts wait for the next one, which starts in
+    `retry_seconds`. None: the run has no fork server any more. `how` continues a sentence: "was killed by SIGKILL"."""
+
+    how: str
+    retry_seconds: float | None = 0.0
+
+
+@dataclass(frozen=True)
+class ForkServerRestarted:
+    """A new fork server serves, `seconds` after the loss of the former one."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class WorkerStarted:
     """Worker `name` was started in process `pid`, which it may share with others."""
 
@@ -137,6 +153,8 @@ class RunFailed:
 
 Event = (
     ForkServerReady
+    | ForkServerLost
+    | ForkServerRestarted
     | WorkerStarted
     | WorkerLoading
     | WorkerListening
@@ -157,6 +175,13 @@ Event = (
 def news(event: Event) -> str | None:
     """One line about an event that changes which workers or experts of a continuing run are usable; None for all other events."""
     match event:
+        case ForkServerLost(how, None):
+            return f"the fork server {how}; workers run on, and no process is started again"
+        case ForkServerLost(how, retry_seconds):
+            when = f"; the next try is in {retry_seconds:g} s" if retry_seconds else ""
+            return f"the fork server {how}; workers run on, and restarts wait for a new one{when}"
+        case ForkServerRestarted(seconds):
+            return f"the fork server is back after {seconds:.2f} s"
         case WorkerLost(name, how, while_loading):
             return f"{name} {how} while it loaded; it is loaded again" if while_loading else f"{name} {how}; the run goes on without it"
         case WorkerRestarted(name, pid, seconds):

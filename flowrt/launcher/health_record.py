@@ -24,6 +24,10 @@ class HealthRecord:
     def note(self, event: events.Event) -> None:
         state = self._state
         match event:
+            case events.ForkServerLost(how):
+                state.fork_server = how
+            case events.ForkServerRestarted():
+                state.fork_server = None
             case events.WorkerSuspected(name, why):
                 state.suspects[name] = why
             case events.WorkerMarkedDead(name, why, is_killed):

@@ -42,7 +42,7 @@ from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph, to_json
 from flowrt.launcher import events
-from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send, StartProcess
+from flowrt.launcher.actions import Action, Announce, End, EndProcess, KillForkServer, Send, StartForkServer, StartProcess
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.health_record import HealthRecord
 from flowrt.launcher.run_state import RunState
@@ -131,7 +131,7 @@ class Launcher:
             self._spawn,
             log_level,
         )
-        self.workers, self.pids = self._pool.connections, self._pool.pids
+        self.workers, self.pids, self.fork_server_pid = self._pool.connections, self._pool.pids, self._pool.fork_server_pid
         self.failure: Exception | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -280,6 +280,8 @@ class Launcher:
                 self._pool.start(action)
             case EndProcess(process, end_gently):
                 self._pool.end(process, end_gently)
+            case StartForkServer() | KillForkServer():
+                self._pool.replace_fork_server(action)
             case Send(name, control, deadline) if deadline is not None:
                 self._spawn(self._send_until(self.workers[name], control, deadline), name=f"last message to {name}")
             case Send(name, StatisticsRequest() as request):

@@ -8,6 +8,7 @@ from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, ReliabilitySettings
 from flowrt.launcher import events, run_table
 from flowrt.launcher.actions import End, StartProcess
+from flowrt.launcher.fork_server_loss import ForkServerLoss
 from flowrt.launcher.root_cause import FailureKind, RootCause
 from flowrt.launcher.run_table import ProcessPhase, ProcessRecord, RunPhase, RunTable, TimerKind
 from flowrt.processes.output_tail import exit_text
@@ -15,12 +16,11 @@ from flowrt.reliability.restart_policy import Restart, RestartPolicy
 
 # Signals that other programs send. The system sends SIGKILL when memory runs out, which a request can cause; users kill far more often.
 FROM_OUTSIDE = tuple(exit_text(-number) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
-_HINT = "is it stopped, or the machine overloaded?"
 
 
 class Restarts:
-    def __init__(self, table: RunTable, root_cause: RootCause, settings: ReliabilitySettings) -> None:
-        self._table, self._root_cause = table, root_cause
+    def __init__(self, table: RunTable, root_cause: RootCause, fork_server: ForkServerLoss, settings: ReliabilitySettings) -> None:
+        self._table, self._root_cause, self._fork_server = table, root_cause, fork_server
         self._budget = RestartPolicy(settings.restarts, settings.restart_window_seconds)
 
     def on_dead(self, process: ProcessRecord) -> None:
@@ -59,24 +59,24 @@ class Restarts:
             self._table.announce(events.WorkerLost(worker.name, how, self._table.phase == RunPhase.LOADING, process.may_recur))
 
     def on_fork_failed(self, process: ProcessRecord, error: UserError | WorkerDiedError) -> None:
-        """The system refused, or the fork server does not respond. A restart is tried again within the restart budget."""
+        """The system refused, or the fork server has ended. A restart is tried again, after a refusal within the restart budget."""
         process.phase, process.how = ProcessPhase.DEAD, str(error)
-        if self._table.phase == RunPhase.LOADING:
+        is_lost = isinstance(error, WorkerDiedError) and error.process == FORK_SERVER
+        if self._table.phase == RunPhase.LOADING or (is_lost and self._table.phase == RunPhase.CONNECTING):
             if not self._root_cause.has_reports:  # otherwise the root cause is about to be chosen
                 self._table.act(End(error))
-        elif self._table.phase < RunPhase.STOPPING and not self._root_cause.is_reported(FORK_SERVER):
-            if isinstance(error, WorkerDiedError) and error.process == FORK_SERVER:
-                self._stay_down(process, f"the fork server {error.reason}")
+        elif is_lost:
+            self._fork_server.await_fork(process)
+        elif self._table.phase < RunPhase.STOPPING:
             self._restart(process)
 
     def on_not_reaped(self, name: str) -> None:
-        """Only the fork server can reap and fork, so the process stays down unless the fork server continues."""
+        """The process was killed and has not ended, perhaps because it waits for a disk. It stays down until it has."""
+        why = f"has been ending for {run_table.REAP_SECONDS:g} s: is the machine overloaded?"
         if self._table.phase < RunPhase.RUNNING:
-            reason = f"has not reported the end of {name} for {run_table.FORK_SERVER_SECONDS:g} s: {_HINT}"
-            self._table.act(End(WorkerDiedError(FORK_SERVER, reason), FORK_SERVER))
+            self._table.act(End(WorkerDiedError(name, why), name))
         elif self._table.phase == RunPhase.RUNNING:
-            why = f"it died {run_table.FORK_SERVER_SECONDS:g} s ago, and the fork server has not reported it: {_HINT}"
-            self._stay_down(self._table.processes[name], why)
+            self._table.give_up(self._table.processes[name], f"it {why}")
 
     def on_no_status(self, name: str) -> None:
         """The last messages, or the exit status, of a process have not come."""
@@ -84,11 +84,13 @@ class Restarts:
         if process.phase == ProcessPhase.DYING:
             process.how = "closed its control connection unexpectedly"
         elif process.phase == ProcessPhase.ENDED:
-            process.how = f"has ended, and the fork server has not reported how: {_HINT}"
+            process.how = "has ended, and its exit status is not known"
         self.on_dead(process)
 
     def fork_again(self, name: str) -> None:
         process = self._table.processes[name]
+        if not self._fork_server.can_fork(process):
+            return
         self._table.renew(process, [worker.name for worker in process.workers])
         self._table.act(StartProcess(name, self._table.identities(process)))
 
@@ -102,12 +104,7 @@ class Restarts:
             reason = f"{process.how} while it {doing}, and {decision.why}"
             self._table.act(End(WorkerDiedError(process.name, reason), process.name))
         elif decision.retry_seconds is None:
-            self._stay_down(process, decision.why)
+            self._table.give_up(process, decision.why)
         else:
-            self._stay_down(process, f"{decision.why}; the next try is in {decision.retry_seconds:g} s", decision.retry_seconds)
+            self._table.give_up(process, f"{decision.why}; the next try is in {decision.retry_seconds:g} s", decision.retry_seconds)
             self._table.set_timer(TimerKind.RESTART, decision.retry_seconds, process.name)
-
-    def _stay_down(self, process: ProcessRecord, why: str, retry_seconds: float | None = None) -> None:
-        process.is_given_up = True
-        for worker in process.workers:
-            self._table.announce(events.WorkerGivenUp(worker.name, why, retry_seconds))

@@ -1,8 +1,8 @@
 """The state of one run: which processes live, what follows from a death, how the run starts and how it ends. Pure.
 
-Events in, actions out. Each `on_...` method, `start` and `stop` are events; `handle` takes one with its time, and returns the actions that
-follow (actions.py). `deadline` is the time of the next timer, and `on_time` the event at that time. The launcher (launcher.py) turns
-messages, notices and timers into events and carries out the actions.
+Events in, actions out. Each `on_...` method, `start` and `stop` are events, also those of `fork_server` (fork_server_loss.py). `handle`
+takes one with its time, and returns the actions that follow (actions.py). `deadline` is the time of the next timer, and `on_time` the event
+at that time. The launcher (launcher.py) turns messages, notices and timers into events and carries out the actions.
 
 The run goes through LOADING (until all workers listen), CONNECTING (until all are connected), RUNNING, STOPPING and ENDED. A worker that
 reports a failure while the run loads ends the run, since it would fail again; a process that dies without a report is loaded again.
@@ -17,10 +17,11 @@ from typing import Any
 
 from flowrt.actors.control import Control, DetectorReport, Failed, LinkLost, Listening, PeerJoined, Peers, StatisticsRequest
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import FORK_SERVER, MONITOR, Graph
+from flowrt.graph.model import MONITOR, Graph
 from flowrt.graph.recovery import is_watched
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, End, EndProcess, Send, StartProcess
+from flowrt.launcher.fork_server_loss import ForkServerLoss
 from flowrt.launcher.link_loss import EXPLAINED_SECONDS, LinkLoss
 from flowrt.launcher.ordered_stop import OrderedStop
 from flowrt.launcher.restarts import Restarts
@@ -55,7 +56,8 @@ class RunState:
         self.wants_monitor = is_watched(graph) and bool(processes)
         self._table = table = RunTable(graph, new_incarnation)
         self._root_cause = RootCause(table)
-        self._restarts = Restarts(table, self._root_cause, graph.reliability)
+        self.fork_server = ForkServerLoss(table, self._root_cause, graph.reliability)
+        self._restarts = Restarts(table, self._root_cause, self.fork_server, graph.reliability)
         self._link_loss = LinkLoss(table, self._root_cause)
         self._stop = OrderedStop(table, self._root_cause, stop_seconds)
         for name, workers in processes.items():
@@ -77,6 +79,7 @@ class RunState:
             TimerKind.POLL: self._poll_monitor,
             TimerKind.STOP: self._stop.on_deadline,
             TimerKind.KILL_LATE: self._stop.kill_late,
+            TimerKind.FORK_SERVER: self.fork_server.on_time,
             TimerKind.END: lambda subject: table.act(End()),
         }
 
@@ -176,6 +179,11 @@ class RunState:
         self._restarts.on_fork_failed(self._table.processes[process], error)
         self._stop.end_if_done()
 
+    def on_fork_silent(self, process: str) -> None:
+        """The fork has exceeded its time limit, `fork_server.fork_seconds`."""
+        self.fork_server.on_silent(process)
+        self._stop.end_if_done()
+
     def on_message(self, worker: str) -> None:
         """A message of a worker for which `counts_messages` is true."""
         found = self._table.workers[worker]
@@ -244,7 +252,7 @@ class RunState:
         self._stop.await_no_longer(worker)
 
     def on_dying(self, process: str) -> None:
-        """The kernel reports that the process has begun to die. The reap follows, unless the fork server is stopped."""
+        """The kernel reports that the process has begun to die. The reap follows."""
         found = self._table.processes[process]
         self._table.note_dying(found, "its process has ended")
         if found.phase == ProcessPhase.DYING:
@@ -264,15 +272,6 @@ class RunState:
         elif not found.has_stop:  # a child may hold its connection open
             seconds = LAST_MESSAGES_SECONDS if table.can_replace(found) else EXPLAINED_SECONDS
             table.set_timer(TimerKind.NO_STATUS, seconds, process)
-        self._stop.end_if_done()
-
-    def on_backend_lost(self, how: str) -> None:
-        if not self._stop.is_sent:
-            self._root_cause.report(FailureKind.DIED, FORK_SERVER, FORK_SERVER, how)
-            return
-        for process in self._table.processes.values():  # they end with the fork server, and no exit is reported
-            if not process.is_task:
-                process.phase = max(process.phase, ProcessPhase.REAPED)
         self._stop.end_if_done()
 
     def on_failed(self, worker: str, failed: Failed) -> None:
@@ -324,7 +323,7 @@ class RunState:
         return [each for each in self._table.workers.values() if each.process.phase == ProcessPhase.STARTING and each.state in awaited]
 
     def _await_reap(self, name: str) -> None:
-        """Limit the time until the fork server reports the exit of a dying process."""
+        """Limit the time until a dying process has ended."""
         if self._table.can_replace(self._table.processes[name]):
             self._table.set_timer(TimerKind.KILL, LAST_MESSAGES_SECONDS, name)
         else:

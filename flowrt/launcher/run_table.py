@@ -5,7 +5,7 @@ A process goes through these phases, once per incarnation:
     FORKING -> STARTING -> UP -> DYING -> ENDED -> REAPED -> DEAD -> FORKING (a restart)
 
 - DYING: the first sign of the end. Its peers are notified in the same event (`PeerLeft`), so that they use it no more.
-- ENDED: the kernel has reported the end. The fork server, which knows the exit status, has not.
+- ENDED: the kernel has reported the end. The exit status is not known yet.
 - REAPED: the exit status is known. Its last messages may not be read yet; they may contain the cause.
 - DEAD: how it died is known.
 
@@ -22,12 +22,12 @@ from flowrt.actors.control import Control, PeerJoined, PeerLeft
 from flowrt.graph.model import MONITOR, Graph
 from flowrt.graph.recovery import RULES, neighbours, rule_of, survivable_processes
 from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send
-from flowrt.launcher.events import Event
+from flowrt.launcher.events import Event, WorkerGivenUp
 from flowrt.transports.contract import Identity
 
 LAST_MESSAGES_SECONDS = 0.5  # for a dying process to close its control connection, and to read the last messages of an ended one
 FENCE_SECONDS = 0.75  # from the first sign of a death until no more messages are accepted; longer, so that the exit status is known
-FORK_SERVER_SECONDS = 15.0  # time limit for the fork server to report the exit of an ended process
+REAP_SECONDS = 15.0  # time limit for a dying process to end
 
 
 class RunPhase(IntEnum):
@@ -72,7 +72,7 @@ NEXT_STATES: Mapping[WorkerState, frozenset[WorkerState]] = {
 
 
 class TimerKind(IntEnum):
-    """The subject of a timer is a process, or a lost link; SETTLE, POLL and the last two have none."""
+    """The subject of a timer is a process, or a lost link; SETTLE, POLL and the last three have none."""
 
     SETTLE = 0
     RESTART = 1
@@ -85,6 +85,7 @@ class TimerKind(IntEnum):
     KILL_LATE = 8
     END = 9
     FENCE = 10
+    FORK_SERVER = 11
 
 
 OF_PROCESS = (TimerKind.RESTART, TimerKind.KILL, TimerKind.NO_REAP, TimerKind.NO_STATUS, TimerKind.FENCE)
@@ -214,6 +215,12 @@ class RunTable:
             elif other.state is WorkerState.LINKING and name != MONITOR:
                 other.unsent.append(control)
 
+    def give_up(self, process: ProcessRecord, why: str, retry_seconds: float | None = None) -> None:
+        """The process stays down, see events.WorkerGivenUp."""
+        process.is_given_up = True
+        for worker in process.workers:
+            self.announce(WorkerGivenUp(worker.name, why, retry_seconds))
+
     # Deaths.
 
     def keeps_less(self, worker: str, other: str) -> bool:
@@ -245,7 +252,7 @@ class RunTable:
                     left = PeerLeft(worker.name, worker.incarnation, process.cause or why)
                     self.notify(worker, (*self.neighbours.get(worker.name, ()), MONITOR), left)
         if process.can_restart:
-            self.set_timer(TimerKind.NO_REAP, FORK_SERVER_SECONDS, process.name)
+            self.set_timer(TimerKind.NO_REAP, REAP_SECONDS, process.name)
 
     def kill(self, process: ProcessRecord, why: str) -> None:
         self.note_dying(process, why)

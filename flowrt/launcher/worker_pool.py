@@ -15,8 +15,9 @@ from typing import Any
 from flowrt.actors.control import Control, Statistics
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
-from flowrt.launcher.actions import StartProcess
+from flowrt.launcher.actions import KillForkServer, StartForkServer, StartProcess
 from flowrt.launcher.control_connection import ControlConnection
+from flowrt.launcher.fork_server_loss import IMPORT_SECONDS
 from flowrt.launcher.run_state import RunState
 from flowrt.launcher.totals import total
 from flowrt.launcher.transport_choice import num_threads, usable_cores
@@ -29,7 +30,6 @@ from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.inproc import InprocChannel
 
 MONITOR_ENTRY = "flowrt.workers.monitor:run_monitor"
-FORK_SECONDS = 15.0  # time limit for a fork; a fork takes milliseconds, so a fork server that exceeds this is stopped
 
 
 class WorkerPool:
@@ -79,6 +79,18 @@ class WorkerPool:
             self._connect(action, os.getpid(), [ours])
         elif self._backend is not None:
             self._spawn(self._fork(self._backend, action), name=f"fork of {process}")
+
+    def replace_fork_server(self, action: StartForkServer | KillForkServer) -> None:
+        if self._backend is None:
+            return
+        if isinstance(action, KillForkServer):
+            self._backend.kill_server()
+        else:
+            self._spawn(self._restart(self._backend), name="restart of the fork server")
+
+    def fork_server_pid(self) -> int:
+        """0 while there is none."""
+        return self._backend.pid if self._backend is not None else 0
 
     def end(self, process: str, gently: bool) -> None:
         if process in self._tasks:
@@ -136,9 +148,17 @@ class WorkerPool:
             self._step(self._state.on_exited, process.spec.name, how)
 
     def on_backend_lost(self, how: str) -> None:
-        self._step(self._state.on_backend_lost, how)
+        self._step(self._state.fork_server.on_lost, how)
 
     # Inside.
+
+    async def _restart(self, backend: ProcessBackend) -> None:
+        try:
+            await backend.restart(IMPORT_SECONDS)
+        except (WorkerDiedError, UserError) as error:
+            self._step(self._state.fork_server.on_failed, error)
+        else:
+            self._step(self._state.fork_server.on_ready)
 
     async def _fork(self, backend: ProcessBackend, action: StartProcess) -> None:
         process, names = action.process, [worker.name for worker in action.workers]
@@ -151,11 +171,10 @@ class WorkerPool:
         if process != MONITOR:
             entry, threads = self._entry, num_threads(self._graph, names, list(self._packed.values()), usable_cores())
         try:
-            async with asyncio.timeout(FORK_SECONDS):
+            async with asyncio.timeout(self._state.fork_server.fork_seconds):
                 started = await backend.start(ProcessSpec(process, action.workers, entry, threads, self._log_level))
         except TimeoutError:
-            reason = f"has not responded for {FORK_SECONDS:g} s: is it stopped, or the machine overloaded?"
-            self._step(self._state.on_fork_failed, process, WorkerDiedError(FORK_SERVER, reason, backend.output_tail()))
+            self._step(self._state.on_fork_silent, process)
         except (WorkerDiedError, UserError) as error:
             self._step(self._state.on_fork_failed, process, error)
         else:

@@ -4,9 +4,11 @@ It runs as `python -m flowrt.processes.fork_server` and serves the requests of f
 name; this file imports nothing of flowrt/workers. The fork server has one thread, blocking calls and no event loop, so that a fork never
 copies a process with other work under way.
 
-Lifetimes: the kernel kills the fork server when the launcher dies, and every worker when the fork server dies (PDEATHSIG). When the
-launcher closes the connection, the fork server kills all processes it forked and all that those started, reaps them, and ends. Ctrl-C
-reaches none of them: they are a session of their own and ignore SIGINT; the launcher handles it.
+Lifetimes: the kernel kills the fork server and every worker when the launcher dies (PDEATHSIG), also one that is stopped or blocked. The
+end of the fork server ends no worker: it forks a short-lived process that forks the workers, so they are orphans that the launcher adopts
+as a subreaper and reaps (adopted_processes.py). Only where the system has no subreapers, the fork server is their parent. Then it reports
+their exits, and kills them when the launcher closes the connection. Ctrl-C reaches none of them: they are a session of their own and
+ignore SIGINT; the launcher handles it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +35,7 @@ import msgspec
 from flowrt.errors import UserError
 from flowrt.observe import set_log_level
 from flowrt.process_backend import CONTROL_LIMITS
+from flowrt.processes.adopted_processes import CAN_ADOPT
 from flowrt.processes.exit_lock import hold
 from flowrt.processes.frames import Exited, Forked, ForkRequest, Frame, FrameReader, Loaded, NotForked, send_blocking
 from flowrt.seams import Seams
@@ -41,8 +45,9 @@ from flowrt.transports.stream import StreamChannel
 WorkerMain = Callable[[Channel, Seams], Awaitable[None]]
 
 ORIGINAL_PATH = "FLOWRT_PYTHONPATH"  # the user's PYTHONPATH while ours carries the launcher's sys.path
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
-_POLL_SECONDS = 0.05  # poll interval for exits of children where there is no pidfd
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_POLL_SECONDS = 0.05  # poll interval for exits of children
+_ADOPTION_POLL_SECONDS = 0.001  # poll interval of a worker until the launcher is its parent
 
 
 def load_worker(name: str) -> WorkerMain:
@@ -52,69 +57,89 @@ def load_worker(name: str) -> WorkerMain:
 
 
 @dataclass
-class _Child:
-    number: int
-    pid: int
-    pidfd: int | None
-
-
-@dataclass
 class _ForkServer:
     connection: socket.socket
+    launcher_pid: int
     library_fds: frozenset[int]  # opened by imported libraries for their own use: children keep them
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    children: dict[int, _Child] = field(default_factory=dict)
+    children: dict[int, int] = field(default_factory=dict)  # pid -> start number; empty where the launcher adopts the workers
 
     def serve(self) -> None:
-        """Fork and reap until the launcher closes the connection. A pidfd wakes the selector when its child ends."""
+        """Fork until the launcher closes the connection. Requests that have arrived together are forked together."""
         reader = FrameReader(self.connection, msgspec.msgpack.Decoder(ForkRequest))
         self.selector.register(self.connection, selectors.EVENT_READ)
         while True:
-            polling = any(child.pidfd is None for child in self.children.values())
-            ready = [key.fd for key, _ in self.selector.select(_POLL_SECONDS if polling else None)]
-            while self.reap():
+            ready = self.selector.select(_POLL_SECONDS if self.children else None)
+            while self.children and self.reap():
                 pass
-            if self.connection.fileno() in ready:
+            requests: list[tuple[ForkRequest, list[int]]] = []
+            while ready:
                 if not reader.feed():
                     return
-                for request in reader.frames():
-                    self.fork(request, reader.take_fds(request.num_fds))
+                requests += [(request, reader.take_fds(request.num_fds)) for request in reader.frames()]
+                ready = self.selector.select(0)
+            if requests:
+                self.fork_all(requests)
 
-    def fork(self, request: ForkRequest, fds: list[int]) -> None:
+    def fork_all(self, requests: Sequence[tuple[ForkRequest, list[int]]]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        fork_server_pid = os.getpid()
+        try:
+            if not CAN_ADOPT:
+                for request, fds in requests:
+                    self.fork(request, fds)
+            elif (pid := os.fork()) == 0:
+                self.fork_orphans(requests)
+            else:
+                os.waitpid(pid, 0)
+        except OSError as error:
+            for request, _ in requests:
+                self.report(NotForked(number=request.number, error=f"{type(error).__name__}: {error}"))
+        finally:
+            for _, fds in requests:
+                for fd in fds:
+                    os.close(fd)
+
+    def fork_orphans(self, requests: Sequence[tuple[ForkRequest, list[int]]]) -> NoReturn:
+        """Fork the workers in a process that then exits, so that the launcher adopts them. Even if the fork server is killed meanwhile, the
+        launcher learns of each worker before the connection ends."""
+        status = 1
+        try:
+            for request, fds in requests:
+                self.fork(request, fds)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def fork(self, request: ForkRequest, fds: list[int]) -> None:
+        parent_pid = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
             self.report(NotForked(number=request.number, error=f"{type(error).__name__}: {error}"))
             return
-        finally:
-            if os.getpid() == fork_server_pid:
-                for fd in fds:
-                    os.close(fd)
         if pid == 0:
-            self.become_worker(request, fds, fork_server_pid)
-        child = _Child(request.number, pid, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None)
-        self.children[pid] = child
-        if child.pidfd is None:
-            self.report(Forked(number=child.number, pid=pid))
-        else:
-            self.selector.register(child.pidfd, selectors.EVENT_READ)
-            self.report(Forked(number=child.number, pid=pid, num_fds=1), [child.pidfd])
+            self.become_worker(request, fds, parent_pid)
+        if not CAN_ADOPT:
+            self.children[pid] = request.number
+        try:
+            pidfd = os.pidfd_open(pid)
+        except (AttributeError, OSError):  # the system has none, or no descriptor is free
+            self.report(Forked(number=request.number, pid=pid))
+            return
+        self.report(Forked(number=request.number, pid=pid, num_fds=1), [pidfd])
+        os.close(pidfd)
 
     def reap(self, options: int = os.WNOHANG) -> bool:
-        """Reap one ended process, which may be a worker's orphan, and report it if it is a child that was forked here. False: no process
-        has ended, or none is left."""
+        """Reap one ended child and report it. False: no child has ended, or none is left."""
         try:
             pid, status = os.waitpid(-1, options)
         except ChildProcessError:
             return False
-        if (child := self.children.pop(pid, None)) is not None:
-            if child.pidfd is not None:
-                self.selector.unregister(child.pidfd)
-                os.close(child.pidfd)
-            self.report(Exited(number=child.number, status=os.waitstatus_to_exitcode(status)))
+        if (number := self.children.pop(pid, None)) is not None:
+            self.report(Exited(number=number, status=os.waitstatus_to_exitcode(status)))
         return pid != 0
 
     def report(self, frame: Frame, fds: Sequence[int] = ()) -> None:
@@ -122,18 +147,20 @@ class _ForkServer:
             send_blocking(self.connection, frame, fds)
 
     def end_all(self) -> None:
-        """Kill and reap every child and every process that the children started: a subreaper inherits its children's orphans."""
-        ended = False
-        while not ended:
-            for pid in self.children.keys() | _adopted():
-                os.kill(pid, signal.SIGKILL)
-            ended = not self.reap(options=0)
+        """Kill and reap every child."""
+        for pid in self.children:
+            os.kill(pid, signal.SIGKILL)
+        while self.children and self.reap(options=0):
+            pass
 
-    def become_worker(self, request: ForkRequest, fds: list[int], fork_server_pid: int) -> NoReturn:
+    def become_worker(self, request: ForkRequest, fds: list[int], parent_pid: int) -> NoReturn:
         """Run the workers of `request` in the forked child and exit. Never returns into the fork server's stack frames."""
         status = 1
         try:
-            _die_with(fork_server_pid)
+            if CAN_ADOPT:
+                while os.getppid() == parent_pid:
+                    time.sleep(_ADOPTION_POLL_SECONDS)
+                _die_with(self.launcher_pid)
             os.dup2(fds[0], 1)
             os.dup2(fds[0], 2)
             self.selector.close()
@@ -210,20 +237,6 @@ def _die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _inherit_orphans() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _adopted() -> set[int]:
-    """The children of this process, where the system lists them."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return {int(pid) for pid in file.read().split()}
-    except OSError:
-        return set()
-
-
 def shown_name(host: str) -> str:
     """Name of a host in `ps`: "fr:attention.0". The kernel keeps 15 characters; a longer name is cut to its beginning and its number."""
     return f"fr:{host}" if len(host) <= 12 else f"fr:{host[:7]}~{host[-4:]}"
@@ -256,7 +269,6 @@ def main(arguments: Sequence[str]) -> None:
     """Run the fork server. `arguments`: the connection's descriptor, the launcher's pid, modules to import before the first fork."""
     connection_fd, launcher_pid, *preload = arguments
     _die_with(int(launcher_pid))
-    _inherit_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the launcher's thread may have blocked some
     os.environ.pop("PYTHONPATH", None)
@@ -274,7 +286,7 @@ def main(arguments: Sequence[str]) -> None:
     gc.freeze()  # collections in workers do not touch the imported objects, so their pages stay shared
     gc.enable()
     num_threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-    fork_server = _ForkServer(connection, library_fds)
+    fork_server = _ForkServer(connection, int(launcher_pid), library_fds)
     fork_server.report(Loaded(num_threads=num_threads))
     try:
         fork_server.serve()

@@ -11,22 +11,32 @@ import socket
 from collections.abc import Callable
 
 from flowrt.process_backend import CONTROL_LIMITS, ProcessSpec
+from flowrt.processes.adopted_processes import CAN_ADOPT, reap, wait_reaped
 from flowrt.processes.exit_lock import ExitLock
 from flowrt.processes.output_tail import OutputTail
 from flowrt.transports.contract import Channel
 from flowrt.transports.stream import StreamChannel
 
-GRACE_SECONDS = 3.0  # time limit for the fork server to end all processes it forked, and itself
+GRACE_SECONDS = 3.0  # time limit for killed processes to end
+_REAP_POLL_SECONDS = 0.05  # poll interval where there is no pidfd, and for a process that was not adopted yet
+_ADOPTION_SECONDS = 1.0  # after this time, a process that is no child of this one was reaped by other code of the program
 
 
 class LocalProcess:
     """One process, from the request to fork it on; see flowrt.process_backend.WorkerProcess. `started`: itself, once it is forked. `pidfd`
-    is -1 where the system has none. A process whose `start` was cancelled is not reported.
+    is -1 where the system has none. A process whose `start` was cancelled is not reported. `on_exited` is called with its exit status, None
+    where it is unknown, once it was reaped here.
 
     Raises OSError, and leaves nothing open, when the system refuses a resource.
     """
 
-    def __init__(self, spec: ProcessSpec, on_output: Callable[[str, str], None], on_dying: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        on_output: Callable[[str, str], None],
+        on_dying: Callable[[], None],
+        on_exited: Callable[[int | None], None],
+    ) -> None:
         self.spec, self.pid = spec, 0
         self.started: asyncio.Future[LocalProcess] = asyncio.get_running_loop().create_future()
         self.controls: tuple[Channel, ...] = ()
@@ -34,7 +44,7 @@ class LocalProcess:
         self._pidfd, self._has_exited = -1, False
         self._ours: list[socket.socket] = []
         self._theirs: list[socket.socket] = []
-        self._on_dying = on_dying
+        self._on_exited, self._missing_since = on_exited, 0.0
         self._output = OutputTail(spec.name, on_output)
         self._exit_lock = ExitLock(spec.name, on_dying)
         try:
@@ -60,8 +70,7 @@ class LocalProcess:
         """End the process, perhaps before it is forked, and report nothing about it: `start` was cancelled."""
         self.is_reported = False
         self._close(self._ours)
-        if self.pid:
-            self.kill()
+        self.kill()
         for control in self.controls:
             await control.aclose()
 
@@ -84,14 +93,17 @@ class LocalProcess:
     def on_forked(self, pid: int, pidfd: int) -> None:
         self.pid, self._pidfd = pid, pidfd
         self._exit_lock.given_away()
+        loop = asyncio.get_running_loop()
+        if pidfd >= 0:
+            loop.add_reader(pidfd, self._reap, loop)
+        elif CAN_ADOPT:
+            loop.call_later(_REAP_POLL_SECONDS, self._reap, loop)
         if not self.is_reported or self.started.cancelled():  # the cancelled `start` has yet to call `abandon`
             self.is_reported = False
             self.kill()
             return
         self.controls = tuple(StreamChannel(sock, CONTROL_LIMITS, peer) for sock, peer in zip(self._ours, self.spec.workers, strict=True))
         self._ours.clear()
-        if pidfd >= 0:
-            asyncio.get_running_loop().add_reader(pidfd, self._on_end)
         self.started.set_result(self)
 
     def note_exit(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -113,30 +125,44 @@ class LocalProcess:
         self._output.close()
 
     def kill_and_wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Kill the process when the fork server could not. Blocks while the process dies, and reaps it if it is a child of this process."""
+        """Kill the process, and reap it if it is a child of this process. Blocks while it dies."""
         if self.pid and not self._has_exited:
             self.kill()
-            if self._pidfd >= 0:
+            has_ended = self._pidfd < 0
+            if not has_ended:
                 poller = select.poll()
                 poller.register(self._pidfd, select.POLLIN)
-                poller.poll(GRACE_SECONDS * 1000)
-            reap_adopted(self.pid)
+                has_ended = bool(poller.poll(GRACE_SECONDS * 1000))
+            if has_ended:
+                wait_reaped(self.pid)
             self.note_exit(loop)
         self.close()
 
     def _signal(self, number: int) -> None:
-        """Signal the process directly: the fork server may be busy."""
-        if not self._has_exited:
+        """Signal the process directly: the fork server may be busy. No-op before the fork: pid 0 would be this process and its group."""
+        if self.pid and not self._has_exited:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if self._pidfd >= 0:
                     signal.pidfd_send_signal(self._pidfd, number)
                 else:
                     os.kill(self.pid, number)
 
-    def _on_end(self) -> None:
-        """The kernel reports the end of the process."""
-        self._stop_watching(asyncio.get_running_loop())  # the descriptor stays readable
-        self._on_dying()
+    def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Reap the process once it has ended: the kernel reports its end, or it has no pidfd and is polled."""
+        if self._has_exited:
+            return
+        try:
+            status = reap(self.pid)
+            is_over = status is not None
+        except ChildProcessError:  # no child of this process: not adopted yet, or reaped by other code of the program
+            self._missing_since = self._missing_since or loop.time()
+            status, is_over = None, loop.time() >= self._missing_since + _ADOPTION_SECONDS
+        if is_over:
+            self._on_exited(status)
+            return
+        if self._pidfd >= 0:
+            self._stop_watching(loop)
+        loop.call_later(_REAP_POLL_SECONDS, self._reap, loop)
 
     def _stop_watching(self, loop: asyncio.AbstractEventLoop) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
@@ -147,10 +173,3 @@ class LocalProcess:
         for sock in sockets:
             sock.close()
         sockets.clear()
-
-
-def reap_adopted(pid: int) -> None:
-    """Reap a dying orphan if it is a child of this process: process 1 of a container, or a subreaper, inherits orphans. Blocks until the
-    orphan has ended."""
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0)

@@ -14,8 +14,10 @@ OUTPUT_TAIL_LINES = 50
 _MAX_LINE_CHARACTERS = 4096
 
 
-def exit_text(status: int) -> str:
-    """The exit status in words: "was killed by SIGKILL" or "exited with status 3"."""
+def exit_text(status: int | None) -> str:
+    """The exit status in words: "was killed by SIGKILL" or "exited with status 3". None: it is unknown."""
+    if status is None:
+        return "has ended with an unknown exit status"
     if status >= 0:
         return f"exited with status {status}"
     try:

@@ -63,7 +63,7 @@ class ServiceState:
     `failure`: why the run has ended. `suspects`: process -> reason. `fenced`: process -> why it was marked dead. `groups`: all groups.
     `lost_experts`: a sentence about unavailable experts; `degraded`: the same where the graph continues without them.
     `down`: process -> how it died; it will be restarted. `given_up`: processes that will not be restarted, whose load the others carry.
-    `workers`: progress of the workers that send heartbeats.
+    `workers`: progress of the workers that send heartbeats. `fork_server`: how it was lost, while there is none.
     """
 
     num_open: int = 0
@@ -77,6 +77,7 @@ class ServiceState:
     down: dict[str, str] = field(default_factory=dict)
     given_up: set[str] = field(default_factory=set)
     workers: Mapping[str, WorkerProgress] = field(default_factory=dict)
+    fork_server: str | None = None
 
 
 @dataclass(frozen=True)
@@ -106,4 +107,6 @@ def health(state: ServiceState, stall_seconds: float = STALL_SECONDS) -> Health:
     warnings += [each for each in fenced if each not in problems]
     warnings += [f"{process} {how}; it is being started again" for process, how in sorted(state.down.items())]
     warnings += [f"{process} is down, and its restarts are used up" for process in sorted(state.given_up)]
+    if state.fork_server is not None:
+        warnings.append(f"the fork server {state.fork_server}; a process that ends stays down until a new one is ready")
     return Health(not problems, tuple(problems), tuple(warnings), dict(state.workers))

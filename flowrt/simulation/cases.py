@@ -90,6 +90,7 @@ def _draw_processes(chance: random.Random, graph: Graph) -> tuple[Graph, Process
         no_descriptor_one_in=chance.choice((0, 0, 3, 8)),
         unseen_one_in=chance.choice((0, 1, 3)),
         refuses_first=chance.random() < 0.03,
+        unserved_one_in=chance.choice((0, 0, 2)),
     )
     if chance.random() < 0.3:
         graph = replace(graph, edges={name: replace(edge, open="start") for name, edge in graph.edges.items()})
@@ -251,7 +252,7 @@ def _draw_cancelled(chance: random.Random, graph: Graph, count: int) -> tuple[Si
 
 _KINDS = {
     "crash": 5, "pause": 10, "stall": 10, "hang": 8, "slow": 8, "slow_link": 8, "cut": 14, "reset": 8, "duplicate": 8, "skew": 5,
-    "tiny_queues": 6, "swizzle": 5, "roll_back": 10, "deaths": 24, "slow_servers": 12, "fork_server": 5, "permanent": 6,
+    "tiny_queues": 6, "swizzle": 5, "roll_back": 10, "deaths": 24, "slow_servers": 12, "fork_server": 9, "permanent": 6,
 }  # fmt: skip
 
 
@@ -318,18 +319,17 @@ def _draw_early_deaths(chance: random.Random, graph: Graph, servers: list[str]) 
 
 
 def _draw_fork_server(chance: random.Random, graph: Graph, mortal: list[str]) -> list[AnyFault]:
-    """Pauses the fork server, sometimes permanently, while a process dies; sometimes the fork server itself dies."""
+    """Pauses the fork server, sometimes permanently, or lets it die, sometimes several times, while a process dies."""
     if graph.processes == "one":
         return []
     at = _draw_time(chance)
-    if chance.random() < 0.2:
-        return [kinds.Crash(at_seconds=at, process=FORK_SERVER)]
-    lasts = chance.choice((0.1, 1.0, 30.0, PERMANENT_SECONDS))
     victims = [chance.choice(mortal)] if mortal else []
-    return [
-        kinds.Pause(at_seconds=at, process=FORK_SERVER, for_seconds=lasts),
-        *(kinds.Crash(at_seconds=at + chance.uniform(-0.5, 0.5) * at, process=name) for name in victims),
-    ]
+    faults: list[AnyFault] = [kinds.Crash(at_seconds=at + chance.uniform(-0.5, 0.5) * at, process=name) for name in victims]
+    if chance.random() < 0.5:
+        times = (at * 2.0**number for number in range(chance.choice((1, 1, 2, 5))))
+        return [*(kinds.Crash(at_seconds=each, process=FORK_SERVER) for each in times), *faults]
+    lasts = chance.choice((0.1, 1.0, 30.0, PERMANENT_SECONDS))
+    return [kinds.Pause(at_seconds=at, process=FORK_SERVER, for_seconds=lasts), *faults]
 
 
 def _draw_permanent(chance: random.Random, graph: Graph) -> list[AnyFault]:

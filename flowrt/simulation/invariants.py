@@ -68,7 +68,7 @@ def _is_fatal(case: Case, fault: AnyFault) -> bool:
     """Whether the fault may end the run. A standstill never does: a group is fenced. A lost connection does if neither end may die."""
     if fault.heals or isinstance(fault, Pause | Stall | Hang) or falls_back(case, fault):
         return False
-    return (mortal(case.graph) | {MONITOR}).isdisjoint(fault.processes)
+    return (mortal(case.graph) | {MONITOR, FORK_SERVER}).isdisjoint(fault.processes)
 
 
 def falls_back(case: Case, fault: AnyFault) -> bool:

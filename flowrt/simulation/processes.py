@@ -1,7 +1,8 @@
 """Implements the simulated process backend: worker processes in virtual time, with the contract of flowrt/process_backend.py.
 
 The delay of every notice about a process is drawn from the seed. So notices, the end of the control connection and the reap arrive in any
-order that the contract permits. The fork server is a node: while paused it neither forks nor reaps; its crash ends all processes.
+order that the contract permits. The fork server is a node: while paused it forks nothing and does not begin to serve; its crash ends no
+worker.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flowrt.processes.fork_server import WorkerMain, load_worker
 from flowrt.seams import Seams
 from flowrt.simulation.network_conditions import is_hit
 from flowrt.simulation.transport import SimulatedChannel
-from flowrt.simulation.waitables import OUTSIDE, set_error
+from flowrt.simulation.waitables import OUTSIDE, set_error, set_result
 from flowrt.simulation.world import SimulatedProcess, World
 from flowrt.transports.contract import Channel, Identity
 
@@ -39,6 +40,7 @@ class ProcessConditions:
     refuses_first: bool = False  # the same of first starts
     unseen_one_in: int = 3  # deaths of which no notice comes before the reap
     open_seconds: float = 0.05
+    unserved_one_in: int = 0  # new fork servers that end while they import
 
 
 class SimulatedWorkerProcess:
@@ -69,12 +71,15 @@ class SimulatedBackend:
         self._random = world.random_of("processes")
         self._processes: dict[str, SimulatedWorkerProcess] = {}  # node -> process; those whose exit was not reported
         self._waiting: dict[asyncio.Future[SimulatedWorkerProcess], None] = {}
-        self._closed = False
+        self._closed = self._is_serving = False
         world.deaths.append(self._on_death)
-        self._server = world.start(FORK_SERVER, self._serve)
-        self._server.exit.add_done_callback(self._on_server_exit)
+        self._server = self._start_server()
 
     num_threads = 1
+
+    @property
+    def pid(self) -> int:
+        return 0
 
     @classmethod
     async def open(cls, world: World, owner: BackendOwner, conditions: ProcessConditions) -> SimulatedBackend:
@@ -82,12 +87,34 @@ class SimulatedBackend:
         try:
             await asyncio.sleep(backend._random.uniform(0.0, conditions.open_seconds))
             backend._check_alive()
+            backend._is_serving = True
         except BaseException:
             backend.kill_all()
             raise
         return backend
 
+    async def restart(self, seconds: float) -> None:
+        self._server = server = self._start_server()
+        loaded: asyncio.Future[str] = self._world.loop.create_future()
+        self._later(server.node, set_result, loaded, "", between=RESTART_SECONDS)
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.wait([loaded, server.exit], return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            self._world.kill(server, KILLED)
+            raise WorkerDiedError(FORK_SERVER, f"sent nothing for {seconds:g} s") from None
+        if is_hit(self._random, self._conditions.unserved_one_in):
+            self._world.kill(server, KILLED)
+            await asyncio.wait([server.exit])
+        self._check_alive()
+        self._is_serving = True
+
+    def kill_server(self) -> None:
+        self._world.kill(self._server, KILLED)
+
     async def start(self, spec: ProcessSpec) -> SimulatedWorkerProcess:
+        if not self._is_serving:
+            raise WorkerDiedError(FORK_SERVER, KILLED)
         self._check_alive()
         if self._refuses(spec, self._conditions.no_descriptor_one_in):
             raise UserError("too few open files are allowed (simulated)")
@@ -125,6 +152,12 @@ class SimulatedBackend:
 
     # Inside.
 
+    def _start_server(self) -> SimulatedProcess:
+        """Its notices come to the launcher's node."""
+        server = self._world.context(OUTSIDE).run(self._world.start, FORK_SERVER, self._serve)
+        server.exit.add_done_callback(partial(self._on_server_exit, server), context=self._world.context(OUTSIDE))
+        return server
+
     async def _serve(self, seams: Seams) -> None:
         """The task of the fork server: faults pause its node."""
         await self._world.loop.create_future()
@@ -150,10 +183,11 @@ class SimulatedBackend:
                     await stack.enter_async_context(theirs)
                     tasks.create_task(_run_worker(main, theirs, seams), name=worker.name)
 
-        inner = world.start(spec.name, host, aliases=[worker.name for worker in spec.workers])
+        launcher = world.context(OUTSIDE)  # it adopts the process
+        inner = launcher.run(world.start, spec.name, host, [worker.name for worker in spec.workers])
         process = SimulatedWorkerProcess(world, spec, inner, tuple(ours for ours, _ in pairs))
         self._processes[node] = process
-        inner.exit.add_done_callback(partial(self._on_exit, process))
+        inner.exit.add_done_callback(partial(self._on_exit, process), context=launcher)
         self._later(OUTSIDE, self._complete_start, started, process)
 
     def _complete_start(self, started: asyncio.Future[SimulatedWorkerProcess], process: SimulatedWorkerProcess) -> None:
@@ -169,15 +203,12 @@ class SimulatedBackend:
             control.sever()
 
     def _on_death(self, process: SimulatedProcess) -> None:
-        """Called at the moment of a kill. The kernel ends the children of the fork server with it."""
-        if process is self._server:
-            for child in list(self._processes.values()):
-                child.kill()
-        elif process.node in self._processes and not is_hit(self._random, self._conditions.unseen_one_in):
+        """Called at the moment of a kill."""
+        if process.node in self._processes and not is_hit(self._random, self._conditions.unseen_one_in):
             self._later(OUTSIDE, self._report_dying, self._processes[process.node])
 
     def _on_exit(self, process: SimulatedWorkerProcess, exit: asyncio.Future[str]) -> None:
-        """On the fork server's node, which reaps when it runs."""
+        """The launcher reaps it."""
         self._later(OUTSIDE, self._report_exit, process, exit.result())
 
     def _report_dying(self, process: SimulatedWorkerProcess) -> None:
@@ -193,11 +224,18 @@ class SimulatedBackend:
         del self._processes[process.process.node]
         self._owner.on_exited(process, how)
 
-    def _on_server_exit(self, exit: asyncio.Future[str]) -> None:
+    def _on_server_exit(self, server: SimulatedProcess, exit: asyncio.Future[str]) -> None:
+        if server is not self._server:  # a later one serves
+            return
         for started in list(self._waiting):
             set_error(started, WorkerDiedError(FORK_SERVER, exit.result()))
+        if self._is_serving:
+            self._is_serving = False
+            self._later(OUTSIDE, self._report_loss, exit.result())
+
+    def _report_loss(self, how: str) -> None:
         if not self._closed:
-            self._later(OUTSIDE, self._owner.on_backend_lost, exit.result())
+            self._owner.on_backend_lost(how)
 
     def _check_alive(self) -> None:
         if self._closed or self._server.exit.done():

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from flowrt.graph.model import GATEWAY, MONITOR, Graph
+from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
 from flowrt.reliability.detector import SEEN_SHARE
@@ -24,6 +24,8 @@ _COUNTED = {
     events.WorkerGivenUp: "stayed down",
     events.WorkerSuspected: "suspected",
     events.WorkerMarkedDead: "marked dead",
+    events.ForkServerLost: "fork server lost",
+    events.ForkServerRestarted: "fork server restarted",
 }
 
 
@@ -50,6 +52,11 @@ class ServerChecks:
         self.counts[_COUNTED.get(type(event), "")] += 1
         now = self._world.loop.time()
         match event:
+            case events.ForkServerLost(_, retry_seconds) if retry_seconds is not None:
+                self._retry_at[FORK_SERVER] = now + retry_seconds
+            case events.ForkServerRestarted():
+                del self._retry_at[FORK_SERVER]
+                self._retry_at |= {name: now for name in self.down - self._retry_at.keys() - {MONITOR}}  # they have waited for it
             case events.WorkerStarted(name):
                 self._began[name] = now
                 self._retry_at.pop(name, None)

@@ -76,15 +76,10 @@ class Run:
         return caught.value
 
 
-def fork_server_of(launcher: Launcher) -> int:
-    (pid,) = {psutil.Process(pid).ppid() for pid in launcher.pids.values()}
-    return pid
-
-
 @contextlib.contextmanager
 def held(launcher: Launcher) -> Iterator[None]:
-    """The fork server is stopped meanwhile: it reaps no process and sends no notification."""
-    fork_server = fork_server_of(launcher)
+    """The fork server is stopped meanwhile: it forks no process."""
+    fork_server = launcher.fork_server_pid()
     os.kill(fork_server, signal.SIGSTOP)
     try:
         yield
@@ -432,14 +427,19 @@ def test_a_module_that_cannot_be_imported_by_the_fork_server() -> None:
     on_loop(asyncio.run, main)
 
 
-def test_killed_fork_server_ends_all_processes() -> None:
+def kill_fork_server_at_start(*names: str) -> Run:
+    def kill(event: events.Event) -> None:
+        if isinstance(event, events.WorkerStarted) and it.launcher.fork_server_pid():
+            os.kill(it.launcher.fork_server_pid(), signal.SIGKILL)
+
+    it = Run(*names, on_event=kill)
+    return it
+
+
+def test_a_fork_server_killed_during_the_launch_ends_all_processes() -> None:
     async def main() -> None:
-        it = Run("echo.0", "echo.1")
-
-        async def act(launcher: Launcher) -> None:
-            os.kill(fork_server_of(launcher), signal.SIGKILL)
-
-        assert str(await it.failure(act)) == "fork server was killed by SIGKILL"
+        it = kill_fork_server_at_start("echo.0", "hang.0")
+        assert str(await it.failure()) == "fork server was killed by SIGKILL"
         assert processes_marked(it.launcher.run_id) == []
 
     on_loop(asyncio.run, main)
@@ -447,7 +447,7 @@ def test_killed_fork_server_ends_all_processes() -> None:
 
 def test_a_fork_server_that_ends_slowly_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        it = Run("echo.0")
+        it = kill_fork_server_at_start("hang.0")
         looked: list[float] = []
         poll = subprocess.Popen.poll
 
@@ -455,11 +455,8 @@ def test_a_fork_server_that_ends_slowly_does_not_hold_up_the_loop(monkeypatch: p
             looked.append(asyncio.get_running_loop().time())
             return None if len(looked) < 4 else poll(process)
 
-        async def act(launcher: Launcher) -> None:
-            monkeypatch.setattr(subprocess.Popen, "poll", poll_late)
-            os.kill(fork_server_of(launcher), signal.SIGKILL)
-
-        assert str(await it.failure(act)) == "fork server was killed by SIGKILL"
+        monkeypatch.setattr(subprocess.Popen, "poll", poll_late)
+        assert str(await it.failure()) == "fork server was killed by SIGKILL"
         assert looked[0] < looked[1] < looked[2] < looked[3]
 
     on_loop(asyncio.run, main)

@@ -139,8 +139,9 @@ async def test_exit_is_reported_while_the_fork_server_is_blocked(tmp_path: Path)
         with held(launcher):
             _, incarnation = r.kill("server.0")
             await r.until(lambda: r.received("client.0", "left", "server.0", incarnation) and r.received("client.1", "left"))
-            assert not r.of(events.WorkerLost, "server.0")
+            await r.until(lambda: r.of(events.WorkerLost, "server.0"))
         await r.until_back("server.0")
+        assert not r.of(events.ForkServerLost, "server.0")
 
 
 async def test_several_die_at_once(tmp_path: Path) -> None:

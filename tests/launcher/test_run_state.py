@@ -18,7 +18,7 @@ from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send, Sta
 from flowrt.launcher.link_loss import EXPLAINED_SECONDS
 from flowrt.launcher.root_cause import SETTLE_SECONDS
 from flowrt.launcher.run_state import LAST_MESSAGES_SECONDS, MONITOR_SECONDS, POLL_SECONDS, STATUS_SECONDS, RunState
-from flowrt.launcher.run_table import FENCE_SECONDS, FORK_SERVER_SECONDS, NEXT_STATES, ProcessRecord, WorkerRecord, WorkerState
+from flowrt.launcher.run_table import FENCE_SECONDS, NEXT_STATES, REAP_SECONDS, ProcessRecord, WorkerRecord, WorkerState
 from flowrt.reliability.detector import ProcessState
 from flowrt.transports.contract import Identity
 
@@ -251,7 +251,7 @@ def test_process_that_is_not_reaped_is_given_up_until_it_is() -> None:
     driver.do(driver.state.on_dying, SERVER)
     assert announced(driver.pass_time(FENCE_SECONDS)) == [events.WorkerLost(SERVER, "has ended")]
     assert not driver.state.accepts_messages(SERVER, driver.state.incarnations[SERVER])
-    (given_up,) = announced(driver.pass_time(FORK_SERVER_SECONDS))
+    (given_up,) = announced(driver.pass_time(REAP_SECONDS))
     assert isinstance(given_up, events.WorkerGivenUp)
     assert driver.state.restarting() == []
     actions = [*driver.die(SERVER), *driver.pass_time(0.0)]
@@ -259,11 +259,11 @@ def test_process_that_is_not_reaped_is_given_up_until_it_is() -> None:
     assert driver.state.restarting() == [SERVER]
 
 
-def test_fork_server_that_does_not_report_an_exit_ends_a_start() -> None:
+def test_process_that_does_not_end_ends_a_start() -> None:
     driver = Driver()
     driver.load()
     driver.do(driver.state.on_connection_closed, SERVER)
-    assert "has not reported the end of server for 15 s" in end_of(driver.pass_time(FORK_SERVER_SECONDS))
+    assert end_of(driver.pass_time(REAP_SECONDS)) == f"{SERVER} has been ending for 15 s: is the machine overloaded?"
 
 
 def test_link_lost_kills_the_end_that_the_run_can_lose_unless_a_death_explains_it() -> None:
@@ -350,10 +350,10 @@ def test_most_fundamental_of_the_first_reports_is_the_root_cause(first: str, sec
     assert end_of(driver.pass_time(SETTLE_SECONDS)) == named
 
 
-def test_lost_backend_is_the_root_cause() -> None:
+def test_lost_fork_server_is_the_root_cause_of_a_failed_start() -> None:
     driver = Driver()
-    driver.begin()
-    driver.do(driver.state.on_backend_lost, KILLED)
+    driver.connect()
+    driver.do(driver.state.fork_server.on_lost, KILLED)
     driver.do(driver.state.on_connection_closed, CLIENT)
     assert end_of(driver.pass_time(60.0)) == f"{FORK_SERVER} {KILLED}"
 
@@ -408,15 +408,6 @@ def test_silence_does_not_overrule_a_report() -> None:
     driver.pass_time(60.0 - SETTLE_SECONDS / 2)
     driver.do(driver.state.on_failed, SERVER, Failed("bad checkpoint", user=True))
     assert end_of(driver.pass_time(SETTLE_SECONDS)) == "bad checkpoint"
-
-
-def test_backend_lost_while_stops_are_being_sent_ends_the_run_by_name() -> None:
-    driver = Driver()
-    driver.begin()
-    driver.do(driver.state.stop)
-    driver.do(driver.state.on_stop_sent, CLIENT)
-    driver.do(driver.state.on_backend_lost, KILLED)
-    assert FORK_SERVER in end_of(driver.pass_time(1.0))
 
 
 def test_incarnation_that_dies_is_introduced_to_no_peer() -> None:
@@ -573,11 +564,11 @@ def test_known_death_without_an_exit_status_is_reported_as_one() -> None:
     driver.begin()
     driver.do(driver.state.on_dying, CLIENT)
     driver.do(driver.state.on_connection_closed, CLIENT)
-    reason = "client has ended, and the fork server has not reported how: is it stopped, or the machine overloaded?"
+    reason = "client has ended, and its exit status is not known"
     assert end_of(driver.pass_time(STATUS_SECONDS + SETTLE_SECONDS)) == reason
 
 
-def test_run_ends_in_order_when_the_fork_server_reports_no_exit() -> None:
+def test_run_ends_in_order_before_the_exits_are_reaped() -> None:
     driver = Driver()
     driver.begin()
     driver.do(driver.state.stop)

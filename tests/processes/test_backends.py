@@ -47,23 +47,23 @@ async def test_starts_that_wait_for_the_fork_server_are_forked_and_cancelled_one
     run_id = f"waiting starts of {os.getpid()}"
     backend = await LocalBackend.open(run_id, Owner(), ("processes.backend_checks",), 24, 60.0)
     try:
-        backend._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # room for a few requests
-        os.kill(backend._server.pid, signal.SIGSTOP)
+        backend._server._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # room for a few requests
+        os.kill(backend.pid, signal.SIGSTOP)
         starts = [asyncio.ensure_future(backend.start(spec(f"worker.{number}"))) for number in range(24)]
         await asyncio.sleep(0)
         for start in starts[1::2]:
             start.cancel()
-        os.kill(backend._server.pid, signal.SIGCONT)
+        os.kill(backend.pid, signal.SIGCONT)
         async with asyncio.timeout(60):
             started = await asyncio.gather(*starts[::2])
             for process in started:
                 await talk(process)
-            while set(processes_marked(run_id)) != {backend._server.pid, *(process.pid for process in started)}:  # noqa: ASYNC110
+            while set(processes_marked(run_id)) != {backend.pid, *(process.pid for process in started)}:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert all(start.cancelled() for start in starts[1::2])
         await close(*started)
     finally:
-        os.kill(backend._server.pid, signal.SIGCONT)
+        os.kill(backend.pid, signal.SIGCONT)
         await backend.aclose()
     assert processes_marked(run_id) == []
 

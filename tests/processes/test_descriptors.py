@@ -16,8 +16,7 @@ from processes.backend_checks import Owner, close, spec
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.processes.descriptors import check_descriptors
 from flowrt.processes.fork_server_client import LocalBackend
-from flowrt.processes.frames import Exited, Forked, encode
-from flowrt.processes.output_tail import OutputTail
+from flowrt.processes.frames import Forked, Loaded, encode
 
 
 def test_the_need_is_known_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,9 +33,21 @@ class Server:
 
     def __init__(self) -> None:
         self.owner = Owner()
-        ours, self.connection = socket.socketpair()
-        process = subprocess.Popen(["sleep", "60"])
-        self.backend = LocalBackend("run", self.owner, process, ours, OutputTail("fork server", self.owner.on_output))
+        self.backend = LocalBackend("run", self.owner, ())
+
+    async def serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        popen = subprocess.Popen
+
+        def start_sleep(command: list[str], *, pass_fds: list[int], **options: object) -> subprocess.Popen[bytes]:
+            self.connection = socket.socket(fileno=os.dup(pass_fds[0]))
+            return popen(["sleep", "60"])
+
+        monkeypatch.setattr(subprocess, "Popen", start_sleep)
+        opened = asyncio.ensure_future(self.backend.restart(60.0))
+        await asyncio.sleep(0)
+        monkeypatch.undo()
+        await self.report(encode(Loaded(num_threads=1)))
+        await opened
 
     async def report(self, *frames: bytes) -> None:
         for frame in frames:
@@ -49,35 +60,41 @@ class Server:
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[Server]:
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
     server = Server()
+    await server.serve(monkeypatch)
     yield server
     server.close()
 
 
-async def test_a_frame_that_cannot_be_read_ends_the_waiting_start(server: Server) -> None:
+async def test_a_frame_that_cannot_be_read_ends_the_waiting_start_and_loses_the_backend(server: Server) -> None:
     start = asyncio.ensure_future(server.backend.start(spec("a")))
     await server.report(b"\xff\xff\xff\xff")
     with pytest.raises(WorkerDiedError, match="cannot be understood"):
         await start
-    assert server.owner.lost == []
-
-
-async def test_a_frame_that_cannot_be_read_while_no_start_waits_loses_the_backend(server: Server) -> None:
-    server.backend._loaded.set_result(1)
-    await server.report(b"\xff" * 8)
     await server.owner.changed.wait()
-    assert server.owner.lost == ["was killed by SIGKILL"]
+    (how,) = server.owner.lost
+    assert how.startswith("cannot be understood")
 
 
 async def test_a_process_without_a_descriptor_for_its_end_is_started_all_the_same(server: Server) -> None:
     start = asyncio.ensure_future(server.backend.start(spec("a")))
     await asyncio.sleep(0)
-    await server.report(encode(Forked(number=1, pid=1 << 22, num_fds=1)))  # the kernel dropped the descriptor
+    child = subprocess.Popen(["sleep", "60"])
+    await server.report(encode(Forked(number=1, pid=child.pid, num_fds=1)))  # the kernel dropped the descriptor
     process = await start
-    process.kill()  # no such process
-    await server.report(encode(Exited(number=1, status=3)))
-    assert await server.owner.wait_exit(process) == "exited with status 3"
+    process.kill()
+    assert await server.owner.wait_exit(process) == "was killed by SIGKILL"
+    assert child.wait() == 0, "it was reaped already"
+    await close(process)
+
+
+async def test_a_process_that_other_code_has_reaped_ends_with_an_unknown_status(server: Server) -> None:
+    start = asyncio.ensure_future(server.backend.start(spec("a")))
+    await asyncio.sleep(0)
+    await server.report(encode(Forked(number=1, pid=1 << 22)))
+    process = await start
+    assert await server.owner.wait_exit(process) == "has ended with an unknown exit status"
     await close(process)
 
 

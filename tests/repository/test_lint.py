@@ -17,7 +17,7 @@ SEAM_FILES = {
     "flowrt/simulation/": "the other form of the seams",
     "flowrt/processes/fork_server.py": "starts processes",
     "flowrt/serving/tokenizer_process.py": "starts the process that tokenizes text",
-    "flowrt/processes/fork_server_client.py": "starts the fork server",
+    "flowrt/processes/fork_server_process.py": "starts the fork server",
     "flowrt/launcher/launcher.py": "makes the run's key",
     "flowrt/processes/exit_lock.py": "a thread waits for the end of a process",
     "flowrt/bench": "measures the real world",

@@ -1,0 +1,58 @@
+"""Makes this process adopt orphans of its descendants, and reaps the workers that it adopts.
+
+The launcher is the parent of every worker, although the fork server forks them. So the kernel ties them to the launcher, and their exits
+are known whatever becomes of the fork server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+
+CAN_ADOPT = sys.platform == "linux"  # PR_SET_CHILD_SUBREAPER
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+
+_num_adopting = 0
+_adopted_before = False
+
+
+def begin_adopting() -> None:
+    """Adopt the orphans of all descendants until the matching `end_adopting`. An orphan of the user's own children is adopted too."""
+    global _num_adopting, _adopted_before
+    _num_adopting += 1
+    if CAN_ADOPT and _num_adopting == 1:
+        before = ctypes.c_int(0)
+        ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        _adopted_before = bool(before.value)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_adopting() -> None:
+    global _num_adopting
+    _num_adopting -= 1
+    if CAN_ADOPT and not _num_adopting and not _adopted_before:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def reap(pid: int) -> int | None:
+    """The exit status of a child that has ended, as in subprocess; None while it runs. Raises ChildProcessError when it is not, or not
+    yet, a child of this process."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def wait_reaped(pid: int) -> None:
+    """Reap a dying process if it is a child of this process. Blocks until it has ended."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def reap_group(group: int) -> dict[int, int]:
+    """Reap all ended children of the process group. Returns pid -> exit status, as in subprocess."""
+    found: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while (reaped := os.waitpid(-group, os.WNOHANG))[0]:
+            found[reaped[0]] = os.waitstatus_to_exitcode(reaped[1])
+    return found

@@ -1,0 +1,236 @@
+"""Loss of the fork server: workers run on, restarts wait for the next one. Decisions first, then real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from launcher.test_launcher import LOOPS, nothing_left, on_loop
+from launcher.test_restarts import Run, graph_of
+from launcher.test_run_state import CLIENT, KILLED, OTHER, SERVER, Driver, announced, end_of
+from launcher.test_run_state import graph_of as small_graph
+
+from flowrt.errors import WorkerDiedError
+from flowrt.graph.model import FORK_SERVER
+from flowrt.launcher import events, fork_server_loss
+from flowrt.launcher.actions import End, KillForkServer, StartForkServer
+from flowrt.launcher.fork_server_loss import FORK_SECONDS, LAUNCH_FORK_SECONDS, RETRY_SECONDS
+from flowrt.processes.leftover import processes_marked
+
+__all__ = ["nothing_left"]
+
+
+def test_restart_waits_for_the_next_fork_server() -> None:
+    driver = Driver()
+    driver.begin()
+    assert announced(driver.do(driver.state.fork_server.on_lost, KILLED)) == [events.ForkServerLost(KILLED, 0.0)]
+    assert driver.pass_time(0.0) == [StartForkServer()]
+    driver.die(SERVER)
+    assert driver.pass_time(30.0) == []
+    assert driver.state.restarting() == [SERVER]
+    assert announced(driver.do(driver.state.fork_server.on_ready)) == [events.ForkServerRestarted(30.0)]
+    assert driver.pass_time(0.0) == [driver.start_of(SERVER)]
+
+
+def test_start_that_meets_the_end_of_the_fork_server_waits_and_costs_no_restart() -> None:
+    driver = Driver(small_graph(restarts=1))
+    driver.begin()
+    driver.die(SERVER)
+    assert driver.pass_time(0.0) == [driver.start_of(SERVER)]
+    driver.do(driver.state.on_fork_failed, SERVER, WorkerDiedError(FORK_SERVER, KILLED))
+    driver.do(driver.state.fork_server.on_lost, KILLED)
+    assert driver.pass_time(RETRY_SECONDS) == [StartForkServer()]
+    driver.do(driver.state.fork_server.on_ready)
+    assert driver.pass_time(0.0) == [driver.start_of(SERVER)]
+
+
+def test_fork_server_that_does_not_respond_is_killed_once() -> None:
+    driver = Driver()
+    driver.begin()
+    assert driver.state.fork_server.fork_seconds == FORK_SECONDS
+    driver.die(SERVER)
+    driver.die(OTHER)
+    driver.pass_time(0.0)
+    assert driver.do(driver.state.on_fork_silent, SERVER) == [KillForkServer()]
+    assert driver.do(driver.state.on_fork_silent, OTHER) == []
+    driver.do(driver.state.fork_server.on_lost, KILLED)
+    assert driver.pass_time(10.0) == [StartForkServer()]
+    driver.do(driver.state.fork_server.on_ready)
+    actions = driver.pass_time(0.0)
+    assert set(actions) == {driver.start_of(SERVER), driver.start_of(OTHER)}
+
+
+def test_fork_server_that_dies_again_and_again_is_given_up_for_a_window() -> None:
+    driver = Driver(small_graph(restarts=1))
+    driver.begin()
+    driver.do(driver.state.fork_server.on_lost, KILLED)
+    driver.die(SERVER)
+    assert StartForkServer() in driver.pass_time(0.0)
+    lost, given_up = announced(driver.do(driver.state.fork_server.on_failed, WorkerDiedError(FORK_SERVER, "exited with status 1")))
+    assert lost == events.ForkServerLost("exited with status 1", 30.0)
+    assert given_up == events.WorkerGivenUp(SERVER, "the fork server exited with status 1, and it was started again once in 30 s")
+    (later,) = announced([*driver.die(OTHER), *driver.pass_time(0.0)])[1:]
+    assert isinstance(later, events.WorkerGivenUp)
+    assert driver.state.restarting() == []
+    assert driver.pass_time(30.0) == [StartForkServer()]
+    driver.do(driver.state.fork_server.on_ready)
+    actions = driver.pass_time(0.0)
+    assert set(actions) == {driver.start_of(SERVER), driver.start_of(OTHER)}
+
+
+def test_run_without_restarts_keeps_no_fork_server() -> None:
+    driver = Driver(small_graph(restarts=0))
+    driver.begin()
+    assert announced(driver.do(driver.state.fork_server.on_lost, KILLED)) == [events.ForkServerLost(KILLED, None)]
+    assert driver.pass_time(3600.0) == []
+
+
+@pytest.mark.parametrize("loss", ["dies", "is silent", "refuses"])
+def test_loss_during_the_launch_ends_it_in_one_line(loss: str) -> None:
+    driver = Driver()
+    driver.do(driver.state.start, driver.now)
+    fork_server, error = driver.state.fork_server, WorkerDiedError(FORK_SERVER, KILLED)
+    happen: dict[str, Callable[[], object]] = {
+        "dies": lambda: driver.do(fork_server.on_lost, KILLED),
+        "is silent": lambda: actions.extend(driver.do(driver.state.on_fork_silent, SERVER)),
+        "refuses": lambda: actions.extend(driver.do(driver.state.on_fork_failed, SERVER, error)),
+    }
+    actions: list[object] = []
+    happen[loss]()
+    silent = f"{FORK_SERVER} has not responded for {LAUNCH_FORK_SECONDS:g} s: is it stopped, or the machine overloaded?"
+    assert end_of([*actions, *driver.pass_time(1.0)]) == (silent if loss == "is silent" else str(error))  # type: ignore[list-item]
+
+
+def test_stop_waits_for_no_restart_that_waits_for_a_fork_server() -> None:
+    driver = Driver()
+    driver.begin()
+    driver.do(driver.state.fork_server.on_lost, KILLED)
+    driver.die(SERVER)
+    driver.pass_time(0.0)
+    driver.do(driver.state.stop)
+    actions = []
+    for name in (CLIENT, OTHER):
+        driver.do(driver.state.on_stop_sent, name)
+        actions += driver.die(name)
+    assert actions == [End()]
+
+
+@LOOPS
+def test_workers_run_on_and_restarts_wait_for_the_next_fork_server(run: Callable[..., object], tmp_path: Path) -> None:
+    async def main() -> None:
+        r = Run(graph_of(tmp_path, "server.0", "server.1"))
+        async with r.launcher as launcher:
+            before, fork_server = dict(launcher.pids), launcher.fork_server_pid()
+            assert {psutil.Process(pid).ppid() for pid in before.values()} == {os.getpid()}
+            os.kill(fork_server, signal.SIGKILL)
+            await r.until(lambda: r.of(events.ForkServerLost, ""))
+            assert launcher.health_record.health().warnings == (
+                "the fork server was killed by SIGKILL; a process that ends stays down until a new one is ready",
+            )
+            r.kill("server.0")
+            await r.submit("client.0", "work")
+            await r.until(lambda: r.received("client.0", "done", "work"))
+            await r.until_back("server.0")
+            assert launcher.fork_server_pid() not in (0, fork_server)
+            assert launcher.health_record.health().warnings == ()
+            assert r.of(events.WorkerLost, "server.0") == [events.WorkerLost("server.0", "was killed by SIGKILL")]
+            kinds = [type(event) for event in r.events if isinstance(event, events.ForkServerRestarted | events.WorkerRestarted)]
+            assert kinds == [events.ForkServerRestarted, events.WorkerRestarted]
+            r.kill("server.0")  # forked by the second fork server
+            r.kill("server.1")  # and by the first
+            await r.until_back("server.0", 2)
+            await r.until_back("server.1")
+            assert {name: pid for name, pid in before.items() if launcher.pids[name] == pid}.keys() == {"client.0", "client.1"}
+
+    on_loop(run, main)
+
+
+async def test_stopped_fork_server_is_replaced_when_a_restart_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    r = Run(graph_of(tmp_path, "server.0", "server.1"))
+    async with r.launcher as launcher:
+        monkeypatch.setattr(fork_server_loss, "FORK_SECONDS", 0.3)
+        fork_server = launcher.fork_server_pid()
+        os.kill(fork_server, signal.SIGSTOP)
+        r.kill("server.0")
+        await r.until(lambda: r.of(events.ForkServerLost, ""))
+        monkeypatch.undo()
+        await r.until_back("server.0")
+        assert launcher.fork_server_pid() not in (0, fork_server)
+        assert r.of(events.ForkServerLost, "") == [events.ForkServerLost("was killed by SIGKILL", 0.0)]
+
+
+async def test_fork_server_killed_while_it_forks(tmp_path: Path) -> None:
+    names = [f"server.{number}" for number in range(4)]
+    r = Run(graph_of(tmp_path, *names))
+    r.on_event = lambda event: (  # the others are being forked, or are about to be
+        os.kill(r.launcher.fork_server_pid(), signal.SIGKILL)
+        if isinstance(event, events.WorkerStarted) and r.of(events.WorkerLost, "") and not r.of(events.ForkServerLost, "")
+        else None
+    )
+    async with r.launcher:
+        for name in names:
+            r.kill(name)
+        for name in names:
+            await r.until_back(name)
+
+
+async def test_run_ends_in_order_without_a_fork_server(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "server.0"), stop_seconds=60.0)
+    async with r.launcher as launcher:
+        os.kill(launcher.fork_server_pid(), signal.SIGKILL)
+        await r.until(lambda: r.of(events.ForkServerLost, ""))
+    assert not [event for event in r.events if isinstance(event, events.Straggler | events.RunFailed)]
+    assert processes_marked(launcher.run_id) == []
+
+
+async def test_output_of_a_worker_is_read_after_the_end_of_its_fork_server(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "server.0"))
+    async with r.launcher as launcher:
+        os.kill(launcher.fork_server_pid(), signal.SIGKILL)
+        await r.until(lambda: r.of(events.ForkServerRestarted, ""))
+        r.kill("server.0", signal.SIGABRT)  # the fault handler writes the stack
+        await r.until(lambda: any(name == "server.0" and "Fatal Python error" in line for name, line in r.lines))
+        await r.until_back("server.0")
+
+
+PARENT = """
+import asyncio, os, signal, sys
+sys.path[:0] = {path!r}
+from launcher.test_launcher import Run
+async def main():
+    it = Run("echo.0", "echo.1", "echo.2")
+    async with it.launcher as launcher:
+        fork_server = launcher.fork_server_pid()
+        os.kill(fork_server, {number})
+        os.kill(launcher.pids["echo.1"], signal.SIGSTOP)
+        print(launcher.run_id, fork_server, *launcher.pids.values(), flush=True)
+        await asyncio.sleep(3600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_killed_launcher_takes_every_worker_along(number: signal.Signals) -> None:
+    """Also a stopped worker, whatever has become of the fork server."""
+    script = textwrap.dedent(PARENT.format(path=[entry for entry in sys.path if entry], number=int(number)))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        run_id, *started = parent.stdout.readline().split()
+        pids = {*processes_marked(run_id), *map(int, started)}
+        parent.kill()
+        parent.wait()
+        while found := processes_marked(run_id):  # the test's time limit is the bound
+            pids |= set(found)  # a new fork server
+            time.sleep(0.01)
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):  # ours only where this process inherits orphans
+            os.waitpid(pid, 0)
