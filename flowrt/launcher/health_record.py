@@ -37,7 +37,7 @@ class HealthRecord:
             case events.WorkerCleared(name):
                 state.suspects.pop(name, None)
                 state.fenced.pop(name, None)
-            case events.WorkerLost(name, how, while_loading) if not while_loading:  # never an attention group: its death ends the run
+            case events.WorkerLost(name, how, while_loading) if not while_loading:
                 state.down[name] = how
                 state.given_up.discard(name)  # the fork server was only stopped for a while
                 self._workers.pop(name, None)

@@ -6,7 +6,7 @@ at that time. The launcher (launcher.py) turns messages, notices and timers into
 
 The run goes through LOADING (until all workers listen), CONNECTING (until all are connected), RUNNING, STOPPING and ENDED. A worker that
 reports a failure while the run loads ends the run, since it would fail again; a process that dies without a report is loaded again.
-run_table.py has the phases of a process. A process whose workers keep no state is restarted within its restart budget; without one it stays
+run_table.py has the phases of a process. A process that the run can lose is restarted within its restart budget; without one it stays
 down (restarts.py). The death of any other process ends the run (root_cause.py). No action follows the end of the run.
 """
 

@@ -100,11 +100,12 @@ def health(state: ServiceState, stall_seconds: float = STALL_SECONDS) -> Health:
         requests = "1 request is" if state.num_open == 1 else f"{state.num_open} requests are"
         problems.append(f"{requests} open, and nothing has come of any for {state.idle_seconds:.1f} s")
     fenced = [f"{process} is marked dead: {why}" for process, why in sorted(state.fenced.items())]
-    if state.groups and state.fenced.keys() >= set(state.groups):
-        problems += fenced
+    lost = {*state.fenced, *state.down, *state.given_up}
+    if state.groups and lost.issuperset(state.groups):
+        problems.append("no attention group is left; requests wait")
     warnings = [f"{state.degraded}; output is degraded"] if state.degraded is not None else []
     warnings += [f"{process} is suspect: {why}" for process, why in sorted(state.suspects.items())]
-    warnings += [each for each in fenced if each not in problems]
+    warnings += fenced
     warnings += [f"{process} {how}; it is being started again" for process, how in sorted(state.down.items())]
     warnings += [f"{process} is down, and its restarts are used up" for process in sorted(state.given_up)]
     if state.fork_server is not None:

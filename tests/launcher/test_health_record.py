@@ -105,8 +105,8 @@ def test_a_process_that_is_fenced_is_named_until_it_is_cleared(record: RecordAt)
 
 def test_without_any_group_that_works_the_service_is_not_healthy(record: RecordAt) -> None:
     record.note(events.WorkerMarkedDead("attention.0", "stopped", is_killed=False))
-    assert record.standing.health().problems == ("attention.0 is marked dead: stopped",)
-    assert record.warnings == ()
+    assert record.standing.health().problems == ("no attention group is left; requests wait",)
+    assert record.warnings == ("attention.0 is marked dead: stopped",)
     record.note(events.WorkerCleared("attention.0", "it works again"))
     assert record.standing.health().ok
 

@@ -49,8 +49,12 @@ def test_requests_without_progress_are_unhealthy() -> None:
             Health(True, (), ("attention.1 is marked dead: stopped",)),
         ),
         (
-            ServiceState(fenced={"attention.0": "stopped", "experts.0": "asleep"}, groups=["attention.0"]),
-            Health(False, ("attention.0 is marked dead: stopped", "experts.0 is marked dead: asleep")),
+            ServiceState(fenced={"attention.0": "stopped"}, down={"attention.1": "has ended"}, groups=["attention.0", "attention.1"]),
+            Health(
+                False,
+                ("no attention group is left; requests wait",),
+                ("attention.0 is marked dead: stopped", "attention.1 has ended; it is being started again"),
+            ),
         ),
         (
             ServiceState(degraded="no copy of expert 3 is left", down={"experts.1": "was killed by SIGKILL"}),
