@@ -17,6 +17,7 @@ from flowrt.chaos.observer import InjectedFault, RunObserver
 from flowrt.chaos.orders import WORKER, Order
 from flowrt.chaos.plan import fault_text
 from flowrt.errors import NotRunningError, WorkerDiedError
+from flowrt.graph.model import FORK_SERVER
 from flowrt.observe import duration_text
 from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Reset, Scenario, Slow, Stall
 from flowrt.seams import Clock
@@ -91,7 +92,7 @@ class Injector:
     async def _inject(self, fault: AnyFault, place: str, then: str = "") -> InjectedFault:
         """Inject one fault, wait until it is over, and end it. `place` and `then` are for the log: which of how many, what next."""
         name = fault.processes[0]
-        pid = self._graph.pids.get(name, 0)
+        pid = self._graph.launcher.fork_server_pid() if name == FORK_SERVER else self._graph.pids.get(name, 0)
         incarnation = self._graph.launcher.incarnations.get(name, "")
         seconds = fault.ends_seconds - fault.at_seconds
         injected = InjectedFault(

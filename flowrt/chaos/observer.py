@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowrt.chaos.orders import Note, note_of
+from flowrt.graph.model import FORK_SERVER
 from flowrt.launcher import events
 from flowrt.seams import Clock
 
@@ -58,6 +59,11 @@ class RunObserver:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_event(self, event: events.Event) -> None:
+        match event:
+            case events.ForkServerLost(how):
+                event = events.WorkerLost(FORK_SERVER, how)
+            case events.ForkServerRestarted(seconds):
+                event = events.WorkerRestarted(FORK_SERVER, 0, seconds)
         if isinstance(event, ProcessEvent):
             self.seen.append((self.clock.now(), event))
             self._notify()

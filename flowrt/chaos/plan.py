@@ -9,7 +9,7 @@ from typing import Any
 
 from flowrt.errors import UserError, shortened
 from flowrt.graph.document import read_document
-from flowrt.graph.model import GATEWAY, MONITOR, Graph
+from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import is_watched, neighbours
 from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Place, Reset, Scenario, Slow, Stall, scenario_of, written
 
@@ -24,6 +24,7 @@ _SUCH_AS = {
     "reset": "reset:attention.0-experts.1@1s",
 }
 EXAMPLE = ", ".join(_SUCH_AS[kind] for kind in ("crash", "pause", "slow", "reset"))
+_NAMES = {"fork-server": FORK_SERVER}  # on the command line, without a space
 _FIELDS = {str(kind.__struct_config__.tag): kind.__struct_fields__ for kind in INJECTABLE}
 _KINDS = {"kill": "crash"} | {kind: kind for kind in _FIELDS}
 _FAULT = re.compile(r"(?P<kind>[a-z_]+):(?P<process>[^@]+)@(?P<at>[^+@]+)(?:\+(?P<for>[^+@x]+))?(?:x(?P<factor>[^+@x]+))?")
@@ -60,9 +61,9 @@ def check_processes(graph: Graph, where: str) -> None:
 
 
 def fault_targets(graph: Graph) -> frozenset[str]:
-    """The processes that a fault may name: those of the graph, and the monitor where there is one."""
+    """The processes that a fault may name: those of the graph, the fork server, and the monitor where there is one."""
     monitors = {MONITOR} if is_watched(graph) else set()
-    return frozenset({*graph.process_names(), *monitors})
+    return frozenset({*graph.process_names(), FORK_SERVER, *monitors})
 
 
 def needs_fault_worker(scenario: Scenario) -> bool:
@@ -95,8 +96,8 @@ def _checked(
             one, other = fault.between
             peers = ", ".join(name for name in others if name != GATEWAY) or "no process"
             raise UserError(f"{place}{one} has no link to {other}, so there is none to reset; it has links to {peers}")
-        if isinstance(fault, BY_WORKER) and fault.processes[0] == MONITOR:
-            raise UserError(f"{place}the monitor takes crash and pause only; for {fault.kind} name another process")
+        if isinstance(fault, BY_WORKER) and fault.processes[0] in (MONITOR, FORK_SERVER):
+            raise UserError(f"{place}the {fault.processes[0]} takes crash and pause only; for {fault.kind} name another process")
     return scenario
 
 
@@ -111,7 +112,7 @@ def _values_of(part: str) -> dict[str, Any]:
         raise UserError(f"--chaos {shortened(part)}: {found['kind']} is unknown; one of: {', '.join(_KINDS)}")
     kind = _KINDS[found["kind"]]
     values: dict[str, Any] = {"fault": kind, "at_seconds": _seconds(found["at"], part)}
-    values |= {"between": found["process"].split("-")} if kind == "reset" else {"process": found["process"]}
+    values |= {"between": found["process"].split("-")} if kind == "reset" else {"process": _NAMES.get(found["process"], found["process"])}
     for name, text, form, read in (
         ("for_seconds", found["for"], "+DURATION, as +500ms", _seconds),
         ("factor", found["factor"], "xFACTOR, as x5", _number),

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 from served_models import Served
 
 import flowrt
-from flowrt.launcher import events
+from flowrt.launcher import events, fork_server_loss
 
 COPIES = {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}}
 ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "replicas": 1}}
@@ -73,11 +72,13 @@ async def tokens_of(running: flowrt.RunningGraph, prompts: Sequence[Sequence[int
 
 @contextmanager
 def without_restarts(running: flowrt.RunningGraph) -> Iterator[None]:
-    """The fork server is stopped meanwhile: a server that dies stays down."""
-    (fork_server,) = {psutil.Process(pid).ppid() for pid in running.pids.values()}
+    """The fork server is stopped meanwhile, and has time: a server that dies stays down."""
+    fork_server = running.launcher.fork_server_pid()
     os.kill(fork_server, signal.SIGSTOP)
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fork_server_loss, "FORK_SECONDS", 3600.0)
+            yield
     finally:
         os.kill(fork_server, signal.SIGCONT)
 

@@ -43,6 +43,7 @@ TORCH_KERNELS = "flowrt.operators.kernels.torch.rows"
 GATEWAY = "flowrt.gateway.gateway"
 WINDOW = "flowrt.transports.channel.flow_control"
 LAUNCHER = "flowrt.launcher.launcher"
+FORK_SERVER_LOSS = "flowrt.launcher.fork_server_loss"
 RUN_STATE = "flowrt.launcher.run_state"
 CONNECTION = "flowrt.launcher.control_connection"
 LINK_LOSS = "flowrt.launcher.link_loss"
@@ -256,6 +257,21 @@ BUGS: tuple[Bug, ...] = (
     body("marked-dead-not-killed", "a process that was marked dead is not killed", RUN_TABLE, "RunTable.fence", "pass"),
     body("exits-ignored", "the backend's exit notices are dropped", POOL, "WorkerPool.on_exited", "pass"),
     body("backend-loss-ignored", "the end of the fork server is not noticed", POOL, "WorkerPool.on_backend_lost", "pass"),
+    # the loss of the fork server
+    bug("fork-server-not-replaced", "a lost fork server is not replaced", (
+        FORK_SERVER_LOSS, "ForkServerLoss.on_time", "self._table.act(StartForkServer())", "pass")),
+    bug("failed-fork-server-not-replaced", "a new fork server that fails to start is not replaced", (
+        FORK_SERVER_LOSS, "ForkServerLoss.on_failed", "self._start_again(error.reason if isinstance(error, WorkerDiedError) else f'cannot start: {error}')", "pass")),
+    bug("waiting-forgotten", "processes that wait for a fork server are not forked when it is back", (
+        FORK_SERVER_LOSS, "ForkServerLoss.on_ready", "self._table.set_timer(TimerKind.RESTART, 0.0, name)", "pass")),
+    bug("met-end-forgotten", "a process whose fork met the end of the fork server is not forked again", (
+        FORK_SERVER_LOSS, "ForkServerLoss.await_fork", "self._table.set_timer(TimerKind.RESTART, RETRY_SECONDS, process.name)", "pass")),
+    bug("silent-not-killed", "a fork server that does not respond is not killed", (
+        FORK_SERVER_LOSS, "ForkServerLoss.on_silent", "self._table.act(KillForkServer())", "pass")),
+    bug("silent-restart-forgotten", "the process whose fork timed out is not forked again", (
+        FORK_SERVER_LOSS, "ForkServerLoss.on_silent", "self.await_fork(process)", "process.phase = ProcessPhase.DEAD")),
+    bug("loss-ends-run", "the loss of the fork server ends a running run", (
+        FORK_SERVER_LOSS, "ForkServerLoss.on_lost", "self._table.phase < RunPhase.RUNNING", "self._table.phase < RunPhase.STOPPING")),
     body("left-behind", "the end of a run leaves its processes", POOL, "WorkerPool.close", "pass"),
     body("stop-unsent", "workers receive no stop message", CONNECTION, "ControlConnection.send_until", "return True"),
     body("notice-lost", "a notice that finds the control connection full is lost", CONNECTION, "ControlConnection._send_queued", "pass"),

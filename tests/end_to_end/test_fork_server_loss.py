@@ -1,0 +1,43 @@
+"""Loss of the fork server while a model graph serves requests, with real processes: no token changes, and servers still come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from end_to_end.test_expert_failover import COPIES, Story, tokens_of, write
+from served_models import Served
+
+import flowrt
+from flowrt.launcher import fork_server_loss
+
+
+@pytest.mark.parametrize("cause", [signal.SIGKILL, signal.SIGSTOP])
+async def test_lost_fork_server_changes_no_token_and_is_replaced(
+    served: Served, tmp_path: Path, cause: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server_loss, "FORK_SECONDS", 1.0)
+    story, prompts = Story(), served.prompts[:4]
+    async with flowrt.open(write(served, tmp_path, COPIES), on_event=story.note) as running:
+        expected = await tokens_of(running, prompts, lambda count: None)
+        fork_server, first, lost = running.launcher.fork_server_pid(), dict(running.pids), []
+
+        def lose(count: int) -> None:
+            if count >= 20 and not lost:
+                lost.append("fork server")
+                os.kill(fork_server, cause)
+            if count >= 40 and len(lost) == 1:
+                lost.append("experts.1")
+                os.kill(running.pids["experts.1"], signal.SIGKILL)
+
+        assert await tokens_of(running, prompts, lose) == expected
+        await story.until(lambda story: "experts.1" in story.back)
+        assert await tokens_of(running, prompts, lambda count: None) == expected
+        assert running.launcher.fork_server_pid() not in (0, fork_server)
+        assert {name for name in first if running.pids[name] != first[name]} == {"experts.1"}
+        assert running.health().ok
+        assert not running.health().warnings
+    for pid in (fork_server, *first.values(), *running.pids.values()):
+        assert not Path(f"/proc/{pid}").exists()
