@@ -49,18 +49,13 @@ class GraphMemory:
 
 def memory_of(running: RunningGraph) -> GraphMemory:
     """Of the workers, the monitor and the fork server, now."""
-    workers = set(running.pids.values())
-    pids = workers | {_parent(pid) for pid in workers - {os.getpid()}} - {0, os.getpid()}
+    pids = {*running.pids.values(), running.launcher.fork_server_pid()} - {0, os.getpid()}
     return GraphMemory(len(pids), sum(map(resident_bytes, pids)), weights_bytes(running.graph), kv_bytes(running.graph))
 
 
 def resident_bytes(pid: int) -> int:
     """The share of a process in the anonymous and shared pages that it has in memory; 0 when it ended or the system does not report it."""
     return sum(kilobytes << 10 for kilobytes in numbers_of(pid, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")))
-
-
-def _parent(pid: int) -> int:
-    return sum(numbers_of(pid, "status", ("PPid:",)))
 
 
 def numbers_of(pid: int, file: str, names: tuple[str, ...]) -> list[int]:
