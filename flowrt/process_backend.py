@@ -24,7 +24,8 @@ CONTROL_LIMITS = Limits(max_header_bytes=1 << 24, max_tensors=0, max_message_byt
 class ProcessSpec:
     """A process to start. It calls `entry` ("module:function", a WorkerMain) once per worker, all in one event loop.
 
-    The first worker that fails ends the process with all others. `threads`: compute threads that the workers share.
+    The first worker that fails ends the process with all others. `threads`: compute threads that the workers share. `weights`: the weight
+    set of each worker, "" for none. A backend may pass all processes of one set the same memory file (Seams.weight_memory).
     """
 
     name: str
@@ -32,6 +33,7 @@ class ProcessSpec:
     entry: str
     threads: int = 1
     log_level: str = "warning"
+    weights: tuple[str, ...] = ()
 
 
 class WorkerProcess(Protocol):

@@ -334,8 +334,8 @@ class LoopThread:
 def resident_bytes() -> int:
     """Anonymous and shared memory of this process in RAM, in bytes; 0 where the system does not report it.
 
-    Pages of mapped files are not counted: a forked worker shares the mapped libraries with the fork server. Weights are never mapped
-    (operators/weights.py), so they are counted.
+    Pages of mapped files are not counted: a forked worker shares the mapped libraries with the fork server. Weights are counted, also
+    those in memory that several processes map (operators/weight_memory.py): in each process from their first use.
     """
     try:
         with open("/proc/self/status") as file:
@@ -358,6 +358,7 @@ class Seams:
     transport: Callable[[str], Transport] = get_transport
     open_backend: OpenBackend | None = None  # starts worker processes; None: the backend of this host, which only the launcher imports
     new_timer: Callable[[], Timer] = new_timer  # a timer of the running loop, finer than the clock's sleep
+    weight_memory: int = -1  # descriptor of the memory file of this worker's weights, which it takes over; -1: none
     resident_bytes: Callable[[], int] = resident_bytes
     process_times: Callable[[int], ProcessTimes | None] = process_times  # of the process with this id
     process_activity: Callable[[int], Activity | None] = process_activity

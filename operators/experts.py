@@ -5,8 +5,9 @@ Expert servers call it; with `servers: 0` the attention process does. Only exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,9 +26,11 @@ from flowrt.operators.expert_products import (
 )
 from flowrt.operators.kernels.choice import kernels_for
 from flowrt.operators.model_config import ModelConfig
-from flowrt.operators.products import Form, Product, form_for, lay_out
+from flowrt.operators.products import Copied, Form, Product, can_share, form_for, lay_out
 from flowrt.operators.row_blocks import ALIGNMENT_BYTES, PROOF_ROWS, WHOLE, RowBlocks
-from flowrt.operators.weights import Checkpoint, torch_dtype
+from flowrt.operators.weights import Checkpoint, Hold, allocate, torch_dtype
+
+PARTS = ("expert_gate_up", "expert_down")  # the two matrices of an expert, in the order of `Experts._shapes`
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Experts:
         self._kernels = kernels_for(torch_dtype(config), device)
         self._now = None if blocks.strict else now
         self._how: Form | Profile | None = None  # how experts are held: None before the first layer is read
+        self._models: dict[int, Copied] = {}  # one product in the form of each part: `over` makes others from it
         self._layers = {layer: self._read_layer(checkpoint, layer, tuple(experts)) for layer, experts in held.items()}
 
     def forward(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor, weight_P: Tensor) -> Tensor:
@@ -129,37 +133,67 @@ class Experts:
         if self._how is None and expert_ids:
             self._how = self._choose_form(checkpoint, layer, expert_ids)
         if expert_ids and (self._how == "packed" or self._how == "panels"):
-            (gate_up,), (down,) = self._read_stacks(checkpoint, layer, expert_ids[:1])
-            products: list[tuple[Product, Product]] = []
-            for expert in expert_ids:
-                self._read_expert(checkpoint, layer, expert, gate_up, down)
-                products.append((lay_out(gate_up, self._how), lay_out(down, self._how)))
-            return one_by_one(*zip(*products, strict=True))
-        stacks = self._read_stacks(checkpoint, layer, expert_ids)
+            return one_by_one(*(self._lay_out_each(self._how, checkpoint, layer, expert_ids, part) for part in range(2)))
+        stacks = self._read_stacks(checkpoint.hold, checkpoint, layer, expert_ids)
         if has_grouped_product(torch_dtype(self.config), torch.device(self._device).type, *self._shapes[1]):
             return DeviceExperts(*stacks)
         return StackedExperts(*stacks, self._how if isinstance(self._how, Profile) else NEVER_DENSE)
 
     def _choose_form(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> Form | Profile:
-        """How experts are held. The first layer read decides for all layers."""
-        dtype, device_type = torch_dtype(self.config), torch.device(self._device).type
-        if self._now is None or device_type != "cpu":
+        """How experts are held. The first layer read decides for all layers, and the first of the processes that share weights for all."""
+        dtype, device_type, now = torch_dtype(self.config), torch.device(self._device).type, self._now
+        if now is None or device_type != "cpu":
             return form_for(dtype, device_type, *self._shapes)
-        return take_profile(*self._read_stacks(checkpoint, layer, expert_ids[: profile_size(self._shapes, dtype)]), self._now)
 
-    def _read_stacks(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        gate_up, down = (_aligned_stack(len(expert_ids), shape, torch_dtype(self.config), self._device) for shape in self._shapes)
-        for place, expert in enumerate(expert_ids):
-            self._read_expert(checkpoint, layer, expert, gate_up[place], down[place])
+        def measure() -> Form | dict[str, Any]:
+            how = take_profile(*self._read_stacks(allocate, checkpoint, layer, expert_ids[: profile_size(self._shapes, dtype)]), now)
+            return asdict(how) if isinstance(how, Profile) else how
+
+        how: Form | dict[str, Any] = checkpoint.note(f"form {self._shapes}", measure)
+        return Profile(**{key: tuple(values) for key, values in how.items()}) if isinstance(how, dict) else how
+
+    def _lay_out_each(self, form: Form, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...], part: int) -> list[Product]:
+        """One matrix of each expert in a form that copies it, in shared memory if possible."""
+        buffer = torch.empty(self._shapes[part], dtype=torch_dtype(self.config), device=self._device)
+
+        def read_each() -> Iterator[Tensor]:
+            for expert in expert_ids:
+                yield checkpoint.read_part(self.config, PARTS[part], self._shapes[part], layer=layer, expert=expert, out=buffer)
+
+        if checkpoint.memory is None or not can_share(form):
+            return [lay_out(weight, form) for weight in read_each()]
+
+        if part not in self._models:
+            self._models[part] = cast("Copied", lay_out(buffer.zero_(), form))
+        model = self._models[part]
+
+        def fill(out: Tensor) -> None:
+            for memory, weight in zip(out, read_each(), strict=True):
+                model.write(weight, memory[: model.num_bytes])
+
+        held = checkpoint.hold(f"{PARTS[part]} {form} {layer} {expert_ids}", _aligned(len(expert_ids), model.num_bytes), torch.uint8, fill)
+        return [model.over(memory[: model.num_bytes]) for memory in held]
+
+    def _read_stacks(self, hold: Hold, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The matrices of these experts [count, *shape], in memory of `hold`. Each matrix is aligned as a separate allocation, so that its
+        place in the stack does not change any bits."""
+        dtype, count = torch_dtype(self.config), len(expert_ids)
+
+        def stack(part: str, shape: tuple[int, int]) -> Tensor:
+            def unpadded(padded: Tensor) -> Tensor:
+                return padded[:, : shape[0] * shape[1]].view(count, *shape)
+
+            def fill(out: Tensor) -> None:
+                for expert, matrix in zip(expert_ids, unpadded(out), strict=True):
+                    checkpoint.read_part(self.config, part, shape, layer=layer, expert=expert, out=matrix)
+
+            rows, row_bytes = _aligned(count, shape[0] * shape[1] * dtype.itemsize)
+            return unpadded(hold(f"{part} {layer} {expert_ids}", (rows, row_bytes // dtype.itemsize), dtype, fill, self._device))
+
+        gate_up, down = map(stack, PARTS, self._shapes)
         return gate_up, down
 
-    def _read_expert(self, checkpoint: Checkpoint, layer: int, expert: int, gate_up: Tensor, down: Tensor) -> None:
-        for part, out in (("expert_gate_up", gate_up), ("expert_down", down)):
-            checkpoint.read_part(self.config, part, tuple(out.shape), layer=layer, expert=expert, out=out)
 
-
-def _aligned_stack(count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """[count, *shape], each matrix aligned as a separate allocation, so that its place in the stack does not change any bits."""
-    size = shape[0] * shape[1]
-    stride = -(-size * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // dtype.itemsize
-    return torch.empty((count, stride), dtype=dtype, device=device)[:, :size].view(count, *shape)
+def _aligned(count: int, num_bytes: int) -> tuple[int, int]:
+    """The shape in bytes of `count` rows of at least `num_bytes`, each aligned."""
+    return count, -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

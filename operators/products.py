@@ -14,9 +14,12 @@ takes as long as reading the matrix once.
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
+from copy import copy
 from functools import lru_cache
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -80,12 +83,42 @@ class Widened(Plain):
         return y_TN.to(x_TK.dtype)
 
 
-class Packed(Product):
+class Copied(Product):
+    """A form that does not keep the tensor from which it is made. Its memory may be the caller's, such as memory that processes share."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int: ...
+
+    @abstractmethod
+    def write(self, weight_NK: Tensor, memory: Tensor) -> None:
+        """Write another matrix of this shape, in this form, into `memory` (uint8, `num_bytes`, aligned)."""
+
+    @abstractmethod
+    def over(self, memory: Tensor) -> Self:
+        """The product of the matrix that `write` has written. `memory` is not copied."""
+
+
+class Packed(Copied):
     """Holds the matrix in the memory order of oneDNN; the plain matrix is not kept."""
 
     def __init__(self, weight_NK: Tensor) -> None:
         super().__init__(weight_NK)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous())
+        self._packed = _reordered(weight_NK)
+        self._memory: Tensor | None = None  # which the library does not own
+
+    @property
+    def num_bytes(self) -> int:
+        return int(torch.ops.mkldnn._nbytes(self._packed))
+
+    def write(self, weight_NK: Tensor, memory: Tensor) -> None:
+        packed = _reordered(weight_NK)
+        ctypes.memmove(memory.data_ptr(), torch.ops.mkldnn.data_ptr(packed), self.num_bytes)
+
+    def over(self, memory: Tensor) -> Packed:
+        made = copy(self)
+        made._packed, made._memory = _packed_over(memory, self._packed), memory
+        return made
 
     def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         if not x_TK.shape[0]:
@@ -94,14 +127,25 @@ class Packed(Product):
         return y_TN
 
 
-class Panels(Product):
+class Panels(Copied):
     """Holds the matrix in panels of 16 outputs, column by column. A column is 32 bits: one float32 or two bfloat16 (_panels.c)."""
 
     def __init__(self, weight_NK: Tensor) -> None:
         super().__init__(weight_NK)
-        columns = weight_NK.contiguous().view(torch.float32)
-        self._panels = columns.view(-1, PANEL_OUTPUTS, columns.shape[1]).transpose(1, 2).contiguous()
+        self._panels = _in_panels(weight_NK).contiguous()
         self._kind, self._dtype = _kinds()[weight_NK.dtype], weight_NK.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self._panels.nbytes
+
+    def write(self, weight_NK: Tensor, memory: Tensor) -> None:
+        memory.view(torch.float32).view(self._panels.shape).copy_(_in_panels(weight_NK))
+
+    def over(self, memory: Tensor) -> Panels:
+        made = copy(self)
+        made._panels = memory.view(torch.float32).view(self._panels.shape)
+        return made
 
     def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         y_TN = panel_product(x_TK, self)
@@ -131,7 +175,7 @@ def panel_product(x_TK: Tensor, matrix: Panels) -> Tensor:
 
 
 FORMS: dict[Form, type[Plain | Widened | Packed | Panels]] = {"plain": Plain, "widened": Widened, "packed": Packed, "panels": Panels}
-COPIED: frozenset[Form] = frozenset({"packed", "panels"})  # forms that do not keep the tensor from which they are made
+COPIED = frozenset(form for form, product in FORMS.items() if issubclass(product, Copied))
 
 
 def form_for(dtype: torch.dtype, device_type: str = "cpu", *shapes: tuple[int, int]) -> Form:
@@ -182,6 +226,59 @@ def read_product(
 ) -> Product:
     """A part of the checkpoint (Checkpoint.read_part), laid out."""
     return lay_out(checkpoint.read_part(config, part, shape, layer=layer, device=device))
+
+
+def can_share(form: Form) -> bool:
+    """Whether matrices in a form of COPIED can lie in memory that this process does not own."""
+    return form != "packed" or _can_pack_elsewhere()
+
+
+def _in_panels(weight_NK: Tensor) -> Tensor:
+    """The matrix as [N / PANEL_OUTPUTS, columns, PANEL_OUTPUTS] in float32: a view."""
+    columns = weight_NK.contiguous().view(torch.float32)
+    return columns.view(-1, PANEL_OUTPUTS, columns.shape[1]).transpose(1, 2)
+
+
+def _reordered(weight_NK: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous())
+    return packed
+
+
+def _packed_over(memory: Tensor, like: Tensor) -> Tensor:
+    """A packed matrix of the shape and order of `like`, in `memory`. The calls are those of torch's own ahead-of-time compiler."""
+    library, order = _torch_library(), torch.ops.mkldnn._get_mkldnn_serialized_md(like)
+    made, sizes, strides = ctypes.c_void_p(), (ctypes.c_int64 * 2)(*like.shape), (ctypes.c_int64 * 2)(like.shape[1], 1)
+    dtype = getattr(library, f"aoti_torch_dtype_{str(like.dtype).removeprefix('torch.')}")()
+    failed = library.aoti_torch_create_tensor_from_blob_v2(
+        *(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(2), sizes, strides, ctypes.c_int64(0), ctypes.c_int32(dtype)),
+        *(ctypes.c_int32(library.aoti_torch_device_type_cpu()), ctypes.c_int32(0), ctypes.byref(made)),
+        *(ctypes.c_int32(library.aoti_torch_layout__mkldnn()), ctypes.c_void_p(order.data_ptr()), ctypes.c_int64(order.numel())),
+    )
+    if failed:
+        raise RuntimeError("torch made no packed matrix in given memory")
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    packed: Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(made, None, None))
+    return packed
+
+
+@lru_cache
+def _torch_library() -> ctypes.CDLL:
+    """The library of torch that has the C calls of its compiler. Raises OSError where there is none."""
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
+@lru_cache
+def _can_pack_elsewhere() -> bool:
+    """Whether this build of torch computes correct products with a packed matrix in memory that it does not own."""
+    weight, x = torch.arange(2048, dtype=torch.float32).view(32, 64), torch.ones(2, 64)
+    try:
+        packed = Packed(weight)
+        memory = torch.empty(packed.num_bytes, dtype=torch.uint8)
+        packed.write(weight.neg(), memory)
+        return torch.equal(packed.over(memory)(x), -packed(x))
+    except (AttributeError, OSError, RuntimeError):
+        return False
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

@@ -82,6 +82,10 @@ class StrictBlocks(RowBlocks):
         """The block sizes in use, ascending, by name of the function."""
         return self._sizes
 
+    def adopt(self, sizes: Mapping[str, Sequence[int]]) -> None:
+        """Use block sizes that another process of this host has proven, with the same number of threads."""
+        self._sizes.update({name: tuple(each) for name, each in sizes.items()})
+
     def run(self, name: str, function: Callable[..., Result], *rows: Tensor) -> Result:
         """As RowBlocks.run. Raises ModelError when no block size passes the proof."""
         sizes = self._sizes.get(name)

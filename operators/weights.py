@@ -8,8 +8,10 @@ pages count as resident until they are unmapped, so a loading server would use t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from flowrt.operators.checkpoint_files import INDEX_NAME, StoredTensor, read_hea
 from flowrt.operators.families.family import PARTS, Piece
 from flowrt.operators.families.registry import family_named
 from flowrt.operators.model_config import DTYPES, ModelConfig, ModelError
+from flowrt.operators.weight_memory import WeightMemory
 
 # Tensors that are converted pass through one buffer of this size (more, where a row or a transposed piece needs it).
 SCRATCH_BYTES = 4 << 20
@@ -31,12 +34,29 @@ def torch_dtype(config: ModelConfig) -> torch.dtype:
     return TORCH_DTYPES[config.dtype]
 
 
+Hold = Callable[[str, tuple[int, ...], torch.dtype, Callable[[Tensor], None], torch.device | str], Tensor]
+
+
+def allocate(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], None], device: torch.device | str = "cpu"
+) -> Tensor:
+    """A newly allocated tensor that `fill` has filled."""
+    out = torch.empty(shape, dtype=dtype, device=device)
+    fill(out)
+    return out
+
+
 class Checkpoint:
     """The tensors of a model directory, by name. Nothing stays open or mapped between reads."""
 
-    def __init__(self, directory: Path) -> None:
-        """Finds the files. Raises ModelError when there are none or the index is broken. Headers are read when first needed."""
-        self.directory = Path(directory)
+    memory: WeightMemory | None = None
+
+    def __init__(self, directory: Path, memory: WeightMemory | None = None) -> None:
+        """Finds the files. Raises ModelError when there are none or the index is broken. Headers are read when first needed.
+
+        `memory` holds weights on the CPU that other processes of the host use too.
+        """
+        self.directory, self.memory = Path(directory), memory
         self._tensors: dict[Path, dict[str, StoredTensor]] = {}
         # One buffer for all conversions. With one buffer each, the allocator keeps holes between weights, a fifth of the loaded size.
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -87,6 +107,18 @@ class Checkpoint:
             names = " + ".join(_fill(piece, layer, expert) for piece in found[0])
             raise ModelError(f"{names} in {self.directory} have {start} rows; config.json requires {shape[0]}")
         return out
+
+    def hold(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], None], device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """A tensor that `fill` fills: in the shared memory if there is one and no process has filled it before, else newly allocated."""
+        if self.memory is None:
+            return allocate(name, shape, dtype, fill, device)
+        return self.memory.hold(name, shape, dtype, fill)
+
+    def note(self, name: str, find: Callable[[], Any]) -> Any:
+        """The JSON value that `find` finds, or that it found in the process that filled the shared memory."""
+        return find() if self.memory is None else self.memory.note(name, find)
 
     def _read_piece(self, name: str, piece: Piece, num_experts: int, expert: int, shape: tuple[int, ...], out: Tensor, start: int) -> int:
         """Read one piece into out[start:]; returns its number of rows."""

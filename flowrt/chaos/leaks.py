@@ -27,7 +27,8 @@ def holding_of(pid: int) -> Holding:
     descriptors = maps = threads = resident = 0
     with contextlib.suppress(OSError):
         descriptors = len(os.listdir(folder / "fd")) - (pid == os.getpid())  # the listing's own
-        maps = sum("/memfd:" in line for line in (folder / "maps").read_text(encoding="utf-8", errors="replace").splitlines())
+        lines = (folder / "maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        maps = sum("/memfd:" in line and "/memfd:flowrt-weights" not in line for line in lines)  # the kernel may join those of weights
         for line in (folder / "status").read_text(encoding="utf-8").splitlines():
             if line.startswith("Threads:"):
                 threads = int(line.split()[1])

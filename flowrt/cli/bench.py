@@ -178,6 +178,22 @@ def reliability(
 
 
 @bench_app.command
+def restart(
+    graph: Annotated[Path, Parameter(help="A graph file that serves a model with expert servers and replicas.")],
+    /,
+    *,
+    pairs: Pairs = 20,
+    model: ModelOption = None,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for both graphs.")] = (),
+    json: JsonFile = None,
+) -> None:
+    """Measure how soon a killed expert server is back: its weights from memory that processes share, and from files."""
+    from flowrt.bench.cases.restart import measure, read_graphs
+
+    _run(f"restart, {graph.name}", measure(read_graphs(graph, model, overrides)), pairs, json, model=model)
+
+
+@bench_app.command
 def decode(
     model: ModelDirectory,
     /,

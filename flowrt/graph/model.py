@@ -224,6 +224,7 @@ class ReliabilitySettings:
     unavailable_expert: Literal["error", "degrade"] = _key(
         "error", "degrade: after unavailable_expert_seconds continue without the expert and mark every token."
     )
+    share_weights: bool = _key(True, "Processes of one host that hold the same experts share their weights, also over restarts.")
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,15 @@ def _held_by_layer(option: Mapping[Any, Any], moe_layers: Sequence[int]) -> Held
     return held
 
 
+def weight_set(graph: Graph, process: str) -> str:
+    """Names the experts that a process holds: processes of one host whose names are equal can share the memory of their weights. Empty
+    where the process shares none: it has no experts, computes on another device, or the graph file says so."""
+    if graph.model is None or not graph.reliability.share_weights or graph.devices.get(process, "cpu") != "cpu":
+        return ""
+    held = [str(node.options["experts"]) for node in graph.nodes_of(process) if node.operator == "experts"]
+    return "; ".join(held)
+
+
 def held_option(held: Held) -> str | dict[str, str]:
     """The inverse of `held_experts`, as short as it can be."""
     if len(set(held.values())) <= 1:

@@ -15,6 +15,7 @@ from typing import Any
 from flowrt.actors.control import Control, Statistics
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
+from flowrt.graph.placement import weight_set
 from flowrt.launcher.actions import KillForkServer, StartForkServer, StartProcess
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.fork_server_loss import IMPORT_SECONDS
@@ -167,12 +168,13 @@ class WorkerPool:
                 await former.aclose()
                 self._past_statistics[name] = total(self._past_statistics.get(name), former.statistics)
                 former.statistics = Statistics()
-        entry, threads = MONITOR_ENTRY, 1
+        entry, threads, weights = MONITOR_ENTRY, 1, tuple[str, ...]()
         if process != MONITOR:
             entry, threads = self._entry, num_threads(self._graph, names, list(self._packed.values()), usable_cores())
+            weights = tuple(weight_set(self._graph, name) for name in names)
         try:
             async with asyncio.timeout(self._state.fork_server.fork_seconds):
-                started = await backend.start(ProcessSpec(process, action.workers, entry, threads, self._log_level))
+                started = await backend.start(ProcessSpec(process, action.workers, entry, threads, self._log_level, weights))
         except TimeoutError:
             self._step(self._state.on_fork_silent, process)
         except (WorkerDiedError, UserError) as error:

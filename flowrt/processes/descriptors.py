@@ -9,8 +9,8 @@ from flowrt.errors import UserError
 
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 # Of the launcher: event loop, connection to the fork server, a file being read. Per process: control connection, output, pidfd, exit lock,
-# links.
-_LAUNCHER, _PER_PROCESS = 16, 7
+# links, memory file of weights.
+_LAUNCHER, _PER_PROCESS = 16, 8
 
 
 def check_descriptors(num_processes: int) -> None:

@@ -24,6 +24,7 @@ from flowrt.processes.frames import Exited, Forked, ForkRequest, Loaded, NotFork
 from flowrt.processes.leftover import processes_marked
 from flowrt.processes.local_process import GRACE_SECONDS, LocalProcess
 from flowrt.processes.output_tail import exit_text
+from flowrt.processes.weight_files import WeightFiles
 
 
 class LocalBackend:
@@ -39,6 +40,7 @@ class LocalBackend:
         self._ended_of: dict[str, LocalProcess] = {}  # by name: the latest that ended, whose output can still be read
         self._num_starts = 0
         self._reaped = asyncio.Event()  # set at each exit
+        self._weight_files = WeightFiles()
         begin_adopting()
 
     @classmethod
@@ -81,8 +83,9 @@ class LocalBackend:
             raise WorkerDiedError(FORK_SERVER, exit_text(-signal.SIGKILL)) if self._server is None else self._server.lost()
         self._num_starts = number = self._num_starts + 1
         try:
+            weights = [self._weight_files.of(each) for each in spec.weights]
             process = LocalProcess(
-                spec, self._owner.on_output, lambda: self._on_dying(number), lambda status: self._on_exited(number, status)
+                spec, self._owner.on_output, lambda: self._on_dying(number), lambda status: self._on_exited(number, status), weights
             )
         except OSError as error:
             raise start_error(spec.name, error) from error
@@ -96,6 +99,7 @@ class LocalBackend:
             threads=spec.threads,
             log_level=spec.log_level,
             holds_exit_lock=process.holds_exit_lock,
+            has_weights=tuple(fd >= 0 for fd in weights),
             num_fds=len(process.fds),
         )
         self._server.request(request, process)
@@ -140,6 +144,7 @@ class LocalBackend:
         for group in self._groups:  # what was adopted and had ended
             reap_group(group)
         end_adopting()
+        self._weight_files.close()
 
     # Inside.
 

@@ -8,7 +8,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from flowrt.process_backend import CONTROL_LIMITS, ProcessSpec
 from flowrt.processes.adopted_processes import CAN_ADOPT, reap, wait_reaped
@@ -36,8 +36,9 @@ class LocalProcess:
         on_output: Callable[[str, str], None],
         on_dying: Callable[[], None],
         on_exited: Callable[[int | None], None],
+        weights: Sequence[int] = (),
     ) -> None:
-        self.spec, self.pid = spec, 0
+        self.spec, self.pid, self._weights = spec, 0, [fd for fd in weights if fd >= 0]
         self.started: asyncio.Future[LocalProcess] = asyncio.get_running_loop().create_future()
         self.controls: tuple[Channel, ...] = ()
         self.is_reported = True
@@ -82,8 +83,10 @@ class LocalProcess:
 
     @property
     def fds(self) -> list[int]:
-        """Descriptors for the process: the write end of its output, its ends of the control connections, the memory of its exit lock."""
-        return [self._output.write_end, *(sock.fileno() for sock in self._theirs), *([self._exit_lock.fd] if self.holds_exit_lock else [])]
+        """Descriptors for the process: the write end of its output, its ends of the control connections, the memory files of its weights,
+        the memory of its exit lock."""
+        controls, lock = [sock.fileno() for sock in self._theirs], [self._exit_lock.fd] if self.holds_exit_lock else []
+        return [self._output.write_end, *controls, *self._weights, *lock]
 
     def close_theirs(self) -> None:
         self._close(self._theirs)

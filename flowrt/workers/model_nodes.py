@@ -33,10 +33,11 @@ from flowrt.operators.head import Head
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.proof import blocks_of, prove
-from flowrt.operators.row_blocks import WHOLE, describe
+from flowrt.operators.row_blocks import WHOLE, StrictBlocks, describe
 from flowrt.operators.sampling import log_probabilities, sample
 from flowrt.operators.sampling_inputs import Draw, SamplingInputs
 from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weight_memory import WeightMemory
 from flowrt.operators.weights import TORCH_DTYPES, Checkpoint
 from flowrt.transports.wire.message import Tag
 
@@ -90,19 +91,26 @@ def build_model_nodes(
     return functions
 
 
-def checkpoint_computations(graph: Graph, process: str, device: torch.device | str, now: Callable[[], float]) -> Computations:
-    """Modules with weights. With strict numerics each makes its proof (operators/row_blocks.py) before the worker serves requests."""
+def checkpoint_computations(
+    graph: Graph, process: str, device: torch.device | str, now: Callable[[], float], memory: WeightMemory | None = None
+) -> Computations:
+    """Modules with weights; those of experts are in `memory` if it is given. With strict numerics each makes its proof
+    (operators/row_blocks.py) before the worker serves requests, unless the process that filled the memory has made it."""
     config, strict = config_of(graph), graph.numerics == "strict"
-    checkpoint = Checkpoint(_directory_of(graph))
+    checkpoint = Checkpoint(_directory_of(graph), memory)
     blocks = blocks_of(config, torch.get_num_threads()) if strict else WHOLE
     pages = cache(lambda: KvPages.for_model(config, graph.limits_of(process).kv_pages, graph.limits.page_size, device))
     embedding = cache(lambda: Embedding(config, checkpoint, device))
     embeds = any(node.operator == "embed" for node in graph.nodes_of(process))
 
     def proven(module: M) -> M:
-        if strict:
-            prove(module, config, device)
+        if isinstance(blocks, StrictBlocks):
+            blocks.adopt(checkpoint.note(f"{type(module).__name__} in {torch.get_num_threads()} threads", partial(sizes_of, module)))
         return module
+
+    def sizes_of(module: M) -> dict[str, tuple[int, ...]]:
+        prove(module, config, device)
+        return dict(blocks_of(config, torch.get_num_threads()).sizes)
 
     def computation_of(node: Node) -> Any:
         match node.operator:

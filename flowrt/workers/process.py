@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -41,6 +42,7 @@ from flowrt.exchange.dispatch import Dispatch
 from flowrt.graph.model import Graph, from_json
 from flowrt.graph.recovery import is_watched
 from flowrt.operators.model_config import ModelError
+from flowrt.operators.weight_memory import WeightMemory
 from flowrt.seams import LONE_INLINE_SECONDS, Compute, Seams, ThreadCompute
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message, Tag
@@ -49,7 +51,7 @@ from flowrt.workers.data_path import DataPath, LoadedOperators
 from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.membership import Membership
 from flowrt.workers.model_files import fingerprints
-from flowrt.workers.model_nodes import build_model_nodes, strict_blocks_text
+from flowrt.workers.model_nodes import build_model_nodes, checkpoint_computations, strict_blocks_text
 from flowrt.workers.start_check import check_process
 
 log = logging.getLogger("flowrt.worker")
@@ -218,13 +220,28 @@ class Worker:
         model = self._graph.model
         files = fingerprints(Path(model.path)) if model is not None else {}
         functions = check_process(self._graph, self._start.name)
-        functions.update(build_model_nodes(self._graph, self._start.name, self._device, on_built, self._seams.clock.now))
+        memory = self._open_memory(files)
+        computations = partial(checkpoint_computations, memory=memory)
+        functions.update(build_model_nodes(self._graph, self._start.name, self._device, on_built, self._seams.clock.now, computations))
         clients = {node: function.client for node, function in functions.items() if isinstance(function, Dispatch)}
         if strict_blocks := strict_blocks_text(self._graph):
             log.info("%s: strict numerics: %s", self._start.name, strict_blocks)
         if model is not None and fingerprints(Path(model.path)) != files:
             raise UserError(f"{model.path}: a file changed while its weights were loaded; start again")
+        if memory is not None:
+            memory.seal()
         return LoadedOperators(functions, clients, strict_blocks, files)
+
+    def _open_memory(self, files: Mapping[str, str]) -> WeightMemory | None:
+        """The memory of the weights that this worker shares with others of its host; None where it shares none."""
+        model, fd = self._graph.model, self._seams.weight_memory
+        if model is None or fd < 0:
+            return None
+        try:
+            return WeightMemory(fd, repr((sorted(files.items()), model.dtype, self._graph.numerics, torch.__version__)))
+        except OSError as error:
+            log.warning("%s reads its own copy of the weights: %s", self._start.name, error)
+            return None
 
     # --- messages -------------------------------------------------------------------------------------------------------------
 

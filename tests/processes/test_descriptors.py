@@ -20,9 +20,9 @@ from flowrt.processes.frames import Forked, Loaded, encode
 
 
 def test_the_need_is_known_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (30, 30))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))
     check_descriptors(2)
-    with pytest.raises(UserError, match=r"RLIMIT_NOFILE is 30, about 51 are needed\); raise it: ulimit -n 1024"):
+    with pytest.raises(UserError, match=r"RLIMIT_NOFILE is 32, about 56 are needed\); raise it: ulimit -n 1024"):
         check_descriptors(5)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     check_descriptors(5000)
