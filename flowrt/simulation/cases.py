@@ -15,6 +15,7 @@ from flowrt.gateway.gateway import Gateway, SendRequest
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import is_watched
+from flowrt.launcher.fork_server_loss import FORK_SECONDS
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import PERMANENT_SECONDS, AnyFault, Scenario
 from flowrt.sampling_params import SamplingParams
@@ -49,13 +50,15 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
         graph = _draw_reliability(random.Random(f"reliability {seed}"), graph)
         graph, processes, faults_from_launch = _draw_processes(random.Random(f"processes {seed}"), graph)
     requests = _draw_requests(random.Random(f"requests {seed}"), graph)
-    requests += _draw_cancelled(random.Random(f"cancelled {seed}"), graph, num_cancelled)
     conditions, cost = _draw_conditions(chance), chance.choice(_COSTS)
     if scenario is None:
         faults = _draw_faults(random.Random(f"faults {seed}"), graph)
         if faults_from_launch and (servers := sorted(mortal_workers(graph))):
             faults += _draw_early_deaths(random.Random(f"early {seed}"), graph, servers)
         scenario = Scenario(faults=tuple(faults))
+        if any(fault.processes == (FORK_SERVER,) and fault.ends_seconds > fault.at_seconds + FORK_SECONDS for fault in faults):
+            requests = (*requests[:-1], _arriving_late(requests[-1], 3 * FORK_SECONDS))  # the run lasts until it is replaced
+    requests += _draw_cancelled(random.Random(f"cancelled {seed}"), graph, num_cancelled)
     max_requests = chance.choice((1024, 1024, 1024, 1024, 2))
     return Case(graph, requests, scenario, seed, conditions, cost, processes, exact, faults_from_launch, max_requests)
 
@@ -233,10 +236,12 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
         drawn.append(replace(chance.choice(pool), after_seconds=chance.uniform(0.0, apart), **draw_behaviour(chance)))
     if chance.random() < 0.25:  # one arrives after the faults, except permanent ones
         latest = 4.0 if graph.reliability.detector else 16.0
-        drawn[-1] = replace(
-            drawn[-1], after_seconds=chance.uniform(0.5, latest), cancel_seconds=None, leaves_after=None, is_unreadable=False
-        )
+        drawn[-1] = _arriving_late(drawn[-1], chance.uniform(0.5, latest))
     return tuple(drawn)
+
+
+def _arriving_late(request: SimulatedRequest, seconds: float) -> SimulatedRequest:
+    return replace(request, after_seconds=seconds, cancel_seconds=None, leaves_after=None, is_unreadable=False)
 
 
 def _draw_cancelled(chance: random.Random, graph: Graph, count: int) -> tuple[SimulatedRequest, ...]:
