@@ -25,7 +25,7 @@ def graph() -> Graph:
 def test_every_fault_syntax_is_parsed(graph: Graph) -> None:
     words = (
         "kill:experts.1@2s, pause:experts.0@1s+500ms,stall:attention.0@.5+2s,hang:experts.2@0s+1s,"
-        "slow:experts.0@1s+5sx4,reset:attention.0-experts.1@250ms,crash:monitor@3"
+        "slow:experts.0@1s+5sx4,reset:attention.0-experts.1@250ms,crash:monitor@3,kill:fork-server@4"
     )
     assert parse_faults(words, graph) == Scenario(
         faults=(
@@ -36,6 +36,7 @@ def test_every_fault_syntax_is_parsed(graph: Graph) -> None:
             Slow(process="experts.0", at_seconds=1.0, for_seconds=5.0, factor=4.0),
             Reset(between=("attention.0", "experts.1"), at_seconds=0.25),
             Crash(process="monitor", at_seconds=3.0),
+            Crash(process="fork server", at_seconds=4.0),
         )
     )
 
@@ -73,6 +74,7 @@ BAD = {
     "reset:attention.0-monitor@2s": "attention.0 has no link to monitor, so there is none to reset; it has links to experts.0, experts.1",
     "kill:gateway@2s": "--chaos kill:gateway@2s: the gateway is this command itself",
     "stall:monitor@2s+1s": "the monitor takes crash and pause only",
+    "stall:fork-server@2s+1s": "the fork server takes crash and pause only",
 }
 
 
@@ -129,7 +131,7 @@ def test_in_the_graphs_of_capacity_time_is_modelled_and_servers_have_it_to_spare
         seconds = graph.emulation.charges()
         assert (seconds["experts"] < seconds["attention"]) == (name == "with-spare.yaml")
         assert graph.numerics == "strict"
-        assert len(survivable_processes(graph)) == 3
+        assert len(survivable_processes(graph)) == 5
 
 
 def test_only_self_inflicted_faults_need_fault_injecting_workers(graph: Graph) -> None:
