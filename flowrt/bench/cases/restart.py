@@ -69,7 +69,7 @@ def read_graphs(graph_file: Path, model: Path | None, overrides: Sequence[str]) 
         read_graph(graph_file, [*BUDGET, *overrides, f"reliability.share_weights={value}"], model) for value in ("true", "false")
     )
     served_model(shared)
-    if not survives(shared, "experts.0"):
+    if "experts.0" not in shared.process_names() or not survives(shared, "experts.0"):
         raise UserError(f"{graph_file}: the run cannot lose experts.0; use --set deploy.experts.servers=2 --set deploy.experts.replicas=2")
     return shared, files
 

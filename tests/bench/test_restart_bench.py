@@ -1,0 +1,30 @@
+"""The restart of a server: two graphs that differ in nothing but shared weights, and a server of each is killed in turns."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flowrt.bench.cases.restart import measure, read_graphs
+from flowrt.bench.measure.benchmark import run_benchmark
+from flowrt.errors import UserError
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml"
+SMALL = ("deploy.attention.groups=1", "deploy.experts.servers=2")
+
+
+def test_graph_whose_servers_cannot_be_lost_is_refused() -> None:
+    with pytest.raises(UserError, match=r"the run cannot lose experts\.0"):
+        read_graphs(QUICKSTART, None, ["deploy.experts.servers=0", "deploy.experts.replicas=1"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kills processes and reads /proc")
+def test_servers_are_killed_in_turns() -> None:
+    shared, files = read_graphs(QUICKSTART, None, SMALL)
+    assert replace(files, reliability=shared.reliability) == shared
+    report = run_benchmark("restart", measure((shared, files)), num_pairs=2)
+    assert [figure.unit for figure in report.figures] == ["s", "s", "GB"]
+    assert all(figure.ratio is not None and figure.ratio.count == 2 for figure in report.figures)
