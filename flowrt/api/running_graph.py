@@ -331,6 +331,7 @@ class RunningGraph:
         await graph.drain()
         print(await graph.statistics())
         """
+        self.launcher.check_running()
         if self._requests is not None:
             await self._requests.drain()
         await self.launcher.drain()

@@ -183,7 +183,7 @@ def test_a_start_that_fails_leaves_no_thread(tmp_path: Path) -> None:
 
 def test_a_death_raises_in_the_call_and_in_later_calls() -> None:
     def run() -> None:
-        with flowrt.start(MANY) as llm:
+        with flowrt.start(MANY, overrides=["reliability.recovery=off"]) as llm:
             os.kill(llm._graph.pids["attention.0"], signal.SIGKILL)
             while True:
                 llm.complete("What is 5 + 2?", max_tokens=8)
