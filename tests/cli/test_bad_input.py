@@ -9,8 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from flowrt.cli.app import main
+from flowrt.cli.app import app, main
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
@@ -100,7 +101,7 @@ def test_what_cannot_be_measured_is_refused_before_it_is(
         ("bench hop --pairs x", "--pairs"),
         (f"bench hop --json {tmp_path}/no/x.json", "there is no folder"),
         ("bench transports --plot x.txt", "--plot x.txt: unknown format"),
-        (f"bench transports --plot {tmp_path}/no/x.svg", "its folder does not exist"),
+        (f"bench transports --plot {tmp_path}/no/x.svg", "there is no folder"),
         ("bench m2n --bytes -1", "--bytes"),
         ("bench links --dilation 0", "--dilation"),
         ("bench links --rounds 0", "--rounds"),
@@ -184,6 +185,7 @@ def test_help_breaks_no_line_early_and_shows_defaults_as_they_are_typed(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(app, "_console", Console())  # an earlier test may have made one of another width
     code, out, _ = call(monkeypatch, capsys, *words.split(), "--help")
     assert code == 0
     assert max(map(len, out.splitlines())) <= 60

@@ -31,7 +31,7 @@ def test_unmeasurable_input_is_reported_before_anything_starts(
         ((QUICKSTART, "--kills", "1", "--seconds", "inf"), 'Invalid value "inf" for --seconds'),
         ((QUICKSTART, "--kills", "1", "--requests", "0"), 'Invalid value "0" for --requests'),
         ((QUICKSTART, "--kills", "1", "--new-tokens", "1000"), "limits.max_tokens is 128 and each answer is to have 1000 tokens"),
-        ((QUICKSTART, "--kills", "1", "--set", "deploy.experts.servers=0", "--set", "deploy.experts.replicas=1"), "none to kill"),
+        ((QUICKSTART, "--kills", "1", "--set", "reliability.recovery=off"), "none to kill"),
         ((QUICKSTART, "--plan", plan), f"{plan}:3: faults.0: no process is called 'experts.9'"),
         ((QUICKSTART, "--plan", tmp_path / "none.yaml"), "no such file"),
         ((QUICKSTART, "--kills", "1", "--json", "no/such.json"), "there is no folder"),

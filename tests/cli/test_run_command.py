@@ -166,8 +166,8 @@ def test_requests_that_fail_leave_the_others_untouched(
     assert "[2] 0 token ids: \n    (error: the prompt is empty" in done.stderr, "people read standard error then"
 
 
-def test_a_group_that_is_killed_ends_the_run(graph_file: Path, tmp_path: Path, started: list[Started]) -> None:
-    words = ("--set", "deploy.processes=many", "--prompt", "never ends", "--max-tokens", "4000", "--json", tmp_path / "record.json")
+def test_a_group_that_is_killed_ends_the_run_without_recovery(graph_file: Path, tmp_path: Path, started: list[Started]) -> None:
+    words = ("--set", "deploy.processes=many", "--set", "reliability.recovery=off", "--prompt", "never ends", "--max-tokens", "4000", "--json", tmp_path / "record.json")
     running = Started("run", graph_file, *words)
     started.append(running)
     pid = int(running.wait_for(r"attention\.0 started, pid (\d+)")[1])
