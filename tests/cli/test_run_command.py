@@ -167,7 +167,8 @@ def test_requests_that_fail_leave_the_others_untouched(
 
 
 def test_a_group_that_is_killed_ends_the_run_without_recovery(graph_file: Path, tmp_path: Path, started: list[Started]) -> None:
-    words = ("--set", "deploy.processes=many", "--set", "reliability.recovery=off", "--prompt", "never ends", "--max-tokens", "4000", "--json", tmp_path / "record.json")
+    sets = ("--set", "deploy.processes=many", "--set", "reliability.recovery=off")
+    words = (*sets, "--prompt", "never ends", "--max-tokens", "4000", "--json", tmp_path / "record.json")
     running = Started("run", graph_file, *words)
     started.append(running)
     pid = int(running.wait_for(r"attention\.0 started, pid (\d+)")[1])
