@@ -168,7 +168,8 @@ def test_mermaid_and_dot_name_every_node_and_line(load) -> None:
 
 def test_a_terminal_gets_the_same_lines_with_bold_names(load, capsys: pytest.CaptureFixture[str]) -> None:
     for terminal in (False, True):
-        print_graph(load(DEPLOY), "g.yaml", Console(force_terminal=terminal, width=80, color_system=None))
+        console = Console(force_terminal=terminal, width=400, color_system=None)  # the path of the model may be long
+        print_graph(load(DEPLOY), "g.yaml", console)
     plain, styled = capsys.readouterr().out.split("g.yaml: ")[1:]
     assert re.sub("\x1b[^m]*m", "", styled) == plain
     assert "  holds: experts 0-1,5-7\n" in plain

@@ -39,6 +39,8 @@ OWN = [dtype for dtype in (torch.float32, torch.bfloat16) if form_for(dtype, "cp
 def test_every_form_gives_what_the_plain_one_gives(form: Form, dtype: torch.dtype, num_rows: int) -> None:
     if form == "packed" and form_for(torch.float32) != "packed":
         pytest.skip("this build of torch packs no matrices")
+    if form == "packed" and dtype == torch.bfloat16 and form_for(dtype) == "widened":
+        pytest.skip("this processor computes no product in bfloat16")
     if form == "panels" and dtype not in OWN:
         pytest.skip("this processor has no instructions for panels of the dtype, or there was no compiler")
     generator = torch.Generator().manual_seed(num_rows)
