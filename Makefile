@@ -20,12 +20,13 @@ EXAMPLES ?= 20000
 MESSAGES ?= 1000000
 FILES ?= 900
 CROWD_SECONDS ?= 3600
+KILLS ?= 1000
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py racing_indices.py products.py) tests/exchange/test_writing_peer.py \
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py copy_threads.py window_shared_memory.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: docs help install run test lint format types fuzz hostile notebook sanitize simulate cancel plant crowd picture clean
+.PHONY: docs help install run test lint format types fuzz hostile notebook sanitize simulate cancel plant crowd chaos picture clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -96,6 +97,10 @@ plant: $(STAMP) ## plant each bug of a list and see how many seeds it takes to f
 
 crowd: $(STAMP) ## an hour of eight computing processes per core; the detector may mark none dead (CROWD_SECONDS=600 for less)
 	@$(BIN)/flowrt bench detector --tries 1 --seconds $(CROWD_SECONDS) $(ARGS)
+
+# Each kill follows 0.2 s after the processes are back from the last one; each process may be restarted 1000 times in 30 s.
+chaos: $(STAMP) ## kill random processes of every role under load, one after another (KILLS=1000); no token may change, nothing may be left behind
+	@$(BIN)/flowrt chaos $(GRAPH) --set numerics=strict --roles all --kills $(KILLS) --seconds 0.2 $(ARGS)
 
 picture: $(RUNS) ## draw docs/pictures/quickstart.svg from a real run; it shows figures, so on a quiet machine
 	@$(BIN)/python docs/pictures/quickstart.py

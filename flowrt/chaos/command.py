@@ -49,7 +49,7 @@ def run(graph: Path, options: ChaosOptions, json: str | None = None, plot: str |
         mistakes = [error for error in errors.exceptions if isinstance(error, UserError)]
         raise mistakes[0] if mistakes else errors  # noqa: B904
     found.interrupted = is_interrupted
-    report = report_of(found, machine.afterwards())
+    report = report_of(found, machine.afterwards(), prepared.tolerates_errors)
     print_report(report, new_console(json))
     if json is not None:
         write_file(json, json_text(report.record()))

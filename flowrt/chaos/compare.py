@@ -4,35 +4,73 @@ from __future__ import annotations
 
 import math
 import statistics
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self, overload
 
 BIN_SECONDS = 0.1
 STALL_SECONDS = 2.0  # after a fault; a gap between tokens in this time is attributed to it
 
 
 class ReceivedToken(NamedTuple):
-    """A token at the client: its place in the answer, its id, its time (the run's clock)."""
+    """A token at the client: its place in its choice, its id, its time (the run's clock), its choice and its logprobs."""
 
     place: int
     token_id: int
     at: float
+    choice: int = 0
+    logprobs: tuple[object, ...] = ()
+
+
+class PackedTokens(Sequence[ReceivedToken]):
+    """Received tokens in little memory, so that a long run shows leaks and not its own record: equal answers share all but the times."""
+
+    def __init__(self, tokens: Iterable[ReceivedToken], shared: dict[tuple[ReceivedToken, ...], tuple[ReceivedToken, ...]]) -> None:
+        self._times = array("d", [received.at for received in tokens])
+        timeless = tuple(received._replace(at=0.0) for received in tokens)
+        self._timeless = shared.setdefault(timeless, timeless)
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    @overload
+    def __getitem__(self, place: int) -> ReceivedToken: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[ReceivedToken]: ...
+
+    def __getitem__(self, place: int | slice) -> ReceivedToken | list[ReceivedToken]:
+        if isinstance(place, slice):
+            return list(self)[place]
+        return self._timeless[place]._replace(at=self._times[place])
+
+
+class Move(NamedTuple):
+    """The request lost its group at that time, with the death of `process`. The next attempt replays at most `num_tokens` of a choice."""
+
+    at: float
+    process: str
+    num_tokens: int
 
 
 @dataclass
 class ReceivedAnswer:
-    """One answer, as a client received it. `number` is that of its request, which is sent again and again."""
+    """One answer, as a client received it. `number` is that of its request, which is sent again and again. `endings`: the finish reason and
+    the text of each choice."""
 
     number: int
     submitted: float
-    tokens: list[ReceivedToken] = field(default_factory=list)
+    tokens: Sequence[ReceivedToken] = field(default_factory=list)
     finish_reason: str | None = None  # None: it never ended
     error: str | None = None
     ended: float = math.inf
     num_late: int = 0  # tokens that came after the end
+    endings: dict[int, tuple[str, str]] = field(default_factory=dict)
+    index: int = -1  # the request's number at the gateway
+    moves: list[Move] = field(default_factory=list)
 
     @property
     def failed(self) -> bool:
@@ -48,42 +86,65 @@ class ReceivedAnswer:
 
 
 class Difference(NamedTuple):
-    """Counts of tokens: expected and never received; received twice; with another id, or beyond the expected end; after a later token;
-    after the end. The tokens are right when `any(difference)` is false."""
+    """Counts of tokens: expected and never received; received twice; with another id or other logprobs, or beyond the expected end; after
+    a later token; after the end. `ends`: choices with another finish reason or text. The answer is right when `any(difference)` is false.
+    """
 
     lost: int = 0
     doubled: int = 0
     changed: int = 0
     swapped: int = 0
     late: int = 0
+    ends: int = 0
 
 
-def difference_of(expected: Sequence[int], answer: ReceivedAnswer) -> Difference:
-    """Compare an answer with the expected token ids. Tokens that a failed request did not reach are not lost: its error reports them."""
-    seen: dict[int, int] = {}
-    doubled = swapped = 0
-    furthest = -1
-    for place, token_id, _ in answer.tokens:
-        if place in seen:
+@dataclass(frozen=True)
+class ExpectedAnswer:
+    """(choice, place) -> (token id, logprobs), and choice -> (finish reason, text)."""
+
+    tokens: Mapping[tuple[int, int], tuple[int, tuple[object, ...]]]
+    endings: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, answer: ReceivedAnswer) -> Self:
+        tokens = {(received.choice, received.place): (received.token_id, received.logprobs) for received in answer.tokens}
+        return cls(tokens, dict(answer.endings))
+
+
+def difference_of(expected: ExpectedAnswer, answer: ReceivedAnswer) -> Difference:
+    """Compare an answer with the expected one. Tokens that a failed request did not reach are not lost: its error reports them."""
+    seen: set[tuple[int, int]] = set()
+    furthest: dict[int, int] = {}  # choice -> place
+    doubled = swapped = changed = 0
+    for received in answer.tokens:
+        choice, place = received.choice, received.place
+        if (choice, place) in seen:
             doubled += 1
             continue
-        swapped += place < furthest
-        furthest = max(furthest, place)
-        seen[place] = token_id
-    changed = sum(not 0 <= place < len(expected) or expected[place] != token_id for place, token_id in seen.items())
-    end = furthest + 1 if answer.failed else len(expected)
-    lost = sum(place not in seen for place in range(end))
-    return Difference(lost, doubled, changed, swapped, answer.num_late)
+        seen.add((choice, place))
+        swapped += place < furthest.get(choice, -1)
+        furthest[choice] = max(furthest.get(choice, -1), place)
+        changed += expected.tokens.get((choice, place)) != (received.token_id, received.logprobs)
+    due = [
+        (choice, place)
+        for choice, place in {*expected.tokens, *((choice, place) for choice in furthest for place in range(furthest[choice]))}
+        if not answer.failed or place < furthest.get(choice, -1)
+    ]
+    lost = sum(each not in seen for each in due)
+    choices = () if answer.failed else expected.endings.keys() | answer.endings.keys()
+    ends = sum(expected.endings.get(choice) != answer.endings.get(choice) for choice in choices)
+    return Difference(lost, doubled, changed, swapped, answer.num_late, ends)
 
 
-def expected_of(undisturbed: Iterable[ReceivedAnswer]) -> tuple[dict[int, tuple[int, ...]], int]:
-    """(number -> token ids, how many answers differ from the first to the same request). The latter must be 0 with strict numerics."""
-    expected: dict[int, tuple[int, ...]] = {}
+def expected_of(undisturbed: Iterable[ReceivedAnswer]) -> tuple[dict[int, ExpectedAnswer], int]:
+    """(number -> expected answer, how many answers differ from the first to the same request). The latter must be 0 with strict
+    numerics."""
+    expected: dict[int, ExpectedAnswer] = {}
     num_different = 0
     for answer in undisturbed:
         if answer.failed:
             continue
-        first = expected.setdefault(answer.number, tuple(received.token_id for received in answer.tokens))
+        first = expected.setdefault(answer.number, ExpectedAnswer.of(answer))
         num_different += any(difference_of(first, answer))
     return expected, num_different
 
@@ -92,7 +153,7 @@ def expected_of(undisturbed: Iterable[ReceivedAnswer]) -> tuple[dict[int, tuple[
 class AnswerCounts:
     """Counts the answers so far that failed, and those that differ from the expected one."""
 
-    expected: Mapping[int, Sequence[int]]
+    expected: Mapping[int, ExpectedAnswer]
     num_ended: int = 0
     num_failed: int = 0
     num_wrong: int = 0

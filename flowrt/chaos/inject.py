@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import math
 import os
-import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from flowrt.api import RunningGraph
 from flowrt.chaos.leaks import is_alive
@@ -28,12 +27,6 @@ NOTE_SECONDS = 1.0  # in which a worker that runs reports that it carries out an
 Log = Callable[[str], None]
 
 
-def random_kills(names: Iterable[str], num: int, seed: int) -> list[Scenario]:
-    """A scenario per kill."""
-    generator, ordered = random.Random(seed), sorted(names)
-    return [Scenario(faults=(Crash(process=generator.choice(ordered)),)) for _ in range(num)]
-
-
 class Injector:
     """Faults for one run. Create it before the graph is entered: with `takes_orders` it makes the graph start workers that take orders."""
 
@@ -44,6 +37,7 @@ class Injector:
         self._num_pauses: Counter[int] = Counter()  # by pid: the end of the last pause wakes the process
         self._killed: set[tuple[str, int, str]] = set()  # incarnations
         self.so_far: Callable[[], str] = lambda: ""  # the state of the load, reported with every fault
+        self.phase_of: Callable[[str], str | None] = lambda process: None  # recorded with every fault
         if takes_orders:
             graph.launcher.worker = WORKER
 
@@ -62,10 +56,11 @@ class Injector:
                 tasks.create_task(self._inject_at(fault, begun, place, then), name=fault_text(fault))
 
     async def wait_back(self, since: float) -> bool:
-        """Wait for the processes killed since then. Returns False when one stays down, was not back in time, or the run has failed."""
-        crashes = (each for each in self._observer.injected_faults if each.kind == "crash" and each.at >= since and not each.missed)
-        killed = {injected.process: injected for injected in crashes}
-        return all([await self._is_back(injected) for injected in killed.values()])
+        """Wait for the processes lost to faults since then. Returns False when one stays down, was not back in time, or the run has
+        failed."""
+        lost = (each for each in self._observer.injected_faults if each.at >= since and self._observer.must_return(each))
+        latest = {injected.process: injected for injected in lost}
+        return all([await self._is_back(injected) for injected in latest.values()])
 
     async def collect_held(self, names: Sequence[str], seconds: float = 5.0) -> None:
         """Make these workers report what they hold (`RunObserver.held`)."""
@@ -98,6 +93,7 @@ class Injector:
         injected = InjectedFault(
             fault_text(fault), fault.kind, name, self._clock.now(), pid, incarnation, seconds, "".join(fault.processes[1:])
         )
+        injected.phase = self.phase_of(name) or ""
         self._observer.injected_faults.append(injected)
         if self._observer.failed:
             injected.missed = "the run had ended"
@@ -128,7 +124,8 @@ class Injector:
                 case Reset(between=(_, other)):
                     await self._order(injected, Order(fault.kind, pid=self._graph.pids.get(other, 0)))
             self._log(self._progress(f"{injected.text}{place}, pid {pid}" + (f": {injected.missed}" if injected.missed else ""), then))
-            await self._observer.wait_failed(injected.at + seconds - self._clock.now())
+            if seconds:  # or until its incarnation is lost, which ends every fault of it
+                await self._observer.wait_until(lambda: self._observer.is_lost(injected), injected.at + seconds - self._clock.now())
         finally:
             if isinstance(fault, Pause):
                 self._wake(pid, descriptor)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import msgspec
+from typing import Any, cast
 
 from flowrt.api import RunningGraph
-from flowrt.chaos.compare import ReceivedAnswer, ReceivedToken
+from flowrt.chaos.compare import PackedTokens, ReceivedAnswer, ReceivedToken
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError
-from flowrt.gateway.gateway import EndEvent, TokenEvent
+from flowrt.gateway.gateway import ChoiceEvent, EndEvent, TokenEvent
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
@@ -25,17 +24,33 @@ class LoadRequest:
     params: SamplingParams
 
 
-def requests_of(num: int, prompt_tokens: int, new_tokens: int, vocab_size: int, limits: GraphLimits) -> list[LoadRequest]:
-    """Different prompts of half to all of `prompt_tokens`; every other request samples with a seed of its own. Raises UserError when the
-    graph would refuse them."""
+# What every answer samples, in turn: each way of sampling, alone and together.
+_SAMPLED: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8, "top_k": 40},
+    {"n": 2, "temperature": 0.8, "top_k": 40, "logprobs": 2},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logprobs": 1},
+    {"min_tokens": 0.5, "stop": ("a", "e")},
+    {"n": 3, "temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "top_p": 0.95, "min_tokens": 0.25, "stop": ("o", "t"), "ignore_eos": False},
+    {"logprobs": 3},
+)
+
+
+def requests_of(num: int, prompt_tokens: int, new_tokens: int, vocab_size: int, limits: GraphLimits, has_text: bool) -> list[LoadRequest]:
+    """Different prompts of half to all of `prompt_tokens`, each with a seed of its own; the ways of sampling take turns. `has_text`: the
+    model has a tokenizer, so that answers may end at texts. Raises UserError when the graph would refuse them."""
     if limits.max_tokens < new_tokens:
         raise UserError(f"limits.max_tokens is {limits.max_tokens} and each answer is to have {new_tokens} tokens; use --new-tokens")
     requests = []
     for number in range(num):
         length = max(1, prompt_tokens - number % max(1, prompt_tokens // 2))
         prompt = tuple((7 * number + 13 * place) % (vocab_size - 10) + 3 for place in range(length))
-        greedy = SamplingParams(max_tokens=new_tokens, ignore_eos=True, seed=number)
-        requests.append(LoadRequest(prompt, msgspec.structs.replace(greedy, temperature=0.8, top_k=40) if number % 2 else greedy))
+        sampled = {"max_tokens": new_tokens, "ignore_eos": True, "seed": number} | _SAMPLED[number % len(_SAMPLED)]
+        sampled["min_tokens"] = int(new_tokens * sampled.get("min_tokens", 0))
+        if not has_text:
+            sampled.pop("stop", None)
+        requests.append(LoadRequest(prompt, SamplingParams(**sampled)))
     return requests
 
 
@@ -53,6 +68,9 @@ class Load:
         self._graph, self._requests, self._concurrency, self._clock, self._on_end = graph, requests, concurrency, clock, on_end
         self._num_sent = 0
         self._is_stopped = False
+        self._packed: dict[tuple[ReceivedToken, ...], tuple[ReceivedToken, ...]] = {}
+        self._may_send = asyncio.Event()
+        self._may_send.set()
         self.answers: list[ReceivedAnswer] = []
         self.failure: Exception | None = None
         self.begun = asyncio.Event()  # the first token or end of an answer has arrived
@@ -60,6 +78,14 @@ class Load:
     def stop(self) -> None:
         """Send no more requests; those that are open finish."""
         self._is_stopped = True
+        self._may_send.set()
+
+    def pause(self) -> None:
+        """Send no more requests until `resume` or `stop`."""
+        self._may_send.clear()
+
+    def resume(self) -> None:
+        self._may_send.set()
 
     async def run(self, min_requests: int = 0) -> None:
         """Send until `stop`, and at least `min_requests`; or until the run fails, then `failure` is set."""
@@ -70,28 +96,39 @@ class Load:
     async def _run_client(self, min_requests: int) -> None:
         now = self._clock.now
         while self.failure is None and (not self._is_stopped or self._num_sent < min_requests):
+            if not self._may_send.is_set():
+                await self._may_send.wait()
+                continue
             number = self._num_sent % len(self._requests)
             self._num_sent += 1
             answer = ReceivedAnswer(number, now())
             self.answers.append(answer)
             try:
-                index = await self._graph.submit(self._requests[number].prompt, self._requests[number].params)
-                await self._follow(index, answer)
+                answer.index = await self._graph.submit(self._requests[number].prompt, self._requests[number].params)
+                await self._follow(answer)
             except (UserError, WorkerDiedError, NotRunningError) as error:
                 answer.error = answer.error or str(error)
                 self.failure = self.failure or error
                 self.begun.set()
             self._on_end(answer)
+            answer.tokens = PackedTokens(answer.tokens, self._packed)
             if answer.failed and self.failure is None:
                 await self._clock.sleep(0.01)  # a refusal comes at once; without a wait this loop would spin
 
-    async def _follow(self, index: int, answer: ReceivedAnswer) -> None:
-        now = self._clock.now
-        async for event in self._graph.follow(index):
-            if isinstance(event, TokenEvent):
-                answer.num_late += answer.finish_reason is not None
-                answer.tokens.append(ReceivedToken(event.index, event.token_id, now()))
-                self.begun.set()
-            elif isinstance(event, EndEvent):
-                answer.finish_reason, answer.error, answer.ended = event.finish_reason, event.error, now()
-                self.begun.set()  # also of a refusal: requests that are all refused are a load too
+    async def _follow(self, answer: ReceivedAnswer) -> None:
+        now, tokens = self._clock.now, cast("list[ReceivedToken]", answer.tokens)
+        texts: dict[int, str] = {}
+        async for event in self._graph.follow(answer.index):
+            match event:
+                case TokenEvent():
+                    answer.num_late += answer.finish_reason is not None
+                    logprobs = () if event.logprob is None else (event.logprob, event.top_logprobs)
+                    tokens.append(ReceivedToken(event.index, event.token_id, now(), event.choice, logprobs))
+                    texts[event.choice] = texts.get(event.choice, "") + event.text
+                case ChoiceEvent():
+                    answer.endings[event.choice] = (event.finish_reason, texts.pop(event.choice, "") + event.text)
+                case EndEvent():
+                    answer.finish_reason, answer.error, answer.ended = event.finish_reason, event.error, now()
+                    if not answer.endings:
+                        answer.endings[0] = (event.finish_reason, texts.pop(0, "") + event.text)
+            self.begun.set()  # also at a refusal: requests that are all refused are a load too

@@ -10,21 +10,25 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from flowrt.api import RunningGraph, read_graph
+from flowrt.chaos.cells import FAULTS, PHASES, FaultName, Phase, Stretch, cell_stretches, chosen, processes_by_role, random_stretches
 from flowrt.chaos.compare import AnswerCounts, ReceivedAnswer, StretchPair, expected_of
-from flowrt.chaos.inject import Injector, random_kills
+from flowrt.chaos.inject import Injector
 from flowrt.chaos.leaks import Holding, children_of, holding_of, leaks_between, named_memory
 from flowrt.chaos.load import Load, LoadRequest, requests_of
 from flowrt.chaos.observer import InjectedFault, RunObserver
 from flowrt.chaos.options import ChaosOptions
+from flowrt.chaos.phases import Phases
 from flowrt.chaos.plan import check_processes, load_plan
 from flowrt.emulation import EmulationReport, emulation_report
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import survivable_processes
+from flowrt.launcher.events import Event
 from flowrt.operators.families.registry import read_model_config
-from flowrt.reliability.scenario import Scenario
+from flowrt.reliability.scenario import Crash, Scenario
 from flowrt.seams import Clock, Seams
 
 QUIET_SECONDS = 1.0  # between the end of the last request and the first look at what is left
@@ -36,17 +40,17 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """The inputs of a chaos run, checked: a scenario per stretch with faults."""
+    """The inputs of a chaos run, checked."""
 
     options: ChaosOptions
     graph: Graph
-    scenarios: list[Scenario]
+    stretches: list[Stretch]
     requests: list[LoadRequest]
 
     @property
     def tolerates_errors(self) -> bool:
         """Whether the plan allows requests to end with an error."""
-        return self.scenarios[0].expect == "tokens_or_error"
+        return self.stretches[0].scenario.expect == "tokens_or_error"
 
 
 @dataclass
@@ -71,6 +75,7 @@ class ChaosResult:
     not_back: bool = False
     interrupted: bool = False
     emulation: EmulationReport | None = None  # of an emulated run: whether its figures hold
+    memory: list[tuple[int, int]] = field(default_factory=list)  # (faults so far, resident bytes of the launching process)
 
     @property
     def undisturbed(self) -> list[ReceivedAnswer]:
@@ -119,12 +124,19 @@ def prepare(path: Path, options: ChaosOptions) -> PreparedRun:
             f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens}: a sequence has room for {max_tokens} (the "
             "model's context, or limits.kv_pages x page_size); use smaller numbers"
         )
-    requests = requests_of(options.requests, options.prompt_tokens, options.new_tokens, config.vocab_size, limits)
+    has_text = (Path(graph.model.path) / "tokenizer.json").is_file()
+    requests = requests_of(options.requests, options.prompt_tokens, options.new_tokens, config.vocab_size, limits, has_text)
     if options.plan is not None:
-        scenarios = [load_plan(options.plan, graph)] * options.pairs
+        stretches = [Stretch(load_plan(options.plan, graph))] * options.pairs
     else:
-        scenarios = random_kills(survivable_processes(graph), options.kills, options.seed)
-    return PreparedRun(options, graph, scenarios, requests)
+        roles = chosen(options.roles, list(processes_by_role(graph)), "--roles")
+        faults = cast("list[FaultName]", chosen(options.fault, FAULTS, "--fault"))
+        if options.phase == "any":
+            stretches = random_stretches(graph, options.kills, roles, faults, options.seed)
+        else:
+            phases = cast("list[Phase]", chosen(options.phase, PHASES, "--phase"))
+            stretches = cell_stretches(graph, options.kills, roles, faults, phases, options.seed)
+    return PreparedRun(options, graph, stretches, requests)
 
 
 async def measure(prepared: PreparedRun, log: Log) -> ChaosResult:
@@ -137,13 +149,19 @@ async def measure(prepared: PreparedRun, log: Log) -> ChaosResult:
         if not observer.take_line(process, line):
             log(f"[{process}] {line}")
 
-    num_faults = sum(len(scenario.faults) for scenario in prepared.scenarios)
+    def on_event(event: Event) -> None:
+        phases.on_event(event)
+        observer.on_event(event)
+
+    num_faults = sum(stretch.num_faults for stretch in prepared.stretches)
     found = ChaosResult(graph, len(expert_servers(graph)), observer, num_faults, options.spare)
     gc.collect()
     outside = holding_of(os.getpid()), children_of(os.getpid()), named_memory()
     try:
-        running = RunningGraph(graph, seams, on_event=observer.on_event, on_line=on_line)
-        measurement = _Measurement(prepared, found, running, Injector(running, observer, seams.clock, log), seams.clock, log)
+        running = RunningGraph(graph, seams, on_event=on_event, on_line=on_line)
+        phases = Phases(running, seams.clock, lambda: found.answers)
+        injector = Injector(running, observer, seams.clock, log)
+        measurement = _Measurement(prepared, found, running, injector, phases, seams.clock, log)
         async with running:
             await measurement.run_reference()
             await seams.clock.sleep(QUIET_SECONDS)
@@ -174,6 +192,7 @@ class _Measurement:
     found: ChaosResult
     running: RunningGraph
     injector: Injector
+    phases: Phases
     clock: Clock
     log: Log
 
@@ -189,18 +208,20 @@ class _Measurement:
                     raise UserError(f"request {answer.number} failed before any fault: {answer.error}; nothing can be compared with it")
 
     async def run_stretches(self) -> None:
-        found, options, scenarios = self.found, self.prepared.options, self.prepared.scenarios
+        found, options, stretches = self.found, self.prepared.options, self.prepared.stretches
         counts = AnswerCounts(expected_of(found.reference)[0])
         load = Load(self.running, self.prepared.requests, options.concurrency, self.clock, counts.add)
         found.answers = load.answers
         self.injector.so_far = lambda: f"so far {counts}"
+        self.injector.phase_of = self.phases.phase_of
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(load.run(len(self.prepared.requests)), name="load")
             await load.begun.wait()
             found.begun = self.clock.now()
-            for number, scenario in enumerate(scenarios, 1):
-                self.log(f"{number} of {len(scenarios)}: {options.seconds:g} s without faults, then with them")
-                await self._run_pair(scenario)
+            for number, stretch in enumerate(stretches, 1):
+                self.log(f"{number} of {len(stretches)}: {options.seconds:g} s without faults, then with them")
+                await self._run_pair(stretch, load)
+                found.memory.append((len(found.injected_faults), holding_of(os.getpid()).resident_bytes))
                 if found.observer.failed or found.not_back:
                     break
             found.ended = self.clock.now()
@@ -209,18 +230,42 @@ class _Measurement:
             found.failure = str(load.failure)
             self.log(f"the run has failed: {found.failure}")
 
-    async def _run_pair(self, scenario: Scenario) -> None:
+    async def _run_pair(self, stretch: Stretch, load: Load) -> None:
         """A stretch without faults, and one with those of the scenario, which ends when the processes are back and at work again."""
         found, now, seconds = self.found, self.clock.now, self.prepared.options.seconds
         begun = now()
         await found.observer.wait_failed(seconds)
         faults_begun = now()
         found.faults_begun = min(found.faults_begun, faults_begun)
-        await self.injector.run(scenario, faults_begun)
+        if stretch.phase == "drain":
+            await self._drain(stretch.scenario, load)
+        else:
+            await self._reach(stretch, load)
+            await self.injector.run(stretch.scenario, now())
+            load.resume()
         found.not_back = not await self.injector.wait_back(faults_begun)
         await found.observer.wait_failed(max(faults_begun + seconds - now(), min(AFTER_SECONDS, seconds)))
         if not found.observer.failed:
             found.stretches.append(StretchPair(begun, faults_begun, now()))
+
+    async def _reach(self, stretch: Stretch, load: Load) -> None:
+        """Bring about the phase that the faults are to hit."""
+        (process,) = stretch.scenario.faults[0].processes if stretch.phase is not None else ("",)
+        if stretch.first is not None:
+            await self.injector.run(Scenario(faults=(Crash(process=stretch.first),)), self.clock.now())
+            await self.found.observer.wait_until(lambda: self.found.observer.is_lost(self.found.injected_faults[-1]), QUIET_SECONDS)
+        if stretch.phase == "idle":
+            load.pause()
+        if stretch.phase is not None:
+            await self.phases.wait(process, stretch.phase)
+
+    async def _drain(self, scenario: Scenario, load: Load) -> None:
+        """Inject the faults while the run drains."""
+        load.stop()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.running.drain(), name="drain")
+            self.phases.is_draining = True
+            await self.injector.run(scenario, self.clock.now())
 
     async def holdings(self) -> dict[str, Holding]:
         """What each process holds while it has no requests."""

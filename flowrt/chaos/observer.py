@@ -37,6 +37,7 @@ class InjectedFault:
     other: str = ""  # the far end, for faults of a link
     missed: str = ""
     is_noted: bool = False  # the process has reported when it began
+    phase: str = ""  # of the process at that moment, where known
 
     def explains(self, name: str, at: float, dead_seconds: float) -> bool:
         """Whether this may have caused the loss of `name` at that time: short standstills and slowness must not."""
@@ -103,9 +104,22 @@ class RunObserver:
         """From the fault to the launcher's notice of the death; inf when it never came."""
         return self._first(events.WorkerLost, injected)
 
+    def is_lost(self, injected: InjectedFault) -> bool:
+        return self.lost_seconds(injected) < math.inf
+
+    def must_return(self, injected: InjectedFault) -> bool:
+        """Whether the fault has ended its process, or is to."""
+        return not injected.missed and (injected.kind == "crash" or self.is_lost(injected))
+
     def back_seconds(self, injected: InjectedFault) -> float:
         """From the fault to the return of the process; inf when it never returned."""
         return self._first(events.WorkerRestarted, injected)
+
+    def has_returned(self, injected: InjectedFault) -> bool:
+        """Whether the process came back at any time after the fault, be it after a later one."""
+        return any(
+            isinstance(event, events.WorkerRestarted) and event.name == injected.process and at >= injected.at for at, event in self.seen
+        )
 
     def is_given_up(self, injected: InjectedFault) -> bool:
         """Whether the process will not be restarted."""
@@ -129,6 +143,7 @@ class RunObserver:
             {
                 "fault": injected.text,
                 "pid": injected.pid,
+                "phase": injected.phase or None,
                 "seconds": round(injected.at - begun, 5),
                 "missed": injected.missed or None,
                 "left_seconds": round(self.left_seconds(injected), 5),

@@ -12,7 +12,7 @@ from cyclopts.validators import Number
 from flowrt.bench.cases.options import Positive
 from flowrt.reliability.scenario import MAX_SECONDS
 
-MAX_KILLS = 999  # one less than a graph's `reliability.restarts` may be
+MAX_KILLS = 100_000
 _SECONDS = Number(gte=0, lte=MAX_SECONDS)
 
 
@@ -21,7 +21,7 @@ _SECONDS = Number(gte=0, lte=MAX_SECONDS)
 class ChaosOptions:
     """The faults and the load of a chaos run. Exactly one of `plan` and `kills` is given.
 
-    The load alternates between a stretch without faults and one with them: the plan once, or one kill.
+    The load alternates between a stretch without faults and one with them: the plan once, or one fault.
     """
 
     plan: Annotated[Path | None, Parameter(help="Inject the faults of this scenario file (the format of the simulation).")] = None
@@ -29,15 +29,26 @@ class ChaosOptions:
         int,
         Parameter(
             validator=Number(gte=0, lte=MAX_KILLS),
-            help="Instead of a plan: kill this many expert servers, each in a pair of its own.",
+            help="Instead of a plan: this many faults, each in a pair of its own.",
         ),
     ] = 0
+    roles: Annotated[
+        str, Parameter(help="With --kills: the processes to hit, as attention,experts. all: each that the run survives the death of.")
+    ] = "all"
+    fault: Annotated[str, Parameter(help="With --kills: kill, pause, stall, hang or several, which take turns; all.")] = "kill"
+    phase: Annotated[
+        str,
+        Parameter(
+            help="With --kills: go through all cells of role, fault and phase: start, prefill, decode, idle, replay, drain or several; "
+            "all; any: at random moments."
+        ),
+    ] = "any"
     pairs: Annotated[
         Positive, Parameter(help="Run the plan this often, each time after a stretch without faults. A claim takes 20 or more.")
     ] = 1
-    seed: Annotated[int, Parameter(help="Seed that chooses the servers to kill.")] = 0
+    seed: Annotated[int, Parameter(help="Seed that chooses the processes.")] = 0
     spare: Annotated[bool, Parameter(negative=(), help="Judge throughput against servers with spare capacity.", show_default=False)] = False
-    requests: Annotated[Positive, Parameter(help="Number of different requests, sent in a loop; every other one samples.")] = 16
+    requests: Annotated[Positive, Parameter(help="Number of different requests, sent in a loop; the ways of sampling take turns.")] = 16
     concurrency: Annotated[Positive, Parameter(help="Requests at a time.")] = 8
     seconds: Annotated[
         float, Parameter(validator=_SECONDS, help="Seconds of each stretch without faults; with faults at least as many.")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from rich.console import Console
@@ -13,8 +14,11 @@ from rich.console import Console
 from flowrt.bench.report.figures import Spread, Target, Verdict, nearest_rank, quantile_interval, verdict_of
 from flowrt.bench.report.report import Machine, new_table
 from flowrt.chaos import compare
+from flowrt.chaos.cells import FAULTS, PHASES, can_take, processes_by_role
 from flowrt.chaos.compare import Difference, ReceivedAnswer
+from flowrt.chaos.matrix import IMPOSSIBLE, NOT_TRIED, NOTES, Cell, Outcomes, matrix_of, matrix_rows
 from flowrt.chaos.measure import ChaosResult, expert_servers
+from flowrt.chaos.moves import MAX_WAIT_SECONDS, moved_requests, usual_times, waits_of_new_requests
 from flowrt.chaos.observer import InjectedFault
 from flowrt.graph.model import MONITOR
 from flowrt.launcher import events
@@ -45,6 +49,7 @@ class ChaosReport:
 
     machine: Machine
     rows: list[ReportRow]
+    matrix: list[tuple[str, ...]]
     notes: list[str]
     is_success: bool
     details: dict[str, Any]
@@ -60,6 +65,7 @@ def report_of(found: ChaosResult, machine: Machine, tolerates_errors: bool = Fal
     before = [answer for answer in found.answers if answer.ended <= found.faults_begun]
     under = [answer for answer in found.answers if answer.ended > found.faults_begun]
     expected, num_unsteady = compare.expected_of([*found.reference, *before])
+    matrix = matrix_of(found, expected)
     differences = [compare.difference_of(expected[answer.number], answer) for answer in under if answer.number in expected]
     difference = Difference(*map(sum, zip(*differences, strict=True)))
     num_failed = sum(answer.failed for answer in found.answers)
@@ -73,15 +79,19 @@ def report_of(found: ChaosResult, machine: Machine, tolerates_errors: bool = Fal
         _count("tokens changed", difference.changed, is_tried=is_tried),
         _count("tokens out of order", difference.swapped, is_tried=is_tried),
         _count("tokens after the end", difference.late, is_tried=is_tried),
+        _count("finish reasons or texts changed", difference.ends, is_tried=is_tried),
         *_stalls(found, done),
         *_times(found, done),
+        *_moves(found),
         *_throughput(found),
+        *_memory(found),
         _count("processes lost without cause", len(lost_without_cause(found))),
         _count("left behind", len(found.leaks)),
     ]
     fails = any(difference) or found.failure or found.not_back or (num_failed and not tolerates_errors)
     is_success = not (found.interrupted or fails or len(done) < max(found.num_faults, len(found.injected_faults)))
-    return ChaosReport(machine, rows, _notes(found, num_unsteady), is_success, _details(found))
+    notes = _notes(found, num_unsteady)
+    return ChaosReport(machine, rows, matrix_rows(found, matrix), notes, is_success, _details(found) | {"matrix": _cells(found, matrix)})
 
 
 def _notes(found: ChaosResult, num_unsteady: int) -> list[str]:
@@ -139,12 +149,15 @@ def _count(name: str, count: int, more: str = "", is_tried: bool = True) -> Repo
 def _done(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]:
     """How many of the planned faults were injected, and how many of the killed processes are back."""
     killed = [injected for injected in done if injected.kind == "crash"]
-    num_back = sum(found.observer.back_seconds(injected) < math.inf for injected in killed)
+    num_back = sum(map(found.observer.has_returned, killed))
     wanted = max(found.num_faults, len(found.injected_faults))
     rows = [ReportRow("faults injected", f"{len(done)} of {wanted}", values={"count": len(done)})]
     if killed:
         verdict: Verdict = "met" if num_back == len(killed) else "undecided" if found.interrupted else "not met"
         rows.append(ReportRow("killed processes back", f"{num_back} of {len(killed)}", "all", verdict, {"count": num_back}))
+    if len(done) > 1:
+        intervals = [later.at - earlier.at for earlier, later in pairwise(done)]
+        rows.append(_durations("time between two faults", intervals, None))
     return rows
 
 
@@ -163,21 +176,74 @@ def _stalls(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow
 def _times(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]:
     """Standstills shorter than dead_seconds are left out: they have no consequence."""
     observer, rows = found.observer, []
-    servers = set(expert_servers(found.graph))  # the death of any other process but the monitor's ends the run
-    kills = [injected for injected in done if injected.kind == "crash" and injected.process in servers]
-    monitors = [injected for injected in done if injected.kind == "crash" and injected.process == MONITOR]
-    long = [injected for injected in done if injected.kind in STANDSTILLS and injected.for_seconds >= found.graph.reliability.dead_seconds]
+    servers, groups = set(expert_servers(found.graph)), set(processes_by_role(found.graph).get("attention", ()))
+    up = [injected for injected in done if injected.phase != "start"]  # in a start, the peers do not use the process yet
+    kills = [injected for injected in up if injected.kind == "crash"]
+    monitors = [injected for injected in kills if injected.process == MONITOR]
+    long = [injected for injected in up if injected.kind in STANDSTILLS and injected.for_seconds >= found.graph.reliability.dead_seconds]
     for injected_faults, name, bound in ((kills, "kill", NOTICED_SECONDS), (long, "standstill", HUNG_SECONDS)):
-        if injected_faults:
+        if of_servers := [injected for injected in injected_faults if injected.process in servers]:
             for what, seconds_of, target in (
                 ("no process uses the server", observer.left_seconds, bound),
                 ("the launcher notices", observer.lost_seconds, None),
                 ("the server is back", observer.back_seconds, None),
             ):
-                rows.append(_durations(f"{name} until {what}", list(map(seconds_of, injected_faults)), target))
+                rows.append(_durations(f"{name} until {what}", list(map(seconds_of, of_servers)), target))
+        if of_groups := [injected for injected in injected_faults if injected.process in groups]:
+            rows.append(_durations(f"{name} until the requests of the group move", list(map(observer.lost_seconds, of_groups)), bound))
+            rows.append(_durations(f"{name} until the group is back", list(map(observer.back_seconds, of_groups)), None))
     if monitors:
         rows.append(_durations("kill until the monitor is back", list(map(observer.back_seconds, monitors)), None))
     return rows
+
+
+def _moves(found: ChaosResult) -> list[ReportRow]:
+    """Of the requests that moved to other groups."""
+    usual = usual_times([*found.reference, *found.undisturbed])
+    moved = [each for each in moved_requests(found.answers, found.injected_faults, usual) if each.fault.phase != "start"]
+    rows = []
+    for name, kinds in (("kill", ("crash",)), ("standstill", STANDSTILLS)):
+        of_kind = [each for each in moved if each.fault.kind in kinds]
+        if not of_kind:
+            continue
+        num_faults = len({id(each.fault) for each in of_kind})
+        rows += [
+            _durations(f"{name} until the first token of a moved request", [each.seconds for each in of_kind], None, num_faults),
+            _durations("of it: replay, at the usual speed", [each.replay_seconds for each in of_kind], None, num_faults),
+            _durations("of it: extra stall", [each.stall_seconds for each in of_kind], STALL_SECONDS, num_faults),
+        ]
+        if name == "standstill":
+            faults = {id(each.fault): each.fault for each in of_kind}.values()
+            lost, back = found.observer.lost_seconds, found.observer.back_seconds
+            down = [(fault.at + lost(fault), fault.at + back(fault)) for fault in faults if lost(fault) < math.inf]
+            waits = [each.wait_seconds for each in of_kind] + waits_of_new_requests(found.answers, down)
+            num_long = sum(wait > MAX_WAIT_SECONDS for wait in waits)
+            text = f"of {len(waits)}, worst {duration_text(max(waits))}"
+            rows.append(_count(f"requests that waited over {MAX_WAIT_SECONDS:g} s after the verdict", num_long, text))
+    return rows
+
+
+def _memory(found: ChaosResult) -> list[ReportRow]:
+    """Growth of the launching process, without the first fifth of the faults, in which caches fill."""
+    samples = found.memory[len(found.memory) // 5 :]
+    if len(samples) < MIN_FAULTS:
+        return []
+    (begun, before), (ended, after) = samples[0], samples[-1]
+    shown = f"{(after - before) / 2**20:+.1f} MiB from fault {begun} to {ended}, {after / 2**20:.0f} MiB at the end"
+    return [ReportRow("memory of the launching process", shown, values={"from_bytes": before, "to_bytes": after})]
+
+
+def _cells(found: ChaosResult, matrix: Mapping[Cell, Outcomes]) -> list[dict[str, Any]]:
+    """Every cell that a process of the graph can take, tried or not."""
+    cells = [
+        Cell(role, fault, phase)
+        for role in processes_by_role(found.graph)
+        for fault in FAULTS
+        for phase in PHASES
+        if can_take(role, fault, phase)
+    ]
+    tried = {cell: {"tried": True, "exact": outcomes.num_exact, **outcomes.others} for cell, outcomes in matrix.items()}
+    return [cell._asdict() | tried.get(cell, {"tried": False}) for cell in dict.fromkeys([*cells, *matrix])]
 
 
 def _durations(name: str, seconds: Sequence[float], bound: float | None, num_faults: int | None = None) -> ReportRow:
@@ -265,6 +331,12 @@ def _details(found: ChaosResult) -> dict[str, Any]:
 def print_report(report: ChaosReport, console: Console) -> None:
     rows = [(row.name, row.shown, row.target, row.verdict) for row in report.rows]
     console.print(new_table("flowrt chaos", "figure", "found", "target", "verdict", rows=rows))
+    if any(cell not in (NOT_TRIED, IMPOSSIBLE) for row in report.matrix for cell in row[2:]):
+        table = new_table("role, fault and phase", "role", "fault", *PHASES, rows=report.matrix)
+        table.padding = (0, 1, 0, 0)  # 60 columns hold it
+        console.print(table)
+        for line in NOTES:
+            console.print(line, markup=False)
     notes = list(report.notes)
     if any(row.verdict == "undecided" for row in report.rows):
         notes.append("undecided: there are too few values, or their 95 % interval lies on both sides of the target")

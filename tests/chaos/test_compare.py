@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowrt.chaos import compare
-from flowrt.chaos.compare import Difference, ReceivedAnswer, ReceivedToken, difference_of
-
-EXPECTED = (11, 12, 13, 14, 15)
+from flowrt.chaos.compare import Difference, ExpectedAnswer, PackedTokens, ReceivedAnswer, ReceivedToken, difference_of
 
 
 def answer(
@@ -17,7 +15,8 @@ def answer(
     return ReceivedAnswer(0, submitted, received, reason, None, received[-1].at if received else submitted, num_late)
 
 
-RIGHT = tuple(enumerate(EXPECTED))
+RIGHT = tuple(enumerate((11, 12, 13, 14, 15)))
+EXPECTED = ExpectedAnswer.of(answer(*RIGHT))
 
 
 def test_a_right_answer_is_right() -> None:
@@ -44,6 +43,33 @@ def test_a_planted_fault_is_counted(name: str) -> None:
     found = difference_of(EXPECTED, answer(*tokens))
     assert found == difference
     assert any(found)
+
+
+def test_choices_logprobs_and_endings_are_compared() -> None:
+    def chosen(*tokens: ReceivedToken, **endings: tuple[str, str]) -> ReceivedAnswer:
+        named = {int(choice.removeprefix("choice")): ending for choice, ending in endings.items()}
+        return ReceivedAnswer(0, 0.0, tokens, "length", endings=named)
+
+    first, second = ReceivedToken(0, 11, 0.1, 0, (-0.5, ())), ReceivedToken(0, 12, 0.2, 1)
+    ends = {"choice0": ("length", "one"), "choice1": ("stop", "two")}
+    expected = ExpectedAnswer.of(chosen(first, second, **ends))
+    assert not any(difference_of(expected, chosen(second, first, **ends))), "choices have no order among each other"
+    assert difference_of(expected, chosen(first, **ends)) == Difference(lost=1)
+    assert difference_of(expected, chosen(first, second._replace(choice=0), **ends)) == Difference(doubled=1, lost=1)
+    assert difference_of(expected, chosen(first._replace(logprobs=(-0.6, ())), second, **ends)) == Difference(changed=1)
+    assert difference_of(expected, chosen(first, second, choice0=("length", "one"))) == Difference(ends=1)
+    assert difference_of(expected, chosen(first, second, **ends | {"choice1": ("length", "two")})) == Difference(ends=1)
+
+
+def test_packed_tokens_are_those_received() -> None:
+    shared: dict[tuple[ReceivedToken, ...], tuple[ReceivedToken, ...]] = {}
+    received = [answer(*RIGHT).tokens, answer(*RIGHT, submitted=5.0).tokens]
+    packed = [PackedTokens(tokens, shared) for tokens in received]
+    assert [list(tokens) for tokens in packed] == [list(tokens) for tokens in received]
+    assert [tokens[-1] for tokens in packed] == [tokens[-1] for tokens in received]
+    assert packed[0][1:3] == list(received[0][1:3])
+    assert len(packed[0]) == 5
+    assert len(shared) == 1
 
 
 def test_a_token_after_the_end_is_late() -> None:

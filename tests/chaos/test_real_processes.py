@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flowrt.api import RunningGraph, open_graph
 from flowrt.bench.report.report import Machine
-from flowrt.chaos.inject import Injector, random_kills
+from flowrt.chaos.inject import Injector
 from flowrt.chaos.leaks import is_alive
 from flowrt.chaos.measure import ChaosResult, measure, prepare
 from flowrt.chaos.observer import RunObserver
@@ -144,8 +144,7 @@ async def test_progress_shows_the_fault_the_next_one_and_the_load() -> None:
         ]
         assert await observer.wait_until(lambda: observer.back_seconds(observer.injected_faults[0]) < math.inf, PLENTY_SECONDS)
         logged.clear()
-        (kill,) = random_kills(["experts.1"], 1, seed=0)
-        await injector.run(kill, Seams().clock.now())
+        await injector.run(parse_faults("kill:experts.1@0s", graph.graph), Seams().clock.now())
         assert await injector.wait_back(since=0.0)
         assert [line.partition(", pid")[0] for line in logged[:1]] == ["kill experts.1"]
         assert sorted(line.partition(" after ")[0] for line in logged[1:]) == ["experts.0 is back", "experts.1 is back"]

@@ -241,7 +241,29 @@ def test_the_record_is_json_and_the_table_can_be_printed() -> None:
     console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
         print_report(report, console)
-    assert "kill until no process uses the server" in console.export_text()
+    text = console.export_text()
+    assert "kill until no process uses the server" in text
+    assert "role, fault and phase" not in text, "the phase of this fault is unknown"
+
+
+def test_the_matrix_shows_each_cell_and_those_that_were_not_tried() -> None:
+    found = found_of(make_answers(0.5, 80))
+    (kill,) = found.injected_faults
+    kill.phase = "decode"
+    failed = found_of(make_answers(0.5, 80))
+    failed.injected_faults[0].phase = "prefill"
+    failed.answers[20].finish_reason = "error"
+    for each, cell in ((found, {"phase": "decode", "exact": 1}), (failed, {"phase": "prefill", "exact": 0, "failed": 1})):
+        report = report_of(each, MACHINE)
+        tried = [one for one in report.details["matrix"] if one["tried"]]
+        assert tried == [{"role": "experts", "fault": "kill", "tried": True} | cell]
+        console = Console(width=60, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        with console.file:
+            print_report(report, console)
+        lines = [line.split() for line in console.export_text().splitlines()]
+        assert ["role", "fault", "start", "prefill", "decode", "idle", "replay", "drain"] in lines
+        assert ["experts", "kill", *(["-", "-", "1", "ok"] if each is found else ["-", "1", "bad", "-"]), "-", "-", "-"] in lines
+        assert ["monitor", "hang", *["n/a"] * 6] in lines
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:

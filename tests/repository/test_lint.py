@@ -23,7 +23,7 @@ SEAM_FILES = {
     "flowrt/bench": "measures the real world",
     "flowrt/cli/graph.py": "runs Graphviz",
     "flowrt/chaos/worker.py": "injects faults into a real process",
-    "flowrt/chaos/inject.py": "draws the processes to kill from a seed",
+    "flowrt/chaos/cells.py": "draws the processes to kill from a seed",
     "transports/conformance/suite.py": "times the checks, and waits for what ends by itself",
     "transports/channel/bulk_copy.py": "measures the cost of a copy on this machine",
     "transports/wire/handshake.py": "draws nonces, which must be unpredictable",
