@@ -43,9 +43,9 @@ async def test_bad_request_affects_no_other(served: Served, tmp_path: Path) -> N
             for call in (running.complete, running.submit):
                 with pytest.raises(flowrt.ArgumentError):
                     await call([1, 2], **parameters)
-        for refused in (await end(running, [5, 100_000]), await end(running, "text"), await end(running, messages=[USER])):
-            assert refused.finish_reason == "error"
-            assert refused.error
+        refused = await end(running, [5, 100_000])
+        assert refused.finish_reason == "error"
+        assert refused.error
 
         with pytest.raises(flowrt.UserError, match="opened before"):
             await running.__aenter__()

@@ -1,6 +1,7 @@
 """A request that its model cannot be computed for: it ends with an error, and neither the others nor the processes suffer.
 
-One token of the vocabulary has an embedding of NaN. A `sitecustomize` makes the real expert servers fail, die or hang on rows with NaN.
+One token of the vocabulary has an embedding of NaN. A `sitecustomize` makes the real processes fail, die or hang on rows with NaN:
+expert servers here, attention groups in test_group_failover.py.
 """
 
 from __future__ import annotations
@@ -17,20 +18,23 @@ from served_models import Served
 import flowrt
 from flowrt.launcher import events
 
-FAULTS = {"raise": "raise MemoryError('no room for this part')", "die": "os._exit(9)"}
+OF_EXPERTS = {"raise": "raise MemoryError('no room for this part')", "die": "os._exit(9)"}
+OF_ATTENTION = {"abort": "os.abort()", "hang": "time.sleep(3600)"}
 CUSTOM = """
-import os
+import os, time
+from flowrt.operators.attention_block import AttentionBlock
 from flowrt.operators.experts import Experts
 
 def poisoned(function):
-    def run(self, layer, x_RH, *more):
+    def run(self, layer, x_RH, *more, **options):
         if x_RH.isnan().any():
             {fault}
-        return function(self, layer, x_RH, *more)
+        return function(self, layer, x_RH, *more, **options)
     return run
 
-Experts.forward, Experts.forward_pairs = poisoned(Experts.forward), poisoned(Experts.forward_pairs)
 """
+POISON_EXPERTS = "Experts.forward, Experts.forward_pairs = poisoned(Experts.forward), poisoned(Experts.forward_pairs)\n"
+POISON_ATTENTION = "AttentionBlock.forward = poisoned(AttentionBlock.forward)\n"
 PARAMETERS = flowrt.SamplingParams(max_tokens=24, ignore_eos=True)
 
 
@@ -56,7 +60,8 @@ def fail_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     def write(fault: str) -> None:
         folder = tmp_path / "custom"
         folder.mkdir()
-        (folder / "sitecustomize.py").write_text(CUSTOM.format(fault=FAULTS[fault]))
+        poison = POISON_EXPERTS if fault in OF_EXPERTS else POISON_ATTENTION
+        (folder / "sitecustomize.py").write_text(CUSTOM.format(fault=(OF_EXPERTS | OF_ATTENTION)[fault]) + poison)
         monkeypatch.syspath_prepend(folder)
 
     return write
