@@ -130,7 +130,7 @@ class Tokens(Control, frozen=True):
 
 
 class RunsAlone(Control, frozen=True):
-    """From a group, once per attempt of a suspect: the next step computes this request and no other."""
+    """From a group, once per choice of a suspect: until it has a token, the steps compute this choice and nothing else."""
 
     request_id: str
     attempt: int

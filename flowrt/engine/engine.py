@@ -51,7 +51,7 @@ class StartStep:
     micro_batch: int
     step: int
     batch: Batch
-    on_trial: Request | None = None  # the suspect that the step computes alone
+    on_trial: Sequence | None = None  # the choice of a suspect that the step computes alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Engine:
         num_logprobs = sum(each.params.logprobs is not None for each in batch.samples)
         self._steps[micro_batch] = _Step(number, parts, len(batch.samples), num_logprobs)
         first = parts[0][0]
-        return StartStep(self._epoch, micro_batch, number, batch, first.request if first.is_on_trial else None)
+        return StartStep(self._epoch, micro_batch, number, batch, first if first.is_on_trial else None)
 
     def next_steps(self) -> list[StartStep]:
         """Begin a step in every free micro-batch that has something to do. Call it after every event: one micro-batch may wait for pages

@@ -307,11 +307,12 @@ class Gateway:
             event = msgspec.structs.replace(event, logprob=logprobs.token, top_logprobs=logprobs.top)
         log.events.append(event)
         decisions: list[Decision] = [event]
-        if log.is_suspect:
-            log.is_suspect = False
-            if self._placement.clear(log):
-                decisions += self._place_waiting()
+        decisions += self._prove(log, choice)
         return decisions + (self._end_choice(log, choice, "stop", cancels_worker=True) if stopped else [])
+
+    def _prove(self, log: RequestLog, choice: ChoiceLog) -> list[Decision]:
+        """A choice has committed a token or ended: end the trial of a suspect whose choices all have."""
+        return self._place_waiting() if log.is_suspect and self._placement.prove(log, choice.index) else []
 
     def _is_stop_token(self, log: RequestLog, token_id: int) -> bool:
         """Whether the token ends the output. A stop token is in the token ids of an output, but not in its text."""
@@ -324,7 +325,7 @@ class Gateway:
         reason, text = choice.end(reason)
         event = ChoiceEvent(log.index, choice.index, reason, text)
         log.events.append(event)
-        decisions: list[Decision] = [event]
+        decisions: list[Decision] = [event, *self._prove(log, choice)]
         if cancels_worker and log.group is not None:
             decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt, choice.index)))
         if all(each.finish_reason is not None for each in log.choices):

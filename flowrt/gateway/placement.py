@@ -5,8 +5,8 @@ have the next sequences at hand when one of its own ends. A request that has wai
 given up.
 
 A suspect is a request whose group crashed or hung while it ran there, so that it may be the cause. A group gets one suspect at a time, and
-its engine computes it alone until it has committed a token (Request.is_suspect). A group that crashes meanwhile proves that this request is
-the cause.
+its engine computes each of its choices alone until it has committed a token (Request.is_suspect). A group that crashes meanwhile proves
+that this request is the cause.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Placement:
             self._waiting.remove(log)
         if log.group is not None:
             self._count(log, -1)
-            self.clear(log)
+            self._end_trial(log)
             log.group = None
 
     def place_waiting(self) -> list[RequestLog]:
@@ -69,17 +69,20 @@ class Placement:
                 self._count(log, 1)
                 if log.is_suspect:
                     self._trials[group] = log
+                    log.unproven = {choice.index for choice in log.choices if choice.finish_reason is None}
                 placed.append(log)
             elif not log.is_suspect:
                 break
         return placed
 
-    def clear(self, log: RequestLog) -> bool:
-        """End the trial of a suspect, which has committed a token, ended, or lost its group. False: it is none."""
+    def prove(self, log: RequestLog, choice: int) -> bool:
+        """A choice of a suspect has committed a token or ended, so it was not the cause. Returns whether the trial is over."""
         log.ran_alone = False
-        if log.group is None or self._trials.get(log.group) is not log:
+        log.unproven.discard(choice)
+        if log.unproven:
             return False
-        del self._trials[log.group]
+        log.is_suspect = False
+        self._end_trial(log)
         return True
 
     def suspect(self, group: str, logs: Iterable[RequestLog]) -> RequestLog | None:
@@ -115,6 +118,11 @@ class Placement:
         num_choices = len(log.choices)
         full = {group for group, load in self.loads.items() if load.num_sequences and load.num_sequences + num_choices > self._capacity}
         return full | self._lost.keys() | (self._trials.keys() if log.is_suspect else set())
+
+    def _end_trial(self, log: RequestLog) -> None:
+        log.ran_alone = False
+        if log.group is not None and self._trials.get(log.group) is log:
+            del self._trials[log.group]
 
     def _count(self, log: RequestLog, delta: int) -> None:
         assert log.group is not None

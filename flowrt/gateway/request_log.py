@@ -115,8 +115,9 @@ class RequestLog:
     attempt: int = 0
     group: str | None = None  # None: it waits for a group, or has ended
     waits_since: float = 0.0  # time in seconds, while it waits for a group
-    is_suspect: bool = False  # its group crashed while it ran there: it runs alone until it has committed a token
-    ran_alone: bool = False  # as a suspect: the group has begun to compute it alone
+    is_suspect: bool = False  # its group crashed while it ran there: each choice runs alone until it has committed a token
+    unproven: set[int] = field(default_factory=set)  # of a suspect in a group: the choices without a token since
+    ran_alone: bool = False  # as a suspect: the group computes a choice alone, and no token has come since
     events: list[ClientEvent] = field(default_factory=list)
 
     @property

@@ -7,7 +7,8 @@ any other process (xDeepServe section 4.2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
 
 import torch
 
@@ -15,6 +16,7 @@ from flowrt.actors.control import Cancel, Control, Drain, Drained, Ended, Logpro
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
 from flowrt.engine.engine import Decision, Engine, StartStep
+from flowrt.engine.sequence import Sequence
 from flowrt.errors import OperatorError
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.graph.model import Node
@@ -48,7 +50,7 @@ class Group:
         self._device = device
         self._client = client
         self._is_draining = False
-        self._on_trial: tuple[str, int] | None = None  # the latest suspect that was reported, and its attempt
+        self._on_trial: Sequence | None = None  # the latest choice of a suspect that was reported
         self._refusal: str | None = None
 
     @property
@@ -98,7 +100,7 @@ class Group:
             return
         self._begin_epoch(self._engine.fail_all(error))
 
-    def _begin_epoch(self, decisions: Sequence[Decision]) -> None:
+    def _begin_epoch(self, decisions: ListLike[Decision]) -> None:
         self._runner.roll_back(self._source, self._engine.epoch)
         if self._client is not None:
             self._client.roll_back(self._source, self._engine.epoch)
@@ -116,7 +118,7 @@ class Group:
         is_degraded = self._client is not None and self._client.omitted.take_degraded(step)
         self._carry_out(self._engine.step_done(tag.micro_batch, step.step, tokens, values, is_degraded))
 
-    def _carry_out(self, decisions: Sequence[Decision]) -> None:
+    def _carry_out(self, decisions: ListLike[Decision]) -> None:
         tokens = tuple(each for each in decisions if isinstance(each, Token))
         if tokens:
             self._send(Tokens(tokens))
@@ -134,9 +136,9 @@ class Group:
 
         A suspect is reported first: the step may kill this process.
         """
-        if (suspect := start.on_trial) is not None and self._on_trial != (suspect.id, suspect.attempt):
-            self._on_trial = suspect.id, suspect.attempt
-            self._send(RunsAlone(suspect.id, suspect.attempt))
+        if start.on_trial is not None and start.on_trial is not self._on_trial:
+            self._on_trial = start.on_trial
+            self._send(RunsAlone(start.on_trial.request.id, start.on_trial.request.attempt))
         payloads = batch_payloads(start.batch, self._page_size, self._device)
         tags = [Tag(self._source, start.epoch, start.micro_batch, start.step, layer) for layer in range(self._num_layers)]
         for tag in tags:
