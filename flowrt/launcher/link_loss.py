@@ -29,13 +29,15 @@ class LinkLoss:
     def on_link_lost(self, worker: str, lost: LinkLost) -> None:
         """Wait EXPLAINED_SECONDS for a death that explains the lost link."""
         found, peer = self._table.workers[worker], self._table.workers.get(lost.peer)
+        if peer is not None and lost.incarnation not in ("", peer.incarnation):
+            return  # the peer has a new incarnation since: the death of the one before is the reason
         ends = [(peer, found), (found, peer)]
         if self._table.keeps_less(worker, lost.peer):
             ends.reverse()
         for end, other in ends:
             if end is None or not self._table.can_lose(end.process):
                 continue
-            if end.state is not WorkerState.LEFT and not (end is peer and lost.incarnation not in ("", end.incarnation)):
+            if end.state is not WorkerState.LEFT:
                 reason = f"has lost its link to {other.name if other is not None else lost.peer} ({lost.reason})"
                 self._wait(UnexplainedLoss(end, other, reason, is_killed=True))
             return
