@@ -107,20 +107,22 @@ class Links:
 
         `incarnations`: of the peers that are up; a tolerated peer without one joins later.
 
-        Closes a caller that is not the named incarnation. Raises (in a group) LinkLostError when a peer cannot be reached.
+        Closes a caller that is not the named incarnation. A tolerated peer that ends meanwhile is not waited for. Raises (in a group)
+        LinkLostError when another peer cannot be reached.
         """
-        plans = [plan for plan in self._plans.values() if plan.peer in incarnations]
-        for peer in {plan.peer for plan in plans}:
-            self._incarnations.begin(Identity(peer, incarnations[peer]))
+        peers = {peer: Identity(peer, incarnation) for peer, incarnation in incarnations.items()}
+        begun = {peer for peer in {plan.peer for plan in self._plans.values()} & peers.keys() if self._incarnations.begin(peers[peer])}
+        plans = [plan for plan in self._plans.values() if plan.peer in begun]
         async with self._accepting(), asyncio.TaskGroup() as group:
             for plan in plans:
-                identity = Identity(plan.peer, incarnations[plan.peer])
+                identity = peers[plan.peer]
                 if plan.is_lazy:
                     self._expect(plan, addresses[plan.peer], identity)
-                elif plan.connects:
-                    group.create_task(self._connect_first(plan, addresses[plan.peer]), name=f"connect {plan.peer}")
-                else:
-                    group.create_task(self._meet(plan, identity, {}), name=f"wait for {plan.peer}")
+                    continue
+                opening = self._connect_first(plan, identity, addresses[plan.peer]) if plan.connects else self._meet(plan, identity, {})
+                task = group.create_task(opening, name=f"{'connect' if plan.connects else 'wait for'} {plan.peer}")
+                self._meeting.setdefault(identity, []).append(task)
+        self._meeting.clear()
 
     async def run(self) -> None:
         """Read and send on all links until cancelled. Raises (in a group) LinkLostError when a peer goes that is not tolerated.
@@ -247,11 +249,14 @@ class Links:
             await self._links[plan.peer, plan.scheme].aclose()
             raise BrokenChannelError(f"{found.name} {found.incarnation} responds at the address of {identity.name} {identity.incarnation}")
 
-    async def _connect_first(self, plan: LinkPlan, addresses: Mapping[str, str]) -> None:
+    async def _connect_first(self, plan: LinkPlan, identity: Identity, addresses: Mapping[str, str]) -> None:
         try:
             await self._connect(plan, addresses)
         except TransportError as error:
-            raise LinkLostError(plan.peer, str(error) or type(error).__name__) from error
+            reason = str(error) or type(error).__name__
+            if plan.peer not in self._tolerated:
+                raise LinkLostError(plan.peer, reason) from error
+            self._lose(identity, reason)
 
     async def _connect(self, plan: LinkPlan, addresses: Mapping[str, str]) -> None:
         self._add(plan, await connect_with_retries(partial(self._dial, plan, plan.scheme, addresses[plan.scheme])))

@@ -215,9 +215,6 @@ class RunState:
         table, found, process = self._table, self._table.workers[worker], self._table.workers[worker].process
         if not found.advance(WorkerState.CONNECTED):
             return
-        for control in found.unsent:
-            table.act(Send(worker, control))
-        found.unsent.clear()
         if worker == MONITOR:
             self._introduce_to_monitor()
         else:

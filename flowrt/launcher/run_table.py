@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from flowrt.actors.control import Control, PeerJoined, PeerLeft
+from flowrt.actors.control import PeerJoined, PeerLeft
 from flowrt.graph.model import MONITOR, Graph
 from flowrt.graph.recovery import RULES, neighbours, rule_of, survivable_processes
 from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send
@@ -93,8 +93,7 @@ OF_PROCESS = (TimerKind.RESTART, TimerKind.KILL, TimerKind.NO_REAP, TimerKind.NO
 
 @dataclass
 class WorkerRecord:
-    """One incarnation of a worker. `is_open`: its control connection. `unsent`: notices about its peers, kept until it is connected and
-    can use them. `silent_seconds`: counted by the polls of the monitor."""
+    """One incarnation of a worker. `is_open`: its control connection. `silent_seconds`: counted by the polls of the monitor."""
 
     name: str
     process: ProcessRecord
@@ -104,7 +103,6 @@ class WorkerRecord:
     is_open: bool = False
     last_message_seconds: float = 0.0
     silent_seconds: float = 0.0
-    unsent: list[Control] = field(default_factory=list)
 
     @property
     def is_usable(self) -> bool:
@@ -204,16 +202,13 @@ class RunTable:
             self.timers.pop((kind, process.name), None)
 
     def notify(self, worker: WorkerRecord, names: Iterable[str], control: PeerLeft | PeerJoined) -> None:
-        """Send a notice about `worker` to other processes. One that is not connected yet cannot use it: it is kept until then, unless Peers
-        contains it."""
+        """Send a notice about `worker` to other processes. One that does not link yet needs none: its Peers will contain the news."""
         for name in names:
             other = self.workers.get(name)
             if other is None or other.process is worker.process or not other.is_open:
                 continue
-            if other.state in (WorkerState.CONNECTED, WorkerState.STOPPING):
+            if other.state in (WorkerState.CONNECTED, WorkerState.STOPPING) or (other.state is WorkerState.LINKING and name != MONITOR):
                 self.act(Send(name, control))
-            elif other.state is WorkerState.LINKING and name != MONITOR:
-                other.unsent.append(control)
 
     def give_up(self, process: ProcessRecord, why: str, retry_seconds: float | None = None) -> None:
         """The process stays down, see events.WorkerGivenUp."""

@@ -114,7 +114,9 @@ class Worker:
             self._compute = self._emulated.compute
         self._on_sink = on_sink
         self._data_path: DataPath | None = None  # once it has loaded
-        self._membership: Membership | None = None  # once its links are up
+        self._membership: Membership | None = None  # once its links are up; until then these two are kept
+        self._early_losses: list[tuple[Identity, str]] = []
+        self._early_notices: list[PeerLeft | PeerJoined] = []
 
     def _new_compute(self) -> Compute:
         """With one tag in flight, a loop of its own has nothing to do while its worker computes: this saves two switches to a thread."""
@@ -190,6 +192,10 @@ class Worker:
         send(Connected())
         async with asyncio.TaskGroup() as tasks:
             self._membership = Membership(self._graph, data_path, send, clock, tasks, peers.incarnations)
+            for lost in self._early_losses:
+                self._membership.on_lost(*lost)
+            for notice in self._early_notices:
+                self._membership.on_control(notice)
             tasks.create_task(data_path.runner.run(), name=f"runner of {name}")
             tasks.create_task(self._run_links(data_path.links), name=f"links of {name}")
             if is_watched(self._graph):
@@ -268,14 +274,24 @@ class Worker:
             case PeerLeft() | PeerJoined():
                 if self._membership is not None:
                     self._membership.on_control(control)
+                else:
+                    self._keep_notice(control)
             case _ if self._data_path is not None and self._data_path.group is not None:
                 self._data_path.group.on_control(control)
             case _:
                 raise msgspec.ValidationError(f"unexpected {message.kind!r} at {self._start.name}")
 
     def _on_lost(self, peer: Identity, reason: str) -> None:
-        if self._membership is not None:  # links run only after it was made
+        if self._membership is not None:
             self._membership.on_lost(peer, reason)
+        else:
+            self._early_losses.append((peer, reason))
+
+    def _keep_notice(self, control: PeerLeft | PeerJoined) -> None:
+        """Keep a notice until the links are up. They do not wait for a peer that has ended."""
+        self._early_notices.append(control)
+        if isinstance(control, PeerLeft):
+            self._loaded().links.drop(control.process, control.incarnation)
 
     async def _run_links(self, links: Links) -> None:
         """Run the links. A lost peer is reported, not raised: the peer failed, and its exit notification may be in flight."""
