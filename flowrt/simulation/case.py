@@ -53,6 +53,14 @@ class SimulatedCall:
 
 
 @dataclass(frozen=True)
+class Poison:
+    """A token that crashes, or `hangs`, each attention process that computes it."""
+
+    token_id: int
+    hangs: bool = False
+
+
+@dataclass(frozen=True)
 class Case:
     """The graph (expanded), its requests or calls, and the conditions. The number of a fault, request or call is its index here.
 
@@ -71,6 +79,8 @@ class Case:
     faults_from_launch: bool = False
     max_requests: int = 1024
     worker: str = "flowrt.simulation.cluster:run_worker"
+    poison: Poison | None = None
+    drain_seconds: float | None = None  # the owner drains the run so long after the first request
     calls: tuple[SimulatedCall, ...] = ()  # in place of requests, for a graph without a model
 
     @property

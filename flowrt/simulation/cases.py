@@ -13,15 +13,16 @@ import msgspec
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import Gateway, SendRequest
 from flowrt.graph.builtin import SOURCE
-from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
+from flowrt.graph.model import FORK_SERVER, Graph
 from flowrt.graph.recovery import is_watched
 from flowrt.launcher.fork_server_loss import FORK_SECONDS
 from flowrt.reliability import scenario as kinds
-from flowrt.reliability.scenario import PERMANENT_SECONDS, AnyFault, Scenario
+from flowrt.reliability.scenario import Scenario
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.calls import AnyServed, Result, check_calls, simulate_calls
-from flowrt.simulation.case import Case, SimulatedCall, SimulatedRequest
+from flowrt.simulation.case import Case, Poison, SimulatedCall, SimulatedRequest
 from flowrt.simulation.cluster import config_of, simulate
+from flowrt.simulation.fault_draws import draw_early_deaths, draw_faults
 from flowrt.simulation.inside import EXACT_MODEL
 from flowrt.simulation.invariants import Reference, check
 from flowrt.simulation.invariants import mortal as mortal_workers
@@ -32,6 +33,8 @@ from flowrt.simulation.world import Outcome
 
 USERS_SHARE = 0.2  # of the seeds, where there are model graphs too
 NUM_VALUES = 24  # of the inputs of calls; few, so that each is computed alone once
+DRAIN_SHARE = 0.1
+POISON_SHARE = 0.06  # of the seeds with a model graph
 POOL = 18  # different requests; few, so that their references are computed once for all seeds
 _COSTS = (ComputeCost(), ComputeCost(1e-6, 2e-5, 1), ComputeCost(1e-4, 2e-2, 0), ComputeCost(1e-6, 5e-3, 3))
 
@@ -46,21 +49,45 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
         return _draw_calls(seed, users, scenario)
     graph = models[chance.randrange(len(models))]
     processes, faults_from_launch = ProcessConditions(), False
+    drawn = scenario is None
     if scenario is None:
         graph = _draw_reliability(random.Random(f"reliability {seed}"), graph)
         graph, processes, faults_from_launch = _draw_processes(random.Random(f"processes {seed}"), graph)
     requests = _draw_requests(random.Random(f"requests {seed}"), graph)
     conditions, cost = _draw_conditions(chance), chance.choice(_COSTS)
     if scenario is None:
-        faults = _draw_faults(random.Random(f"faults {seed}"), graph)
+        faults = draw_faults(random.Random(f"faults {seed}"), graph)
         if faults_from_launch and (servers := sorted(mortal_workers(graph))):
-            faults += _draw_early_deaths(random.Random(f"early {seed}"), graph, servers)
+            faults += draw_early_deaths(random.Random(f"early {seed}"), graph, servers)
         scenario = Scenario(faults=tuple(faults))
         if any(fault.processes == (FORK_SERVER,) and fault.ends_seconds > fault.at_seconds + FORK_SECONDS for fault in faults):
             requests = (*requests[:-1], _arriving_late(requests[-1], 3 * FORK_SECONDS))  # the run lasts until it is replaced
     requests += _draw_cancelled(random.Random(f"cancelled {seed}"), graph, num_cancelled)
     max_requests = chance.choice((1024, 1024, 1024, 1024, 2))
-    return Case(graph, requests, scenario, seed, conditions, cost, processes, exact, faults_from_launch, max_requests)
+    case = Case(graph, requests, scenario, seed, conditions, cost, processes, exact, faults_from_launch, max_requests)
+    if drawn and (drains := random.Random(f"drain {seed}")).random() < DRAIN_SHARE:
+        case = replace(case, drain_seconds=10 ** drains.uniform(-3, 0))
+    return _draw_poison(random.Random(f"poison {seed}"), case) if exact and drawn else case
+
+
+def _draw_poison(chance: random.Random, case: Case) -> Case:
+    """In some cases one of the requests contains, or produces, a token that ends each process that computes it; often without any other
+    fault. No other request has this token."""
+    graph = case.graph
+    groups = {node.process for node in graph.nodes.values() if node.operator == SOURCE}
+    if chance.random() >= POISON_SHARE or not mortal_workers(graph) >= groups or not case.requests:
+        return case
+    victim = chance.randrange(len(case.requests))
+    computed = [
+        {*request.prompt_token_ids, *(token for choice in reference for token in choice[:-1])}
+        for request, reference in zip(case.requests, references_of(case), strict=True)
+    ]
+    own = computed[victim].difference(*(tokens for number, tokens in enumerate(computed) if number != victim))
+    if not own:
+        return case
+    scenario = Scenario() if chance.random() < 0.6 else case.scenario
+    hangs = chance.random() < 0.5 and graph.processes == "many" and is_watched(graph)
+    return replace(case, scenario=scenario, poison=Poison(chance.choice(sorted(own)), hangs))
 
 
 def _draw_conditions(chance: random.Random) -> NetworkConditions:
@@ -94,6 +121,7 @@ def _draw_processes(chance: random.Random, graph: Graph) -> tuple[Graph, Process
         unseen_one_in=chance.choice((0, 1, 3)),
         refuses_first=chance.random() < 0.03,
         unserved_one_in=chance.choice((0, 0, 2)),
+        segfault_one_in=chance.choice((0, 1, 2)),
     )
     if chance.random() < 0.3:
         graph = replace(graph, edges={name: replace(edge, open="start") for name, edge in graph.edges.items()})
@@ -109,6 +137,7 @@ def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
             detector=chance.random() < 0.3,
             recovery="fine" if chance.random() < 0.8 else "off",
             unavailable_expert_seconds=chance.choice((0.1, 0.1, 1.0, 5.0)),
+            lost_group_seconds=chance.choice((0.1, 0.5, 2.0, 10.0)),
             restarts=chance.choice((0, 1, 3, 3)),
             restart_window_seconds=chance.choice((0.5, 30.0)),
             hedge=chance.random() < 0.7,
@@ -136,7 +165,7 @@ def _draw_calls(seed: int, graphs: Sequence[Graph], scenario: Scenario | None) -
     )
     conditions, cost = _draw_conditions(chance), chance.choice(_COSTS)
     if scenario is None:
-        faults = _draw_faults(chance, graph) if chance.random() < 0.5 else []
+        faults = draw_faults(chance, graph) if chance.random() < 0.5 else []
         scenario = Scenario(faults=tuple(fault for fault in faults if not isinstance(fault, kinds.RollBack)))
     return Case(graph, (), scenario, seed, conditions, cost, processes, calls=calls)
 
@@ -251,140 +280,3 @@ def _draw_cancelled(chance: random.Random, graph: Graph, count: int) -> tuple[Si
         replace(chance.choice(pool), after_seconds=chance.uniform(0.0, 4e-3), cancel_seconds=10 ** chance.uniform(-5, -0.8))
         for _ in range(count)
     )
-
-
-# Faults
-
-_KINDS = {
-    "crash": 5, "pause": 10, "stall": 10, "hang": 8, "slow": 8, "slow_link": 8, "cut": 14, "reset": 8, "duplicate": 8, "skew": 5,
-    "tiny_queues": 6, "swizzle": 5, "roll_back": 10, "deaths": 24, "slow_servers": 12, "fork_server": 9, "permanent": 6,
-}  # fmt: skip
-
-
-def _draw_time(chance: random.Random, highest_exponent: float = -0.5) -> float:
-    """Seconds from the first request, between 0.5 ms and a power of ten; early times are as likely as late ones."""
-    return float(10 ** chance.uniform(-3.3, highest_exponent))
-
-
-def _draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
-    count = chance.choice((0, 1, 2, 2, 3, 3, 5))
-    names = list(graph.process_names())
-    mortal = sorted(mortal_workers(graph))
-    process_of = {node.name: node.process for node in graph.nodes.values()}
-    pairs = {(process_of[edge.source], process_of[edge.target]) for edge in graph.edges.values()}
-    links = sorted({(min(pair), max(pair)) for pair in pairs if len(set(pair)) == 2}) * 2 + [(GATEWAY, name) for name in names]
-    if mortal and graph.reliability.detector:
-        names.append(MONITOR)
-    between = [link for link in links if GATEWAY not in link]
-    servers = sorted({node.process for node in graph.nodes.values() if node.operator == "experts"})
-    faults: list[AnyFault] = []
-    for kind in chance.choices(list(_KINDS), list(_KINDS.values()), k=count):
-        if kind == "deaths":
-            faults += _draw_deaths(chance, mortal, names) if mortal else _draw_fault(chance, "reset", names, between or links)
-        elif kind == "slow_servers":
-            faults += _draw_slow_servers(chance, servers)
-        elif kind == "fork_server":
-            faults += _draw_fork_server(chance, graph, mortal)
-        elif kind == "permanent":
-            faults += _draw_permanent(chance, graph)
-        else:
-            faults += _draw_fault(chance, kind, names, links)
-    return faults
-
-
-def _draw_deaths(chance: random.Random, mortal: list[str], names: list[str]) -> list[AnyFault]:
-    """Crashes of several servers one after another or at once, or of one server repeatedly; sometimes all other processes are slow,
-    so that several crashes fall within one call."""
-    at, apart = _draw_time(chance), chance.choice((0.0, 1e-3, 30e-3, 0.3, 2.0))
-    victims = chance.choice((mortal, chance.choices(mortal, k=4), [chance.choice(mortal)] * chance.randint(1, 5), [chance.choice(mortal)]))
-    faults: list[AnyFault] = [
-        kinds.Crash(at_seconds=at + apart * place * chance.random(), process=name) for place, name in enumerate(victims)
-    ]
-    if chance.random() < 0.6:
-        factor, lasts = chance.choice((20.0, 50.0, 200.0)), 10 ** chance.uniform(-1, 0.4)
-        faults += [
-            kinds.Slow(at_seconds=at * chance.random(), process=name, for_seconds=lasts, factor=factor)
-            for name in names
-            if name not in victims
-        ]
-    return faults
-
-
-def _draw_early_deaths(chance: random.Random, graph: Graph, servers: list[str]) -> list[AnyFault]:
-    """The crash of a server, most likely while it loads. In half of the cases it crashes later, while a group connects that the launcher
-    reaches over a slow link: the server may be back before the group can receive a notice."""
-    process = chance.choice(servers)
-    if chance.random() < 0.5:
-        return [kinds.Crash(at_seconds=chance.uniform(0.0, 0.2), process=process)]
-    group = chance.choice(sorted({node.process for node in graph.nodes.values() if node.operator == SOURCE}))
-    return [
-        kinds.SlowLink(between=(GATEWAY, group), for_seconds=5.0, factor=300.0),
-        kinds.Crash(at_seconds=chance.uniform(0.0, 1.5), process=process),
-    ]
-
-
-def _draw_fork_server(chance: random.Random, graph: Graph, mortal: list[str]) -> list[AnyFault]:
-    """Pauses the fork server, sometimes permanently, or lets it die, sometimes several times, while a process dies."""
-    if graph.processes == "one":
-        return []
-    at = _draw_time(chance)
-    victims = [chance.choice(mortal)] if mortal else []
-    faults: list[AnyFault] = [kinds.Crash(at_seconds=at + chance.uniform(-0.5, 0.5) * at, process=name) for name in victims]
-    if chance.random() < 0.5:
-        times = (at * 2.0**number for number in range(chance.choice((1, 1, 2, 5))))
-        return [*(kinds.Crash(at_seconds=each, process=FORK_SERVER) for each in times), *faults]
-    lasts = chance.choice((0.1, 1.0, 30.0, PERMANENT_SECONDS))
-    return [kinds.Pause(at_seconds=at, process=FORK_SERVER, for_seconds=lasts), *faults]
-
-
-def _draw_permanent(chance: random.Random, graph: Graph) -> list[AnyFault]:
-    """A permanent pause, stall or hang of a process; only the detector notices it."""
-    servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
-    names = sorted(mortal_workers(graph) | (set(graph.process_names()) - servers))  # a run waits for a server that must not die
-    if graph.processes != "many" or not is_watched(graph) or not names:
-        return []
-    kind = chance.choice((kinds.Pause, kinds.Stall, kinds.Hang))
-    name = chance.choice([*names, MONITOR]) if kind is not kinds.Hang else chance.choice(names)
-    return [kind(at_seconds=_draw_time(chance), process=name, for_seconds=PERMANENT_SECONDS)]
-
-
-def _draw_slow_servers(chance: random.Random, servers: list[str]) -> list[AnyFault]:
-    """Slow faults on most servers from early on, each with its own factor, so that parts are late and hedged."""
-    lasts = 10 ** chance.uniform(-1, 0.4)
-    slow = [name for name in servers if chance.random() < 0.7]
-    return [
-        kinds.Slow(at_seconds=_draw_time(chance, -1.5), process=name, for_seconds=lasts, factor=chance.choice((3.0, 10.0, 30.0, 200.0)))
-        for name in slow
-    ]
-
-
-# Parameters of a kind beyond its target, time and duration; one of the values is drawn.
-_PARAMETERS: dict[str, dict[str, tuple[object, ...]]] = {
-    "slow": {"factor": (2.0, 5.0, 50.0, 200.0)},
-    "slow_link": {"factor": (3.0, 30.0, 300.0)},
-    "cut": {"direction": ("both", "there", "back")},
-    "duplicate": {"one_in": (1, 2, 5)},
-    "skew": {"rate": (0.5, 0.95, 1.05, 2.0)},
-}
-
-
-def _draw_fault(chance: random.Random, kind: str, names: list[str], links: list[tuple[str, str]]) -> list[AnyFault]:
-    """One fault of a kind; several roll-backs or cuts for `roll_back` and `swizzle`."""
-    name, between = chance.choice(names), chance.choice(links)
-    at, lasts = _draw_time(chance, -0.8), 10 ** chance.uniform(-3, 0.7)
-    if kind == "roll_back":
-        group = chance.choice([each for each in names if each.startswith("attention")] or names)
-        return [kinds.RollBack(at_seconds=at * place, process=group) for place in range(1, chance.randint(2, 5))]
-    if kind == "swizzle":  # links of one process are cut one after another and heal in another order
-        own = [link for link in links if name in link]
-        return [
-            kinds.Cut(at_seconds=at + 1e-3 * place, between=link, for_seconds=chance.uniform(5e-3, lasts + 5e-3))
-            for place, link in enumerate(chance.sample(own, len(own)))
-        ]
-    if kind in ("pause", "stall"):
-        name = chance.choice([name, name, GATEWAY])
-    values = {"at_seconds": at, "process": name, "between": between, "for_seconds": lasts}
-    values |= {key: chance.choice(choices) for key, choices in _PARAMETERS.get(kind, {}).items()}
-    (fault_class,) = (each for each in AnyFault.__args__ if each.__struct_config__.tag == kind)
-    fault: AnyFault = fault_class(**{key: values[key] for key in fault_class.__struct_fields__ if key in values})
-    return [fault]

@@ -20,6 +20,8 @@ from typing import Any
 from flowrt.actors.control import Control, Statistics, Submit
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.gateway.gateway import Gateway
+from flowrt.gateway.placement import SEQUENCES_AHEAD
+from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.requests import Requests
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import GATEWAY
@@ -29,10 +31,12 @@ from flowrt.launcher.launcher import STATISTICS_SECONDS, WORKER, Launcher
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.process_backend import BackendOwner
+from flowrt.reliability.scenario import Crash
 from flowrt.seams import Seams
 from flowrt.simulation.case import Case
 from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.faults import Faults
+from flowrt.simulation.group_checks import GroupChecks
 from flowrt.simulation.inside import WorkerInternals, credit_faults
 from flowrt.simulation.invariants import falls_back, fastest_clock
 from flowrt.simulation.network_conditions import CALM
@@ -50,7 +54,7 @@ NEWS_SECONDS = 0.3  # a group may learn of a restarted server this late
 SLOWED_SECONDS = 10.0  # the same while a fault may slow it down
 RETRY_SECONDS = 5.0  # from healing everything: a process out of its restart budget must be started again if that is due by then
 SETTLE_SECONDS = 30.0  # from healing everything to the last restart
-STUCK_SECONDS = 20.0  # without a firing, a token or a restart while no fault lasts: heartbeats never end, so a deadlock would not be seen
+STUCK_SECONDS = 20.0  # and `lost_group_seconds`, without a firing, a token or a restart while no fault lasts: heartbeats never end
 POLL_SECONDS = 0.1  # between polls of a client that reads late
 STATISTICS_READS = 4
 PROMPT_SECONDS = 1.0  # for statistics, under faults of PROMPT_KINDS
@@ -108,8 +112,9 @@ class _SimulatedRun:
             unavailable_reason=lambda scheme: None,  # the network stands in for all of them
         )
         config = config_of(model.path)
+        groups = [node.process for node in graph.nodes.values() if node.operator == SOURCE]
         self._gateway = Gateway(
-            [node.process for node in graph.nodes.values() if node.operator == SOURCE],
+            groups,
             graph.group_limits(),
             config.max_position_embeddings,
             config.vocab_size,
@@ -123,7 +128,10 @@ class _SimulatedRun:
         self._requests = Requests(self._gateway, self._send, self._launcher.health_record.progress, self._seams.clock)
         resolved = replace(case, graph=self._launcher.graph)
         harmless = [fault for fault in case.scenario.faults if falls_back(resolved, fault)]
-        self._faults = Faults(world, case.scenario, self._living_inside, harmless)
+        self._faults = Faults(world, case.scenario, self._living_inside, harmless, case.processes.segfault_one_in)
+        patience = self._lost_group_seconds = graph.reliability.lost_group_seconds
+        room = SEQUENCES_AHEAD * graph.group_limits().max_num_seqs
+        self._group_checks = GroupChecks(world, groups, patience, room, self._living_inside, self._log, self._faults)
         self._outages = Outages(holders_of(self._launcher.graph, config))
         self._checks = ServerChecks(world, self._launcher.graph, self._launcher, self._outages, self._faults, fastest_clock(case.scenario))
         self._clients: list[ClientRecord] = []
@@ -150,6 +158,8 @@ class _SimulatedRun:
                         self._faults.begin()
                     async with asyncio.TaskGroup() as clients:
                         clients.create_task(self._read_statistics(), name="reader of statistics")
+                        if self._case.drain_seconds is not None:
+                            clients.create_task(self._drain(self._case.drain_seconds), name="drain")
                         await self._submit_all(clients)
                     if self._failure is None:
                         await self._quieten()
@@ -173,6 +183,7 @@ class _SimulatedRun:
             None if failure is None else getattr(failure, "process", ""),
             None if failure is None else str(failure),
             None if failure is None else self._failed_seconds - self._first_seconds,
+            self._world.num_faults["poisoned"],
         )
 
     # Callbacks of the launcher and the gateway.
@@ -187,10 +198,11 @@ class _SimulatedRun:
         inside = WorkerInternals(worker)
         self._insides[inside.name] = inside
         if self._case.exact:
-            inside.use_exact_model()
+            inside.use_exact_model(self._case.poison, self._faults.on_poison)
 
     def _on_event(self, event: events.Event) -> None:
         self._checks.on_event(event)
+        self._group_checks.on_event(event)
         events.news(event)
         apply_group_change(event, self._requests)
         if isinstance(event, events.RunFailed):
@@ -199,22 +211,39 @@ class _SimulatedRun:
                 self._failure = event.error
 
     def _on_control(self, worker: str, control: Control) -> None:
+        before = self._group_checks.tokens_before(control)
         self._requests.on_control(worker, control)
+        self._group_checks.check_tokens(worker, control, before)
         self._note_ends()
 
     async def _send(self, group: str, control: Control) -> None:
         if isinstance(control, Submit):
             now = self._world.loop.time()
+            self._note_outage(control.request.id)  # of the group of its last attempt
             late_seconds = SLOWED_SECONDS if now < self._first_seconds + self._slow_until else NEWS_SECONDS
             self._open[control.request.id] = group, now - late_seconds
+            self._group_checks.on_submit(group, control)
         await self._launcher.send(group, control)
 
     def _note_ends(self) -> None:
-        """Record for each ended request the longest outage of its group."""
-        for request_id, (group, since) in list(self._open.items()):
+        for request_id in list(self._open):
             if not self._gateway.is_open(request_id):
-                self._outage_seconds[request_id] = self._outages.longest(group, since, self._world.loop.time())
-                del self._open[request_id]
+                self._note_outage(request_id)
+        self._group_checks.look(self._gateway.is_open)
+
+    def _note_outage(self, request_id: str) -> None:
+        """Record the longest outage of a group that the request leaves."""
+        if request_id in self._open:
+            group, since = self._open.pop(request_id)
+            seconds = self._outages.longest(group, since, self._world.loop.time())
+            self._outage_seconds[request_id] = max(seconds, self._outage_seconds.get(request_id, 0.0))
+
+    def _log(self, request_id: str) -> RequestLog | None:
+        """The log of a request; None when it is not kept."""
+        try:
+            return self._gateway.log(int(request_id.removeprefix("request-")))
+        except KeyError:
+            return None
 
     # Clients.
 
@@ -241,6 +270,7 @@ class _SimulatedRun:
             async with asyncio.timeout(request.cancel_seconds):
                 index = await self._requests.submit(request.params, tokenize)
                 request_id = self._gateway.log(index).id
+                self._group_checks.open(request_id)
                 while request.reads_late and self._gateway.log(index).end is None and self._failure is None:
                     await self._seams.clock.sleep(POLL_SECONDS)
                 log = self._gateway.log(index)
@@ -261,6 +291,8 @@ class _SimulatedRun:
         finally:
             self._note_ends()
             client.outage_seconds = self._outage_seconds.get(request_id, 0.0)
+            client.no_group_seconds = self._group_checks.no_group_seconds.get(request_id, 0.0)
+            client.ran_alone = request_id in self._group_checks.ran_alone
 
     async def _read_statistics(self) -> None:
         """Read the statistics several times; they must arrive in time, whichever process is paused or dies."""
@@ -276,6 +308,16 @@ class _SimulatedRun:
             if not paused and self._world.loop.time() > began + patience:
                 raise InvariantError("I5", f"statistics took {self._world.loop.time() - began:.3f} s, allowed were {patience:g} s")
 
+    async def _drain(self, seconds: float) -> None:
+        """Drain while requests run and faults occur. A group that stands still for ever, and that the run cannot lose, never drains."""
+        await self._seams.clock.sleep(seconds)
+        with contextlib.suppress(UserError, WorkerDiedError, NotRunningError):
+            await self._requests.drain()
+            if self._gateway.num_unfinished:
+                raise InvariantError("I5", f"{self._gateway.num_unfinished} requests are active after the drain")
+            if all(fault.heals or isinstance(fault, Crash) for fault in self._case.scenario.faults):
+                await self._launcher.drain()
+
     # Checks.
 
     def account(self) -> list[str]:
@@ -290,16 +332,19 @@ class _SimulatedRun:
         for inside in insides:
             if inside.late_firings:
                 raise InvariantError("I2", inside.late_firings[0])
+            if kept := inside.kept_of_ended():
+                raise InvariantError("I8", kept[0])
             if faults := inside.page_faults():
                 raise InvariantError("I3", "; ".join(faults))
         if self._gateway.num_unfinished > self._gateway.max_requests:
             raise InvariantError("I6", f"{self._gateway.num_unfinished} requests are active, {self._gateway.max_requests} may be")
         self._checks.look(insides)
+        self._note_ends()
         now = self._world.loop.time()
         progress = sum(inside.num_firings for inside in insides) + self._checks.counts.total()
         if progress != self._progress or now < self._first_seconds + self._case.scenario.ends_seconds:
             self._progress, self._progress_seconds = progress, now
-        elif now > self._progress_seconds + STUCK_SECONDS and self._open:
+        elif now > self._progress_seconds + STUCK_SECONDS + self._lost_group_seconds and self._gateway.num_unfinished:
             raise DeadlockError(f"nothing for {STUCK_SECONDS:g} s at {now:.6f} s but heartbeats:\n{self._world.loop.describe_waiting()}")
 
     def _living_inside(self, name: str) -> WorkerInternals | None:

@@ -14,6 +14,8 @@ from flowrt.graph.model import GATEWAY
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import AnyFault, Scenario
 from flowrt.simulation.inside import WorkerInternals
+from flowrt.simulation.network_conditions import is_hit
+from flowrt.simulation.processes import KILLED, SEGFAULT
 from flowrt.simulation.simulated_seams import thread_of
 from flowrt.simulation.waitables import OUTSIDE
 from flowrt.simulation.world import World
@@ -29,12 +31,21 @@ class Faults:
     """Injects one scenario: `begin` starts its clock; `heal` ends all active faults and cancels the rest."""
 
     def __init__(
-        self, world: World, scenario: Scenario, inside_of: Callable[[str], WorkerInternals | None], harmless: Collection[AnyFault] = ()
+        self,
+        world: World,
+        scenario: Scenario,
+        inside_of: Callable[[str], WorkerInternals | None],
+        harmless: Collection[AnyFault] = (),
+        segfault_one_in: int = 0,
     ) -> None:
-        """`inside_of` returns the worker of a process name, or None if it has none. `harmless`: faults that permit no loss."""
+        """`inside_of` returns the worker of a process name, or None if it has none. `harmless`: faults that permit no loss.
+        `segfault_one_in`: crashes by SIGSEGV."""
         self._world = world
         self._inside_of = inside_of
         self._scenario, self._harmless = scenario, harmless
+        self._segfault_one_in, self._random = segfault_one_in, world.random_of("segfaults")
+        self._recurring: set[str] = set()  # processes that have crashed or hung as if what they computed were the reason
+        self._poisoned: dict[str, float] = {}  # process -> when it first computed the poison
         self._parks: Counter[str] = Counter()
         self._ends: dict[int, _End] = {}  # the ends of active faults, by fault number
         self._begun: list[tuple[float, AnyFault]] = []
@@ -53,9 +64,21 @@ class Faults:
     def met_seconds(self, process: str) -> float | None:
         """The time at which the first such fault began: a crash, a standstill, late messages to the launcher, or lost connections.
         Processes that share an OS process share faults."""
-        processes = self._world.processes
-        together = {name for name in processes if processes[name] is processes.get(process)} | {process}
-        return next((at for at, fault in self._begun if self._silences(fault) and not together.isdisjoint(fault.processes)), None)
+        together = self._together(process)
+        met = [at for at, fault in self._begun if self._silences(fault) and not together.isdisjoint(fault.processes)]
+        return min([*met, *(at for name, at in self._poisoned.items() if name in together)], default=None)
+
+    def may_recur(self, process: str) -> bool:
+        """Whether what the process computed may be presumed to be the reason of its death."""
+        return not self._recurring.isdisjoint(self._together(process))
+
+    def on_poison(self, process: str, hangs: bool) -> None:
+        """The process computes the poison of the case: it hangs, or ends."""
+        self._world.num_faults["poisoned"] += 1
+        self._recurring.add(process)
+        self._poisoned.setdefault(process, self._world.loop.time())
+        if not hangs:
+            self._world.kill(self._world.processes[process], SEGFAULT)
 
     def begin(self) -> None:
         loop = self._world.loop
@@ -90,16 +113,18 @@ class Faults:
         process = world.processes.get(fault.processes[0])
         world.num_faults[fault.kind] += 1
         match fault:
-            case kinds.Crash():
-                if process is None or not world.kill(process):
+            case kinds.Crash(process=name):
+                if process is None or not world.kill(process, self._signal(name)):
                     world.num_faults[fault.kind] -= 1
             case kinds.Pause():
                 return self._park(nodes[0], thread_of(nodes[0]))
-            case kinds.Stall():
+            case kinds.Stall(process=name):
+                self._recurring.add(name)
                 if process is not None:
                     process.stalls.append((world.loop.time(), world.loop.time() + fault.ends_seconds - fault.at_seconds))
                 return self._park(nodes[0])
-            case kinds.Hang():
+            case kinds.Hang(process=name):
+                self._recurring.add(name)
                 return self._park(thread_of(nodes[0]))
             case kinds.Slow(factor=factor) if process is not None and process.computes:
                 return _add(factor, [compute.slow_factors for compute in process.computes])
@@ -129,6 +154,17 @@ class Faults:
             case _:
                 world.num_faults[fault.kind] -= 1
         return None
+
+    def _signal(self, process: str) -> str:
+        if not is_hit(self._random, self._segfault_one_in):
+            return KILLED
+        self._recurring.add(process)
+        return SEGFAULT
+
+    def _together(self, process: str) -> set[str]:
+        """The workers in the OS process of this one."""
+        processes = self._world.processes
+        return {name for name in processes if processes[name] is processes.get(process)} | {process}
 
     def _roll_back(self, inside: WorkerInternals, node: str) -> None:
         """Runs on the node of the worker, as its own code does."""

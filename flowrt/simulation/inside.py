@@ -7,8 +7,12 @@ in two ways only: it replaces the model before the worker loads, and it rolls ba
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
+
+from flowrt.actors.control import Request
+from flowrt.simulation.case import Poison
 
 EXACT_MODEL = "flowrt.workers.exact_nodes"  # these import torch, so they are imported when used
 DISPATCH, DATA_PATH = "flowrt.exchange.dispatch", "flowrt.workers.data_path"
@@ -24,14 +28,18 @@ class WorkerInternals:
         self._rolled_back_during: float | None = None  # start of the call during which the group began its epoch
         self.late_firings: list[str] = []
 
-    def use_exact_model(self) -> None:
-        """Use the exact integer model instead of weights. Call it before the worker loads."""
+    def use_exact_model(self, poison: Poison | None = None, on_poison: Callable[[str, bool], None] = lambda process, hangs: None) -> None:
+        """Use the exact integer model instead of weights. Call it before the worker loads. `on_poison(process, hangs)` is called when
+        the worker computes the poison, and kills its process unless it hangs."""
         worker = self._worker
         build, dispatch = import_module(EXACT_MODEL).build_exact_nodes, import_module(DISPATCH).Dispatch
 
         def load() -> Any:
             functions = build(worker._graph, self.name, worker._seams.clock.now)
             clients = {node: function.client for node, function in functions.items() if isinstance(function, dispatch)}
+            if poison is not None:
+                embeds = {node for node in functions if worker._graph.nodes[node].operator == "embed"}
+                functions |= {node: self._poisoned(functions[node], poison, on_poison) for node in embeds}
             checked = {node: self._checked(function) for node, function in functions.items()}
             return import_module(DATA_PATH).LoadedOperators(checked, clients)
 
@@ -58,14 +66,34 @@ class WorkerInternals:
             engine.roll_back = noted
 
     def _checked(self, function: Any) -> Any:
-        """Wraps `function` with check I2: a group computes no firing of an epoch it has left, except in the call that ran at that time."""
+        """Wraps `function` with check I2: a group computes no firing of another incarnation, and none of an epoch that it has left, except
+        in the call that ran at that time."""
 
         def run(firings: Any) -> Any:
             engine, running = self._engine, self._worker._compute.running
             old = [] if engine is None else [firing for firing in firings if firing.tag.epoch < engine.epoch]
+            foreign = [] if engine is None else [each for each in firings if each.tag.source != self._part("group")._source]
+            if foreign and self._worker._graph.nodes[foreign[0].node].operator != "experts":
+                self.late_firings.append(f"{self.name}: {foreign[0].node} fired for {foreign[0].tag} of another incarnation")
             if old and (running is None or running.since_seconds != self._rolled_back_during):
                 self.late_firings.append(f"{self.name}: {old[0].node} fired for {old[0].tag} in epoch {engine.epoch}")
             return function(firings)
+
+        return run
+
+    def _poisoned(self, function: Any, poison: Poison, on_poison: Callable[[str, bool], None]) -> Any:
+        """Wraps the function of an embed node: the poison ends its process, or hangs it if the call runs on the compute thread."""
+
+        def run(firings: Any) -> Any:
+            if not any(bool((firing.inputs["tokens"].tensors[0] == poison.token_id).any()) for firing in firings):
+                return function(firings)
+            compute = getattr(self._worker._compute, "_inner", self._worker._compute)  # of emulated hardware
+            hangs = poison.hangs and not compute.is_inline
+            compute.never_ends = True
+            if hangs:
+                compute.hang()
+            on_poison(self.name, hangs)
+            raise RuntimeError("the poison was computed")
 
         return run
 
@@ -120,6 +148,29 @@ class WorkerInternals:
             for tag in client.tags
             for part in client.parts_at(nowhere, tag, runner.missing(failover._combine, failover._gather, tag))
         }
+
+    def on_trial(self) -> tuple[Request, int] | None:
+        """The latest suspect, and its choice, that the group has begun to compute alone; None if any other is in a step."""
+        group, engine = self._part("group"), self._engine
+        if group is None or (trial := group._on_trial) is None:
+            return None
+        in_steps = {sequence.name for step in engine._steps if step is not None for sequence, _ in step.parts}
+        return (trial.request, trial.choice) if in_steps <= {trial.name} else None
+
+    def kept_of_ended(self) -> list[str]:
+        """At any time: what the worker keeps of clients whose incarnation it knows to have ended. A running call may add rows to its
+        end."""
+        runner, membership = self._part("runner"), self._worker._membership
+        if runner is None or membership is None:
+            return []
+        ended = {f"{source}@{end}" for process, end in membership._ended for source in membership._sources.get(process, ())}
+        found = {"ready firings": {firing.tag.source for firings in runner._ready.values() for firing in firings}}
+        if not self.computes:
+            found["rows"] = {tag.source for _, tag in runner._table._rows} | {key[1] for key in runner._table._held}
+        outbound = list(runner._outbound.edges.values())
+        found["outputs"] = {output.tag.source for each in outbound for output in each.pending}
+        found["requests"] = {tag.source for each in outbound for tag, _ in each.outstanding}
+        return [f"{self.name} keeps {what} of {source}" for what, sources in found.items() for source in sorted(sources & ended)]
 
     @property
     def has_engine(self) -> bool:
@@ -233,6 +284,11 @@ def credit_faults(insides: list[WorkerInternals]) -> list[str]:
             outstanding[edge] += consumed
             if unconsumed:
                 faults.append(f"edge {edge} into {inside.name}: {unconsumed} messages have arrived and were not consumed")
+    faults += [
+        f"edge {edge}: {count} credits of a dead client are outstanding"
+        for edge, count in outstanding.items()
+        if edge not in free and count
+    ]
     for edge, (num_free, size) in sorted(free.items()):
         if num_free + outstanding[edge] != size:
             faults.append(f"edge {edge}: {num_free} free and {outstanding[edge]} outstanding credits, of {size}")

@@ -30,7 +30,10 @@ KILLED_TEXT = "expert servers died or hung again and again"  # in the error of a
 FATAL_LOSSES = 3  # servers lost within one step: by coincidence this looks like a request that kills servers
 LOST_TEXT = "no replica is left of expert"  # in the error of a request that ends for a lost expert
 
-FENCED_TEXT = "was marked dead: "  # in the error of a request of a fenced group; whether a fault permits the fence is checked at that time
+NO_GROUP_TEXT = "no attention group is left to serve the request"  # in the error of a request that has waited too long for a group
+ALONE_TEXT = "while it computed this request alone"  # in the error of a request that is presumed to have killed its group
+MAX_VICTIMS = 2  # processes that a request may end: at first beside others, then alone
+DRAINING_TEXT = "the run is draining"
 FULL_TEXT = "too many active requests"
 
 Reference = tuple[tuple[int, ...], ...]  # the token ids of each choice of a request
@@ -103,6 +106,8 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
             raise InvariantError("I5", f"the failure was reported after {served.failed_seconds:.3f} s, allowed were {latest:.3f} s")
     if len(served.clients) < len(case.requests) and served.failure is None:
         raise InvariantError("I5", f"{len(served.clients)} of {len(case.requests)} requests were submitted")
+    if served.num_poisoned > MAX_VICTIMS and not scenario.faults:
+        raise InvariantError("I1", f"{served.num_poisoned} processes computed the poison, allowed are {MAX_VICTIMS}")
     for index, (client, reference) in enumerate(zip(served.clients, references, strict=False)):
         if client.num_ends != 1 or client.has_events_after_end:
             raise InvariantError("I5", f"request {index} ended {client.num_ends} times, or had events after an end")
@@ -112,7 +117,9 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
         permitted = {  # text of an error -> whether it may occur
             LOST_TEXT: lost and not degrades,
             KILLED_TEXT: _num_server_losses(case) >= FATAL_LOSSES,
-            FENCED_TEXT: scenario.expect != "tokens",
+            NO_GROUP_TEXT: _no_group_long_enough(case, client),
+            ALONE_TEXT: scenario.expect != "tokens" and client.ran_alone,
+            DRAINING_TEXT: case.drain_seconds is not None,
             FULL_TEXT: len(case.requests) > case.max_requests,
             UNREADABLE_TEXT: client.request.is_unreadable,
         }
@@ -146,6 +153,11 @@ def _lost_long_enough(case: Case, client: ClientRecord) -> bool:
     """Whether an expert was unavailable long enough to end the request, measured by the fastest clock of the scenario."""
     lost_seconds = fastest_clock(case.scenario) * (client.outage_seconds + LOOKED_SECONDS)
     return case.scenario.expect != "tokens" and lost_seconds >= case.graph.reliability.unavailable_expert_seconds
+
+
+def _no_group_long_enough(case: Case, client: ClientRecord) -> bool:
+    """Whether no group was left long enough to end the request. The gateway measures it, whose clock has the right rate."""
+    return case.scenario.expect != "tokens" and client.no_group_seconds + LOOKED_SECONDS >= case.graph.reliability.lost_group_seconds
 
 
 def fastest_clock(scenario: Scenario) -> float:

@@ -25,7 +25,7 @@ from flowrt.simulation.waitables import OUTSIDE, set_error, set_result
 from flowrt.simulation.world import SimulatedProcess, World
 from flowrt.transports.contract import Channel, Identity
 
-KILLED, TERMINATED = "was killed by SIGKILL", "was killed by SIGTERM"
+KILLED, TERMINATED, SEGFAULT = "was killed by SIGKILL", "was killed by SIGTERM", "was killed by SIGSEGV"
 # Seconds between these are drawn, short ones as often as long ones.
 NOTICE_SECONDS = 10e-6, 30e-3
 RESTART_SECONDS = 0.3e-3, 3.0
@@ -39,6 +39,7 @@ class ProcessConditions:
     no_descriptor_one_in: int = 0  # restarts for which no descriptor is left
     refuses_first: bool = False  # the same of first starts
     unseen_one_in: int = 3  # deaths of which no notice comes before the reap
+    segfault_one_in: int = 0  # crashes by SIGSEGV, which a request may cause; others are by SIGKILL
     open_seconds: float = 0.05
     unserved_one_in: int = 0  # new fork servers that end while they import
 

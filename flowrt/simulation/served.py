@@ -14,13 +14,16 @@ UNREADABLE_TEXT = "text that cannot be tokenized"
 @dataclass
 class ClientRecord:
     """What one client saw: its events; `failure`: what a call raised; `has_left`: it did not wait for the end. `outage_seconds`: for how
-    long, at most, an expert had no replica that the request's group could use, while the request was there."""
+    long, at most, an expert had no replica that the request's group could use, while the request was there. `no_group_seconds`: the same
+    for no group. `ran_alone`: a group computed it alone when it crashed or hung."""
 
     request: SimulatedRequest
     events: list[ClientEvent] = field(default_factory=list)
     failure: str | None = None
     has_left: bool = False
     outage_seconds: float = 0.0
+    no_group_seconds: float = 0.0
+    ran_alone: bool = False
     log: tuple[tuple[int, ...], str] | None = None  # tokens and text of the first choice, if the request had ended before it was read
 
     def tokens(self, choice: int) -> list[TokenEvent]:
@@ -70,10 +73,12 @@ class ClientRecord:
 @dataclass(frozen=True)
 class Served:
     """What all clients saw, in the order of the requests, and each worker's last statistics. `failed` is the process that the run failed
-    for, `failure` the text, `failed_seconds` the time since the first request; None in a good run."""
+    for, `failure` the text, `failed_seconds` the time since the first request; None in a good run. `num_poisoned`: how often a process
+    computed the poison."""
 
     clients: tuple[ClientRecord, ...]
     statistics: dict[str, Statistics]
     failed: str | None = None
     failure: str | None = None
     failed_seconds: float | None = None
+    num_poisoned: int = 0

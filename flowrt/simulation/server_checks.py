@@ -44,6 +44,7 @@ class ServerChecks:
         self._suspect_seconds = graph.reliability.suspect_seconds / fastest_clock
         self._began: dict[str, float] = {}
         self._wrong: list[str] = []
+        self._lost: set[str] = set()
         self._polled_at = 0.0
         self._undispatched: dict[tuple[str, Any, int], float] = {}  # (group, tag, part) -> since when it waits for an available replica
         world.deaths.append(self._on_death)
@@ -58,6 +59,7 @@ class ServerChecks:
                 del self._retry_at[FORK_SERVER]
                 self._retry_at |= {name: now for name in self.down - self._retry_at.keys() - {MONITOR}}  # they have waited for it
             case events.WorkerStarted(name):
+                self._lost.discard(name)
                 self._began[name] = now
                 self._retry_at.pop(name, None)
             case events.WorkerRestarted(name):
@@ -69,6 +71,9 @@ class ServerChecks:
             case events.WorkerLost(name, while_loading=True):
                 self.counts["died while loading"] += 1
             case events.WorkerLost(name, how):
+                if name in self._lost:
+                    self._wrong.append(f"{name} was lost again before it was back: {how}")
+                self._lost.add(name)
                 self._outages.down(name, now)
                 if not self._is_faulty(name):
                     self._wrong.append(f"{name} was lost, and no fault hit it: {how}")

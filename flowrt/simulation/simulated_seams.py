@@ -68,6 +68,8 @@ class SimulatedCompute:
         self._running: Running | None = None
         self._computed_seconds = 0.0
         self._closed = False
+        self.is_inline = False  # whether the running call blocks the loop
+        self.never_ends = False  # the running call hangs, or has ended its process
         self._short: dict[str, bool] = {}  # label -> whether its next call passes for short
 
     @property
@@ -83,26 +85,44 @@ class SimulatedCompute:
     def is_short(self, label: str) -> bool:
         return self._running is None and self._short.get(label, False)
 
+    def hang(self) -> None:
+        """Stop the thread, within a call."""
+        self._loop.park(self._thread)
+
     def run_inline(self, label: str, call: Callable[[], T]) -> T:
-        with self._running_call(label, BOUND_SECONDS):
-            return call()
+        self.is_inline = True
+        try:
+            with self._running_call(label, BOUND_SECONDS):
+                return call()
+        except Exception:
+            if self.never_ends:
+                raise asyncio.CancelledError from None  # nothing of this callback follows
+            raise
+        finally:
+            self.is_inline = False
 
     async def run(self, label: str, call: Callable[[], T], bound_seconds: float | None = None) -> T:
         short = self.is_short(label)
         with self._running_call(label, BOUND_SECONDS if bound_seconds is None else bound_seconds):
-            if short:
-                return call()
-            seconds = max(self.slow_factors, default=1.0) * self._random.uniform(self._cost.min_seconds, self._cost.max_seconds)
-            before = seconds * self._random.choice((0.0, 1.0, self._random.random()))
-            if before:
-                await self._pass(before, [])
-            handles: list[VirtualHandle] = []
             try:
-                with self._loop.on_a_thread() as handles:
-                    return call()
-            finally:
-                if handles or before < seconds:
-                    await self._pass(seconds - before, handles)
+                return call() if short else await self._run_long(call)
+            except Exception:
+                if self.never_ends:
+                    await self._loop.create_future()
+                raise
+
+    async def _run_long(self, call: Callable[[], T]) -> T:
+        seconds = max(self.slow_factors, default=1.0) * self._random.uniform(self._cost.min_seconds, self._cost.max_seconds)
+        before = seconds * self._random.choice((0.0, 1.0, self._random.random()))
+        if before:
+            await self._pass(before, [])
+        handles: list[VirtualHandle] = []
+        try:
+            with self._loop.on_a_thread() as handles:
+                return call()
+        finally:
+            if handles or before < seconds:
+                await self._pass(seconds - before, handles)
 
     @contextmanager
     def _running_call(self, label: str, bound_seconds: float) -> Iterator[None]:

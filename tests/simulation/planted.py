@@ -7,6 +7,7 @@ New mechanisms add their bugs here.
 
 from __future__ import annotations
 
+from simulation.planted_groups import GROUP_BUGS
 from simulation.planting import Bug, body, bug
 
 MATCHING = "flowrt.dataflow.matching"
@@ -60,6 +61,7 @@ ENDPOINT = "flowrt.transports.channel.queued"
 HANDSHAKE = "flowrt.transports.wire.handshake"
 
 BUGS: tuple[Bug, ...] = (
+    *GROUP_BUGS,
     # tags and matching
     bug("micro-batches-mixed", "rows are matched without the micro-batch", (
         MATCHING, "MatchingTable.arrive", "key = (edge.target, tag)", "key = (edge.target, Tag(tag.source, tag.epoch, 0, tag.step, tag.layer))")),
@@ -175,9 +177,9 @@ BUGS: tuple[Bug, ...] = (
     bug("map-never-restored", "a restarted server stays out of the map", (
         FAILOVER, "Failover.mark_joined", "self.client.restore_server(server)", "pass")),
     bug("edges-stay-open", "edges to a dead server are not closed, so messages are lost", (
-        FAILOVER, "Failover.mark_lost", "self._runner.close_edges(self._edges.get(process, []))", "pass")),
+        RUNNER, "Runner.end_peer", "self._outbound.renew(peer, closed=True)", "pass")),
     bug("edges-stay-closed", "edges to a restarted server are not opened", (
-        FAILOVER, "Failover.mark_joined", "self._runner.open_edges(self._edges.get(process, []))", "pass")),
+        RUNNER, "Runner.join_peer", "self._outbound.renew(peer, closed=False)", "pass")),
     bug("unsent-forgotten", "an unsent part for a server that died is dropped", (
         FAILOVER, "Failover.on_unsent", "self._redispatch(output.tag, part)", "pass")),
     bug("waiting-parts-forgotten", "parts that wait for an expert are not dispatched when it is back", (
@@ -210,8 +212,8 @@ BUGS: tuple[Bug, ...] = (
     bug("rollback-forgets-parts", "a roll-back leaves the parts of its tags with the client", (
         GROUP, "Group._begin_epoch", "self._client.roll_back(self._source, self._engine.epoch)", "pass")),
     bug("used-before-linked", "a new incarnation receives parts before its link is up", (
-        MEMBERSHIP, "Membership._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses) and self._failover is not None:\n        self._incarnations[joined.process] = joined.incarnation\n        self._failover.mark_joined(joined.process)",
-        "if self._failover is not None:\n        self._incarnations[joined.process] = joined.incarnation\n        self._failover.mark_joined(joined.process)\n    await self._links.join(joined.process, joined.incarnation, joined.addresses)")),
+        MEMBERSHIP, "Membership._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses):",
+        "self._tasks.create_task(self._links.join(joined.process, joined.incarnation, joined.addresses))\n    if True:")),
     bug("left-ignored", "a worker ignores the notice of a server's death", (
         MEMBERSHIP, "Membership.on_control", "self._end(control.process, control.incarnation)", "pass")),
     bug("link-end-ignored", "a worker whose link has ended waits for the notice of the death", (
@@ -223,7 +225,7 @@ BUGS: tuple[Bug, ...] = (
     bug("refused-for-ever", "requests are refused although the expert is back", (
         GROUP, "Group.accept", "self._refusal = None", "pass")),
     bug("unavailable-time-adds-up", "the time without an expert is not reset when the expert is lost again", (
-        MEMBERSHIP, "Membership._end", "if was_whole:", "if not self._lost_since:")),
+        MEMBERSHIP, "Membership._lose", "if was_whole:", "if not self._lost_since:")),
     bug("refused-and-running", "requests that end for an unavailable expert keep their steps", (
         GROUP, "Group.refuse", "self._engine.fail_all(error)", "[]")),
     body("ended-incarnation-linked", "a link to an incarnation that ended during the join counts as up", INCARNATIONS, "Incarnations.has_ended",
@@ -241,7 +243,7 @@ BUGS: tuple[Bug, ...] = (
     bug("start-unsent", "a worker never receives its start message", (
         RUN_STATE, "RunState.on_forked", "table.act(Send(worker.name, self._start_of(worker.name, worker.incarnation)))", "pass")),
     bug("peers-unsent", "workers never receive the addresses of their peers", (
-        RUN_STATE, "RunState._send_peers", "self._table.act(Send(worker.name, Peers(dict(self._addresses), self.incarnations)))", "pass")),
+        RUN_STATE, "RunState._send_peers", "self._table.act(Send(worker.name, Peers(addresses, incarnations)))", "pass")),
     bug("addresses-of-first-incarnation", "a restarted process keeps the addresses of its first incarnation", (
         RUN_STATE, "RunState.on_listening", "self._addresses[worker] = listening.addresses", "self._addresses.setdefault(worker, listening.addresses)")),
     bug("incarnation-kept", "a restarted process has the incarnation of the dead one", (
@@ -253,7 +255,7 @@ BUGS: tuple[Bug, ...] = (
     bug("never-retried", "a process out of its restart budget is never started again", (
         RESTARTS, "Restarts._restart", "self._table.set_timer(TimerKind.RESTART, decision.retry_seconds, process.name)", "pass")),
     bug("notice-for-connecting-lost", "a notice is lost when its receiver is not connected yet", (
-        RUN_TABLE, "RunTable.notify", "other.unsent.append(control)", "pass")),
+        RUN_TABLE, "RunTable.notify", "other.state is WorkerState.LINKING and name != MONITOR", "False")),
     body("marked-dead-not-killed", "a process that was marked dead is not killed", RUN_TABLE, "RunTable.fence", "pass"),
     body("exits-ignored", "the backend's exit notices are dropped", POOL, "WorkerPool.on_exited", "pass"),
     body("backend-loss-ignored", "the end of the fork server is not noticed", POOL, "WorkerPool.on_backend_lost", "pass"),
@@ -285,7 +287,6 @@ BUGS: tuple[Bug, ...] = (
     body("heartbeats-unrelayed", "the monitor gets no heartbeats", LAUNCHER, "Launcher._send_to_monitor", "pass"),
     body("detector-reports-ignored", "the monitor's decisions are ignored", RUN_STATE, "RunState.on_detector_report", "pass"),
     # admission and requests
-    body("fence-ignored", "requests of a fenced group do not end", REQUESTS, "Requests.fence_group", "pass"),
     body("client-not-woken", "clients are not woken for committed tokens", REQUESTS, "Requests._carry_out", "pass"),
     body("failure-unannounced", "clients are not woken when the run fails", REQUESTS, "Requests.fail", "self._failure = error"),
     body("left-uncancelled", "a request whose client left continues", REQUESTS, "Requests._let_go", "del self._changed[index]"),
@@ -371,6 +372,6 @@ BUGS: tuple[Bug, ...] = (
     bug("ends-with-one-choice", "a request ends with the first of its choices", (
         GATEWAY, "Gateway._end_choice", "if all((each.finish_reason is not None for each in log.choices)):", "if True:")),
     bug("ended-twice", "the end of a cancelled request is reported again when the worker reports it", (
-        GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt:\n        return []",
+        GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt or log.group != group:\n        return []",
         "if log is None:\n        log = self._logs[int(ended.request_id.split('-')[1])]\n        log.events.append(EndEvent(log.index, ended.reason))\n        return []")),
 )  # fmt: skip

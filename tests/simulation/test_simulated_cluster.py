@@ -146,7 +146,7 @@ def test_every_shape_gives_the_same_tokens_with_hardly_any_pages(graph_file: Pat
 
 
 HARMLESS = [
-    Pause(process="attention.0", at_seconds=0.005, for_seconds=0.6),  # a longer one fences the group
+    Pause(process="attention.0", at_seconds=0.005, for_seconds=0.6),  # after a longer one the group is marked dead
     Pause(process="gateway", at_seconds=0.005, for_seconds=2),
     Stall(process="experts.1", at_seconds=0.005, for_seconds=2),
     Hang(process="experts.0", at_seconds=0.005, for_seconds=2),
@@ -182,6 +182,7 @@ def test_faults_that_heal_change_no_token(fault: Fault) -> None:
 )
 def test_permanent_faults_end_every_request_with_an_error_that_names_the_process(fault: Fault, named: set[str], why: str) -> None:
     graph = load(GRAPHS / "2x3.yaml")
+    graph = replace(graph, reliability=replace(graph.reliability, recovery="off"))
     requests = make_requests(3, 6)
     case = Case(graph, requests, Scenario(faults=(fault,)), seed=3)
     served = simulate(case).result

@@ -1,0 +1,172 @@
+"""Draws the faults of a case: which fault hits which process, when, and for how long. cases.py draws the rest of a case."""
+
+from __future__ import annotations
+
+import random
+
+from flowrt.graph.builtin import SOURCE
+from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
+from flowrt.graph.recovery import is_watched
+from flowrt.reliability import scenario as kinds
+from flowrt.reliability.scenario import PERMANENT_SECONDS, AnyFault
+from flowrt.simulation.invariants import mortal as mortal_workers
+
+_KINDS = {
+    "crash": 5, "pause": 10, "stall": 10, "hang": 8, "slow": 8, "slow_link": 8, "cut": 14, "reset": 8, "duplicate": 8, "skew": 5,
+    "tiny_queues": 6, "swizzle": 5, "roll_back": 10, "deaths": 24, "slow_servers": 12, "fork_server": 9, "permanent": 6, "group_deaths": 24,
+}  # fmt: skip
+
+
+def _draw_time(chance: random.Random, highest_exponent: float = -0.5) -> float:
+    """Seconds from the first request, between 0.5 ms and a power of ten; early times are as likely as late ones."""
+    return float(10 ** chance.uniform(-3.3, highest_exponent))
+
+
+def draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
+    count = chance.choice((0, 1, 2, 2, 3, 3, 5))
+    names = list(graph.process_names())
+    mortal = sorted(mortal_workers(graph))
+    process_of = {node.name: node.process for node in graph.nodes.values()}
+    pairs = {(process_of[edge.source], process_of[edge.target]) for edge in graph.edges.values()}
+    links = sorted({(min(pair), max(pair)) for pair in pairs if len(set(pair)) == 2}) * 2 + [(GATEWAY, name) for name in names]
+    if mortal and graph.reliability.detector:
+        names.append(MONITOR)
+    between = [link for link in links if GATEWAY not in link]
+    servers = sorted({node.process for node in graph.nodes.values() if node.operator == "experts"})
+    faults: list[AnyFault] = []
+    for kind in chance.choices(list(_KINDS), list(_KINDS.values()), k=count):
+        if kind == "deaths":
+            faults += _draw_deaths(chance, mortal, names) if mortal else _draw_fault(chance, "reset", names, between or links)
+        elif kind == "group_deaths":
+            faults += _draw_group_deaths(chance, graph, mortal)
+        elif kind == "slow_servers":
+            faults += _draw_slow_servers(chance, servers)
+        elif kind == "fork_server":
+            faults += _draw_fork_server(chance, graph, mortal)
+        elif kind == "permanent":
+            faults += _draw_permanent(chance, graph)
+        else:
+            faults += _draw_fault(chance, kind, names, links)
+    return faults
+
+
+def _draw_deaths(chance: random.Random, mortal: list[str], names: list[str]) -> list[AnyFault]:
+    """Crashes of several servers one after another or at once, or of one server repeatedly; sometimes all other processes are slow,
+    so that several crashes fall within one call."""
+    at, apart = _draw_time(chance), chance.choice((0.0, 1e-3, 30e-3, 0.3, 2.0))
+    victims = chance.choice((mortal, chance.choices(mortal, k=4), [chance.choice(mortal)] * chance.randint(1, 5), [chance.choice(mortal)]))
+    faults: list[AnyFault] = [
+        kinds.Crash(at_seconds=at + apart * place * chance.random(), process=name) for place, name in enumerate(victims)
+    ]
+    if chance.random() < 0.6:
+        factor, lasts = chance.choice((20.0, 50.0, 200.0)), 10 ** chance.uniform(-1, 0.4)
+        faults += [
+            kinds.Slow(at_seconds=at * chance.random(), process=name, for_seconds=lasts, factor=factor)
+            for name in names
+            if name not in victims
+        ]
+    return faults
+
+
+def _draw_group_deaths(chance: random.Random, graph: Graph, mortal: list[str]) -> list[AnyFault]:
+    """Crashes or permanent standstills of groups: one, all, one repeatedly, or one and another process, such as the one that its requests
+    move to. The later ones may fall into the replay or the restart."""
+    groups = [name for name in _groups_of(graph) if name in mortal]
+    if not groups:
+        return []
+    at, apart, group = _draw_time(chance), chance.choice((0.0, 1e-3, 10e-3, 0.1, 1.0)), chance.choice(groups)
+    victims = chance.choice(([group], groups, [group] * chance.randint(2, 5), [group, chance.choice(mortal)], groups * 2))
+    return [
+        _draw_death(chance, graph, name, at + apart * place * chance.random(), 0.25 if place == 0 else 0.1)
+        for place, name in enumerate(victims)
+    ]
+
+
+def _draw_death(chance: random.Random, graph: Graph, name: str, at_seconds: float, standstill_share: float) -> AnyFault:
+    if graph.processes != "many" or not is_watched(graph) or chance.random() >= standstill_share:
+        return kinds.Crash(at_seconds=at_seconds, process=name)
+    return chance.choice((kinds.Pause, kinds.Stall, kinds.Hang))(at_seconds=at_seconds, process=name, for_seconds=PERMANENT_SECONDS)
+
+
+def _groups_of(graph: Graph) -> list[str]:
+    return sorted({node.process for node in graph.nodes.values() if node.operator == SOURCE})
+
+
+def draw_early_deaths(chance: random.Random, graph: Graph, servers: list[str]) -> list[AnyFault]:
+    """The crash of a server, most likely while it loads. In half of the cases it crashes later, while a group connects that the launcher
+    reaches over a slow link: the server may be back before the group can receive a notice."""
+    process = chance.choice(servers)
+    if chance.random() < 0.5:
+        return [kinds.Crash(at_seconds=chance.uniform(0.0, 0.2), process=process)]
+    group = chance.choice(_groups_of(graph))
+    return [
+        kinds.SlowLink(between=(GATEWAY, group), for_seconds=5.0, factor=300.0),
+        kinds.Crash(at_seconds=chance.uniform(0.0, 1.5), process=process),
+    ]
+
+
+def _draw_fork_server(chance: random.Random, graph: Graph, mortal: list[str]) -> list[AnyFault]:
+    """Pauses the fork server, sometimes permanently, or lets it die, sometimes several times, while a process dies."""
+    if graph.processes == "one":
+        return []
+    at = _draw_time(chance)
+    victims = [chance.choice(mortal)] if mortal else []
+    faults: list[AnyFault] = [kinds.Crash(at_seconds=at + chance.uniform(-0.5, 0.5) * at, process=name) for name in victims]
+    if chance.random() < 0.5:
+        times = (at * 2.0**number for number in range(chance.choice((1, 1, 2, 5))))
+        return [*(kinds.Crash(at_seconds=each, process=FORK_SERVER) for each in times), *faults]
+    lasts = chance.choice((0.1, 1.0, 30.0, PERMANENT_SECONDS))
+    return [kinds.Pause(at_seconds=at, process=FORK_SERVER, for_seconds=lasts), *faults]
+
+
+def _draw_permanent(chance: random.Random, graph: Graph) -> list[AnyFault]:
+    """A permanent pause, stall or hang of a process; only the detector notices it."""
+    servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
+    names = sorted(mortal_workers(graph) | (set(graph.process_names()) - servers))  # a run waits for a server that must not die
+    if graph.processes != "many" or not is_watched(graph) or not names:
+        return []
+    kind = chance.choice((kinds.Pause, kinds.Stall, kinds.Hang))
+    name = chance.choice([*names, MONITOR]) if kind is not kinds.Hang else chance.choice(names)
+    return [kind(at_seconds=_draw_time(chance), process=name, for_seconds=PERMANENT_SECONDS)]
+
+
+def _draw_slow_servers(chance: random.Random, servers: list[str]) -> list[AnyFault]:
+    """Slow faults on most servers from early on, each with its own factor, so that parts are late and hedged."""
+    lasts = 10 ** chance.uniform(-1, 0.4)
+    slow = [name for name in servers if chance.random() < 0.7]
+    return [
+        kinds.Slow(at_seconds=_draw_time(chance, -1.5), process=name, for_seconds=lasts, factor=chance.choice((3.0, 10.0, 30.0, 200.0)))
+        for name in slow
+    ]
+
+
+# Parameters of a kind beyond its target, time and duration; one of the values is drawn.
+_PARAMETERS: dict[str, dict[str, tuple[object, ...]]] = {
+    "slow": {"factor": (2.0, 5.0, 50.0, 200.0)},
+    "slow_link": {"factor": (3.0, 30.0, 300.0)},
+    "cut": {"direction": ("both", "there", "back")},
+    "duplicate": {"one_in": (1, 2, 5)},
+    "skew": {"rate": (0.5, 0.95, 1.05, 2.0)},
+}
+
+
+def _draw_fault(chance: random.Random, kind: str, names: list[str], links: list[tuple[str, str]]) -> list[AnyFault]:
+    """One fault of a kind; several roll-backs or cuts for `roll_back` and `swizzle`."""
+    name, between = chance.choice(names), chance.choice(links)
+    at, lasts = _draw_time(chance, -0.8), 10 ** chance.uniform(-3, 0.7)
+    if kind == "roll_back":
+        group = chance.choice([each for each in names if each.startswith("attention")] or names)
+        return [kinds.RollBack(at_seconds=at * place, process=group) for place in range(1, chance.randint(2, 5))]
+    if kind == "swizzle":  # links of one process are cut one after another and heal in another order
+        own = [link for link in links if name in link]
+        return [
+            kinds.Cut(at_seconds=at + 1e-3 * place, between=link, for_seconds=chance.uniform(5e-3, lasts + 5e-3))
+            for place, link in enumerate(chance.sample(own, len(own)))
+        ]
+    if kind in ("pause", "stall"):
+        name = chance.choice([name, name, GATEWAY])
+    values = {"at_seconds": at, "process": name, "between": between, "for_seconds": lasts}
+    values |= {key: chance.choice(choices) for key, choices in _PARAMETERS.get(kind, {}).items()}
+    (fault_class,) = (each for each in AnyFault.__args__ if each.__struct_config__.tag == kind)
+    fault: AnyFault = fault_class(**{key: values[key] for key in fault_class.__struct_fields__ if key in values})
+    return [fault]

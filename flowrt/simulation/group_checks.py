@@ -1,0 +1,121 @@
+"""Checks how a run treats the requests of groups that die: whose tokens count, and which requests may end for a lost group (I2, I5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from flowrt.actors.control import Control, Request, Submit, Token, Tokens
+from flowrt.gateway.request_log import RequestLog
+from flowrt.graph.model import GATEWAY
+from flowrt.launcher import events
+from flowrt.simulation.errors import InvariantError
+from flowrt.simulation.faults import Faults
+from flowrt.simulation.inside import WorkerInternals
+from flowrt.simulation.outages import Outages
+from flowrt.simulation.world import SimulatedProcess, World
+
+LATE_SECONDS = 1.0  # a request that has waited too long for a group ends this much later at most
+
+
+class GroupChecks:
+    """Checks one run. `inside_of` returns the latest worker of a name, `log_of` the log of a request that the gateway keeps. `room`: the
+    most sequences that a group may be sent at once."""
+
+    def __init__(
+        self,
+        world: World,
+        groups: Sequence[str],
+        lost_group_seconds: float,
+        room: int,
+        inside_of: Callable[[str], WorkerInternals | None],
+        log_of: Callable[[str], RequestLog | None],
+        faults: Faults,
+    ) -> None:
+        self._world, self._groups, self._faults = world, frozenset(groups), faults
+        self._lost_group_seconds, self._room = lost_group_seconds, room
+        self._inside_of, self._log_of = inside_of, log_of
+        self._outages = Outages({GATEWAY: frozenset({self._groups})})  # while no group lives
+        self._known = Outages({GATEWAY: frozenset({self._groups})})  # the same, as the launcher has announced it
+        self._placed: dict[str, tuple[str, int]] = {}  # request -> group and attempt whose tokens count
+        self._attempts: dict[str, int] = {}  # request -> its latest attempt
+        self._began: dict[str, float] = {}  # open requests: when they were placed
+        self.no_group_seconds: dict[str, float] = {}  # of requests that have ended: for how long, at most, no group was left
+        self.ran_alone: set[str] = set()  # requests that a group computed alone when it crashed or hung
+        world.deaths.append(self._on_death)
+
+    def on_event(self, event: events.Event) -> None:
+        """Call this before the gateway handles the event."""
+        now = self._world.loop.time()
+        match event:
+            case events.WorkerLost(name, while_loading=False) | events.WorkerMarkedDead(name, is_killed=False) if name in self._groups:
+                self._placed = {request: placed for request, placed in self._placed.items() if placed[0] != name}
+                for outages in (self._outages, self._known):
+                    outages.down(name, now)
+            case events.WorkerRestarted(name) | events.WorkerCleared(name) if name in self._groups:
+                for outages in (self._outages, self._known):
+                    outages.up(GATEWAY, name, now)
+
+    def on_submit(self, group: str, control: Submit) -> None:
+        """Check that each attempt is sent once, with all committed tokens, and only to a group that has room (I2, I6)."""
+        request = control.request
+        if request.attempt <= self._attempts.get(request.id, -1):
+            raise InvariantError("I2", f"attempt {request.attempt} of {request.id} is sent to {group}, and was sent before")
+        if request.attempt and [*map(len, request.committed_token_ids)] != self._committed(request.id):
+            raise InvariantError("I2", f"attempt {request.attempt} of {request.id} is sent to {group} without its committed tokens")
+        self._placed[request.id], self._attempts[request.id] = (group, request.attempt), request.attempt
+        here = [log for name, (place, _) in self._placed.items() if place == group and (log := self._log_of(name)) and log.end is None]
+        if len(here) > 1 and (count := sum(len(log.choices) for log in here)) > self._room:
+            raise InvariantError("I6", f"{count} sequences are at {group}, which has room for {self._room}")
+
+    def tokens_before(self, control: Control) -> dict[str, list[int]]:
+        """For `check_tokens`: the committed tokens of the requests of a message."""
+        return {token.request_id: self._committed(token.request_id) for token in _tokens_of(control)}
+
+    def check_tokens(self, worker: str, control: Control, before: dict[str, list[int]]) -> None:
+        """Check that the message has changed no request but of the group and attempt that have it (I2)."""
+        for token in _tokens_of(control):
+            placed = self._placed.get(token.request_id)
+            if placed != (worker, token.attempt) and self._committed(token.request_id) != before[token.request_id]:
+                which = f"attempt {token.attempt} of {token.request_id} at {worker}"
+                raise InvariantError("I2", f"a token of {which} was committed, which has {placed or 'no group'}")
+
+    def open(self, request_id: str) -> None:
+        self._began[request_id] = self._world.loop.time()
+
+    def look(self, is_open: Callable[[str], bool]) -> None:
+        """Note the requests that have ended, and check that none waits too long for a group (I5)."""
+        now = self._world.loop.time()
+        lost_since = next((begin for begin, end in self._known.intervals(GATEWAY, now)[-1:] if end == now), now)
+        for request_id, began in list(self._began.items()):
+            if not is_open(request_id):
+                self.no_group_seconds[request_id] = self._outages.longest(GATEWAY, began, now)
+                del self._began[request_id]
+            elif now - max(began, lost_since) > self._lost_group_seconds + LATE_SECONDS and not self._faults.has_met(GATEWAY):
+                raise InvariantError("I5", f"{request_id} still waits for a group, and none is left since {lost_since:.6f} s")
+
+    def _on_death(self, process: SimulatedProcess) -> None:
+        """Called at the moment of the death, before any other process is notified."""
+        now = self._world.loop.time()
+        for name in sorted(self._groups):
+            if self._world.processes.get(name) is process:
+                self._outages.down(name, now)
+                if (inside := self._inside_of(name)) is not None and self._faults.may_recur(name):
+                    self._note_trial(name, inside.on_trial())
+
+    def _committed(self, request_id: str) -> list[int]:
+        """The number of committed tokens of each choice; none when the log is gone."""
+        log = self._log_of(request_id)
+        return [len(choice.token_ids) for choice in log.choices] if log is not None else []
+
+    def _note_trial(self, group: str, trial: tuple[Request, int] | None) -> None:
+        """Note a request of which a choice ran alone. No token of it has been committed since; the group may have computed one."""
+        if trial is None or self._placed.get(trial[0].id) != (group, trial[0].attempt):
+            return
+        request, choice = trial
+        committed = self._committed(request.id)
+        if committed and committed[choice] == len(request.committed_token_ids[choice]):
+            self.ran_alone.add(request.id)
+
+
+def _tokens_of(control: Control) -> tuple[Token, ...]:
+    return control.tokens if isinstance(control, Tokens) else ()

@@ -1,0 +1,103 @@
+"""Lists the planted bugs in the recovery of attention groups: moved requests, suspects, credits and rows of dead clients. See planted.py."""
+
+# ruff: noqa: E501  (code within strings)
+
+from __future__ import annotations
+
+from simulation.planting import Bug, body, bug
+
+GATEWAY = "flowrt.gateway.gateway"
+PLACEMENT = "flowrt.gateway.placement"
+REQUESTS = "flowrt.gateway.requests"
+GROUP_CHANGES = "flowrt.launcher.group_changes"
+RESTARTS = "flowrt.launcher.restarts"
+RUN_STATE = "flowrt.launcher.run_state"
+LINK_LOSS = "flowrt.launcher.link_loss"
+RUNNER = "flowrt.dataflow.runner"
+MEMBERSHIP = "flowrt.workers.membership"
+GROUP = "flowrt.workers.group"
+SEQUENCE = "flowrt.engine.sequence"
+
+GROUP_BUGS: tuple[Bug, ...] = (
+    # the loss of a group is noticed and announced
+    body("loss-unannounced", "the loss of a worker is never announced", RESTARTS, "Restarts.fence", "pass"),
+    bug("lost-twice", "the loss of one incarnation is announced twice", (
+        RESTARTS, "Restarts.fence", "process.is_fenced or ", "")),
+    bug("marked-dead-keeps-requests", "a group that is marked dead and must not be killed keeps its requests", (
+        GROUP_CHANGES, "apply_group_change", "requests.lose_group(name, f'was marked dead: {why}', is_alive=True)", "pass")),
+    bug("peers-name-dead", "a new incarnation is told to link with a peer that has died", (
+        RUN_STATE, "RunState._send_peers", "WorkerState.LINKING <= each.state <= WorkerState.STOPPING", "each.name in self._addresses")),
+    bug("earlier-loss-kills", "the loss of a link to an earlier incarnation ends a living process", (
+        LINK_LOSS, "LinkLoss.on_link_lost", "lost.incarnation not in ('', peer.incarnation)", "False")),
+    # requests move as new attempts
+    bug("requests-stay", "requests of a lost group stay there", (
+        GATEWAY, "Gateway.lose_group", "logs = [log for log in self._active.values() if log.group == group]", "logs = []")),
+    bug("attempt-kept", "a moved request keeps its attempt", (
+        GATEWAY, "Gateway.lose_group", "log.attempt += 1", "pass")),
+    bug("old-attempts-count", "tokens of any attempt and group are committed", (
+        GATEWAY, "Gateway.on_token", "if log is None or token.attempt != log.attempt or log.group != group:", "if log is None:"), (
+        RUN_STATE, "RunState.accepts_messages", "self.is_current(worker, incarnation) and (not self._table.workers[worker].process.is_fenced)", "self.is_current(worker, incarnation)")),
+    bug("old-ends-count", "ends of any attempt and group are accepted", (
+        GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt or log.group != group:", "if log is None:"), (
+        RUN_STATE, "RunState.accepts_messages", "self.is_current(worker, incarnation) and (not self._table.workers[worker].process.is_fenced)", "self.is_current(worker, incarnation)")),
+    body("stale-submit", "a request that was moved is still sent to its old group", GATEWAY, "Gateway.is_placed", "return True"),
+    bug("placed-in-lost-group", "requests are placed in lost groups", (
+        PLACEMENT, "Placement._closed_groups", "full | self._lost.keys()", "full")),
+    body("readmission-forgotten", "a restarted group gets no requests", PLACEMENT, "Placement.readmit", "pass"),
+    bug("readmitted-requests-wait", "requests that wait when a group returns are not placed", (
+        GATEWAY, "Gateway.readmit_group", "return self._place_waiting()", "return []")),
+    bug("room-ignored", "a group is sent any number of sequences", (
+        PLACEMENT, "Placement._closed_groups", "load.num_sequences + num_choices > self._capacity", "False")),
+    bug("load-kept", "the load of a lost group is not reset", (
+        PLACEMENT, "Placement.remove", "self._count(log, -1)", "pass")),
+    body("never-given-up", "requests wait for ever when no group is left", PLACEMENT, "Placement.expired", "return []"),
+    bug("given-up-early", "requests wait for half the time when no group is left", (
+        PLACEMENT, "Placement.__init__", "self._lost_group_seconds, self._now = (lost_group_seconds, now)", "self._lost_group_seconds, self._now = (lost_group_seconds / 2, now)")),
+    bug("given-up-with-a-group", "requests are given up although a group is left", (
+        PLACEMENT, "Placement._has_no_group", "self._lost.keys() >= self.loads.keys()", "bool(self._lost)")),
+    bug("drained-early", "a drain does not wait for requests that move", (
+        REQUESTS, "Requests._note_drained", "not self.gateway.num_unfinished", "not sum(load.num_sequences for load in self.gateway.loads.values())")),
+    # what a moved request continues from
+    bug("tokens-not-replayed", "a moved request begins without its committed tokens", (
+        GATEWAY, "_request_of", "if log.attempt else ()", "if log.attempt < 0 else tuple((() for choice in log.choices))")),
+    bug("replayed-as-prompt", "replayed tokens count as prompt tokens", (
+        SEQUENCE, "Sequence.__post_init__", "self.num_prompt_tokens = len(request.prompt_token_ids)", "self.num_prompt_tokens = len(self.tokens)")),
+    bug("last-token-replayed-twice", "the last committed token is replayed twice", (
+        SEQUENCE, "Sequence.__post_init__", "*committed]", "*committed, *committed[-1:]]")),
+    bug("replay-of-first-choice", "each choice replays the tokens of the first", (
+        SEQUENCE, "Sequence.__post_init__", "request.committed_token_ids[self.choice] if", "request.committed_token_ids[0] if")),
+    bug("penalties-lost", "penalties do not count replayed tokens", (
+        SEQUENCE, "Sequence.__post_init__", "**Counter(committed)", "**{}")),
+    bug("seed-redrawn", "each attempt draws with another seed", (
+        GATEWAY, "_request_of", "seed=log.seed", "seed=log.seed + log.attempt")),
+    # suspects
+    bug("alone-unreported", "a group does not report that it computes a suspect alone", (
+        GROUP, "Group._emit", "self._send(RunsAlone(start.on_trial.request.id, start.on_trial.request.attempt))", "pass")),
+    bug("suspect-in-company", "a suspect is computed beside other requests", (
+        SEQUENCE, "Sequence.runs_alone", "return self.is_suspect or self.is_on_trial", "return self.is_suspect")),
+    bug("proven-by-one-choice", "a suspect is cleared by the token of one of its choices", (
+        PLACEMENT, "Placement.prove", "if log.unproven:", "if False:")),
+    bug("trial-never-over", "the trial of a suspect that has ended is never over", (
+        PLACEMENT, "Placement._end_trial", "del self._trials[log.group]", "pass")),
+    bug("innocent-blamed", "the oldest request of a crashed group is blamed", (
+        PLACEMENT, "Placement.suspect", "trial = self._trials.get(group)\n    if trial is not None and trial.ran_alone:\n        return trial", "return next(iter(logs), None)")),
+    bug("kill-blames", "a suspect whose group is killed from outside is blamed", (
+        RESTARTS, "Restarts.fence", "if process.cause is None and process.how not in FROM_OUTSIDE:\n        process.may_recur = process.how.startswith(('exited', 'was killed'))", "process.may_recur = True")),
+    bug("crash-blames-none", "requests of a crashed group are not suspected", (
+        RESTARTS, "Restarts.fence", "process.how.startswith(('exited', 'was killed'))", "False")),
+    bug("hang-blames-none", "requests of a hung group are not suspected", (
+        RUN_STATE, "RunState.on_detector_report", "found.process.may_recur |= not report.is_stopped", "pass")),
+    # what others keep of a dead client
+    bug("ended-source-unfenced", "a server does not fence the tags of a dead client", (
+        RUNNER, "Runner.end_peer", "self._fences.end_source(source)", "pass")),
+    bug("rows-of-dead-kept", "a server keeps the rows and firings of a dead client", (
+        RUNNER, "Runner.end_peer", "self._drop_stale()", "pass")),
+    bug("inbound-not-renewed", "a server expects the credits of a dead client back", (
+        RUNNER, "Runner.end_peer", "self._inbound.renew(peer)", "pass")),
+    bug("credits-to-successor", "a firing of a dead client returns its credits to the next incarnation", (
+        RUNNER, "Runner._consume", "if not self._fences.has_ended(firing.tag.source):", "if True:")),
+    bug("response-to-successor", "the response to a dead client goes to its next incarnation", (
+        RUNNER, "Runner._finish", "if fences.is_active and fences.is_stale(output.tag):", "if False:")),
+    bug("absent-peers-open", "edges to peers that are down at the start are open", (
+        MEMBERSHIP, "Membership.__init__", "self._lose(process, '')", "pass")),
+)  # fmt: skip

@@ -1,0 +1,96 @@
+"""Attention groups that die in virtual time: their requests move to other groups, and no token changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from simulation.outcomes import errors, finish_reasons
+from simulation.test_deaths import SEEDS, load, requests, serve_under
+
+from flowrt.gateway.gateway import Gateway
+from flowrt.gateway.placement import Placement
+from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Fault, Hang, Pause, Scenario, Stall
+from flowrt.simulation.case import Case, Poison
+from flowrt.simulation.cases import references_of, run_case
+from flowrt.simulation.errors import InvariantError
+from flowrt.simulation.invariants import ALONE_TEXT, MAX_VICTIMS, NO_GROUP_TEXT, check
+
+FOREVER = {"at_seconds": 0.02, "for_seconds": PERMANENT_SECONDS}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Crash(process="attention.0", at_seconds=0.02),
+        Pause(process="attention.0", **FOREVER),
+        Stall(process="attention.0", **FOREVER),
+        Hang(process="attention.0", **FOREVER),
+    ],
+    ids=lambda fault: fault.kind,
+)
+def test_death_of_a_group_changes_no_token_and_its_next_incarnation_is_used(seed: int, fault: Fault) -> None:
+    graph = load("2x3.yaml", detector=not isinstance(fault, Crash))
+    outcome = serve_under(seed, graph, requests(8), fault, expect="tokens")
+    assert finish_reasons(outcome.result) == ("length",) * 8
+    assert outcome.num_faults["restarted"] == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_requests_survive_the_death_of_all_groups_and_a_server(seed: int) -> None:
+    deaths = [Crash(process=name, at_seconds=0.02 + 5e-3 * seed * place) for place, name in enumerate(("attention.0", "attention.1"))]
+    server = Crash(process="experts.1", at_seconds=0.03)
+    outcome = serve_under(seed, load("2x3.yaml", lost_group_seconds=10.0), requests(8), *deaths, server, expect="tokens")
+    assert finish_reasons(outcome.result) == ("length",) * 8
+    assert outcome.num_faults["restarted"] == 3
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_requests_end_when_no_group_returns(seed: int) -> None:
+    graph = load("2x3.yaml", restarts=0, lost_group_seconds=0.5)
+    deaths = [Crash(process=name, at_seconds=0.05) for name in ("attention.0", "attention.1")]
+    served = serve_under(seed, graph, requests(4), *deaths).result
+    assert served.failure is None
+    assert finish_reasons(served)[-1] == "error"
+    assert NO_GROUP_TEXT in (errors(served)[-1] or "")
+    case = Case(graph, tuple(requests(4)), Scenario(faults=tuple(deaths)))
+    too_early = replace(served, clients=tuple(replace(client, no_group_seconds=0.3) for client in served.clients))
+    with pytest.raises(InvariantError, match=NO_GROUP_TEXT):
+        check(case, too_early, references_of(case))
+
+
+def test_requests_that_wait_too_long_for_a_group_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Placement, "deadline", None)
+    graph = load("2x3.yaml", detector=True, restarts=0, lost_group_seconds=0.1)
+    deaths = [Crash(process=name, at_seconds=0.02) for name in ("attention.0", "attention.1")]
+    with pytest.raises(InvariantError, match=r"I5: request-\d+ still waits for a group"):
+        serve_under(1, graph, requests(3), *deaths)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_poison_ends_alone_after_two_victims(seed: int, hangs: bool) -> None:
+    graph = load("2x3.yaml", detector=hangs)
+    first, *others = requests(4, apart=1e-3)
+    first = replace(first, prompt_token_ids=tuple(range(40, 60)))
+    case = Case(graph, (first, *others), seed=seed)
+    computed = {token for reference in references_of(case)[1:] for choice in reference for token in choice}
+    outcome = run_case(replace(case, poison=Poison(max({*range(40, 60)} - computed), hangs)))
+    assert ALONE_TEXT in (errors(outcome.result)[0] or "")
+    assert finish_reasons(outcome.result)[1:] == ("length",) * 3
+    assert 1 <= outcome.num_faults["poisoned"] <= MAX_VICTIMS
+
+
+def test_third_victim_of_a_poison_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gateway, "on_runs_alone", lambda self, group, control: None)
+    case = Case(load("2x3.yaml", restarts=1, lost_group_seconds=0.5), tuple(requests(1)), poison=Poison(5))
+    with pytest.raises(InvariantError, match=r"I1: \d processes computed the poison"):
+        run_case(case)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drain_waits_for_requests_that_move(seed: int) -> None:
+    case = Case(load("2x3.yaml"), tuple(requests(4, apart=1e-3)), Scenario(faults=(Crash(process="attention.0", at_seconds=0.02),)), seed)
+    served = run_case(replace(case, drain_seconds=0.015)).result
+    assert finish_reasons(served) == ("length",) * 4
