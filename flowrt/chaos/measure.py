@@ -28,7 +28,7 @@ from flowrt.graph.model import Graph
 from flowrt.graph.recovery import survivable_processes
 from flowrt.launcher.events import Event
 from flowrt.operators.families.registry import read_model_config
-from flowrt.reliability.scenario import Crash, Scenario
+from flowrt.reliability.scenario import Crash, Hang, Scenario, Stall
 from flowrt.seams import Clock, Seams
 
 QUIET_SECONDS = 1.0  # between the end of the last request and the first look at what is left
@@ -251,6 +251,8 @@ class _Measurement:
     async def _reach(self, stretch: Stretch, load: Load) -> None:
         """Bring about the phase that the faults are to hit."""
         (process,) = stretch.scenario.faults[0].processes if stretch.phase is not None else ("",)
+        if any(isinstance(fault, Hang | Stall) for fault in stretch.scenario.faults):
+            await self.phases.wait_cleared()
         if stretch.first is not None:
             await self.injector.run(Scenario(faults=(Crash(process=stretch.first),)), self.clock.now())
             await self.found.observer.wait_until(lambda: self.found.observer.is_lost(self.found.injected_faults[-1]), QUIET_SECONDS)

@@ -35,10 +35,6 @@ class MovedRequest(NamedTuple):
     def seconds(self) -> float:
         return self.detection_seconds + self.replay_seconds + self.stall_seconds
 
-    @property
-    def wait_seconds(self) -> float:
-        return self.replay_seconds + self.stall_seconds
-
 
 def usual_times(undisturbed: Iterable[ReceivedAnswer]) -> dict[int, UsualTimes]:
     """By request number."""
@@ -73,10 +69,13 @@ def moved_requests(
     return moved
 
 
-def waits_of_new_requests(answers: Iterable[ReceivedAnswer], down: Sequence[tuple[float, float]]) -> list[float]:
-    """The time to the first token of each request that was sent while a process was down: between a verdict and the return."""
+def stalls_of_new_requests(
+    answers: Iterable[ReceivedAnswer], down: Sequence[tuple[float, float]], usual: Mapping[int, UsualTimes]
+) -> list[float]:
+    """Of each request that was sent while a process was down, between a verdict and the return: its time to the first token, less the
+    usual one."""
     return [
-        answer.tokens[0].at - answer.submitted
+        max(0.0, answer.tokens[0].at - answer.submitted - usual[answer.number].first_seconds)
         for answer in answers
-        if answer.tokens and not answer.moves and any(begin <= answer.submitted <= end for begin, end in down)
+        if answer.tokens and not answer.moves and answer.number in usual and any(begin <= answer.submitted <= end for begin, end in down)
     ]

@@ -104,6 +104,10 @@ class RunObserver:
         """From the fault to the launcher's notice of the death; inf when it never came."""
         return self._first(events.WorkerLost, injected)
 
+    def marked_seconds(self, injected: InjectedFault) -> float:
+        """From the fault to the verdict of the monitor; inf when it never came."""
+        return self._first(events.WorkerMarkedDead, injected)
+
     def is_lost(self, injected: InjectedFault) -> bool:
         return self.lost_seconds(injected) < math.inf
 

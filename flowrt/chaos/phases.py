@@ -49,6 +49,12 @@ class Phases:
         while self.phase_of(process) != phase and self._clock.now() < until:
             await self._clock.sleep(POLL_SECONDS)
 
+    async def wait_cleared(self) -> None:
+        """Wait until no request is a suspect: a group that hangs again while a suspect runs alone there proves that it is the cause."""
+        until = self._clock.now() + START_SECONDS
+        while any(log.is_suspect for log in self._all_logs()) and self._clock.now() < until:
+            await self._clock.sleep(POLL_SECONDS)
+
     def on_event(self, event: events.Event) -> None:
         """Record which requests a lost group's death moves."""
         if not isinstance(event, events.WorkerLost):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from flowrt.chaos.cells import FAULTS, PHASES, can_take, processes_by_role
 from flowrt.chaos.compare import Difference, ReceivedAnswer
 from flowrt.chaos.matrix import IMPOSSIBLE, NOT_TRIED, NOTES, Cell, Outcomes, matrix_of, matrix_rows
 from flowrt.chaos.measure import ChaosResult, expert_servers
-from flowrt.chaos.moves import MAX_WAIT_SECONDS, moved_requests, usual_times, waits_of_new_requests
+from flowrt.chaos.moves import MAX_WAIT_SECONDS, MovedRequest, UsualTimes, moved_requests, stalls_of_new_requests, usual_times
 from flowrt.chaos.observer import InjectedFault
 from flowrt.graph.model import MONITOR
 from flowrt.launcher import events
@@ -197,10 +198,14 @@ def _times(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]
     return rows
 
 
+def _moved(found: ChaosResult) -> tuple[list[MovedRequest], dict[int, UsualTimes]]:
+    usual = usual_times([*found.reference, *found.undisturbed])
+    return [each for each in moved_requests(found.answers, found.injected_faults, usual) if each.fault.phase != "start"], usual
+
+
 def _moves(found: ChaosResult) -> list[ReportRow]:
     """Of the requests that moved to other groups."""
-    usual = usual_times([*found.reference, *found.undisturbed])
-    moved = [each for each in moved_requests(found.answers, found.injected_faults, usual) if each.fault.phase != "start"]
+    moved, usual = _moved(found)
     rows = []
     for name, kinds in (("kill", ("crash",)), ("standstill", STANDSTILLS)):
         of_kind = [each for each in moved if each.fault.kind in kinds]
@@ -213,14 +218,23 @@ def _moves(found: ChaosResult) -> list[ReportRow]:
             _durations("of it: extra stall", [each.stall_seconds for each in of_kind], STALL_SECONDS, num_faults),
         ]
         if name == "standstill":
-            faults = {id(each.fault): each.fault for each in of_kind}.values()
-            lost, back = found.observer.lost_seconds, found.observer.back_seconds
-            down = [(fault.at + lost(fault), fault.at + back(fault)) for fault in faults if lost(fault) < math.inf]
-            waits = [each.wait_seconds for each in of_kind] + waits_of_new_requests(found.answers, down)
-            num_long = sum(wait > MAX_WAIT_SECONDS for wait in waits)
-            text = f"of {len(waits)}, worst {duration_text(max(waits))}"
-            rows.append(_count(f"requests that waited over {MAX_WAIT_SECONDS:g} s after the verdict", num_long, text))
+            rows += _after_verdicts(found, {id(each.fault): each.fault for each in of_kind}.values(), of_kind, usual)
     return rows
+
+
+def _after_verdicts(
+    found: ChaosResult, faults: Collection[InjectedFault], moved: Sequence[MovedRequest], usual: Mapping[int, UsualTimes]
+) -> list[ReportRow]:
+    """No request waits for a group that was marked dead."""
+    marked, lost, back = found.observer.marked_seconds, found.observer.lost_seconds, found.observer.back_seconds
+    fenced = [fault for fault in faults if marked(fault) <= lost(fault) < math.inf]
+    down = [(fault.at + lost(fault), fault.at + back(fault)) for fault in fenced]
+    stalls = [each.stall_seconds for each in moved] + stalls_of_new_requests(found.answers, down, usual)
+    num_long = sum(stall > MAX_WAIT_SECONDS for stall in stalls)
+    name = f"moved and new requests with extra stalls over {MAX_WAIT_SECONDS:g} s"
+    text = f"of {len(stalls)}, worst {duration_text(max(stalls))}"
+    delays = [lost(fault) - marked(fault) for fault in fenced]
+    return [_durations("verdict until the requests of the group move", delays, MAX_WAIT_SECONDS), _count(name, num_long, text)]
 
 
 def _memory(found: ChaosResult) -> list[ReportRow]:
@@ -321,6 +335,7 @@ def _details(found: ChaosResult) -> dict[str, Any]:
         "stretches": [[since(at) for at in pair] for pair in found.stretches],
         "events": [{"at_seconds": since(at), "event": type(event).__name__, **asdict(event)} for at, event in seen],
         "requests": [request(answer) for answer in found.answers if answer.failed],
+        "moved": [[*map(partial(round, ndigits=5), each[1:]), since(each.fault.at), each.fault.process] for each in _moved(found)[0]],
         "before": found.before,
         "after": found.after,
         "leaks": found.leaks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowrt.chaos.compare import Move, ReceivedAnswer, ReceivedToken
-from flowrt.chaos.moves import moved_requests, usual_times, waits_of_new_requests
+from flowrt.chaos.moves import moved_requests, stalls_of_new_requests, usual_times
 from flowrt.chaos.observer import InjectedFault
 
 
@@ -27,7 +27,6 @@ def test_the_time_to_the_next_token_is_split() -> None:
     assert each.replay_seconds == pytest.approx(0.07)
     assert each.stall_seconds == pytest.approx(0.21)
     assert each.seconds == pytest.approx(0.3)
-    assert each.wait_seconds == pytest.approx(0.28)
 
 
 def test_a_request_that_moves_again_before_its_token_counts_from_the_last_move() -> None:
@@ -38,6 +37,7 @@ def test_a_request_that_moves_again_before_its_token_counts_from_the_last_move()
     assert moved_requests([answer(0.9, moves=moves)], faults, usual) == []
 
 
-def test_new_requests_wait_from_their_submission() -> None:
+def test_new_requests_stall_beyond_the_usual_time_to_their_first_token() -> None:
+    usual = usual_times([answer(0.05, 0.06)])
     answers = [answer(2.5, submitted=2.0), answer(0.5), answer(2.5, submitted=2.0, moves=(Move(2.1, "attention.0", 0),))]
-    assert waits_of_new_requests(answers, [(1.0, 3.0)]) == [pytest.approx(0.5)]
+    assert stalls_of_new_requests(answers, [(1.0, 3.0)], usual) == [pytest.approx(0.45)]
