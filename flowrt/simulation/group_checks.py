@@ -38,6 +38,7 @@ class GroupChecks:
         self._known = Outages({GATEWAY: frozenset({self._groups})})  # the same, as the launcher has announced it
         self._placed: dict[str, tuple[str, int]] = {}  # request -> group and attempt whose tokens count
         self._attempts: dict[str, int] = {}  # request -> its latest attempt
+        self._wrong: list[InvariantError] = []
         self._began: dict[str, float] = {}  # open requests: when they were placed
         self.no_group_seconds: dict[str, float] = {}  # of requests that have ended: for how long, at most, no group was left
         self.ran_alone: set[str] = set()  # requests that a group computed alone when it crashed or hung
@@ -56,16 +57,17 @@ class GroupChecks:
                     outages.up(GATEWAY, name, now)
 
     def on_submit(self, group: str, control: Submit) -> None:
-        """Check that each attempt is sent once, with all committed tokens, and only to a group that has room (I2, I6)."""
+        """Check that each attempt is sent once, with all committed tokens, and only to a group that has room (I2, I6). `look` raises: the
+        gateway ignores the errors of a send."""
         request = control.request
         if request.attempt <= self._attempts.get(request.id, -1):
-            raise InvariantError("I2", f"attempt {request.attempt} of {request.id} is sent to {group}, and was sent before")
+            self._wrong.append(InvariantError("I2", f"attempt {request.attempt} of {request.id} is sent to {group}, and was sent before"))
         if request.attempt and [*map(len, request.committed_token_ids)] != self._committed(request.id):
-            raise InvariantError("I2", f"attempt {request.attempt} of {request.id} is sent to {group} without its committed tokens")
+            self._wrong.append(InvariantError("I2", f"{request.id} is sent to {group} without its committed tokens"))
         self._placed[request.id], self._attempts[request.id] = (group, request.attempt), request.attempt
         here = [log for name, (place, _) in self._placed.items() if place == group and (log := self._log_of(name)) and log.end is None]
         if len(here) > 1 and (count := sum(len(log.choices) for log in here)) > self._room:
-            raise InvariantError("I6", f"{count} sequences are at {group}, which has room for {self._room}")
+            self._wrong.append(InvariantError("I6", f"{count} sequences are at {group}, which has room for {self._room}"))
 
     def tokens_before(self, control: Control) -> dict[str, list[int]]:
         """For `check_tokens`: the committed tokens of the requests of a message."""
@@ -84,6 +86,8 @@ class GroupChecks:
 
     def look(self, is_open: Callable[[str], bool]) -> None:
         """Note the requests that have ended, and check that none waits too long for a group (I5)."""
+        if self._wrong:
+            raise self._wrong[0]
         now = self._world.loop.time()
         lost_since = next((begin for begin, end in self._known.intervals(GATEWAY, now)[-1:] if end == now), now)
         for request_id, began in list(self._began.items()):
