@@ -77,10 +77,12 @@ class Listening(Control, frozen=True):
 
 
 class Peers(Control, frozen=True):
-    """Addresses (process -> scheme -> address) and incarnations of the processes that are up. PeerJoined follows for each other one."""
+    """Addresses (process -> scheme -> address) and incarnations of the processes that are up. PeerJoined follows for each other one.
+    `restarting`: processes that a recovery policy restarts now."""
 
     addresses: dict[str, dict[str, str]]
     incarnations: dict[str, str]
+    restarting: tuple[str, ...] = ()
 
 
 class Connected(Control, frozen=True):
@@ -202,11 +204,16 @@ class LinkLost(Control, frozen=True):
 
 
 class PeerLeft(Control, frozen=True):
-    """To a worker: this incarnation of `process` has ended and must not be used. May come twice, before or after the link to it ends."""
+    """To a worker: this incarnation of `process` has ended and must not be used. May come twice, before or after the link to it ends.
+
+    is_restarting: a recovery policy restarts it. While it does, the time in which its experts are unavailable does not count. A second
+    message, without it, says that the process stays down.
+    """
 
     process: str
     incarnation: str
     why: str
+    is_restarting: bool = False
 
 
 class PeerJoined(Control, frozen=True):

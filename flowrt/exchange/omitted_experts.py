@@ -53,6 +53,13 @@ class OmittedExperts:
         self._omitted = omitted
         return is_new
 
+    def postpone(self) -> None:
+        """Count the time without a replica from now on, except of experts that are left out already."""
+        now = self._now()
+        self._since = {
+            (layer, expert): since if expert in self._omitted.get(layer, ()) else now for (layer, expert), since in self._since.items()
+        }
+
     @property
     def has_omitted(self) -> bool:
         return bool(self._omitted)

@@ -231,13 +231,15 @@ class Gateway:
 
     # When groups are lost and return
 
-    def lose_group(self, group: str, why: str, *, may_recur: bool = False, is_alive: bool = False) -> list[Decision]:
+    def lose_group(
+        self, group: str, why: str, *, may_recur: bool = False, is_alive: bool = False, is_restarting: bool = False
+    ) -> list[Decision]:
         """Move all requests of a group, and place no more there until `readmit_group`. `why` continues a sentence about the group.
 
         may_recur: the group crashed or hung, and what it computed may be the reason (see placement.py). is_alive: the group may continue
-        later; the returned cancels free its resources.
+        later; the returned cancels free its resources. is_restarting: requests wait for it without limit until `give_up_group`.
         """
-        self._placement.lose(group, why)
+        self._placement.lose(group, why, is_restarting=is_restarting)
         logs = [log for log in self._active.values() if log.group == group]
         cause = self._placement.suspect(group, logs) if may_recur else None
         decisions: list[Decision] = []
@@ -252,6 +254,11 @@ class Gateway:
                 log.attempt += 1
                 self._placement.add(log)
         return decisions + self._place_waiting()
+
+    def give_up_group(self, group: str) -> list[Decision]:
+        """The group stays down for now: when no other is left, requests wait no longer than `lost_group_seconds`."""
+        self._placement.give_up(group)
+        return []
 
     def readmit_group(self, group: str) -> list[Decision]:
         """Place requests in a lost group again."""

@@ -28,6 +28,7 @@ class Placement:
         self._capacity = SEQUENCES_AHEAD * max_num_seqs
         self._lost_group_seconds, self._now = lost_group_seconds, now
         self._lost: dict[str, str] = {}  # group -> why
+        self._restarting: set[str] = set()  # lost groups that a recovery policy restarts
         self._no_group_since = now()  # valid while no group is left
         self._waiting: list[RequestLog] = []  # the oldest first
         self._trials: dict[str, RequestLog] = {}  # group -> the suspect that runs there
@@ -41,7 +42,8 @@ class Placement:
 
     @property
     def _has_no_group(self) -> bool:
-        return self._lost.keys() >= self.loads.keys()
+        """Whether no group is left, and none is restarted on purpose."""
+        return self._lost.keys() >= self.loads.keys() and not self._restarting
 
     def add(self, log: RequestLog) -> None:
         """Queue a request that has no group. `place_waiting` follows."""
@@ -94,15 +96,24 @@ class Placement:
             log.is_suspect = True
         return None
 
-    def lose(self, group: str, why: str) -> None:
-        """Place no more requests in this group."""
+    def lose(self, group: str, why: str, *, is_restarting: bool = False) -> None:
+        """Place no more requests in this group. `is_restarting`: a recovery policy restarts it."""
         if not self._has_no_group:
             self._no_group_since = self._now()
+        if is_restarting:
+            self._restarting.add(group)
         self._lost[group] = why
+
+    def give_up(self, group: str) -> None:
+        """Wait for this group no longer than for any other lost one."""
+        if not self._has_no_group:
+            self._no_group_since = self._now()
+        self._restarting.discard(group)
 
     def readmit(self, group: str) -> None:
         """Place requests in a lost group again. `place_waiting` follows."""
         self._lost.pop(group, None)
+        self._restarting.discard(group)
 
     def expired(self) -> list[RequestLog]:
         """The waiting requests that are given up now."""

@@ -144,10 +144,15 @@ class Requests:
             case RunsAlone():
                 self.gateway.on_runs_alone(group, control)
 
-    def lose_group(self, group: str, why: str, *, may_recur: bool = False, is_alive: bool = False) -> None:
+    def lose_group(self, group: str, why: str, **how: bool) -> None:
         """Move the requests of a group; the arguments are those of `Gateway.lose_group`. No-op for other workers."""
         if group in self._outgoing:
-            self._carry_out(self.gateway.lose_group(group, why, may_recur=may_recur, is_alive=is_alive))
+            self._carry_out(self.gateway.lose_group(group, why, **how))
+
+    def give_up_group(self, group: str) -> None:
+        """Limit the time that requests wait for this lost group. No-op for other workers."""
+        if group in self._outgoing:
+            self._carry_out(self.gateway.give_up_group(group))
 
     def readmit_group(self, group: str) -> None:
         """Place requests in a lost group again. No-op for other workers."""

@@ -213,7 +213,9 @@ class ReliabilitySettings:
     """What happens when a process dies, hangs or is slow."""
 
     detector: bool = _key(True, "Detect processes that hang.")
-    recovery: Literal["fine", "off"] = _key("fine", "fine: recover each process by the state it keeps; off: any death ends the run.")
+    recovery: Literal["fine", "restart_role", "restart_all", "off"] = _key(
+        "fine", "Restarted after a death: the process, its role, or all; off: any death ends the run."
+    )
     unavailable_expert_seconds: float = _key(5.0, "How long requests wait for an expert without any replica.", **_SECONDS)
     lost_group_seconds: float = _key(30.0, "How long requests wait for a group while none is left.", **_SECONDS)
     suspect_seconds: float = _key(0.4, "Without progress for so long: suspected.", **_SECONDS)

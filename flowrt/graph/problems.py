@@ -37,10 +37,6 @@ _UNBUILT: dict[Path_, tuple[Callable[[Any], bool], str]] = {
     ("deploy", "hosts"): (_is_given, _HOSTS),
     ("prefill",): (_is_given, _PREFILL),
     ("hosts",): (_is_given, _HOSTS),
-    ("reliability", "recovery"): (
-        lambda value: value in ("restart_role", "restart_all"),
-        "this recovery is not built yet; write fine or off",
-    ),
 }
 _WORDINGS = {  # pydantic's kind of error -> its text
     "value_error": "{error}",

@@ -24,13 +24,15 @@ class Recovery(StrEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """`keeps`: the state of the process's operators, or the name of a process of flowrt. `is_built`: otherwise the death ends the run."""
+    """`keeps`: the state of the process's operators, or the name of a process of flowrt. `is_built`: otherwise the death ends the run.
+    `restart_rank`: of processes that are restarted together, those of a lower rank start first: decode before prefill."""
 
     keeps: str
     lost: str
     recovery: Recovery
     effect: str
     is_built: bool = True
+    restart_rank: int = 0
 
 
 RULES: dict[str, Rule] = {

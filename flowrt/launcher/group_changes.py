@@ -9,8 +9,10 @@ from flowrt.launcher import events
 def apply_group_change(event: events.Event, requests: Requests) -> None:
     """Call this with every event of the launcher."""
     match event:
-        case events.WorkerLost(name, how, while_loading, may_recur) if not while_loading:
-            requests.lose_group(name, how, may_recur=may_recur)
+        case events.WorkerLost(name, how, while_loading, may_recur, is_restarting) if not while_loading:
+            requests.lose_group(name, how, may_recur=may_recur, is_restarting=is_restarting)
+        case events.WorkerGivenUp(name):
+            requests.give_up_group(name)
         case events.WorkerMarkedDead(name, why, is_killed) if not is_killed:
             requests.lose_group(name, f"was marked dead: {why}", is_alive=True)
         case events.WorkerRestarted(name) | events.WorkerCleared(name):

@@ -42,6 +42,7 @@ class Restarts:
             process.died_seconds = None
             process.num_restarts += 1
         self._restart(process)
+        table.wake_waiting()
 
     def fence(self, name: str) -> None:
         """Announce the loss of a process that has died or is dying, and accept no more of its messages.
@@ -56,7 +57,8 @@ class Restarts:
             process.may_recur = process.how.startswith(("exited", "was killed"))
         how = "; ".join(each for each in (process.cause, process.how) if each) or "has ended"
         for worker in process.workers:
-            self._table.announce(events.WorkerLost(worker.name, how, self._table.phase == RunPhase.LOADING, process.may_recur))
+            while_loading = self._table.phase == RunPhase.LOADING
+            self._table.announce(events.WorkerLost(worker.name, how, while_loading, process.may_recur, process.is_restarting))
 
     def on_fork_failed(self, process: ProcessRecord, error: UserError | WorkerDiedError) -> None:
         """The system refused, or the fork server has ended. A restart is tried again, after a refusal within the restart budget."""
@@ -88,14 +90,28 @@ class Restarts:
         self.on_dead(process)
 
     def fork_again(self, name: str) -> None:
-        process = self._table.processes[name]
-        if not self._fork_server.can_fork(process):
-            return
-        self._table.renew(process, [worker.name for worker in process.workers])
-        self._table.act(StartProcess(name, self._table.identities(process)))
+        """Start a new incarnation, unless the process waits for others that are restarted with it, or for a fork server."""
+        table, process = self._table, self._table.processes[name]
+        if self._must_wait(process):
+            table.waiting.add(name)
+        elif self._fork_server.can_fork(process):
+            table.renew(process, process.names)
+            table.act(StartProcess(name, table.identities(process)))
+            table.wake_waiting()
+
+    def _must_wait(self, process: ProcessRecord) -> bool:
+        """Whether a process that is restarted with this one has not ended yet, or has a lower rank and has not been started."""
+        rank_of = self._table.policy.rank_of
+        return any(
+            other.is_ending or (other.is_next and rank_of(other.names) < rank_of(process.names))
+            for other in self._table.restarted_with(process)
+        )
 
     def _restart(self, process: ProcessRecord) -> None:
-        """Restart the process when its restart budget allows it."""
+        """Restart the process when its restart budget allows it. A death on purpose costs no budget."""
+        if process.is_killed_on_purpose:
+            self.fork_again(process.name)
+            return
         decision = self._budget.on_death(process.name, self._table.now)
         if isinstance(decision, Restart):
             self._table.set_timer(TimerKind.RESTART, decision.delay_seconds, process.name)

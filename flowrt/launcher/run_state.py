@@ -229,7 +229,7 @@ class RunState:
                 table.notify(each, (MONITOR,), PeerJoined(each.name, each.incarnation, {}, each.pid))
             if process.died_seconds is not None:
                 table.announce(events.WorkerRestarted(each.name, each.pid, table.now - process.died_seconds))
-        process.died_seconds = None
+        process.died_seconds, process.is_restarting = None, False
         if table.phase == RunPhase.CONNECTING and all(each.phase == ProcessPhase.UP for each in table.processes.values()):
             table.phase = RunPhase.RUNNING
             table.announce(events.Ready(table.now - self._began))
@@ -334,8 +334,9 @@ class RunState:
         up = [each for each in self._table.workers.values() if WorkerState.LINKING <= each.state <= WorkerState.STOPPING]
         incarnations = {each.name: each.incarnation for each in up if each.name != MONITOR}
         addresses = {name: self._addresses[name] for name in incarnations}
+        restarting = tuple(set(self._table.restarting_on_purpose()) - incarnations.keys())
         for worker in workers:
-            self._table.act(Send(worker.name, Peers(addresses, incarnations)))
+            self._table.act(Send(worker.name, Peers(addresses, incarnations, restarting)))
 
     # The monitor.
 

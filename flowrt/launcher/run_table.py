@@ -23,6 +23,7 @@ from flowrt.graph.model import MONITOR, Graph
 from flowrt.graph.recovery import RULES, neighbours, rule_of, survivable_processes
 from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send
 from flowrt.launcher.events import Event, WorkerGivenUp
+from flowrt.launcher.recovery_policy import RecoveryPolicy
 from flowrt.transports.contract import Identity
 
 LAST_MESSAGES_SECONDS = 0.5  # for a dying process to close its control connection, and to read the last messages of an ended one
@@ -124,7 +125,8 @@ class WorkerRecord:
 class ProcessRecord:
     """One process. `can_restart`: the run can lose all its workers. `cause`: why it died, where more than the exit status is known.
     `may_recur`: it crashed or hung, and what it computed may be the reason. `is_fenced`: it has died, and no more of its messages are
-    accepted."""
+    accepted. `is_killed_on_purpose`: it was killed to be restarted with another one that died. `is_restarting`: `restart_role` or
+    `restart_all` restarts it, and it is not given up."""
 
     name: str
     can_restart: bool
@@ -138,7 +140,23 @@ class ProcessRecord:
     is_given_up: bool = False
     is_fenced: bool = False
     may_recur: bool = False
+    is_killed_on_purpose: bool = False
+    is_restarting: bool = False
     num_restarts: int = 0
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it dies and its exit is awaited."""
+        return ProcessPhase.DYING <= self.phase < ProcessPhase.DEAD and not self.is_given_up
+
+    @property
+    def is_next(self) -> bool:
+        """Whether it has died and is about to be started."""
+        return self.phase == ProcessPhase.DEAD and not self.is_given_up
+
+    @property
+    def names(self) -> list[str]:
+        return [worker.name for worker in self.workers]
 
     @property
     def is_open(self) -> bool:
@@ -157,6 +175,7 @@ class RunTable:
         self._survivable = survivable_processes(graph) | {MONITOR}
         self._eager = {end for edge in graph.edges.values() if edge.open == "start" for end in graph.ends_of(edge)}
         self._state_kept = {name: list(RULES).index(rule_of(graph, name).keeps) for name in graph.process_names()}
+        self.policy = RecoveryPolicy(graph)
         self.neighbours = neighbours(graph)
         self.processes: dict[str, ProcessRecord] = {}
         self.workers: dict[str, WorkerRecord] = {}
@@ -164,6 +183,7 @@ class RunTable:
         self.now = 0.0
         self.actions: list[Action] = []
         self.timers: dict[tuple[TimerKind, str], float] = {}
+        self.waiting: set[str] = set()  # dead processes that start after others that are restarted with them
 
     def add(self, name: str, workers: Sequence[str], is_task: bool) -> ProcessRecord:
         can_restart = not is_task and self._survivable.issuperset(workers)
@@ -174,7 +194,7 @@ class RunTable:
     def renew(self, process: ProcessRecord, workers: Sequence[str]) -> None:
         """Give the process new incarnations of its workers."""
         process.phase, process.how, process.cause = ProcessPhase.FORKING, "", None
-        process.is_given_up = process.is_fenced = process.may_recur = False
+        process.is_given_up = process.is_fenced = process.may_recur = process.is_killed_on_purpose = False
         process.workers = [WorkerRecord(name, process, self._new_incarnation()) for name in workers]
         self.workers |= {worker.name: worker for worker in process.workers}
 
@@ -201,6 +221,12 @@ class RunTable:
         for kind in OF_PROCESS:
             self.timers.pop((kind, process.name), None)
 
+    def wake_waiting(self) -> None:
+        """Decide again which of the waiting processes start."""
+        for name in self.waiting:
+            self.set_timer(TimerKind.RESTART, 0.0, name)
+        self.waiting.clear()
+
     def notify(self, worker: WorkerRecord, names: Iterable[str], control: PeerLeft | PeerJoined) -> None:
         """Send a notice about `worker` to other processes. One that does not link yet needs none: its Peers will contain the news."""
         for name in names:
@@ -215,6 +241,10 @@ class RunTable:
         process.is_given_up = True
         for worker in process.workers:
             self.announce(WorkerGivenUp(worker.name, why, retry_seconds))
+            if process.is_restarting:
+                self.notify(worker, self.neighbours.get(worker.name, ()), PeerLeft(worker.name, worker.incarnation, why))
+        process.is_restarting = False
+        self.wake_waiting()
 
     # Deaths.
 
@@ -231,6 +261,15 @@ class RunTable:
         links open at their first use."""
         return process.can_restart and (process.links_are_lazy or self.phase != RunPhase.CONNECTING)
 
+    def restarted_with(self, process: ProcessRecord) -> list[ProcessRecord]:
+        """The other processes that the recovery policy restarts when this one dies."""
+        others = [other for other in self.processes.values() if other is not process and self.can_lose(other)]
+        return [other for other in others if self.policy.is_restarted_with(other.names, process.names)]
+
+    def restarting_on_purpose(self) -> list[str]:
+        """The workers that the recovery policy restarts now, in the graph's order."""
+        return [name for name, worker in self.workers.items() if worker.process.is_restarting]
+
     def can_fence(self, process: ProcessRecord) -> bool:
         is_living = process.phase in (ProcessPhase.STARTING, ProcessPhase.UP)
         return is_living and self.phase < RunPhase.STOPPING and self.can_lose(process)
@@ -239,15 +278,28 @@ class RunTable:
         """Handle the first sign of a death."""
         if process.phase >= ProcessPhase.DYING:
             return
+        is_lost = process.phase == ProcessPhase.UP and self.phase == RunPhase.RUNNING and self.can_lose(process)
         process.phase, process.died_seconds = ProcessPhase.DYING, self.now
+        if is_lost and process.name != MONITOR:
+            process.is_restarting = self.policy.restarts_others
         if self.can_lose(process):
             self.set_timer(TimerKind.FENCE, FENCE_SECONDS, process.name)
             for worker in process.workers:
                 if worker.advance(WorkerState.LEFT):
-                    left = PeerLeft(worker.name, worker.incarnation, process.cause or why)
+                    left = PeerLeft(worker.name, worker.incarnation, process.cause or why, process.is_restarting)
                     self.notify(worker, (*self.neighbours.get(worker.name, ()), MONITOR), left)
         if process.can_restart:
             self.set_timer(TimerKind.NO_REAP, REAP_SECONDS, process.name)
+        if is_lost and not process.is_killed_on_purpose:
+            self._kill_others(process)
+
+    def _kill_others(self, process: ProcessRecord) -> None:
+        """Kill the processes that are restarted with this one. One that starts already has served no request yet, and goes on."""
+        for other in self.restarted_with(process):
+            if other.phase == ProcessPhase.UP:
+                other.is_killed_on_purpose = True
+                other.cause = f"is restarted with {process.name}"
+                self.kill(other, other.cause)
 
     def kill(self, process: ProcessRecord, why: str) -> None:
         self.note_dying(process, why)

@@ -135,7 +135,7 @@ def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
         reliability=replace(
             graph.reliability,
             detector=chance.random() < 0.3,
-            recovery="fine" if chance.random() < 0.8 else "off",
+            recovery=chance.choices(("fine", "restart_role", "restart_all", "off"), (50, 15, 15, 20))[0],
             unavailable_expert_seconds=chance.choice((0.1, 0.1, 1.0, 5.0)),
             lost_group_seconds=chance.choice((0.1, 0.5, 2.0, 10.0)),
             restarts=chance.choice((0, 1, 3, 3)),

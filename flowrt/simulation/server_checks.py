@@ -75,7 +75,7 @@ class ServerChecks:
                     self._wrong.append(f"{name} was lost again before it was back: {how}")
                 self._lost.add(name)
                 self._outages.down(name, now)
-                if not self._is_faulty(name):
+                if not (self._is_faulty(name) or how.startswith("is restarted with ")):
                     self._wrong.append(f"{name} was lost, and no fault hit it: {how}")
             case events.Straggler(name, seconds):
                 self._wrong.append(f"{name} did not stop within {seconds:g} s, when all faults had healed")

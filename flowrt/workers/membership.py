@@ -8,7 +8,7 @@ Events may come twice and in any order: a link may end before or after the launc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from flowrt.actors.control import Control, ExpertsUnavailable, LateResponse, LinkLost, PeerJoined, PeerLeft
 from flowrt.exchange.failover import Failover
@@ -27,7 +27,7 @@ class Membership:
     """Handles lost and joined peers.
 
     `tasks` owns the tasks started here. `incarnations` holds the initial incarnation of every process that is up; each other peer counts
-    as lost until it joins.
+    as lost until it joins. `restarting`: those that a recovery policy restarts.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Membership:
         clock: Clock,
         tasks: asyncio.TaskGroup,
         incarnations: Mapping[str, str],
+        restarting: Collection[str] = (),
     ) -> None:
         self._links, self._runner, self._send, self._clock, self._tasks = data_path.links, data_path.runner, send, clock, tasks
         self._failover, self._hedges = data_path.failover, data_path.hedges
@@ -45,6 +46,7 @@ class Membership:
         self._unavailable_expert_seconds, self._degrades = settings.unavailable_expert_seconds, settings.unavailable_expert == "degrade"
         self._incarnations = dict(incarnations)  # process -> its current incarnation
         self._ended: set[tuple[str, str]] = set()  # (process, incarnation)
+        self._restarting = set(restarting)  # by a recovery policy; meanwhile, no unavailable expert is given up
         self._lost_since = 0.0  # time since which an expert has had no replica
         self._latest_report = ExpertsUnavailable("")
         self._reported_at: dict[str, float] = {}  # process -> when last
@@ -66,6 +68,7 @@ class Membership:
             self._tasks.create_task(self._join(control), name=f"join {control.process}")
             return
         self._links.drop(control.process, control.incarnation)
+        (self._restarting.add if control.is_restarting else self._restarting.discard)(control.process)
         self._end(control.process, control.incarnation)
 
     def _end(self, process: str, incarnation: str) -> bool:
@@ -87,6 +90,7 @@ class Membership:
     async def _join(self, joined: PeerJoined) -> None:
         if await self._links.join(joined.process, joined.incarnation, joined.addresses):
             self._incarnations[joined.process] = joined.incarnation
+            self._restarting.discard(joined.process)
             self._runner.join_peer(joined.process)
             if self._failover is not None:
                 self._failover.mark_joined(joined.process)
@@ -103,7 +107,11 @@ class Membership:
             if text is None:
                 group.accept()
                 self._report_unavailable(ExpertsUnavailable(""))
-            elif self._degrades:
+                continue
+            if self._restarting & failover.processes:
+                self._lost_since = self._clock.now()
+                failover.client.omitted.postpone()
+            if self._degrades:
                 if failover.client.omitted.omit_unavailable(self._unavailable_expert_seconds):
                     group.roll_back()  # steps that wait for these experts are computed again without them
                 self._report_unavailable(ExpertsUnavailable(text, "degrade" if failover.client.omitted.has_omitted else "wait"))

@@ -191,7 +191,7 @@ class Worker:
         await data_path.links.open(peers.addresses, peers.incarnations)
         send(Connected())
         async with asyncio.TaskGroup() as tasks:
-            self._membership = Membership(self._graph, data_path, send, clock, tasks, peers.incarnations)
+            self._membership = Membership(self._graph, data_path, send, clock, tasks, peers.incarnations, peers.restarting)
             for lost in self._early_losses:
                 self._membership.on_lost(*lost)
             for notice in self._early_notices:
