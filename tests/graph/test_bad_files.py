@@ -230,7 +230,7 @@ BAD = {
         ["a.y -> b.x has link ub, a.y -> c.x has no link", "write the same on both"],
     ),
     "unknown reliability key": (MODEL + "reliability: {recover: off}\n", 3, "reliability.recover", ["unknown key", "recovery"]),
-    "recovery": (MODEL + "reliability: {recovery: 1}\n", 3, "reliability.recovery", ["1 is not possible", "fine, restart_role, restart_all or off"]),
+    "recovery": (MODEL + "reliability: {recovery: 1}\n", 3, "reliability.recovery", ["1 is not possible", "write fine, "]),
     "a detector by a word": (MODEL + "reliability: {detector: always}\n", 3, "reliability.detector", ["neither true nor false"]),
     "negative restarts": (MODEL + "reliability: {restarts: -1}\n", 3, "reliability.restarts", ["-1 is too small", "0 or more"]),
     "half a restart": (MODEL + "reliability: {restarts: 1.5}\n", 3, "reliability.restarts", ["1.5 is not a whole number"]),
