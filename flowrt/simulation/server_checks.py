@@ -75,7 +75,7 @@ class ServerChecks:
                     self._wrong.append(f"{name} was lost again before it was back: {how}")
                 self._lost.add(name)
                 self._outages.down(name, now)
-                if not (self._is_faulty(name) or how.startswith("is restarted with ")):
+                if not any(map(self._is_faulty, (name, *_causes_of(how)))):
                     self._wrong.append(f"{name} was lost, and no fault hit it: {how}")
             case events.Straggler(name, seconds):
                 self._wrong.append(f"{name} did not stop within {seconds:g} s, when all faults had healed")
@@ -137,3 +137,8 @@ class ServerChecks:
     def _is_alive(self, name: str) -> bool:
         process = self._world.processes.get(name)
         return process is not None and not self._launcher.state.has_ended(name) and self._world.is_alive(process)
+
+
+def _causes_of(how: str) -> list[str]:
+    """The workers of the process with which a lost one is restarted."""
+    return how.removeprefix("is restarted with ").split(";")[0].split("+") if how.startswith("is restarted with ") else []

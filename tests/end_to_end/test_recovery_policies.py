@@ -1,0 +1,97 @@
+"""`restart_role` and `restart_all` with real processes: who gets a new incarnation, and no token is lost, doubled or changed.
+
+Requests wait for 0.05 s at most for a lost group or expert, which is less than a restart takes: while a policy restarts, this does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from end_to_end.test_expert_failover import Story, tokens_of, write
+from served_models import Served
+
+import flowrt
+from flowrt.launcher import events
+
+DEPLOY: dict[str, object] = {"attention": {"groups": 2}, "experts": {"servers": 2, "replicas": 2}}
+ROLES = ({"attention.0", "attention.1"}, {"experts.0", "experts.1"})
+WORKERS = ROLES[0] | ROLES[1]
+IMPATIENT = {"unavailable_expert_seconds": 0.05, "lost_group_seconds": 0.05}
+
+
+def settings(policy: str, **more: object) -> dict[str, object]:
+    return {"recovery": policy, **IMPATIENT, **more}
+
+
+@pytest.mark.parametrize("victim", ["experts.1", "attention.0"])
+@pytest.mark.parametrize("policy", ["restart_role", "restart_all"])
+async def test_a_kill_restarts_the_role_or_all_and_changes_no_token(served: Served, tmp_path: Path, policy: str, victim: str) -> None:
+    story = Story()
+    async with flowrt.open(write(served, tmp_path, DEPLOY, reliability=settings(policy)), on_event=story.note) as running:
+        expected = await tokens_of(running, served.prompts[:4], lambda count: None)
+        before, first = dict(running.launcher.incarnations), dict(running.pids)
+
+        def kill(count: int) -> None:
+            if count >= 20 and running.pids[victim] == first[victim]:
+                os.kill(first[victim], signal.SIGKILL)
+
+        assert await tokens_of(running, served.prompts[:4], kill) == expected
+        together = WORKERS if policy == "restart_all" else next(role for role in ROLES if victim in role)
+        await story.until(lambda story: set(story.back) == together)
+        assert sorted(story.lost) == sorted(story.back) == sorted(together), "each once"
+        renewed = {name for name, incarnation in running.launcher.incarnations.items() if incarnation != before[name]}
+        assert renewed & WORKERS == together
+        assert await tokens_of(running, served.prompts[:4], lambda count: None) == expected
+        last = set(running.pids.values())
+    assert not [pid for pid in {*first.values(), *last} if psutil.pid_exists(pid)]
+
+
+@pytest.mark.parametrize("second", ["experts.0", "attention.1"])
+async def test_a_second_death_during_the_restart_changes_no_token(served: Served, tmp_path: Path, second: str) -> None:
+    """The second process dies as soon as its next incarnation is forked."""
+    story = Story()
+    deaths: list[str] = []
+
+    def on_event(event: events.Event) -> None:
+        story.note(event)
+        if isinstance(event, events.WorkerStarted) and event.name == second and deaths == ["experts.1"]:
+            deaths.append(second)
+            os.kill(event.pid, signal.SIGKILL)
+
+    async with flowrt.open(write(served, tmp_path, DEPLOY, reliability=settings("restart_all")), on_event=on_event) as running:
+        expected = await tokens_of(running, served.prompts[:4], lambda count: None)
+        first = dict(running.pids)
+
+        def kill(count: int) -> None:
+            if count >= 20 and not deaths:
+                deaths.append("experts.1")
+                os.kill(first["experts.1"], signal.SIGKILL)
+
+        assert await tokens_of(running, served.prompts[:4], kill) == expected
+        assert deaths == ["experts.1", second]
+        await story.until(lambda story: set(story.back) == WORKERS)
+        assert story.lost.count(second) == 2
+
+
+async def test_a_stop_during_the_restart_leaves_no_process(served: Served, tmp_path: Path) -> None:
+    story = Story()
+    pids: set[int] = set()
+
+    def on_event(event: events.Event) -> None:
+        story.note(event)
+        if isinstance(event, events.WorkerStarted):
+            pids.add(event.pid)
+
+    async with flowrt.open(write(served, tmp_path, DEPLOY, reliability=settings("restart_all")), on_event=on_event) as running:
+        request = asyncio.create_task(running.complete(served.prompts[0], flowrt.SamplingParams(max_tokens=200, ignore_eos=True)))
+        os.kill(running.pids["attention.1"], signal.SIGKILL)
+        await story.until(lambda story: len(pids) > len(WORKERS))  # the first new incarnation
+    done = await request
+    assert done.finish_reason == "abort"
+    assert len(pids) > len(WORKERS)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
