@@ -1,6 +1,6 @@
 """`restart_role` and `restart_all` with real processes: who gets a new incarnation, and no token is lost, doubled or changed.
 
-Requests wait for 0.05 s at most for a lost group or expert, which is less than a restart takes: while a policy restarts, this does not count.
+Requests wait at most 0.05 s for a lost group or expert. A restart takes longer; while a policy restarts, that time does not count.
 """
 
 from __future__ import annotations
