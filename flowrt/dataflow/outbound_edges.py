@@ -134,10 +134,11 @@ class OutboundEdges:
             self._send(outbound, outbound.pending.popleft())
 
     def drop(self, fences: Fences) -> None:
-        """Drop pending outputs and outstanding requests of stale tags. They hold no credit that the receiver does not return."""
+        """Drop pending outputs of stale tags, which hold no credit, and outstanding requests of failed calls, whose responses need not
+        match. The response to a request of a left epoch still comes, and must match."""
         for outbound in self.edges.values():
             outbound.pending = deque(output for output in outbound.pending if not fences.is_stale(output.tag))
-            for key in [key for key in outbound.outstanding if fences.is_stale(key[0])]:
+            for key in [key for key in outbound.outstanding if fences.has_failed(key[0])]:
                 del outbound.outstanding[key]
 
     def renew(self, peer: str, closed: bool) -> None:

@@ -167,9 +167,7 @@ class WorkerInternals:
         found = {"ready firings": {firing.tag.source for firings in runner._ready.values() for firing in firings}}
         if not self.computes:
             found["rows"] = {tag.source for _, tag in runner._table._rows} | {key[1] for key in runner._table._held}
-        outbound = list(runner._outbound.edges.values())
-        found["outputs"] = {output.tag.source for each in outbound for output in each.pending}
-        found["requests"] = {tag.source for each in outbound for tag, _ in each.outstanding}
+        found["outputs"] = {output.tag.source for each in runner._outbound.edges.values() for output in each.pending}
         return [f"{self.name} keeps {what} of {source}" for what, sources in found.items() for source in sorted(sources & ended)]
 
     @property

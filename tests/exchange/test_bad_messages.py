@@ -73,6 +73,21 @@ def test_bad_message_is_refused_and_the_sum_stays_exact(kind: str) -> None:
     client.check((7,))
 
 
+def test_response_to_a_left_epoch_is_accepted_after_the_death_of_another_server() -> None:
+    client = Client(schemas=schemas_of)
+    client.begin(7)
+    request = client.requested[1].popleft()
+    payload = from_message(request)
+    response = to_message(Payload((respond(*payload.tensors, False),), payload.header), client.response_edge(1), request.tag)
+    client.runner.roll_back("s@1", 1)
+    client.client.roll_back("s@1", 1)
+    client.die(2)
+    client.runner.accept("experts.1", response)
+    client.begin(7, epoch=1)
+    client.serve_all()
+    client.check((7,))
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
 def test_response_that_is_not_finite_fails_the_step_with_its_sender(strict: bool, value: float) -> None:
