@@ -243,7 +243,7 @@ BUGS: tuple[Bug, ...] = (
     bug("start-unsent", "a worker never receives its start message", (
         RUN_STATE, "RunState.on_forked", "table.act(Send(worker.name, self._start_of(worker.name, worker.incarnation)))", "pass")),
     bug("peers-unsent", "workers never receive the addresses of their peers", (
-        RUN_STATE, "RunState._send_peers", "self._table.act(Send(worker.name, Peers(addresses, incarnations)))", "pass")),
+        RUN_STATE, "RunState._send_peers", "self._table.act(Send(worker.name, Peers(addresses, incarnations, restarting)))", "pass")),
     bug("addresses-of-first-incarnation", "a restarted process keeps the addresses of its first incarnation", (
         RUN_STATE, "RunState.on_listening", "self._addresses[worker] = listening.addresses", "self._addresses.setdefault(worker, listening.addresses)")),
     bug("incarnation-kept", "a restarted process has the incarnation of the dead one", (
