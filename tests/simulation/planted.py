@@ -41,7 +41,7 @@ DETECTOR = "flowrt.reliability.detector"
 MONITOR = "flowrt.workers.monitor"
 PARTITION, REPLICA_TABLE = "flowrt.operators.dispatch", "flowrt.operators.replica_table"
 TORCH_KERNELS = "flowrt.operators.kernels.torch.rows"
-GATEWAY = "flowrt.gateway.gateway"
+GATEWAY, PLACEMENT = "flowrt.gateway.gateway", "flowrt.gateway.placement"
 WINDOW = "flowrt.transports.channel.flow_control"
 LAUNCHER = "flowrt.launcher.launcher"
 FORK_SERVER_LOSS = "flowrt.launcher.fork_server_loss"
@@ -256,6 +256,18 @@ BUGS: tuple[Bug, ...] = (
         RESTARTS, "Restarts._restart", "self._table.set_timer(TimerKind.RESTART, decision.retry_seconds, process.name)", "pass")),
     bug("notice-for-connecting-lost", "a notice is lost when its receiver is not connected yet", (
         RUN_TABLE, "RunTable.notify", "other.state is WorkerState.LINKING and name != MONITOR", "False")),
+    bug("policy-kills-stay-down", "a process that was killed to be restarted with another is not started again", (
+        RESTARTS, "Restarts._restart", "self.fork_again(process.name)\n", "pass\n")),
+    bug("policy-waits-forgotten", "a process that waits for the end of another is forgotten", (
+        RUN_TABLE, "RunTable.wake_waiting", "self.set_timer(TimerKind.RESTART, 0.0, name)", "pass")),
+    bug("policy-waits-for-no-death", "the end of a process starts no process that waited for it", (
+        RESTARTS, "Restarts.on_dead", "table.wake_waiting()", "pass")),
+    bug("policy-kills-unannounced", "the gateway does not learn that a group was killed to be restarted with another process", (
+        RESTARTS, "Restarts.fence", "if process.is_fenced or", "if process.is_killed_on_purpose or process.is_fenced or")),
+    bug("given-up-group-awaited", "requests wait without limit for a group that is given up", (
+        PLACEMENT, "Placement.give_up", "self._restarting.discard(group)", "pass")),
+    bug("given-up-server-awaited", "requests wait without limit for a server that is given up", (
+        MEMBERSHIP, "Membership.on_control", "else self._restarting.discard", "else self._restarting.add")),
     body("marked-dead-not-killed", "a process that was marked dead is not killed", RUN_TABLE, "RunTable.fence", "pass"),
     body("exits-ignored", "the backend's exit notices are dropped", POOL, "WorkerPool.on_exited", "pass"),
     body("backend-loss-ignored", "the end of the fork server is not noticed", POOL, "WorkerPool.on_backend_lost", "pass"),
