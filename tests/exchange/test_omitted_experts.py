@@ -146,3 +146,19 @@ def test_experts_are_given_up_layer_by_layer():
     assert lacking._omitted == {1: [4], 2: [4, 5]}
     lacking.update({1: frozenset(), 2: frozenset({5})})
     assert lacking._omitted == {2: [5]}
+
+
+def test_postponed_time_starts_again_except_for_omitted_experts():
+    now = [0.0]
+    omitted = OmittedExperts(lambda: now[0])
+    omitted.update({0: frozenset({1})})
+    now[0] = LOST_SECONDS
+    assert omitted.omit_unavailable(LOST_SECONDS)
+    omitted.update({0: frozenset({1, 2})})
+    now[0] = 2 * LOST_SECONDS - 0.1
+    omitted.postpone()
+    now[0] = 3 * LOST_SECONDS - 0.2
+    assert not omitted.omit_unavailable(LOST_SECONDS)
+    assert omitted.has_omitted, "expert 1 still is"
+    now[0] = 3 * LOST_SECONDS
+    assert omitted.omit_unavailable(LOST_SECONDS), "expert 2 now is too"

@@ -442,6 +442,23 @@ def test_a_group_that_is_killed_from_outside_makes_no_suspects() -> None:
     assert not moved.request.is_suspect
 
 
+def test_requests_wait_without_limit_for_a_group_that_a_policy_restarts_until_it_is_given_up() -> None:
+    now = [100.0]
+    gateway = new_gateway(now=lambda: now[0], lost_group_seconds=5.0)
+    place(gateway)
+    gateway.lose_group("g0", "was killed", is_restarting=True)
+    gateway.lose_group("g1", "is restarted with g0", is_restarting=True)
+    now[0] = 500.0
+    assert (gateway.deadline, gateway.on_time()) == (None, [])
+    gateway.give_up_group("g0")
+    assert gateway.deadline is None, "the other one returns"
+    gateway.give_up_group("g1")
+    assert gateway.deadline == 505.0
+    (placed,) = gateway.readmit_group("g1")
+    assert isinstance(placed, SendRequest)
+    assert gateway.deadline is None
+
+
 def test_a_draining_gateway_admits_no_request() -> None:
     gateway = new_gateway()
     placed = place(gateway)

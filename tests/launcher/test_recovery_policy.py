@@ -71,7 +71,7 @@ def started(actions: Sequence[Action]) -> list[str]:
 
 @pytest.mark.parametrize("victim", WORKERS)
 @pytest.mark.parametrize("policy", ["fine", "restart_role", "restart_all"])
-def test_the_policy_says_who_is_restarted(policy: str, victim: str) -> None:
+def test_processes_that_each_policy_restarts(policy: str, victim: str) -> None:
     """The others are killed at the first sign of the death, and all start again when all have ended."""
     run = Run(policy)
     role = GROUPS if victim in GROUPS else SERVERS

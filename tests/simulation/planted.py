@@ -260,12 +260,10 @@ BUGS: tuple[Bug, ...] = (
         RESTARTS, "Restarts._restart", "self.fork_again(process.name)\n", "pass\n")),
     bug("policy-waits-forgotten", "a process that waits for the end of another is forgotten", (
         RUN_TABLE, "RunTable.wake_waiting", "self.set_timer(TimerKind.RESTART, 0.0, name)", "pass")),
-    bug("policy-waits-for-no-death", "the end of a process starts no process that waited for it", (
-        RESTARTS, "Restarts.on_dead", "table.wake_waiting()", "pass")),
     bug("policy-kills-unannounced", "the gateway does not learn that a group was killed to be restarted with another process", (
         RESTARTS, "Restarts.fence", "if process.is_fenced or", "if process.is_killed_on_purpose or process.is_fenced or")),
-    bug("given-up-group-awaited", "requests wait without limit for a group that is given up", (
-        PLACEMENT, "Placement.give_up", "self._restarting.discard(group)", "pass")),
+    bug("policy-time-counts", "requests end when a policy restarts all groups for longer than lost_group_seconds", (
+        PLACEMENT, "Placement.lose", "self._restarting.add(group)", "pass")),
     bug("given-up-server-awaited", "requests wait without limit for a server that is given up", (
         MEMBERSHIP, "Membership.on_control", "else self._restarting.discard", "else self._restarting.add")),
     body("marked-dead-not-killed", "a process that was marked dead is not killed", RUN_TABLE, "RunTable.fence", "pass"),
