@@ -34,7 +34,7 @@ class GroupChecks:
         self._world, self._groups, self._faults = world, frozenset(groups), faults
         self._lost_group_seconds, self._room = lost_group_seconds, room
         self._inside_of, self._log_of = inside_of, log_of
-        self._outages = Outages({GATEWAY: frozenset({self._groups})})  # while no group lives
+        self._outages = Outages({GATEWAY: frozenset({self._groups})})  # while no group lives, and none is restarted by a policy
         self._known = Outages({GATEWAY: frozenset({self._groups})})  # as announced, and no group is restarted by a policy
         self._placed: dict[str, tuple[str, int]] = {}  # request -> group and attempt whose tokens count
         self._attempts: dict[str, int] = {}  # request -> its latest attempt
@@ -50,11 +50,14 @@ class GroupChecks:
         match event:
             case events.WorkerLost(name, while_loading=False) | events.WorkerMarkedDead(name, is_killed=False) if name in self._groups:
                 self._placed = {request: placed for request, placed in self._placed.items() if placed[0] != name}
-                self._outages.down(name, now)
-                if not (isinstance(event, events.WorkerLost) and event.is_restarting):
+                if isinstance(event, events.WorkerLost) and event.is_restarting:
+                    self._outages.up(GATEWAY, name, now)
+                else:
+                    self._outages.down(name, now)
                     self._known.down(name, now)
             case events.WorkerGivenUp(name) if name in self._groups:
-                self._known.down(name, now)
+                for outages in (self._outages, self._known):
+                    outages.down(name, now)
             case events.WorkerRestarted(name) | events.WorkerCleared(name) if name in self._groups:
                 for outages in (self._outages, self._known):
                     outages.up(GATEWAY, name, now)
