@@ -119,8 +119,8 @@ class Links:
                 if plan.is_lazy:
                     self._expect(plan, addresses[plan.peer], identity)
                     continue
-                opening = self._connect_first(plan, identity, addresses[plan.peer]) if plan.connects else self._meet(plan, identity, {})
-                task = group.create_task(opening, name=f"{'connect' if plan.connects else 'wait for'} {plan.peer}")
+                call = self._connect_first(plan, identity, addresses[plan.peer]) if plan.connects else self._meet(plan, identity, {})
+                task = group.create_task(call, name=f"{'connect' if plan.connects else 'wait for'} {plan.peer}")
                 self._meeting.setdefault(identity, []).append(task)
         self._meeting.clear()
 
