@@ -262,30 +262,6 @@ def test_a_call_from_the_graphs_own_thread_is_an_error_instead_of_a_deadlock() -
     assert not loop_threads()
 
 
-BROKEN = """
-import asyncio, contextlib, os
-import flowrt
-from flowrt.seams import LoopThread
-thread = LoopThread("flowrt", contextlib.nullcontext())
-os.closerange(3, 1000)
-for _ in range(2):
-    try:
-        thread.run(asyncio.sleep(1000))
-    except flowrt.NotRunningError as error:
-        print(error)
-try:
-    thread.close()
-except (OSError, RuntimeError):
-    print("raised")
-"""
-
-
-def test_closed_descriptors_end_the_calls() -> None:
-    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.splitlines()[0].startswith("the graph ")
-    assert done.stdout.splitlines()[1:] == ["the graph cannot be called: it was closed", "raised"]
-
-
 def test_another_event_loop_than_the_graphs_is_an_error_instead_of_a_deadlock() -> None:
     with flowrt.start(ONE) as llm:
         graph = llm._graph

@@ -32,7 +32,7 @@ def test_graphs_differ_in_reliability_alone() -> None:
     ("options", "text"),
     [
         (options(200), "limits.max_num_seqs is 16, and a batch of 200 needs 100"),
-        (options(overrides=("deploy.experts.servers=0", "deploy.experts.replicas=1")), "the death of any process ends this graph"),
+        (options(overrides=("deploy.processes=one",)), "all workers share one process"),
     ],
 )
 def test_graphs_that_cannot_be_measured_are_refused(options: DecodeOptions, text: str) -> None:

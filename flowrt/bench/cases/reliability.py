@@ -20,7 +20,6 @@ from flowrt.bench.report.figures import Target
 from flowrt.bench.report.report import print_progress
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from flowrt.graph.recovery import survivable_processes
 from flowrt.operators.families.registry import read_model_config
 
 KEYS = {"detector": ("true", "false"), "recovery": ("fine", "off"), "hedge": ("true", "false")}  # key -> on, off
@@ -33,8 +32,8 @@ def read_graphs(graph_file: Path, model: Path | None, options: DecodeOptions) ->
     switched = [[*options.overrides, *(f"reliability.{key}={values[side]}" for key, values in KEYS.items())] for side in (0, 1)]
     on, off = (read_graph(graph_file, overrides, model) for overrides in switched)
     served_model(on)
-    if not survivable_processes(on):
-        raise UserError(f"{graph_file}: the death of any process ends this graph, so none is watched; use --set deploy.experts.servers=3")
+    if on.processes == "one":
+        raise UserError(f"{graph_file}: all workers share one process, so none is watched; use --set deploy.processes=many")
     check_limits(on, options.batch, options.prompt_tokens, options.new_tokens)
     return on, off
 
