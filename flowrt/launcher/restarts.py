@@ -15,7 +15,8 @@ from flowrt.processes.output_tail import exit_text
 from flowrt.reliability.restart_policy import Restart, RestartPolicy
 
 # Signals that other programs send. The system sends SIGKILL when memory runs out, which a request can cause; users kill far more often.
-FROM_OUTSIDE = tuple(exit_text(-number) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+# A worker whose control connection has ended exits with status 0.
+FROM_OUTSIDE = (exit_text(0), *(exit_text(-number) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
 
 
 class Restarts:

@@ -288,7 +288,13 @@ def test_link_lost_kills_the_end_that_keeps_less_state() -> None:
 
 @pytest.mark.parametrize(
     ("how", "may_recur"),
-    [(KILLED, False), ("was killed by SIGTERM", False), ("was killed by SIGSEGV", True), ("exited with status 1", True)],
+    [
+        (KILLED, False),
+        ("was killed by SIGTERM", False),
+        ("exited with status 0", False),
+        ("was killed by SIGSEGV", True),
+        ("exited with status 1", True),
+    ],
 )
 def test_a_crash_may_recur_and_a_kill_from_outside_does_not(how: str, may_recur: bool) -> None:
     driver = Driver()
