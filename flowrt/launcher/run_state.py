@@ -334,7 +334,7 @@ class RunState:
         up = [each for each in self._table.workers.values() if WorkerState.LINKING <= each.state <= WorkerState.STOPPING]
         incarnations = {each.name: each.incarnation for each in up if each.name != MONITOR}
         addresses = {name: self._addresses[name] for name in incarnations}
-        restarting = tuple(set(self._table.restarting_on_purpose()) - incarnations.keys())
+        restarting = tuple(sorted(set(self._table.restarting_on_purpose()) - incarnations.keys()))
         for worker in workers:
             self._table.act(Send(worker.name, Peers(addresses, incarnations, restarting)))
 

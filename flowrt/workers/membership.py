@@ -53,7 +53,7 @@ class Membership:
         self._sources = {  # process -> the nodes that emit its tags
             process: [node.name for node in graph.nodes_of(process) if node.operator == SOURCE] for process in data_path.peers
         }
-        for process in data_path.peers - incarnations.keys():
+        for process in sorted(data_path.peers - incarnations.keys()):
             self._lose(process, "")
         if data_path.failover is not None and data_path.group is not None and data_path.failover.processes:
             tasks.create_task(self._watch_parts(data_path.failover, data_path.group), name=f"parts of {data_path.name}")
