@@ -7,7 +7,7 @@ in two ways only: it replaces the model before the worker loads, and it rolls ba
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -26,6 +26,7 @@ class WorkerInternals:
         self.name: str = worker._start.name
         self._worker = worker
         self._rolled_back_during: float | None = None  # start of the call during which the group began its epoch
+        self._ended_during: dict[str, float | None] = {}  # source of an ended client -> start of the call that ran at that time
         self.late_firings: list[str] = []
 
     def use_exact_model(self, poison: Poison | None = None, on_poison: Callable[[str, bool], None] = lambda process, hangs: None) -> None:
@@ -48,6 +49,7 @@ class WorkerInternals:
         def make(operators: Any) -> Any:
             data_path = make_data_path(operators)
             self._watch_epochs(data_path.group)
+            self._watch_ends(data_path.runner)
             return data_path
 
         worker._load, worker._make_data_path = load, make
@@ -65,9 +67,20 @@ class WorkerInternals:
 
             engine.roll_back = noted
 
+    def _watch_ends(self, runner: Any) -> None:
+        """Record the running call at each end of a client."""
+        end_peer = runner.end_peer
+
+        def noted(peer: str, sources: Sequence[str] = ()) -> Any:
+            running = self._worker._compute.running
+            self._ended_during |= dict.fromkeys(sources, None if running is None else running.since_seconds)
+            return end_peer(peer, sources)
+
+        runner.end_peer = noted
+
     def _checked(self, function: Any) -> Any:
-        """Wraps `function` with check I2: a group computes no firing of another incarnation, and none of an epoch that it has left, except
-        in the call that ran at that time."""
+        """Wraps `function` with check I2: a worker computes no firing of a client that has ended, a group none of another incarnation and
+        none of an epoch that it has left, except in the call that ran at that time."""
 
         def run(firings: Any) -> Any:
             engine, running = self._engine, self._worker._compute.running
@@ -77,6 +90,9 @@ class WorkerInternals:
                 self.late_firings.append(f"{self.name}: {foreign[0].node} fired for {foreign[0].tag} of another incarnation")
             if old and (running is None or running.since_seconds != self._rolled_back_during):
                 self.late_firings.append(f"{self.name}: {old[0].node} fired for {old[0].tag} in epoch {engine.epoch}")
+            ended = [each for each in firings if each.tag.source in self._ended_during]
+            if ended and (running is None or running.since_seconds != self._ended_during[ended[0].tag.source]):
+                self.late_firings.append(f"{self.name}: {ended[0].node} fired for {ended[0].tag} of a client that has ended")
             return function(firings)
 
         return run
