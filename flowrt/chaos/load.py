@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -37,7 +37,15 @@ _SAMPLED: tuple[dict[str, Any], ...] = (
 )
 
 
-def requests_of(num: int, prompt_tokens: int, new_tokens: int, vocab_size: int, limits: GraphLimits, has_text: bool) -> list[LoadRequest]:
+def requests_of(
+    num: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    vocab_size: int,
+    limits: GraphLimits,
+    has_text: bool,
+    ways: Sequence[Mapping[str, Any]] = _SAMPLED,
+) -> list[LoadRequest]:
     """Different prompts of half to all of `prompt_tokens`, each with a seed of its own; the ways of sampling take turns. `has_text`: the
     model has a tokenizer, so that answers may end at texts. Raises UserError when the graph would refuse them."""
     if limits.max_tokens < new_tokens:
@@ -46,7 +54,7 @@ def requests_of(num: int, prompt_tokens: int, new_tokens: int, vocab_size: int, 
     for number in range(num):
         length = max(1, prompt_tokens - number % max(1, prompt_tokens // 2))
         prompt = tuple((7 * number + 13 * place) % (vocab_size - 10) + 3 for place in range(length))
-        sampled = {"max_tokens": new_tokens, "ignore_eos": True, "seed": number} | _SAMPLED[number % len(_SAMPLED)]
+        sampled = {"max_tokens": new_tokens, "ignore_eos": True, "seed": number, **ways[number % len(ways)]}
         sampled["min_tokens"] = int(new_tokens * sampled.get("min_tokens", 0))
         if not has_text:
             sampled.pop("stop", None)

@@ -12,6 +12,7 @@ from cyclopts.validators import Number
 from flowrt.bench.cases.options import Positive
 from flowrt.reliability.scenario import MAX_SECONDS
 
+Seconds = Annotated[float, Parameter(validator=Number(gte=1, lte=60), help="Seconds of load before each kill, and at least as many after.")]
 MAX_KILLS = 100_000
 _SECONDS = Number(gte=0, lte=MAX_SECONDS)
 
@@ -57,3 +58,16 @@ class ChaosOptions:
     new_tokens: Annotated[Positive, Parameter(help="Tokens of each answer.")] = 32
     model: Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")] = None
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False, help="path=value, for the graph.")] = ()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class RecoveryOptions:
+    """The load of `flowrt bench recovery`: greedy requests of one length."""
+
+    requests: Annotated[Positive, Parameter(help="Number of different requests, sent in a loop.")] = 16
+    concurrency: Annotated[Positive, Parameter(help="Requests at a time.")] = 24
+    seconds: Seconds = 4.0
+    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of the longest prompt.")] = 16
+    new_tokens: Annotated[Positive, Parameter(help="Tokens of each answer.")] = 32
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False, help="path=value, for the graphs.")] = ()

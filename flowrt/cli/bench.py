@@ -13,6 +13,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from flowrt.bench.cases.options import DecodeOptions, OperatorOptions, Positive
+from flowrt.chaos.options import RecoveryOptions
 from flowrt.errors import UserError
 
 if TYPE_CHECKING:
@@ -191,6 +192,25 @@ def restart(
     from flowrt.bench.cases.restart import measure, read_graphs
 
     _run(f"restart, {graph.name}", measure(read_graphs(graph, model, overrides)), pairs, json, model=model)
+
+
+@bench_app.command
+def recovery(
+    graph: Annotated[Path, Parameter(help="A graph file that serves a model with expert servers and several groups.")],
+    /,
+    *,
+    options: RecoveryOptions | None = None,
+    pairs: Pairs = 20,
+    model: ModelOption = None,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Measure the tokens that a load loses when an expert server or a group is killed: `restart_all`, `restart_role` and `fine`."""
+    from flowrt.chaos.recovery import measure, plot_recovery, read_graphs
+
+    options = options or RecoveryOptions()
+    prepared = read_graphs(graph, model, options)
+    _run(f"recovery, {graph.name}", measure(prepared), pairs, json, asdict(options), plot_recovery, plot, model)
 
 
 @bench_app.command

@@ -36,7 +36,7 @@ def plot_ratios(report: BenchmarkReport, path: str) -> None:
     axes.set_ylabel("phase, batch, dtype, peer")
     axes.set_xlabel("tokens/s of flowrt / tokens/s of the peer")
     axes.legend(marked.values(), marked.keys(), fontsize="small", loc="lower center", bbox_to_anchor=(0.3, 1.0), ncols=3, frameon=False)
-    _save(picture, report, path)
+    save_report_picture(picture, report, path)
 
 
 def ordered(figures: Sequence[Figure]) -> list[Figure]:
@@ -68,7 +68,7 @@ def plot_operators(report: BenchmarkReport, path: str) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel(f"per cent of the limit ({report.details['limits_text']})")
     picture.legend(title="rows", fontsize="small", loc="outside right center")
-    _save(picture, report, path)
+    save_report_picture(picture, report, path)
 
 
 def plot_transports(report: BenchmarkReport, path: str) -> None:
@@ -96,7 +96,7 @@ def plot_transports(report: BenchmarkReport, path: str) -> None:
         axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel=unit, title=title)
         axes.grid(visible=True, which="major", alpha=0.3)
     picture.legend(*left.get_legend_handles_labels(), fontsize="small", loc="outside right center")
-    _save(picture, report, path)
+    save_report_picture(picture, report, path)
 
 
 def curves_of(report: BenchmarkReport) -> dict[str, list[tuple[int, float]]]:
@@ -118,7 +118,7 @@ def new_picture(inches: tuple[float, float], num_diagrams: int = 1) -> tuple[Any
     return picture, axes
 
 
-def _save(picture: Any, report: BenchmarkReport, path: str) -> None:
+def save_report_picture(picture: Any, report: BenchmarkReport, path: str) -> None:
     """Save with the benchmark as the title and the machine below."""
     picture.suptitle(f"flowrt bench {report.benchmark}")
     width = int(picture.get_figwidth() * 20)  # characters of this size
