@@ -16,11 +16,12 @@ from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence
 from flowrt.engine.validation import refusal
 from flowrt.graph.model import GraphLimits
+from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason
 
 MAX_REMEMBERED = 4096  # ended or cancelled attempts: a repeated Submit or Cancel of one does nothing
 Decision = Token | Ended  # for the gateway
-NOT_FINITE = "the model's logits for output token {} are not finite (NaN or infinity); check the weights, or run in a wider dtype"
+NOT_FINITE = "the model's logits for output token {} were not finite (NaN or infinity) twice{}; check the weights, or run in a wider dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +179,18 @@ class Engine:
         return [step for step in steps if step is not None]
 
     def step_done(
-        self, micro_batch: int, step: int, token_ids: ListLike[int], logprobs: ListLike[Logprobs] = (), degraded: bool = False
+        self,
+        micro_batch: int,
+        step: int,
+        token_ids: ListLike[int],
+        logprobs: ListLike[Logprobs] = (),
+        degraded: bool = False,
+        not_finite: str = "",
     ) -> list[Decision]:
         """Commit a step: its KV counts, and `token_ids` (one per sample row, in order) are its sequences' next tokens. `logprobs` has
         one entry for each of these sequences that requests them. `degraded`: it was computed without some expert, and so is what
-        later steps of its sequences read of it. A negative token id means that the row's logits were not finite: its request ends with
-        an error.
+        later steps of its sequences read of it. A negative token id means that the row's logits were not finite: its sequence alone is
+        computed again, and a second time in a row ends its request with an error. `not_finite`: the first part that was not, as text.
 
         A step that is not running (repeated, or rolled back) is ignored. ValueError for a wrong number of tokens or logprobs.
         """
@@ -210,7 +217,7 @@ class Engine:
             if sequence.cancelled:
                 self._scheduler.remove(sequence)
             elif token_id is not None and token_id < 0:
-                decisions += self._fail(sequence.request, NOT_FINITE.format(sequence.num_output_tokens))
+                decisions += self._redo_sequence(sequence, not_finite)
             elif token_id is not None:
                 decisions += self._append(sequence, token_id, own)
         return decisions
@@ -230,7 +237,7 @@ class Engine:
                     self._scheduler.remove(sequence)
         return []
 
-    def fail_step(self, micro_batch: int, step: int, error: str) -> list[Decision]:
+    def fail_step(self, micro_batch: int, step: int, error: str, kind: FaultKind = FaultKind.OPERATOR_ERROR) -> list[Decision]:
         """A step cannot be computed: roll back and compute it again. Its sequences become suspects and run one by one. A suspect
         whose step fails ends its request with this error. A step that is not running is ignored."""
         running = self._steps[micro_batch]
@@ -238,7 +245,7 @@ class Engine:
             return []
         decisions = self.roll_back()
         for sequence, _ in running.parts:
-            if sequence.is_suspect and not sequence.cancelled:
+            if redo(kind, int(sequence.is_suspect)) is Redo.END and not sequence.cancelled:
                 decisions += self._fail(sequence.request, error)
             sequence.is_suspect = True
         return decisions
@@ -285,6 +292,14 @@ class Engine:
         if (reason := sequence.end_reason()) is not None:
             decisions.append(self._end(sequence, reason))
         return decisions
+
+    def _redo_sequence(self, sequence: Sequence, cause: str) -> list[Decision]:
+        """Compute a sequence without finite logits again from its first token: an earlier row may be the reason."""
+        if redo(FaultKind.NOT_FINITE, sequence.num_redone) is Redo.SEQUENCE:
+            sequence.num_redone += 1
+            self._scheduler.recompute(sequence)
+            return []
+        return self._fail(sequence.request, NOT_FINITE.format(sequence.num_output_tokens, f" ({cause})" if cause else ""))
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> Ended:
         if sequence.in_step:

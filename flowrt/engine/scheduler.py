@@ -23,6 +23,7 @@ from flowrt.engine.page_allocator import PageAllocator
 from flowrt.engine.sequence import Sequence, SequenceState
 from flowrt.engine.validation import num_pages_for
 from flowrt.graph.model import GraphLimits
+from flowrt.reliability.fault_table import FaultKind, Redo, redo
 
 
 def _age(sequence: Sequence) -> int:
@@ -118,8 +119,19 @@ class Scheduler:
             del self.waiting[at]
             insort(self.running, sequence, key=_age)
 
+    def recompute(self, sequence: Sequence) -> None:
+        """Compute a sequence again from its first token. It must not be in a step."""
+        self._release(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.num_computed_tokens = 0
+        sequence.is_degraded = False
+        self.add(sequence)
+
     def _shared_pages(self, sequence: Sequence) -> list[int] | None:
-        """Pages of the prompt that a sibling has filled; None while a sibling is filling them. At least one token is left to compute."""
+        """Pages of the prompt that a sibling has filled; None while a sibling is filling them. At least one token is left to compute. A
+        sequence without finite logits shares none: they may be the reason."""
+        if sequence.num_redone:
+            return []
         num_tokens = (sequence.num_prompt_tokens - 1) // self._share_tokens * self._share_tokens
         running = [other for other in sequence.siblings if other.state is SequenceState.RUNNING] if num_tokens else []
         for other in running:
@@ -161,7 +173,8 @@ class Scheduler:
         if missing <= 0:
             return True
         if self._may_take_pages(sequence):
-            while self.pages.num_free < missing and (victim := self._youngest_idle(than=sequence)) is not None:
+            recomputes = redo(FaultKind.OUT_OF_PAGES) is Redo.SEQUENCE
+            while recomputes and self.pages.num_free < missing and (victim := self._youngest_idle(than=sequence)) is not None:
                 self._preempt(victim)
             pages = self.pages.allocate(missing, sequence.name, sequence.pages[-1])
             if pages is not None:
@@ -184,13 +197,9 @@ class Scheduler:
         return None
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._release(sequence)
-        sequence.state = SequenceState.WAITING
-        sequence.num_computed_tokens = 0
-        sequence.is_degraded = False
+        self.recompute(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self.add(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         assert not sequence.in_step, sequence.name

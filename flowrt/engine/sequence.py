@@ -40,6 +40,7 @@ class Sequence:
     in_step: bool = False
     cancelled: bool = False  # its end was sent; it keeps its pages until its step ends
     num_preemptions: int = 0
+    num_redone: int = 0  # times that it was computed again for logits that were not finite, since its latest token
     is_suspect: bool = False  # its latest step failed: it runs alone until a step of it commits
     is_on_trial: bool = field(init=False)  # its request is a suspect: it runs alone until it has a token
     is_degraded: bool = False  # KV in `pages` comes from a step that was computed without some expert
@@ -89,6 +90,7 @@ class Sequence:
 
     def append(self, token_id: int) -> None:
         self.is_on_trial = False
+        self.num_redone = 0
         self.tokens.append(token_id)
         if self.output_counts is not None:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1

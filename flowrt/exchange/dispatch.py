@@ -51,9 +51,9 @@ class Combine:
     parts carry one unweighted row per pair, so the sum does not depend on the placement either. A pair of an unavailable expert that
     was left out adds nothing; the weights of the other pairs are unchanged.
 
-    Raises OperatorError when a response is not finite for a finite input row: its server computes wrongly, or the weights or the dtype
-    do not fit the rows. The sender is not fenced, because every replica has the same weights and would follow. Rows that were not
-    finite before continue: the head ends their requests.
+    A row that is not finite goes on: the head finds its sequence, which alone is computed again (fault_table.py). When the response was
+    not finite for a finite row, its server computes wrongly, or the weights or the dtype do not fit the rows. So the client avoids the
+    server for a while; it is not fenced, because every replica has the same weights and would follow.
     """
 
     def __init__(self, client: ExpertClient, strict: bool = False) -> None:
@@ -79,6 +79,6 @@ class Combine:
         y_TH = combine_pairs(residual_TH, plan[0], parts_added) if self._strict else combine(residual_TH, parts_added)
         wide = torch.float32 if y_TH.dtype is torch.float16 else None
         if not math.isfinite(y_TH.sum(dtype=wide).item()):  # NaN and infinity carry into the sum
-            self._client.check_finite(firing.tag, numbers, [response.tensors[0] for response in responses])
+            self._client.note_not_finite(firing.tag, numbers, [response.tensors[0] for response in responses])
         self._client.forget(firing.tag)
         return {"y": Payload((y_TH,))}

@@ -12,6 +12,7 @@ step on a dict, or works on entries that it has taken out.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -20,13 +21,16 @@ from torch import Tensor
 
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
-from flowrt.errors import OperatorError
 from flowrt.exchange.omitted_experts import OmittedExperts
 from flowrt.operators.dispatch import Part, repartition
 from flowrt.operators.replica_table import UNAVAILABLE, ReplicaTable
 from flowrt.reliability.expert_map import ExpertMap, Replicas
+from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.reliability.hedging import OVERDUE_SECONDS, HedgingPolicy
 from flowrt.transports.wire.message import Tag
+
+AVOIDED_SECONDS = 2.0  # after a part that was not finite: its sequence is computed again on other servers
+log = logging.getLogger("flowrt.worker")
 
 
 @dataclass(slots=True)
@@ -89,6 +93,8 @@ class ExpertClient:
         self._epochs: dict[str, int] = {}
         self._tables_in_use: ReplicaTables | None = None  # of the tag that is being split now
         self._late_servers: frozenset[int] = frozenset()  # servers whose response is late: until it arrives, others are preferred
+        self._not_finite: dict[int, float] = {}  # server that returned a part that was not finite -> until when others are preferred
+        self._not_finite_text: dict[tuple[str, int, int, int], str] = {}  # by step
         self.hedging = HedgingPolicy(len(processes))
         self.omitted = OmittedExperts(now)
         self.num_redispatched = 0  # parts that were split again
@@ -96,7 +102,7 @@ class ExpertClient:
 
     def replica_table(self, layer: int) -> ReplicaTable:
         """The replica table for splitting a new tag. It avoids slow servers where another server holds a replica. `add_tag` must follow."""
-        avoided = self._late_servers if self.hedging.avoided and self.hedging.probes() else self._avoided
+        avoided = self._suspected if self.hedging.avoided and self.hedging.probes() else self._avoided
         tables = self._tables_in_use = self._tables_avoiding(avoided)
         return tables.of(layer)
 
@@ -117,7 +123,14 @@ class ExpertClient:
 
     @property
     def _avoided(self) -> frozenset[int]:
-        return self.hedging.avoided | self._late_servers
+        return self.hedging.avoided | self._suspected
+
+    @property
+    def _suspected(self) -> frozenset[int]:
+        if not self._not_finite:
+            return self._late_servers
+        now = self._now()
+        return self._late_servers | {server for server, until in list(self._not_finite.items()) if until > now}
 
     # --- outstanding parts ------------------------------------------------------------------------------------------------
 
@@ -139,8 +152,9 @@ class ExpertClient:
         entry = self._outstanding.get(tag)
         return None if entry is None else [entry.parts[number] for number in numbers]
 
-    def check_finite(self, tag: Tag, numbers: Sequence[int], responses: Sequence[Tensor]) -> None:
-        """Raises OperatorError if a response to these parts is not finite although its rows are. A strict response has a row per pair."""
+    def note_not_finite(self, tag: Tag, numbers: Sequence[int], responses: Sequence[Tensor]) -> None:
+        """Avoid the servers of responses to these parts that are not finite although their rows are. A strict response has a row per
+        pair."""
         entry = self._outstanding.get(tag)
         if entry is None:
             return
@@ -149,8 +163,14 @@ class ExpertClient:
             part = entry.parts[number]
             rows = part.rows_R if len(y) == len(part.rows_R) else part.rows_R[part.row_P]
             if not y[is_finite_T[rows]].isfinite().all():
-                name = self.processes[part.server]
-                raise OperatorError(f"{name} returned NaN or infinity in layer {tag.layer}; check the weights, or run in a wider dtype")
+                text = f"{self.processes[part.server]} returned NaN or infinity in layer {tag.layer}"
+                log.error("%s, step %d; check the weights, or run in a wider dtype", text, tag.step)
+                self._not_finite[part.server] = self._now() + AVOIDED_SECONDS
+                self._not_finite_text.setdefault((tag.source, tag.epoch, tag.micro_batch, tag.step), text)
+
+    def take_not_finite(self, step: Tag) -> str:
+        """The first part of this step, which has ended, that was not finite, as text; "" for none."""
+        return self._not_finite_text.pop((step.source, step.epoch, step.micro_batch, step.step), "")
 
     @property
     def has_waiting_parts(self) -> bool:
@@ -170,6 +190,7 @@ class ExpertClient:
     def roll_back(self, source: str, epoch: int) -> None:
         """Delete the tags of `source` older than `epoch`."""
         self._epochs[source] = epoch
+        self._not_finite_text.clear()  # one source has one client
         for tag in self.tags:
             if tag.source == source and tag.epoch < epoch:
                 self._outstanding.pop(tag, None)
@@ -248,7 +269,9 @@ class ExpertClient:
         age, found = self._now() - entry.since_seconds, []
         for number in missing:
             part = entry.parts[number]
-            if number in entry.hedged or part.server == UNAVAILABLE or not self.hedging.has_budget:
+            if redo(FaultKind.LATE_PART, int(number in entry.hedged)) is not Redo.PART:
+                continue  # no third server computes the same part
+            if part.server == UNAVAILABLE or not self.hedging.has_budget:
                 continue
             if age < self.hedging.late_after(part.server, len(part.rows_R)):
                 continue
@@ -257,7 +280,7 @@ class ExpertClient:
                 continue  # it alone holds some of them
             self.hedging.spend()
             redispatch = self._split(entry, number, others)
-            entry.hedged.update((number, *redispatch.by))  # once: no third server computes the same part
+            entry.hedged.update((number, *redispatch.by))
             self._late_servers |= {part.server}
             found.append(redispatch)
         return found
@@ -284,6 +307,7 @@ class ExpertClient:
         """Switch to a map without this server."""
         self.lost.add(server)
         self._late_servers -= {server}
+        self._not_finite.pop(server, None)
         self.hedging.forget(server)
         self._change(self.map.without_server(server))
 

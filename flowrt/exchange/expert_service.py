@@ -16,6 +16,7 @@ import torch
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
+from flowrt.errors import OperatorError
 from flowrt.operators.experts import Experts
 
 
@@ -73,5 +74,10 @@ class ExpertService:
 
     def _run(self, layer: int, x_RH: torch.Tensor, row_P: torch.Tensor, expert_P: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
         if self._strict:
-            return self._experts.forward_pairs(layer, x_RH, row_P, expert_P)
-        return self._experts.forward(layer, x_RH, row_P, expert_P, weight_P)
+            y = self._experts.forward_pairs(layer, x_RH, row_P, expert_P)
+        else:
+            y = self._experts.forward(layer, x_RH, row_P, expert_P, weight_P)
+        expected = len(row_P if self._strict else x_RH), x_RH.shape[1]
+        if y.shape != expected or y.dtype != x_RH.dtype:  # the client would close the link
+            raise OperatorError(f"the experts gave {y.dtype}{[*y.shape]}, expected {x_RH.dtype}{[*expected]}")
+        return y

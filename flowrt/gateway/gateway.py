@@ -24,6 +24,7 @@ from flowrt.gateway.request_log import ChoiceEvent, ChoiceLog, ClientEvent, Deto
 from flowrt.gateway.routing import GroupLoad
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits
+from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason, SamplingParams
 
 __all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "SendCancel", "SendRequest", "TokenEvent"]
@@ -246,7 +247,7 @@ class Gateway:
         for log in logs:
             if is_alive:
                 decisions.append(SendCancel(group, Cancel(log.id, log.attempt)))
-            if log is cause:
+            if redo(FaultKind.CRASHED_GROUP if may_recur else FaultKind.LOST_GROUP, int(log is cause)) is Redo.END:
                 error = f"{group} {why} while it computed this request alone; the request is not tried again"
                 decisions += self._end(log, "error", error)
             else:

@@ -28,6 +28,7 @@ from flowrt.launcher.restarts import Restarts
 from flowrt.launcher.root_cause import FailureKind, RootCause
 from flowrt.launcher.run_table import LAST_MESSAGES_SECONDS, ProcessPhase, RunPhase, RunTable, TimerKind, WorkerRecord, WorkerState
 from flowrt.reliability.detector import ProcessState
+from flowrt.reliability.fault_table import FaultKind
 
 STATUS_SECONDS = 10.0  # the same for a process that the run cannot lose: its exit status is the reason that users see
 POLL_SECONDS = 0.5  # between two requests to the monitor
@@ -159,7 +160,7 @@ class RunState:
             doing = "connecting" if worker.state is WorkerState.LINKING else "loading"
             reason = f"sent nothing for {self.response_seconds:g} s while {doing}"
             if table.phase >= RunPhase.RUNNING:
-                table.fence(worker.name, reason)
+                table.fence(worker.name, reason, FaultKind.STANDSTILL)
             elif not self._root_cause.has_reports:
                 self._root_cause.report(FailureKind.DIED, worker.name, worker.process.name, reason)
 
@@ -196,7 +197,7 @@ class RunState:
         changed = [path for path, fingerprint in listening.files.items() if self._files.setdefault(path, fingerprint) != fingerprint]
         if changed:
             reason = f"{changed[0]} has changed since the run began; restore the file, or start the run again"
-            self._root_cause.end_worker(FailureKind.BAD_INPUT, found, reason)
+            self._root_cause.end_worker(FailureKind.BAD_INPUT, found, reason, FaultKind.CHANGED_WEIGHTS)
             return
         self._addresses[worker] = listening.addresses
         if worker != MONITOR:
@@ -284,7 +285,7 @@ class RunState:
         found = self._table.workers[worker]
         if found.incarnation == incarnation:
             reason = "does not read its control connection: is it stopped, or the machine overloaded?"
-            self._root_cause.end_worker(FailureKind.DIED, found, reason)
+            self._root_cause.end_worker(FailureKind.DIED, found, reason, FaultKind.STANDSTILL)
 
     def on_link_lost(self, worker: str, lost: LinkLost) -> None:
         self._link_loss.on_link_lost(worker, lost)
@@ -307,7 +308,7 @@ class RunState:
                 if not is_killed:
                     self._fenced.add(worker)
                 self._table.announce(events.WorkerMarkedDead(worker, report.why, is_killed))
-                self._table.fence(worker, f"was marked dead ({report.why})")
+                self._table.fence(worker, f"was marked dead ({report.why})", FaultKind.STANDSTILL)
 
     def on_stop_sent(self, worker: str) -> None:
         self._stop.on_sent(worker)
@@ -363,7 +364,7 @@ class RunState:
         if monitor.is_usable:
             monitor.silent_seconds += min(self._table.now - self._polled, 1.5 * POLL_SECONDS)
             if monitor.silent_seconds >= MONITOR_SECONDS:
-                self._table.fence(MONITOR, f"sent nothing for {MONITOR_SECONDS:g} s")
+                self._table.fence(MONITOR, f"sent nothing for {MONITOR_SECONDS:g} s", FaultKind.STANDSTILL)
             else:
                 self._table.act(Send(MONITOR, StatisticsRequest()))
         self._set_poll()

@@ -20,10 +20,9 @@ from flowrt.engine.sequence import Sequence
 from flowrt.errors import OperatorError
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.graph.model import Node
+from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.transports.wire.message import Tag
 from flowrt.workers.model_nodes import batch_payloads
-
-MAX_LOSSES = 2  # servers that may be lost with one part before its step is suspected of killing them
 
 
 class Group:
@@ -84,7 +83,7 @@ class Group:
 
         Each group decides for itself: a request belongs to one group, so it costs no other group a server.
         """
-        if num_losses < MAX_LOSSES and not self._engine.is_suspect_step(tag.micro_batch, tag.step):
+        if redo(FaultKind.LOST_SERVER, max(num_losses - 1, 0)) is Redo.PART and not self._engine.is_suspect_step(tag.micro_batch, tag.step):
             return True
         self._fail_step(tag, "expert servers died or hung again and again while they computed a part of this request")
         return False
@@ -115,8 +114,10 @@ class Group:
         tokens, *logprobs = (tensor.tolist() for tensor in firing.inputs["tokens"].tensors)
         values = [Logprobs(own, tuple(zip(ids, top, strict=True))) for own, ids, top in zip(*logprobs, strict=True)]
         step = Tag(tag.source, tag.epoch, tag.micro_batch, tag.step - 1)
-        is_degraded = self._client is not None and self._client.omitted.take_degraded(step)
-        self._carry_out(self._engine.step_done(tag.micro_batch, step.step, tokens, values, is_degraded))
+        is_degraded, not_finite = False, ""
+        if self._client is not None:
+            is_degraded, not_finite = self._client.omitted.take_degraded(step), self._client.take_not_finite(step)
+        self._carry_out(self._engine.step_done(tag.micro_batch, step.step, tokens, values, is_degraded, not_finite))
 
     def _carry_out(self, decisions: ListLike[Decision]) -> None:
         tokens = tuple(each for each in decisions if isinstance(each, Token))

@@ -449,3 +449,24 @@ def test_sequences_of_a_failed_step_run_alone_and_only_the_one_that_fails_again_
             assert group.tokens[(each.id, 0)] == expected_output(each)
             assert group.ends[(each.id, 0)].reason == "length"
     assert group.engine.statistics().num_free_pages == ROOMY.kv_pages
+
+
+@pytest.mark.parametrize("num_rows", [2, 11])
+def test_sequence_without_finite_logits_is_computed_again_and_no_other(num_rows: int) -> None:
+    """Instead of its first and of its fourth token, from a prompt of one or several chunks. The others of the step get their tokens."""
+    group = ToyGroup(ROOMY, num_micro_batches=2)
+    requests = [request(f"r{n}", range(n, n + num_rows), max_tokens=6, seed=n) for n in range(4)]
+    group.submit(*requests)
+    left = [0, 3]
+    while group.start() or group.running:
+        micro_batch = min(group.running)
+        num_tokens = len(group.tokens.get(("r2", 0), []))
+        is_hit = num_tokens in left
+        if group.finish(micro_batch, broken="r2" if is_hit else ""):
+            left.remove(num_tokens)
+    assert not left
+    for each in requests:
+        assert group.tokens[(each.id, 0)] == expected_output(each)
+        assert group.ends[(each.id, 0)].reason == "length"
+    assert group.engine.epoch == 0
+    assert group.engine.statistics().num_free_pages == ROOMY.kv_pages

@@ -7,6 +7,7 @@ or rows computed out of order give other tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from flowrt.actors.control import Ended, Request, Token
@@ -158,9 +159,15 @@ class ToyGroup:
         assert upcoming is None
         return sampled
 
-    def finish(self, micro_batch: int) -> None:
-        sampled = self.compute(micro_batch)
-        self.take(self.engine.step_done(micro_batch, self.running.pop(micro_batch).step, sampled))
+    def finish(self, micro_batch: int, broken: str = "") -> int:
+        """`broken`: logits of sequences whose names begin so are not finite. Returns how many these are."""
+        sampled, step = self.compute(micro_batch), self.running.pop(micro_batch)
+        if broken:
+            ends = zip(step.batch.sequence_names, accumulate(step.batch.query_lengths), strict=True)
+            names = [name for name, end in ends if end - 1 in step.batch.sample_rows]
+            sampled = [-1 if name.startswith(broken) else token for name, token in zip(names, sampled, strict=True)]
+        self.take(self.engine.step_done(micro_batch, step.step, sampled))
+        return sampled.count(-1)
 
     def fail(self, micro_batch: int) -> list[str]:
         """The micro-batch's step fails. Returns the requests that must end for it."""

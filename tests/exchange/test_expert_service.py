@@ -6,6 +6,7 @@ import torch
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
+from flowrt.errors import OperatorError
 from flowrt.exchange.expert_service import ExpertService
 from flowrt.transports.wire.message import Tag
 
@@ -50,3 +51,14 @@ def test_a_part_larger_than_a_step_is_refused_before_anything_is_computed():
     with pytest.raises(ValueError, match="a part has 10 pairs; a step of this graph has at most 9"):
         ExpertService(experts, max_part_pairs=9)([request(0, 10)])
     assert experts.calls == []
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("wrong", [lambda y: y[1:], lambda y: y[:, 1:], lambda y: y.double()], ids=["rows", "width", "dtype"])
+def test_a_result_of_a_wrong_shape_fails_its_part_and_not_the_link(strict, wrong):
+    experts = Doubling()
+    name = "forward_pairs" if strict else "forward"
+    right = getattr(experts, name)
+    setattr(experts, name, lambda *arguments: wrong(right(*arguments)))
+    with pytest.raises(OperatorError, match=r"the experts gave torch.float\d\d\[\d, \d\], expected torch.float32\[3, 2\]"):
+        ExpertService(experts, strict)([request(0, 3)])

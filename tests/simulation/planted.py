@@ -290,7 +290,7 @@ BUGS: tuple[Bug, ...] = (
     body("drained-ignored", "no request to drain is ever done", CONNECTION, "ControlConnection.request",
          "self.post(control)\nreturn asyncio.get_running_loop().create_future()"),
     bug("lost-link-ignored", "a lost link that no death explains has no consequence", (
-        LINK_LOSS, "LinkLoss.on_unexplained", "self._table.fence(end.name, loss.reason)", "pass")),
+        LINK_LOSS, "LinkLoss.on_unexplained", "self._table.fence(end.name, loss.reason, FaultKind.LOST_LINK)", "pass")),
     bug("failure-unseen", "the reports of a failed run are never examined", (
         ROOT_CAUSE, "RootCause.report", "if not self._reports:", "if False:")),
     body("failures-ignored", "a worker's failure report is ignored", ROOT_CAUSE, "RootCause.on_failure", "pass"),
