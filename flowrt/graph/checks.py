@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
+from flowrt.graph.builtin import SOURCE
 from flowrt.graph.document import Path_
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, ReliabilitySettings, role_of
@@ -18,7 +19,6 @@ from flowrt.transports.wire.message import DTYPE_BYTES
 
 MIN_SUSPECT_SECONDS = 0.2  # two heartbeats
 _FAULT_PLAN = re.compile(r"^faulty\+|(?<=[\w.+-])\?.*$")  # faulty+shm?drop@100 is shm with injected faults
-_EMULATED_KEYS = {"attention": "attention_seconds", "experts": "expert_seconds"}
 
 
 @dataclass(frozen=True)
@@ -357,14 +357,16 @@ def _check_emulation(graph: Graph) -> Iterator[Problem]:
     emulation = graph.emulation
     if emulation is None:
         return
-    charges = emulation.charges()
-    for operator in charges:
-        if not any(node.operator == operator for node in graph.nodes.values()):
-            path = ("emulate", "compute", _EMULATED_KEYS[operator])
-            yield Problem(path, f"no node of this graph has the operator {operator!r}; remove the key")
+    operators = {node.operator for node in graph.nodes.values()} - {SOURCE, INPUT, OUTPUT}
+    for operator, cost in emulation.compute.items():
+        path = ("emulate", "compute", operator)
+        if operator not in operators:
+            yield Problem(path, f"no node of this graph has the operator {operator!r}; {nearest(operator, operators)}")
+        elif not cost.shortest_seconds:
+            yield Problem(path, "a row takes no time; give one of fixed_seconds, row_seconds, expert_seconds, kv_token_seconds above 0")
     crossing = [edge for edge in graph.edges.values() if graph.crosses(edge)]
     linked = [edge for edge in crossing if edge.link is not None]
-    if not linked and not charges:
+    if not linked and not emulation.compute:
         text = "there is nothing to emulate; name the link of an edge between processes (link: ub), write compute:, or remove emulate"
         yield Problem(("emulate",), text)
     for edge in linked:

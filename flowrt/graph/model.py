@@ -183,12 +183,26 @@ class GraphLimits:
     max_message_bytes: int = _key(1 << 26, "The most payload of a message.", ge=1024, le=1 << 34)
 
 
-@dataclass(frozen=True)
-class ModelledCompute:
-    """Compute times of the emulated hardware, undilated. Default: the time that this machine takes."""
+_MODELLED = {"ge": 0, "le": 3600}
 
-    attention_seconds: float | None = _key(None, "A layer of a step in an attention group.", ge=1e-9, le=3600)
-    expert_seconds: float | None = _key(None, "A layer of a call of an expert server.", ge=1e-9, le=3600)
+
+@dataclass(frozen=True)
+class ComputeCost:
+    """Compute time of an operator on the emulated hardware, undilated: the sum of four terms for each layer of a call."""
+
+    fixed_seconds: float = _key(0.0, "Of every layer of a call.", **_MODELLED)
+    row_seconds: float = _key(0.0, "Of each row; of experts, of each row of each expert.", **_MODELLED)
+    expert_seconds: float = _key(0.0, "Of each expert that has rows.", **_MODELLED)
+    kv_token_seconds: float = _key(0.0, "Of each token of the context of each sequence.", **_MODELLED)
+
+    def seconds(self, num_rows: int, num_experts: int = 0, num_kv_tokens: int = 0) -> float:
+        experts_and_kv = self.expert_seconds * num_experts + self.kv_token_seconds * num_kv_tokens
+        return self.fixed_seconds + self.row_seconds * num_rows + experts_and_kv
+
+    @property
+    def shortest_seconds(self) -> float:
+        """The time of one row, which has one expert and one token of context."""
+        return self.seconds(1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -196,13 +210,10 @@ class Emulation:
     """Emulate other hardware, slower by a factor: links take their profiles' times, computation its modelled times."""
 
     dilation: float = _key(MISSING, "Factor of all modelled times; flowrt doctor prints the smallest possible one.", ge=1, le=1e9)
-    compute: ModelledCompute = ModelledCompute()
+    compute: Mapping[str, ComputeCost] = field(
+        default_factory=dict, metadata={"description": "Operator: its modelled time. Without it: the time that this machine takes."}
+    )
     processes_per_nic: int = _key(1, "Processes that share a NIC evenly.", ge=1, le=1024)
-
-    def charges(self) -> dict[str, float]:
-        """operator -> modelled seconds, undilated."""
-        given = {"attention": self.compute.attention_seconds, "experts": self.compute.expert_seconds}
-        return {operator: seconds for operator, seconds in given.items() if seconds is not None}
 
 
 _SECONDS = {"ge": 0.05, "le": 86400}

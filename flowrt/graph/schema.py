@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from flowrt.graph.model import FORK_SERVER, GATEWAY, INPUT, MONITOR, OUTPUT, Emulation, GraphLimits, ModelledCompute, ReliabilitySettings
+from flowrt.graph.model import FORK_SERVER, GATEWAY, INPUT, MONITOR, OUTPUT, ComputeCost, Emulation, GraphLimits, ReliabilitySettings
 from flowrt.graph.notation import (
     LINK_NUMBERS,
     LINK_PROFILES,
@@ -304,7 +304,7 @@ class EdgeSection(LinkSection):
     response_to: str | None = Field(default=None, description="The name of the edge whose requests it carries the responses to.")
 
 
-for _shared in (LimitsSection, ModelledCompute, Emulation, ReliabilitySettings):
+for _shared in (LimitsSection, ComputeCost, Emulation, ReliabilitySettings):
     _shared.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[union-attr]
 
 

@@ -2,14 +2,15 @@
 
 process.py creates it when the graph has `emulate:`. flowrt/actors/emulated_links.py emulates the links.
 
-An `attention` node is charged for every layer that it runs, and an `experts` node for every layer in each of its calls: requests of
-one layer in one call are one batch, as on hardware. Nodes fused into a firing with them (gate, dispatch, combine, dense and shared
-experts) run within that time. A firing with neither (the embedding alone, the head) takes its real time.
+A node whose operator has a cost in the graph file is charged for every layer of each of its calls: requests of one layer in one call are
+one batch, as on hardware. Nodes without a cost that are fused into a firing with it run within that time. A firing without any charged
+node takes its real time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from flowrt.actors.emulated_links import EmulatedLinks
@@ -18,9 +19,11 @@ from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.emulation import EmulatedCompute, EmulationStatistics
 from flowrt.graph.fuse import fuse
-from flowrt.graph.model import Emulation, Graph
+from flowrt.graph.model import ComputeCost, Emulation, Graph
 from flowrt.seams import Compute
 from flowrt.timer import Timer
+
+KV_LENGTHS = 3  # the place of the context lengths in the tensors of a layout (operators/step_layout.py)
 
 
 class EmulatedWorker:
@@ -28,15 +31,24 @@ class EmulatedWorker:
 
     def __init__(self, graph: Graph, process: str, emulation: Emulation, compute: Compute, timer: Timer) -> None:
         self._timer = timer
-        charges = emulation.charges()
-        self._seconds = {node.name: charges[node.operator] for node in graph.nodes_of(process) if node.operator in charges}
-        charging = [chain[0] for chain in fuse(graph, process).chains if self._seconds.keys() & set(chain)]
+        self._charged = {node.name: node.operator for node in graph.nodes_of(process) if node.operator in emulation.compute}
+        self._costs = emulation.compute
+        charging = [chain[0] for chain in fuse(graph, process).chains if self._charged.keys() & set(chain)]
         self.compute = EmulatedCompute(compute, timer, emulation.dilation, charging)
         self.links = EmulatedLinks(emulation, timer)
 
     def charged(self, functions: Mapping[str, NodeFunction]) -> dict[str, NodeFunction]:
         """Return the functions, with charging added to those of charged nodes."""
-        return {name: self._charged(name, function) if name in self._seconds else function for name, function in functions.items()}
+        charge: Callable[[float], None] = self.compute.charge
+
+        def charging(function: NodeFunction, operator: str) -> NodeFunction:
+            def run(firings: Sequence[Firing]) -> Sequence[Mapping[str, Payload]]:
+                charge(modelled_seconds(operator, self._costs[operator], firings))
+                return function(firings)
+
+            return run
+
+        return {name: charging(each, self._charged[name]) if name in self._charged else each for name, each in functions.items()}
 
     def statistics(self) -> EmulationStatistics:
         return EmulationStatistics(replace(self.compute.lateness), replace(self.links.lateness), self.compute.free_seconds)
@@ -46,12 +58,31 @@ class EmulatedWorker:
         self.links.close()
         self._timer.close()
 
-    def _charged(self, name: str, function: NodeFunction) -> NodeFunction:
-        seconds: float = self._seconds[name]
-        charge: Callable[[float], None] = self.compute.charge
 
-        def run(firings: Sequence[Firing]) -> Sequence[Mapping[str, Payload]]:
-            charge(seconds * len({firing.tag.layer for firing in firings}))
-            return function(firings)
+def modelled_seconds(operator: str, cost: ComputeCost, firings: Iterable[Firing]) -> float:
+    """The undilated time of one call: for each layer, the cost of the rows of all its firings as one batch.
 
-        return run
+    Rows are those of the longest input; of `experts`, the pairs of a row and an expert. Tokens of context are counted once for each
+    sequence of a step, also where a sliding window reads fewer.
+    """
+    num_rows: dict[int, int] = defaultdict(int)
+    num_kv_tokens: dict[int, int] = defaultdict(int)
+    experts: dict[int, set[int]] = defaultdict(set)
+    for firing in firings:
+        layer, inputs = firing.tag.layer, firing.inputs
+        if operator == "experts":
+            expert_P = inputs["rows"].tensors[2]
+            num_rows[layer] += len(expert_P)
+            if cost.expert_seconds:
+                experts[layer].update(expert_P.tolist())
+            continue
+        num_rows[layer] += max((_num_rows(payload) for payload in inputs.values()), default=0)
+        if operator == "attention" and cost.kv_token_seconds:
+            num_kv_tokens[layer] += int(inputs["layout"].tensors[KV_LENGTHS].sum())
+    return sum(cost.seconds(rows, len(experts[layer]), num_kv_tokens[layer]) for layer, rows in num_rows.items())
+
+
+def _num_rows(payload: Payload | list[Payload]) -> int:
+    if isinstance(payload, list):  # of a gather port
+        return sum(map(_num_rows, payload))
+    return len(payload.tensors[0]) if payload.tensors and payload.tensors[0].dim() else 1

@@ -10,7 +10,7 @@ from flowrt.actors.emulated_links import EmulatedLinks, check_machine, modelled_
 from flowrt.actors.link_plan import plan_links
 from flowrt.emulation import Lateness
 from flowrt.errors import UserError
-from flowrt.graph.model import Edge, Emulation, Graph, ModelledCompute, Node, from_json, to_json
+from flowrt.graph.model import ComputeCost, Edge, Emulation, Graph, Node, from_json, to_json
 from flowrt.graph.notation import LINK_NUMBERS, LINK_PROFILES
 from flowrt.seams import Seams
 from flowrt.timer import LoopTimer
@@ -76,10 +76,10 @@ async def test_what_is_received_is_counted() -> None:
 
 def test_requirements_of_a_graph_on_the_machine() -> None:
     assert modelled_seconds(replace(GRAPH, emulation=None)) == {}
-    emulation = Emulation(100.0, ModelledCompute(1e-3, 2e-3), processes_per_nic=2)
+    emulation = Emulation(100.0, {"attention": ComputeCost(1e-3), "experts": ComputeCost(1e-3, 1e-4, 2e-4)}, processes_per_nic=2)
     assert modelled_seconds(replace(GRAPH, emulation=emulation)) == {
-        "attention_seconds": 1e-3,
-        "expert_seconds": 2e-3,
+        "a row of attention": 1e-3,
+        "a row of experts": pytest.approx(1.3e-3),
         "a message on link ub": pytest.approx(14e-6 + 2 * 1e-6),
     }
 

@@ -11,13 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from checkpoints import make_checkpoint
 
+from flowrt.api import read_graph
 from flowrt.bench.cases.operator_cases import CasePart, ModelOperators, OperatorCase, cases_of
 from flowrt.bench.cases.operators import OperatorTime, operator_times, time_case
 from flowrt.bench.cases.options import OperatorOptions
 from flowrt.bench.cases.random_weights import MODEL_LIKE_QWEN3, CountingCheckpoint, RandomCheckpoint
+from flowrt.bench.measure.cost_fit import ComputeLoad, compute_section, fit_cost
 from flowrt.bench.measure.limits import MachineLimits, better_of
+from flowrt.graph.model import ComputeCost
 from flowrt.operators.families.registry import read_model_config
 
 SIZES = {"hidden_size": 64, "expert_width": 32, "num_experts": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 128}
@@ -31,7 +35,7 @@ def model() -> ModelOperators:
 
 def test_weights_count_once_and_experts_only_where_rows_are_routed(model: ModelOperators) -> None:
     with torch.inference_mode():
-        cases = {case.name: case for case in cases_of(model, 1, 16)}
+        cases = {case.name: case for case in cases_of(model, 1, (16, 32))}
     expert = 3 * 64 * 32
     assert cases["experts"].num_bytes == 4 * expert * 4 + 2 * 64 * 4
     assert cases["experts"].num_flops == 4 * 2 * expert
@@ -46,7 +50,7 @@ def test_weights_count_once_and_experts_only_where_rows_are_routed(model: ModelO
 
 def test_many_rows_read_each_expert_once(model: ModelOperators) -> None:
     with torch.inference_mode():
-        cases = {case.name: case for case in cases_of(model, 256, 16)}
+        cases = {case.name: case for case in cases_of(model, 256, (16,))}
     assert cases["experts"].num_bytes == 8 * 3 * 64 * 32 * 4 + 2 * 256 * 64 * 4
     assert "prompt" in cases
     assert cases["prompt"].inside[1].num_flops == 2 * (256 * 257 // 2) * 4 * 2 * 16
@@ -85,7 +89,7 @@ def test_all_operators_of_a_checkpoint_are_timed(architecture: str, tmp_path: Pa
     directory = make_checkpoint(tmp_path / "model", architecture=architecture, tokenizer=False)
     before = torch.get_num_threads()
     try:
-        times = list(operator_times(directory, OperatorOptions(rows=(1, 64), context=16)))
+        times = list(operator_times(directory, OperatorOptions(rows=(1, 64), context=(16,))))
     finally:
         torch.set_num_threads(before)
     names = {each.operator for each in times if each.rows == 64}
@@ -95,6 +99,29 @@ def test_all_operators_of_a_checkpoint_are_timed(architecture: str, tmp_path: Pa
     checkpoint = CountingCheckpoint(directory)
     ModelOperators(read_model_config(directory), checkpoint, [1])
     assert checkpoint.bytes_by_part["expert_down"] > 0
+
+
+def test_fit_finds_the_cost_behind_the_times_and_no_term_is_below_zero() -> None:
+    cost = ComputeCost(2e-5, 3e-6, 4e-5, 5e-8)
+    loads = [ComputeLoad(rows, experts, tokens) for rows, experts, tokens in [(1, 1, 9), (4, 3, 70), (8, 3, 9), (8, 8, 900), (64, 16, 5)]]
+    fitted = fit_cost({load: cost.seconds(*load) for load in loads})
+    assert fitted.cost == cost
+    assert fitted.worst_error < 1e-6
+    falling = fit_cost({ComputeLoad(1): 5.0, ComputeLoad(2): 4.0})  # a row would take less than no time
+    assert falling.cost == ComputeCost(pytest.approx(4.39, abs=0.01))
+    assert falling.worst_error == pytest.approx(0.12, abs=0.02)
+
+
+def test_fitted_costs_are_a_section_that_a_graph_file_takes(tmp_path: Path) -> None:
+    costs = {"attention": fit_cost({ComputeLoad(rows, 0, 64 * rows): 1e-4 + 1e-6 * rows for rows in (1, 8)})}
+    section = yaml.safe_load("\n".join(compute_section(costs)))
+    model = make_checkpoint(tmp_path / "model", tokenizer=False)
+    graph = {"flowrt": 1, "model": {"path": str(model)}, "emulate": {"dilation": 100, **section}}
+    path = tmp_path / "graph.yaml"
+    path.write_text(yaml.safe_dump(graph))
+    emulation = read_graph(path).emulation
+    assert emulation is not None
+    assert emulation.compute == {"attention": ComputeCost(1e-4, 1e-6)}
 
 
 def test_fraction_is_the_limit_over_the_time() -> None:
@@ -118,4 +145,5 @@ def test_operators_command(tmp_path: Path) -> None:
     assert [line.split()[:2] for line in done.stdout.splitlines() if line.startswith("rows")] == [["rows", "1"]]
     details = json.loads((tmp_path / "o.json").read_text())["details"]
     assert {each["operator"] for each in details["times"]} >= {"experts", "head"}
+    assert set(details["costs"]) == {"attention"}  # one number of rows tells nothing but attention's cost per token
     assert "per cent of the limit" in (tmp_path / "o.svg").read_text()

@@ -40,7 +40,7 @@ async def test_the_tokens_are_the_same_and_no_step_is_faster_than_its_model(
     served: Served, tmp_path: Path, processes: str | int, servers: int
 ) -> None:
     deploy = {"experts": {"servers": servers}, "links": {"attention-experts": {"link": LINK}}, "processes": processes}
-    emulate = {"dilation": 10, "compute": {"attention_seconds": 1e-3, "expert_seconds": 5e-4}}
+    emulate = {"dilation": 10, "compute": {"attention": {"fixed_seconds": 1e-3}, "experts": {"fixed_seconds": 5e-4}}}
     graph = served.write(tmp_path, deploy, emulate=emulate)
     seconds = QUIET.clock.now()
     async with flowrt.open(graph, seams=QUIET) as running:
@@ -67,7 +67,7 @@ async def test_the_tokens_are_the_same_and_no_step_is_faster_than_its_model(
 
 
 async def test_result_is_void_when_reality_is_slower_than_the_model(served: Served, tmp_path: Path) -> None:
-    emulate = {"dilation": 1, "compute": {"attention_seconds": 1e-9}}
+    emulate = {"dilation": 1, "compute": {"attention": {"fixed_seconds": 1e-9}}}
     graph = served.write(tmp_path, {"processes": 1}, emulate=emulate)
     async with flowrt.open(graph, seams=QUIET) as running:
         await running.complete(served.prompts[0], flowrt.SamplingParams(max_tokens=2, ignore_eos=True))

@@ -198,16 +198,22 @@ BAD = {
     "dilation": (MODEL + "emulate: {dilation: 0.5}\n", 3, "emulate.dilation", ["0.5 is too small", "1 or more"]),
     "dilation word": (MODEL + "emulate: {dilation: much}\n", 3, "emulate.dilation", ["'much' is not a number"]),
     "modelled time": (
-        MODEL + "emulate: {dilation: 2, compute: {expert_seconds: 0}}\n",
+        MODEL + "emulate: {dilation: 2, compute: {experts: {row_seconds: -1}}}\n",
         3,
-        "emulate.compute.expert_seconds",
-        ["0 is too small"],
+        "emulate.compute.experts.row_seconds",
+        ["-1 is too small"],
+    ),
+    "modelled time that is none": (
+        MODEL + "emulate: {dilation: 2, compute: {gate: {}}}\n",
+        3,
+        "emulate.compute.gate",
+        ["a row takes no time"],
     ),
     "modelled time of nothing": (
-        USER + "emulate: {dilation: 2, compute: {expert_seconds: 1}}\n",
+        USER + "emulate: {dilation: 2, compute: {experts: {fixed_seconds: 1}}}\n",
         9,
-        "emulate.compute.expert_seconds",
-        ["no node of this graph has the operator 'experts'", "remove the key"],
+        "emulate.compute.experts",
+        ["no node of this graph has the operator 'experts'", "known: "],
     ),
     "emulate in the wrong place": (deploy(rest="  links: {emulate: {dilation: 2}}\n"), 6, "deploy.links.emulate", ["top of the file"]),
     "numbers beside link": (

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from flowrt.graph.model import Emulation, ModelledCompute, from_json, to_json
+from flowrt.graph.model import ComputeCost, Emulation, from_json, to_json
 from flowrt.graph.show import print_graph
 from flowrt.graph.written import to_yaml
 
@@ -19,8 +19,11 @@ LINKED = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  experts: {servers: 2}\n  links
     [
         ("{dilation: 100}", Emulation(100.0)),
         ("{dilation: 1.5e3, processes_per_nic: 8}", Emulation(1500.0, processes_per_nic=8)),
-        ("{dilation: 2, compute: {attention_seconds: 250e-6}}", Emulation(2.0, ModelledCompute(250e-6))),
-        ("{dilation: 2, compute: {attention_seconds: 1, expert_seconds: 120e-6}}", Emulation(2.0, ModelledCompute(1.0, 120e-6))),
+        ("{dilation: 2, compute: {attention: {fixed_seconds: 250e-6}}}", Emulation(2.0, {"attention": ComputeCost(250e-6)})),
+        (
+            "{dilation: 2, compute: {head: {row_seconds: 1}, experts: {fixed_seconds: 2, expert_seconds: 3, kv_token_seconds: 4}}}",
+            Emulation(2.0, {"head": ComputeCost(row_seconds=1.0), "experts": ComputeCost(2.0, 0.0, 3.0, 4.0)}),
+        ),
     ],
 )
 def test_emulated_graph_is_equal_expanded_and_on_the_wire(load, section: str, emulation: Emulation) -> None:
@@ -43,6 +46,6 @@ def test_show_names_the_dilation(load) -> None:
 
 
 def test_computing_alone_can_be_emulated(load) -> None:
-    graph = load("flowrt: 1\nmodel: {path: m}\nemulate: {dilation: 3, compute: {expert_seconds: 1e-3}}\n")
+    graph = load("flowrt: 1\nmodel: {path: m}\nemulate: {dilation: 3, compute: {experts: {fixed_seconds: 1e-3}}}\n")
     assert graph.emulation is not None
-    assert graph.emulation.charges() == {"experts": 1e-3}
+    assert graph.emulation.compute == {"experts": ComputeCost(1e-3)}

@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import pytest
+import torch
 
 from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.payload import Payload
 from flowrt.emulation import (
     EmulatedCompute,
     EmulationStatistics,
@@ -19,7 +21,8 @@ from flowrt.emulation import (
 )
 from flowrt.errors import UserError
 from flowrt.graph.builtin import BUILTIN
-from flowrt.graph.model import Edge, Emulation, Graph, LayerSet, ModelledCompute, Node, PortSpec
+from flowrt.graph.model import ComputeCost, Edge, Emulation, Graph, LayerSet, Node, PortSpec
+from flowrt.operators.step_layout import StepLayout
 from flowrt.seams import Running
 from flowrt.simulation.world import run
 from flowrt.timer import FineTimer, LoopTimer, measure_lateness, new_timer
@@ -121,30 +124,50 @@ def _graph() -> Graph:
             return Node(name, operator, process, {"x": PortSpec("x")}, {"y": PortSpec("y")})
         return Node(name, operator, process, built.input_ports(), built.output_ports(()), {}, built.stateful, built.batches)
 
-    nodes = [node("a.attention", "attention", "a"), node("e.experts", "experts", "e"), node("o", "m:f", "o")]
+    nodes = [node("a.attention", "attention", "a"), node("e.experts", "experts", "e"), node("o", "m:f", "o"), node("p", "m:g", "p")]
     return Graph.of(nodes, [Edge("a.attention", "y", "o", "x", layers=LayerSet())])
 
 
-def _firing(node: str, *layers: int) -> list[Firing]:
-    return [Firing(node, Tag("s", layer=layer, micro_batch=place), {}) for place, layer in enumerate(layers)]
+def _attention(layer: int, query_lengths: list[int], kv_lengths: list[int]) -> Firing:
+    pages = [list(range(-(-length // 4))) for length in kv_lengths]
+    layout = StepLayout.from_lists(query_lengths, kv_lengths, pages, 4)
+    inputs = {"x": Payload((torch.zeros(sum(query_lengths), 2),)), "layout": Payload(layout.to_tensors())}
+    return Firing("a.attention", Tag("s", layer=layer), inputs)
+
+
+def _experts(*parts: tuple[int, list[int]]) -> list[Firing]:
+    """A firing for each (layer, expert of each pair)."""
+    firings = []
+    for place, (layer, experts) in enumerate(parts):
+        rows = Payload((torch.zeros(1, 2), torch.zeros(len(experts), dtype=torch.int64), torch.tensor(experts), torch.ones(len(experts))))
+        firings.append(Firing("e.experts", Tag("s", layer=layer, micro_batch=place), {"rows": rows}))
+    return firings
 
 
 @pytest.mark.parametrize(
-    ("process", "node", "layers", "charged"),
+    ("process", "firings", "charged"),
     [
-        ("a", "a.attention", (3,), 1e-3),
-        ("e", "e.experts", (3,), 1e-2),
-        ("e", "e.experts", (3, 3, 3), 1e-2),  # requests of one layer are one batch
-        ("e", "e.experts", (3, 4, 3), 2e-2),
-        ("o", "o", (0,), 0.0),
+        ("a", [_attention(3, [1], [1])], 1.00101),
+        ("a", [_attention(3, [1, 1, 6], [9, 1, 7])], 1.00817),
+        ("e", _experts((3, [5])), 60.01),
+        ("e", _experts((3, [5, 6, 5])), 70.03),  # an expert with two rows
+        ("e", _experts((3, [5]), (3, [5, 6])), 70.03),  # requests of one layer are one batch
+        ("e", _experts((3, [5]), (4, [5, 6]), (3, [6])), 140.04),
+        ("o", [Firing("o", Tag("s"), {"x": Payload((torch.zeros(7, 2),))})], 0.0),
+        ("p", [Firing("p", Tag("s"), {"x": Payload((torch.zeros(7, 2),))})], 0.7),
+        ("p", [Firing("p", Tag("s"), {"x": Payload((torch.tensor(1.0),))})], 0.1),
+        ("p", [Firing("p", Tag("s"), {"x": [Payload((torch.zeros(2),)), Payload((torch.zeros(3),))]})], 0.5),
     ],
 )
-def test_what_is_charged(process: str, node: str, layers: tuple[int, ...], charged: float) -> None:
+def test_what_is_charged(process: str, firings: list[Firing], charged: float) -> None:
+    node = firings[0].node
+    costs = {"attention": ComputeCost(1.0, 1e-3, 1e6, 1e-5), "experts": ComputeCost(50.0, 1e-2, 10.0, 1e6)}
+    costs["m:g"] = ComputeCost(row_seconds=0.1)
+
     async def main() -> float:
-        compute = SleepingCompute()
-        emulated = EmulatedWorker(_graph(), process, Emulation(1.0, ModelledCompute(1e-3, 1e-2)), compute, LoopTimer())
+        emulated = EmulatedWorker(_graph(), process, Emulation(1.0, costs), SleepingCompute(), LoopTimer())
         functions = emulated.charged({node: lambda firings: [{} for _ in firings]})
-        assert await emulated.compute.run(node, lambda: functions[node](_firing(node, *layers))) == [{}] * len(layers)
+        assert await emulated.compute.run(node, lambda: functions[node](firings)) == [{}] * len(firings)
         emulated.close()
         return emulated.statistics().computed.modelled_seconds
 
@@ -153,9 +176,9 @@ def test_what_is_charged(process: str, node: str, layers: tuple[int, ...], charg
 
 def test_what_is_not_modelled_is_not_charged() -> None:
     async def main() -> None:
-        emulated = EmulatedWorker(_graph(), "e", Emulation(1.0, ModelledCompute(1.0)), SleepingCompute(), LoopTimer())
+        emulated = EmulatedWorker(_graph(), "e", Emulation(1.0, {"attention": ComputeCost(1.0)}), SleepingCompute(), LoopTimer())
         functions = emulated.charged({"e.experts": len})
-        assert await emulated.compute.run("e.experts", lambda: functions["e.experts"](_firing("e.experts", 0))) == 1
+        assert await emulated.compute.run("e.experts", lambda: functions["e.experts"](_experts((0, [1])))) == 1
         assert emulated.statistics() == EmulationStatistics()
         emulated.close()
 

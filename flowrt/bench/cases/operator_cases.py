@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flowrt.bench.cases.random_weights import CountingCheckpoint
+from flowrt.bench.measure.cost_fit import ComputeLoad
 from flowrt.operators.attention import attention_for
 from flowrt.operators.combine import combine
 from flowrt.operators.dense import DenseMlp, SharedExperts
@@ -38,7 +39,8 @@ INSIDE = ("attention in", "attention out")  # functions that an attention block 
 @dataclass(frozen=True)
 class OperatorCase:
     """One operator at one load. `calls`: one per layer, each with weights of its own. Bytes and flops are those of one call: every
-    weight, input and result once, a multiplication and its addition as two. `inside`: the parts whose seconds `parts` has."""
+    weight, input and result once, a multiplication and its addition as two. `inside`: the parts whose seconds `parts` has. `modelled`:
+    the operator's name in a graph file, and its load, where emulation charges for it."""
 
     name: str
     rows: int
@@ -47,6 +49,7 @@ class OperatorCase:
     calls: Sequence[Callable[[], Any]]
     parts: dict[str, float] | None = None  # seconds by name, which the calls add up
     inside: Sequence[CasePart] = ()
+    modelled: tuple[str, ComputeLoad] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,39 +102,47 @@ class ModelOperators:
         return sum(self.checkpoint.bytes_by_part.get(part, 0) for part in parts) / len(self.layers)
 
 
-def cases_of(model: ModelOperators, rows: int, context: int) -> Iterator[OperatorCase]:
-    """Every operator at `rows` rows, each the newest token of a sequence of `context`; and, from 64 rows on, one prompt of that length."""
+def cases_of(model: ModelOperators, rows: int, contexts: Sequence[int]) -> Iterator[OperatorCase]:
+    """Every operator at `rows` rows, each the newest token of a sequence; and, from 64 rows on, one prompt of that length. Attention has a
+    case for each length of the sequences in `contexts`."""
     config, itemsize = model.config, model.itemsize
     hidden, vocabulary, num_active = config.hidden_size, config.vocab_size, config.num_experts_per_token
     generator = torch.Generator().manual_seed(rows)
     x_TH = torch.randn((rows, hidden), generator=generator).to(torch_dtype(config))
-    row_bytes = rows * hidden * itemsize
+    row_bytes, load = rows * hidden * itemsize, ComputeLoad(rows)
     tokens_T = torch.randint(vocabulary, (rows,), generator=generator)
-    yield OperatorCase("embedding", rows, 2 * row_bytes, 0, [partial(model.embedding.forward, tokens_T)])
+    yield OperatorCase("embedding", rows, 2 * row_bytes, 0, [partial(model.embedding.forward, tokens_T)], modelled=("embed", load))
     norm, weight_H = RowNorm(config), torch.ones(hidden, dtype=x_TH.dtype)
     yield OperatorCase("norm", rows, 2 * row_bytes + hidden * itemsize, 4 * rows * hidden, [partial(norm, x_TH, weight_H)])
-    yield _attention(model, "attention", [1] * rows, [context] * rows, x_TH)
+    for context in contexts:
+        name = "attention" if context == contexts[0] else f"attention, context {context}"
+        yield replace(
+            _attention(model, name, [1] * rows, [context] * rows, x_TH), modelled=("attention", ComputeLoad(rows, 0, rows * context))
+        )
     if rows >= 64:
         yield _attention(model, "prompt", [rows], [rows], x_TH)
     gate_bytes = model.weights_bytes("gate", "gate_bias")
     routing_bytes = rows * num_active * (8 + itemsize)
     gate_flops = 2 * rows * hidden * config.num_experts
-    yield OperatorCase("gate", rows, gate_bytes + row_bytes + routing_bytes, gate_flops, _each(model.gate.forward, model.layers, x_TH))
+    gate_calls = _each(model.gate.forward, model.layers, x_TH)
+    yield OperatorCase("gate", rows, gate_bytes + row_bytes + routing_bytes, gate_flops, gate_calls, modelled=("gate", load))
     expert_ids_TA = torch.rand((rows, config.num_experts), generator=generator).topk(num_active).indices
     weights_TA = torch.full((rows, num_active), 1 / num_active, dtype=x_TH.dtype)
     yield from _exchange(model, x_TH, expert_ids_TA, weights_TA)
     yield from _routing(model, x_TH, gate_bytes + row_bytes + routing_bytes, gate_flops)
     yield _experts(model, x_TH, expert_ids_TA, weights_TA)
-    for name, mlp, width, layers in (
-        ("shared", model.shared, config.shared_expert_width, model.layers),
-        ("dense", model.dense, config.dense_width, config.dense_layers[: len(model.layers)]),
+    for name, operator, mlp, width, layers in (
+        ("shared", "shared", model.shared, config.shared_expert_width, model.layers),
+        ("dense", "mlp", model.dense, config.dense_width, config.dense_layers[: len(model.layers)]),
     ):
         if mlp is not None and layers:
             mlp_bytes = 3 * hidden * width * itemsize + 3 * row_bytes
-            yield OperatorCase(name, rows, mlp_bytes, 6 * rows * hidden * width, _each(mlp.forward, layers, x_TH, x_TH))
+            calls, mlp_flops = _each(mlp.forward, layers, x_TH, x_TH), 6 * rows * hidden * width
+            yield OperatorCase(name, rows, mlp_bytes, mlp_flops, calls, modelled=(operator, load))
     logits_bytes = rows * vocabulary * 4
     head = partial(model.head.forward, x_TH, torch.arange(rows))
-    yield OperatorCase("head", rows, vocabulary * hidden * itemsize + row_bytes + logits_bytes, 2 * rows * hidden * vocabulary, [head])
+    head_bytes, head_flops = vocabulary * hidden * itemsize + row_bytes + logits_bytes, 2 * rows * hidden * vocabulary
+    yield OperatorCase("head", rows, head_bytes, head_flops, [head], modelled=("head", load))
     logits_SV = torch.randn((rows, vocabulary), generator=generator)
     for name, temperature in (("greedy", 0.0), ("drawing", 1.0)):
         inputs = SamplingInputs.from_draws([Draw(row, temperature, seed=row) for row in range(rows)])
@@ -233,7 +244,8 @@ def _experts(model: ModelOperators, x_TH: Tensor, expert_ids_TA: Tensor, weights
     touched = expert_P.unique().numel()
     calls = _each(model.experts.forward, model.layers, x_TH, row_P, expert_P, weight_P)
     num_bytes = touched * expert_elements * model.itemsize + 2 * x_TH.nbytes
-    return OperatorCase("experts", rows, num_bytes, 2 * expert_P.numel() * expert_elements, calls)
+    load = ComputeLoad(expert_P.numel(), touched)
+    return OperatorCase("experts", rows, num_bytes, 2 * expert_P.numel() * expert_elements, calls, modelled=("experts", load))
 
 
 def _each(forward: Callable[..., Any], layers: Sequence[int], *inputs: Tensor) -> list[Callable[[], Any]]:

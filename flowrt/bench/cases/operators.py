@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowrt.bench.cases.options import OperatorOptions
 from flowrt.bench.measure.benchmark import Result
+from flowrt.bench.measure.cost_fit import ComputeLoad, FittedCost, compute_section, fit_cost
 from flowrt.bench.measure.limits import MachineLimits, better_of, clock_for, measure_limits
 from flowrt.bench.report.report import ReportSection, new_table, print_progress
 
@@ -32,6 +33,7 @@ class OperatorTime:
     num_tries: int
     num_bytes: float
     num_flops: float
+    modelled: tuple[str, ComputeLoad] | None = None  # as in OperatorCase
 
     def fraction(self, limits: MachineLimits, dtype: str) -> float:
         """Of the limit: 1 is as fast as the machine allows."""
@@ -56,8 +58,20 @@ async def measure(model: Path | None, options: OperatorOptions) -> AsyncIterator
     table = new_table(f"operators, {dtype}", "rows", *map(str, loads), rows=rows)
     record = [vars(each) | {"fraction": each.fraction(limits, dtype)} for each in times]
     yield ReportSection("times", record, [table, f"us of one call in one layer, and per cent of the limit: {text}"])
+    costs = fitted_costs(times)
+    yield ReportSection("costs", {name: asdict(fitted) for name, fitted in costs.items()}, compute_section(costs) if costs else ())
     yield ReportSection("limits", vars(limits))
     yield ReportSection("limits_text", text)
+
+
+def fitted_costs(times: Iterable[OperatorTime]) -> dict[str, FittedCost]:
+    """The modelled time of each operator that was measured at two loads or more."""
+    by_operator: dict[str, dict[ComputeLoad, float]] = {}
+    for each in times:
+        if each.modelled is not None:
+            operator, load = each.modelled
+            by_operator.setdefault(operator, {})[load] = each.seconds
+    return {operator: fit_cost(seconds) for operator, seconds in by_operator.items() if len(seconds) > 1}
 
 
 def operator_times(directory: Path | None, options: OperatorOptions) -> Iterator[OperatorTime]:
@@ -88,7 +102,10 @@ def operator_times(directory: Path | None, options: OperatorOptions) -> Iterator
                 measured: list[OperatorCase | CasePart] = [case, *(part for part in case.inside if part.name in tries[0])]
                 for each in measured:
                     values = sorted(seconds[each.name] for seconds in tries)
-                    yield OperatorTime(each.name, rows, values[0], values[len(values) // 2], len(values), each.num_bytes, each.num_flops)
+                    modelled = case.modelled if each is case else None
+                    yield OperatorTime(
+                        each.name, rows, values[0], values[len(values) // 2], len(values), each.num_bytes, each.num_flops, modelled
+                    )
 
 
 def time_case(case: OperatorCase, evict: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:

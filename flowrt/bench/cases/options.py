@@ -41,7 +41,10 @@ class OperatorOptions:
 
     dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Of weights and products.")] = "float32"
     rows: Annotated[Positives, Parameter(help="Numbers of rows.")] = (1, 4, 8, 32, 128, 512)
-    context: Annotated[Positive, Parameter(help="Tokens that each row attends to.")] = 64
+    context: Annotated[Positives, Parameter(help="Tokens that each row attends to; two lengths or more tell its cost per token.")] = (
+        64,
+        256,
+    )
     layers: Annotated[Positive, Parameter(help="Layers with experts that are timed in turn.")] = 4
     threads: Annotated[Positive, Parameter(help="Compute threads. A single one is timed by its processor time.")] = 1
     hidden: Annotated[Positive, Parameter(help="Without a model: width of a row.")] = 1024
