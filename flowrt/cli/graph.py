@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,17 +34,20 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
     Prints one line with the first error, or with the size of the graph. It
     starts no worker; a short process imports your modules and torch.
     """
-    graph = load(file, overrides, model)
-    from flowrt.graph.show import summary_of_valid
-    from flowrt.launcher.model_check import check_prompts, check_weights
-    from flowrt.serving.tokenizer import Tokenizer
+    with ExitStack() as stack:
+        # Importing torch takes as long as reading a large graph, so the process starts first where it is probably needed.
+        process = stack.enter_context(_start_check()) if _has_nodes(file) else None
+        graph = load(file, overrides, model)
+        from flowrt.graph.show import summary_of_valid
+        from flowrt.launcher.model_check import check_prompts, check_weights
+        from flowrt.serving.tokenizer import Tokenizer
 
-    check_weights(graph)
-    check_prompts(graph)
-    if graph.model is not None:
-        Tokenizer.open(graph.model.path)
-    if any(device != "cpu" for device in graph.devices.values()) or any(":" in node.operator for node in graph.nodes.values()):
-        _check_processes(graph)
+        check_weights(graph)
+        check_prompts(graph)
+        if graph.model is not None:
+            Tokenizer.open(graph.model.path)
+        if any(device != "cpu" for device in graph.devices.values()) or any(":" in node.operator for node in graph.nodes.values()):
+            _check_processes(graph, process or stack.enter_context(_start_check()))
     print(f"{file}: valid; {summary_of_valid(graph)}")
 
 
@@ -73,20 +79,38 @@ def show(
     print_graph(graph, file.name, Console())
 
 
-def _check_processes(graph: Graph) -> None:
-    """Check devices and operators in a short process, with the import path of this one. Raises UserError."""
-    from flowrt.graph.model import to_json
+def _has_nodes(file: Path) -> bool:
+    """Whether `file` looks like the explicit form, whose operators are mostly the user's functions."""
+    with suppress(OSError, ValueError):
+        return file.is_file() and b"nodes" in file.read_bytes()
+    return False
 
+
+@contextmanager
+def _start_check() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that imports torch and then waits for a graph to check, with the import path of this one."""
     command = [sys.executable, "-P", "-m", "flowrt.workers.start_check"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _check_processes(graph: Graph, process: subprocess.Popen[bytes]) -> None:
+    """Check devices and operators in `process`. Raises UserError."""
+    from flowrt.graph.model import to_json
+
     try:
-        done = subprocess.run(command, input=to_json(graph), capture_output=True, env=environment, timeout=CHECK_SECONDS, check=False)
+        output, errors = process.communicate(to_json(graph), timeout=CHECK_SECONDS)
     except subprocess.TimeoutExpired:
         raise UserError(f"the imports of the operators took more than {CHECK_SECONDS:g} s; a module must not wait or compute") from None
-    found = done.stdout.decode(errors="replace").strip()
+    found = output.decode(errors="replace").strip()
     if not found:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        found = f"the process that imports the operators ended with status {done.returncode}: {lines[-1] if lines else 'no output'}"
+        lines = errors.decode(errors="replace").strip().splitlines()
+        found = f"the process that imports the operators ended with status {process.returncode}: {lines[-1] if lines else 'no output'}"
     if found != "valid":
         raise UserError(found)
 
@@ -126,4 +150,5 @@ def load(file: Path, overrides: list[str] | None, model: Path | None) -> Graph:
     from flowrt.graph.file import load_graph
     from flowrt.operators.families.registry import read_model_config
 
+    gc.disable()  # the commands that read a graph here end soon; searching a large graph for garbage takes a third of their time
     return load_graph(file, overrides or (), model, lambda directory: ModelFacts.of(read_model_config(directory)))

@@ -18,10 +18,8 @@ class CallHolders:
         self._graph = graph
         self._all = frozenset(graph.process_names())
         self._into: dict[str, list[Edge]] = {name: [] for name in graph.nodes}
-        self._from: dict[str, list[Edge]] = {name: [] for name in graph.nodes}
         for edge in graph.edges.values():
             self._into[edge.target].append(edge)
-            self._from[edge.source].append(edge)
         self._requests = {edge.response_to for edge in graph.edges.values()}
         self._fires_once = self._find_fired_once()
         self._known: dict[str, frozenset[str]] = {}
@@ -49,7 +47,7 @@ class CallHolders:
     def _is_done(self, name: str, fired: Container[str], failed: str) -> bool:
         """Whether a node has fired, and the receivers have consumed all its messages. A request to `failed` stays without a response."""
         return name in fired and all(
-            edge.target in fired or (edge.target == failed and edge.name not in self._requests) for edge in self._from[name]
+            edge.target in fired or (edge.target == failed and edge.name not in self._requests) for edge in self._graph.edges_from(name)
         )
 
     def _fired_before(self, node: str) -> set[str]:
@@ -69,7 +67,7 @@ class CallHolders:
         fed: dict[str, set[str]] = {}  # node -> its ports that messages can reach
         waiting = [INPUT]
         while waiting:
-            for edge in self._from[waiting.pop()]:
+            for edge in self._graph.edges_from(waiting.pop()):
                 ports = fed.setdefault(edge.target, set())
                 if edge.target_port not in ports:
                     ports.add(edge.target_port)
@@ -86,7 +84,7 @@ class CallHolders:
         while waiting:
             name = waiting.pop()
             once.add(name)
-            for edge in self._from[name]:
+            for edge in self._graph.edges_from(name):
                 missing[edge.target] -= edge.tag.kind == "same" and edge.layers.layers is None
                 if not missing[edge.target] and self._takes_one_each(edge.target, self._into[edge.target]):
                     waiting.append(edge.target)

@@ -268,12 +268,9 @@ def _check_credits(graph: Graph) -> Iterator[Problem]:
 
 def _reachable(graph: Graph, start: str) -> set[str]:
     """The nodes to which a path leads from `start`."""
-    onward: dict[str, list[str]] = {}
-    for edge in graph.edges.values():
-        onward.setdefault(edge.source, []).append(edge.target)
     found, waiting = {start}, [start]
     while waiting:
-        fresh = set(onward.get(waiting.pop(), ())) - found
+        fresh = {edge.target for edge in graph.edges_from(waiting.pop())} - found
         found |= fresh
         waiting += fresh
     return found

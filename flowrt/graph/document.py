@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
@@ -29,6 +29,7 @@ from yaml.events import (
 from flowrt.errors import GraphError, shown
 
 Path_ = tuple[str | int, ...]  # the keys from the top of the file
+Lines = dict[str | int, Any]  # key -> its line, or its line and the `Lines` of the mapping or list below it
 
 MAX_FILE_BYTES = 8 << 20
 MAX_DEPTH = 24
@@ -46,27 +47,34 @@ _LITERALS |= {word: True for word in ("true", "True", "TRUE")} | {word: False fo
 class Document:
     """`value` is made of dict (keys are strings), list, str, int, float, bool and None.
 
-    `lines` gives the line of each path; it is empty for values that were not read from a file.
+    `lines` gives the lines of the keys; None for values that were not read from a file.
     """
 
     name: str
     value: Any
-    lines: dict[Path_, int] = field(default_factory=dict)
+    lines: Lines | None = None
     overrides: dict[Path_, str] = field(default_factory=dict)
 
     def where(self, path: Path_) -> str:
         """ "FILE:LINE" of the key at `path`, or of the nearest key above it; "--set ..." for an override."""
-        for end in range(len(path), -1, -1):
-            if path[:end] in self.overrides:
-                return f"--set {self.overrides[path[:end]]}"
-            if path[:end] in self.lines:
-                return f"{self.name}:{self.lines[path[:end]]}"
-        return f"{self.name}:1" if self.lines else self.name
+        if (override := self._override(path)) is not None:
+            return f"--set {override}"
+        return self.name if self.lines is None else f"{self.name}:{self.line(path)}"
 
     def line(self, path: Path_) -> int:
         """The line number alone; 0 for a value of an override or not from a file."""
-        where = self.where(path)
-        return 0 if where.startswith("--set ") or not self.lines else int(where.rpartition(":")[2])
+        if self.lines is None or self._override(path) is not None:
+            return 0
+        line, below = 1, self.lines
+        for key in path:
+            if (found := below.get(key)) is None:
+                break
+            line, below = found if type(found) is tuple else (found, {})
+        return line
+
+    def _override(self, path: Path_) -> str | None:
+        ends = range(len(path), -1, -1) if self.overrides else ()
+        return next((self.overrides[path[:end]] for end in ends if path[:end] in self.overrides), None)
 
     def fail(self, path: Path_, text: str) -> NoReturn:
         raise GraphError(self.where(path), dotted(path), text)
@@ -127,12 +135,11 @@ def read_text(path: Path) -> str:
 
 def parse_document(text: str, name: str) -> Document:
     """As `read_document`, for a text. Errors use `name` as the file name."""
-    document = Document(name=name, value=None)
     if (unprintable := _UNPRINTABLE.search(text)) is not None:
         line = text.count("\n", 0, unprintable.start()) + 1
         raise GraphError(f"{name}:{line}", "", f"holds the character {unprintable[0]!r}; remove it")
     try:
-        _Reader(document, yaml.parse(text, Loader=_LOADER)).read()
+        return _Reader(name, _LOADER(text)).read()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, found = (1, "") if mark is None else (mark.line + 1, text[mark.index : mark.index + 1])
@@ -140,7 +147,6 @@ def parse_document(text: str, name: str) -> Document:
         raise GraphError(f"{name}:{line}", "", f"is not YAML: {problem}; correct this line") from None
     except yaml.YAMLError as error:
         raise GraphError(f"{name}:1", "", f"is not YAML: {_single_line(str(error))}; correct it") from None
-    return document
 
 
 def document_of(value: Mapping[str, Any], name: str) -> Document:
@@ -166,75 +172,95 @@ def _plain(value: Any, path: Path_, name: str) -> Any:
 
 
 class _Reader:
-    """Turns parse events into values. It does not use a YAML loader, which would resolve aliases and tags first."""
+    """Turns parse events into values. It does not use a YAML loader's values, because that resolves aliases and tags first."""
 
-    def __init__(self, document: Document, events: Iterator[Any]) -> None:
-        self._document, self._events = document, events
+    def __init__(self, name: str, parser: Any) -> None:
+        self._name = name
+        self._next = parser.get_event
+        self._path: list[str | int] = []  # of the value that is being read
 
-    def read(self) -> None:
+    def read(self) -> Document:
+        document = Document(self._name, None, {})
         documents = 0
-        self._document.lines[()] = 1
-        for event in self._events:
+        while (event := self._next()) is not None:
             if isinstance(event, DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    self._fail(event, (), "a second document begins; one file holds one graph: remove what follows '---'")
+                    self._fail(event, "a second document begins; one file holds one graph: remove what follows '---'")
             elif isinstance(event, ScalarEvent | MappingStartEvent | SequenceStartEvent | AliasEvent):
-                self._document.value = self._value(event, ())
+                document.value, lines = self._value(event)
+                document.lines = lines or {}
+        return document
 
-    def _value(self, event: Any, path: Path_) -> Any:
-        if len(path) > MAX_DEPTH:
-            self._fail(event, path[:4], f"is nested more than {MAX_DEPTH} deep; graph files need less than 8")
+    def _value(self, event: Any) -> tuple[Any, Lines | None]:
+        """The value that begins with `event`, and the lines of a mapping or list."""
+        if len(self._path) > MAX_DEPTH:
+            del self._path[4:]
+            self._fail(event, f"is nested more than {MAX_DEPTH} deep; graph files need less than 8")
+        kind = type(event)
+        if kind is AliasEvent or event.anchor is not None or event.tag is not None:
+            self._refuse(event)
+        if kind is ScalarEvent:
+            return self._scalar(event), None
+        return self._sequence() if kind is SequenceStartEvent else self._mapping()
+
+    def _refuse(self, event: Any) -> NoReturn:
         if isinstance(event, AliasEvent):
-            self._fail(event, path, f"'*{event.anchor}' refers to an anchor; write the value out")
+            self._fail(event, f"'*{event.anchor}' refers to an anchor; write the value out")
         if event.anchor is not None:
-            self._fail(event, path, f"'&{event.anchor}' is an anchor; write the value out where it is needed")
-        if event.tag is not None:
-            self._fail(event, path, f"the YAML tag {event.tag} is refused; write the plain value")
-        if isinstance(event, ScalarEvent):
-            return self._scalar(event, path)
-        if isinstance(event, SequenceStartEvent):
-            return self._sequence(path)
-        return self._mapping(path)
+            self._fail(event, f"'&{event.anchor}' is an anchor; write the value out where it is needed")
+        self._fail(event, f"the YAML tag {event.tag} is refused; write the plain value")
 
-    def _sequence(self, path: Path_) -> list[Any]:
+    def _sequence(self) -> tuple[list[Any], Lines]:
         values: list[Any] = []
-        while not isinstance(event := next(self._events), SequenceEndEvent):
-            self._document.lines[(*path, len(values))] = event.start_mark.line + 1
-            values.append(self._value(event, (*path, len(values))))
-        return values
+        lines: Lines = {}
+        while type(event := self._next()) is not SequenceEndEvent:
+            values.append(self._item(len(values), event.start_mark.line + 1, event, lines))
+        return values, lines
 
-    def _mapping(self, path: Path_) -> dict[str, Any]:
+    def _mapping(self) -> tuple[dict[str, Any], Lines]:
         values: dict[str, Any] = {}
-        while not isinstance(event := next(self._events), MappingEndEvent):
-            if not isinstance(event, ScalarEvent):
-                self._fail(event, path, "a key must be a word, not a list or mapping; write key: value")
-            self._value(event, path)  # refuses tags and anchors
+        lines: Lines = {}
+        while type(event := self._next()) is not MappingEndEvent:
+            if type(event) is AliasEvent or event.anchor is not None or event.tag is not None:
+                self._refuse(event)
+            if type(event) is not ScalarEvent:
+                self._fail(event, "a key must be a word, not a list or mapping; write key: value")
             key = str(event.value)
-            here = (*path, key)
             if key in values:
-                self._fail(event, here, f"the key exists twice, first on line {self._document.lines[here]}; keep one")
-            self._document.lines[here] = event.start_mark.line + 1
-            values[key] = self._value(next(self._events), here)
-        return values
+                first = lines[key][0] if type(lines[key]) is tuple else lines[key]
+                self._path.append(key)
+                self._fail(event, f"the key exists twice, first on line {first}; keep one")
+            values[key] = self._item(key, event.start_mark.line + 1, self._next(), lines)
+        return values, lines
 
-    def _scalar(self, event: ScalarEvent, path: Path_) -> Any:
+    def _item(self, key: str | int, line: int, event: Any, lines: Lines) -> Any:
+        """The value of `key` that begins with `event`. Adds the line of the key to `lines`."""
+        self._path.append(key)
+        value, below = self._value(event)
+        self._path.pop()
+        lines[key] = line if below is None else (line, below)
+        return value
+
+    def _scalar(self, event: ScalarEvent) -> Any:
         text = str(event.value)
         if event.style in ("'", '"', "|", ">"):
             return text
         try:
             return plain_value(text)
         except ValueError:
-            self._fail(event, path, f"{text[:24]} is too large a number; write one of at most 18 digits")
+            self._fail(event, f"{text[:24]} is too large a number; write one of at most 18 digits")
 
-    def _fail(self, event: Any, path: Path_, text: str) -> NoReturn:
-        raise GraphError(f"{self._document.name}:{event.start_mark.line + 1}", dotted(path), text)
+    def _fail(self, event: Any, text: str) -> NoReturn:
+        raise GraphError(f"{self._name}:{event.start_mark.line + 1}", dotted(tuple(self._path)), text)
 
 
 def plain_value(text: str) -> Any:
     """The value of `text` without quotes: null, a truth value, a number, or the text. Raises ValueError for too many digits."""
     if text in _LITERALS:
         return _LITERALS[text]
+    if text[0] not in "+-.0123456789":
+        return text
     if _INT.fullmatch(text):
         digits = text.replace("_", "")
         if len(digits) > 18:
@@ -253,7 +279,7 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
     overrides = tuple(overrides)
     if not overrides:
         return document
-    result = Document(document.name, copy.deepcopy(document.value), dict(document.lines), dict(document.overrides))
+    result = Document(document.name, copy.deepcopy(document.value), document.lines, dict(document.overrides))
     for override in overrides:
         where = f"--set {override}"
         name, equals, text = override.partition("=")
@@ -283,8 +309,6 @@ def _set(document: Document, keys: list[str], value: Any, override: str) -> None
         path, rest = (*path, key), rest[used:]
         if not rest:
             parent[key] = value
-            for known in [known for known in document.lines if known[: len(path)] == path and len(known) > len(path)]:
-                del document.lines[known]  # keys of the old value
             document.overrides[path] = override
             return
         if isinstance(parent, dict) and parent.get(key) is None:

@@ -15,6 +15,7 @@ Ports = dict[str, PortSpec]
 Ends = tuple[str, str, str, str]  # source, source port, target, target port
 Used = dict[str, dict[str, str]]  # node -> port -> the first edge there
 
+_DEFAULT_LINK = LinkSection()
 _LINK_KEYS = tuple(LinkSection.model_fields)
 
 
@@ -65,7 +66,7 @@ def role_pair(source: str, target: str) -> tuple[str, str] | None:
 
 
 def _link(links: Mapping[str, LinkSection], pair: tuple[str, str], own: EdgeSection, num_credits: int) -> dict[str, Any]:
-    section = links.get("-".join(pair)) or links.get("-".join(reversed(pair))) or LinkSection()
+    section = links.get("-".join(pair)) or links.get("-".join(reversed(pair))) or _DEFAULT_LINK
     keys = {key: getattr(own if key in own.model_fields_set else section, key) for key in _LINK_KEYS}
     return keys | {"credits": 0 if own.response_to is not None else keys["credits"] or num_credits}
 
@@ -137,7 +138,7 @@ def _edge(
     path = ("edges", name)
     if nodes[source].process == nodes[target].process:
         for key in _LINK_KEYS:
-            if document.has((*path, key)) and getattr(section, key) not in (None, "auto"):
+            if key in section.model_fields_set and getattr(section, key) not in (None, "auto"):
                 document.fail((*path, key), f"both ends are in process {nodes[source].process}, where no link is used; remove the key")
     if section.response_to is not None:
         if section.response_to not in ends:

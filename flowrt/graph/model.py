@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -71,6 +72,9 @@ class TagStep:
         return {"same": "", "next_layer": "layer+1", "next_step": "step+1", "to_layer": f"layer={self.layer}"}[self.kind]
 
 
+ALL_LAYERS, SAME_TAG = LayerSet(), TagStep()  # of most edges
+
+
 @dataclass(frozen=True)
 class PortSpec:
     """One port of a node. `tensors` are spec strings such as "float32[rows,64]"; an empty tuple declares nothing.
@@ -121,8 +125,8 @@ class Edge:
     transport: str = "auto"
     link: str | None = None
     credits: int = 0  # 0 inside a process, for a response, and until expansion fills it in
-    layers: LayerSet = LayerSet()
-    tag: TagStep = TagStep()
+    layers: LayerSet = ALL_LAYERS
+    tag: TagStep = SAME_TAG
     response_to: str | None = None
     fallbacks: tuple[str, ...] = ()  # the transports that take over, in this order, when an `auto` transport breaks
     why: str = ""  # why `auto` chose this transport, for people
@@ -305,8 +309,15 @@ class Graph:
         source, target = self.ends_of(edge)
         return source != target
 
+    @cached_property
+    def _outbound(self) -> dict[str, list[Edge]]:
+        outbound: dict[str, list[Edge]] = {name: [] for name in self.nodes}
+        for edge in self.edges.values():
+            outbound[edge.source].append(edge)
+        return outbound
+
     def edges_from(self, node: str) -> list[Edge]:
-        return [edge for edge in self.edges.values() if edge.source == node]
+        return self._outbound[node]
 
 
 def to_json(graph: Graph) -> bytes:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from flowrt.errors import shortened, shown
-from flowrt.graph.model import LayerSet, TagStep
+from flowrt.graph.model import ALL_LAYERS, SAME_TAG, LayerSet, TagStep
 from flowrt.transports.wire.message import DTYPE_BYTES, MAX_DIMENSIONS
 
 LINK_PROFILES = ("ub", "nvlink", "hccs", "roce-200g", "roce-400g", "vpc")
@@ -76,7 +76,7 @@ def format_ids(ids: Iterable[int]) -> str:
 def parse_layers(text: str | int | None) -> LayerSet:
     """The layers of "0-2,5" or 3; None and "" give every layer."""
     if text is None or text == "":
-        return LayerSet()
+        return ALL_LAYERS
     layers = parse_ids(text)
     if layers and layers[-1] > MAX_LAYER:
         raise ValueError(f"layer {layers[-1]} is too large; layers end at {MAX_LAYER}")
@@ -86,7 +86,7 @@ def parse_layers(text: str | int | None) -> LayerSet:
 def parse_tag(text: str) -> TagStep:
     """The change of "layer+1", "step+1" or "layer=3"; "" changes nothing."""
     if text == "":
-        return TagStep()
+        return SAME_TAG
     if text == "layer+1":
         return TagStep("next_layer")
     if text == "step+1":

@@ -45,9 +45,6 @@ class Flow:
 def follow(graph: Graph) -> Flow:
     """Every point that a message can reach, if each firing produced a message on every port."""
     flow = Flow(_runs(graph))
-    edges_from: dict[str, list[Edge]] = {}
-    for edge in graph.edges.values():
-        edges_from.setdefault(edge.source, []).append(edge)
     waiting: list[tuple[str, Point, str | None]] = []
     for node in graph.nodes.values():
         flow.fires[node.name] = set()
@@ -61,7 +58,7 @@ def follow(graph: Graph) -> Flow:
     while waiting:
         name, point, port = waiting.pop()
         flow.fires[name].add(point)
-        for edge in edges_from.get(name, ()):
+        for edge in graph.edges_from(name):
             if port is not None and edge.source_port != port:
                 continue
             for target_point in _step(edge, point, flow):

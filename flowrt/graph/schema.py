@@ -289,7 +289,7 @@ class NodeSection(Section):
     process: ProcessName = Field(default="main", description="The process that holds it.")
     inputs: dict[PortName, Annotated[InputPortSection, BeforeValidator(_port)]] | None = None
     outputs: dict[PortName, Tensors | None] | None = None
-    options: dict[str, Any] = Field(default={}, description="For built-in operators.")
+    options: dict[str, Any] = Field(default_factory=dict, description="For built-in operators.")
     stateful: bool | None = Field(default=None, description="Fires in the order of the steps.")
     batches: bool | None = Field(default=None, description="May receive several tags in one call.")
 

@@ -6,6 +6,7 @@ the graph on standard input: the launching process imports neither torch nor a m
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -45,6 +46,7 @@ def main() -> None:
     """Print "valid", or the first error of any process of the graph on one line. No output: a module of the user ended the process."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a module of the user prints is not an error of the graph
+    gc.disable()  # what this short process allocates lives until its end
     graph = from_json(sys.stdin.buffer.read())
     try:
         for process in graph.process_names():

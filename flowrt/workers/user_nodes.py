@@ -42,28 +42,36 @@ def build_user_nodes(graph: Graph, process: str, device: torch.device) -> dict[s
     nodes = [node for node in graph.nodes_of(process) if ":" in node.operator]
     if nodes and graph.folder and graph.folder not in sys.path:
         sys.path.insert(0, graph.folder)
-    return {node.name: _UserNode(graph, node, _import(graph, node), device) for node in nodes}
+    operators: dict[str, tuple[Callable[..., Any], inspect.Signature | None]] = {}
+    for node in nodes:
+        if node.operator not in operators:
+            function = _import(graph, node)
+            operators[node.operator] = function, _signature(function)
+    return {node.name: _UserNode(graph, node, *operators[node.operator], device) for node in nodes}
 
 
 class _UserNode:
     """Calls the function with one tensor per port (a list on a gather port), one tag at a time."""
 
-    def __init__(self, graph: Graph, node: Node, function: Callable[..., Any], device: torch.device) -> None:
+    def __init__(
+        self, graph: Graph, node: Node, function: Callable[..., Any], signature: inspect.Signature | None, device: torch.device
+    ) -> None:
         self._node = node
         self._function = function
         self._device = device
         self._on_cpu = device.type == "cpu"
         # dtypes and shapes that were found to fit the specs: of the inputs, and of inputs and outputs together.
         self._fitting: set[Any] = set()
-        sent = {edge.source_port for edge in graph.edges_from(node.name)}
+        edges = graph.edges_from(node.name)
+        sent = {edge.source_port for edge in edges}
         self._outputs = list(node.outputs)
         # The edges that wait for a node's only output; a gather may be given nothing.
         self._needing = [
             edge
-            for edge in graph.edges_from(node.name)
+            for edge in edges
             if len(node.outputs) == 1 and (port := graph.nodes[edge.target].inputs.get(edge.target_port)) and port.takes == "one"
         ]
-        annotations = _annotations(node, function)
+        annotations = {} if signature is None else _annotations(node, signature)
         self._in = _specs(node, "input", node.inputs, annotations)
         returned = annotations.get("return")
         if isinstance(returned, str):
@@ -186,11 +194,14 @@ def _loaded_from(module_name: str) -> str:
     return f", {module_name!r} was loaded from {file}" if file else ""
 
 
-def _annotations(node: Node, function: Callable[..., Any]) -> dict[str, Any]:
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        signature = inspect.signature(function)
+        return inspect.signature(function)
     except (TypeError, ValueError):
-        return {}
+        return None
+
+
+def _annotations(node: Node, signature: inspect.Signature) -> dict[str, Any]:
     parameters = signature.parameters
     try:
         signature.bind(**node.inputs)
