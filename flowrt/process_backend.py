@@ -40,7 +40,8 @@ class WorkerProcess(Protocol):
     """One incarnation of a process. `pid` is 0 when the process is not on this host.
 
     `controls`: the launcher's end of each worker's control connection, in the order of `spec.workers`, within CONTROL_LIMITS. The caller
-    owns and closes them. A connection ends when the process dies, before or after either notice.
+    owns and closes them. A connection ends when the process dies, at the latest with the first notice of it; what the process had sent can
+    still be received.
     """
 
     @property
@@ -70,8 +71,9 @@ class BackendOwner(Protocol):
     more than once; no notice comes before `start` has returned the process.
     """
 
-    def on_dying(self, process: WorkerProcess) -> None:
-        """The process has begun to die. Comes within milliseconds where the system reports it."""
+    def on_dying(self, process: WorkerProcess, how: str) -> None:
+        """The process has begun to die. Comes within milliseconds where the system reports it. `how`: as in `on_exited`; "" where the
+        system does not report it yet."""
 
     def on_exited(self, process: WorkerProcess, how: str) -> None:
         """The process has ended and was reaped. `how`: "was killed by SIGKILL", "exited with status 3". Comes once per process."""

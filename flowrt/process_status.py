@@ -55,6 +55,15 @@ def process_activity(pid: int) -> Activity | None:
     return None
 
 
+def exit_status(pid: int) -> int | None:
+    """The exit status of a process that has begun to die, as in subprocess. The kernel sets it before it frees the process's memory. None
+    where the system does not report it, and for status 0, which is also that of a living process."""
+    try:
+        return os.waitstatus_to_exitcode(int(_stat_fields(f"/proc/{pid}/stat")[49])) or None
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def other_threads_want_processor() -> bool:
     """Whether another thread of this process runs, is runnable, or waits for a disk. True where the system does not report it.
 

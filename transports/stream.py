@@ -124,6 +124,14 @@ class StreamChannel(FlowControlledChannel):
             self._stop_reading()
             self._break(str(error), nonsense=isinstance(error, WireError))
 
+    def end_of_peer(self) -> None:
+        """The peer's process has died: receive what it has sent, then break the channel. The kernel closes its end only after it has freed
+        the memory of the process."""
+        if not (self._closed or self._ended or self._broken is not None):
+            self._on_readable()  # its budget is larger than the buffer of a socket
+            self._stop_reading()
+            self._break(self._cut_reason)
+
     def _receive(self) -> int:
         """Reads into the target if it is large, otherwise into the scratch buffer. Returns -1 without available data, 0 at end-of-file."""
         try:

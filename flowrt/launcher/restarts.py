@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, ReliabilitySettings
 from flowrt.launcher import events, run_table
@@ -11,12 +9,7 @@ from flowrt.launcher.actions import End, StartProcess
 from flowrt.launcher.fork_server_loss import ForkServerLoss
 from flowrt.launcher.root_cause import FailureKind, RootCause
 from flowrt.launcher.run_table import ProcessPhase, ProcessRecord, RunPhase, RunTable, TimerKind
-from flowrt.processes.output_tail import exit_text
 from flowrt.reliability.restart_policy import Restart, RestartPolicy
-
-# Signals that other programs send. The system sends SIGKILL when memory runs out, which a request can cause; users kill far more often.
-# A worker whose control connection has ended exits with status 0.
-FROM_OUTSIDE = (exit_text(0), *(exit_text(-number) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
 
 
 class Restarts:
@@ -54,8 +47,6 @@ class Restarts:
         if process.is_fenced or self._table.phase >= RunPhase.STOPPING or self._root_cause.has_reports:
             return
         process.is_fenced = True
-        if process.cause is None and process.how not in FROM_OUTSIDE:
-            process.may_recur = process.how.startswith(("exited", "was killed"))
         how = "; ".join(each for each in (process.cause, process.how) if each) or "has ended"
         for worker in process.workers:
             while_loading = self._table.phase == RunPhase.LOADING
@@ -87,7 +78,7 @@ class Restarts:
         if process.phase == ProcessPhase.DYING:
             process.how = "closed its control connection unexpectedly"
         elif process.phase == ProcessPhase.ENDED:
-            process.how = "has ended, and its exit status is not known"
+            process.how = process.how or "has ended, and its exit status is not known"
         self.on_dead(process)
 
     def fork_again(self, name: str) -> None:

@@ -53,7 +53,7 @@ class RootCause:
         failure while the run starts is one too: the worker would fail again."""
         process = worker.process
         if self._table.can_lose(process) and self._table.phase >= RunPhase.RUNNING:
-            process.may_recur |= kind is FailureKind.SECONDARY
+            process.has_failed |= kind is FailureKind.SECONDARY
             process.cause = process.cause or (reason if kind is FailureKind.DIED else f"failed: {reason}")
         elif worker.state is not WorkerState.STOPPING:
             self.report(kind, worker.name, process.name, reason)

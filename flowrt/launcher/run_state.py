@@ -22,7 +22,7 @@ from flowrt.graph.recovery import is_watched
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, End, EndProcess, Send, StartProcess
 from flowrt.launcher.fork_server_loss import ForkServerLoss
-from flowrt.launcher.link_loss import EXPLAINED_SECONDS, LinkLoss
+from flowrt.launcher.link_loss import LinkLoss
 from flowrt.launcher.ordered_stop import OrderedStop
 from flowrt.launcher.restarts import Restarts
 from flowrt.launcher.root_cause import FailureKind, RootCause
@@ -245,13 +245,18 @@ class RunState:
             table.note_dying(process, "it has closed its control connection")
             if process.phase in (ProcessPhase.DYING, ProcessPhase.ENDED):
                 self._await_reap(process.name)
-        if process.phase == ProcessPhase.REAPED and not process.is_open:
-            self._restarts.on_dead(process)
+        if not process.is_open:
+            if process.phase == ProcessPhase.REAPED:
+                self._restarts.on_dead(process)
+            elif process.phase == ProcessPhase.ENDED and process.how and table.can_lose(process):
+                self._restarts.fence(process.name)
         self._stop.await_no_longer(worker)
 
-    def on_dying(self, process: str) -> None:
-        """The kernel reports that the process has begun to die. The reap follows."""
+    def on_dying(self, process: str, how: str) -> None:
+        """The kernel reports that the process has begun to die. The end of its control connections and the reap follow. `how`: as in
+        `on_exited`; "" where it is not known yet."""
         found = self._table.processes[process]
+        found.how = found.how or how
         self._table.note_dying(found, "its process has ended")
         if found.phase == ProcessPhase.DYING:
             found.phase = ProcessPhase.ENDED
@@ -263,13 +268,10 @@ class RunState:
         """The process has ended and was reaped. `how` continues a sentence: "was killed by SIGKILL"."""
         table, found = self._table, self._table.processes[process]
         table.note_dying(found, "its process has ended")
-        found.phase, found.how = ProcessPhase.REAPED, how
+        found.phase, found.how = ProcessPhase.REAPED, found.how or how
         table.cancel_timers(found)
         if not found.is_open:
             self._restarts.on_dead(found)
-        elif not found.has_stop:  # a child may hold its connection open
-            seconds = LAST_MESSAGES_SECONDS if table.can_replace(found) else EXPLAINED_SECONDS
-            table.set_timer(TimerKind.NO_STATUS, seconds, process)
         self._stop.end_if_done()
 
     def on_failed(self, worker: str, failed: Failed) -> None:
@@ -304,7 +306,7 @@ class RunState:
                 self._table.announce(events.WorkerCleared(worker, report.why))
             case ProcessState.DEAD:
                 is_killed = self._table.can_fence(found.process)
-                found.process.may_recur |= not report.is_stopped
+                found.process.has_failed |= not report.is_stopped
                 if not is_killed:
                     self._fenced.add(worker)
                 self._table.announce(events.WorkerMarkedDead(worker, report.why, is_killed))

@@ -14,6 +14,7 @@ A death may skip phases, because its signs come in any order. Each worker has a 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -24,12 +25,18 @@ from flowrt.graph.recovery import RULES, neighbours, rule_of, survivable_process
 from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send
 from flowrt.launcher.events import Event, WorkerGivenUp
 from flowrt.launcher.recovery_policy import RecoveryPolicy
+from flowrt.processes.output_tail import exit_text
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.transports.contract import Identity
 
-LAST_MESSAGES_SECONDS = 0.5  # for a dying process to close its control connection, and to read the last messages of an ended one
+LAST_MESSAGES_SECONDS = 0.5  # from the end of a control connection to the end of its process
 FENCE_SECONDS = 0.75  # from the first sign of a death until no more messages are accepted; longer, so that the exit status is known
 REAP_SECONDS = 15.0  # time limit for a dying process to end
+
+
+# Signals that other programs send. The system sends SIGKILL when memory runs out, which a request can cause; users kill far more often.
+# A worker whose control connection has ended exits with status 0.
+FROM_OUTSIDE = (exit_text(0), *(exit_text(-number) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
 
 
 class RunPhase(IntEnum):
@@ -125,9 +132,9 @@ class WorkerRecord:
 @dataclass
 class ProcessRecord:
     """One process. `can_restart`: the run can lose all its workers. `cause`: why it died, where more than the exit status is known.
-    `may_recur`: it crashed or hung, and what it computed may be the reason. `is_fenced`: it has died, and no more of its messages are
-    accepted. `is_killed_on_purpose`: it was killed to be restarted with another one that died. `is_restarting`: `restart_role` or
-    `restart_all` restarts it, and it is not given up."""
+    `has_failed`: a worker or the monitor has reported that what it computed may be the reason. `is_fenced`: it has died, and no more of its
+    messages are accepted. `is_killed_on_purpose`: it was killed to be restarted with another one that died. `is_restarting`:
+    `restart_role` or `restart_all` restarts it, and it is not given up."""
 
     name: str
     can_restart: bool
@@ -140,10 +147,16 @@ class ProcessRecord:
     died_seconds: float | None = None
     is_given_up: bool = False
     is_fenced: bool = False
-    may_recur: bool = False
+    has_failed: bool = False
     is_killed_on_purpose: bool = False
     is_restarting: bool = False
     num_restarts: int = 0
+
+    @property
+    def may_recur(self) -> bool:
+        """Whether it crashed or hung, and what it computed may be the reason."""
+        is_crash = self.how.startswith(("exited", "was killed")) and self.how not in FROM_OUTSIDE
+        return self.has_failed or (self.cause is None and is_crash)
 
     @property
     def is_ending(self) -> bool:
@@ -195,7 +208,7 @@ class RunTable:
     def renew(self, process: ProcessRecord, workers: Sequence[str]) -> None:
         """Give the process new incarnations of its workers."""
         process.phase, process.how, process.cause = ProcessPhase.FORKING, "", None
-        process.is_given_up = process.is_fenced = process.may_recur = process.is_killed_on_purpose = False
+        process.is_given_up = process.is_fenced = process.has_failed = process.is_killed_on_purpose = False
         process.workers = [WorkerRecord(name, process, self._new_incarnation()) for name in workers]
         self.workers |= {worker.name: worker for worker in process.workers}
 
@@ -285,9 +298,10 @@ class RunTable:
             process.is_restarting = self.policy.restarts_others
         if self.can_lose(process):
             self.set_timer(TimerKind.FENCE, FENCE_SECONDS, process.name)
+            why = process.cause or process.how or why
             for worker in process.workers:
                 if worker.advance(WorkerState.LEFT):
-                    left = PeerLeft(worker.name, worker.incarnation, process.cause or why, process.is_restarting)
+                    left = PeerLeft(worker.name, worker.incarnation, why, process.is_restarting, process.may_recur)
                     self.notify(worker, (*self.neighbours.get(worker.name, ()), MONITOR), left)
         if process.can_restart:
             self.set_timer(TimerKind.NO_REAP, REAP_SECONDS, process.name)

@@ -140,9 +140,9 @@ class WorkerPool:
 
     # Notices of the backend (see BackendOwner).
 
-    def on_dying(self, process: WorkerProcess) -> None:
+    def on_dying(self, process: WorkerProcess, how: str) -> None:
         if self._processes.get(process.spec.name) is process:
-            self._step(self._state.on_dying, process.spec.name)
+            self._step(self._state.on_dying, process.spec.name, how)
 
     def on_exited(self, process: WorkerProcess, how: str) -> None:
         if self._processes.get(process.spec.name) is process:

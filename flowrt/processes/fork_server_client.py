@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER
 from flowrt.process_backend import BackendOwner, ProcessSpec
+from flowrt.process_status import exit_status
 from flowrt.processes.adopted_processes import CAN_ADOPT, begin_adopting, end_adopting, reap_group, wait_reaped
 from flowrt.processes.descriptors import check_descriptors
 from flowrt.processes.fork_server_process import ForkServerProcess, start_error
@@ -175,6 +176,7 @@ class LocalBackend:
         """A process was reaped."""
         process = self._processes.pop(number)
         process.note_exit(self._loop)
+        process.end_controls()  # a child of it may hold them open
         self._reaped.set()
         if process.is_reported:
             self._forget(process.spec.name)
@@ -189,7 +191,9 @@ class LocalBackend:
     def _on_dying(self, number: int) -> None:
         process = self._processes.get(number)
         if process is not None and process.pid and process.is_reported and not self._is_closing:
-            self._owner.on_dying(process)
+            status = exit_status(process.pid)
+            self._owner.on_dying(process, "" if status is None else exit_text(status))
+            process.end_controls()
 
     def _report_exit(self, process: LocalProcess, how: str) -> None:
         if process.is_reported and not self._is_closing:

@@ -14,7 +14,6 @@ from flowrt.process_backend import CONTROL_LIMITS, ProcessSpec
 from flowrt.processes.adopted_processes import CAN_ADOPT, reap, wait_reaped
 from flowrt.processes.exit_lock import ExitLock
 from flowrt.processes.output_tail import OutputTail
-from flowrt.transports.contract import Channel
 from flowrt.transports.stream import StreamChannel
 
 GRACE_SECONDS = 3.0  # time limit for killed processes to end
@@ -40,7 +39,7 @@ class LocalProcess:
     ) -> None:
         self.spec, self.pid, self._weights = spec, 0, [fd for fd in weights if fd >= 0]
         self.started: asyncio.Future[LocalProcess] = asyncio.get_running_loop().create_future()
-        self.controls: tuple[Channel, ...] = ()
+        self.controls: tuple[StreamChannel, ...] = ()
         self.is_reported = True
         self._pidfd, self._has_exited = -1, False
         self._ours: list[socket.socket] = []
@@ -108,6 +107,11 @@ class LocalProcess:
         self.controls = tuple(StreamChannel(sock, CONTROL_LIMITS, peer) for sock, peer in zip(self._ours, self.spec.workers, strict=True))
         self._ours.clear()
         self.started.set_result(self)
+
+    def end_controls(self) -> None:
+        """End the control connections of the dead process; what it has sent can still be received."""
+        for control in self.controls:
+            control.end_of_peer()
 
     def note_exit(self, loop: asyncio.AbstractEventLoop) -> None:
         """Release the pidfd and the exit lock of the reaped process. Its output stays readable until `close`."""

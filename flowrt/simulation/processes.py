@@ -39,6 +39,7 @@ class ProcessConditions:
     no_descriptor_one_in: int = 0  # restarts for which no descriptor is left
     refuses_first: bool = False  # the same of first starts
     unseen_one_in: int = 3  # deaths of which no notice comes before the reap
+    unknown_one_in: int = 3  # of these notices: the exit status is not known before the reap
     segfault_one_in: int = 0  # crashes by SIGSEGV, which a request may cause; others are by SIGKILL
     open_seconds: float = 0.05
     unserved_one_in: int = 0  # new fork servers that end while they import
@@ -59,6 +60,10 @@ class SimulatedWorkerProcess:
         """A parked process does not react to SIGTERM."""
         if not self._world.loop.is_parked(self.process.node):
             self._world.kill(self.process, TERMINATED)
+
+    def end_controls(self) -> None:
+        for control in self.controls:
+            control.end_of_peer()
 
     def output_tail(self) -> tuple[str, ...]:
         return ()
@@ -214,7 +219,8 @@ class SimulatedBackend:
 
     def _report_dying(self, process: SimulatedWorkerProcess) -> None:
         if process.is_returned and process.process.node in self._processes and not self._closed:
-            self._owner.on_dying(process)
+            self._owner.on_dying(process, "" if is_hit(self._random, self._conditions.unknown_one_in) else process.process.how)
+            process.end_controls()
 
     def _report_exit(self, process: SimulatedWorkerProcess, how: str) -> None:
         if process.process.node not in self._processes or self._closed:
@@ -223,6 +229,7 @@ class SimulatedBackend:
             self._later(OUTSIDE, self._report_exit, process, how)
             return
         del self._processes[process.process.node]
+        process.end_controls()
         self._owner.on_exited(process, how)
 
     def _on_server_exit(self, server: SimulatedProcess, exit: asyncio.Future[str]) -> None:

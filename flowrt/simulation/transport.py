@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from itertools import count
 from typing import ClassVar, Literal
@@ -133,7 +133,7 @@ class SimulatedNetwork:
 
 
 class SimulatedChannel(FlowControlledChannel):
-    """One end. `_other` is the end at the peer; only `_arrive` of it is ever called, from a timer of its node."""
+    """One end. `_other` is the end at the peer; only `_arrive_next` of it is ever called, from a timer of its node."""
 
     scheme = "simulated"
 
@@ -144,6 +144,7 @@ class SimulatedChannel(FlowControlledChannel):
         self._name = name.encode()
         self._other: SimulatedChannel = self
         self._last_arrival = 0.0
+        self._on_the_way: deque[tuple[FrameKind, list[Part]]] = deque()  # frames to this end
         self._new_token = lambda: network.nonce()[:TOKEN_BYTES]
 
     @classmethod
@@ -175,6 +176,12 @@ class SimulatedChannel(FlowControlledChannel):
         self._send_frame("broken")
         self._break("this end was severed")
 
+    def end_of_peer(self) -> None:
+        """See StreamChannel: what the dead peer has sent is in the socket's buffer already."""
+        while self._on_the_way:
+            self._arrive_next()
+        self._arrive("broken", [])
+
     def _send_message(self, parts: list[Part], payload_bytes: int) -> None:
         self._send_frame("message", [bytes(parts[0]), *map(_aligned, parts[1:])])
 
@@ -192,11 +199,16 @@ class SimulatedChannel(FlowControlledChannel):
             for _ in range(num_frames if kind == "message" else 1):
                 arrival = network.loop.time() + factor * network.delay_seconds(sum(map(len, wire)))
                 self._last_arrival = max(self._last_arrival, arrival)  # never before an earlier frame
-                network.loop.call_at_node(self._last_arrival, self._other.node, self._other._arrive, kind, wire)
+                self._other._on_the_way.append((kind, wire))
+                network.loop.call_at_node(self._last_arrival, self._other.node, self._other._arrive_next)
 
         network.depart(self.node, self._other.node, send)
         if kind == "message" and network.duplicates():
             network.depart(self.node, self._other.node, send)
+
+    def _arrive_next(self) -> None:
+        if self._on_the_way:
+            self._arrive(*self._on_the_way.popleft())
 
     def _arrive(self, kind: FrameKind, parts: list[Part]) -> None:
         if self._closed or self._broken is not None:

@@ -35,6 +35,7 @@ class SimulatedProcess:
         self.clocks: list[SimulatedClock] = []  # one per worker, as are these
         self.computes: list[SimulatedCompute] = []
         self.pid = 0
+        self.how = ""  # it was killed, at the moment of the kill
         self.stalls: list[tuple[float, float]] = []  # intervals in which its loop was blocked: start, end
 
     @property
@@ -140,6 +141,7 @@ class World:
         for node in process.nodes:
             self.loop.kill(node)
         self.network.lose(process.node)
+        process.how = how
         for on_death in self.deaths:
             on_death(process)
         self._report_exit(process, how)

@@ -77,7 +77,7 @@ def test_processes_that_each_policy_restarts(policy: str, victim: str) -> None:
     role = GROUPS if victim in GROUPS else SERVERS
     together = {"fine": (victim,), "restart_role": role, "restart_all": WORKERS}[policy]
     others = [name for name in together if name != victim]
-    assert killed(run.do(run.state.on_dying, victim)) == others
+    assert killed(run.do(run.state.on_dying, victim, "")) == others
     assert started(run.end(victim)) == ([] if others else [victim])
     for number, other in enumerate(others):
         assert sorted(started(run.end(other))) == (sorted(together) if number == len(others) - 1 else [])
@@ -121,8 +121,8 @@ def test_a_process_that_has_used_up_its_restarts_stays_down_and_the_others_retur
 
 def test_a_second_death_while_the_others_end_changes_nothing() -> None:
     run = Run("restart_all")
-    run.do(run.state.on_dying, "experts.0")
-    assert killed(run.do(run.state.on_dying, "attention.1")) == []
+    run.do(run.state.on_dying, "experts.0", "")
+    assert killed(run.do(run.state.on_dying, "attention.1", "")) == []
     actions = [action for name in WORKERS for action in run.end(name)]
     assert sorted(started(actions)) == list(WORKERS)
     assert not [event for event in announced(actions) if isinstance(event, events.WorkerLost) and event.may_recur]
@@ -149,14 +149,14 @@ def test_a_death_kills_no_process_that_starts() -> None:
     run.return_("experts.1", "attention.0")
     for name in ("experts.0", "attention.1"):
         run.do(run.state.on_forked, name, 9)
-    assert killed(run.do(run.state.on_dying, "experts.1")) == ["attention.0"]
+    assert killed(run.do(run.state.on_dying, "experts.1", "")) == ["attention.0"]
     assert started([*run.end("experts.1"), *run.end("attention.0"), *run.pass_time(1.0)]) == ["attention.0", "experts.1"]
 
 
 def test_a_stop_during_the_restart_starts_nothing_and_ends_the_run() -> None:
     for num_ended in range(len(WORKERS) + 1):
         run = Run("restart_all")
-        run.do(run.state.on_dying, "experts.0")
+        run.do(run.state.on_dying, "experts.0", "")
         for name in WORKERS[:num_ended]:
             run.end(name)
         actions = run.do(run.state.stop)
@@ -178,7 +178,7 @@ def test_a_process_that_does_not_end_keeps_the_others_waiting_for_a_limited_time
 
 def test_without_restarts_no_other_process_is_killed() -> None:
     run = Run("restart_all", restarts=0)
-    assert killed(run.do(run.state.on_dying, "experts.0")) == []
+    assert killed(run.do(run.state.on_dying, "experts.0", "")) == []
     (lost, _) = announced(run.end("experts.0"))
     assert isinstance(lost, events.WorkerLost)
     assert not lost.is_restarting
@@ -198,8 +198,8 @@ def test_the_monitor_is_restarted_alone_and_with_no_other() -> None:
     run.do(run.state.on_forked, MONITOR, 9)
     run.do(run.state.on_listening, MONITOR, Listening({}))
     run.do(run.state.on_connected, MONITOR)
-    assert killed(run.do(run.state.on_dying, "experts.0")) == [*GROUPS, "experts.1"]
-    assert killed(run.do(run.state.on_dying, MONITOR)) == []
+    assert killed(run.do(run.state.on_dying, "experts.0", "")) == [*GROUPS, "experts.1"]
+    assert killed(run.do(run.state.on_dying, MONITOR, "")) == []
 
 
 def test_a_shared_process_has_the_role_of_the_worker_with_the_most_state() -> None:
@@ -207,8 +207,8 @@ def test_a_shared_process_has_the_role_of_the_worker_with_the_most_state() -> No
         "restart_role",
         packed={"attention.0+experts.0": ["attention.0", "experts.0"], "attention.1": ["attention.1"], "experts.1": ["experts.1"]},
     )
-    assert killed(run.do(run.state.on_dying, "attention.1")) == ["attention.0+experts.0"]
-    assert killed(run.do(run.state.on_dying, "experts.1")) == []
+    assert killed(run.do(run.state.on_dying, "attention.1", "")) == ["attention.0+experts.0"]
+    assert killed(run.do(run.state.on_dying, "experts.1", "")) == []
 
 
 def test_a_worker_that_is_killed_on_purpose_is_not_blamed() -> None:

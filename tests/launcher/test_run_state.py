@@ -169,7 +169,7 @@ def test_peers_are_notified_of_a_death_and_of_the_next_incarnation() -> None:
     driver = Driver()
     driver.begin()
     former = driver.state.incarnations[SERVER]
-    assert driver.do(driver.state.on_dying, SERVER) == [Send(CLIENT, PeerLeft(SERVER, former, "its process has ended"))]
+    assert driver.do(driver.state.on_dying, SERVER, "") == [Send(CLIENT, PeerLeft(SERVER, former, "its process has ended"))]
     driver.die(SERVER)
     driver.pass_time(0.0)
     driver.do(driver.state.on_forked, SERVER, 8)
@@ -232,9 +232,45 @@ def test_last_messages_are_read_before_a_death_is_explained() -> None:
     driver = Driver()
     driver.begin()
     assert announced(driver.do(driver.state.on_exited, SERVER, KILLED)) == []
-    assert announced(driver.pass_time(LAST_MESSAGES_SECONDS)) == [events.WorkerLost(SERVER, KILLED)]
+    assert announced(driver.do(driver.state.on_connection_closed, SERVER)) == [events.WorkerLost(SERVER, KILLED)]
     assert announced(driver.do(driver.state.on_exited, CLIENT, KILLED)) == []
-    assert end_of(driver.pass_time(EXPLAINED_SECONDS + SETTLE_SECONDS)) == f"{CLIENT} {KILLED}"
+    driver.do(driver.state.on_connection_closed, CLIENT)
+    assert end_of(driver.pass_time(SETTLE_SECONDS)) == f"{CLIENT} {KILLED}"
+
+
+@pytest.mark.parametrize("how", [KILLED, "was killed by SIGSEGV"])
+def test_a_loss_is_announced_before_the_reap_once_all_is_read_and_the_exit_status_is_known(how: str) -> None:
+    driver = Driver()
+    driver.begin()
+    former, may_recur = driver.state.incarnations[SERVER], how != KILLED
+    left = PeerLeft(SERVER, former, how, may_recur=may_recur)
+    assert driver.do(driver.state.on_dying, SERVER, how) == [Send(CLIENT, left)]
+    assert driver.state.accepts_messages(SERVER, former), "its last messages count"
+    assert announced(driver.do(driver.state.on_connection_closed, SERVER)) == [events.WorkerLost(SERVER, how, may_recur=may_recur)]
+    assert not driver.state.accepts_messages(SERVER, former)
+    actions = [*driver.do(driver.state.on_exited, SERVER, how), *driver.pass_time(0.0)]
+    assert driver.start_of(SERVER) in actions
+
+
+@pytest.mark.parametrize("closes_first", [False, True])
+def test_a_loss_waits_for_an_exit_status_that_is_not_known(closes_first: bool) -> None:
+    driver = Driver()
+    driver.begin()
+    notices = [(driver.state.on_dying, SERVER, ""), (driver.state.on_connection_closed, SERVER)]
+    for event, *arguments in notices[::-1] if closes_first else notices:
+        assert announced(driver.do(event, *arguments)) == []
+    assert announced(driver.do(driver.state.on_exited, SERVER, "was killed by SIGSEGV"))[0] == events.WorkerLost(
+        SERVER, "was killed by SIGSEGV", may_recur=True
+    )
+
+
+def test_a_report_explains_an_exit_status_that_comes_before_it() -> None:
+    driver = Driver()
+    driver.begin()
+    driver.do(driver.state.on_dying, SERVER, "exited with status 1")
+    driver.do(driver.state.on_failed, SERVER, Failed("no such file", user=True))
+    (lost,) = announced(driver.do(driver.state.on_connection_closed, SERVER))
+    assert lost == events.WorkerLost(SERVER, "failed: no such file; exited with status 1")
 
 
 def test_closed_connections() -> None:
@@ -249,7 +285,7 @@ def test_closed_connections() -> None:
 def test_process_that_is_not_reaped_is_given_up_until_it_is() -> None:
     driver = Driver()
     driver.begin()
-    driver.do(driver.state.on_dying, SERVER)
+    driver.do(driver.state.on_dying, SERVER, "")
     assert announced(driver.pass_time(FENCE_SECONDS)) == [events.WorkerLost(SERVER, "has ended")]
     assert not driver.state.accepts_messages(SERVER, driver.state.incarnations[SERVER])
     (given_up,) = announced(driver.pass_time(REAP_SECONDS))
@@ -423,7 +459,7 @@ def test_incarnation_that_dies_is_introduced_to_no_peer() -> None:
     driver.die(SERVER)
     driver.pass_time(1.0)
     driver.do(driver.state.on_forked, SERVER, 8)
-    driver.do(driver.state.on_dying, SERVER)
+    driver.do(driver.state.on_dying, SERVER, "")
     actions = driver.do(driver.state.on_listening, SERVER, Listening({}))
     assert not [action for action in actions if isinstance(action, Send)]
 
@@ -569,7 +605,7 @@ def test_launcher_that_was_stopped_does_not_blame_the_monitor() -> None:
 def test_known_death_without_an_exit_status_is_reported_as_one() -> None:
     driver = Driver()
     driver.begin()
-    driver.do(driver.state.on_dying, CLIENT)
+    driver.do(driver.state.on_dying, CLIENT, "")
     driver.do(driver.state.on_connection_closed, CLIENT)
     reason = "client has ended, and its exit status is not known"
     assert end_of(driver.pass_time(STATUS_SECONDS + SETTLE_SECONDS)) == reason
@@ -582,7 +618,7 @@ def test_run_ends_in_order_before_the_exits_are_reaped() -> None:
     actions: list[Action] = []
     for name in (CLIENT, SERVER, OTHER):
         driver.do(driver.state.on_stop_sent, name)
-        actions += [*driver.do(driver.state.on_dying, name), *driver.do(driver.state.on_connection_closed, name)]
+        actions += [*driver.do(driver.state.on_dying, name, ""), *driver.do(driver.state.on_connection_closed, name)]
     assert actions == [End()]
 
 
@@ -655,7 +691,7 @@ class RunStateMachine(RuleBasedStateMachine):
     def exit(self, data: st.DataObject, is_announced: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.living)))
         if is_announced:
-            self.carry_out(self.driver.do(self.driver.state.on_dying, name))
+            self.carry_out(self.driver.do(self.driver.state.on_dying, name, ""))
         self.living.discard(name)
         self.carry_out(self.driver.do(self.driver.state.on_exited, name, KILLED))
 

@@ -29,16 +29,19 @@ class Owner:
 
     def __init__(self) -> None:
         self.dying: list[WorkerProcess] = []
+        self.known: dict[WorkerProcess, str] = {}  # before the exit; "": it is not known how
         self.exited: dict[WorkerProcess, str] = {}
         self.lost: list[str] = []
         self.changed = asyncio.Event()
 
-    def on_dying(self, process: WorkerProcess) -> None:
+    def on_dying(self, process: WorkerProcess, how: str) -> None:
         assert process not in self.exited
+        self.known[process] = how
         self.dying.append(process)
 
     def on_exited(self, process: WorkerProcess, how: str) -> None:
         assert process not in self.exited
+        assert self.known.get(process, "") in ("", how)
         self.exited[process] = how
         self.changed.set()
 

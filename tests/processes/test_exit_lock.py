@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
+from flowrt.process_status import exit_status
 from flowrt.processes.exit_lock import ExitLock, hold
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="robust mutexes in a memfd are Linux's")
@@ -50,22 +51,22 @@ def waiting_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("exit lock of")]
 
 
-async def death_of_one(end: Callable[[int], None], then: Callable[[int], None] = hold) -> bool:
-    """Whether its pidfd was still unready when the exit lock notified of the death."""
+async def death_of_one(end: Callable[[int], None], then: Callable[[int], None] = hold) -> tuple[bool, int | None]:
+    """When the exit lock notified of the death: whether the pidfd was still unready, and the exit status as far as it was known."""
     pid = -1
     pidfd = -1
     loop = asyncio.get_running_loop()
-    was_first: asyncio.Future[bool] = loop.create_future()
-    lock = ExitLock("child", lambda: was_first.set_result(not select.select([pidfd], [], [], 0)[0]))
+    seen: asyncio.Future[tuple[bool, int | None]] = loop.create_future()
+    lock = ExitLock("child", lambda: seen.set_result((not select.select([pidfd], [], [], 0)[0], exit_status(pid))))
     try:
         pid = fork(then, lock.fd)
         pidfd = os.pidfd_open(pid)
         lock.given_away()
         await death_of_another()
-        assert not was_first.done()  # it lives
+        assert not seen.done()  # it lives
         end(pid)
         async with asyncio.timeout(30):
-            return await was_first
+            return await seen
     finally:
         reap(pid)
         os.close(pidfd)
@@ -97,7 +98,9 @@ def reap(pid: int) -> None:
 def test_death_is_notified_before_the_memory_is_released() -> None:
     async def main() -> None:
         for _ in range(20):  # a thread that finds no processor in time may come second
-            if await death_of_one(kill, hold_with_memory):
+            was_first, status = await death_of_one(kill, hold_with_memory)
+            assert status == -signal.SIGKILL
+            if was_first:
                 return
         pytest.fail("the pidfd was first twenty times")
 
@@ -106,7 +109,12 @@ def test_death_is_notified_before_the_memory_is_released() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGABRT])
 def test_every_death_is_notified(number: int) -> None:
-    asyncio.run(death_of_one(lambda pid: os.kill(pid, number)))
+    assert asyncio.run(death_of_one(lambda pid: os.kill(pid, number)))[1] == -number
+
+
+def test_a_living_process_has_no_exit_status() -> None:
+    assert exit_status(os.getpid()) is None
+    assert exit_status(2**22 + 1) is None
 
 
 def test_process_that_dies_before_it_locks_has_no_waiter() -> None:

@@ -11,6 +11,7 @@ PLACEMENT = "flowrt.gateway.placement"
 REQUESTS = "flowrt.gateway.requests"
 GROUP_CHANGES = "flowrt.launcher.group_changes"
 RESTARTS = "flowrt.launcher.restarts"
+RUN_TABLE = "flowrt.launcher.run_table"
 RUN_STATE = "flowrt.launcher.run_state"
 LINK_LOSS = "flowrt.launcher.link_loss"
 RUNNER = "flowrt.dataflow.runner"
@@ -81,12 +82,15 @@ GROUP_BUGS: tuple[Bug, ...] = (
         PLACEMENT, "Placement._end_trial", "del self._trials[log.group]", "pass")),
     bug("innocent-blamed", "the oldest request of a crashed group is blamed", (
         PLACEMENT, "Placement.suspect", "trial = self._trials.get(group)\n    if trial is not None and trial.ran_alone:\n        return trial", "return next(iter(logs), None)")),
-    bug("kill-blames", "a suspect whose group is killed from outside is blamed", (
-        RESTARTS, "Restarts.fence", "if process.cause is None and process.how not in FROM_OUTSIDE:\n        process.may_recur = process.how.startswith(('exited', 'was killed'))", "process.may_recur = True")),
+    body("kill-blames", "a suspect whose group is killed from outside is blamed", RUN_TABLE, "ProcessRecord.may_recur", "return True"),
     bug("crash-blames-none", "requests of a crashed group are not suspected", (
-        RESTARTS, "Restarts.fence", "process.how.startswith(('exited', 'was killed'))", "False")),
+        RUN_TABLE, "ProcessRecord.may_recur", "self.cause is None and is_crash", "False")),
+    bug("crash-taken-for-kill", "an exit status that is known before the reap counts as a kill from outside", (
+        RUN_STATE, "RunState.on_dying", "found.how = found.how or how", "found.how = found.how or (how and 'was killed by SIGKILL')")),
+    bug("moved-before-drained", "requests of a dead group move before its last messages are read", (
+        RUN_STATE, "RunState.on_dying", "found.phase = ProcessPhase.ENDED", "found.phase = ProcessPhase.ENDED; found.can_restart and self._restarts.fence(process)")),
     bug("hang-blames-none", "requests of a hung group are not suspected", (
-        RUN_STATE, "RunState.on_detector_report", "found.process.may_recur |= not report.is_stopped", "pass")),
+        RUN_STATE, "RunState.on_detector_report", "found.process.has_failed |= not report.is_stopped", "pass")),
     # what others keep of a dead client
     bug("ended-source-unfenced", "a server does not fence the tags of a dead client", (
         RUNNER, "Runner.end_peer", "self._fences.end_source(source)", "pass")),
