@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -12,6 +12,8 @@ from typing import Annotated
 import msgspec
 
 from flowrt.operators.families.config_file import read_config_file, regular_file_bytes
+from flowrt.operators.families.family import parts_to_read
+from flowrt.operators.families.registry import family_named, read_model_config
 from flowrt.operators.model_config import ModelError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -60,12 +62,28 @@ def tensor_files(directory: Path, header: Callable[[Path], Collection[str]]) -> 
     return files
 
 
+def named_place(directory: Path, files: Mapping[str, Path]) -> str:
+    """Where a tensor that is not among `files` should be, for errors: the only file, the index, or the directory."""
+    index_path = directory / INDEX_NAME
+    paths = {index_path} if index_path.exists() else set(files.values())
+    return str(paths.pop() if len(paths) == 1 else directory)
+
+
 def check_files(directory: Path) -> None:
-    """Raises ModelError for a weight file that is missing or cut off, and for a tensor of the index that its file does not hold."""
+    """Raises ModelError for a weight file that is missing or cut off, for a tensor of the index that its file does not hold, and for a
+    tensor of the model that no file holds.
+    """
     header = cache(read_header)
-    for name, path in tensor_files(directory, header).items():
+    files = tensor_files(directory, header)
+    for name, path in files.items():
         if name not in header(path):
             raise ModelError(f"tensor {name} is missing from {path}, which {INDEX_NAME} names for it; copy both files again")
+    config = read_model_config(directory)
+    family, place = family_named(config.family), named_place(directory, files)
+    for part, layers in parts_to_read(config).items():
+        for layer in layers:
+            for expert in range(config.num_experts if part.startswith("expert_") else 1):
+                family.find_layout(part, layer, expert, files, place)
 
 
 def _read_index(path: Path) -> dict[str, Path]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrt.operators.checkpoint_files import INDEX_NAME, StoredTensor, read_header, tensor_files
-from flowrt.operators.families.family import PARTS, Piece
+from flowrt.operators.checkpoint_files import INDEX_NAME, StoredTensor, named_place, read_header, tensor_files
+from flowrt.operators.families.family import Piece
 from flowrt.operators.families.registry import family_named
 from flowrt.operators.model_config import DTYPES, ModelConfig, ModelError
 from flowrt.operators.weight_memory import WeightMemory
@@ -61,6 +61,7 @@ class Checkpoint:
         # One buffer for all conversions. With one buffer each, the allocator keeps holes between weights, a fifth of the loaded size.
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._files = tensor_files(self.directory, self._header)
+        self._place = named_place(self.directory, self._files)
 
     def stored(self, name: str) -> StoredTensor:
         """The location of tensor `name`. Raises ModelError when it is missing or its dtype is not supported."""
@@ -91,20 +92,14 @@ class Checkpoint:
         Raises ModelError, naming the tensor and the file, when it is missing or has another shape.
         """
         family = family_named(config.family)
-        layouts = family.parts.get(part)
-        if not layouts:
-            raise ModelError(f"model family {family.name} does not define the tensors of part {part!r} ({PARTS.get(part, 'unknown part')})")
-        found = [layout for layout in layouts if all(_fill(piece, layer, expert) in self._files for piece in layout)]
-        if not found:
-            missing = [_fill(piece, layer, expert) for piece in layouts[0] if _fill(piece, layer, expert) not in self._files]
-            raise ModelError(f"tensor {missing[0]} ({part}) is missing from the checkpoint in {self.directory}")
+        layout = family.find_layout(part, layer, expert, self._files, self._place)
         if out is None:
             out = torch.empty(shape, dtype=dtype or torch_dtype(config), device=device)
         start = 0
-        for piece in found[0]:
-            start += self._read_piece(_fill(piece, layer, expert), piece, config.num_experts, expert, shape, out, start)
+        for piece in layout:
+            start += self._read_piece(piece.tensor(layer, expert), piece, config.num_experts, expert, shape, out, start)
         if start != shape[0]:
-            names = " + ".join(_fill(piece, layer, expert) for piece in found[0])
+            names = " + ".join(piece.tensor(layer, expert) for piece in layout)
             raise ModelError(f"{names} in {self.directory} have {start} rows; config.json requires {shape[0]}")
         return out
 
@@ -164,10 +159,6 @@ class Checkpoint:
         if path not in self._tensors:
             self._tensors[path] = read_header(path)
         return self._tensors[path]
-
-
-def _fill(piece: Piece, layer: int, expert: int) -> str:
-    return piece.name.format(layer=layer, expert=expert)
 
 
 def _read_bytes(path: Path, offset_bytes: int, destination: Tensor) -> None:

@@ -6,12 +6,12 @@ stores a part, and reads it. Free of torch. docs/operators.md explains how to ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from flowrt.operators.families.config_file import ConfigFile
-from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.model_config import ModelConfig, ModelError
 
 # The parts, each with the shape that the operators expect after the pieces have been joined along the first dimension.
 PARTS: Mapping[str, str] = {
@@ -57,6 +57,10 @@ class Piece:
     expert: Literal["index", "rows"] | None = None
     transpose: bool = False
 
+    def tensor(self, layer: int, expert: int) -> str:
+        """The name of the stored tensor."""
+        return self.name.format(layer=layer, expert=expert)
+
 
 Layout = tuple[Piece, ...]
 
@@ -74,6 +78,36 @@ class Family:
     parts: Mapping[str, tuple[Layout, ...]]
     also: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
+
+    def find_layout(self, part: str, layer: int, expert: int, names: Container[str], where: str) -> Layout:
+        """The layout whose tensors are all among `names`. Raises ModelError, naming the first missing tensor of `where`."""
+        layouts = self.parts.get(part)
+        if not layouts:
+            raise ModelError(f"model family {self.name} does not define the tensors of part {part!r} ({PARTS.get(part, 'unknown part')})")
+        for layout in layouts:
+            if all(piece.tensor(layer, expert) in names for piece in layout):
+                return layout
+        missing = next(name for piece in layouts[0] if (name := piece.tensor(layer, expert)) not in names)
+        raise ModelError(f"tensor {missing} ({part}) is missing from {where}; copy the model's files again, or correct config.json")
+
+
+def parts_to_read(config: ModelConfig) -> dict[str, Iterable[int]]:
+    """Part -> the layers of which the operators read it; (0,) for a part of the whole model."""
+    whole = ["embedding", "final_norm", *([] if config.tie_word_embeddings else ["head"])]
+    block = ["attention_norm", "attention_output", "mlp_norm"]
+    latent, bias = config.latent, config.attention_bias
+    block += ["attention_output_bias"] if bias else []
+    if latent is None:
+        block += ["qkv", *(["query_norm", "key_norm"] if config.qk_norm else []), *(["qkv_bias"] if bias else [])]
+    else:
+        block += ["latent_down", "kv_latent_norm", "kv_up", *(["kv_down_bias"] if bias else [])]
+        if latent.query_rank is not None:
+            block += ["query_latent_norm", "query_up", *(["query_down_bias"] if bias else [])]
+    moe = ["gate", "expert_gate_up", "expert_down", *(["gate_bias"] if config.gate.bias else [])]
+    moe += ["shared_gate_up", "shared_down"] if config.shared_expert_width else []
+    found: dict[str, Iterable[int]] = dict.fromkeys(whole, (0,))
+    found |= dict.fromkeys(block, range(config.num_layers)) | dict.fromkeys(moe, config.moe_layers)
+    return found | dict.fromkeys(("dense_gate_up", "dense_down") if config.dense_layers else (), config.dense_layers)
 
 
 def stored_as(*names: str) -> tuple[Layout, ...]:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import flowrt
 from flowrt.cli.app import main
@@ -96,6 +97,12 @@ def _index_of_a_missing_tensor(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"none": _weights(model).name}}))
 
 
+def _without_a_tensor(model: Path) -> None:
+    tensors = load_file(_weights(model))
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, _weights(model))
+
+
 def _without_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").unlink()
 
@@ -107,6 +114,11 @@ def _without_tokenizer(model: Path) -> None:
         (_without_weights, "2: model.path", "holds no *.safetensors file"),
         (_index_of_a_missing_file, "2: model.path", "model-00002-of-00002.safetensors cannot be read: No such file"),
         (_index_of_a_missing_tensor, "2: model.path", "tensor none is missing from"),
+        (
+            _without_a_tensor,
+            "2: model.path",
+            "tensor model.layers.1.mlp.experts.3.up_proj.weight (expert_gate_up) is missing from {model}/model.safetensors; copy",
+        ),
         (_without_tokenizer, "3: prompts", "has no tokenizer.json, which texts need"),
     ],
 )
@@ -119,7 +131,7 @@ def test_validate_finds_damaged_files_of_a_model(damage, line: str, text: str, m
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"flowrt: error: {graph}:{line}: "), err
-    assert text in err
+    assert text.format(model=model) in err
     assert err.count("\n") == 1
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import fuse_experts, make_large_checkpoint
+from fast_model import FastModel
 from safetensors.torch import load_file, save_file
 
 from flowrt.operators import weights
-from flowrt.operators.checkpoint_files import INDEX_NAME
+from flowrt.operators.checkpoint_files import INDEX_NAME, check_files
 from flowrt.operators.experts import Experts
-from flowrt.operators.families.family import Family, Piece
+from flowrt.operators.families.family import Family, Piece, parts_to_read
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.head import Head
 from flowrt.operators.model_config import ModelConfig, ModelError
@@ -106,13 +107,31 @@ def refusal(config: ModelConfig, directory: Path, part: str, *shape: int) -> str
     return str(error.value)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "mixed", "mixtral", "deepseek_v3", "deepseek_v3 yarn", "deepseek_v3 other", "deepseek_v2", "deepseek_v2 limited", "dbrx"],
+)
+def test_the_check_of_files_names_the_parts_that_operators_read(models: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    read: dict[str, set[int]] = {}
+    read_part = Checkpoint.read_part
+
+    def record(checkpoint: Checkpoint, config: ModelConfig, part: str, *shape: Any, layer: int = 0, **place: Any) -> torch.Tensor:
+        read.setdefault(part, set()).add(layer)
+        return read_part(checkpoint, config, part, *shape, layer=layer, **place)
+
+    monkeypatch.setattr(Checkpoint, "read_part", record)
+    config = FastModel(models[name]).config
+    assert read == {part: set(layers) for part, layers in parts_to_read(config).items()}
+    check_files(models[name])
+
+
 def test_missing_and_ill_fitting_tensors_are_named(models: Any, tmp_path: Path) -> None:
     config = read_model_config(models["plain"])
     assert "no *.safetensors file" in refusal(config, tmp_path, "head", 512, 64)
     file = tmp_path / "model.safetensors"
     save_file({"lm_head.weight": torch.zeros(511, 64), "model.norm.weight": torch.zeros(64, dtype=torch.int8)}, file)
     assert refusal(config, tmp_path, "embedding", 512, 64) == (
-        f"tensor model.embed_tokens.weight (embedding) is missing from the checkpoint in {tmp_path}"
+        f"tensor model.embed_tokens.weight (embedding) is missing from {file}; copy the model's files again, or correct config.json"
     )
     assert refusal(config, tmp_path, "head", 512, 64) == f"lm_head.weight in {tmp_path} have 511 rows; config.json requires 512"
     assert f"lm_head.weight in {file} has shape [511, 64], which does not fit the [500, 64]" in refusal(config, tmp_path, "head", 500, 64)
