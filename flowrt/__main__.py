@@ -14,6 +14,7 @@ from flowrt.exit_codes import INTERRUPTED
 def main() -> None:
     if is_default := signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it would hide the exit statuses of the workers
     from flowrt.cli.app import main as run_command
 
     if is_default:

@@ -62,19 +62,27 @@ class WeightMemory:
         """The tensor `name`, read-only. `fill` is called with its memory if no process has filled it before."""
         num_bytes = prod(shape) * dtype.itemsize
         entry = [str(dtype), list(shape)]
-        if not num_bytes or (self.is_complete and self._entries.get(name, [])[:2] != entry):
+        start = _round_up(self._size, HUGE_BYTES if num_bytes >= HUGE_FROM_BYTES else mmap.PAGESIZE)
+        is_held = self._entries.get(name, [])[:2] == entry if self.is_complete else self._grow(start + num_bytes)
+        if not num_bytes or not is_held:
             private = torch.empty(shape, dtype=dtype)
             fill(private)
             return private
         if self.is_complete:
             return _tensor(self._map(self._entries[name][2], num_bytes, mmap.PROT_READ, mmap.MAP_PRIVATE), shape, dtype)
-        start = _round_up(self._size, HUGE_BYTES if num_bytes >= HUGE_FROM_BYTES else mmap.PAGESIZE)
-        self._size = start + num_bytes
-        os.ftruncate(self._fd, self._size)
         # The mapping for writing ends with this call, because a file that has one cannot be sealed.
         fill(_tensor(self._map(start, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED), shape, dtype))
         self._entries[name] = [*entry, start]
         return _tensor(self._map(start, num_bytes, mmap.PROT_READ, mmap.MAP_PRIVATE), shape, dtype)
+
+    def _grow(self, size: int) -> bool:
+        """Make the file `size` bytes long. False: a limit of the process or the system forbids it."""
+        try:
+            os.ftruncate(self._fd, size)
+        except OSError:
+            return False
+        self._size = size
+        return True
 
     def note(self, name: str, find: Callable[[], Any]) -> Any:
         """The JSON value `name` that the process that filled the memory has found; found by `find` if there is none."""
@@ -86,7 +94,8 @@ class WeightMemory:
         """Everything is held. Other processes may use the memory from now on."""
         if not self.is_complete and self._fd >= 0:
             index = json.dumps({"content": self._content, "tensors": self._entries, "notes": self._notes}).encode()
-            os.pwrite(self._fd, index + _FOOTER.pack(self._size, len(index)), self._size)
+            with contextlib.suppress(OSError):  # a limit of file sizes: others take nothing of a file without an index
+                os.pwrite(self._fd, index + _FOOTER.pack(self._size, len(index)), self._size)
             seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
             try:
                 fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_WRITE)

@@ -272,6 +272,7 @@ def main(arguments: Sequence[str]) -> None:
     connection_fd, launcher_pid, *preload = arguments
     _die_with(int(launcher_pid))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is inherited as ignored, the kernel reaps children before `waitpid`
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the launcher's thread may have blocked some
     os.environ.pop("PYTHONPATH", None)
     if (path := os.environ.pop(ORIGINAL_PATH, None)) is not None:
