@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from flowrt.actors.control import Control, Request, Submit, Token, Tokens
 from flowrt.gateway.request_log import RequestLog
 from flowrt.graph.model import GATEWAY
 from flowrt.launcher import events
+from flowrt.launcher.run_table import FENCE_SECONDS
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.inside import WorkerInternals
@@ -39,6 +41,7 @@ class GroupChecks:
         self._placed: dict[str, tuple[str, int]] = {}  # request -> group and attempt whose tokens count
         self._attempts: dict[str, int] = {}  # request -> its latest attempt
         self._wrong: list[InvariantError] = []
+        self._died: dict[str, float] = {}  # groups: when
         self._began: dict[str, float] = {}  # open requests: when they were placed
         self.no_group_seconds: dict[str, float] = {}  # of requests that have ended: for how long, at most, no group was left
         self.ran_alone: set[str] = set()  # requests that a group computed alone when it crashed or hung
@@ -50,6 +53,9 @@ class GroupChecks:
         match event:
             case events.WorkerLost(name, while_loading=False) | events.WorkerMarkedDead(name, is_killed=False) if name in self._groups:
                 self._placed = {request: placed for request, placed in self._placed.items() if placed[0] != name}
+                unread = self._world.processes[name].num_unread()
+                if isinstance(event, events.WorkerLost) and unread and now < self._died.get(name, -math.inf) + FENCE_SECONDS:
+                    self._wrong.append(InvariantError("I2", f"the loss of {name} was announced, and {unread} messages of it were not read"))
                 if isinstance(event, events.WorkerLost) and event.is_restarting:
                     self._outages.up(GATEWAY, name, now)
                 else:
@@ -109,6 +115,7 @@ class GroupChecks:
         for name in sorted(self._groups):
             if self._world.processes.get(name) is process:
                 self._outages.down(name, now)
+                self._died[name] = now
                 if (inside := self._inside_of(name)) is not None and self._faults.may_recur(name):
                     self._note_trial(name, inside.on_trial())
 

@@ -61,6 +61,9 @@ class SimulatedWorkerProcess:
         if not self._world.loop.is_parked(self.process.node):
             self._world.kill(self.process, TERMINATED)
 
+    def num_unread(self) -> int:
+        return sum(control.num_unread for control in self.controls)
+
     def end_controls(self) -> None:
         for control in self.controls:
             control.end_of_peer()
@@ -193,6 +196,7 @@ class SimulatedBackend:
         inner = launcher.run(world.start, spec.name, host, [worker.name for worker in spec.workers])
         process = SimulatedWorkerProcess(world, spec, inner, tuple(ours for ours, _ in pairs))
         self._processes[node] = process
+        inner.num_unread = process.num_unread
         inner.exit.add_done_callback(partial(self._on_exit, process), context=launcher)
         self._later(OUTSIDE, self._complete_start, started, process)
 

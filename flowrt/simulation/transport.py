@@ -167,6 +167,12 @@ class SimulatedChannel(FlowControlledChannel):
     def label(self) -> str:
         return f"{self.node} to {self.other_node}"
 
+    @property
+    def num_unread(self) -> int:
+        """Messages to this end that can still be received."""
+        on_the_way = 0 if self.closed else sum(kind == "message" for kind, _ in self._on_the_way)
+        return len(self._inbox) + on_the_way
+
     def reset(self) -> None:
         """Break this end; messages in flight to it are lost."""
         self._break("the connection was reset")

@@ -36,6 +36,7 @@ class SimulatedProcess:
         self.computes: list[SimulatedCompute] = []
         self.pid = 0
         self.how = ""  # it was killed, at the moment of the kill
+        self.num_unread: Callable[[], int] = int  # messages that it has sent to the launcher
         self.stalls: list[tuple[float, float]] = []  # intervals in which its loop was blocked: start, end
 
     @property

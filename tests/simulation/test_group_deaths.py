@@ -10,11 +10,14 @@ from simulation.test_deaths import SEEDS, load, requests, serve_under
 
 from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.placement import Placement
-from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Fault, Hang, Pause, Scenario, Stall
+from flowrt.graph.model import GATEWAY
+from flowrt.launcher.run_state import RunState
+from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Fault, Hang, Pause, Scenario, SlowLink, Stall
 from flowrt.simulation.case import Case, Poison
 from flowrt.simulation.cases import references_of, run_case
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.invariants import ALONE_TEXT, MAX_VICTIMS, NO_GROUP_TEXT, check
+from flowrt.simulation.processes import KILLED, ProcessConditions
 
 FOREVER = {"at_seconds": 0.02, "for_seconds": PERMANENT_SECONDS}
 
@@ -87,6 +90,36 @@ def test_third_victim_of_a_poison_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     case = Case(load("2x3.yaml", restarts=1, lost_group_seconds=0.5), tuple(requests(1)), poison=Poison(5))
     with pytest.raises(InvariantError, match=r"I1: \d processes computed the poison"):
         run_case(case)
+
+
+EARLY_NOTICES = ProcessConditions(unseen_one_in=0, unknown_one_in=0)
+
+
+def test_requests_that_move_before_the_last_messages_are_read_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_dying = RunState.on_dying
+
+    def move_at_once(state: RunState, process: str, how: str) -> None:
+        on_dying(state, process, how)
+        state._restarts.fence(process)
+
+    monkeypatch.setattr(RunState, "on_dying", move_at_once)
+    slow = SlowLink(between=(GATEWAY, "attention.0"), for_seconds=1.0, factor=1000.0)
+    case = Case(load("2x3.yaml"), tuple(requests(8)), Scenario(faults=(slow, Crash(process="attention.0", at_seconds=0.4))))
+
+    def run_all() -> None:
+        for seed in SEEDS:  # in some of them the notice comes before the exit status
+            run_case(replace(case, seed=seed, processes=EARLY_NOTICES))
+
+    with pytest.raises(InvariantError, match=r"I2: the loss of attention\.0 was announced, and \d+ messages of it were not read"):
+        run_all()
+
+
+def test_crash_that_is_taken_for_a_kill_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_dying = RunState.on_dying
+    monkeypatch.setattr(RunState, "on_dying", lambda state, process, how: on_dying(state, process, how and KILLED))
+    graph = load("2x3.yaml", restarts=1, lost_group_seconds=0.5)
+    with pytest.raises(InvariantError, match=r"I1: \d processes computed the poison"):
+        run_case(Case(graph, tuple(requests(1)), poison=Poison(5), processes=EARLY_NOTICES))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
