@@ -105,10 +105,11 @@ class LocalBackend:
         )
         self._server.request(request, process)
         try:
-            return await process.started
+            await process.started
         except BaseException:
             await process.abandon()
             raise
+        return process
 
     def output_tail(self) -> tuple[str, ...]:
         return () if self._server is None else self._server.output_tail

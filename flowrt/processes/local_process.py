@@ -22,7 +22,7 @@ _ADOPTION_SECONDS = 1.0  # after this time, a process that is no child of this o
 
 
 class LocalProcess:
-    """One process, from the request to fork it on; see flowrt.process_backend.WorkerProcess. `started`: itself, once it is forked. `pidfd`
+    """One process, from the request to fork it on; see flowrt.process_backend.WorkerProcess. `started` is done once it is forked. `pidfd`
     is -1 where the system has none. A process whose `start` was cancelled is not reported. `on_exited` is called with its exit status, None
     where it is unknown, once it was reaped here.
 
@@ -38,7 +38,7 @@ class LocalProcess:
         weights: Sequence[int] = (),
     ) -> None:
         self.spec, self.pid, self._weights = spec, 0, [fd for fd in weights if fd >= 0]
-        self.started: asyncio.Future[LocalProcess] = asyncio.get_running_loop().create_future()
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.controls: tuple[StreamChannel, ...] = ()
         self.is_reported = True
         self._pidfd, self._has_exited = -1, False
@@ -106,7 +106,7 @@ class LocalProcess:
             return
         self.controls = tuple(StreamChannel(sock, CONTROL_LIMITS, peer) for sock, peer in zip(self._ours, self.spec.workers, strict=True))
         self._ours.clear()
-        self.started.set_result(self)
+        self.started.set_result(None)
 
     def end_controls(self) -> None:
         """End the control connections of the dead process; what it has sent can still be received."""
