@@ -12,7 +12,7 @@ from flowrt.reliability.scenario import Scenario
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.network_conditions import CALM, NetworkConditions
 from flowrt.simulation.processes import ProcessConditions
-from flowrt.simulation.simulated_seams import ComputeCost
+from flowrt.simulation.simulated_seams import ComputeDelays
 
 GRACE_SECONDS = 60.0  # virtual time beyond the start, the last fault and its deadline; a longer run is stuck
 
@@ -73,7 +73,7 @@ class Case:
     scenario: Scenario = Scenario()
     seed: int = 0
     conditions: NetworkConditions = NetworkConditions()
-    cost: ComputeCost = ComputeCost()
+    cost: ComputeDelays = ComputeDelays()
     processes: ProcessConditions = ProcessConditions()
     exact: bool = True
     faults_from_launch: bool = False
@@ -105,4 +105,4 @@ class Kept:
             requests = tuple(request for number, request in enumerate(requests) if number in self.requests)
             calls = tuple(call for number, call in enumerate(calls) if number in self.requests)
         case = replace(case, scenario=msgspec.structs.replace(case.scenario, faults=faults), requests=requests, calls=calls)
-        return replace(case, conditions=CALM, cost=ComputeCost(), processes=ProcessConditions()) if self.calm else case
+        return replace(case, conditions=CALM, cost=ComputeDelays(), processes=ProcessConditions()) if self.calm else case

@@ -28,7 +28,7 @@ from flowrt.simulation.invariants import Reference, check
 from flowrt.simulation.invariants import mortal as mortal_workers
 from flowrt.simulation.network_conditions import CALM, NetworkConditions
 from flowrt.simulation.processes import ProcessConditions
-from flowrt.simulation.simulated_seams import ComputeCost
+from flowrt.simulation.simulated_seams import ComputeDelays
 from flowrt.simulation.world import Outcome
 
 USERS_SHARE = 0.2  # of the seeds, where there are model graphs too
@@ -36,7 +36,7 @@ NUM_VALUES = 24  # of the inputs of calls; few, so that each is computed alone o
 DRAIN_SHARE = 0.1
 POISON_SHARE = 0.06  # of the seeds with a model graph
 POOL = 18  # different requests; few, so that their references are computed once for all seeds
-_COSTS = (ComputeCost(), ComputeCost(1e-6, 2e-5, 1), ComputeCost(1e-4, 2e-2, 0), ComputeCost(1e-6, 5e-3, 3))
+_COSTS = (ComputeDelays(), ComputeDelays(1e-6, 2e-5, 1), ComputeDelays(1e-4, 2e-2, 0), ComputeDelays(1e-6, 5e-3, 3))
 
 
 def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, exact: bool = True, num_cancelled: int = 0) -> Case:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ComputeCost:
+class ComputeDelays:
     """Virtual compute time of a call, drawn between `min_seconds` and `max_seconds`.
 
     After each call one label in `short_one_in` counts as short: its next call takes no time and does not yield. One worker in
@@ -57,7 +57,7 @@ class SimulatedCompute:
     not stop its loop. The largest of `slow_factors` multiplies the duration of calls from now on.
     """
 
-    def __init__(self, loop: VirtualLoop, node: str, chance: random.Random, cost: ComputeCost, clock: SimulatedClock) -> None:
+    def __init__(self, loop: VirtualLoop, node: str, chance: random.Random, cost: ComputeDelays, clock: SimulatedClock) -> None:
         self._loop = loop
         self._clock = clock
         self._thread = thread_of(node)

@@ -17,7 +17,7 @@ from flowrt.seams import Seams
 from flowrt.simulation.errors import SimulationError, UnhandledError
 from flowrt.simulation.loop import START_SECONDS, VirtualLoop
 from flowrt.simulation.network_conditions import NetworkConditions
-from flowrt.simulation.simulated_seams import ComputeCost, SimulatedClock, SimulatedCompute, thread_of
+from flowrt.simulation.simulated_seams import ComputeDelays, SimulatedClock, SimulatedCompute, thread_of
 from flowrt.simulation.transport import SimulatedNetwork
 from flowrt.simulation.waitables import OUTSIDE, current_node, set_result
 from flowrt.timer import LoopTimer
@@ -48,7 +48,7 @@ class SimulatedProcess:
 class World:
     """The nodes of one run and what they share."""
 
-    def __init__(self, seed: int, loop: VirtualLoop, conditions: NetworkConditions, cost: ComputeCost) -> None:
+    def __init__(self, seed: int, loop: VirtualLoop, conditions: NetworkConditions, cost: ComputeDelays) -> None:
         self.seed = seed
         self.loop = loop
         loop.tick_seconds = conditions.tick_seconds
@@ -196,7 +196,7 @@ def run(
     main: Callable[[World], Coroutine[Any, Any, T]],
     *,
     conditions: NetworkConditions | None = None,
-    cost: ComputeCost | None = None,
+    cost: ComputeDelays | None = None,
     max_seconds: float = 3600.0,
 ) -> Outcome[T]:
     """Run `main(world)` to its end in virtual time.
@@ -208,7 +208,7 @@ def run(
     gc.disable()
     gc.freeze()  # exclude older objects from the collection of the run's own garbage
     try:
-        return _run(seed, main, conditions or NetworkConditions(), cost or ComputeCost(), max_seconds)
+        return _run(seed, main, conditions or NetworkConditions(), cost or ComputeDelays(), max_seconds)
     finally:
         gc.collect()  # the loop itself and the objects of dead processes, before `unfreeze` mixes them with older objects
         gc.unfreeze()
@@ -217,7 +217,7 @@ def run(
 
 
 def _run(
-    seed: int, main: Callable[[World], Coroutine[Any, Any, T]], conditions: NetworkConditions, cost: ComputeCost, max_seconds: float
+    seed: int, main: Callable[[World], Coroutine[Any, Any, T]], conditions: NetworkConditions, cost: ComputeDelays, max_seconds: float
 ) -> Outcome[T]:
     loop = VirtualLoop(seed, max_seconds=max_seconds)
     try:

@@ -135,7 +135,9 @@ def test_fraction_is_the_limit_over_the_time() -> None:
 
 
 def test_operators_command(tmp_path: Path) -> None:
-    script = "import flowrt.bench.cases.operators as r; r.CASE_SECONDS = 0.01; from flowrt.cli.app import main; main()"
+    script = (
+        "import flowrt.bench.cases.operators as r; r.CASE_SECONDS = 0.01; r.CACHE_BYTES = 1 << 12; from flowrt.cli.app import main; main()"
+    )
     words = ["bench", "operators", "--rows", "1", "--hidden", "64", "--width", "32", "--vocabulary", "128", "--layers", "1"]
     words += ["--threads", "1", "--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "o.svg")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -44,19 +44,21 @@ def assert_right(found: ChaosResult) -> None:
     assert found.leaks == []
 
 
-@pytest.mark.parametrize("fault", ["kill", "pause", "hang"])
 @pytest.mark.parametrize(("groups", "transport"), [(2, "shm"), (3, "zmq")])
-async def test_a_lost_group_changes_no_answer(groups: int, transport: str, fault: str) -> None:
+async def test_a_lost_group_changes_no_answer(groups: int, transport: str) -> None:
+    """One is killed, one stopped, one hung, each when the one before is back."""
     link = f"deploy.links.attention-experts.transport={transport}"
-    found = await found_of(1, f"deploy.attention.groups={groups}", link, fault=fault)
+    found = await found_of(3, f"deploy.attention.groups={groups}", link, fault="kill,pause,hang")
     assert_right(found)
-    (injected,) = found.injected_faults
-    assert injected.phase == "decode"
+    assert sorted(injected.kind for injected in found.injected_faults) == ["crash", "hang", "pause"]
     moved = moved_requests(found.answers, found.injected_faults, usual_times(found.reference))
-    assert {each.fault.process for each in moved} == {injected.process}
-    lost = {event.name for _, event in found.observer.seen if isinstance(event, events.WorkerLost)}
-    assert lost == {injected.process}, "the servers go on without it"
-    stayed = [answer for answer in found.answers if not answer.moves and answer.submitted <= injected.at <= answer.ended]
+    lost = [event.name for _, event in found.observer.seen if isinstance(event, events.WorkerLost)]
+    assert lost == [injected.process for injected in found.injected_faults], "the servers go on without it"
+    for injected in found.injected_faults:
+        assert injected.phase == "decode"
+        assert {each.fault.process for each in moved if each.fault is injected} == {injected.process}
+    first = found.injected_faults[0]  # later all requests may be in the group that is hit
+    stayed = [answer for answer in found.answers if not answer.moves and answer.submitted <= first.at <= answer.ended]
     assert stayed, "the other groups go on, too"
 
 
@@ -67,7 +69,7 @@ async def test_the_last_group_dies_and_its_requests_wait_for_it() -> None:
 
 
 async def test_faults_go_through_the_phases_and_the_drain() -> None:
-    found = await found_of(6, "deploy.attention.groups=2", phase="start,prefill,idle,replay,drain")
+    found = await found_of(5, "deploy.attention.groups=2", phase="start,prefill,idle,replay,drain")
     assert_right(found)
     hit = {injected.phase for injected in found.injected_faults}
     assert {"start", "idle"} <= hit, hit  # the others pass quickly, and the fault may come too late

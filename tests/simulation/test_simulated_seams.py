@@ -20,12 +20,12 @@ from flowrt.simulation.cases import references_of
 from flowrt.simulation.cluster import simulate
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.network_conditions import CALM
-from flowrt.simulation.simulated_seams import ComputeCost
+from flowrt.simulation.simulated_seams import ComputeDelays
 from flowrt.simulation.world import World, run
 
 SEEDS = range(20)
 GRAPHS = Path(__file__).resolve().parent / "graphs"
-LONG = ComputeCost(1.0, 2.0, short_one_in=0)
+LONG = ComputeDelays(1.0, 2.0, short_one_in=0)
 
 
 async def one_call(world: World, *faults: object) -> tuple[list[float], float]:
@@ -75,7 +75,7 @@ def test_some_workers_compute_beside_their_loop(one_in: int, least: int, most: i
     async def main(world: World) -> bool:
         return bool(world.seams("worker").new_compute("compute").beside_loop)
 
-    beside = [run(seed, main, cost=ComputeCost(beside_one_in=one_in)).result for seed in SEEDS]
+    beside = [run(seed, main, cost=ComputeDelays(beside_one_in=one_in)).result for seed in SEEDS]
     assert least <= sum(beside) <= most
 
 
@@ -99,7 +99,7 @@ def test_emulated_graph_takes_its_modelled_time() -> None:
     graph = load_graph(GRAPHS / "emulated.yaml", facts_of=lambda path: ModelFacts.of(read_model_config(path)))
     assert graph.emulation is not None
     requests = [SimulatedRequest((5, 6, 7), SamplingParams(max_tokens=4, ignore_eos=True), after_seconds=0.0)] * 2
-    case = Case(graph, tuple(requests), conditions=CALM, cost=ComputeCost(1e-6, 1e-5))
+    case = Case(graph, tuple(requests), conditions=CALM, cost=ComputeDelays(1e-6, 1e-5))
     outcome = simulate(case)
     served = outcome.result
     assert served.failure is None

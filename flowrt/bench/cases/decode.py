@@ -60,7 +60,7 @@ async def measure(
     """`against`: a second graph is the peer instead of transformers. `vllm`: an interpreter that has vLLM, one more peer."""
     if vllm is not None and against is not None:
         raise UserError("--vllm and --against exclude each other: a second graph is measured against the first alone")
-    limits = await measure_limits_apart(usable_cores())
+    limits = await measure_limits_apart(usable_cores(), tuple(options.dtype))
     yield ReportSection("limits", vars(limits))
     vocab_size = read_model_config(model).vocab_size
     for dtype in options.dtype:

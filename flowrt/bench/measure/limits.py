@@ -38,7 +38,7 @@ def better_of(one: MachineLimits, other: MachineLimits) -> MachineLimits:
     return MachineLimits(one.num_threads, max(one.read_bytes_per_second, other.read_bytes_per_second), flops)
 
 
-def measure_limits(num_threads: int, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> MachineLimits:
+def measure_limits(num_threads: int, dtypes: tuple[str, ...]) -> MachineLimits:
     """The best of several tries each, in about two seconds: other load only makes them slower."""
     import torch
 
@@ -59,15 +59,15 @@ def measure_limits(num_threads: int, dtypes: tuple[str, ...] = ("float32", "bflo
     return MachineLimits(num_threads, _READ_BYTES / seconds, flops)
 
 
-async def measure_limits_apart(num_threads: int) -> MachineLimits:
+async def measure_limits_apart(num_threads: int, dtypes: tuple[str, ...]) -> MachineLimits:
     """As `measure_limits`, in a process of its own."""
-    async with start_peer("the measurement of the machine's limits", __name__, num_threads) as (_, facts):
+    async with start_peer("the measurement of the machine's limits", __name__, num_threads, *dtypes) as (_, facts):
         return MachineLimits(**facts)
 
 
 @contextmanager
-def open_peer(num_threads: str) -> Iterator[tuple[dict[str, Any], None]]:
-    yield asdict(measure_limits(int(num_threads))), None
+def open_peer(num_threads: str, *dtypes: str) -> Iterator[tuple[dict[str, Any], None]]:
+    yield asdict(measure_limits(int(num_threads), dtypes)), None
 
 
 def _flops_per_second(num_rows: int, num_inputs: int, num_outputs: int, dtype: str, clock: Callable[[], float]) -> float:
