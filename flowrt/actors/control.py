@@ -228,6 +228,7 @@ class PeerJoined(Control, frozen=True):
     incarnation: str
     addresses: dict[str, str]
     pid: int = 0  # to the monitor; 0: not on this machine, or not known
+    is_starting: bool = False  # to the monitor: the process was forked; the same message without it follows when it is connected
 
 
 class Heartbeat(Control, frozen=True):

@@ -172,6 +172,8 @@ class RunState:
             worker.pid, worker.is_open, worker.last_message_seconds = pid, True, table.now
             if worker.name != MONITOR:
                 table.announce(events.WorkerStarted(worker.name, pid))
+                if not found.is_task:
+                    table.notify(worker, (MONITOR,), self._joined(worker))
             table.act(Send(worker.name, self._start_of(worker.name, worker.incarnation)))
         if table.phase >= RunPhase.STOPPING:  # it holds no work yet
             table.kill(found, "the run is being stopped")
@@ -227,7 +229,7 @@ class RunState:
             process.num_restarts += 1
         for each in process.workers:
             if each.name != MONITOR:
-                table.notify(each, (MONITOR,), PeerJoined(each.name, each.incarnation, {}, each.pid))
+                table.notify(each, (MONITOR,), self._joined(each))
             if process.died_seconds is not None:
                 table.announce(events.WorkerRestarted(each.name, each.pid, table.now - process.died_seconds))
         process.died_seconds, process.is_restarting = None, False
@@ -349,8 +351,13 @@ class RunState:
             self._table.announce(events.WorkerCleared(name, "the monitor was started again"))
         self._fenced.clear()
         for worker in self._table.workers.values():
-            if worker.name != MONITOR and worker.is_usable and not worker.process.is_task:
-                self._table.act(Send(MONITOR, PeerJoined(worker.name, worker.incarnation, {}, worker.pid)))
+            is_starting = worker.is_open and worker.process.phase == ProcessPhase.STARTING
+            if worker.name != MONITOR and (worker.is_usable or is_starting) and not worker.process.is_task:
+                self._table.act(Send(MONITOR, self._joined(worker)))
+
+    def _joined(self, worker: WorkerRecord) -> PeerJoined:
+        """For the monitor."""
+        return PeerJoined(worker.name, worker.incarnation, {}, worker.pid, worker.process.phase == ProcessPhase.STARTING)
 
     def _set_poll(self) -> None:
         self._polled = self._table.now

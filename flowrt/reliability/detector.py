@@ -9,6 +9,7 @@ Silence alone never marks a process dead. These do, each since its last heartbea
     stopped     it was seen stopped by a signal (state T), and its heartbeats have been missing for dead_seconds
     busy        it received dead_seconds of processor time
     asleep      no thread of it could run, and its heartbeats have been missing for dead_seconds
+    starting    its heartbeats have not begun, and it was seen stopped by a signal for dead_seconds without a break
     disk        it waited for a disk for DISK_SECONDS
     operation   its heartbeats continue and report that the running operation has passed its bound
 
@@ -87,6 +88,7 @@ class Watched:
     reported_until: float = -math.inf
     past: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_PAST))  # earlier incarnations
     is_removed: bool = False  # it never returns
+    is_starting: bool = False  # its heartbeats have not begun: only a stop is evidence
 
     received_at: float = 0.0
     silent_seconds: float = 0.0  # counted silence since the last heartbeat
@@ -100,6 +102,8 @@ class Watched:
         """Adds the activity since the previous sample, at most as much as the counted silence since then."""
         passed, self.sampled_at_silence = self.silent_seconds - self.sampled_at_silence, self.silent_seconds
         times, before, activity_before = sample.times, self.times, self.activity
+        if self.is_starting and sample.activity is not Activity.STOPPED:
+            self.seconds.clear()
         self.times, self.activity = times, sample.activity
         if before is None:
             return
@@ -124,11 +128,13 @@ class Detector:
         self._path_at: float | None = None  # the launcher's latest heartbeat; None: it sends none
         self._ticked_at = -math.inf
 
-    def add(self, now: float, process: str, incarnation: str, times: ProcessTimes | None = None) -> None:
-        """Watch a new incarnation. Idempotent."""
+    def add(self, now: float, process: str, incarnation: str, times: ProcessTimes | None = None, is_starting: bool = False) -> None:
+        """Watch a new incarnation, while it starts (`is_starting`) and then again from its start on. Idempotent."""
         known = self.watched.get(process)
         if known is None or (known.incarnation != incarnation and incarnation not in known.past):
-            self._begin(now, process, incarnation, times)
+            self._begin(now, process, incarnation, times).is_starting = is_starting
+        elif known.incarnation == incarnation and known.is_starting > is_starting and known.state is not ProcessState.DEAD:
+            self.watched[process] = Watched(incarnation, past=known.past, received_at=now, times=times)
 
     def remove(self, now: float, process: str, incarnation: str) -> None:
         """Removes an incarnation whose connection closed or that was marked dead elsewhere: no more decisions about it. Idempotent."""
@@ -210,7 +216,7 @@ class Detector:
         if (evidence := self._evidence(watched)) is not None:
             return [_change(process, watched, ProcessState.DEAD, f"{evidence}, {silence}")]
         if watched.silent_seconds > self._timeouts.suspect_seconds:
-            if watched.state is ProcessState.ALIVE:
+            if watched.state is ProcessState.ALIVE and not watched.is_starting:
                 seen = f" ({watched.activity.value})" if watched.activity is not None else ""
                 return [_change(process, watched, ProcessState.SUSPECT, silence + seen)]
         elif watched.state is ProcessState.SUSPECT and now >= watched.reported_until and watched.sequence >= 0:
@@ -219,6 +225,8 @@ class Detector:
 
     def _evidence(self, watched: Watched) -> str | None:
         dead_seconds, seconds = self._timeouts.dead_seconds, watched.seconds
+        if watched.is_starting:
+            return str(Activity.STOPPED.value) if seconds.get(Activity.STOPPED, 0.0) >= dead_seconds else None
         if watched.received_seconds >= dead_seconds:
             return f"received {watched.received_seconds:.2f} s of processor time"
         if watched.silent_seconds < dead_seconds:

@@ -120,8 +120,8 @@ class Monitor:
             case LateResponse() as late:
                 seconds = late.waited_seconds, late.expected_seconds
                 self._report(detector.record_report(now, late.process, late.incarnation, late.by, *seconds))
-            case PeerJoined(process, incarnation, pid=pid):
-                detector.add(now, process, incarnation, self._times(process, pid))
+            case PeerJoined(process, incarnation, pid=pid, is_starting=is_starting):
+                detector.add(now, process, incarnation, self._times(process, pid), is_starting)
             case PeerLeft(process, incarnation):
                 detector.remove(now, process, incarnation)
             case Peers():  # also shows that the launcher runs

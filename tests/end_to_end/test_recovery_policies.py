@@ -81,6 +81,29 @@ async def test_a_second_death_during_the_restart_changes_no_token(served: Served
         assert story.lost.count(second) == 2
 
 
+async def test_a_process_that_is_stopped_while_it_restarts_is_replaced(served: Served, tmp_path: Path) -> None:
+    story = Story()
+    stopped: list[int] = []
+    verdicts: list[events.Event] = []
+
+    def on_event(event: events.Event) -> None:
+        story.note(event)
+        if isinstance(event, events.WorkerMarkedDead):
+            verdicts.append(event)
+        if isinstance(event, events.WorkerStarted) and event.name == "experts.1" and story.lost and not stopped:
+            os.kill(event.pid, signal.SIGSTOP)
+            stopped.append(event.pid)
+
+    async with flowrt.open(write(served, tmp_path, DEPLOY), on_event=on_event) as running:
+        os.kill(running.pids["experts.1"], signal.SIGKILL)
+        await story.until(lambda story: story.back == ["experts.1"])
+        assert story.lost == ["experts.1"] * 2
+    (verdict,) = verdicts
+    assert isinstance(verdict, events.WorkerMarkedDead)
+    assert verdict.why.startswith("stopped")
+    assert not psutil.pid_exists(stopped[0])
+
+
 async def test_a_stop_during_the_restart_leaves_no_process(served: Served, tmp_path: Path) -> None:
     story = Story()
     pids: set[int] = set()

@@ -1,6 +1,7 @@
 """Workers without torch; the first part of a worker's name selects its behaviour ("echo.0", "hang.1")."""
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -83,6 +84,8 @@ async def run_worker(control: Channel, seams: Seams) -> None:
                 for index, token in enumerate(request.prompt_token_ids):
                     await send(Tokens((Token(request.id, request.attempt, index, (token,)),)))
                 await send(Ended(request.id, request.attempt, "length"))
+                if request.id == "block":
+                    ctypes.PyDLL(None).pause()  # keeps Python's lock: no thread of the process runs Python any more
                 if role == "complain":
                     await send(LinkLost("echo.1", "it closed"))
             case StatisticsRequest():

@@ -210,6 +210,7 @@ async def main():
     it = Run("echo.0", "echo.1", "echo.2")
     async with it.launcher as launcher:
         fork_server = launcher.fork_server_pid()
+        await it.submit("echo.2", "block", ())
         os.kill(fork_server, {number})
         os.kill(launcher.pids["echo.1"], signal.SIGSTOP)
         print(launcher.run_id, fork_server, *launcher.pids.values(), flush=True)
@@ -220,7 +221,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_killed_launcher_takes_every_worker_along(number: signal.Signals) -> None:
-    """Also a stopped worker, whatever has become of the fork server."""
+    """Also one that is stopped and one that is blocked in C, whatever has become of the fork server."""
     script = textwrap.dedent(PARENT.format(path=[entry for entry in sys.path if entry], number=int(number)))
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

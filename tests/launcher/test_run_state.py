@@ -594,6 +594,38 @@ def test_any_message_and_a_new_incarnation_restart_the_silence_of_the_monitor() 
     assert EndProcess(MONITOR) not in driver.polls(NUM_POLLS - 1)
 
 
+def test_monitor_learns_of_a_process_when_it_is_forked_and_when_it_is_connected() -> None:
+    driver = MonitoredDriver()
+    driver.die(SERVER)
+    driver.pass_time(0.0)
+    incarnation = driver.state.incarnations[SERVER]
+    starting = Send(MONITOR, PeerJoined(SERVER, incarnation, {}, 8, is_starting=True))
+    assert starting in driver.do(driver.state.on_forked, SERVER, 8)
+    driver.die(MONITOR)
+    driver.pass_time(0.0)
+    driver.do(driver.state.on_forked, MONITOR, 9)
+    driver.do(driver.state.on_listening, MONITOR, Listening({}))
+    assert starting in driver.do(driver.state.on_connected, MONITOR), "the next monitor"
+    driver.do(driver.state.on_listening, SERVER, Listening({}))
+    assert Send(MONITOR, PeerJoined(SERVER, incarnation, {}, 8)) in driver.do(driver.state.on_connected, SERVER)
+
+
+def test_process_that_is_marked_dead_while_it_starts_is_restarted() -> None:
+    driver = MonitoredDriver()
+    driver.die(SERVER)
+    driver.pass_time(0.0)
+    driver.do(driver.state.on_forked, SERVER, 8)
+    incarnation = driver.state.incarnations[SERVER]
+    why = "stopped, no heartbeat for 1.02 s"
+    report = DetectorReport(SERVER, incarnation, ProcessState.DEAD, why, is_stopped=True)
+    actions = driver.do(driver.state.on_detector_report, report)
+    assert EndProcess(SERVER) in actions
+    assert announced(actions) == [events.WorkerMarkedDead(SERVER, why, is_killed=True)]
+    driver.die(SERVER)
+    driver.pass_time(10.0)
+    assert driver.state.incarnations[SERVER] != incarnation
+
+
 def test_launcher_that_was_stopped_does_not_blame_the_monitor() -> None:
     driver = MonitoredDriver()
     driver.now += 60.0

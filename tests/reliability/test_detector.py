@@ -140,6 +140,38 @@ def test_hours_without_evidence_mark_no_process_dead(behaviour: Process) -> None
     assert scene.verdicts == []
 
 
+def starting_scene() -> Scene:
+    scene = Scene()
+    scene.detector = Detector()
+    scene.detector.add(scene.now, "x", "1", is_starting=True)
+    return scene
+
+
+def test_a_process_that_is_stopped_while_it_starts_is_marked_dead() -> None:
+    scene = starting_scene()
+    scene.play(5.0, BUSY)
+    fault = scene.now
+    scene.play(5.0, STOPPED)
+    ((at, reported),) = scene.verdicts
+    assert reported.startswith("stopped, no heartbeat for")
+    assert 1.0 <= at - fault < 1.2
+    assert len(scene.reported) == 1, "it was not suspected before"
+
+
+@pytest.mark.parametrize("behaviour", [BUSY, ASLEEP, Process(Activity.DISK, heartbeats=False)], ids=["busy", "asleep", "disk"])
+def test_a_process_may_start_for_long_and_is_watched_as_ever_afterwards(behaviour: Process) -> None:
+    scene = starting_scene()
+    for _ in range(20):
+        scene.play(0.9, STOPPED)
+        scene.play(10.0, behaviour)
+    assert scene.reported == []
+    scene.detector.add(scene.now, "x", "1", scene.process.times)
+    scene.play(5.0, HEALTHY)
+    assert scene.reported == []
+    scene.play(2.0, ASLEEP)
+    assert len(scene.verdicts) == 1
+
+
 def test_run_queue_delay_extends_the_deadline_of_a_sleeper() -> None:
     """It looks asleep at every look, and has waited for a processor nearly all the time between them."""
     scene = Scene()
