@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,19 @@ def holding_of(pid: int) -> Holding:
             elif line.startswith(("RssAnon:", "RssShmem:")):
                 resident += int(line.split()[1]) << 10
     return Holding(descriptors, maps, threads, resident)
+
+
+def held_bytes(*data: object) -> int:
+    """The memory of data, and of all data that it refers to."""
+    seen: set[int] = set()
+    todo, total = [*data], 0
+    while todo:
+        each = todo.pop()
+        if id(each) not in seen and not isinstance(each, type):
+            seen.add(id(each))
+            total += sys.getsizeof(each)
+            todo += gc.get_referents(each)
+    return total
 
 
 def children_of(pid: int) -> set[int]:

@@ -10,13 +10,13 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from flowrt.api import RunningGraph, read_graph
 from flowrt.chaos.cells import FAULTS, PHASES, FaultName, Phase, Stretch, cell_stretches, chosen, processes_by_role, random_stretches
 from flowrt.chaos.compare import AnswerCounts, ReceivedAnswer, StretchPair, expected_of
 from flowrt.chaos.inject import Injector
-from flowrt.chaos.leaks import Holding, children_of, holding_of, leaks_between, named_memory
+from flowrt.chaos.leaks import Holding, children_of, held_bytes, holding_of, leaks_between, named_memory
 from flowrt.chaos.load import Load, LoadRequest, requests_of
 from flowrt.chaos.observer import InjectedFault, RunObserver
 from flowrt.chaos.options import ChaosOptions
@@ -53,6 +53,14 @@ class PreparedRun:
         return self.stretches[0].scenario.expect == "tokens_or_error"
 
 
+class MemorySample(NamedTuple):
+    """Of the launching process: faults so far, resident bytes, and the bytes of this command's own record."""
+
+    num_faults: int
+    resident_bytes: int
+    record_bytes: int
+
+
 @dataclass
 class ChaosResult:
     """What was measured. Times are of one clock. `reference` has an answer to each request, from before the stretches."""
@@ -75,7 +83,7 @@ class ChaosResult:
     not_back: bool = False
     interrupted: bool = False
     emulation: EmulationReport | None = None  # of an emulated run: whether its figures hold
-    memory: list[tuple[int, int]] = field(default_factory=list)  # (faults so far, resident bytes of the launching process)
+    memory: list[MemorySample] = field(default_factory=list)  # after the first fifth of the stretches, and at the end
 
     @property
     def undisturbed(self) -> list[ReceivedAnswer]:
@@ -221,7 +229,8 @@ class _Measurement:
             for number, stretch in enumerate(stretches, 1):
                 self.log(f"{number} of {len(stretches)}: {options.seconds:g} s without faults, then with them")
                 await self._run_pair(stretch, load)
-                found.memory.append((len(found.injected_faults), holding_of(os.getpid()).resident_bytes))
+                if number == len(stretches) // 5 or number == len(stretches):
+                    found.memory.append(self._memory())
                 if found.observer.failed or found.not_back:
                     break
             found.ended = self.clock.now()
@@ -229,6 +238,12 @@ class _Measurement:
         if load.failure is not None:
             found.failure = str(load.failure)
             self.log(f"the run has failed: {found.failure}")
+
+    def _memory(self) -> MemorySample:
+        gc.collect()
+        observer = self.found.observer
+        record = held_bytes(self.found.answers, observer.seen, observer.notes, observer.injected_faults)
+        return MemorySample(len(observer.injected_faults), holding_of(os.getpid()).resident_bytes, record)
 
     async def _run_pair(self, stretch: Stretch, load: Load) -> None:
         """A stretch without faults, and one with those of the scenario, which ends when the processes are back and at work again."""

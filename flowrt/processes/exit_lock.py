@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import threading
@@ -28,6 +29,7 @@ _JOIN_SECONDS = 1.0
 _held: list[mmap.mmap] = []  # keeps the mappings of this process's locks alive
 
 
+@functools.cache  # each object leaves garbage for the collector
 def _library() -> ctypes.CDLL | None:
     library = ctypes.CDLL(None)
     needed = ("pthread_mutexattr_setrobust", "pthread_mutexattr_setpshared")
@@ -110,7 +112,8 @@ class ExitLock:
             time.sleep(_POLL_SECONDS)
         if memory[_STATE_AT] == _REFUSED:
             return
-        if ctypes.CDLL(None).pthread_mutex_lock(_address(memory)) == errno.EOWNERDEAD and not self._is_closed:
+        library = _library()
+        if library is not None and library.pthread_mutex_lock(_address(memory)) == errno.EOWNERDEAD and not self._is_closed:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._notify)
 
