@@ -53,6 +53,7 @@ EXCEPTIONS = {
     "flowrt/launcher/ordered_stop.py:OrderedStop.kill_late": "for a worker that does not stop: all faults have healed by then",
     "flowrt/launcher/ordered_stop.py:OrderedStop.on_deadline": "for a worker that does not stop: all faults have healed by then",
     "flowrt/launcher/worker_pool.py:WorkerPool.fork_server_pid": "a simulated fork server has no pid; read by flowrt chaos",
+    "flowrt/launcher/restarts.py:Restarts.on_no_status": "needs an exit status, or last messages, that never come",
     "flowrt/launcher/restarts.py:Restarts.on_not_reaped": "needs a process that ends for 15 s",
     "flowrt/launcher/run_state.py:RunState.on_overflow": "needs 4096 unread messages",
     "flowrt/launcher/transport_choice.py:_operators": "threads of a graph with one tag in flight; no graph of the tests is so small",
