@@ -15,7 +15,7 @@ import msgspec
 from flowrt.emulation import EmulationStatistics
 from flowrt.reliability.detector import ProcessState
 from flowrt.sampling_params import FinishReason, SamplingParams
-from flowrt.transports.wire.message import Message
+from flowrt.transports.wire.message import Message, Tag
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +216,27 @@ class PeerLeft(Control, frozen=True):
     why: str
     is_restarting: bool = False
     may_recur: bool = False
+
+
+class DeathCause(Control, frozen=True):
+    """To a worker: how this incarnation of `process` ended. Follows PeerLeft, and comes before PeerJoined for the next incarnation.
+
+    may_recur: it crashed or hung, and what it computed may be the reason. `tag` and `part`: it was computing that part alone.
+    """
+
+    process: str
+    incarnation: str
+    how: str
+    may_recur: bool = False
+    tag: Tag | None = None
+    part: int | None = None
+
+
+class ComputesAlone(Control, frozen=True):
+    """From an expert server: it is about to compute this part of a suspect in a call of its own; without a tag: other parts again."""
+
+    tag: Tag | None = None
+    part: int | None = None
 
 
 class PeerJoined(Control, frozen=True):

@@ -15,9 +15,11 @@ V = TypeVar("V")
 
 
 class PartHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Header of a part and of its response: the part's id, unique within its tag."""
+    """Header of a part and of its response: the part's id, unique within its tag. `alone`: it may end its server, which computes it in a
+    call of its own."""
 
     part: int
+    alone: bool = False
 
 
 class PlanHeader(msgspec.Struct, frozen=True, array_like=True):

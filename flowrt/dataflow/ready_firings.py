@@ -14,12 +14,18 @@ class ReadyFirings(dict[str, deque[Firing]]):
     """Ready firings by node, each in order of arrival; a node without any has no entry.
 
     `reach`: by node, the edges that a firing may send on; it starts only when each has a credit. `batching`: nodes that take several tags
-    in one call. `is_short(node)`: whether a call is expected to be short.
+    in one call. `is_short(node)`: whether a call is expected to be short. `is_alone(firing)`: whether it needs a call of its own.
     """
 
-    def __init__(self, reach: Mapping[str, Sequence[OutboundEdge]], batching: Collection[str], is_short: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        reach: Mapping[str, Sequence[OutboundEdge]],
+        batching: Collection[str],
+        is_short: Callable[[str], bool],
+        is_alone: Callable[[Firing], bool],
+    ) -> None:
         super().__init__()
-        self._reach, self._batching, self._is_short = reach, batching, is_short
+        self._reach, self._batching, self._is_short, self._is_alone = reach, batching, is_short, is_alone
 
     def take(self, inline: bool = False) -> list[Firing] | None:
         """The firings of the next call: the oldest ready node with as many tags as it may batch. `inline`: only short nodes of one tag."""
@@ -32,6 +38,8 @@ class ReadyFirings(dict[str, deque[Firing]]):
                 continue
             elif num_free > 1:
                 num_free = 1
+            if num_free > 1:
+                num_free = max(1, next((place for place, firing in enumerate(firings) if self._is_alone(firing)), num_free))
             for outbound in self._reach[node]:
                 if outbound.free < num_free:
                     num_free = outbound.free

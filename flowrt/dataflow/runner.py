@@ -21,6 +21,7 @@ import msgspec
 import torch
 
 from flowrt.actors.link import BadMessageError
+from flowrt.dataflow.alone import AloneFirings
 from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.inbound_edges import FAILED, FailedHeader, InboundEdges
 from flowrt.dataflow.matching import Firing, MatchingTable
@@ -76,7 +77,7 @@ class Runner:
     called. In a user's graph the runner fences the call at its first error; the other workers that hold a part of it must `fence` it too.
 
     `accept` takes each message; one `settle` then runs the short firings without a turn of the loop. `schemas`, by edge: the required
-    form of messages from other OS processes.
+    form of messages from other OS processes. `on_alone`: see AloneFirings.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Runner:
         on_response: Callable[[int, Tag], None] | None = None,
         on_device: Collection[int] = (),
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
+        on_alone: Callable[[Tag | None, int | None], None] = lambda tag, part: None,
     ) -> None:
         nodes = graph.nodes_of(process)
         self._sinks = {node.name for node in nodes if node.name not in functions}
@@ -118,7 +120,8 @@ class Runner:
         self._responses = {each.edge.request_id: each.edge for each in self._outbound.edges.values() if each.edge.request_id is not None}
         reach = {node.name: [self._outbound.edges[edge] for edge in self._subgraph.reachable(node.name)] for node in nodes}
         self._is_computing = False  # in the compute thread, which also uses the order of stateful nodes
-        self._ready = ReadyFirings(reach, {node.name for node in nodes if node.batches}, compute.is_short)
+        self._alone = AloneFirings(self._responses, on_alone)
+        self._ready = ReadyFirings(reach, {node.name for node in nodes if node.batches}, compute.is_short, self._alone.is_alone)
         self._sleeper: asyncio.Future[None] | None = None  # future that `run` awaits when no firing is ready
         self._failure: Exception | None = None  # of a firing outside `run`, which raises it
         self.statistics = RunnerStatistics(sent=self._outbound.sent)
@@ -276,29 +279,26 @@ class Runner:
                 num_inline = 0
                 await self._sleep()
                 continue
-            node = batch[0].node
-            short = self._compute.is_short(node)
+            short = self._compute.is_short(batch[0].node)
             num_inline = num_inline + 1 if short else 0
             send_early = None if not self._early else self._send_early if short else send_from_thread
             await self._run_batch(batch, short, send_early)
             del batch  # a sleeping runner holds no tensor: it may alias transport memory, which is freed in order
 
     async def _run_batch(self, batch: Sequence[Firing], short: bool, send_early: SendEarly | None) -> None:
-        """Fire in one call. If that fails, fire each tag in its own call, so that only tags with an error fail."""
+        """Fire in one call. If that fails, fire each tag in its own, so that only tags with an error fail."""
         node, start = batch[0].node, self._clock.now()
+        self._alone.report(batch[0])
         self._is_computing = not short
         try:
             outputs = await self._compute.run(node, partial(self._subgraph.run, batch, send_early))
         except OperatorError as error:
             if len(batch) == 1:
-                self._fail(batch[0], error)
-                return
+                return self._fail(batch[0], error)
         except FailedFiringsError as failed:
-            self._fail_calls(batch, failed, start, inline=short)
-            return
+            return self._fail_calls(batch, failed, start, inline=short)
         else:
-            self._finish(batch, outputs, start, inline=short)
-            return
+            return self._finish(batch, outputs, start, inline=short)
         finally:
             self._is_computing = False
         for firing in batch:

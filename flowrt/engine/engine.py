@@ -6,7 +6,7 @@ out the returned decisions in order, and starts the steps that `next_steps()` re
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence
 from flowrt.engine.validation import refusal
 from flowrt.graph.model import GraphLimits
-from flowrt.reliability.fault_table import FaultKind, Redo, redo
+from flowrt.reliability.fault_table import RULES, FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason
 
 MAX_REMEMBERED = 4096  # ended or cancelled attempts: a repeated Submit or Cancel of one does nothing
@@ -42,7 +42,7 @@ class EngineStatistics:
 
 @dataclass(frozen=True, slots=True)
 class StartStep:
-    """Run this batch, then call `step_done`, `fail_step` or `roll_back`.
+    """Run this batch, then call `step_done`, `fail_steps` or `roll_back`.
 
     The steps of a micro-batch are numbered 0, 1, 2 ...; a rollback does not reset the numbers, so a late response to a step of an older
     epoch is never taken for one to a newer step. The step's tags carry (epoch, micro_batch, step).
@@ -53,6 +53,7 @@ class StartStep:
     step: int
     batch: Batch
     on_trial: Sequence | None = None  # the choice of a suspect that the step computes alone
+    is_alone: bool = False  # its one sequence is a suspect of this group or of the gateway, and no other step of the group runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class Engine:
         num_logprobs = sum(each.params.logprobs is not None for each in batch.samples)
         self._steps[micro_batch] = _Step(number, parts, len(batch.samples), num_logprobs)
         first = parts[0][0]
-        return StartStep(self._epoch, micro_batch, number, batch, first if first.is_on_trial else None)
+        return StartStep(self._epoch, micro_batch, number, batch, first if first.is_on_trial else None, first.runs_alone)
 
     def next_steps(self) -> list[StartStep]:
         """Begin a step in every free micro-batch that has something to do. Call it after every event: one micro-batch may wait for pages
@@ -237,15 +238,16 @@ class Engine:
                     self._scheduler.remove(sequence)
         return []
 
-    def fail_step(self, micro_batch: int, step: int, error: str, kind: FaultKind = FaultKind.OPERATOR_ERROR) -> list[Decision]:
-        """A step cannot be computed: roll back and compute it again. Its sequences become suspects and run one by one. A suspect
-        whose step fails ends its request with this error. A step that is not running is ignored."""
-        running = self._steps[micro_batch]
-        if running is None or running.number != step:
+    def fail_steps(self, steps: Collection[tuple[int, int]], error: str, kind: FaultKind = FaultKind.OPERATOR_ERROR) -> list[Decision]:
+        """Steps (micro_batch, step) have failed, or may have ended a server: roll back, and compute them again. Their sequences become
+        suspects and run one by one. A suspect whose step fails ends its request with this error. Steps that do not run are ignored."""
+        running = [found for micro_batch, step in sorted(steps) if (found := self._steps[micro_batch]) is not None and found.number == step]
+        if not running:
             return []
         decisions = self.roll_back()
-        for sequence, _ in running.parts:
-            if redo(kind, int(sequence.is_suspect)) is Redo.END and not sequence.cancelled:
+        for sequence, _ in (part for found in running for part in found.parts):
+            times = RULES[kind].redone.index(Redo.STEP)
+            if redo(kind, times + int(sequence.is_suspect)) is Redo.END and not sequence.cancelled:
                 decisions += self._fail(sequence.request, error)
             sequence.is_suspect = True
         return decisions

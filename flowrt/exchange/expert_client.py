@@ -44,6 +44,8 @@ class OutstandingTag:
     parts: list[Part]
     num_first: int  # parts before any redispatch
     losses: dict[int, int] = field(default_factory=dict)  # by id of a part: servers that were lost with it, or with what it replaces
+    in_flight: int | None = None  # of a suspect: the one part that was sent, and
+    unsent: list[int] = field(default_factory=list)  # the parts that are sent after it
     hedged: set[int] = field(default_factory=set)  # ids of parts that were also sent to another server
 
 
@@ -97,6 +99,7 @@ class ExpertClient:
         self._not_finite_text: dict[tuple[str, int, int, int], str] = {}  # by step
         self.hedging = HedgingPolicy(len(processes))
         self.omitted = OmittedExperts(now)
+        self.computes_alone = False  # the running step belongs to a suspect, and no other step runs
         self.num_redispatched = 0  # parts that were split again
         self._change(expert_map)
 
@@ -140,12 +143,14 @@ class ExpertClient:
 
     def add_tag(self, tag: Tag, x_TH: Tensor, positions_T: Tensor, num_active: int, parts: list[Part]) -> dict[str, Payload]:
         """Record the parts of a tag. Returns the requests by output port; part ids are indexes into `parts`."""
-        self._outstanding[tag] = OutstandingTag(self._now(), x_TH, positions_T, num_active, parts, len(parts))
+        entry = OutstandingTag(self._now(), x_TH, positions_T, num_active, parts, len(parts))
+        requests = self._requests(entry, 0)
+        self._outstanding[tag] = entry
         if tag.epoch < self._epochs.get(tag.source, 0):  # it was rolled back while it was split: no combine follows
             self._outstanding.pop(tag, None)
             self.omitted.roll_back(tag.source, self._epochs[tag.source])
         self._tables_in_use = None
-        return {f"server{part.server}": _request(x_TH, number, part) for number, part in enumerate(parts) if part.server != UNAVAILABLE}
+        return requests
 
     def parts(self, tag: Tag, numbers: Sequence[int]) -> list[Part] | None:
         """The parts with these ids. None for a tag that was rolled back meanwhile."""
@@ -223,7 +228,7 @@ class ExpertClient:
         """Record that the server of this part was lost. Returns how many servers were lost with it, or with the parts that it replaces."""
         entry = self._outstanding.get(tag)
         if entry is None:
-            return 0
+            return 1
         entry.losses[number] = entry.losses.get(number, 0) + 1
         return entry.losses[number]
 
@@ -233,6 +238,8 @@ class ExpertClient:
         if entry is None:
             return None
         self.num_redispatched += 1
+        if number == entry.in_flight:
+            entry.in_flight = None
         return self._split(entry, number, self._tables_avoiding(self._avoided).of(tag.layer))
 
     def _split(self, entry: OutstandingTag, number: int, table: ReplicaTable) -> Redispatch:
@@ -241,17 +248,47 @@ class ExpertClient:
         entry.parts.extend(new)
         if losses := entry.losses.get(number):
             entry.losses.update(dict.fromkeys(range(first, first + len(new)), losses))
-        outputs = {
-            f"server{part.server}": _request(entry.x_TH, first + at, part) for at, part in enumerate(new) if part.server != UNAVAILABLE
-        }
-        return Redispatch(number, tuple(range(first, first + len(new))), outputs)
+        return Redispatch(number, tuple(range(first, first + len(new))), self._requests(entry, first))
+
+    def _requests(self, entry: OutstandingTag, first: int) -> dict[str, Payload]:
+        """The requests of the parts from number `first` on, by output port. A suspect ends one server at a time: only its next one."""
+        numbers = [number for number, part in enumerate(entry.parts[first:], first) if part.server != UNAVAILABLE]
+        if self.computes_alone:
+            entry.unsent += numbers
+            numbers = []
+            if entry.in_flight is None and entry.unsent:
+                numbers = [entry.unsent.pop(0)]
+                entry.in_flight = numbers[0]
+        return {f"server{entry.parts[number].server}": self._request(entry, number) for number in numbers}
+
+    def take_unsent(self, server: int) -> list[tuple[Tag, int]]:
+        """The parts that were not sent yet to this server, which is lost."""
+        found = []
+        for tag in self.tags:
+            if (entry := self._outstanding.get(tag)) is not None and entry.unsent:
+                found += [(tag, number) for number in entry.unsent if entry.parts[number].server == server]
+                entry.unsent = [number for number in entry.unsent if entry.parts[number].server != server]
+        return found
+
+    def next_request(self, tag: Tag) -> dict[str, Payload]:
+        """The next request of a suspect, by output port; none when all are sent."""
+        entry = self._outstanding.get(tag)
+        if entry is None or entry.in_flight is None:
+            return {}
+        entry.in_flight = None
+        return self._requests(entry, len(entry.parts))
+
+    def _request(self, entry: OutstandingTag, number: int) -> Payload:
+        part, x_TH = entry.parts[number], entry.x_TH
+        rows_RH = x_TH if len(part.rows_R) == len(x_TH) else x_TH.index_select(0, part.rows_R)  # each row once, in order
+        return Payload((rows_RH, part.row_P, part.expert_P, part.weight_P), PartHeader(number, self.computes_alone))
 
     def record_response(self, server: int, tag: Tag) -> None:
         """Record how long a server took. Redispatched parts began later than their tag and do not count."""
         if server in self._late_servers:
             self._late_servers -= {server}
         entry = self._outstanding.get(tag)
-        if entry is None or entry.hedged:
+        if entry is None or entry.hedged or self.computes_alone:
             return
         for part in entry.parts[: entry.num_first]:
             if part.server == server:
@@ -264,14 +301,14 @@ class ExpertClient:
         The late response still counts if it comes first. Until it arrives, other replicas are preferred to its server: a server that
         stands still delays one tag, not every next one."""
         entry = self._outstanding.get(tag)
-        if entry is None:
+        if entry is None or self.computes_alone:  # a suspect ends one server at a time
             return []
         age, found = self._now() - entry.since_seconds, []
         for number in missing:
             part = entry.parts[number]
             if redo(FaultKind.LATE_PART, int(number in entry.hedged)) is not Redo.PART:
                 continue  # no third server computes the same part
-            if part.server == UNAVAILABLE or not self.hedging.has_budget:
+            if part.server == UNAVAILABLE or part.server in self.lost or not self.hedging.has_budget:
                 continue
             if age < self.hedging.late_after(part.server, len(part.rows_R)):
                 continue
@@ -320,8 +357,3 @@ class ExpertClient:
         for lost in sorted(self.lost):
             left = left.without_server(lost)
         self._change(left)
-
-
-def _request(x_TH: Tensor, number: int, part: Part) -> Payload:
-    rows_RH = x_TH if len(part.rows_R) == len(x_TH) else x_TH.index_select(0, part.rows_R)  # each row once, in order
-    return Payload((rows_RH, part.row_P, part.expert_P, part.weight_P), PartHeader(number))

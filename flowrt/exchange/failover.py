@@ -8,27 +8,35 @@ All calls are synchronous and on the loop. A server is identified by its process
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
+from flowrt.actors.control import DeathCause
 from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import RoutedOutput, part_of
 from flowrt.exchange.expert_client import ExpertClient, Redispatch
 from flowrt.graph.model import Graph
 from flowrt.operators.replica_table import UNAVAILABLE
+from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.transports.wire.message import Tag
 
 
 class Failover:
     """Failover of one client. `dispatch` names its dispatch node.
 
-    `may_redispatch(tag, num_losses)`: whether to resend a part lost with that many servers. False: its step has ended.
+    `fail_steps(tags, kind, error)`: the steps of these tags may be the reason why a server was lost.
     """
 
     def __init__(
-        self, graph: Graph, dispatch: str, client: ExpertClient, runner: Runner, may_redispatch: Callable[[Tag, int], bool]
+        self,
+        graph: Graph,
+        dispatch: str,
+        client: ExpertClient,
+        runner: Runner,
+        fail_steps: Callable[[Collection[Tag], FaultKind, str], None],
     ) -> None:
-        self._dispatch, self.client, self._runner, self._may_redispatch = dispatch, client, runner, may_redispatch
+        self._dispatch, self.client, self._runner, self._fail_steps = dispatch, client, runner, fail_steps
+        self._unsettled: set[str] = set()  # lost servers of which the cause of the death is not known
         edges = [edge for edge in graph.edges.values() if edge.source == dispatch]
         (self._combine, self._gather), *_ = [
             (edge.target, port.name)
@@ -53,14 +61,43 @@ class Failover:
         """The expert servers that this group uses."""
         return frozenset(self._servers)
 
-    def mark_lost(self, process: str) -> None:
-        """Mark the server lost and redispatch its pending parts to the remaining replicas, under the same tags. Its edges are closed."""
-        servers = self._servers.get(process, [])
-        for server in servers:
+    def mark_lost(self, process: str) -> bool:
+        """Mark the server lost. Its pending parts wait for `settle`: a part may be the cause of the death. Its edges are closed. Returns
+        whether some wait."""
+        for server in self._servers.get(process, []):
             self.client.remove_server(server)
-        for tag, part in self._missing_at(frozenset(servers)):
-            if self._may_redispatch(tag, self.client.record_loss(tag, part)):
+            for tag, part in self.client.take_unsent(server):
                 self._redispatch(tag, part)
+        if any(self._missing_at(frozenset(self._servers.get(process, [])))):
+            self._unsettled.add(process)
+        return process in self._unsettled
+
+    def settle(self, process: str, cause: DeathCause | None) -> None:
+        """Redo the pending parts of a lost server, now that the cause of its death is known, or (None) has not come in time.
+
+        A server that crashed or hung was computing a part of a suspect alone, and this part is the cause; or some other part is, but none
+        of a suspect.
+        """
+        if process not in self._unsettled:
+            return
+        self._unsettled.discard(process)
+        may_recur = cause is not None and cause.may_recur
+        named = (cause.tag, cause.part) if cause is not None and may_recur and cause.tag is not None else None
+        crashed, lost = [], []
+        for tag, part in list(self._missing_at(frozenset(self._servers[process]))):
+            if (tag, part) == named or (may_recur and named is None and not self.client.computes_alone):
+                crashed.append(tag)
+            elif may_recur or redo(FaultKind.LOST_SERVER, self.client.record_loss(tag, part) - 1) is Redo.PART:
+                self._redispatch(tag, part)
+            else:
+                lost.append(tag)
+        how = cause.how if cause is not None else ""
+        self._fail_steps(
+            crashed, FaultKind.CRASHED_SERVER, f"{process} {how} while it computed this request alone; the request is not tried again"
+        )
+        self._fail_steps(
+            lost, FaultKind.LOST_SERVER, "expert servers died or hung again and again while they computed a part of this request"
+        )
 
     def mark_joined(self, process: str) -> None:
         """Use a new incarnation of the server, whose edges are open, and dispatch the parts that waited for a replica."""
@@ -73,8 +110,10 @@ class Failover:
         self._redispatch_from(frozenset({UNAVAILABLE}))
 
     def on_response(self, edge: int, tag: Tag) -> None:
-        """Record the response of a server. The runner calls this before it matches the response."""
+        """Record the response of a server. The runner calls this before it matches the response. The parts of a suspect go one by one."""
         self.client.record_response(self._server_of[edge], tag)
+        if requests := self.client.next_request(tag):
+            self._runner.emit(self._dispatch, tag, requests)
 
     def hedge(self) -> None:
         """Send late parts to other servers as well. The caller repeats this every few milliseconds."""

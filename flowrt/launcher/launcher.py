@@ -21,6 +21,7 @@ from typing import Any, Self
 from msgspec.structs import replace
 
 from flowrt.actors.control import (
+    ComputesAlone,
     Connected,
     Control,
     DetectorReport,
@@ -337,16 +338,12 @@ class Launcher:
                     self._send_to_monitor(replace(control, by=name))
             case LoadProgress():
                 self._announce(events.WorkerLoading(name, control.text, control.done, control.total))
-            case Listening():
-                self._step(self.state.on_listening, name, control)
             case Connected():
                 self._step(self.state.on_connected, name)
             case ExpertsUnavailable():
                 self._announce(events.ExpertsReported(name, control))
-            case LinkLost():
-                self._step(self.state.on_link_lost, name, control)
-            case Failed():
-                self._step(self.state.on_failed, name, control)
+            case Listening() | ComputesAlone() | LinkLost() | Failed():
+                self._step(self.state.on_control, name, control)
             case FenceCalls() if name == GATEWAY:
                 for other in control.processes:
                     self.workers[other].post(control)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flowrt.actors.control import DeathCause
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, ReliabilitySettings
 from flowrt.launcher import events, run_table
@@ -51,6 +52,9 @@ class Restarts:
         for worker in process.workers:
             while_loading = self._table.phase == RunPhase.LOADING
             self._table.announce(events.WorkerLost(worker.name, how, while_loading, process.may_recur, process.is_restarting))
+            alone = worker.computes_alone
+            cause = DeathCause(worker.name, worker.incarnation, how, process.may_recur, alone.tag, alone.part)
+            self._table.notify(worker, self._table.neighbours.get(worker.name, ()), cause)
 
     def on_fork_failed(self, process: ProcessRecord, error: UserError | WorkerDiedError) -> None:
         """The system refused, or the fork server has ended. A restart is tried again, after a refusal within the restart budget."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from flowrt.actors.control import Control, DetectorReport, Failed, LinkLost, Listening, PeerJoined, Peers, StatisticsRequest
+from flowrt.actors.control import ComputesAlone, Control, DetectorReport, Failed, LinkLost, Listening, PeerJoined, Peers, StatisticsRequest
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import MONITOR, Graph
 from flowrt.graph.recovery import is_watched
@@ -239,6 +239,17 @@ class RunState:
             if self.wants_monitor:
                 table.act(StartProcess(MONITOR, table.identities(table.add(MONITOR, [MONITOR], is_task=False))))
                 self._set_poll()
+
+    def on_control(self, worker: str, control: Listening | ComputesAlone | LinkLost | Failed) -> None:
+        match control:
+            case Listening():
+                self.on_listening(worker, control)
+            case ComputesAlone():
+                self._table.workers[worker].computes_alone = control
+            case LinkLost():
+                self.on_link_lost(worker, control)
+            case Failed():
+                self.on_failed(worker, control)
 
     def on_connection_closed(self, worker: str) -> None:
         table, found, process = self._table, self._table.workers[worker], self._table.workers[worker].process

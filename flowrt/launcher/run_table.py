@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from flowrt.actors.control import PeerJoined, PeerLeft
+from flowrt.actors.control import ComputesAlone, DeathCause, PeerJoined, PeerLeft
 from flowrt.graph.model import MONITOR, Graph
 from flowrt.graph.recovery import RULES, neighbours, rule_of, survivable_processes
 from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send
@@ -110,6 +110,7 @@ class WorkerRecord:
     pid: int = 0
     state: WorkerState = WorkerState.FORKING
     is_open: bool = False
+    computes_alone: ComputesAlone = ComputesAlone()  # the part of a suspect that it computes now
     last_message_seconds: float = 0.0
     silent_seconds: float = 0.0
 
@@ -241,7 +242,7 @@ class RunTable:
             self.set_timer(TimerKind.RESTART, 0.0, name)
         self.waiting.clear()
 
-    def notify(self, worker: WorkerRecord, names: Iterable[str], control: PeerLeft | PeerJoined) -> None:
+    def notify(self, worker: WorkerRecord, names: Iterable[str], control: PeerLeft | PeerJoined | DeathCause) -> None:
         """Send a notice about `worker` to other processes. One that does not link yet needs none: its Peers will contain the news."""
         for name in names:
             other = self.workers.get(name)

@@ -30,6 +30,7 @@ class FaultKind(StrEnum):
     LATE_PART = "late part"
     OUT_OF_PAGES = "out of pages"
     LOST_SERVER = "lost server"
+    CRASHED_SERVER = "server crashed or hung"
     LOST_GROUP = "lost group"
     CRASHED_GROUP = "group crashed or hung"
     STANDSTILL = "hung operation, or a process that stands still"
@@ -61,7 +62,12 @@ RULES: dict[FaultKind, FaultRule] = {
         ),
         FaultRule(FaultKind.LATE_PART, (Redo.PART, Redo.NOTHING), "the first response counts"),
         FaultRule(FaultKind.OUT_OF_PAGES, (Redo.SEQUENCE,), "the youngest sequence waits for pages"),
-        FaultRule(FaultKind.LOST_SERVER, (Redo.PART, Redo.STEP), "its pending parts go to replicas; it restarts"),
+        FaultRule(FaultKind.LOST_SERVER, (Redo.PART, Redo.STEP, Redo.END), "its pending parts go to replicas; it restarts"),
+        FaultRule(
+            FaultKind.CRASHED_SERVER,
+            (Redo.STEP, Redo.END),
+            "steps with pending parts there are suspects; a request ends whose part it computed alone",
+        ),
         FaultRule(FaultKind.LOST_GROUP, (Redo.GROUP,), "its requests move to other groups; it restarts"),
         FaultRule(FaultKind.CRASHED_GROUP, (Redo.GROUP, Redo.END), "its requests are suspects; one that ran alone ends"),
         FaultRule(FaultKind.STANDSTILL, (Redo.PROCESS,), "after its bound; then as for a crash, or as for a loss if it was stopped"),

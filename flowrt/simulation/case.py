@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import msgspec
 
@@ -54,10 +55,20 @@ class SimulatedCall:
 
 @dataclass(frozen=True)
 class Poison:
-    """A token that crashes, or `hangs`, each attention process that computes it."""
+    """A token and the effect of computing it: its group crashes or hangs, its `part` crashes an expert server, its operator raises, or its
+    values are not numbers."""
 
     token_id: int
-    hangs: bool = False
+    effect: Literal["crash", "hang", "part", "raise", "nan"] = "crash"
+
+
+@dataclass(frozen=True)
+class Glitch:
+    """One wrong result in the run: the firing with this number of all nodes with this operator raises, or its values are not numbers."""
+
+    operator: str
+    effect: Literal["raise", "nan"]
+    number: int
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,7 @@ class Case:
     max_requests: int = 1024
     worker: str = "flowrt.simulation.cluster:run_worker"
     poison: Poison | None = None
+    glitch: Glitch | None = None
     drain_seconds: float | None = None  # the owner drains the run so long after the first request
     calls: tuple[SimulatedCall, ...] = ()  # in place of requests, for a graph without a model
 

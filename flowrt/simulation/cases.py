@@ -20,7 +20,7 @@ from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import Scenario
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.calls import AnyServed, Result, check_calls, simulate_calls
-from flowrt.simulation.case import Case, Poison, SimulatedCall, SimulatedRequest
+from flowrt.simulation.case import Case, Glitch, Poison, SimulatedCall, SimulatedRequest
 from flowrt.simulation.cluster import config_of, simulate
 from flowrt.simulation.fault_draws import draw_early_deaths, draw_faults
 from flowrt.simulation.inside import EXACT_MODEL
@@ -34,7 +34,9 @@ from flowrt.simulation.world import Outcome
 USERS_SHARE = 0.2  # of the seeds, where there are model graphs too
 NUM_VALUES = 24  # of the inputs of calls; few, so that each is computed alone once
 DRAIN_SHARE = 0.1
-POISON_SHARE = 0.06  # of the seeds with a model graph
+POISON_SHARE = 0.1  # of the seeds with a model graph
+GLITCH_SHARE = 0.12
+GLITCHED = frozenset({"embed", "attention", "gate", "experts", "mlp", "shared", "combine", "head"})
 POOL = 18  # different requests; few, so that their references are computed once for all seeds
 _COSTS = (ComputeDelays(), ComputeDelays(1e-6, 2e-5, 1), ComputeDelays(1e-4, 2e-2, 0), ComputeDelays(1e-6, 5e-3, 3))
 
@@ -67,7 +69,9 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
     case = Case(graph, requests, scenario, seed, conditions, cost, processes, exact, faults_from_launch, max_requests)
     if drawn and (drains := random.Random(f"drain {seed}")).random() < DRAIN_SHARE:
         case = replace(case, drain_seconds=10 ** drains.uniform(-3, 0))
-    return _draw_poison(random.Random(f"poison {seed}"), case) if exact and drawn else case
+    if not exact or not drawn:
+        return case
+    return _draw_glitch(random.Random(f"glitch {seed}"), _draw_poison(random.Random(f"poison {seed}"), case))
 
 
 def _draw_poison(chance: random.Random, case: Case) -> Case:
@@ -86,8 +90,21 @@ def _draw_poison(chance: random.Random, case: Case) -> Case:
     if not own:
         return case
     scenario = Scenario() if chance.random() < 0.6 else case.scenario
-    hangs = chance.random() < 0.5 and graph.processes == "many" and is_watched(graph)
-    return replace(case, scenario=scenario, poison=Poison(chance.choice(sorted(own)), hangs))
+    effects: list[Literal["crash", "hang", "part", "raise", "nan"]] = ["crash", "raise", "nan"]
+    if graph.processes == "many":
+        effects += ["hang"] if is_watched(graph) else []
+        servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
+        effects += ["part", "part"] if servers.isdisjoint(groups) and mortal_workers(graph) >= servers else []
+    return replace(case, scenario=scenario, poison=Poison(chance.choice(sorted(own)), chance.choice(effects)))
+
+
+def _draw_glitch(chance: random.Random, case: Case) -> Case:
+    """In some cases one result of one operator is wrong."""
+    operators = sorted({node.operator for node in case.graph.nodes.values()} & GLITCHED)
+    if chance.random() >= GLITCH_SHARE or not operators or case.poison is not None:
+        return case
+    glitch = Glitch(chance.choice(operators), chance.choice(("raise", "nan")), chance.randint(1, 60))
+    return replace(case, scenario=Scenario() if chance.random() < 0.5 else case.scenario, glitch=glitch)
 
 
 def _draw_conditions(chance: random.Random) -> NetworkConditions:

@@ -45,6 +45,7 @@ from flowrt.simulation.processes import SimulatedBackend
 from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served
 from flowrt.simulation.server_checks import ServerChecks
 from flowrt.simulation.world import Outcome, World, run
+from flowrt.simulation.wrong_results import WrongResults
 from flowrt.transports.contract import Channel
 
 ARRIVAL_SECONDS = 20e-3  # requests arrive within this time of each other
@@ -129,6 +130,7 @@ class _SimulatedRun:
         resolved = replace(case, graph=self._launcher.graph)
         harmless = [fault for fault in case.scenario.faults if falls_back(resolved, fault)]
         self._faults = Faults(world, case.scenario, self._living_inside, harmless, case.processes.segfault_one_in)
+        self._wrong_results = WrongResults(case.poison, case.glitch, lambda: world.num_faults.update(["glitch"]))
         patience = self._lost_group_seconds = graph.reliability.lost_group_seconds
         room = SEQUENCES_AHEAD * graph.group_limits().max_num_seqs
         self._group_checks = GroupChecks(world, groups, patience, room, self._living_inside, self._log, self._faults)
@@ -198,7 +200,7 @@ class _SimulatedRun:
         inside = WorkerInternals(worker)
         self._insides[inside.name] = inside
         if self._case.exact:
-            inside.use_exact_model(self._case.poison, self._faults.on_poison)
+            inside.use_exact_model(self._wrong_results, self._faults.on_poison)
 
     def _on_event(self, event: events.Event) -> None:
         self._checks.on_event(event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from flowrt.actors.control import Control, Request, Submit, Token, Tokens
 from flowrt.gateway.request_log import RequestLog
@@ -118,11 +119,21 @@ class GroupChecks:
                 self._died[name] = now
                 if (inside := self._inside_of(name)) is not None and self._faults.may_recur(name):
                     self._note_trial(name, inside.on_trial())
+        for name, server in self._world.processes.items():
+            if server is process and (inside := self._inside_of(name)) is not None and self._faults.may_recur(name):
+                self._note_part(inside.computes_alone())
 
     def _committed(self, request_id: str) -> list[int]:
         """The number of committed tokens of each choice; none when the log is gone."""
         log = self._log_of(request_id)
         return [len(choice.token_ids) for choice in log.choices] if log is not None else []
+
+    def _note_part(self, tag: Any) -> None:
+        """Note a request of which a server computes a part alone."""
+        for group in sorted(self._groups) if tag is not None else ():
+            inside = self._inside_of(group)
+            if inside is not None and (request := inside.suspect_of(tag)) is not None:
+                self.ran_alone.add(request.id)
 
     def _note_trial(self, group: str, trial: tuple[Request, int] | None) -> None:
         """Note a request of which a choice ran alone. No token of it has been committed since; the group may have computed one."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from flowrt.actors.control import Request
-from flowrt.simulation.case import Poison
+from flowrt.simulation.wrong_results import WrongResults
 
 EXACT_MODEL = "flowrt.workers.exact_nodes"  # these import torch, so they are imported when used
 DISPATCH, DATA_PATH = "flowrt.exchange.dispatch", "flowrt.workers.data_path"
@@ -29,19 +30,18 @@ class WorkerInternals:
         self._ended_during: dict[str, float | None] = {}  # source of an ended client -> start of the call that ran at that time
         self.late_firings: list[str] = []
 
-    def use_exact_model(self, poison: Poison | None = None, on_poison: Callable[[str, bool], None] = lambda process, hangs: None) -> None:
-        """Use the exact integer model instead of weights. Call it before the worker loads. `on_poison(process, hangs)` is called when
-        the worker computes the poison, and kills its process unless it hangs."""
+    def use_exact_model(self, wrong: WrongResults, on_poison: Callable[[str, bool], None]) -> None:
+        """Use the exact integer model instead of weights, with wrong results. Call it before the worker loads. `on_poison(process, hangs)`
+        is called when the poison ends the process, and kills it unless it hangs."""
         worker = self._worker
         build, dispatch = import_module(EXACT_MODEL).build_exact_nodes, import_module(DISPATCH).Dispatch
 
         def load() -> Any:
             functions = build(worker._graph, self.name, worker._seams.clock.now)
             clients = {node: function.client for node, function in functions.items() if isinstance(function, dispatch)}
-            if poison is not None:
-                embeds = {node for node in functions if worker._graph.nodes[node].operator == "embed"}
-                functions |= {node: self._poisoned(functions[node], poison, on_poison) for node in embeds}
-            checked = {node: self._checked(function) for node, function in functions.items()}
+            end = partial(self._end, wrong.hangs, on_poison)
+            wrapped = {node: wrong.wrap(worker._graph.nodes[node], function, end) for node, function in functions.items()}
+            checked = {node: self._checked(function) for node, function in wrapped.items()}
             return import_module(DATA_PATH).LoadedOperators(checked, clients)
 
         make_data_path = worker._make_data_path
@@ -97,21 +97,14 @@ class WorkerInternals:
 
         return run
 
-    def _poisoned(self, function: Any, poison: Poison, on_poison: Callable[[str, bool], None]) -> Any:
-        """Wraps the function of an embed node: the poison ends its process, or hangs it if the call runs on the compute thread."""
-
-        def run(firings: Any) -> Any:
-            if not any(bool((firing.inputs["tokens"].tensors[0] == poison.token_id).any()) for firing in firings):
-                return function(firings)
-            compute = getattr(self._worker._compute, "_inner", self._worker._compute)  # of emulated hardware
-            hangs = poison.hangs and not compute.is_inline
-            compute.never_ends = True
-            if hangs:
-                compute.hang()
-            on_poison(self.name, hangs)
-            raise RuntimeError("the poison was computed")
-
-        return run
+    def _end(self, hangs: bool, on_poison: Callable[[str, bool], None]) -> None:
+        """The poison ends the process, or `hangs` it if the call runs on the compute thread."""
+        compute = getattr(self._worker._compute, "_inner", self._worker._compute)  # of emulated hardware
+        hangs = hangs and not compute.is_inline
+        compute.never_ends = True
+        if hangs:
+            compute.hang()
+        on_poison(self.name, hangs)
 
     def _part(self, name: str) -> Any:
         """The runner, links, group or failover of the worker; None before it has loaded."""
@@ -172,6 +165,19 @@ class WorkerInternals:
             return None
         in_steps = {sequence.name for step in engine._steps if step is not None for sequence, _ in step.parts}
         return (trial.request, trial.choice) if in_steps <= {trial.name} else None
+
+    def computes_alone(self) -> Any:
+        """The tag of the part of a suspect that this server computes alone now, or computed last; None for none."""
+        runner = self._part("runner")
+        return None if runner is None else runner._alone.tag
+
+    def suspect_of(self, tag: Any) -> Request | None:
+        """The request of which this group computes the step of `tag` alone."""
+        engine = self._engine
+        if engine is None or tag.source != self._part("group")._source or tag.epoch != engine.epoch:
+            return None
+        step = engine._steps[tag.micro_batch]
+        return step.parts[0][0].request if step is not None and step.number == tag.step and step.parts[0][0].runs_alone else None
 
     def kept_of_ended(self) -> list[str]:
         """At any time: what the worker keeps of clients whose incarnation it knows to have ended. A running call may add rows to its

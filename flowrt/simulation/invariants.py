@@ -21,7 +21,7 @@ from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import survivable_processes
 from flowrt.launcher.transport_choice import host_name, pack
 from flowrt.reliability.scenario import AnyFault, Duplicate, Hang, Pause, Reset, RollBack, Scenario, Skew, Stall, TinyQueues
-from flowrt.simulation.case import Case
+from flowrt.simulation.case import Case, Poison
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served
 
@@ -32,6 +32,8 @@ LOST_TEXT = "no replica is left of expert"  # in the error of a request that end
 
 NO_GROUP_TEXT = "no attention group is left to serve the request"  # in the error of a request that has waited too long for a group
 ALONE_TEXT = "while it computed this request alone"  # in the error of a request that is presumed to have killed its group
+FAILED_TEXT = "a step of this request failed twice"  # in the error of a request whose operators raise
+NOT_FINITE_TEXT = "were not finite (NaN or infinity) twice"  # in the error of a request without finite logits
 MAX_VICTIMS = 2  # processes that a request may end: at first beside others, then alone
 DRAINING_TEXT = "the run is draining"
 FULL_TEXT = "too many active requests"
@@ -119,6 +121,8 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
             KILLED_TEXT: _num_server_losses(case) >= FATAL_LOSSES,
             NO_GROUP_TEXT: _no_group_long_enough(case, client),
             ALONE_TEXT: scenario.expect != "tokens" and client.ran_alone,
+            FAILED_TEXT: _computes(case.poison, "raise", client, reference) or (case.glitch is not None and _num_server_losses(case) > 0),
+            NOT_FINITE_TEXT: _computes(case.poison, "nan", client, reference),
             DRAINING_TEXT: case.drain_seconds is not None,
             FULL_TEXT: len(case.requests) > case.max_requests,
             UNREADABLE_TEXT: client.request.is_unreadable,
@@ -141,6 +145,12 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
         if not broken_off and reason not in ("length", "stop"):
             raise InvariantError("I1", f"request {index} ended with {reason or 'nothing'}: {client.error}")
         _check_tokens(index, client, reference, whole=not broken_off)
+
+
+def _computes(poison: Poison | None, effect: str, client: ClientRecord, reference: Reference) -> bool:
+    """Whether the request computes a poison with this effect."""
+    tokens = {*client.request.prompt_token_ids, *(token for choice in reference for token in choice[:-1])}
+    return poison is not None and poison.effect == effect and poison.token_id in tokens
 
 
 def _num_server_losses(case: Case) -> int:

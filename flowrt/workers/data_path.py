@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flowrt.actors.control import CallFailed, Control, EdgeStatistics, Start, Statistics
+from flowrt.actors.control import CallFailed, ComputesAlone, Control, EdgeStatistics, Start, Statistics
 from flowrt.actors.link_plan import plan_links
 from flowrt.actors.links import Links
 from flowrt.dataflow.matching import Firing
@@ -81,9 +81,10 @@ class DataPath:
             {edge.id for edge in graph.edges.values() if edge.transport in abilities and not abilities[edge.transport].between_processes},
             early=getattr(compute, "beside_loop", False),
             on_unsent=(lambda output: failover.on_unsent(output)) if client is not None else None,
-            on_response=(lambda edge, tag: failover.on_response(edge, tag)) if self.hedges else None,
+            on_response=(lambda edge, tag: failover.on_response(edge, tag)) if client is not None else None,
             on_device={edge.id for edge in graph.edges.values() if edge.transport in abilities and abilities[edge.transport].device_memory},
             schemas=edge_schemas(graph),
+            on_alone=lambda tag, part: send(ComputesAlone(tag, part)),
         )
         self.peers = {plan.peer for plan in plans}
         wrap = {"wrap": emulated.links.wrap} if emulated is not None else {}
@@ -113,7 +114,7 @@ class DataPath:
             )
             group = self.group = Group(sources[0], start.incarnation, engine, self.runner, send, graph.limits.page_size, device, client)
             if client is not None:
-                failover = self.failover = Failover(graph, dispatch, client, self.runner, group.may_redispatch)
+                failover = self.failover = Failover(graph, dispatch, client, self.runner, group.fail_steps)
 
     def statistics(self) -> Statistics:
         counters = self.runner.statistics

@@ -175,7 +175,8 @@ def _on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which takes and returns arrays, as a function of tensors."""
 
     def run(*values: Any) -> Any:
-        found = function(*(value.numpy() if isinstance(value, torch.Tensor) else value for value in values))
+        with np.errstate(invalid="ignore"):  # the simulation injects NaN
+            found = function(*(value.numpy() if isinstance(value, torch.Tensor) else value for value in values))
         if isinstance(found, tuple):
             return tuple(torch.from_numpy(array) for array in found)
         return torch.from_numpy(found)

@@ -7,7 +7,7 @@ any other process (xDeepServe section 4.2).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListLike
 
 import torch
@@ -20,7 +20,7 @@ from flowrt.engine.sequence import Sequence
 from flowrt.errors import OperatorError
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.graph.model import Node
-from flowrt.reliability.fault_table import FaultKind, Redo, redo
+from flowrt.reliability.fault_table import FaultKind
 from flowrt.transports.wire.message import Tag
 from flowrt.workers.model_nodes import batch_payloads
 
@@ -76,21 +76,14 @@ class Group:
 
     def fail_step(self, tag: Tag, error: OperatorError) -> None:
         """Handle a failed step of this group: compute it once more, then end its requests."""
-        self._fail_step(tag, f"a step of this request failed twice: {error}")
+        self.fail_steps([tag], FaultKind.OPERATOR_ERROR, f"a step of this request failed twice: {error}")
 
-    def may_redispatch(self, tag: Tag, num_losses: int) -> bool:
-        """Whether to redispatch a part that was lost `num_losses` times. False: the step may be the cause and is rolled back.
-
-        Each group decides for itself: a request belongs to one group, so it costs no other group a server.
-        """
-        if redo(FaultKind.LOST_SERVER, max(num_losses - 1, 0)) is Redo.PART and not self._engine.is_suspect_step(tag.micro_batch, tag.step):
-            return True
-        self._fail_step(tag, "expert servers died or hung again and again while they computed a part of this request")
-        return False
-
-    def _fail_step(self, tag: Tag, error: str) -> None:
-        if tag.source == self._source and tag.epoch == self._engine.epoch:
-            self._begin_epoch(self._engine.fail_step(tag.micro_batch, tag.step, error))
+    def fail_steps(self, tags: Collection[Tag], kind: FaultKind, error: str) -> None:
+        """Handle steps of this group that failed, or that may have ended a server. Each group decides for itself: a request belongs to one
+        group, so it costs no other group a server."""
+        steps = {(tag.micro_batch, tag.step) for tag in tags if tag.source == self._source and tag.epoch == self._engine.epoch}
+        if steps:
+            self._begin_epoch(self._engine.fail_steps(steps, error, kind))
 
     def refuse(self, error: str) -> None:
         """End every request with this error, and each new one until `accept`. A repeated call replaces the error."""
@@ -137,6 +130,8 @@ class Group:
 
         A suspect is reported first: the step may kill this process.
         """
+        if self._client is not None:
+            self._client.computes_alone = start.is_alone
         if start.on_trial is not None and start.on_trial is not self._on_trial:
             self._on_trial = start.on_trial
             self._send(RunsAlone(start.on_trial.request.id, start.on_trial.request.attempt))

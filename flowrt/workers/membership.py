@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 
-from flowrt.actors.control import Control, ExpertsUnavailable, LateResponse, LinkLost, PeerJoined, PeerLeft
+from flowrt.actors.control import Control, DeathCause, ExpertsUnavailable, LateResponse, LinkLost, PeerJoined, PeerLeft
 from flowrt.exchange.failover import Failover
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Graph
@@ -19,6 +19,7 @@ from flowrt.transports.contract import Identity
 from flowrt.workers.data_path import DataPath
 from flowrt.workers.group import Group
 
+CAUSE_SECONDS = 1.0  # longest wait for the cause of a server's death; longer than the launcher waits for the exit status (FENCE_SECONDS)
 POLL_SECONDS, IDLE_POLL_SECONDS = 5e-3, 20e-3  # between polls for late and waiting parts: with a tag outstanding, and without
 REPORT_SECONDS = 1.0  # between two reports about one server
 
@@ -46,6 +47,7 @@ class Membership:
         self._unavailable_expert_seconds, self._degrades = settings.unavailable_expert_seconds, settings.unavailable_expert == "degrade"
         self._incarnations = dict(incarnations)  # process -> its current incarnation
         self._ended: set[tuple[str, str]] = set()  # (process, incarnation)
+        self._settle_at: dict[str, float] = {}  # lost server with pending parts -> until when the cause of its death is awaited
         self._restarting = set(restarting)  # by a recovery policy; meanwhile, no unavailable expert is given up
         self._lost_since = 0.0  # time since which an expert has had no replica
         self._latest_report = ExpertsUnavailable("")
@@ -63,9 +65,12 @@ class Membership:
         if self._end(peer.name, peer.incarnation):
             self._send(LinkLost(peer.name, reason, peer.incarnation))
 
-    def on_control(self, control: PeerLeft | PeerJoined) -> None:
+    def on_control(self, control: PeerLeft | PeerJoined | DeathCause) -> None:
         if isinstance(control, PeerJoined):
             self._tasks.create_task(self._join(control), name=f"join {control.process}")
+            return
+        if isinstance(control, DeathCause):
+            self._settle(control.process, control)
             return
         self._links.drop(control.process, control.incarnation)
         (self._restarting.add if control.is_restarting else self._restarting.discard)(control.process)
@@ -83,9 +88,14 @@ class Membership:
         self._runner.end_peer(process, [f"{source}@{incarnation}" for source in self._sources[process]])
         if self._failover is not None:
             was_whole = self._failover.unavailable_text() is None
-            self._failover.mark_lost(process)
+            if self._failover.mark_lost(process):
+                self._settle_at[process] = self._clock.now() + CAUSE_SECONDS
             if was_whole:
                 self._lost_since = self._clock.now()  # restarted, however short a replica was back
+
+    def _settle(self, process: str, cause: DeathCause | None) -> None:
+        if self._failover is not None and self._settle_at.pop(process, None) is not None:
+            self._failover.settle(process, cause)
 
     async def _join(self, joined: PeerJoined) -> None:
         if await self._links.join(joined.process, joined.incarnation, joined.addresses):
@@ -101,6 +111,8 @@ class Membership:
             if self._hedges:
                 failover.hedge()
                 self._report_late_servers(failover)
+            for process in [process for process, at in self._settle_at.items() if at <= self._clock.now()]:
+                self._settle(process, None)
             if failover.client.has_waiting_parts:
                 failover.redispatch_waiting()
             text = failover.unavailable_text()

@@ -19,6 +19,7 @@ import torch
 from flowrt.actors.control import (
     CallsFenced,
     Connected,
+    DeathCause,
     Failed,
     FenceCalls,
     LinkLost,
@@ -271,10 +272,10 @@ class Worker:
             case FenceCalls(source, steps):
                 self.fence(source, steps)
                 self.control.send(CallsFenced(source, steps))
-            case PeerLeft() | PeerJoined():
+            case PeerLeft() | PeerJoined() | DeathCause():
                 if self._membership is not None:
                     self._membership.on_control(control)
-                else:
+                elif not isinstance(control, DeathCause):  # no part is pending
                     self._keep_notice(control)
             case _ if self._data_path is not None and self._data_path.group is not None:
                 self._data_path.group.on_control(control)

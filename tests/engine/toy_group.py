@@ -173,7 +173,7 @@ class ToyGroup:
         """The micro-batch's step fails. Returns the requests that must end for it."""
         step, suspects = self.running[micro_batch], self.engine.is_suspect_step(micro_batch, self.running[micro_batch].step)
         self.running.clear()
-        self.take(self.engine.fail_step(micro_batch, step.step, "it failed"))
+        self.take(self.engine.fail_steps([(micro_batch, step.step)], "it failed"))
         return [name.split("/")[0] for name in step.batch.sequence_names] if suspects else []
 
     def roll_back(self, half_written: bool = True) -> None:

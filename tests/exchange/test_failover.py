@@ -5,6 +5,7 @@ from collections import deque
 import pytest
 import torch
 
+from flowrt.actors.control import DeathCause
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload, from_message, to_message
@@ -15,6 +16,7 @@ from flowrt.exchange.failover import Failover
 from flowrt.graph.model import Edge, Graph, ModelPart, Node, PortSpec
 from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.reliability.expert_map import ExpertMap, servers_by_expert
+from flowrt.reliability.fault_table import FaultKind
 from flowrt.seams import RealClock
 from flowrt.transports.wire.message import Tag
 
@@ -99,8 +101,9 @@ class Client:
             on_response=lambda edge, tag: self.failover.on_response(edge, tag),
             schemas=schemas(self),
         )
-        may_redispatch = self.fence if fences else lambda tag, num_losses: True
-        self.failover = Failover(self.graph, "dispatch", self.client, self.runner, may_redispatch)
+        self.failover = Failover(self.graph, "dispatch", self.client, self.runner, self.fail_steps)
+        if not fences:
+            self.client.record_loss = lambda tag, number: 1
 
     def server(self, server):
         """The runner of an expert server, which only receives."""
@@ -141,19 +144,20 @@ class Client:
         while waiting := [server for server, requests in self.requested.items() if requests]:
             self.serve(waiting[0])
 
-    def fence(self, tag, num_losses):
-        """As a group: the step of a part that was lost with two servers is given up."""
-        if num_losses < 2:
-            return True
-        self.suspects.append(tag)
-        self.runner.roll_back(tag.source, tag.epoch + 1)
-        self.client.roll_back(tag.source, tag.epoch + 1)
-        return False
+    def fail_steps(self, tags, kind, error):
+        """As a group: the steps are given up."""
+        self.suspects += [(tag, kind) for tag in tags]
+        for tag in tags:
+            self.runner.roll_back(tag.source, tag.epoch + 1)
+            self.client.roll_back(tag.source, tag.epoch + 1)
 
-    def die(self, server):
+    def die(self, server, **cause):
+        """`cause`: fields of the launcher's DeathCause; without them it does not come in time."""
+        name = f"experts.{server}"
         self.requested[server].clear()
-        self.runner.end_peer(f"experts.{server}")
-        self.failover.mark_lost(f"experts.{server}")
+        self.runner.end_peer(name)
+        self.failover.mark_lost(name)
+        self.failover.settle(name, DeathCause(name, "1", "died", **cause) if cause else None)
 
     def join(self, server):
         self.runner.join_peer(f"experts.{server}")
@@ -455,7 +459,7 @@ def test_a_part_that_was_lost_with_two_servers_is_not_sent_to_a_third(fencing):
     assert fencing.requested[1]
     assert fencing.requested[2]
     fencing.die(1)
-    assert fencing.suspects == [Tag("s@1")]
+    assert fencing.suspects == [(Tag("s@1"), FaultKind.LOST_SERVER)]
     assert not fencing.client.tags
     for server in (0, 1):
         fencing.join(server)
@@ -486,3 +490,84 @@ def test_a_part_that_was_never_sent_is_not_lost(fencing):
     fencing.runner._send_early(outputs)
     fencing.die(0)
     assert fencing.suspects == []
+
+
+def test_pending_parts_wait_for_the_cause_of_the_death(fencing):
+    fencing.begin()
+    num_requested = {server: len(requests) for server, requests in fencing.requested.items()}
+    assert fencing.failover.mark_lost("experts.1")
+    assert {server: len(requests) for server, requests in fencing.requested.items()} == num_requested
+    fencing.die(1, may_recur=False)
+    fencing.serve_all()
+    assert not fencing.suspects
+    fencing.check()
+
+
+def test_server_without_pending_parts_is_not_waited_for(fencing):
+    fencing.begin()
+    fencing.serve_all()
+    assert not fencing.failover.mark_lost("experts.1")
+    fencing.check()
+
+
+def test_steps_with_parts_at_a_crashed_server_are_suspects(fencing):
+    """Those of other steps go on. No part goes to a replica, which it might end too."""
+    fencing.begin(0)
+    fencing.begin(1)
+    fencing.serve(1)  # of the first step
+    sent = {server: len(fencing.requested[server]) for server in (0, 2)}
+    fencing.die(1, may_recur=True)
+    assert fencing.suspects == [(Tag("s@1", step=1), FaultKind.CRASHED_SERVER)]
+    assert {server: len(fencing.requested[server]) for server in (0, 2)} == sent
+
+
+def alone(client):
+    client.client.computes_alone = True
+    client.begin()
+    return [(server, from_message(request).header_as(PartHeader)) for server, requests in client.requested.items() for request in requests]
+
+
+def test_parts_of_a_suspect_go_one_by_one_each_alone(fencing):
+    (sent,) = alone(fencing)
+    assert sent == (sent[0], PartHeader(sent[1].part, alone=True))
+    for _ in range(2):
+        fencing.serve_all()
+        assert sum(map(len, fencing.requested.values())) == 0
+    fencing.check()
+
+
+def test_suspect_whose_part_was_computed_alone_is_the_cause(fencing):
+    ((server, header),) = alone(fencing)
+    fencing.die(server, may_recur=True, tag=Tag("s@1"), part=header.part)
+    assert fencing.suspects == [(Tag("s@1"), FaultKind.CRASHED_SERVER)]
+
+
+@pytest.mark.parametrize(
+    "named", [{}, {"tag": Tag("other@1"), "part": 0}, {"tag": Tag("s@1"), "part": 99}, {"tag": Tag("s@1", layer=1), "part": 0}]
+)
+def test_suspect_whose_part_had_not_begun_is_not_the_cause(fencing, named):
+    ((server, _),) = alone(fencing)
+    for _ in range(3):
+        fencing.die(server, may_recur=True, **named)
+        fencing.join(server)
+    fencing.serve_all()
+    assert not fencing.suspects
+    fencing.check()
+
+
+def test_another_request_that_was_computed_alone_clears_all_parts(fencing):
+    fencing.begin()
+    fencing.die(1, may_recur=True, tag=Tag("other@1"), part=0)
+    fencing.serve_all()
+    assert not fencing.suspects
+    fencing.check()
+
+
+def test_suspects_part_that_waits_its_turn_for_a_lost_server_is_redispatched(fencing):
+    ((server, _),) = alone(fencing)
+    for other in set(SERVERS) - {server}:
+        fencing.die(other, may_recur=False)
+        fencing.join(other)
+    fencing.serve_all()
+    assert not fencing.suspects
+    fencing.check()

@@ -10,7 +10,19 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flowrt.actors.control import DetectorReport, Failed, LinkLost, Listening, PeerJoined, PeerLeft, Peers, Start, StatisticsRequest, Stop
+from flowrt.actors.control import (
+    DeathCause,
+    DetectorReport,
+    Failed,
+    LinkLost,
+    Listening,
+    PeerJoined,
+    PeerLeft,
+    Peers,
+    Start,
+    StatisticsRequest,
+    Stop,
+)
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, MONITOR, Edge, Graph, Node, ReliabilitySettings
 from flowrt.launcher import events
@@ -205,7 +217,8 @@ def test_run_is_ready_after_the_restart_of_a_server_that_exits_before_the_last_w
     actions = [action for name in (CLIENT, OTHER) for action in driver.do(driver.state.on_connected, name)]
     assert announced(actions) == [events.WorkerConnected(CLIENT), events.WorkerConnected(OTHER)]
     actions = [*driver.do(driver.state.on_connection_closed, SERVER), *driver.pass_time(0.0)]
-    assert actions == [Announce(events.WorkerLost(SERVER, KILLED)), driver.start_of(SERVER)]
+    cause = Send(CLIENT, DeathCause(SERVER, "1", KILLED))
+    assert actions == [Announce(events.WorkerLost(SERVER, KILLED)), cause, driver.start_of(SERVER)]
     driver.do(driver.state.on_forked, SERVER, 8)
     driver.do(driver.state.on_listening, SERVER, Listening({"zmq": SERVER}))
     assert announced(driver.do(driver.state.on_connected, SERVER)) == [

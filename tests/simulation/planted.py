@@ -7,6 +7,7 @@ New mechanisms add their bugs here.
 
 from __future__ import annotations
 
+from simulation.planted_faults import FAULT_BUGS
 from simulation.planted_groups import GROUP_BUGS
 from simulation.planting import Bug, body, bug
 
@@ -62,6 +63,7 @@ HANDSHAKE = "flowrt.transports.wire.handshake"
 
 BUGS: tuple[Bug, ...] = (
     *GROUP_BUGS,
+    *FAULT_BUGS,
     # tags and matching
     bug("micro-batches-mixed", "rows are matched without the micro-batch", (
         MATCHING, "MatchingTable.arrive", "key = (edge.target, tag)", "key = (edge.target, Tag(tag.source, tag.epoch, 0, tag.step, tag.layer))")),

@@ -79,7 +79,7 @@ def test_poison_ends_alone_after_two_victims(seed: int, hangs: bool) -> None:
     first = replace(first, prompt_token_ids=tuple(range(40, 60)))
     case = Case(graph, (first, *others), seed=seed)
     computed = {token for reference in references_of(case)[1:] for choice in reference for token in choice}
-    outcome = run_case(replace(case, poison=Poison(max({*range(40, 60)} - computed), hangs)))
+    outcome = run_case(replace(case, poison=Poison(max({*range(40, 60)} - computed), "hang" if hangs else "crash")))
     assert ALONE_TEXT in (errors(outcome.result)[0] or "")
     assert finish_reasons(outcome.result)[1:] == ("length",) * 3
     assert 1 <= outcome.num_faults["poisoned"] <= MAX_VICTIMS

@@ -68,7 +68,7 @@ def test_search_finds_bugs_by_different_invariants() -> None:
     assert found.returncode == 0, found.stdout + found.stderr
     assert "3 of 3 planted bugs found" in found.stdout
     rows = {row.split(" | ")[0].strip("| "): row.split(" | ")[3] for row in found.stdout.splitlines() if row.startswith("| ")}
-    assert [rows[name] for name in names] == ["I2", "I1", "deadlock"]
+    assert [rows[name] for name in names] in (["I2", "I1", "deadlock"], ["I8", "I1", "deadlock"])
 
 
 def test_search_finds_a_kept_claim_where_pages_are_few() -> None:

@@ -1,0 +1,63 @@
+"""Lists the planted bugs in what is redone after a fault: steps, sequences, and the parts of a server that crashed. See planted.py."""
+
+# ruff: noqa: E501  (code within strings)
+
+from __future__ import annotations
+
+from simulation.planting import Bug, body, bug
+
+ENGINE = "flowrt.engine.engine"
+SCHEDULER = "flowrt.engine.scheduler"
+SEQUENCE = "flowrt.engine.sequence"
+GROUP = "flowrt.workers.group"
+DATA_PATH = "flowrt.workers.data_path"
+MEMBERSHIP = "flowrt.workers.membership"
+CLIENT = "flowrt.exchange.expert_client"
+FAILOVER = "flowrt.exchange.failover"
+READY = "flowrt.dataflow.ready_firings"
+RESTARTS = "flowrt.launcher.restarts"
+
+FAULT_BUGS: tuple[Bug, ...] = (
+    # steps that failed
+    body("failed-step-ignored", "a step that failed is not rolled back", DATA_PATH, "DataPath._on_failed", "pass"),
+    bug("failed-step-ends-requests", "a step that fails once ends its requests", (
+        ENGINE, "Engine.fail_steps", "times + int(sequence.is_suspect)", "times + 1")),
+    bug("suspects-together", "the sequences of a failed step run together", (
+        SEQUENCE, "Sequence.runs_alone", "return self.is_suspect or self.is_on_trial", "return self.is_on_trial")),
+    bug("suspect-for-ever", "a suspect whose step commits still ends with its next failure, and runs alone", (
+        ENGINE, "Engine.step_done", "sequence.is_suspect = False", "pass")),
+    bug("failed-epoch-kept", "the rows of a failed step stay in the runner", (
+        GROUP, "Group._begin_epoch", "self._runner.roll_back(self._source, self._engine.epoch)", "pass")),
+    # sequences without finite logits
+    bug("not-finite-at-once", "a sequence ends when its logits are not finite for the first time", (
+        ENGINE, "Engine._redo_sequence", "sequence.num_redone)", "1)")),
+    bug("not-finite-for-ever", "a sequence whose logits are never finite is computed again for ever", (
+        ENGINE, "Engine._redo_sequence", "sequence.num_redone += 1", "pass")),
+    bug("not-finite-not-redone", "a sequence without finite logits keeps its rows", (
+        ENGINE, "Engine._redo_sequence", "self._scheduler.recompute(sequence)", "pass")),
+    bug("redone-keeps-rows", "a sequence that is computed again keeps its computed rows, and loses their pages", (
+        SCHEDULER, "Scheduler.recompute", "sequence.num_computed_tokens = 0", "pass")),
+    bug("redone-shares-pages", "a sequence without finite logits shares a sibling's pages again", (
+        SCHEDULER, "Scheduler._shared_pages", "if sequence.num_redone:", "if False:")),
+    # parts of a server that crashed
+    bug("cause-not-awaited", "the parts of a dead server go to replicas before it is known how it died", (
+        FAILOVER, "Failover.mark_lost", "self._unsettled.add(process)", "self._unsettled.add(process)\n        self.settle(process, None)")),
+    bug("cause-unsent", "clients do not learn how a server died", (
+        RESTARTS, "Restarts.fence", "self._table.notify(worker, self._table.neighbours.get(worker.name, ()), cause)", "pass")),
+    bug("never-settled", "the parts of a dead server wait for ever", (
+        MEMBERSHIP, "Membership._settle", "self._failover.settle(process, cause)", "pass")),
+    bug("crash-suspects-none", "steps with parts at a crashed server are not suspected", (
+        FAILOVER, "Failover.settle", "may_recur = cause is not None and cause.may_recur", "may_recur = False")),
+    bug("part-not-alone", "parts of a suspect are not marked", (
+        CLIENT, "ExpertClient._request", "PartHeader(number, self.computes_alone)", "PartHeader(number)")),
+    bug("part-alone-unreported", "a server does not report that it computes a suspect's part", (
+        DATA_PATH, "DataPath.__init__", "on_alone=lambda tag, part: send(ComputesAlone(tag, part))", "on_alone=lambda tag, part: None")),
+    bug("part-in-company", "a suspect's part is computed together with others", (
+        READY, "ReadyFirings.take", "self._is_alone(firing)", "False")),
+    bug("waiting-suspect-blamed", "a suspect whose part waits at a crashed server is blamed", (
+        FAILOVER, "Failover.settle", " and (not self.client.computes_alone)", "")),
+    bug("suspect-not-blamed", "a suspect whose part crashed a server alone is computed again", (
+        FAILOVER, "Failover.settle", "(tag, part) == named or ", "")),
+    bug("next-part-unsent", "the second part of a suspect is never sent", (
+        FAILOVER, "Failover.on_response", "self._runner.emit(self._dispatch, tag, requests)", "pass")),
+)  # fmt: skip

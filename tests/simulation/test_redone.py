@@ -1,0 +1,80 @@
+"""What is redone after a fault, in virtual time: exactly the unit of flowrt/reliability/fault_table.py, and no token changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from simulation.outcomes import errors, finish_reasons
+from simulation.test_deaths import SEEDS, load, requests
+
+from flowrt.engine.engine import Engine
+from flowrt.engine.scheduler import Scheduler
+from flowrt.exchange.expert_client import ExpertClient
+from flowrt.gateway.gateway import Gateway
+from flowrt.reliability.scenario import Crash, Scenario
+from flowrt.simulation.case import Case, Glitch, Poison
+from flowrt.simulation.cases import references_of, run_case
+from flowrt.simulation.invariants import ALONE_TEXT, FAILED_TEXT, MAX_VICTIMS, NOT_FINITE_TEXT
+
+OPERATORS = ("embed", "attention", "gate", "experts", "combine", "head")
+
+
+@pytest.fixture
+def redone(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts what is redone, by unit."""
+    counts = Counter[str]()
+    for unit, owner, name in (
+        ("step", Engine, "roll_back"),
+        ("sequence", Scheduler, "recompute"),
+        ("part", ExpertClient, "redispatch"),
+        ("group", Gateway, "lose_group"),
+    ):
+        function = getattr(owner, name)
+
+        def counted(self: object, *arguments: object, unit: str = unit, function: object = function, **options: object) -> object:
+            counts[unit] += 1
+            return function(self, *arguments, **options)  # type: ignore[operator]
+
+        monkeypatch.setattr(owner, name, counted)
+    return counts
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(("effect", "unit"), [("raise", "step"), ("nan", "sequence")])
+def test_wrong_result_costs_one_step_or_one_sequence(operator: str, effect: str, unit: str, redone: Counter[str]) -> None:
+    graph = load("2x3.yaml", hedge=False)
+    for seed in SEEDS:
+        redone.clear()
+        outcome = run_case(Case(graph, tuple(requests(6, apart=1e-3)), seed=seed, glitch=Glitch(operator, effect, 9)))  # type: ignore[arg-type]
+        assert outcome.num_faults["glitch"] == 1
+        assert finish_reasons(outcome.result) == ("length",) * 6
+        assert dict(redone) in ({unit: 1}, {unit: 0}, {}), "or none: a row whose logits are not sampled, of a sequence that has ended"
+
+
+@pytest.mark.parametrize(("process", "unit"), [("experts.1", "part"), ("attention.0", "group")])
+def test_killed_process_costs_its_parts_or_its_sequences(process: str, unit: str, redone: Counter[str]) -> None:
+    for number in range(8):
+        faults = (Crash(process=process, at_seconds=0.01 + 2e-3 * number),)
+        case = Case(load("2x3.yaml", hedge=False), tuple(requests(8, apart=1e-3)), Scenario(faults=faults), number)
+        assert finish_reasons(run_case(case).result) == ("length",) * 8
+    assert redone[unit]
+    assert not redone["step"]
+    assert not redone["sequence"]
+
+
+@pytest.mark.parametrize(
+    ("effect", "text", "victims"), [("raise", FAILED_TEXT, 0), ("nan", NOT_FINITE_TEXT, 0), ("part", ALONE_TEXT, MAX_VICTIMS)]
+)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_poison_ends_its_request_alone(seed: int, effect: str, text: str, victims: int) -> None:
+    first, *others = requests(8, apart=1e-3)
+    first = replace(first, prompt_token_ids=tuple(range(40, 60)))
+    case = Case(load("2x3.yaml"), (first, *others), seed=seed)
+    computed = {token for reference in references_of(case)[1:] for choice in reference for token in choice}
+    poison = Poison(max({*range(40, 60)} - computed), effect)  # type: ignore[arg-type]
+    outcome = run_case(replace(case, poison=poison))
+    assert text in (errors(outcome.result)[0] or "")
+    assert finish_reasons(outcome.result)[1:] == ("length",) * 7
+    assert outcome.num_faults["poisoned"] <= victims
