@@ -25,7 +25,7 @@ class ProcessSpec:
     """A process to start. It calls `entry` ("module:function", a WorkerMain) once per worker, all in one event loop.
 
     The first worker that fails ends the process with all others. `threads`: compute threads that the workers share. `weights`: the weight
-    set of each worker, "" for none. A backend may pass all processes of one set the same memory file (Seams.weight_memory).
+    sets that the workers use. A backend may pass all processes of one set the same memory file (Seams.weight_memory).
     """
 
     name: str
@@ -111,6 +111,10 @@ class ProcessBackend(Protocol):
         descriptors run out. All but the loss may pass; the caller may retry. Has no time limit: cancel it. The process of a cancelled
         call is never returned; if it comes to exist, the backend ends it and reports nothing about it.
         """
+        ...
+
+    def rename(self, process: WorkerProcess, name: str, workers: tuple[Identity, ...]) -> None:
+        """Give a process another name, and its workers other identities: those of one that has died."""
         ...
 
     def output_tail(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -358,7 +358,9 @@ class Seams:
     transport: Callable[[str], Transport] = get_transport
     open_backend: OpenBackend | None = None  # starts worker processes; None: the backend of this host, which only the launcher imports
     new_timer: Callable[[], Timer] = new_timer  # a timer of the running loop, finer than the clock's sleep
-    weight_memory: int = -1  # descriptor of the memory file of this worker's weights, which it takes over; -1: none
+    weight_memory: Mapping[str, int] = field(
+        default_factory=dict
+    )  # weight set -> descriptor of its memory file, open while the process lives
     resident_bytes: Callable[[], int] = resident_bytes
     process_times: Callable[[int], ProcessTimes | None] = process_times  # of the process with this id
     process_activity: Callable[[int], Activity | None] = process_activity

@@ -47,13 +47,19 @@ class Control(msgspec.Struct, frozen=True):
 
 
 class Start(Control, frozen=True):
-    """First message to a worker: its name, the whole expanded graph (JSON), the run's key, and the log verbosity."""
+    """First message to a worker: its name, the whole expanded graph (JSON), the run's key, and the log verbosity.
+
+    A standby process gets two. The first names the processes whose operators it `loads`; it responds with Listening, without addresses.
+    The second makes it a worker of the graph, for which it uses the operators that it has loaded as `loaded_as`.
+    """
 
     name: str
     incarnation: str
     graph: bytes
     key: bytes
     log_level: str = "warning"
+    loads: tuple[str, ...] = ()
+    loaded_as: str = ""
 
 
 class LoadProgress(Control, frozen=True):

@@ -10,7 +10,7 @@ from typing import Any
 from flowrt.errors import UserError, shortened
 from flowrt.graph.document import read_document
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
-from flowrt.graph.recovery import is_watched, neighbours
+from flowrt.graph.recovery import is_watched, neighbours, standby_names
 from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Place, Reset, Scenario, Slow, Stall, scenario_of, written
 
 INJECTABLE = (Crash, Pause, Stall, Hang, Slow, Reset)  # into real processes
@@ -61,9 +61,9 @@ def check_processes(graph: Graph, where: str) -> None:
 
 
 def fault_targets(graph: Graph) -> frozenset[str]:
-    """The processes that a fault may name: those of the graph, the fork server, and the monitor where there is one."""
+    """The processes that a fault may name: those of the graph, the fork server, standby processes, and the monitor where there is one."""
     monitors = {MONITOR} if is_watched(graph) else set()
-    return frozenset({*graph.process_names(), FORK_SERVER, *monitors})
+    return frozenset({*graph.process_names(), FORK_SERVER, *monitors, *standby_names(graph)})
 
 
 def needs_fault_worker(scenario: Scenario) -> bool:
@@ -96,7 +96,7 @@ def _checked(
             one, other = fault.between
             peers = ", ".join(name for name in others if name != GATEWAY) or "no process"
             raise UserError(f"{place}{one} has no link to {other}, so there is none to reset; it has links to {peers}")
-        if isinstance(fault, BY_WORKER) and fault.processes[0] in (MONITOR, FORK_SERVER):
+        if isinstance(fault, BY_WORKER) and fault.processes[0] in (MONITOR, FORK_SERVER, *standby_names(graph)):
             raise UserError(f"{place}the {fault.processes[0]} takes crash and pause only; for {fault.kind} name another process")
     return scenario
 

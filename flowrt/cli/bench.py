@@ -185,13 +185,14 @@ def restart(
     *,
     pairs: Pairs = 20,
     model: ModelOption = None,
-    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for both graphs.")] = (),
+    process: Annotated[str, Parameter(help="The process that is killed.")] = "experts.0",
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for all graphs.")] = (),
     json: JsonFile = None,
 ) -> None:
-    """Measure how soon a killed expert server is back: its weights from memory that processes share, and from files."""
+    """Measure how soon a killed process is back: with a standby process, with weights that processes share, and from files."""
     from flowrt.bench.cases.restart import measure, read_graphs
 
-    _run(f"restart, {graph.name}", measure(read_graphs(graph, model, overrides)), pairs, json, model=model)
+    _run(f"restart, {graph.name}", measure(read_graphs(graph, model, overrides, process), process), pairs, json, model=model)
 
 
 @bench_app.command

@@ -89,8 +89,10 @@ def _has_nodes(file: Path) -> bool:
 @contextmanager
 def _start_check() -> Iterator[subprocess.Popen[bytes]]:
     """A process that imports torch and then waits for a graph to check, with the import path of this one."""
+    from flowrt.processes.import_path import import_path
+
     command = [sys.executable, "-P", "-m", "flowrt.workers.start_check"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+    environment = {**os.environ, "PYTHONPATH": import_path()}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
         try:

@@ -70,6 +70,8 @@ def _check_sections(graph: Graph) -> Iterator[Problem]:
     if settings.unavailable_expert == "degrade" and settings.recovery == "off":
         text = "degrade needs a run that continues when a server dies; write recovery: fine"
         yield Problem(("reliability", "unavailable_expert"), text)
+    if settings.standby and graph.processes != "many":
+        yield Problem(("reliability", "standby"), "a standby process stands in for one worker; write `processes: many`, or standby: 0")
 
 
 def _check_strict(graph: Graph) -> Iterator[Problem]:

@@ -241,6 +241,7 @@ class ReliabilitySettings:
     unavailable_expert: Literal["error", "degrade"] = _key(
         "error", "degrade: after unavailable_expert_seconds continue without the expert and mark every token."
     )
+    standby: int = _key(0, "Processes with weights ready, each of which takes the place of one that dies.", ge=0, le=16)
     share_weights: bool = _key(True, "Processes of one host that hold the same experts share their weights, also over restarts.")
 
 

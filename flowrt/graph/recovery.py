@@ -12,6 +12,8 @@ from enum import StrEnum
 from flowrt.graph.builtin import BUILTIN, SOURCE, Keeps
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph, Node
 
+STANDBY = "standby process"
+
 
 class Recovery(StrEnum):
     """The reaction to the death of a process."""
@@ -47,16 +49,24 @@ RULES: dict[str, Rule] = {
         ),
         Rule(Keeps.UNKNOWN, "state that only the process has", Recovery.FATAL, "the run ends"),
         Rule(MONITOR, "nothing", Recovery.RESTART, "it restarts"),
+        Rule(STANDBY, "nothing", Recovery.RESTART, "another one starts"),
         Rule(FORK_SERVER, "ability to start processes", Recovery.RESTART, "it restarts; workers keep running"),
         Rule(GATEWAY, "the run", Recovery.FATAL, "every process ends; each client gets an error"),
     )
 }
 
 
+def standby_names(graph: Graph) -> tuple[str, ...]:
+    """The standby processes that the graph asks for (flowrt/launcher/standby.py)."""
+    return tuple(f"standby.{number}" for number in range(graph.reliability.standby))
+
+
 def rule_of(graph: Graph, process: str) -> Rule:
     """The rule that holds for a process: that of its operator with the most state."""
     if process in (MONITOR, FORK_SERVER, GATEWAY):
         return RULES[process]
+    if process in standby_names(graph):
+        return RULES[STANDBY]
     kept = {keeps_of(node) for node in graph.nodes_of(process)}
     return RULES[max(kept, key=list(Keeps).index, default=Keeps.UNKNOWN)]
 

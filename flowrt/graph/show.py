@@ -11,7 +11,7 @@ from rich.text import Text
 from flowrt.graph.diagrams import drawn_edges, edge_properties, experts_text, is_collapsed, roles
 from flowrt.graph.fuse import Fusion, fuse_all
 from flowrt.graph.model import Graph
-from flowrt.graph.recovery import rule_of, survives
+from flowrt.graph.recovery import rule_of, standby_names, survives
 
 _INDENT = 6  # of the rest of a broken line
 
@@ -82,6 +82,9 @@ def _lines(graph: Graph) -> Iterator[tuple[str, str]]:
     for process, fusion in fusions.items():
         yield f"process {process}", _process_properties(graph, process)
         yield from _process_lines(graph, process, fusion)
+    for process in standby_names(graph):
+        yield f"process {process}", ", takes the place of one that dies"
+        yield "  on death:", f" {rule_of(graph, process).recovery}"
     with_response = {edge.response_to for edge in crossing}
     for edge in crossing:
         if edge.response_to is None:  # a response is shown with its request

@@ -11,10 +11,11 @@ from flowrt.transports.contract import Identity
 
 @dataclass(frozen=True)
 class StartProcess:
-    """Start the process with these workers; `on_forked` or `on_fork_failed` follows."""
+    """Start the process with these workers; `on_forked` or `on_fork_failed` follows. `standby`: the process that becomes this one."""
 
     process: str
     workers: tuple[Identity, ...]
+    standby: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import msgspec
 
 from flowrt.actors.control import Control, Drain, Drained, Statistics, StatisticsRequest, as_message, from_message
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
-from flowrt.transports.contract import Channel
+from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
 from flowrt.transports.wire.message import Message
 
@@ -19,15 +19,19 @@ MAX_QUEUED = 1 << 12  # messages queued for one worker; a worker this far behind
 
 class ControlConnection:
     """The control connection of one incarnation of a worker. `last_message_seconds`: when its latest message was received (loop time).
-    `statistics`: the latest that it has sent. `on_overflow` is called soon after a message found MAX_QUEUED others waiting: that message is
-    lost, so the worker must be ended."""
+    `statistics`: the latest that it has sent. `on_overflow(name, incarnation)` is called soon after a message found MAX_QUEUED others
+    waiting: that message is lost, so the worker must be ended."""
 
-    def __init__(self, name: str, incarnation: str, pid: int, control: Channel, on_overflow: Callable[[], None]) -> None:
+    def __init__(self, name: str, incarnation: str, pid: int, control: Channel, on_overflow: Callable[[str, str], None]) -> None:
         self.name, self.incarnation, self.pid, self._control, self._on_overflow = name, incarnation, pid, control, on_overflow
         self.last_message_seconds = asyncio.get_running_loop().time()
         self.statistics = Statistics()
         self._requests: dict[type[StatisticsRequest | Drain], asyncio.Future[None]] = {}  # the latest of each kind
         self._queued: Mailbox[tuple[Message, asyncio.Future[None] | None]] = Mailbox(MAX_QUEUED)
+
+    def rename(self, worker: Identity) -> None:
+        """The worker, a standby process so far, is this one from now on."""
+        self.name, self.incarnation, self.statistics = worker.name, worker.incarnation, Statistics()
 
     async def send(self, control: Control) -> None:
         """Send a message behind all earlier ones; wait while the connection is full. Raises TransportError when the worker has ended, or
@@ -128,7 +132,7 @@ class ControlConnection:
         except MailboxClosedError:
             raise ClosedChannelError(f"the control connection of {self.name} has ended") from None
         except OverflowError:
-            asyncio.get_running_loop().call_soon(self._on_overflow)
+            asyncio.get_running_loop().call_soon(self._on_overflow, self.name, self.incarnation)
             raise ClosedChannelError(f"{self.name} has left {MAX_QUEUED} messages unread") from None
 
     async def _send_queued(self) -> None:

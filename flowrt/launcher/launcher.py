@@ -42,13 +42,15 @@ from flowrt.actors.heartbeats import LAUNCHER_HEARTBEAT_SECONDS, send_heartbeats
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph, to_json
+from flowrt.graph.recovery import standby_names
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, Announce, End, EndProcess, KillForkServer, Send, StartForkServer, StartProcess
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.health_record import HealthRecord
 from flowrt.launcher.run_state import RunState
-from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, host_name, pack
-from flowrt.launcher.worker_pool import WorkerPool
+from flowrt.launcher.standby import standby_loads
+from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, host_name, pack, usable_cores
+from flowrt.launcher.worker_pool import PoolOwner, WorkerPool
 from flowrt.processes.descriptors import is_too_few, too_few_descriptors
 from flowrt.processes.fork_server import WorkerMain
 from flowrt.processes.output_tail import write_line
@@ -108,30 +110,28 @@ class Launcher:
         hosted = hosted or {}
         self.worker, self._preload = worker, tuple(preload)  # `worker` may be changed until the start
         names = [*self.graph.process_names(), *hosted]
-        if len({*names, FORK_SERVER, MONITOR}) <= len(names) + 1:
-            raise ValueError(f"two workers of one name, or one called {FORK_SERVER} or {MONITOR}, among {names}")
+        own_names = FORK_SERVER, MONITOR, *(standbys := standby_names(self.graph))
+        if len({*names, *own_names}) < len(names) + len(own_names):
+            raise ValueError(f"two workers of one name, or one called {' or '.join(own_names)}, among {names}")
         packed = {host_name(workers): workers for workers in pack(self.graph)}
+        loads = standby_loads(self.graph, list(packed.values()), usable_cores())
+
+        def start_of(name: str, incarnation: str, was_standby: bool) -> Start:
+            loaded = tuple(dict.fromkeys(loads.values())) if name in standbys else ()
+            return Start(name, incarnation, graph_json, self.key, log_level, loaded, loads[name] if was_standby else "")
+
         self.state = RunState(
             self.graph,
             packed,
             hosted if packed else names,
             new_incarnation=self.seams.new_incarnation,
-            start_of=lambda name, incarnation: Start(name, incarnation, graph_json, self.key, log_level),
+            start_of=start_of,
             response_seconds=response_seconds,
             stop_seconds=stop_seconds,
+            standby_loads=loads,
         )
-        self._pool = WorkerPool(
-            self.graph,
-            self.seams,
-            self.state,
-            packed,
-            hosted,
-            self._step,
-            self._on_worker_control,
-            on_line or write_line,
-            self._spawn,
-            log_level,
-        )
+        owner = PoolOwner(self._step, self._on_worker_control, on_line or write_line, self._spawn)
+        self._pool = WorkerPool(self.graph, self.seams, self.state, packed, hosted, owner, log_level)
         self.workers, self.pids, self.fork_server_pid = self._pool.connections, self._pool.pids, self._pool.fork_server_pid
         self.failure: Exception | None = None
         self._task: asyncio.Task[None] | None = None

@@ -29,6 +29,10 @@ class RecoveryPolicy:
             return False
         return self._recovery == "restart_all" or role == role_of_dead
 
+    def follows(self, workers: Iterable[str]) -> bool:
+        """Whether others may be restarted with these workers, which flowrt's own processes have no part in."""
+        return self.restarts_others and self._role(workers) is not None
+
     def rank_of(self, workers: Iterable[str]) -> int:
         """Of processes that are restarted together, those of a lower rank start first."""
         return min((self._rules[name].restart_rank for name in workers if name in self._rules), default=0)

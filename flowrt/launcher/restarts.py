@@ -10,12 +10,15 @@ from flowrt.launcher.actions import End, StartProcess
 from flowrt.launcher.fork_server_loss import ForkServerLoss
 from flowrt.launcher.root_cause import FailureKind, RootCause
 from flowrt.launcher.run_table import ProcessPhase, ProcessRecord, RunPhase, RunTable, TimerKind
+from flowrt.launcher.standby import Standbys
 from flowrt.reliability.restart_policy import Restart, RestartPolicy
 
 
 class Restarts:
-    def __init__(self, table: RunTable, root_cause: RootCause, fork_server: ForkServerLoss, settings: ReliabilitySettings) -> None:
-        self._table, self._root_cause, self._fork_server = table, root_cause, fork_server
+    def __init__(
+        self, table: RunTable, root_cause: RootCause, fork_server: ForkServerLoss, standbys: Standbys, settings: ReliabilitySettings
+    ) -> None:
+        self._table, self._root_cause, self._fork_server, self._standbys = table, root_cause, fork_server, standbys
         self._budget = RestartPolicy(settings.restarts, settings.restart_window_seconds)
 
     def on_dead(self, process: ProcessRecord) -> None:
@@ -90,10 +93,18 @@ class Restarts:
         table, process = self._table, self._table.processes[name]
         if self._must_wait(process):
             table.waiting.add(name)
-        elif self._fork_server.can_fork(process):
+        elif (standby := self._standbys.take(process)) or self._fork_server.can_fork(process):
             table.renew(process, process.names)
-            table.act(StartProcess(name, table.identities(process)))
+            for worker in process.workers:
+                worker.was_standby = bool(standby)
+            table.act(StartProcess(name, table.identities(process), standby))
             table.wake_waiting()
+
+    def start_standbys(self) -> None:
+        """Start the standby processes that are missing."""
+        for name in self._standbys.missing():
+            self._table.add(name, [name], is_task=False).phase = ProcessPhase.DEAD
+            self.fork_again(name)
 
     def _must_wait(self, process: ProcessRecord) -> bool:
         """Whether a process that is restarted with this one has not ended yet, or has a lower rank and has not been started."""

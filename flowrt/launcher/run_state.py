@@ -13,12 +13,13 @@ down (restarts.py). The death of any other process ends the run (root_cause.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from flowrt.actors.control import ComputesAlone, Control, DetectorReport, Failed, LinkLost, Listening, PeerJoined, Peers, StatisticsRequest
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import MONITOR, Graph
-from flowrt.graph.recovery import is_watched
+from flowrt.graph.recovery import is_watched, standby_names
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, End, EndProcess, Send, StartProcess
 from flowrt.launcher.fork_server_loss import ForkServerLoss
@@ -26,20 +27,32 @@ from flowrt.launcher.link_loss import LinkLoss
 from flowrt.launcher.ordered_stop import OrderedStop
 from flowrt.launcher.restarts import Restarts
 from flowrt.launcher.root_cause import FailureKind, RootCause
-from flowrt.launcher.run_table import LAST_MESSAGES_SECONDS, ProcessPhase, RunPhase, RunTable, TimerKind, WorkerRecord, WorkerState
+from flowrt.launcher.run_table import (
+    LAST_MESSAGES_SECONDS,
+    ProcessPhase,
+    ProcessRecord,
+    RunPhase,
+    RunTable,
+    TimerKind,
+    WorkerRecord,
+    WorkerState,
+)
+from flowrt.launcher.standby import Standbys
 from flowrt.reliability.detector import ProcessState
 from flowrt.reliability.fault_table import FaultKind
 
 STATUS_SECONDS = 10.0  # the same for a process that the run cannot lose: its exit status is the reason that users see
 POLL_SECONDS = 0.5  # between two requests to the monitor
+STANDBY_SECONDS = 2.0  # for the first message of a standby process that becomes another one: it has loaded already
 MONITOR_SECONDS = 10.0  # time limit for the monitor's responses; generous, since a run loses little without its monitor
 
 
 class RunState:
     """The run of `graph` with these OS processes (lists of workers by name), and `tasks`: workers that are tasks of the launcher's loop.
 
-    start_of: the first message to an incarnation of a worker. response_seconds: the longest silence of a worker that starts.
-    stop_seconds: from Stop to the end of the processes.
+    start_of: the first message to an incarnation of a worker, which was a standby process or not. response_seconds: the longest
+    silence of a worker that starts. stop_seconds: from Stop to the end of the processes. standby_loads: see standby.py; without them there
+    are no standby processes.
     """
 
     def __init__(
@@ -49,16 +62,18 @@ class RunState:
         tasks: Iterable[str],
         *,
         new_incarnation: Callable[[], str],
-        start_of: Callable[[str, str], Control],
+        start_of: Callable[[str, str, bool], Control],
         response_seconds: float,
         stop_seconds: float,
+        standby_loads: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._start_of, self.response_seconds = start_of, response_seconds
         self.wants_monitor = is_watched(graph) and bool(processes)
-        self._table = table = RunTable(graph, new_incarnation)
+        self._table = table = RunTable(graph, new_incarnation, standby_names(graph))
+        self._standbys = Standbys(table, standby_names(graph), standby_loads)
         self._root_cause = RootCause(table)
         self.fork_server = ForkServerLoss(table, self._root_cause, graph.reliability)
-        self._restarts = Restarts(table, self._root_cause, self.fork_server, graph.reliability)
+        self._restarts = Restarts(table, self._root_cause, self.fork_server, self._standbys, graph.reliability)
         self._link_loss = LinkLoss(table, self._root_cause)
         self._stop = OrderedStop(table, self._root_cause, stop_seconds)
         for name, workers in processes.items():
@@ -91,7 +106,7 @@ class RunState:
         """When `on_time` is due; None without a timer."""
         if self._table.phase == RunPhase.ENDED:
             return None
-        silences = [worker.last_message_seconds + self.response_seconds for worker in self._awaited_workers()]
+        silences = [worker.last_message_seconds + self._patience(worker) for worker in self._awaited_workers()]
         return min([*self._table.timers.values(), *silences], default=None)
 
     @property
@@ -100,7 +115,8 @@ class RunState:
         return {name: worker.incarnation for name, worker in self._table.workers.items()}
 
     def is_current(self, worker: str, incarnation: str) -> bool:
-        return self._table.workers[worker].incarnation == incarnation
+        found = self._table.workers.get(worker)  # None: a standby process that was taken
+        return found is not None and found.incarnation == incarnation
 
     def accepts_messages(self, worker: str, incarnation: str) -> bool:
         """Whether messages of this incarnation have an effect: it is the current one, and was not fenced."""
@@ -125,6 +141,15 @@ class RunState:
     def restarting(self) -> list[str]:
         """Processes that have died, or are being started, and are not given up."""
         return [name for name, each in self._table.processes.items() if each.phase != ProcessPhase.UP and not each.is_given_up]
+
+    @property
+    def standby_names(self) -> tuple[str, ...]:
+        """The standby processes that the run has, once it is ready."""
+        return self._standbys.names
+
+    def standby_loads(self, process: str) -> list[str]:
+        """The workers whose operators a standby process loads; [] for any other process."""
+        return self._standbys.loads_of(process)
 
     def num_restarts(self, worker: str) -> int:
         return self._table.workers[worker].process.num_restarts
@@ -154,11 +179,11 @@ class RunState:
         for _, kind, subject in sorted((at, *timer) for timer, at in table.timers.items() if at <= now):
             if table.timers.pop((kind, subject), None) is not None:  # an earlier one may have cancelled it
                 self._timer_events[kind](subject)
-        silent = [worker for worker in self._awaited_workers() if worker.last_message_seconds + self.response_seconds <= now]
+        silent = [worker for worker in self._awaited_workers() if worker.last_message_seconds + self._patience(worker) <= now]
         for worker in silent[:1]:
             worker.last_message_seconds = now
             doing = "connecting" if worker.state is WorkerState.LINKING else "loading"
-            reason = f"sent nothing for {self.response_seconds:g} s while {doing}"
+            reason = f"sent nothing for {self._patience(worker):g} s while {doing}"
             if table.phase >= RunPhase.RUNNING:
                 table.fence(worker.name, reason, FaultKind.STANDSTILL)
             elif not self._root_cause.has_reports:
@@ -174,7 +199,7 @@ class RunState:
                 table.announce(events.WorkerStarted(worker.name, pid))
                 if not found.is_task:
                     table.notify(worker, (MONITOR,), self._joined(worker))
-            table.act(Send(worker.name, self._start_of(worker.name, worker.incarnation)))
+            table.act(Send(worker.name, self._start_of(worker.name, worker.incarnation, worker.was_standby)))
         if table.phase >= RunPhase.STOPPING:  # it holds no work yet
             table.kill(found, "the run is being stopped")
 
@@ -190,7 +215,7 @@ class RunState:
     def on_message(self, worker: str) -> None:
         """A message of a worker for which `counts_messages` is true."""
         found = self._table.workers[worker]
-        found.last_message_seconds, found.silent_seconds = self._table.now, 0.0
+        found.last_message_seconds, found.silent_seconds, found.was_standby = self._table.now, 0.0, False
 
     def on_listening(self, worker: str, listening: Listening) -> None:
         table, found = self._table, self._table.workers[worker]
@@ -204,6 +229,10 @@ class RunState:
         self._addresses[worker] = listening.addresses
         if worker != MONITOR:
             table.announce(events.WorkerListening(worker, listening.resident_bytes, listening.imported_bytes))
+        if worker in self._standbys.names:
+            self._on_up(found.process)
+            self._restarts.start_standbys()
+            return
         if table.phase == RunPhase.LOADING:
             if all(each.state is WorkerState.LISTENING and each.process.phase == ProcessPhase.STARTING for each in table.workers.values()):
                 table.phase = RunPhase.CONNECTING
@@ -225,20 +254,18 @@ class RunState:
         if process.phase != ProcessPhase.STARTING or not all(each.state is WorkerState.CONNECTED for each in process.workers):
             return
         process.phase = ProcessPhase.UP
-        if process.died_seconds is not None:
-            process.num_restarts += 1
         for each in process.workers:
             if each.name != MONITOR:
                 table.notify(each, (MONITOR,), self._joined(each))
-            if process.died_seconds is not None:
-                table.announce(events.WorkerRestarted(each.name, each.pid, table.now - process.died_seconds))
-        process.died_seconds, process.is_restarting = None, False
+        self._on_up(process)
         if table.phase == RunPhase.CONNECTING and all(each.phase == ProcessPhase.UP for each in table.processes.values()):
             table.phase = RunPhase.RUNNING
             table.announce(events.Ready(table.now - self._began))
             if self.wants_monitor:
                 table.act(StartProcess(MONITOR, table.identities(table.add(MONITOR, [MONITOR], is_task=False))))
                 self._set_poll()
+        if table.phase == RunPhase.RUNNING:
+            self._restarts.start_standbys()
 
     def on_control(self, worker: str, control: Listening | ComputesAlone | LinkLost | Failed) -> None:
         match control:
@@ -330,6 +357,19 @@ class RunState:
 
     # Inside.
 
+    def _on_up(self, process: ProcessRecord) -> None:
+        """The process is at work, or as a standby process ready to be."""
+        table = self._table
+        process.phase = ProcessPhase.UP
+        if process.died_seconds is not None:
+            process.num_restarts += 1
+            for each in process.workers:
+                table.announce(events.WorkerRestarted(each.name, each.pid, table.now - process.died_seconds))
+        process.died_seconds, process.is_restarting = None, False
+
+    def _patience(self, worker: WorkerRecord) -> float:
+        return STANDBY_SECONDS if worker.was_standby else self.response_seconds
+
     def _awaited_workers(self) -> list[WorkerRecord]:
         """Workers whose next message of the startup handshake is due."""
         awaited = WorkerState.LOADING, WorkerState.LINKING
@@ -362,13 +402,12 @@ class RunState:
             self._table.announce(events.WorkerCleared(name, "the monitor was started again"))
         self._fenced.clear()
         for worker in self._table.workers.values():
-            is_starting = worker.is_open and worker.process.phase == ProcessPhase.STARTING
-            if worker.name != MONITOR and (worker.is_usable or is_starting) and not worker.process.is_task:
+            if worker.name != MONITOR and not worker.has_ended and not worker.process.is_task:
                 self._table.act(Send(MONITOR, self._joined(worker)))
 
     def _joined(self, worker: WorkerRecord) -> PeerJoined:
-        """For the monitor."""
-        return PeerJoined(worker.name, worker.incarnation, {}, worker.pid, worker.process.phase == ProcessPhase.STARTING)
+        """For the monitor. A standby process counts as one that starts: it sends no heartbeats."""
+        return PeerJoined(worker.name, worker.incarnation, {}, worker.pid, not worker.is_usable)
 
     def _set_poll(self) -> None:
         self._polled = self._table.now

@@ -72,7 +72,7 @@ class WorkerState(IntEnum):
 NEXT_STATES: Mapping[WorkerState, frozenset[WorkerState]] = {
     WorkerState.FORKING: frozenset({WorkerState.LOADING}),
     WorkerState.LOADING: frozenset({WorkerState.LISTENING, WorkerState.LEFT}),
-    WorkerState.LISTENING: frozenset({WorkerState.LINKING, WorkerState.LEFT}),
+    WorkerState.LISTENING: frozenset({WorkerState.LINKING, WorkerState.STOPPING, WorkerState.LEFT}),  # Stop: of a standby process
     WorkerState.LINKING: frozenset({WorkerState.CONNECTED, WorkerState.LEFT}),
     WorkerState.CONNECTED: frozenset({WorkerState.STOPPING, WorkerState.LEFT}),
     WorkerState.STOPPING: frozenset(),
@@ -102,7 +102,8 @@ OF_PROCESS = (TimerKind.RESTART, TimerKind.KILL, TimerKind.NO_REAP, TimerKind.NO
 
 @dataclass
 class WorkerRecord:
-    """One incarnation of a worker. `is_open`: its control connection. `silent_seconds`: counted by the polls of the monitor."""
+    """One incarnation of a worker. `is_open`: its control connection. `silent_seconds`: counted by the polls of the monitor.
+    `was_standby`: it was a standby process, and has sent nothing since."""
 
     name: str
     process: ProcessRecord
@@ -113,6 +114,7 @@ class WorkerRecord:
     computes_alone: ComputesAlone = ComputesAlone()  # the part of a suspect that it computes now
     last_message_seconds: float = 0.0
     silent_seconds: float = 0.0
+    was_standby: bool = False
 
     @property
     def is_usable(self) -> bool:
@@ -185,9 +187,9 @@ class ProcessRecord:
 class RunTable:
     """Belongs to one run. `now` is the time of the present event."""
 
-    def __init__(self, graph: Graph, new_incarnation: Callable[[], str]) -> None:
+    def __init__(self, graph: Graph, new_incarnation: Callable[[], str], standbys: Iterable[str] = ()) -> None:
         self._new_incarnation = new_incarnation
-        self._survivable = survivable_processes(graph) | {MONITOR}
+        self._survivable = survivable_processes(graph) | {MONITOR, *standbys}
         self._eager = {end for edge in graph.edges.values() if edge.open == "start" for end in graph.ends_of(edge)}
         self._state_kept = {name: list(RULES).index(rule_of(graph, name).keeps) for name in graph.process_names()}
         self.policy = RecoveryPolicy(graph)
@@ -205,6 +207,13 @@ class RunTable:
         process = self.processes[name] = ProcessRecord(name, can_restart, self._eager.isdisjoint(workers), is_task)
         self.renew(process, workers)
         return process
+
+    def remove(self, process: ProcessRecord) -> None:
+        """Forget a process that has become another one."""
+        self.cancel_timers(process)
+        del self.processes[process.name]
+        for name in process.names:
+            del self.workers[name]
 
     def renew(self, process: ProcessRecord, workers: Sequence[str]) -> None:
         """Give the process new incarnations of its workers."""
@@ -295,8 +304,8 @@ class RunTable:
             return
         is_lost = process.phase == ProcessPhase.UP and self.phase == RunPhase.RUNNING and self.can_lose(process)
         process.phase, process.died_seconds = ProcessPhase.DYING, self.now
-        if is_lost and process.name != MONITOR:
-            process.is_restarting = self.policy.restarts_others
+        if is_lost:
+            process.is_restarting = self.policy.follows(process.names)
         if self.can_lose(process):
             self.set_timer(TimerKind.FENCE, FENCE_SECONDS, process.name)
             why = process.cause or process.how or why

@@ -9,6 +9,7 @@ import asyncio
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,9 +34,19 @@ from flowrt.transports.inproc import InprocChannel
 MONITOR_ENTRY = "flowrt.workers.monitor:run_monitor"
 
 
+@dataclass(frozen=True)
+class PoolOwner:
+    """The launcher, as its pool calls it: `step` passes an event to the run state; `on_control` takes each message of a current
+    incarnation, `on_line` each line that a process writes; `spawn` creates the tasks of the run."""
+
+    step: Callable[..., None]
+    on_control: Callable[[ControlConnection, Control], None]
+    on_line: Callable[[str, str], None]
+    spawn: Callable[..., asyncio.Task[Any]]
+
+
 class WorkerPool:
-    """`packed`: the workers of each OS process, by its name; `hosted`: workers that are tasks of this loop. `on_control` is called with
-    each message of a current incarnation, `on_line` with each line that a process writes; `spawn` creates the tasks of the run."""
+    """`packed`: the workers of each OS process, by its name; `hosted`: workers that are tasks of this loop."""
 
     def __init__(
         self,
@@ -44,14 +55,12 @@ class WorkerPool:
         state: RunState,
         packed: Mapping[str, Sequence[str]],
         hosted: Mapping[str, WorkerMain],
-        step: Callable[..., None],
-        on_control: Callable[[ControlConnection, Control], None],
-        on_line: Callable[[str, str], None],
-        spawn: Callable[..., asyncio.Task[Any]],
+        owner: PoolOwner,
         log_level: str,
     ) -> None:
         self._graph, self._seams, self._state, self._packed, self._hosted = graph, seams, state, packed, dict(hosted)
-        self._step, self._on_control, self.on_output, self._spawn, self._log_level = step, on_control, on_line, spawn, log_level
+        self._step, self._on_control, self.on_output, self._spawn = owner.step, owner.on_control, owner.on_line, owner.spawn
+        self._log_level = log_level
         self.connections: dict[str, ControlConnection] = {}  # of the latest incarnation of each worker
         self.pids: dict[str, int] = {}
         self._entry = ""
@@ -78,6 +87,8 @@ class WorkerPool:
             ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity(GATEWAY), action.workers[0])
             self._tasks[process] = self._spawn(self._run_here(process, theirs), name=f"worker {process}")
             self._connect(action, os.getpid(), [ours])
+        elif self._backend is not None and action.standby:
+            self._use_standby(self._backend, action)
         elif self._backend is not None:
             self._spawn(self._fork(self._backend, action), name=f"fork of {process}")
 
@@ -109,7 +120,8 @@ class WorkerPool:
         return self._processes[process].output_tail() if process in self._processes else ()
 
     def graph_workers(self) -> list[tuple[str, ControlConnection]]:
-        return [(name, connection) for name, connection in self.connections.items() if name != MONITOR]
+        names = self._graph.process_names()
+        return [(name, connection) for name, connection in self.connections.items() if name in names or name in self._hosted]
 
     def statistics(self) -> dict[str, Statistics]:
         """Statistics of all incarnations of each worker together, as far as they were reported."""
@@ -162,16 +174,16 @@ class WorkerPool:
             self._step(self._state.fork_server.on_ready)
 
     async def _fork(self, backend: ProcessBackend, action: StartProcess) -> None:
-        process, names = action.process, [worker.name for worker in action.workers]
-        for name in names:
-            if (former := self.connections.get(name)) is not None:
+        process = action.process
+        for worker in action.workers:
+            if (former := self.connections.get(worker.name)) is not None:
                 await former.aclose()
-                self._past_statistics[name] = total(self._past_statistics.get(name), former.statistics)
-                former.statistics = Statistics()
+                self._end_statistics(worker.name)
         entry, threads, weights = MONITOR_ENTRY, 1, tuple[str, ...]()
         if process != MONITOR:
-            entry, threads = self._entry, num_threads(self._graph, names, list(self._packed.values()), usable_cores())
-            weights = tuple(weight_set(self._graph, name) for name in names)
+            names, loads = [worker.name for worker in action.workers], self._state.standby_loads(process)
+            entry, threads = self._entry, num_threads(self._graph, loads[:1] or names, list(self._packed.values()), usable_cores())
+            weights = tuple(dict.fromkeys(filter(None, (weight_set(self._graph, name) for name in loads or names))))
         try:
             async with asyncio.timeout(self._state.fork_server.fork_seconds):
                 started = await backend.start(ProcessSpec(process, action.workers, entry, threads, self._log_level, weights))
@@ -183,12 +195,33 @@ class WorkerPool:
             self._processes[process] = started
             self._connect(action, started.pid, started.controls)
 
+    def _use_standby(self, backend: ProcessBackend, action: StartProcess) -> None:
+        """The standby process becomes a new incarnation of the process."""
+        started, connection, (worker,) = self._processes.pop(action.standby), self.connections.pop(action.standby), action.workers
+        del self.pids[action.standby]
+        backend.rename(started, action.process, action.workers)
+        self._processes[action.process] = started
+        self._spawn(self.connections[worker.name].aclose(), name=f"end of the former {worker.name}")
+        self._end_statistics(worker.name)
+        connection.rename(worker)
+        self._use(connection)
+        self._step(self._state.on_forked, action.process, started.pid)
+
+    def _end_statistics(self, name: str) -> None:
+        """Add the statistics of the latest incarnation, which has ended, to those of the earlier ones."""
+        former = self.connections[name]
+        self._past_statistics[name] = total(self._past_statistics.get(name), former.statistics)
+        former.statistics = Statistics()
+
+    def _use(self, connection: ControlConnection) -> None:
+        self.connections[connection.name] = connection
+        self.pids[connection.name] = connection.pid
+
     def _connect(self, action: StartProcess, pid: int, controls: Sequence[Channel]) -> None:
         for worker, control in zip(action.workers, controls, strict=True):
-            on_overflow = partial(self._step, self._state.on_overflow, worker.name, worker.incarnation)
+            on_overflow = partial(self._step, self._state.on_overflow)
             connection = ControlConnection(worker.name, worker.incarnation, pid, control, on_overflow)
-            self.connections[worker.name] = connection
-            self.pids[worker.name] = pid
+            self._use(connection)
             self._spawn(self._receive(connection), name=f"control of {worker.name}")
         self._step(self._state.on_forked, action.process, pid)
 
@@ -206,14 +239,14 @@ class WorkerPool:
             self._step(self._state.on_exited, name, how)
 
     async def _receive(self, connection: ControlConnection) -> None:
-        """Receive from a worker until its control connection ends."""
-        name = connection.name
+        """Receive from a worker until its control connection ends. A standby process may get another name meanwhile."""
 
         def on_control(control: Control) -> None:
-            if self._state.accepts_messages(name, connection.incarnation):
+            if self._state.accepts_messages(connection.name, connection.incarnation):
                 self._on_control(connection, control)
 
         reason = await connection.receive_all(on_control)
+        name = connection.name
         if not self._state.is_current(name, connection.incarnation):
             connection.give_up_requests()
             return

@@ -180,8 +180,7 @@ class _ForkServer:
             set_log_level(request.log_level)
             _, *rest = fds
             controls = [(name, socket.socket(fileno=rest.pop(0))) for name in request.workers]
-            memories = [rest.pop(0) if has_weights else -1 for has_weights in request.has_weights or [False] * len(controls)]
-            _run_loop(_host(load_worker(request.worker), controls, memories))
+            _run_loop(_host(load_worker(request.worker), controls, dict(zip(request.weights, rest, strict=True))))
             status = 0
         except BaseException as error:
             if (fault := fault_of(error)) is not None:
@@ -193,17 +192,17 @@ class _ForkServer:
             os._exit(status)  # no atexit, no joining of threads: an ended worker must not hang in them
 
 
-async def _host(worker: WorkerMain, controls: list[tuple[str, socket.socket]], memories: list[int]) -> None:
+async def _host(worker: WorkerMain, controls: list[tuple[str, socket.socket]], memories: dict[str, int]) -> None:
     """Run one worker per control connection. The first worker that fails ends the others, since they share the process."""
 
-    async def run_one(control: socket.socket, memory: int) -> None:
+    async def run_one(control: socket.socket) -> None:
         channel = await StreamChannel.from_socket(control, CONTROL_LIMITS, Identity("gateway"))
         async with channel:
-            await worker(channel, Seams(own_loop=len(controls) == 1, weight_memory=memory))
+            await worker(channel, Seams(own_loop=len(controls) == 1, weight_memory=memories))
 
     async with asyncio.TaskGroup() as group:
-        for (name, control), memory in zip(controls, memories, strict=True):
-            group.create_task(run_one(control, memory), name=name)
+        for name, control in controls:
+            group.create_task(run_one(control), name=name)
 
 
 def _run_loop(main: Coroutine[Any, Any, None]) -> None:

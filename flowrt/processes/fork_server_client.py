@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER
-from flowrt.process_backend import BackendOwner, ProcessSpec
+from flowrt.process_backend import BackendOwner, ProcessSpec, WorkerProcess
 from flowrt.process_status import exit_status
 from flowrt.processes.adopted_processes import CAN_ADOPT, begin_adopting, end_adopting, reap_group, wait_reaped
 from flowrt.processes.descriptors import check_descriptors
@@ -26,6 +26,7 @@ from flowrt.processes.leftover import processes_marked
 from flowrt.processes.local_process import GRACE_SECONDS, LocalProcess
 from flowrt.processes.output_tail import exit_text
 from flowrt.processes.weight_files import WeightFiles
+from flowrt.transports.contract import Identity
 
 
 class LocalBackend:
@@ -84,9 +85,13 @@ class LocalBackend:
             raise WorkerDiedError(FORK_SERVER, exit_text(-signal.SIGKILL)) if self._server is None else self._server.lost()
         self._num_starts = number = self._num_starts + 1
         try:
-            weights = [self._weight_files.of(each) for each in spec.weights]
+            weights = {each: fd for each in spec.weights if (fd := self._weight_files.of(each)) >= 0}
             process = LocalProcess(
-                spec, self._owner.on_output, lambda: self._on_dying(number), lambda status: self._on_exited(number, status), weights
+                spec,
+                self._owner.on_output,
+                lambda: self._on_dying(number),
+                lambda status: self._on_exited(number, status),
+                [*weights.values()],
             )
         except OSError as error:
             raise start_error(spec.name, error) from error
@@ -100,7 +105,7 @@ class LocalBackend:
             threads=spec.threads,
             log_level=spec.log_level,
             holds_exit_lock=process.holds_exit_lock,
-            has_weights=tuple(fd >= 0 for fd in weights),
+            weights=tuple(weights),
             num_fds=len(process.fds),
         )
         self._server.request(request, process)
@@ -110,6 +115,11 @@ class LocalBackend:
             await process.abandon()
             raise
         return process
+
+    def rename(self, process: WorkerProcess, name: str, workers: tuple[Identity, ...]) -> None:
+        assert isinstance(process, LocalProcess)
+        self._forget(name)
+        process.rename(name, workers)
 
     def output_tail(self) -> tuple[str, ...]:
         return () if self._server is None else self._server.output_tail

@@ -19,6 +19,7 @@ from flowrt.graph.model import FORK_SERVER
 from flowrt.processes.descriptors import is_too_few, too_few_descriptors
 from flowrt.processes.fork_server import ORIGINAL_PATH
 from flowrt.processes.frames import ForkRequest, FrameReader, Loaded, MissingDescriptorsError, Report, encode
+from flowrt.processes.import_path import import_path
 from flowrt.processes.leftover import MARKER, PARENT_MARKER
 from flowrt.processes.local_process import LocalProcess
 from flowrt.processes.output_tail import OutputTail, exit_text
@@ -210,5 +211,5 @@ def _environment(run_id: str) -> dict[str, str]:
     environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy's OpenBLAS starts its threads on import, and a fork would lose them
     if "PYTHONPATH" in environment:
         environment[ORIGINAL_PATH] = environment["PYTHONPATH"]
-    environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    environment["PYTHONPATH"] = import_path()
     return environment

@@ -9,11 +9,13 @@ import select
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from flowrt.process_backend import CONTROL_LIMITS, ProcessSpec
 from flowrt.processes.adopted_processes import CAN_ADOPT, reap, wait_reaped
 from flowrt.processes.exit_lock import ExitLock
 from flowrt.processes.output_tail import OutputTail
+from flowrt.transports.contract import Identity
 from flowrt.transports.stream import StreamChannel
 
 GRACE_SECONDS = 3.0  # time limit for killed processes to end
@@ -37,7 +39,7 @@ class LocalProcess:
         on_exited: Callable[[int | None], None],
         weights: Sequence[int] = (),
     ) -> None:
-        self.spec, self.pid, self._weights = spec, 0, [fd for fd in weights if fd >= 0]
+        self.spec, self.pid, self._weights = spec, 0, list(weights)
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.controls: tuple[StreamChannel, ...] = ()
         self.is_reported = True
@@ -75,6 +77,10 @@ class LocalProcess:
             await control.aclose()
 
     # Called by the backend.
+
+    def rename(self, name: str, workers: tuple[Identity, ...]) -> None:
+        self.spec = replace(self.spec, name=name, workers=workers)
+        self._output.name = name
 
     @property
     def holds_exit_lock(self) -> bool:

@@ -35,7 +35,7 @@ class OutputTail:
     """Passes the lines that an OS process writes to stderr or stdout to `on_line`, and keeps the last OUTPUT_TAIL_LINES."""
 
     def __init__(self, name: str, on_line: Callable[[str, str], None]) -> None:
-        self._name, self._on_line = name, on_line
+        self.name, self._on_line = name, on_line
         self._loop = asyncio.get_running_loop()
         self._last: deque[str] = deque(maxlen=OUTPUT_TAIL_LINES)
         self._rest = b""
@@ -88,7 +88,7 @@ class OutputTail:
     def _take(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")[:_MAX_LINE_CHARACTERS]
         self._last.append(text)
-        self._on_line(self._name, text)
+        self._on_line(self.name, text)
 
     def _close_read_end(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed already

@@ -22,7 +22,7 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.calls import AnyServed, Result, check_calls, simulate_calls
 from flowrt.simulation.case import Case, Glitch, Poison, SimulatedCall, SimulatedRequest
 from flowrt.simulation.cluster import config_of, simulate
-from flowrt.simulation.fault_draws import draw_early_deaths, draw_faults
+from flowrt.simulation.fault_draws import draw_early_deaths, draw_faults, draw_standby_faults
 from flowrt.simulation.inside import EXACT_MODEL
 from flowrt.simulation.invariants import Reference, check
 from flowrt.simulation.invariants import mortal as mortal_workers
@@ -61,6 +61,7 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
         faults = draw_faults(random.Random(f"faults {seed}"), graph)
         if faults_from_launch and (servers := sorted(mortal_workers(graph))):
             faults += draw_early_deaths(random.Random(f"early {seed}"), graph, servers)
+        faults += draw_standby_faults(random.Random(f"standby {seed}"), graph)
         scenario = Scenario(faults=tuple(faults))
         if any(fault.processes == (FORK_SERVER,) and fault.ends_seconds > fault.at_seconds + FORK_SECONDS for fault in faults):
             requests = (*requests[:-1], _arriving_late(requests[-1], 3 * FORK_SECONDS))  # the run lasts until it is replaced
@@ -159,6 +160,7 @@ def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
             restart_window_seconds=chance.choice((0.5, 30.0)),
             hedge=chance.random() < 0.7,
             unavailable_expert=chance.choice(("error", "error", "degrade")),
+            standby=chance.choice((0, 0, 1, 2)),
         ),
     )
 

@@ -198,7 +198,7 @@ class _SimulatedRun:
     def begin_worker(self, worker: Any) -> None:
         """Called with each new Worker, before it loads."""
         inside = WorkerInternals(worker)
-        self._insides[inside.name] = inside
+        inside.when_named(lambda: self._insides.update({inside.name: inside}))
         if self._case.exact:
             inside.use_exact_model(self._wrong_results, self._faults.on_poison)
 
@@ -350,8 +350,10 @@ class _SimulatedRun:
             raise DeadlockError(f"nothing for {STUCK_SECONDS:g} s at {now:.6f} s but heartbeats:\n{self._world.loop.describe_waiting()}")
 
     def _living_inside(self, name: str) -> WorkerInternals | None:
-        process = self._world.processes.get(name)  # None: a worker inside the launching process
-        return self._insides.get(name) if process is None or not process.exit.done() else None
+        process, inside = self._world.processes.get(name), self._insides.get(name)
+        if process is None or inside is None:  # without a process: a worker inside the launching one
+            return inside
+        return inside if inside.node == process.node and not process.exit.done() else None
 
     def _living_insides(self) -> list[WorkerInternals]:
         return [inside for name in self._insides if (inside := self._living_inside(name)) is not None]
@@ -384,6 +386,8 @@ class _SimulatedRun:
         self.look()
         if (unused := self._checks.unused(insides)) is not None:
             raise InvariantError("I8", unused)
+        if missing := self._checks.missing_standbys():
+            raise InvariantError("I8", missing[0])
         world.num_faults.update({name: count for name, count in self._checks.counts.items() if name})
         for inside in insides:
             world.num_faults.update(inside.branches())

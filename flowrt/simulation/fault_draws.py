@@ -111,6 +111,28 @@ def draw_early_deaths(chance: random.Random, graph: Graph, servers: list[str]) -
     ]
 
 
+def draw_standby_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
+    """Crashes and standstills of standby processes, most of them close to a death of a process that they stand in for. Two deaths of one
+    process, so that the second one hits a former standby process."""
+    mortal = sorted(mortal_workers(graph))
+    if not graph.reliability.standby or graph.processes != "many" or not mortal or chance.random() < 0.3:
+        return []
+    at, victim = chance.uniform(0.0, 4.0), chance.choice(mortal)
+    faults: list[AnyFault] = [kinds.Crash(at_seconds=at, process=victim)]
+    name = f"standby.{chance.randrange(graph.reliability.standby)}"
+    near = at + chance.choice((-1e-3, 0.0, 1e-3, 10e-3, 0.1, 1.0)) * chance.random()
+    match chance.choice(("crash", "crash", "pause", "hold", "again", "none")):
+        case "crash":
+            faults.append(kinds.Crash(at_seconds=max(0.0, near), process=name))
+        case "pause":
+            faults.append(kinds.Pause(at_seconds=max(0.0, near), process=name, for_seconds=10 ** chance.uniform(-2, 0.7)))
+        case "hold":
+            faults.append(kinds.Pause(at_seconds=max(0.0, near), process=name, for_seconds=PERMANENT_SECONDS))
+        case "again":
+            faults.append(kinds.Crash(at_seconds=at + chance.uniform(0.0, 3.0), process=victim))
+    return faults
+
+
 def _draw_fork_server(chance: random.Random, graph: Graph, mortal: list[str]) -> list[AnyFault]:
     """Pauses the fork server, sometimes permanently, or lets it die, sometimes several times, while a process dies."""
     if graph.processes == "one":

@@ -162,9 +162,10 @@ class Faults:
         return SEGFAULT
 
     def _together(self, process: str) -> set[str]:
-        """The workers in the OS process of this one."""
+        """The workers in the OS process of this one, and the standby process that it was."""
         processes = self._world.processes
-        return {name for name in processes if processes[name] is processes.get(process)} | {process}
+        found = processes.get(process)
+        return {name for name in processes if processes[name] is found} | {process, found.former_name if found is not None else ""}
 
     def _roll_back(self, inside: WorkerInternals, node: str) -> None:
         """Runs on the node of the worker, as its own code does."""

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from flowrt.actors.control import Request
+from flowrt.simulation.waitables import current_node
 from flowrt.simulation.wrong_results import WrongResults
 
 EXACT_MODEL = "flowrt.workers.exact_nodes"  # these import torch, so they are imported when used
@@ -24,11 +25,31 @@ class WorkerInternals:
     """A view of one worker, by its Worker object."""
 
     def __init__(self, worker: Any) -> None:
-        self.name: str = worker._start.name
         self._worker = worker
+        self.node = current_node.get()
         self._rolled_back_during: float | None = None  # start of the call during which the group began its epoch
         self._ended_during: dict[str, float | None] = {}  # source of an ended client -> start of the call that ran at that time
         self.late_firings: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """A standby process has a name of its own until it becomes a worker of the graph."""
+        name: str = self._worker._start.name
+        return name
+
+    def when_named(self, call: Callable[[], None]) -> None:
+        """Call `call` once the worker is one of the graph: now, or when a standby process becomes one."""
+        worker = self._worker
+        begin_as = worker._begin_as
+
+        def begin(start: Any) -> None:
+            begin_as(start)
+            call()
+
+        if worker._start.loads:
+            worker._begin_as = begin
+        else:
+            call()
 
     def use_exact_model(self, wrong: WrongResults, on_poison: Callable[[str, bool], None]) -> None:
         """Use the exact integer model instead of weights, with wrong results. Call it before the worker loads. `on_poison(process, hangs)`
@@ -36,8 +57,8 @@ class WorkerInternals:
         worker = self._worker
         build, dispatch = import_module(EXACT_MODEL).build_exact_nodes, import_module(DISPATCH).Dispatch
 
-        def load() -> Any:
-            functions = build(worker._graph, self.name, worker._seams.clock.now)
+        def load(name: str) -> Any:
+            functions = build(worker._graph, name, worker._seams.clock.now)
             clients = {node: function.client for node, function in functions.items() if isinstance(function, dispatch)}
             end = partial(self._end, wrong.hangs, on_poison)
             wrapped = {node: wrong.wrap(worker._graph.nodes[node], function, end) for node, function in functions.items()}

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from flowrt.gateway.completion import Completion
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
-from flowrt.graph.recovery import survivable_processes
+from flowrt.graph.recovery import standby_names, survivable_processes
 from flowrt.launcher.transport_choice import host_name, pack
 from flowrt.reliability.scenario import AnyFault, Duplicate, Hang, Pause, Reset, RollBack, Scenario, Skew, Stall, TinyQueues
 from flowrt.simulation.case import Case, Poison
@@ -73,7 +73,7 @@ def _is_fatal(case: Case, fault: AnyFault) -> bool:
     """Whether the fault may end the run. A standstill never does: a group is fenced. A lost connection does if neither end may die."""
     if fault.heals or isinstance(fault, Pause | Stall | Hang) or falls_back(case, fault):
         return False
-    return (mortal(case.graph) | {MONITOR, FORK_SERVER}).isdisjoint(fault.processes)
+    return (mortal(case.graph) | {MONITOR, FORK_SERVER, *standby_names(case.graph)}).isdisjoint(fault.processes)
 
 
 def falls_back(case: Case, fault: AnyFault) -> bool:
@@ -155,7 +155,7 @@ def _computes(poison: Poison | None, effect: str, client: ClientRecord, referenc
 
 def _num_server_losses(case: Case) -> int:
     """The maximum number of expert server losses that the faults can cause."""
-    servers = {node.process for node in case.graph.nodes.values() if node.operator == "experts"}
+    servers = {node.process for node in case.graph.nodes.values() if node.operator == "experts"} | {*standby_names(case.graph)}
     return sum(len(servers.intersection(fault.processes)) for fault in case.scenario.faults)
 
 

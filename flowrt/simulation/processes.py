@@ -11,12 +11,12 @@ import asyncio
 import math
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR
-from flowrt.process_backend import CONTROL_LIMITS, BackendOwner, ProcessSpec
+from flowrt.process_backend import CONTROL_LIMITS, BackendOwner, ProcessSpec, WorkerProcess
 from flowrt.processes.fork_server import WorkerMain, load_worker
 from flowrt.seams import Seams
 from flowrt.simulation.network_conditions import is_hit
@@ -140,6 +140,11 @@ class SimulatedBackend:
             self._waiting.pop(started, None)
         process.is_returned = True
         return process
+
+    def rename(self, process: WorkerProcess, name: str, workers: tuple[Identity, ...]) -> None:
+        assert isinstance(process, SimulatedWorkerProcess)
+        process.spec = replace(process.spec, name=name, workers=workers)
+        self._world.rename(process.process, name)
 
     def output_tail(self) -> tuple[str, ...]:
         return ()

@@ -120,6 +120,11 @@ class ServerChecks:
                     return f"{inside.name} does not use {name} in its latest incarnation {incarnation}"
         return None
 
+    def missing_standbys(self) -> list[str]:
+        """Standby processes that are not alive when all has settled, unless a process stays down (I8)."""
+        names = self._launcher.state.standby_names
+        return [] if self.down else [f"there is no {name}" for name in names if not self._is_alive(name)]
+
     def _look_for_undispatched(self, insides: Sequence[WorkerInternals], now: float) -> None:
         """Check that no part waits for a replica while one is available (I5)."""
         undispatched = {(inside.name, *part) for inside in insides if not self._is_faulty(inside.name) for part in inside.undispatched()}
@@ -135,7 +140,7 @@ class ServerChecks:
                 self._outages.down(name, self._world.loop.time())
 
     def _is_alive(self, name: str) -> bool:
-        process = self._world.processes.get(name)
+        process = self._world.processes.get(name)  # None: a standby process that was taken
         return process is not None and not self._launcher.state.has_ended(name) and self._world.is_alive(process)
 
 

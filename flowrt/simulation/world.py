@@ -31,6 +31,7 @@ class SimulatedProcess:
 
     def __init__(self, name: str, node: str, parent: str, exit: asyncio.Future[str]) -> None:
         self.name, self.node, self.parent = name, node, parent  # `parent`: the node that started it
+        self.former_name = ""  # of a standby process that has become another one
         self.exit = exit  # how it ended, set when the parent is notified
         self.clocks: list[SimulatedClock] = []  # one per worker, as are these
         self.computes: list[SimulatedCompute] = []
@@ -134,6 +135,13 @@ class World:
 
         task.add_done_callback(ended, context=self.context(node))
         return process
+
+    def rename(self, process: SimulatedProcess, name: str) -> None:
+        """A standby process becomes the process `name`."""
+        del self.processes[process.name]
+        process.former_name, process.name = process.name, name
+        self.processes[name] = process
+        self.num_faults["standby process used"] += 1
 
     def kill(self, process: SimulatedProcess, how: str = "was killed by SIGKILL") -> bool:
         """As kill -9: no code of it runs any more, its channels end, its parent is notified. Returns False if it had already ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -40,6 +40,11 @@ class LoadedOperators:
     clients: Mapping[str, ExpertClient]
     strict_blocks: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
+
+    def renamed(self, names: Mapping[str, str]) -> LoadedOperators:
+        """For the nodes `names[node]` of another process, whose operators are equal."""
+        functions = {names[node]: function for node, function in self.functions.items()}
+        return replace(self, functions=functions, clients={names[node]: client for node, client in self.clients.items()})
 
 
 class DataPath:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from flowrt.dataflow.payload import Payload
 from flowrt.errors import OperatorError, UserError, leaves
 from flowrt.exchange.dispatch import Dispatch
 from flowrt.graph.model import Graph, from_json
+from flowrt.graph.placement import weight_set
 from flowrt.graph.recovery import is_watched
 from flowrt.operators.model_config import ModelError
 from flowrt.operators.weight_memory import WeightMemory
@@ -100,7 +102,6 @@ class Worker:
 
     def __init__(self, start: Start, control: Channel, seams: Seams, on_sink: Callable[[Firing], None] | None) -> None:
         self.control = ControlLink(start.name, control, CONTROL_MESSAGES, self._on_control, self.stop)
-        self._start = start
         self._seams = seams
         self._graph: Graph = from_json(start.graph)
         self._device = torch.device(self._graph.devices.get(start.name, "cpu"))
@@ -108,22 +109,28 @@ class Worker:
         self._peers: asyncio.Future[Peers | None] = self._loop.create_future()  # None: stopped before they came
         self._stopped = asyncio.Event()
         self._fault: Exception | None = None
-        self._compute = self._new_compute()
+        self._compute = self._new_compute(start.name)
         self._emulated: EmulatedWorker | None = None
-        if self._graph.emulation is not None:
-            self._emulated = EmulatedWorker(self._graph, start.name, self._graph.emulation, self._compute, seams.new_timer())
-            self._compute = self._emulated.compute
+        self._taken: asyncio.Future[Start | None] = self._loop.create_future()  # the second Start of a standby process; None: stopped
+        self._begin_as(start)
         self._on_sink = on_sink
         self._data_path: DataPath | None = None  # once it has loaded
         self._membership: Membership | None = None  # once its links are up; until then these two are kept
         self._early_losses: list[tuple[Identity, str]] = []
         self._early_notices: list[PeerLeft | PeerJoined] = []
 
-    def _new_compute(self) -> Compute:
+    def _new_compute(self, name: str) -> Compute:
         """With one tag in flight, a loop of its own has nothing to do while its worker computes: this saves two switches to a thread."""
         if self._seams.own_loop and self._graph.tags_in_flight() == 1 and self._graph.emulation is None:
-            return ThreadCompute(self._start.name, LONE_INLINE_SECONDS)
-        return self._seams.new_compute(self._start.name)
+            return ThreadCompute(name, LONE_INLINE_SECONDS)
+        return self._seams.new_compute(name)
+
+    def _begin_as(self, start: Start) -> None:
+        """Be this worker of the graph, or a standby process for several."""
+        self._start = start
+        if self._graph.emulation is not None and not start.loads:
+            self._emulated = EmulatedWorker(self._graph, start.name, self._graph.emulation, self._compute, self._seams.new_timer())
+            self._compute = self._emulated.compute
 
     @property
     def incarnation(self) -> str:
@@ -144,14 +151,17 @@ class Worker:
 
     def stop(self) -> None:
         self._stopped.set()
-        if not self._peers.done():
-            self._peers.set_result(None)
+        for awaited in (self._peers, self._taken):
+            if not awaited.done():
+                awaited.set_result(None)
 
     async def run(self) -> None:
         data_path: DataPath | None = None
         try:
             imported_bytes = self._seams.resident_bytes()
-            operators = await self._compute.run("load", self._load, bound_seconds=3600.0)
+            operators = await self._load_operators(imported_bytes)
+            if operators is None:
+                return
             data_path = self._data_path = self._make_data_path(operators)
             async with asyncio.TaskGroup() as group:
                 addresses = await data_path.links.listen()
@@ -169,6 +179,23 @@ class Worker:
                 await data_path.links.aclose()
             if self._emulated is not None:
                 self._emulated.close()
+
+    async def _load_operators(self, imported_bytes: int) -> LoadedOperators | None:
+        """The operators of this worker. A standby process loads those of several, and waits until it is one; None: it was stopped."""
+        names = self._start.loads or (self._start.name,)
+        loaded = {name: await self._compute.run("load", partial(self._load, name), bound_seconds=3600.0) for name in names}
+        if self._seams.own_loop:
+            for descriptor in self._seams.weight_memory.values():
+                os.close(descriptor)
+        if not self._start.loads:
+            return loaded[self._start.name]
+        self.control.send(Listening({}, self._seams.resident_bytes(), imported_bytes))
+        start = await self._taken
+        if start is None:
+            return None
+        self._begin_as(start)
+        nodes, ours = (self._graph.nodes_of(name) for name in (start.loaded_as, start.name))
+        return loaded[start.loaded_as].renamed({node.name: our.name for node, our in zip(nodes, ours, strict=True)})
 
     def _make_data_path(self, operators: LoadedOperators) -> DataPath:
         return DataPath(
@@ -218,36 +245,37 @@ class Worker:
         self.control.send(Failed(text, user))
         await self.control.flush()
 
-    def _load(self) -> LoadedOperators:
-        """Build the node functions. Runs in the compute thread: reading weights takes seconds, and heartbeats continue meanwhile."""
+    def _load(self, name: str) -> LoadedOperators:
+        """Build the node functions of the worker `name`. Runs in the compute thread: reading weights takes seconds, and heartbeats continue
+        meanwhile."""
 
         def on_built(text: str, done: int, total: int) -> None:
             self._loop.call_soon_threadsafe(self.control.send, LoadProgress(text, done, total))
 
         model = self._graph.model
         files = fingerprints(Path(model.path)) if model is not None else {}
-        functions = check_process(self._graph, self._start.name)
-        memory = self._open_memory(files)
+        functions = check_process(self._graph, name)
+        memory = self._open_memory(name, files)
         computations = partial(checkpoint_computations, memory=memory)
-        functions.update(build_model_nodes(self._graph, self._start.name, self._device, on_built, self._seams.clock.now, computations))
+        functions.update(build_model_nodes(self._graph, name, self._device, on_built, self._seams.clock.now, computations))
         clients = {node: function.client for node, function in functions.items() if isinstance(function, Dispatch)}
         if strict_blocks := strict_blocks_text(self._graph):
-            log.info("%s: strict numerics: %s", self._start.name, strict_blocks)
+            log.info("%s: strict numerics: %s", name, strict_blocks)
         if model is not None and fingerprints(Path(model.path)) != files:
             raise UserError(f"{model.path}: a file changed while its weights were loaded; start again")
         if memory is not None:
             memory.seal()
         return LoadedOperators(functions, clients, strict_blocks, files)
 
-    def _open_memory(self, files: Mapping[str, str]) -> WeightMemory | None:
+    def _open_memory(self, name: str, files: Mapping[str, str]) -> WeightMemory | None:
         """The memory of the weights that this worker shares with others of its host; None where it shares none."""
-        model, fd = self._graph.model, self._seams.weight_memory
-        if model is None or fd < 0:
+        model, descriptor = self._graph.model, self._seams.weight_memory.get(weight_set(self._graph, name))
+        if model is None or descriptor is None:
             return None
         try:
-            return WeightMemory(fd, repr((sorted(files.items()), model.dtype, self._graph.numerics, torch.__version__)))
+            return WeightMemory(os.dup(descriptor), repr((sorted(files.items()), model.dtype, self._graph.numerics, torch.__version__)))
         except OSError as error:
-            log.warning("%s reads its own copy of the weights: %s", self._start.name, error)
+            log.warning("%s reads its own copy of the weights: %s", name, error)
             return None
 
     # --- messages -------------------------------------------------------------------------------------------------------------
@@ -262,6 +290,8 @@ class Worker:
     def _act(self, message: Message) -> None:
         control = from_message(message)
         match control:
+            case Start() if self._start.loads and not self._taken.done():
+                self._taken.set_result(control)
             case Peers() if not self._peers.done():
                 self._peers.set_result(control)
             case Stop():

@@ -53,7 +53,7 @@ async def test_send_that_waits_fails_when_the_worker_ends() -> None:
 async def test_a_full_queue_is_reported_and_loses_nothing_silently() -> None:
     ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity("gateway"), Identity("worker", "1"))
     overflows: list[None] = []
-    connection = ControlConnection("worker", "1", 1, ours, lambda: overflows.append(None))
+    connection = ControlConnection("worker", "1", 1, ours, lambda name, incarnation: overflows.append(None))
     for attempt in range(MAX_QUEUED + CONTROL_LIMITS.capacity_messages):
         connection.post(Cancel("0", attempt))
     await asyncio.sleep(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -46,14 +46,16 @@ def graph_of(restarts: int = 3, opens: str = "lazy", recovery: str = "fine") -> 
     return Graph.of(nodes, edges, reliability=reliability)
 
 
-def start_of(name: str, incarnation: str) -> Start:
+def start_of(name: str, incarnation: str, was_standby: bool = False) -> Start:
     return Start(name, incarnation, b"{}", b"key")
 
 
 class Driver:
     """A run state with a clock, which carries out no action."""
 
-    def __init__(self, graph: Graph | None = None, packed: dict[str, list[str]] | None = None) -> None:
+    def __init__(
+        self, graph: Graph | None = None, packed: dict[str, list[str]] | None = None, standby_loads: Mapping[str, str] = {}
+    ) -> None:
         self.numbers = iter(range(10**6))
         names = (CLIENT, SERVER, OTHER)
         self.state = RunState(
@@ -64,6 +66,7 @@ class Driver:
             start_of=start_of,
             response_seconds=60.0,
             stop_seconds=5.0,
+            standby_loads=standby_loads,
         )
         self.now = 100.0
 

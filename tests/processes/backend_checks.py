@@ -125,6 +125,19 @@ async def check_a_second_process_of_a_name(backend: ProcessBackend, owner: Owner
     await close(first, second)
 
 
+async def check_a_renamed_process(backend: ProcessBackend, owner: Owner) -> None:
+    former, renamed = await backend.start(spec("former")), await backend.start(spec("standby"))
+    former.kill()
+    await owner.wait_exit(former)
+    backend.rename(renamed, "former", (Identity("former", "2"),))
+    assert (renamed.spec.name, renamed.spec.workers) == ("former", (Identity("former", "2"),))
+    another = await backend.start(spec("standby"))
+    await renamed.controls[0].send(Message("leave"))
+    assert await owner.wait_exit(renamed) == "exited with status 0"
+    assert another not in owner.exited
+    await close(former, renamed, another)
+
+
 async def check_a_cancelled_start_reports_nothing(backend: ProcessBackend, owner: Owner) -> None:
     for turns in range(5):
         start = asyncio.ensure_future(backend.start(spec("cancelled")))
@@ -158,6 +171,7 @@ CHECKS = (
     check_a_failing_worker_ends_its_process,
     check_signals,
     check_a_second_process_of_a_name,
+    check_a_renamed_process,
     check_a_cancelled_start_reports_nothing,
     check_the_end_of_the_backend,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from simulation.planted_faults import FAULT_BUGS
 from simulation.planted_groups import GROUP_BUGS
+from simulation.planted_standby import STANDBY_BUGS
 from simulation.planting import Bug, body, bug
 
 MATCHING = "flowrt.dataflow.matching"
@@ -64,6 +65,7 @@ HANDSHAKE = "flowrt.transports.wire.handshake"
 BUGS: tuple[Bug, ...] = (
     *GROUP_BUGS,
     *FAULT_BUGS,
+    *STANDBY_BUGS,
     # tags and matching
     bug("micro-batches-mixed", "rows are matched without the micro-batch", (
         MATCHING, "MatchingTable.arrive", "key = (edge.target, tag)", "key = (edge.target, Tag(tag.source, tag.epoch, 0, tag.step, tag.layer))")),
@@ -243,7 +245,7 @@ BUGS: tuple[Bug, ...] = (
         HEARTBEATS, "OperationWatch.look", "computed - self._computed > STILL_SHARE * passed", "False")),
     # the launcher: starts, control connections, restarts, ends
     bug("start-unsent", "a worker never receives its start message", (
-        RUN_STATE, "RunState.on_forked", "table.act(Send(worker.name, self._start_of(worker.name, worker.incarnation)))", "pass")),
+        RUN_STATE, "RunState.on_forked", "table.act(Send(worker.name, self._start_of(worker.name, worker.incarnation, worker.was_standby)))", "pass")),
     bug("peers-unsent", "workers never receive the addresses of their peers", (
         RUN_STATE, "RunState._send_peers", "self._table.act(Send(worker.name, Peers(addresses, incarnations, restarting)))", "pass")),
     bug("addresses-of-first-incarnation", "a restarted process keeps the addresses of its first incarnation", (

@@ -1,7 +1,7 @@
-"""From the death of an expert server to its return: its weights from memory that the processes of the host share, beside from files.
+"""From the death of a process to its return: with a standby process, with weights that the processes of the host share, and from files.
 
-Two graphs that differ in `reliability.share_weights` alone run at once; in turns one server of each is killed. The files are in the page
-cache, since both graphs have read them.
+Three graphs that differ in `reliability.standby` and `share_weights` alone run at once; in turns one process of each is killed. The files
+are in the page cache, since all graphs have read them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from flowrt.bench.report.figures import Figure, Target
 from flowrt.bench.report.report import print_progress
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from flowrt.graph.recovery import survives
+from flowrt.graph.recovery import standby_names, survives
 from flowrt.launcher import events
 
-NAMES = "weights in shared memory", "weights from files"
+SETTINGS = {
+    "a standby process": ("standby=1", "share_weights=true"),
+    "weights in shared memory": ("standby=0", "share_weights=true"),
+    "weights from files": ("standby=0", "share_weights=false"),
+}
 BUDGET = "reliability.restarts=1000", "reliability.restart_window_seconds=0.05"  # each restart is the first of its window: without delay
 TARGET = Target(1.0)
 RETURN_SECONDS = 300.0
 
 
 class RestartSide:
-    """One of the graphs, and the server of it that is killed."""
+    """One of the graphs, and the process of it that is killed."""
 
     def __init__(self, graph: Graph, victim: str) -> None:
         self.running: RunningGraph = open_graph(graph, on_event=self._on_event)
@@ -40,21 +44,28 @@ class RestartSide:
         self._loaded: dict[str, float] = {}
         self._back = asyncio.Event()
         self._return_seconds = 0.0
+        self._standby = "".join(standby_names(graph))  # one at most
+        self._standby_ready = asyncio.Event()
 
     def _on_event(self, event: events.Event) -> None:
         match event:
-            case events.WorkerStarted(name, _):
-                self._began = time.perf_counter() if name == self._victim else self._began
+            case events.WorkerStarted(name, _) if name == self._victim:
+                self._began = time.perf_counter()
             case events.WorkerListening(name):
                 self._loaded[name] = time.perf_counter() - self._began
+                if name == self._standby:
+                    self._standby_ready.set()
             case events.WorkerRestarted(name, _, seconds) if name == self._victim:
                 self._return_seconds = seconds
                 self._back.set()
 
     async def restart(self) -> dict[str, float]:
-        """Kill the server. Returns the seconds until its next incarnation is connected, their part from the fork until its weights are
+        """Kill the process. Returns the seconds until its next incarnation is connected, their part from the fork until its weights are
         loaded, and the memory of all servers after a request."""
         self._back.clear()
+        if self._standby:
+            await self._standby_ready.wait()
+            self._standby_ready.clear()
         os.kill(self.running.pids[self._victim], signal.SIGKILL)
         async with asyncio.timeout(RETURN_SECONDS):
             await self._back.wait()
@@ -63,32 +74,32 @@ class RestartSide:
         return {"return": self._return_seconds, "load": self._loaded[self._victim], "memory": sum(map(resident_bytes, servers)) / 1e9}
 
 
-def read_graphs(graph_file: Path, model: Path | None, overrides: Sequence[str]) -> tuple[Graph, Graph]:
-    """(shared, from files). Raises UserError for a graph without expert servers that the run can lose."""
-    shared, files = (
-        read_graph(graph_file, [*BUDGET, *overrides, f"reliability.share_weights={value}"], model) for value in ("true", "false")
-    )
-    served_model(shared)
-    if "experts.0" not in shared.process_names() or not survives(shared, "experts.0"):
-        raise UserError(f"{graph_file}: the run cannot lose experts.0; use --set deploy.experts.servers=2 --set deploy.experts.replicas=2")
-    return shared, files
+def read_graphs(graph_file: Path, model: Path | None, overrides: Sequence[str], victim: str = "experts.0") -> list[Graph]:
+    """The graphs of SETTINGS. Raises UserError for a process that the run cannot lose."""
+    graphs = [read_graph(graph_file, [*BUDGET, *overrides, *(f"reliability.{key}" for key in keys)], model) for keys in SETTINGS.values()]
+    served_model(graphs[0])
+    if victim not in graphs[0].process_names() or not survives(graphs[0], victim):
+        raise UserError(f"{graph_file}: the run cannot lose {victim}; use --set deploy.experts.servers=2 --set deploy.experts.replicas=2")
+    return graphs
 
 
-async def measure(graphs: tuple[Graph, Graph]) -> AsyncIterator[Result]:
+async def measure(graphs: Sequence[Graph], victim: str = "experts.0") -> AsyncIterator[Result]:
+    names = list(SETTINGS)
+
     def figures(values: Sequence[Sequence[dict[str, float]]]) -> list[Figure]:
-        def paired(key: str, name: str, unit: str, target: Target | None = None) -> Figure:
-            ours, theirs = ([value[key] for value in side] for side in values)
-            return Figure.paired(name, unit, ours, NAMES[1], theirs, target)
+        def paired(key: str, name: str, unit: str, ours: int, target: Target | None = None) -> Figure:
+            mine, theirs = ([value[key] for value in values[side]] for side in (ours, ours + 1))
+            return Figure.paired(f"{name}, {names[ours]}", unit, mine, names[ours + 1], theirs, target)
 
         return [
-            paired("return", f"death of a server until it is back, {NAMES[0]}", "s", TARGET),
-            paired("load", "  of it: fork until its weights are loaded", "s"),
-            paired("memory", "memory of all expert servers", "GB"),
+            *(paired("return", f"death of {victim} until it is back", "s", side, TARGET) for side in (0, 1)),
+            *(paired("load", "  of it: start until its weights are loaded", "s", side) for side in (0, 1)),
+            paired("memory", "memory of all expert servers", "GB", 1),
         ]
 
-    print_progress("loading two graphs")
+    print_progress("loading three graphs")
     async with AsyncExitStack() as stack:
-        sides = [RestartSide(graph, "experts.0") for graph in graphs]
+        sides = [RestartSide(graph, victim) for graph in graphs]
         for side in sides:
             await stack.enter_async_context(side.running)
         yield Trial([side.restart for side in sides], figures)

@@ -18,6 +18,7 @@ from flowrt.bench.measure.benchmark import Result, Trial
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.bench.report.report import ReportSection
 from flowrt.errors import UserError
+from flowrt.processes.import_path import import_path
 
 START_TARGET = Target(5.0)  # seconds, of a graph of six processes
 _FIRST_TOKEN = re.compile(r"\[\d+\]")
@@ -54,7 +55,7 @@ async def measure_start(graph: Path, model: Path | None = None) -> dict[str, flo
         record = Path(folder) / "run.json"
         command = [sys.executable, "-m", "flowrt", "run", str(graph), "--max-tokens", "1", "--json", str(record)]
         command += ["--model", str(model)] if model is not None else []
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, "PYTHONPATH": import_path()}
         begun = time.perf_counter()
         child = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, env=environment)
         try:

@@ -1,0 +1,78 @@
+"""Standby processes: what each of them loads, and which one takes the place of a process that has died. Pure.
+
+A standby process is a worker that has loaded the operators of every process that it may stand in for, under a name of its own. It has no
+incarnation of theirs and no links. On a restart it gets the name and incarnation of the process that died, and goes on as a process that
+has just loaded: it listens, connects, works. Another standby process is started once all processes are up again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flowrt.actors.control import PeerLeft
+from flowrt.graph.model import MONITOR, Graph, Node
+from flowrt.graph.placement import weight_set
+from flowrt.graph.recovery import survivable_processes
+from flowrt.launcher.run_table import ProcessPhase, ProcessRecord, RunTable
+from flowrt.launcher.transport_choice import num_threads
+
+
+def standby_loads(graph: Graph, packed: Sequence[Sequence[str]], num_cores: int) -> dict[str, str]:
+    """The processes that a standby process can stand in for -> the process whose operators it loads for that: the first with equal ones.
+
+    These are the processes that the run can lose, with one worker and equal numbers of compute threads, on the CPU, whose experts are in
+    memory that processes share: a standby process needs no further copy of them.
+    """
+    if not graph.reliability.standby:
+        return {}
+    alone = [workers[0] for workers in packed if len(workers) == 1]
+    usable = [name for name in alone if name in survivable_processes(graph) and _can_be_loaded_twice(graph, name)]
+    threads = {name: num_threads(graph, [name], packed, num_cores) for name in usable}
+    first: dict[str, str] = {}
+    return {name: first.setdefault(_operators_of(graph, name), name) for name in usable if threads[name] == threads[usable[0]]}
+
+
+class Standbys:
+    """The standby processes of a run. `loads`: see `standby_loads`."""
+
+    def __init__(self, table: RunTable, names: Sequence[str], loads: Mapping[str, str]) -> None:
+        self._table, self._loads = table, loads
+        self.names = tuple(names) if loads else ()
+
+    def loads_of(self, name: str) -> list[str]:
+        """The processes whose operators the process `name` loads, if it is a standby process."""
+        return list(dict.fromkeys(self._loads.values())) if name in self.names else []
+
+    def take(self, process: ProcessRecord) -> str:
+        """The standby process that becomes the next incarnation of this one, and is no longer a process of its own; "": none is ready."""
+        if process.names[0] in self._loads:
+            for name in self.names:
+                standby = self._table.processes.get(name)
+                if standby is not None and standby.phase == ProcessPhase.UP and standby.is_open:
+                    (worker,) = standby.workers
+                    self._table.notify(worker, (MONITOR,), PeerLeft(name, worker.incarnation, "it has become another process"))
+                    self._table.remove(standby)
+                    return name
+        return ""
+
+    def missing(self) -> list[str]:
+        """Those that were taken and not replaced, once no other process is about to start: a start takes time from others."""
+        if any(each.phase != ProcessPhase.UP and not each.is_given_up for each in self._table.processes.values()):
+            return []
+        return [name for name in self.names if name not in self._table.processes]
+
+
+def _can_be_loaded_twice(graph: Graph, process: str) -> bool:
+    holds_experts = any(node.operator == "experts" for node in graph.nodes_of(process))
+    return graph.devices.get(process, "cpu") == "cpu" and (not holds_experts or bool(weight_set(graph, process)))
+
+
+def _operators_of(graph: Graph, process: str) -> str:
+    """Equal for two processes when the operators of one do as those of the other."""
+    return repr(([_operator_of(graph, node) for node in graph.nodes_of(process)], graph.limits_of(process)))
+
+
+def _operator_of(graph: Graph, node: Node) -> tuple[object, ...]:
+    """A dispatch node has a client of the servers' processes, which it knows by name."""
+    servers = [edge for edge in graph.edges_from(node.name) if edge.source_port.startswith("server")] if node.operator == "dispatch" else []
+    return node.operator, node.options, [(edge.source_port, graph.nodes[edge.target].process) for edge in servers]

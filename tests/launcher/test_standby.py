@@ -1,0 +1,148 @@
+"""Standby processes in the run state: when they start, which one takes the place of a dead process, and what it may stand in for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launcher.test_run_state import CLIENT, KILLED, OTHER, SERVER, Driver, graph_of
+
+from flowrt.actors.control import Listening
+from flowrt.api import read_graph
+from flowrt.errors import UserError
+from flowrt.launcher import events
+from flowrt.launcher.actions import Action, Announce, EndProcess, Send, StartProcess
+from flowrt.launcher.run_state import STANDBY_SECONDS
+from flowrt.launcher.standby import standby_loads
+from flowrt.launcher.transport_choice import pack
+from flowrt.transports.contract import Identity
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml"
+STANDBY = "standby.0"
+
+
+def started(number: int = 1, **settings: object) -> Driver:
+    """A running graph whose standby processes are forked and have not loaded."""
+    graph = graph_of()
+    graph = replace(graph, reliability=replace(graph.reliability, standby=number, **settings))  # type: ignore[arg-type]
+    driver = Driver(graph, standby_loads={SERVER: SERVER, OTHER: SERVER})
+    driver.connect()
+    driver.do(driver.state.on_connected, CLIENT)
+    driver.do(driver.state.on_connected, SERVER)
+    actions = driver.do(driver.state.on_connected, OTHER)
+    assert [action.process for action in actions if isinstance(action, StartProcess)] == [f"standby.{each}" for each in range(number)]
+    for each in range(number):
+        driver.do(driver.state.on_forked, f"standby.{each}", 8)
+    return driver
+
+
+def ready(number: int = 1, **settings: object) -> Driver:
+    driver = started(number, **settings)
+    for each in range(number):
+        driver.do(driver.state.on_listening, f"standby.{each}", Listening({}))
+    return driver
+
+
+def starts(actions: list[Action]) -> list[tuple[str, str]]:
+    return [(action.process, action.standby) for action in actions if isinstance(action, StartProcess)]
+
+
+def test_standby_process_becomes_the_next_incarnation() -> None:
+    driver = ready()
+    former = driver.state.incarnations[SERVER]
+    driver.die(SERVER)
+    actions = driver.pass_time(0.0)
+    (start,) = [action for action in actions if isinstance(action, StartProcess)]
+    assert start == StartProcess(SERVER, (Identity(SERVER, driver.state.incarnations[SERVER]),), STANDBY)
+    assert start.workers[0].incarnation != former
+    assert not driver.state.accepts_messages(STANDBY, "any")
+    (sent,) = [action for action in driver.do(driver.state.on_forked, SERVER, 8) if isinstance(action, Send)]
+    assert sent.worker == SERVER
+
+
+def test_another_one_starts_when_all_processes_are_up() -> None:
+    driver = ready()
+    driver.die(SERVER)
+    driver.die(OTHER)
+    assert starts(driver.pass_time(0.0)) == [(OTHER, STANDBY), (SERVER, "")]
+    for name in (SERVER, OTHER):
+        driver.do(driver.state.on_forked, name, 9)
+        driver.do(driver.state.on_listening, name, Listening({"zmq": name}))
+    assert starts(driver.do(driver.state.on_connected, SERVER)) == []
+    assert starts(driver.do(driver.state.on_connected, OTHER)) == [(STANDBY, "")]
+
+
+def test_standby_process_that_loads_is_not_used() -> None:
+    driver = started()
+    driver.die(SERVER)
+    assert starts(driver.pass_time(0.0)) == [(SERVER, "")]
+
+
+def test_dead_standby_process_is_restarted_within_its_own_budget() -> None:
+    driver = ready(restarts=1)
+    assert Announce(events.WorkerLost(STANDBY, KILLED)) in driver.die(STANDBY)
+    assert starts(driver.pass_time(0.0)) == [(STANDBY, "")]
+    driver.do(driver.state.on_forked, STANDBY, 9)
+    actions = driver.do(driver.state.on_listening, STANDBY, Listening({}))
+    assert [type(action.event) for action in actions if isinstance(action, Announce)] == [
+        events.WorkerListening,
+        events.WorkerRestarted,
+    ]
+    given_up = [each.event for each in driver.die(STANDBY) if isinstance(each, Announce) and isinstance(each.event, events.WorkerGivenUp)]
+    assert [event.name for event in given_up] == [STANDBY]
+    driver.die(SERVER)
+    assert starts(driver.pass_time(0.0)) == [(SERVER, "")]
+
+
+def test_restart_from_a_standby_process_costs_the_budget_of_the_process() -> None:
+    driver = ready(2, restarts=1)
+    for _ in range(2):
+        driver.die(SERVER)
+        driver.pass_time(0.0)
+    assert driver.state._table.processes[SERVER].is_given_up
+    assert driver.state._table.processes["standby.1"].names == ["standby.1"]
+
+
+def test_standby_process_that_does_not_respond_is_killed_soon() -> None:
+    driver = ready()
+    driver.die(SERVER)
+    driver.pass_time(0.0)
+    driver.do(driver.state.on_forked, SERVER, 8)
+    assert EndProcess(SERVER) not in driver.pass_time(STANDBY_SECONDS - 0.1)
+    assert EndProcess(SERVER) in driver.pass_time(0.2)
+
+
+def test_standby_process_is_used_while_there_is_no_fork_server() -> None:
+    driver = ready()
+    driver.do(driver.state.fork_server.on_lost, KILLED)
+    driver.die(SERVER)
+    assert (SERVER, STANDBY) in starts(driver.pass_time(0.0))
+
+
+def test_stop_ends_standby_processes_too() -> None:
+    driver = ready()
+    assert {action.worker for action in driver.do(driver.state.stop) if isinstance(action, Send)} == {CLIENT, SERVER, OTHER, STANDBY}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), {"attention.0": "attention.0", "attention.1": "attention.0", **{f"experts.{each}": f"experts.{each}" for each in range(3)}}),
+        (
+            ("deploy.experts.replicas=3",),
+            {"attention.0": "attention.0", "attention.1": "attention.0", **{f"experts.{each}": "experts.0" for each in range(3)}},
+        ),
+        (("reliability.share_weights=false",), {"attention.0": "attention.0", "attention.1": "attention.0"}),
+        (("reliability.recovery=off",), {}),
+        (("reliability.standby=0",), {}),
+    ],
+)
+def test_operators_are_loaded_once_for_processes_with_equal_ones(overrides: tuple[str, ...], expected: dict[str, str]) -> None:
+    graph = read_graph(QUICKSTART, ["reliability.standby=1", *overrides], None)
+    assert standby_loads(graph, pack(graph), 2) == expected
+
+
+def test_workers_that_share_processes_have_no_standby() -> None:
+    with pytest.raises(UserError, match=r"a standby process stands in for one worker; write `processes: many`"):
+        read_graph(QUICKSTART, ["reliability.standby=1", "deploy.processes=2"], None)
