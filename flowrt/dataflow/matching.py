@@ -42,9 +42,6 @@ class Arrival(msgspec.Struct, frozen=True):
 NO_STEP = -1  # of a tag that stands for a whole epoch
 FINISHED_TAGS = 1024  # finished gather rows to remember, so that a late message opens no new row
 
-PlanOf = Callable[[Any], tuple[int, ...] | int]
-PartOf = Callable[[Any], int | None]
-
 _WAITS = Arrival()
 _DROPPED = Arrival(dropped=True)
 
