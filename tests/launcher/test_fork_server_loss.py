@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from launcher.run_driver import CLIENT, KILLED, OTHER, SERVER, Driver, announced, end_of
+from launcher.run_driver import graph_of as small_graph
 from launcher.test_launcher import LOOPS, nothing_left, on_loop
 from launcher.test_restarts import Run, graph_of
-from launcher.test_run_state import CLIENT, KILLED, OTHER, SERVER, Driver, announced, end_of
-from launcher.test_run_state import graph_of as small_graph
 
 from flowrt.errors import WorkerDiedError
 from flowrt.graph.model import FORK_SERVER

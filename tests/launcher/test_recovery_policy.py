@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from launcher.test_run_state import KILLED, Driver, announced
+from launcher.run_driver import KILLED, Driver, announced
 
 from flowrt.actors.control import Listening, PeerLeft, Peers
 from flowrt.graph import recovery

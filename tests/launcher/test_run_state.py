@@ -1,14 +1,11 @@
-"""The run state: what follows from each event in each state, and properties that hold after any sequence of events."""
+"""The run state: what follows from each event in each state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from launcher.run_driver import CLIENT, KILLED, OTHER, SERVER, Driver, announced, end_of, graph_of, start_of
 
 from flowrt.actors.control import (
     DeathCause,
@@ -19,7 +16,6 @@ from flowrt.actors.control import (
     PeerJoined,
     PeerLeft,
     Peers,
-    Start,
     StatisticsRequest,
     Stop,
 )
@@ -29,89 +25,10 @@ from flowrt.launcher import events
 from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send, StartProcess
 from flowrt.launcher.link_loss import EXPLAINED_SECONDS
 from flowrt.launcher.root_cause import SETTLE_SECONDS
-from flowrt.launcher.run_state import LAST_MESSAGES_SECONDS, MONITOR_SECONDS, POLL_SECONDS, STATUS_SECONDS, RunState
+from flowrt.launcher.run_state import LAST_MESSAGES_SECONDS, MONITOR_SECONDS, POLL_SECONDS, STATUS_SECONDS
 from flowrt.launcher.run_table import FENCE_SECONDS, NEXT_STATES, REAP_SECONDS, ProcessRecord, WorkerRecord, WorkerState
 from flowrt.reliability.detector import ProcessState
 from flowrt.transports.contract import Identity
-
-CLIENT, SERVER, OTHER = "client", "server", "other"
-KILLED = "was killed by SIGKILL"
-
-
-def graph_of(restarts: int = 3, opens: str = "lazy", recovery: str = "fine") -> Graph:
-    """One worker whose death ends the run, and two servers that it sends requests to."""
-    nodes = [Node(CLIENT, "nothing", CLIENT), Node(SERVER, "experts", SERVER), Node(OTHER, "experts", OTHER)]
-    edges = [Edge(CLIENT, "y", server, "x", transport="zmq", open=opens) for server in (SERVER, OTHER)]  # type: ignore[arg-type]
-    reliability = ReliabilitySettings(detector=False, restarts=restarts, recovery=recovery)  # type: ignore[arg-type]
-    return Graph.of(nodes, edges, reliability=reliability)
-
-
-def start_of(name: str, incarnation: str, was_standby: bool = False) -> Start:
-    return Start(name, incarnation, b"{}", b"key")
-
-
-class Driver:
-    """A run state with a clock, which carries out no action."""
-
-    def __init__(
-        self, graph: Graph | None = None, packed: dict[str, list[str]] | None = None, standby_loads: Mapping[str, str] = {}
-    ) -> None:
-        self.numbers = iter(range(10**6))
-        names = (CLIENT, SERVER, OTHER)
-        self.state = RunState(
-            graph or graph_of(),
-            packed or {name: [name] for name in names},
-            [],
-            new_incarnation=lambda: str(next(self.numbers)),
-            start_of=start_of,
-            response_seconds=60.0,
-            stop_seconds=5.0,
-            standby_loads=standby_loads,
-        )
-        self.now = 100.0
-
-    def do(self, event: Callable[..., None], *arguments: object) -> list[Action]:
-        return self.state.handle(self.now, event, *arguments)
-
-    def pass_time(self, seconds: float) -> list[Action]:
-        """Run every timer that is due within `seconds`."""
-        end, actions = self.now + seconds, []
-        while (deadline := self.state.deadline) is not None and deadline <= end:
-            self.now = max(self.now, deadline)
-            actions += self.do(self.state.on_time)
-        self.now = end
-        return actions
-
-    def start_of(self, name: str) -> StartProcess:
-        """The start of the current incarnation of a process."""
-        return StartProcess(name, (Identity(name, self.state.incarnations[name]),))
-
-    def load(self) -> None:
-        self.do(self.state.start, self.now)
-        for name in (CLIENT, SERVER, OTHER):
-            self.do(self.state.on_forked, name, 7)
-
-    def connect(self) -> None:
-        self.load()
-        for name in (CLIENT, SERVER, OTHER):
-            self.do(self.state.on_listening, name, Listening({"zmq": name}))
-
-    def begin(self) -> None:
-        self.connect()
-        for name in (CLIENT, SERVER, OTHER):
-            self.do(self.state.on_connected, name)
-
-    def die(self, name: str) -> list[Action]:
-        return [*self.do(self.state.on_exited, name, KILLED), *self.do(self.state.on_connection_closed, name)]
-
-
-def announced(actions: Sequence[Action]) -> list[events.Event]:
-    return [action.event for action in actions if isinstance(action, Announce)]
-
-
-def end_of(actions: Sequence[Action]) -> str:
-    (end,) = [action for action in actions if isinstance(action, End)]
-    return str(end.error)
 
 
 def test_death_of_a_process_with_several_workers_names_all_of_them() -> None:
@@ -668,114 +585,3 @@ def test_run_ends_in_order_before_the_exits_are_reaped() -> None:
         driver.do(driver.state.on_stop_sent, name)
         actions += [*driver.do(driver.state.on_dying, name, ""), *driver.do(driver.state.on_connection_closed, name)]
     assert actions == [End()]
-
-
-class RunStateMachine(RuleBasedStateMachine):
-    """Any order of forks, messages, deaths, timers and Stop."""
-
-    @initialize(restarts=st.integers(0, 2), opens=st.sampled_from(["lazy", "start"]))
-    def begin(self, restarts: int, opens: str) -> None:
-        self.restarts = restarts
-        self.driver = Driver(graph_of(restarts, opens))
-        self.living: set[str] = set()  # forked, and not exited
-        self.forking: set[str] = set()
-        self.open: set[str] = set()
-        self.forks: dict[str, list[float]] = {}
-        self.ends: list[End] = []
-        self.stopping: set[str] = set()
-        self.incarnations = set(self.driver.state.incarnations.values())
-        self.carry_out(self.driver.do(self.driver.state.start, self.driver.now))
-
-    def carry_out(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            assert not self.ends, "no action follows the end"
-            if isinstance(action, StartProcess):
-                assert action.process not in self.living | self.forking, "two incarnations of a name"
-                self.forking.add(action.process)
-                self.forks.setdefault(action.process, []).append(self.driver.now)
-                if len(self.forks[action.process]) > 1:
-                    incarnation = self.driver.state.incarnations[action.process]
-                    assert incarnation not in self.incarnations
-                    self.incarnations.add(incarnation)
-            elif isinstance(action, Send) and isinstance(action.control, Stop):
-                self.stopping.add(action.worker)
-            elif isinstance(action, End):
-                self.ends.append(action)
-
-    @precondition(lambda self: self.forking)
-    @rule(data=st.data(), fails=st.integers(0, 4))
-    def fork(self, data: st.DataObject, fails: int) -> None:
-        name = data.draw(st.sampled_from(sorted(self.forking)))
-        self.forking.discard(name)
-        if fails == 0:
-            self.carry_out(self.driver.do(self.driver.state.on_fork_failed, name, WorkerDiedError(name, "could not be forked")))
-        else:
-            self.living.add(name)
-            self.open.add(name)
-            self.carry_out(self.driver.do(self.driver.state.on_forked, name, 7))
-
-    @precondition(lambda self: self.open)
-    @rule(data=st.data(), kind=st.sampled_from(["listening", "connected", "failed", "link lost", "stop sent", "marked dead"]))
-    def receive(self, data: st.DataObject, kind: str) -> None:
-        name, state = data.draw(st.sampled_from(sorted(self.open))), self.driver.state
-        match kind:
-            case "listening":
-                self.carry_out(self.driver.do(state.on_listening, name, Listening({})))
-            case "connected" if state.is_usable(name) or state.counts_messages(name):
-                self.carry_out(self.driver.do(state.on_connected, name))
-            case "failed":
-                self.carry_out(self.driver.do(state.on_failed, name, Failed("broken")))
-            case "link lost":
-                self.carry_out(self.driver.do(state.on_link_lost, name, LinkLost(SERVER, "it broke")))
-            case "stop sent" if name in self.stopping:
-                self.stopping.discard(name)
-                self.carry_out(self.driver.do(state.on_stop_sent, name))
-            case "marked dead":
-                report = DetectorReport(name, state.incarnations[name], ProcessState.DEAD, "no heartbeat")
-                self.carry_out(self.driver.do(state.on_detector_report, report))
-
-    @precondition(lambda self: self.living)
-    @rule(data=st.data(), is_announced=st.booleans())
-    def exit(self, data: st.DataObject, is_announced: bool) -> None:
-        name = data.draw(st.sampled_from(sorted(self.living)))
-        if is_announced:
-            self.carry_out(self.driver.do(self.driver.state.on_dying, name, ""))
-        self.living.discard(name)
-        self.carry_out(self.driver.do(self.driver.state.on_exited, name, KILLED))
-
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def close(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.open)))
-        self.open.discard(name)
-        self.stopping.discard(name)
-        self.carry_out(self.driver.do(self.driver.state.on_connection_closed, name))
-
-    @rule(seconds=st.sampled_from([0.0, 0.1, 0.5, 2.0, 20.0]))
-    def wait(self, seconds: float) -> None:
-        end = self.driver.now + seconds
-        while (deadline := self.driver.state.deadline) is not None and deadline <= end:
-            self.driver.now = max(self.driver.now, deadline)
-            self.carry_out(self.driver.do(self.driver.state.on_time))
-            self.open -= self.forking  # a fork closes the former connection first
-        self.driver.now = end
-
-    @rule()
-    def stop(self) -> None:
-        self.carry_out(self.driver.do(self.driver.state.stop))
-
-    @invariant()
-    def ends_with_a_reason_and_stays_in_budget(self) -> None:
-        for name, times in getattr(self, "forks", {}).items():
-            assert name != CLIENT or len(times) == 1, "this process cannot be restarted"
-            assert self.restarts > 0 or len(times) == 1
-            soon = [at for at in times[1:] if at > self.driver.now - 30.0]
-            assert len(soon) <= max(1, self.restarts) + 1, "more restarts than the budget allows, and one attempt after it was given up"
-        for end in getattr(self, "ends", []):
-            assert end.error is None or str(end.error)
-
-
-RunStateMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestAnySequence = RunStateMachine.TestCase

@@ -1,0 +1,94 @@
+"""A run state with a clock, for tests of its decisions. It carries out no action."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from flowrt.actors.control import (
+    Listening,
+    Start,
+)
+from flowrt.graph.model import Edge, Graph, Node, ReliabilitySettings
+from flowrt.launcher import events
+from flowrt.launcher.actions import Action, Announce, End, StartProcess
+from flowrt.launcher.run_state import RunState
+from flowrt.transports.contract import Identity
+
+CLIENT, SERVER, OTHER = "client", "server", "other"
+KILLED = "was killed by SIGKILL"
+
+
+def graph_of(restarts: int = 3, opens: str = "lazy", recovery: str = "fine") -> Graph:
+    """One worker whose death ends the run, and two servers that it sends requests to."""
+    nodes = [Node(CLIENT, "nothing", CLIENT), Node(SERVER, "experts", SERVER), Node(OTHER, "experts", OTHER)]
+    edges = [Edge(CLIENT, "y", server, "x", transport="zmq", open=opens) for server in (SERVER, OTHER)]  # type: ignore[arg-type]
+    reliability = ReliabilitySettings(detector=False, restarts=restarts, recovery=recovery)  # type: ignore[arg-type]
+    return Graph.of(nodes, edges, reliability=reliability)
+
+
+def start_of(name: str, incarnation: str, was_standby: bool = False) -> Start:
+    return Start(name, incarnation, b"{}", b"key")
+
+
+class Driver:
+    """A run state with a clock, which carries out no action."""
+
+    def __init__(
+        self, graph: Graph | None = None, packed: dict[str, list[str]] | None = None, standby_loads: Mapping[str, str] = {}
+    ) -> None:
+        self.numbers = iter(range(10**6))
+        names = (CLIENT, SERVER, OTHER)
+        self.state = RunState(
+            graph or graph_of(),
+            packed or {name: [name] for name in names},
+            [],
+            new_incarnation=lambda: str(next(self.numbers)),
+            start_of=start_of,
+            response_seconds=60.0,
+            stop_seconds=5.0,
+            standby_loads=standby_loads,
+        )
+        self.now = 100.0
+
+    def do(self, event: Callable[..., None], *arguments: object) -> list[Action]:
+        return self.state.handle(self.now, event, *arguments)
+
+    def pass_time(self, seconds: float) -> list[Action]:
+        """Run every timer that is due within `seconds`."""
+        end, actions = self.now + seconds, []
+        while (deadline := self.state.deadline) is not None and deadline <= end:
+            self.now = max(self.now, deadline)
+            actions += self.do(self.state.on_time)
+        self.now = end
+        return actions
+
+    def start_of(self, name: str) -> StartProcess:
+        """The start of the current incarnation of a process."""
+        return StartProcess(name, (Identity(name, self.state.incarnations[name]),))
+
+    def load(self) -> None:
+        self.do(self.state.start, self.now)
+        for name in (CLIENT, SERVER, OTHER):
+            self.do(self.state.on_forked, name, 7)
+
+    def connect(self) -> None:
+        self.load()
+        for name in (CLIENT, SERVER, OTHER):
+            self.do(self.state.on_listening, name, Listening({"zmq": name}))
+
+    def begin(self) -> None:
+        self.connect()
+        for name in (CLIENT, SERVER, OTHER):
+            self.do(self.state.on_connected, name)
+
+    def die(self, name: str) -> list[Action]:
+        return [*self.do(self.state.on_exited, name, KILLED), *self.do(self.state.on_connection_closed, name)]
+
+
+def announced(actions: Sequence[Action]) -> list[events.Event]:
+    return [action.event for action in actions if isinstance(action, Announce)]
+
+
+def end_of(actions: Sequence[Action]) -> str:
+    (end,) = [action for action in actions if isinstance(action, End)]
+    return str(end.error)
