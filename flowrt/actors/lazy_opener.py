@@ -10,7 +10,8 @@ incoming connections to their link. The steps of EaaS, section 4.4 (figure 7), c
     both mark ready                        the accepting end sends READY_KIND on the accepted call; then both ends are READY
 
 If both ends call at once, one channel results: the call of the end that comes first in the graph. That end refuses the other call by
-closing it unmarked.
+closing it unmarked. A call that breaks before the mark has come counts as open and broken, because the other end may have marked it; so
+does a call of the first end that is refused. Then both ends fall back, or both report the loss.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class OpenerState(Enum):
 class OpenerEvent(Enum):
     WANTED = "wanted"  # a message is to be sent
     ARRIVED = "arrived"  # the other end's call, proved and accepted
-    OPENED = "opened"  # our call was accepted and marked ready
+    OPENED = "opened"  # our call was accepted and marked ready, or broke after it was accepted
     REFUSED = "refused"  # it was accepted and closed again, unmarked
     FAILED = "failed"  # it was not accepted
     CLOSE = "close"
@@ -93,7 +94,6 @@ _COMMON: dict[tuple[OpenerState, OpenerEvent], Step] = {
 FIRST: dict[tuple[OpenerState, OpenerEvent], Step] = {
     **_COMMON,
     (OpenerState.CALLING, OpenerEvent.ARRIVED): (OpenerState.CALLING, (_A.DROP,)),
-    (OpenerState.CALLING, OpenerEvent.REFUSED): (OpenerState.LOST, (_A.FAIL,)),
 }
 SECOND: dict[tuple[OpenerState, OpenerEvent], Step] = {
     **_COMMON,
@@ -189,7 +189,7 @@ class LazyOpener:
         task.add_done_callback(self._beside.discard)
 
     async def _open(self) -> None:
-        event, reasons = OpenerEvent.FAILED, []
+        reasons = []
         for call in self._calls:
             try:
                 channel = await connect_with_retries(call)
@@ -197,21 +197,22 @@ class LazyOpener:
                 reasons.append(f"{self._scheme}: {error}" if call is self._calls[0] else str(error))
                 continue
             try:
-                marked = (await channel.recv()).kind == READY_KIND
-            except (EndOfChannel, BrokenChannelError):
-                marked = False
+                if (await channel.recv()).kind != READY_KIND:
+                    channel.abort(f"{self._peer.name} has not marked the call")
+            except EndOfChannel:
+                if self._table is SECOND:  # in favour of its own call, which comes
+                    await channel.aclose()
+                    self._step(OpenerEvent.REFUSED)
+                    return
+                channel.abort(f"{self._peer.name} has refused the call")
+            except BrokenChannelError:
+                pass  # the mark may have been on its way: then the other end has lost an open channel, and falls back
             except asyncio.CancelledError:
                 await channel.aclose()
                 raise
-            if marked:
-                if reasons:
-                    log.warning("the lazy channel to %s opens over %s (%s)", self._peer.name, channel.scheme, "; ".join(reasons))
-                self._step(OpenerEvent.OPENED, channel)
-                return
-            await channel.aclose()
-            event = OpenerEvent.REFUSED
-            reasons.append(f"{self._peer.name} has refused the call")
-            if self._table is SECOND:
-                break  # in favour of its own call, which comes
+            if reasons:
+                log.warning("the lazy channel to %s opens over %s (%s)", self._peer.name, channel.scheme, "; ".join(reasons))
+            self._step(OpenerEvent.OPENED, channel)
+            return
         self._reason = "; ".join(reasons)
-        self._step(event)
+        self._step(OpenerEvent.FAILED)

@@ -133,3 +133,38 @@ async def test_first_call_that_fails_goes_to_the_fallback_transport(monkeypatch:
         assert [message.tag.step for message in received[target] if message.tag] == list(range(20))
         assert unreachable.num_calls == 2
         assert {each[peer, SCHEMES[-2]].scheme for each, peer in ((links[source], target), (links[target], source))} == {SCHEMES[-1]}
+
+
+class LosesTheMark:
+    """A transport whose first call is accepted and marked, and whose connection breaks before the caller has received the mark."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.num_broken = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    async def connect(self, *arguments: Any) -> Channel:
+        channel: Channel = await self._transport.connect(*arguments)
+        if not self.num_broken:
+            self.num_broken += 1
+            assert (await channel.recv()).kind == lazy_opener.READY_KIND
+            channel.abort("the connection was reset")
+        return channel
+
+
+@pytest.mark.parametrize(("source", "target"), [("a", "b"), ("b", "a")])
+async def test_call_that_breaks_before_its_mark_falls_back_and_loses_nothing(source: str, target: str) -> None:
+    breaks = LosesTheMark(get_transport(SCHEMES[-2]))
+
+    def transport(scheme: str) -> Transport:
+        return cast("Transport", breaks) if scheme == SCHEMES[-2] else get_transport(scheme)
+
+    async with asyncio.timeout(60), workers(SCHEMES[-2], (SCHEMES[-1],), transport) as (links, received):
+        for number in range(20):
+            links[source][target, SCHEMES[-2]].post(numbered(number))
+        await until(lambda: len(received[target]) >= 20, "all messages arrive")
+        assert [message.tag.step for message in received[target] if message.tag] == list(range(20))
+        assert breaks.num_broken == 1
+        assert {each[peer, SCHEMES[-2]].scheme for each, peer in ((links[source], target), (links[target], source))} == {SCHEMES[-1]}
