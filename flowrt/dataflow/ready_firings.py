@@ -3,53 +3,63 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.outbound_edges import OutboundEdge
+from flowrt.dataflow.selection import SelectionPolicy
 from flowrt.transports.wire.message import Tag
 
 
 class ReadyFirings(dict[str, deque[Firing]]):
     """Ready firings by node, each in order of arrival; a node without any has no entry.
 
-    `reach`: by node, the edges that a firing may send on; it starts only when each has a credit. `batching`: nodes that take several tags
-    in one call. `is_short(node)`: whether a call is expected to be short. `is_alone(firing)`: whether it needs a call of its own.
+    `reach`: by node, the edges that a firing may send on; it starts only when each has a credit. `policies`: by node, which of its
+    firings run next. `is_short(node)`: whether a call is expected to be short. `now` returns seconds.
     """
 
     def __init__(
         self,
         reach: Mapping[str, Sequence[OutboundEdge]],
-        batching: Collection[str],
+        policies: Mapping[str, SelectionPolicy],
         is_short: Callable[[str], bool],
-        is_alone: Callable[[Firing], bool],
+        now: Callable[[], float],
     ) -> None:
         super().__init__()
-        self._reach, self._batching, self._is_short, self._is_alone = reach, batching, is_short, is_alone
+        self._reach, self._is_short, self._now = reach, is_short, now
+        self._policies = {node: policy for node, policy in policies.items() if not policy.takes_one}
+        self.wake_at: float | None = None  # when a policy that waits for more firings selects some, as of the last `take`
 
     def take(self, inline: bool = False) -> list[Firing] | None:
-        """The firings of the next call: the oldest ready node with as many tags as it may batch. `inline`: only short nodes of one tag."""
+        """The firings of the next call: those that the policy of the oldest ready node selects. `inline`: only short nodes of one tag."""
+        self.wake_at = None
         for node, firings in self.items():
-            num_free = len(firings)
-            if node in self._batching:
-                if inline:
-                    continue
-            elif inline and not self._is_short(node):
+            policy = self._policies.get(node)
+            if inline and (policy is not None or not self._is_short(node)):
                 continue
-            elif num_free > 1:
-                num_free = 1
-            if num_free > 1:
-                num_free = max(1, next((place for place, firing in enumerate(firings) if self._is_alone(firing)), num_free))
+            num_free = len(firings) if policy is not None else 1
             for outbound in self._reach[node]:
                 if outbound.free < num_free:
                     num_free = outbound.free
             if num_free < 1:
                 continue
+            if policy is None:
+                batch = [firings.popleft()]
+            else:
+                selected = policy.select(list(islice(firings, num_free)), self._now())
+                if isinstance(selected, float):
+                    self.wake_at = selected if self.wake_at is None else min(selected, self.wake_at)
+                    continue
+                batch = list(selected)
+                if len(batch) == len(firings):
+                    firings.clear()
+                else:
+                    taken = set(map(id, batch))
+                    firings = deque(firing for firing in firings if id(firing) not in taken)
             del self[node]
-            if num_free == len(firings):
-                return list(firings)
-            batch = [firings.popleft() for _ in range(num_free)]
-            self[node] = firings  # at the end: other nodes get their turn first
+            if firings:
+                self[node] = firings  # at the end: other nodes get their turn first
             return batch
         return None
 

@@ -29,6 +29,8 @@ from flowrt.dataflow.outbound_edges import OutboundEdges
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.ready_firings import ReadyFirings
 from flowrt.dataflow.schemas import MessageSchema
+from flowrt.dataflow.selection import policy_of
+from flowrt.dataflow.statistics import RunnerStatistics
 from flowrt.dataflow.subgraph import (
     FailedFiringsError,
     FusedSubgraph,
@@ -43,25 +45,12 @@ from flowrt.errors import OperatorError, as_line
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Clock, Compute
+from flowrt.timer import LoopTimer, Timer
 from flowrt.transports.wire.message import Message, Tag
 
 log = logging.getLogger("flowrt.worker")
 
 MAX_INLINE = 16  # short firings in a row before the loop gets a turn
-
-
-class RunnerStatistics(msgspec.Struct):
-    """Counters since the start.
-
-    `sent` is (messages, payload bytes) per edge that leaves the process. `inline_seconds` is the part of `compute_seconds` that ran on
-    the event loop.
-    """
-
-    num_firings: int = 0
-    num_dropped: int = 0
-    compute_seconds: float = 0.0
-    inline_seconds: float = 0.0
-    sent: dict[int, list[int]] = {}
 
 
 class Runner:
@@ -77,7 +66,7 @@ class Runner:
     called. In a user's graph the runner fences the call at its first error; the other workers that hold a part of it must `fence` it too.
 
     `accept` takes each message; one `settle` then runs the short firings without a turn of the loop. `schemas`, by edge: the required
-    form of messages from other OS processes. `on_alone`: see AloneFirings.
+    form of messages from other OS processes. `on_alone`: see AloneFirings. `new_timer`: for selection policies that wait.
     """
 
     def __init__(
@@ -98,14 +87,13 @@ class Runner:
         on_device: Collection[int] = (),
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
         on_alone: Callable[[Tag | None, int | None], None] = lambda tag, part: None,
+        new_timer: Callable[[], Timer] = LoopTimer,
     ) -> None:
         nodes = graph.nodes_of(process)
         self._sinks = {node.name for node in nodes if node.name not in functions}
         fused = frozenset(fuse(graph, process).fused) - self._sinks
         self._early = early
-        self._compute = compute
-        self._clock = clock
-        self._post = post
+        self._compute, self._clock, self._post = compute, clock, post
         self._on_sink = on_sink
         self._on_response = on_response
         self._on_failed = on_failed
@@ -121,8 +109,11 @@ class Runner:
         reach = {node.name: [self._outbound.edges[edge] for edge in self._subgraph.reachable(node.name)] for node in nodes}
         self._is_computing = False  # in the compute thread, which also uses the order of stateful nodes
         self._alone = AloneFirings(self._responses, on_alone)
-        self._ready = ReadyFirings(reach, {node.name for node in nodes if node.batches}, compute.is_short, self._alone.is_alone)
+        policies = {node.name: policy_of(node, graph.emulation, self._alone.is_alone) for node in nodes}
+        self._ready = ReadyFirings(reach, policies, compute.is_short, clock.now)
         self._sleeper: asyncio.Future[None] | None = None  # future that `run` awaits when no firing is ready
+        self._new_timer = new_timer
+        self._timer: Timer | None = None
         self._failure: Exception | None = None  # of a firing outside `run`, which raises it
         self.statistics = RunnerStatistics(sent=self._outbound.sent)
 
@@ -268,22 +259,26 @@ class Runner:
         def send_from_thread(outputs: list[RoutedOutput]) -> None:
             loop.call_soon_threadsafe(self._send_early, outputs)
 
-        while True:
-            if self._failure is not None:
-                raise self._failure
-            if num_inline >= MAX_INLINE:  # short firings never wait: without this, links might never get a turn
-                num_inline = 0
-                await asyncio.sleep(0)
-            batch = self._ready.take()  # after the sleep: this batch must fire before anything that arrives later
-            if batch is None:
-                num_inline = 0
-                await self._sleep()
-                continue
-            short = self._compute.is_short(batch[0].node)
-            num_inline = num_inline + 1 if short else 0
-            send_early = None if not self._early else self._send_early if short else send_from_thread
-            await self._run_batch(batch, short, send_early)
-            del batch  # a sleeping runner holds no tensor: it may alias transport memory, which is freed in order
+        try:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if num_inline >= MAX_INLINE:  # short firings never wait: without this, links might never get a turn
+                    num_inline = 0
+                    await asyncio.sleep(0)
+                batch = self._ready.take()  # after the sleep: this batch must fire before anything that arrives later
+                if batch is None:
+                    num_inline = 0
+                    await self._sleep(self._ready.wake_at)
+                    continue
+                short = self._compute.is_short(batch[0].node)
+                num_inline = num_inline + 1 if short else 0
+                send_early = None if not self._early else self._send_early if short else send_from_thread
+                await self._run_batch(batch, short, send_early)
+                del batch  # a sleeping runner holds no tensor: it may alias transport memory, which is freed in order
+        finally:
+            if self._timer is not None:
+                self._timer.close()
 
     async def _run_batch(self, batch: Sequence[Firing], short: bool, send_early: SendEarly | None) -> None:
         """Fire in one call. If that fails, fire each tag in its own, so that only tags with an error fail."""
@@ -310,8 +305,7 @@ class Runner:
             f"{node} at step {tag.step}, layer {tag.layer} of {tag.source} waits for {', '.join(empty)}"
             for node, tag, empty in self._table.waiting()
         ]
-        lines += [f"{edge} waits for credits" for edge in self._outbound.waiting()]
-        return lines
+        return lines + [f"{edge} waits for credits" for edge in self._outbound.waiting()]
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
@@ -386,11 +380,17 @@ class Runner:
         if sleeper is not None and not sleeper.done():
             sleeper.set_result(None)
 
-    async def _sleep(self) -> None:
-        """Wait for `_wake`. No wake-up is lost: its caller has changed what `run` reads, and `run` reads it before it sleeps."""
+    async def _sleep(self, wake_at: float | None) -> None:
+        """Wait for `_wake`, or until `wake_at`. No wake-up is lost: its caller has changed what `run` reads before it sleeps."""
         self._sleeper = asyncio.get_running_loop().create_future()
+        alarm = None
+        if wake_at is not None:
+            timer = self._timer = self._timer or self._new_timer()
+            alarm = timer.call_at(timer.now() + wake_at - self._clock.now(), self._wake)
         await self._sleeper
         self._sleeper = None
+        if alarm is not None:
+            alarm.cancel()
 
     def _match(self, edge: Edge, tag: Tag, payload: Payload) -> tuple[Firing, ...]:
         try:

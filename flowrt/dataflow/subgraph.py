@@ -86,7 +86,7 @@ class FusedSubgraph:
         self._urgent = _leading_to(self._crossing, [edge for edge in self._edges if edge.source in fused])
 
     def run(self, firings: Sequence[Firing], send_early: SendEarly | None = None) -> list[RoutedOutput]:
-        """Run `firings` (all of one node; several only if it `batches`) and the nodes fused behind them.
+        """Run `firings` (all of one node; several only if it has `batches`) and the nodes fused behind them.
 
         Nodes with outputs to other workers run first. Calls `send_early(outputs)` with the outputs collected so far when they include
         outputs to other workers and the firing continues.

@@ -3,8 +3,8 @@
 ExpertService is the function of an `experts` node. The products are in operators/experts.py; the runner routes each response to its
 client.
 
-The service keeps no state between calls (EaaS section 3.1) and waits for no client. It receives every request that arrived while
-it computed, from any client and of any layer, and batches those of one layer (section 3.3: "a sufficient number", not all).
+The service keeps no state between calls (EaaS section 3.1). Which waiting requests it receives together is the node's selection
+policy (flowrt/dataflow/selection.py): those of one layer, from any client (section 3.3: "a sufficient number", not all).
 """
 
 from __future__ import annotations

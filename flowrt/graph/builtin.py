@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from flowrt.graph.model import PortSpec
+from flowrt.graph.model import Batching, PortSpec
 
 SOURCE = "source"
 
@@ -32,7 +32,7 @@ class BuiltinOperator:
     gathers: tuple[tuple[str, str], ...] = ()
     options: tuple[str, ...] = ()
     stateful: bool = False
-    batches: bool = False
+    batches: Batching | None = None
     keeps: Keeps = Keeps.SEQUENCES
 
     def input_ports(self) -> dict[str, PortSpec]:
@@ -59,7 +59,7 @@ BUILTIN: dict[str, BuiltinOperator] = {
     # The experts of an MoE layer that every row passes through; the output is the residual that `combine` adds to.
     "shared": BuiltinOperator(("x", "residual"), ("y",)),
     "dispatch": BuiltinOperator(("x", "routing"), ("plan", "server*"), options=("servers",)),
-    "experts": BuiltinOperator(("rows",), ("results",), options=("experts",), batches=True, keeps=Keeps.NOTHING),
+    "experts": BuiltinOperator(("rows",), ("results",), options=("experts",), batches=Batching(), keeps=Keeps.NOTHING),
     "combine": BuiltinOperator(("residual", "plan", "parts"), ("y",), gathers=(("parts", "plan"),)),
     "head": BuiltinOperator(("x", "sampling"), ("tokens",)),
 }

@@ -38,7 +38,9 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
         _add_group(nodes, edges, f"attention.{group}", held, bool(deploy.experts.servers), facts)
     for server in range(deploy.experts.servers):
         name = f"experts.{server}"
-        nodes[name] = NodeSection(operator="experts", process=name, options={"experts": held_option(held[server])})
+        nodes[name] = NodeSection(
+            operator="experts", process=name, options={"experts": held_option(held[server])}, batches=deploy.experts.batches
+        )
     sections = {f"attention.{group}": deploy.attention for group in range(deploy.attention.groups)}
     by_process = sections | {f"experts.{server}": deploy.experts for server in range(deploy.experts.servers)}
     return file.model_copy(

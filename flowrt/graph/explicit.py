@@ -99,12 +99,12 @@ def _node(name: str, section: NodeSection, taken: dict[str, str], given: dict[st
         outputs=outputs,
         options=section.options,
         stateful=bool(section.stateful) if built is None else built.stateful,
-        batches=bool(section.batches) if built is None else built.batches,
+        batches=section.batches if built is None or section.batches is not None else built.batches,
     )
 
 
 def _check_builtin(built: BuiltinOperator, section: NodeSection, path: Path_, document: Document) -> None:
-    for key in ("inputs", "outputs", "stateful", "batches"):
+    for key in ("inputs", "outputs", "stateful", *(() if built.batches is not None else ("batches",))):
         if document.has((*path, key)):
             document.fail((*path, key), f"{section.operator!r} is built in and has its own; remove the key")
     for key in section.options:

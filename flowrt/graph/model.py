@@ -89,12 +89,27 @@ class PortSpec:
     count: str | None = None
 
 
+def _key(default: Any, description: str, **bounds: float) -> Any:
+    """A key of a graph file with its default, description and bounds, from which schema.py makes its validation."""
+    is_text = isinstance(default, str)  # one of a Literal's, which is never converted
+    return field(default=default, metadata={"description": description, **bounds, **({} if is_text else {"strict": True})})
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Which waiting tags a node takes in one call. Default: all that wait in the layer of the first."""
+
+    same_layer: bool = _key(True, "Only tags of one layer in a call.")
+    min_tags: int = _key(2, "So many tags are enough: they do not wait for more.", ge=1, le=4096)
+    max_wait_seconds: float = _key(0.0, "How long fewer tags wait for more while the process is free.", ge=0, le=3600)
+
+
 @dataclass(frozen=True)
 class Node:
     """An operator in a process. `operator` is a built-in name (without a colon) or "module:function" of the user.
 
     `options` are plain values for a built-in operator (for experts: {"experts": {layer: [ids]}}). A `stateful` node fires in step order
-    per micro-batch. A node that `batches` may receive several tags in one call.
+    per micro-batch. A node with `batches` may receive several tags in one call.
     """
 
     name: str
@@ -104,7 +119,7 @@ class Node:
     outputs: Mapping[str, PortSpec] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     stateful: bool = False
-    batches: bool = False
+    batches: Batching | None = None
 
 
 @dataclass(frozen=True)
@@ -165,12 +180,6 @@ class ModelPart:
 
     path: str
     dtype: str
-
-
-def _key(default: Any, description: str, **bounds: float) -> Any:
-    """A key of a graph file with its default, description and bounds, from which schema.py makes its validation."""
-    is_text = isinstance(default, str)  # one of a Literal's, which is never converted
-    return field(default=default, metadata={"description": description, **bounds, **({} if is_text else {"strict": True})})
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,18 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from flowrt.graph.model import FORK_SERVER, GATEWAY, INPUT, MONITOR, OUTPUT, ComputeCost, Emulation, GraphLimits, ReliabilitySettings
+from flowrt.graph.model import (
+    FORK_SERVER,
+    GATEWAY,
+    INPUT,
+    MONITOR,
+    OUTPUT,
+    Batching,
+    ComputeCost,
+    Emulation,
+    GraphLimits,
+    ReliabilitySettings,
+)
 from flowrt.graph.notation import (
     LINK_NUMBERS,
     LINK_PROFILES,
@@ -212,11 +223,22 @@ class AttentionSection(RoleSection):
     tensor_parallel: int = Field(default=1, ge=1, description="Above 1: not built yet.")
 
 
+for _shared in (GraphLimits, Batching, ComputeCost, Emulation, ReliabilitySettings):  # before the sections that have them
+    _shared.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[union-attr]
+
+
+def _batches(value: Any) -> Any:
+    return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+
 class ExpertsSection(RoleSection):
     """The expert servers."""
 
     servers: int = Field(default=0, ge=0, le=1024, description="0: the attention processes hold the experts.")
     replicas: int = Field(default=1, ge=1, le=1024, description="Servers that hold each expert.")
+    batches: Annotated[Batching | None, BeforeValidator(_batches)] = Field(
+        default=None, description="How requests of a layer are batched: min_tags, max_wait_seconds. Default: those that wait."
+    )
     placement: dict[str, Placement] | None = Field(
         default=None, description="Uneven placement: experts.0: '0-5', or by layer. Default: even, with the given replicas."
     )
@@ -291,7 +313,9 @@ class NodeSection(Section):
     outputs: dict[PortName, Tensors | None] | None = None
     options: dict[str, Any] = Field(default_factory=dict, description="For built-in operators.")
     stateful: bool | None = Field(default=None, description="Fires in the order of the steps.")
-    batches: bool | None = Field(default=None, description="May receive several tags in one call.")
+    batches: Annotated[Batching | None, BeforeValidator(_batches)] = Field(
+        default=None, description="May receive several tags in one call: true, or same_layer, min_tags and max_wait_seconds."
+    )
 
 
 class EdgeSection(LinkSection):
@@ -302,10 +326,6 @@ class EdgeSection(LinkSection):
     layers: Layers | None = Field(default=None, description="The layers that it carries, by the sender's tag.")
     tag: TagText | None = Field(default=None, description="How the tag changes: layer+1, step+1, layer=N.")
     response_to: str | None = Field(default=None, description="The name of the edge whose requests it carries the responses to.")
-
-
-for _shared in (LimitsSection, ComputeCost, Emulation, ReliabilitySettings):
-    _shared.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[union-attr]
 
 
 class GraphFile(Section):

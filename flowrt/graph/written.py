@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from flowrt.graph.builtin import BUILTIN
 from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
 from flowrt.graph.model import GATEWAY, Edge, Graph, Node, PortSpec, edge_name
@@ -62,7 +63,10 @@ def _node(node: Node) -> dict[str, Any]:
             written["inputs"] = {port.name: _input(port) for port in node.inputs.values()}
         if any(port.tensors for port in node.outputs.values()):
             written["outputs"] = {port.name: list(port.tensors) or None for port in node.outputs.values()}
-        written |= {key: True for key in ("stateful", "batches") if getattr(node, key)}
+        written |= {"stateful": True} if node.stateful else {}
+    built = BUILTIN.get(node.operator)
+    if node.batches is not None and (built is None or node.batches != built.batches):
+        written["batches"] = asdict(node.batches)
     return written | ({"options": node.options} if node.options else {})
 
 

@@ -89,6 +89,7 @@ class DataPath:
             on_response=(lambda edge, tag: failover.on_response(edge, tag)) if client is not None else None,
             on_device={edge.id for edge in graph.edges.values() if edge.transport in abilities and abilities[edge.transport].device_memory},
             schemas=edge_schemas(graph),
+            new_timer=seams.new_timer,
             on_alone=lambda tag, part: send(ComputesAlone(tag, part)),
         )
         self.peers = {plan.peer for plan in plans}

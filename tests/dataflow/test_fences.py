@@ -17,7 +17,7 @@ from flowrt.dataflow.payload import Payload, to_message
 from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.schemas import MessageSchema
 from flowrt.graph.fuse import fuse
-from flowrt.graph.model import Edge, PortSpec
+from flowrt.graph.model import Batching, Edge, PortSpec
 from flowrt.seams import RealClock
 from flowrt.transports.wire.message import Message, Tag
 
@@ -195,7 +195,7 @@ async def test_error_behind_an_early_output_sends_no_output_twice():
     """Tags of one batch: the first node has sent its outputs when a node fused behind it fails for one of them."""
     nodes = [
         node("in", "o", outputs=["x"]),
-        node("a", "p", ["x"], ["y"], batches=True),
+        node("a", "p", ["x"], ["y"], batches=Batching()),
         node("b", "p", ["x"], ["y"]),
         node("far", "q", ["x"], ["y"]),
         node("end", "o", ["x"]),

@@ -17,7 +17,7 @@ from flowrt.dataflow.runner import FailedHeader, Runner
 from flowrt.dataflow.subgraph import FusedSubgraph, RoutedOutput
 from flowrt.errors import OperatorError
 from flowrt.graph.fuse import fuse
-from flowrt.graph.model import Edge, Graph, ModelPart, Node, PortSpec
+from flowrt.graph.model import Batching, Edge, Graph, ModelPart, Node, PortSpec
 from flowrt.seams import RealClock
 from flowrt.transports.wire.message import Message, Tag
 
@@ -186,7 +186,7 @@ def service_graph():
             node(f"in{client}", f"client{client}", outputs=["x"]),
             node(f"end{client}", f"client{client}", ["y"]),
         ]
-    nodes.append(node("serve", "server", ["rows"], ["results"], batches=True))
+    nodes.append(node("serve", "server", ["rows"], ["results"], batches=Batching()))
     for client in "01":
         edges += [
             Edge(f"in{client}", "x", f"cut{client}", "x"),
@@ -300,12 +300,36 @@ def fails_for(*values):
 SERVICE = graph_of(
     [
         node("in", "p", outputs=["x"]),
-        node("b", "q", ["x"], ["y"], batches=True),
+        node("b", "q", ["x"], ["y"], batches=Batching()),
         node("end", "p", ["x"]),
     ],
     [Edge("in", "x", "b", "x", credits=4), Edge("b", "y", "end", "x", response_to="in.x -> b.x")],
     MODEL,
 )
+
+
+async def test_a_batch_waits_for_enough_tags_or_for_its_time():
+    sizes, served = [], asyncio.Event()
+
+    def serve(firings):
+        sizes.append(len(firings))
+        if sum(sizes) == 4:
+            served.set()
+        return [{"y": firing.inputs["x"]} for firing in firings]
+
+    nodes = [node("in", "p", outputs=["x"]), node("end", "p", ["x"])]
+    nodes.append(node("b", "p", ["x"], ["y"], batches=Batching(min_tags=3, max_wait_seconds=0.05)))
+    bench = Bench(graph_of(nodes, [Edge("in", "x", "b", "x"), Edge("b", "y", "end", "x")], MODEL), "p", {"b": serve})
+    task = asyncio.get_running_loop().create_task(bench.runner.run())
+    for step in range(4):
+        bench.runner.emit("in", tag(step), {"x": number(step)})
+        bench.runner.settle()  # leaves the node to `run`, which waits for the third
+        await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        await served.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert sizes == [3, 1]
 
 
 @pytest.mark.parametrize("settles", [False, True])

@@ -8,7 +8,7 @@ import pytest
 
 from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
-from flowrt.graph.model import GATEWAY, Edge, LayerSet, PortSpec, TagStep
+from flowrt.graph.model import GATEWAY, Batching, Edge, LayerSet, PortSpec, TagStep
 from flowrt.graph.written import to_yaml
 
 DESIGN = """flowrt: 1
@@ -64,7 +64,7 @@ edges:
 """
     graph = load(text)
     assert graph.nodes["join"].inputs["parts"] == PortSpec("parts", (), "gather", "count")
-    assert (graph.nodes["join"].stateful, graph.nodes["work"].batches) == (True, True)
+    assert (graph.nodes["join"].stateful, graph.nodes["work"].batches) == (True, Batching())
     assert graph.edges["join.next -> split.x"].tag == TagStep("next_layer")
     assert graph.edges["join.next -> split.x"].layers == LayerSet(frozenset({0, 1, 2, 3}))
     assert (graph.edges["split.y -> work.y"].credits, graph.edges["split.y -> work.y"].link) == (3, "roce-200g")

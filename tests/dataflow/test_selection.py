@@ -1,0 +1,67 @@
+"""Selection policies: which firings a call takes, and when it waits for more."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.selection import BoundedWait, OldestFirst, policy_of
+from flowrt.graph.model import Batching, Emulation, Node
+from flowrt.transports.wire.message import Tag
+
+
+def firings(*layers: int) -> list[Firing]:
+    return [Firing("n", Tag("s", step=step, layer=layer), {}) for step, layer in enumerate(layers)]
+
+
+def test_a_node_without_batches_takes_the_oldest_alone() -> None:
+    waiting = firings(3, 3, 4)
+    assert OldestFirst().select(waiting, 0.0) == waiting[:1]
+
+
+@pytest.mark.parametrize(
+    ("batching", "layers", "selected"),
+    [
+        (Batching(), (3, 4, 3, 3), [0, 2, 3]),
+        (Batching(same_layer=False), (3, 4, 3, 3), [0, 1, 2, 3]),
+        (Batching(), (3,), [0]),
+        (Batching(min_tags=2, max_wait_seconds=1.0), (3, 4, 4), [1, 2]),  # complete before the older one
+        (Batching(min_tags=1, max_wait_seconds=1.0), (3, 4, 4), [0]),
+    ],
+)
+def test_a_batch_has_one_layer_and_enough_tags(batching: Batching, layers: tuple[int, ...], selected: list[int]) -> None:
+    found = BoundedWait(batching).select(firings(*layers), 7.0)
+    assert not isinstance(found, float)
+    assert [firing.tag.step for firing in found] == selected
+
+
+def test_a_batch_waits_for_more_for_a_bounded_time() -> None:
+    policy = BoundedWait(Batching(min_tags=3, max_wait_seconds=2.0))
+    waiting = firings(3, 4)
+    assert policy.select(waiting[:1], 10.0) == 12.0
+    assert policy.select(waiting, 11.0) == 12.0  # the second layer's would wait until 13
+    assert policy.select(waiting, 12.0) == waiting[:1]
+    assert policy.select(waiting[1:], 12.5) == 13.0
+    assert policy.select(waiting[1:], 13.0) == waiting[1:]
+    assert policy.select(firings(4), 14.0) == 16.0  # a new batch begins to wait
+
+
+def test_the_wait_of_a_dropped_batch_is_forgotten() -> None:
+    policy = BoundedWait(Batching(min_tags=3, max_wait_seconds=2.0))
+    assert policy.select(firings(3), 10.0) == 12.0
+    assert policy.select(firings(4), 11.0) == 13.0
+    assert policy.select(firings(3), 12.5) == 14.5
+
+
+@pytest.mark.parametrize("wait", [0.0, 1.0])
+def test_a_firing_that_is_alone_is_a_batch_before_all_others(wait: float) -> None:
+    waiting = firings(3, 3, 3)
+    policy = BoundedWait(Batching(min_tags=3, max_wait_seconds=wait), lambda firing: firing.tag.step == 1)
+    assert policy.select(waiting, 0.0) == [waiting[1]]
+
+
+def test_emulated_hardware_waits_dilated() -> None:
+    node = Node("n", "m:f", "p", batches=Batching(min_tags=2, max_wait_seconds=1e-3))
+    policy = policy_of(node, Emulation(100.0))
+    assert policy.select(firings(0), 5.0) == pytest.approx(5.1)
+    assert isinstance(policy_of(Node("n", "m:f", "p")), OldestFirst)
