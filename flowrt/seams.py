@@ -18,7 +18,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from flowrt.errors import NotRunningError
 from flowrt.process_backend import OpenBackend
@@ -34,6 +35,7 @@ from flowrt.timer import Timer, new_timer
 from flowrt.transports.contract import Transport
 from flowrt.transports.registry import get_transport
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 KEY_BYTES = 32  # of a run's key
@@ -242,32 +244,28 @@ class LoopThread:
             self.close(at_once=True)
             raise
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine in the loop; return its result or raise its exception. KeyboardInterrupt in the caller cancels it.
+    def run(self, function: Callable[P, Coroutine[Any, Any, T]], *arguments: P.args, **keywords: P.kwargs) -> T:
+        """Await the function's coroutine in the loop; return its result or raise its exception. KeyboardInterrupt in the caller cancels it.
 
         Raises NotRunningError after `close`, and where it would wait for ever: in the loop's own thread, and in a forked process.
         """
-        future: concurrent.futures.Future[T] | None = None
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
         try:
             with self._lock:
                 is_over = self._is_closed or self._has_ended
                 if is_over or not self._thread.is_alive() or threading.current_thread() is self._thread:
                     elsewhere = "call it from the process that started it, and not from its own callbacks"
                     raise NotRunningError(f"the graph cannot be called: {'it was closed' if is_over else elsewhere}")
-                future = asyncio.run_coroutine_threadsafe(self._call(coroutine), self._loop)
                 self._futures.add(future)
+                self._loop.call_soon_threadsafe(self._begin, future, partial(function, *arguments, **keywords))
             return future.result()
         except concurrent.futures.CancelledError:
             raise NotRunningError("the graph was closed during the call") from None
-        except BaseException:  # KeyboardInterrupt comes at any line
-            if future is None:
-                coroutine.close()
-            else:
-                future.cancel()
+        except BaseException:  # KeyboardInterrupt comes at any line: the call may have begun
+            future.cancel()
             raise
         finally:
-            if future is not None:
-                self._futures.discard(future)
+            self._futures.discard(future)
 
     def close(self, at_once: bool = False) -> None:
         """Leave the context, or cancel it (`at_once`), and wait until the calls have returned and the thread has ended. Idempotent.
@@ -321,6 +319,29 @@ class LoopThread:
         finally:
             while self._calls:
                 await asyncio.wait([call for call in self._calls if call is not None])
+
+    def _begin(self, future: concurrent.futures.Future[T], function: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        """Start a call, unless its caller has been interrupted. In the loop's thread, so that no other one touches the coroutine."""
+        if future.cancelled():
+            return
+        task = self._loop.create_task(self._call(function()))
+
+        def on_result(task: asyncio.Task[T]) -> None:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # its caller was interrupted
+                if task.cancelled():
+                    future.cancel()
+                elif (error := task.exception()) is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(task.result())
+
+        def on_interrupt(future: concurrent.futures.Future[T]) -> None:
+            if future.cancelled():
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                    self._loop.call_soon_threadsafe(task.cancel)
+
+        task.add_done_callback(on_result)
+        future.add_done_callback(on_interrupt)
 
     async def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()

@@ -90,7 +90,7 @@ class BlockingGraph:
         llm.complete("What is 1 + 2?", max_tokens=8).text
         llm.complete(messages=[{"role": "user", "content": "What is 1 + 2?"}], temperature=0.7).text
         """
-        return self._thread.run(self._complete(prompt, params, messages, sampling))
+        return self._thread.run(self._complete, prompt, params, messages, sampling)
 
     def generate(self, prompts: Any, params: SamplingParams | None = None, **sampling: Unpack[SamplingKeywords]) -> list[Completion]:
         """Submit all prompts at once and return their completions in the same order.
@@ -102,7 +102,7 @@ class BlockingGraph:
                 print(completion.text)
         """
         checked = checked_params(params, sampling)
-        return self._thread.run(self._complete_all([(prompt, checked, messages, {}) for prompt, messages in checked_prompts(prompts)]))
+        return self._thread.run(self._complete_all, [(prompt, checked, messages, {}) for prompt, messages in checked_prompts(prompts)])
 
     def call(self, **tensors: Any) -> Any:
         """Send one tensor per input through a graph of your own. Returns the output tensor, or a dict of them when there are several.
@@ -112,7 +112,7 @@ class BlockingGraph:
             with flowrt.start("examples/two_actors/graph.yaml") as graph:
                 print(graph.call(x=torch.ones(2, 64)))
         """
-        return self._thread.run(self._call(tensors))
+        return self._thread.run(self._call, tensors)
 
     def health(self, stall_seconds: float = STALL_SECONDS) -> Health:
         """Whether work progresses, as RunningGraph.health. `stall_seconds`: time without progress after which open requests are a problem.
@@ -120,7 +120,7 @@ class BlockingGraph:
         if not llm.health().ok:
             print(llm.health().problems)
         """
-        return self._thread.run(self._health(stall_seconds))
+        return self._thread.run(self._health, stall_seconds)
 
     def statistics(self) -> dict[str, Statistics]:
         """The counters of each worker, by worker name. Raises NotRunningError, or the failure that ended the run.
@@ -128,7 +128,7 @@ class BlockingGraph:
         for name, counters in llm.statistics().items():
             print(name, counters)
         """
-        return self._thread.run(self._graph.statistics())
+        return self._thread.run(self._graph.statistics)
 
     def _close(self, at_once: bool = False) -> None:
         self._end.detach()

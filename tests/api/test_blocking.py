@@ -241,7 +241,7 @@ def test_the_loop_of_the_caller_stays_its_own() -> None:
     asyncio.set_event_loop(loop)
     try:
         thread = LoopThread("flowrt", nullcontext())
-        assert thread.run(loop_of_this_thread()) is not loop
+        assert thread.run(loop_of_this_thread) is not loop
         assert asyncio.get_event_loop() is loop
         thread.close()
     finally:
@@ -254,10 +254,39 @@ def test_a_call_from_the_graphs_own_thread_is_an_error_instead_of_a_deadlock() -
     thread = LoopThread("flowrt", nullcontext())
 
     async def call_from_the_loop() -> None:
-        thread.run(asyncio.sleep(0))
+        thread.run(asyncio.sleep, 0)
 
     with pytest.raises(flowrt.NotRunningError, match="not from its own callbacks"):
-        thread.run(call_from_the_loop())
+        thread.run(call_from_the_loop)
+    thread.close()
+    assert not loop_threads()
+
+
+def test_an_interrupt_while_the_call_begins_cancels_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop's thread may run the call before the caller's returns from handing it over."""
+    thread = LoopThread("flowrt", nullcontext())
+    begun, ended = threading.Event(), threading.Event()
+
+    async def call() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    hand_over = thread._loop.call_soon_threadsafe
+
+    def interrupted(*arguments: Any) -> None:
+        hand_over(*arguments)
+        assert begun.wait(60)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(thread._loop, "call_soon_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(call)
+    assert ended.wait(60)
+    assert thread.run(asyncio.sleep, 0, "next") == "next"
     thread.close()
     assert not loop_threads()
 
