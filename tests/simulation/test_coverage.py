@@ -38,6 +38,7 @@ EXCEPTIONS = {
     "flowrt/processes/fork_server_process.py": _SYSTEM,
     "flowrt/processes/adopted_processes.py": _SYSTEM,
     "flowrt/processes/frames.py": _SYSTEM,
+    "flowrt/processes/import_path.py": _SYSTEM,
     "flowrt/processes/leftover.py": _SYSTEM,
     "flowrt/processes/local_process.py": _SYSTEM,
     "flowrt/processes/output_tail.py": _SYSTEM,
