@@ -274,10 +274,10 @@ def test_an_interrupt_while_the_call_begins_cancels_it(monkeypatch: pytest.Monke
         finally:
             ended.set()
 
-    hand_over = thread._loop.call_soon_threadsafe
+    schedule = thread._loop.call_soon_threadsafe
 
     def interrupted(*arguments: Any) -> None:
-        hand_over(*arguments)
+        schedule(*arguments)
         assert begun.wait(60)
         monkeypatch.undo()
         raise KeyboardInterrupt
