@@ -13,6 +13,7 @@ from typing import Protocol
 from flowrt.dataflow.matching import Firing
 from flowrt.graph.model import Batching, Emulation, Node
 
+ROUNDING_SECONDS = 1e-6  # a timer that is set to the end of a wait may end this much before it, because its sums round differently
 IsAlone = Callable[[Firing], bool]
 
 
@@ -59,7 +60,7 @@ class BoundedWait:
             return next(iter(batches.values()))
         since = self._since = {layer: self._since.get(layer, now) for layer in batches}
         for layer, batch in batches.items():
-            if len(batch) >= batching.min_tags or now >= since[layer] + batching.max_wait_seconds:
+            if len(batch) >= batching.min_tags or now + ROUNDING_SECONDS >= since[layer] + batching.max_wait_seconds:
                 del since[layer]
                 return batch
         return min(since.values()) + batching.max_wait_seconds

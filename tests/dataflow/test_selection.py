@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from flowrt.dataflow.matching import Firing
@@ -65,3 +67,13 @@ def test_emulated_hardware_waits_dilated() -> None:
     policy = policy_of(node, Emulation(100.0))
     assert policy.select(firings(0), 5.0) == pytest.approx(5.1)
     assert isinstance(policy_of(Node("n", "m:f", "p")), OldestFirst)
+
+
+def test_a_wait_that_ends_a_rounding_error_early_is_over() -> None:
+    """Otherwise the next wait would end at the same moment, and so on for ever."""
+    policy = BoundedWait(Batching(min_tags=2, max_wait_seconds=0.002))
+    waiting = firings(3)
+    now = 1000.3
+    end = policy.select(waiting, now)
+    assert isinstance(end, float)
+    assert policy.select(waiting, math.nextafter(end, 0.0)) == waiting

@@ -80,7 +80,7 @@ BUGS: tuple[Bug, ...] = (
     bug("waits-for-ever", "a node that waits for more firings is not woken when its wait is over", (
         RUNNER, "Runner.run", "await self._sleep(self._ready.wake_at)", "await self._sleep(None)")),
     bug("selected-twice", "the firings of a batch stay in the queue beside those that were not selected", (
-        READY, "ReadyFirings.take", "firings = deque(firing for firing in firings if id(firing) not in taken)", "pass")),
+        READY, "ReadyFirings.take", "firings = deque((firing for firing in firings if id(firing) not in taken))", "pass")),
     # parts
     bug("parts-in-order-of-arrival", "responses are added in order of arrival to the rows of the parts in plan order", (
         PARTS, "Cover.complete", "for part in cover]", "for part in sorted(cover, key=list(self._arrived).index)]"), (

@@ -14,7 +14,7 @@ DATA_PATH = "flowrt.workers.data_path"
 MEMBERSHIP = "flowrt.workers.membership"
 CLIENT = "flowrt.exchange.expert_client"
 FAILOVER = "flowrt.exchange.failover"
-READY = "flowrt.dataflow.ready_firings"
+SELECTION = "flowrt.dataflow.selection"
 RESTARTS = "flowrt.launcher.restarts"
 
 FAULT_BUGS: tuple[Bug, ...] = (
@@ -53,7 +53,7 @@ FAULT_BUGS: tuple[Bug, ...] = (
     bug("part-alone-unreported", "a server does not report that it computes a suspect's part", (
         DATA_PATH, "DataPath.__init__", "on_alone=lambda tag, part: send(ComputesAlone(tag, part))", "on_alone=lambda tag, part: None")),
     bug("part-in-company", "a suspect's part is computed together with others", (
-        READY, "ReadyFirings.take", "self._is_alone(firing)", "False")),
+        SELECTION, "BoundedWait.select", "self._is_alone(firing)", "False")),
     bug("waiting-suspect-blamed", "a suspect whose part waits at a crashed server is blamed", (
         FAILOVER, "Failover.settle", " and (not self.client.computes_alone)", "")),
     bug("suspect-not-blamed", "a suspect whose part crashed a server alone is computed again", (
