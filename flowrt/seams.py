@@ -324,7 +324,7 @@ class LoopThread:
         """Start a call, unless its caller has been interrupted. In the loop's thread, so that no other one touches the coroutine."""
         if future.cancelled():
             return
-        task = self._loop.create_task(self._call(function()))
+        task = self._loop.create_task(self._call(function))
 
         def on_result(task: asyncio.Task[T]) -> None:
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # its caller was interrupted
@@ -343,11 +343,11 @@ class LoopThread:
         task.add_done_callback(on_result)
         future.add_done_callback(on_interrupt)
 
-    async def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def _call(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
         task = asyncio.current_task()
         self._calls.add(task)
         try:
-            return await coroutine
+            return await function()
         finally:
             self._calls.discard(task)
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+KV_LENGTHS = 3  # the place of kv_length_S in `to_tensors`
+
 
 @dataclass(frozen=True, eq=False)
 class StepLayout:

@@ -56,7 +56,7 @@ def modelled_seconds(graph: Graph) -> dict[str, float]:
     """
     if graph.emulation is None:
         return {}
-    found = {f"a row of {operator}": cost.shortest_seconds for operator, cost in graph.emulation.compute.items()}
+    found = {f"a row of {operator}": cost.shortest_seconds(operator) for operator, cost in graph.emulation.compute.items()}
     for edge in graph.edges.values():
         if edge.link is not None and graph.nodes[edge.source].process != graph.nodes[edge.target].process:
             profile = profile_of(edge.link).shared_by(graph.emulation.processes_per_nic)

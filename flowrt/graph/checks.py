@@ -43,6 +43,7 @@ def check(graph: Graph, facts: ModelFacts | None = None, schemes: Collection[str
     yield from _check_cycles(graph, flow)
     yield from _check_feeding(graph, flow)
     yield from _check_credits(graph)
+    yield from _check_batches(graph)
     yield from _check_model(graph, facts)
     yield from _check_emulation(graph)
 
@@ -268,6 +269,15 @@ def _check_credits(graph: Graph) -> Iterator[Problem]:
             yield Problem(path, f"{edge.credits} is too few: {tags} {what} keep {tags} messages in flight; write at least {tags}")
 
 
+def _check_batches(graph: Graph) -> Iterator[Problem]:
+    """A node must not wait for more tags than can be in flight: each batch would wait as long as it may."""
+    tags = graph.tags_in_flight()
+    for node in graph.nodes.values():
+        if node.batches is not None and node.batches.max_wait_seconds and node.batches.min_tags > tags:
+            text = f"{node.name} would wait for {node.batches.min_tags} tags, and at most {tags} can be in flight; write at most {tags}"
+            yield Problem(("nodes", node.name, "batches", "min_tags"), text)
+
+
 def _reachable(graph: Graph, start: str) -> set[str]:
     """The nodes to which a path leads from `start`."""
     found, waiting = {start}, [start]
@@ -361,7 +371,10 @@ def _check_emulation(graph: Graph) -> Iterator[Problem]:
         path = ("emulate", "compute", operator)
         if operator not in operators:
             yield Problem(path, f"no node of this graph has the operator {operator!r}; {nearest(operator, operators)}")
-        elif not cost.shortest_seconds:
+        for key, only in (("expert_seconds", "experts"), ("kv_token_seconds", "attention")):
+            if getattr(cost, key) and operator != only:
+                yield Problem((*path, key), f"only {only!r} is charged for this; remove the key")
+        if operator in operators and not cost.shortest_seconds(operator):
             yield Problem(path, "a row takes no time; give one of fixed_seconds, row_seconds, expert_seconds, kv_token_seconds above 0")
     crossing = [edge for edge in graph.edges.values() if graph.crosses(edge)]
     linked = [edge for edge in crossing if edge.link is not None]

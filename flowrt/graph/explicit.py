@@ -107,6 +107,8 @@ def _check_builtin(built: BuiltinOperator, section: NodeSection, path: Path_, do
     for key in ("inputs", "outputs", "stateful", *(() if built.batches is not None else ("batches",))):
         if document.has((*path, key)):
             document.fail((*path, key), f"{section.operator!r} is built in and has its own; remove the key")
+    if built.batches is not None and section.batches is None and document.has((*path, "batches")):
+        document.fail((*path, "batches"), f"{section.operator!r} fires in batches; remove the key, or write min_tags and max_wait_seconds")
     for key in section.options:
         if key not in built.options:
             hint = nearest(key, built.options) if built.options else "it takes none"

@@ -100,8 +100,8 @@ class Batching:
     """Which waiting tags a node takes in one call. Default: all that wait in the layer of the first."""
 
     same_layer: bool = _key(True, "Only tags of one layer in a call.")
-    min_tags: int = _key(2, "So many tags are enough: they do not wait for more.", ge=1, le=4096)
-    max_wait_seconds: float = _key(0.0, "How long fewer tags wait for more while the process is free.", ge=0, le=3600)
+    min_tags: int = _key(2, "A batch of this many tags does not wait for more.", ge=1, le=4096)
+    max_wait_seconds: float = _key(0.0, "The longest wait for min_tags, while the process is free.", ge=0, le=3600)
 
 
 @dataclass(frozen=True)
@@ -212,10 +212,9 @@ class ComputeCost:
         experts_and_kv = self.expert_seconds * num_experts + self.kv_token_seconds * num_kv_tokens
         return self.fixed_seconds + self.row_seconds * num_rows + experts_and_kv
 
-    @property
-    def shortest_seconds(self) -> float:
-        """The time of one row, which has one expert and one token of context."""
-        return self.seconds(1, 1, 1)
+    def shortest_seconds(self, operator: str) -> float:
+        """The time of one row: with one expert in `experts`, with one token of context in `attention`."""
+        return self.seconds(1, operator == "experts", operator == "attention")
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,7 @@ class ExpertsSection(RoleSection):
 
     servers: int = Field(default=0, ge=0, le=1024, description="0: the attention processes hold the experts.")
     replicas: int = Field(default=1, ge=1, le=1024, description="Servers that hold each expert.")
-    batches: Annotated[Batching | None, BeforeValidator(_batches)] = Field(
+    batches: Batching | None = Field(
         default=None, description="How requests of a layer are batched: min_tags, max_wait_seconds. Default: those that wait."
     )
     placement: dict[str, Placement] | None = Field(

@@ -20,10 +20,9 @@ from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.emulation import EmulatedCompute, EmulationStatistics
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import ComputeCost, Emulation, Graph
+from flowrt.operators.step_layout import KV_LENGTHS
 from flowrt.seams import Compute
 from flowrt.timer import Timer
-
-KV_LENGTHS = 3  # the place of the context lengths in the tensors of a layout (operators/step_layout.py)
 
 
 class EmulatedWorker:

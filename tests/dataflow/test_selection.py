@@ -52,7 +52,7 @@ def test_the_wait_of_a_dropped_batch_is_forgotten() -> None:
     policy = BoundedWait(Batching(min_tags=3, max_wait_seconds=2.0))
     assert policy.select(firings(3), 10.0) == 12.0
     assert policy.select(firings(4), 11.0) == 13.0
-    assert policy.select(firings(3), 12.5) == 14.5
+    assert policy.select([Firing("n", Tag("s", step=9, layer=3), {})], 12.5) == 14.5
 
 
 @pytest.mark.parametrize("wait", [0.0, 1.0])

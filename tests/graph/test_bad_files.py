@@ -209,6 +209,19 @@ BAD = {
         "emulate.compute.gate",
         ["a row takes no time"],
     ),
+    "modelled time that is never charged": (
+        MODEL + "emulate: {dilation: 2, compute: {gate: {row_seconds: 1, kv_token_seconds: 1}}}\n",
+        3,
+        "emulate.compute.gate.kv_token_seconds",
+        ["only 'attention' is charged for this"],
+    ),
+    "more tags than there are": (
+        MODEL + "deploy: {experts: {servers: 1, batches: {min_tags: 3, max_wait_seconds: 1e-3}}}\n",
+        3,
+        "deploy.experts",
+        ["would wait for 3 tags, and at most 1 can be in flight"],
+    ),
+    "batches of servers": (MODEL + "deploy: {experts: {servers: 1, batches: true}}\n", 3, "deploy.experts.batches", ["true"]),
     "modelled time of nothing": (
         USER + "emulate: {dilation: 2, compute: {experts: {fixed_seconds: 1}}}\n",
         9,

@@ -21,8 +21,11 @@ LINKED = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  experts: {servers: 2}\n  links
         ("{dilation: 1.5e3, processes_per_nic: 8}", Emulation(1500.0, processes_per_nic=8)),
         ("{dilation: 2, compute: {attention: {fixed_seconds: 250e-6}}}", Emulation(2.0, {"attention": ComputeCost(250e-6)})),
         (
-            "{dilation: 2, compute: {head: {row_seconds: 1}, experts: {fixed_seconds: 2, expert_seconds: 3, kv_token_seconds: 4}}}",
-            Emulation(2.0, {"head": ComputeCost(row_seconds=1.0), "experts": ComputeCost(2.0, 0.0, 3.0, 4.0)}),
+            "{dilation: 2, compute: {gate: {row_seconds: 1}, experts: {expert_seconds: 3}, attention: {kv_token_seconds: 4}}}",
+            Emulation(
+                2.0,
+                {"gate": ComputeCost(row_seconds=1.0), "experts": ComputeCost(0.0, 0.0, 3.0), "attention": ComputeCost(0.0, 0.0, 0.0, 4.0)},
+            ),
         ),
     ],
 )
