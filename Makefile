@@ -83,7 +83,7 @@ sanitize: $(STAMP) ## the C modules built with AddressSanitizer and UndefinedBeh
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
 		$(BIN)/pytest -p no:cacheprovider -o pythonpath="build/sanitized/lib tests" --timeout 0 $(SANITIZED_TESTS) $(ARGS)
 
-docs: $(STAMP) ## run every block of every page as it is written (the suite runs those of four pages)
+docs: $(STAMP) ## run every block of every page as it is written (the suite runs those of two pages)
 	@FLOWRT_ALL_PAGES=1 $(BIN)/python -m pytest tests/docs --timeout 0 $(ARGS)
 
 simulate: $(STAMP) ## small graphs under SEEDS=1000 seeds of virtual time, faults and all
