@@ -330,7 +330,7 @@ class ExpertClient:
         found = {}
         for number in missing():
             part = entry.parts[number]
-            if number >= entry.num_first or part.server == UNAVAILABLE or part.server in self.lost:
+            if number >= entry.num_first or number in entry.unsent or part.server == UNAVAILABLE or part.server in self.lost:
                 continue
             usual = self.hedging.late_after(part.server, len(part.rows_R))
             overdue = self.hedging.overdue_after(part.server, len(part.rows_R))

@@ -75,8 +75,8 @@ class Failover:
     def settle(self, process: str, cause: DeathCause | None) -> None:
         """Redo the pending parts of a lost server, now that the cause of its death is known, or (None) has not come in time.
 
-        A server that crashed or hung was computing a part of a suspect alone, and this part is the cause; or some other part is, but none
-        of a suspect.
+        If a server that crashed or hung had named the part that it computed alone, this part is the cause, and no other one. Otherwise the
+        part of a suspect may be the cause, too: it goes to a replica, and the loss counts.
         """
         if process not in self._unsettled:
             return
@@ -87,7 +87,7 @@ class Failover:
         for tag, part in list(self._missing_at(frozenset(self._servers[process]))):
             if (tag, part) == named or (may_recur and named is None and not self.client.computes_alone):
                 crashed.append(tag)
-            elif may_recur or redo(FaultKind.LOST_SERVER, self.client.record_loss(tag, part) - 1) is Redo.PART:
+            elif named is not None or redo(FaultKind.LOST_SERVER, self.client.record_loss(tag, part) - 1) is Redo.PART:
                 self._redispatch(tag, part)
             else:
                 lost.append(tag)

@@ -543,7 +543,7 @@ def test_suspect_whose_part_was_computed_alone_is_the_cause(fencing):
 
 
 @pytest.mark.parametrize(
-    "named", [{}, {"tag": Tag("other@1"), "part": 0}, {"tag": Tag("s@1"), "part": 99}, {"tag": Tag("s@1", layer=1), "part": 0}]
+    "named", [{"tag": Tag("other@1"), "part": 0}, {"tag": Tag("s@1"), "part": 99}, {"tag": Tag("s@1", layer=1), "part": 0}]
 )
 def test_suspect_whose_part_had_not_begun_is_not_the_cause(fencing, named):
     ((server, _),) = alone(fencing)
@@ -553,6 +553,23 @@ def test_suspect_whose_part_had_not_begun_is_not_the_cause(fencing, named):
     fencing.serve_all()
     assert not fencing.suspects
     fencing.check()
+
+
+def test_suspect_whose_parts_crash_servers_that_name_none_ends_at_the_second_loss_of_a_part(fencing):
+    alone(fencing)
+    for _ in range(len(SERVERS) + 1):  # each part once, and one of them again
+        assert not fencing.suspects
+        (server,) = (server for server, requests in fencing.requested.items() if requests)
+        fencing.die(server, may_recur=True)
+        fencing.join(server)
+    assert fencing.suspects == [(Tag("s@1"), FaultKind.LOST_SERVER)]
+
+
+def test_suspects_part_that_waits_its_turn_is_not_overdue():
+    client, clock = timed(0.1, 0.1, 0.1)
+    ((server, _),) = alone(client)
+    clock[0] = 3.0
+    assert set(client.failover.overdue()) == {f"experts.{server}"}
 
 
 def test_another_request_that_was_computed_alone_clears_all_parts(fencing):
