@@ -252,11 +252,6 @@ class Engine:
             sequence.is_suspect = True
         return decisions
 
-    def is_suspect_step(self, micro_batch: int, step: int) -> bool:
-        """Whether this step runs and belongs to a sequence whose latest step failed."""
-        running = self._steps[micro_batch]
-        return running is not None and running.number == step and any(sequence.is_suspect for sequence, _ in running.parts)
-
     def fail_all(self, error: str) -> list[Decision]:
         """Roll back, and end every request with this error."""
         decisions = self.roll_back()

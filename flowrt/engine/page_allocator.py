@@ -1,8 +1,7 @@
 """Tracks which KV pages are free and which sequences hold the others. It handles page numbers only; only the scheduler calls it.
 
 A page is free or held: by one holder, which may write to it, or by several, which only read it. It is free again when its last holder
-has freed it; free + held = total. Each re-use of a page increments its generation, which distinguishes a stale page number from a
-current one.
+has freed it; free + held = total.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ class PageAllocator:
         self._is_free = bytearray(b"\x01" * num_pages)
         self._num_free = num_pages
         self._holders: list[set[str]] = [set() for _ in range(num_pages)]
-        self._generation = [0] * num_pages
 
     @property
     def num_pages(self) -> int:
@@ -49,7 +47,6 @@ class PageAllocator:
                 page = self._beginning(num_pages - len(pages))
             self._is_free[page] = False
             self._holders[page].add(holder)
-            self._generation[page] += 1
             pages.append(page)
             page += 1
         self._num_free -= num_pages
@@ -84,10 +81,6 @@ class PageAllocator:
         if not 0 <= page < len(self._holders):
             raise ValueError(f"page {page} does not exist, there are {len(self._holders)}")
         return frozenset(self._holders[page])
-
-    def generation_of(self, page: int) -> int:
-        """The number of times that the page was allocated: 0 before its first use."""
-        return self._generation[page]
 
     def _beginning(self, num_pages: int) -> int:
         """The first page of a new holder: the middle of the longest free run, or its start if it is the first run or too short."""

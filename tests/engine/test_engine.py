@@ -438,7 +438,7 @@ def test_sequences_of_a_failed_step_run_alone_and_only_the_one_that_fails_again_
             alone = len(sequences(micro_batch)) == 1
             if alone:
                 assert len(group.running) == 1, "no other micro-batch runs a step meanwhile"
-                assert group.engine.is_suspect_step(micro_batch, group.running[micro_batch].step)
+                assert group.is_suspect(micro_batch)
             group.fail(micro_batch)
         else:
             group.finish(micro_batch)

@@ -113,10 +113,15 @@ class ToyGroup:
         self.check()
         return steps
 
+    def is_suspect(self, micro_batch: int) -> bool:
+        """Whether the running step of this micro-batch belongs to a suspect."""
+        running = self.engine._steps[micro_batch]
+        return running is not None and any(sequence.is_suspect for sequence, _ in running.parts)
+
     def check(self) -> None:
         """What must hold at every moment, over the batches running now."""
         names = [name for step in self.running.values() for name in step.batch.sequence_names]
-        if any(self.engine.is_suspect_step(micro_batch, step.step) for micro_batch, step in self.running.items()):
+        if any(map(self.is_suspect, self.running)):
             assert len(names) == 1, "a suspect runs alone"
         assert len(names) == len(set(names)) <= self.limits.max_num_seqs
         writers: dict[int, str] = {}
@@ -171,7 +176,7 @@ class ToyGroup:
 
     def fail(self, micro_batch: int) -> list[str]:
         """The micro-batch's step fails. Returns the requests that must end for it."""
-        step, suspects = self.running[micro_batch], self.engine.is_suspect_step(micro_batch, self.running[micro_batch].step)
+        step, suspects = self.running[micro_batch], self.is_suspect(micro_batch)
         self.running.clear()
         self.take(self.engine.fail_steps([(micro_batch, step.step)], "it failed"))
         return [name.split("/")[0] for name in step.batch.sequence_names] if suspects else []
