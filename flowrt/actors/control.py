@@ -212,7 +212,6 @@ class LinkLost(Control, frozen=True):
 class PeerLeft(Control, frozen=True):
     """To a worker: this incarnation of `process` has ended and must not be used. May come twice, before or after the link to it ends.
 
-    may_recur: it crashed or hung, as far as is known yet, and what it computed may be the reason.
     is_restarting: a recovery policy restarts it. While it does, the time in which its experts are unavailable does not count. A second
     message, without it, says that the process stays down.
     """
@@ -221,7 +220,6 @@ class PeerLeft(Control, frozen=True):
     incarnation: str
     why: str
     is_restarting: bool = False
-    may_recur: bool = False
 
 
 class DeathCause(Control, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowrt.actors.control import DeathCause
+from flowrt.actors.control import ComputesAlone, DeathCause
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, ReliabilitySettings
 from flowrt.launcher import events, run_table
@@ -52,10 +52,11 @@ class Restarts:
             return
         process.is_fenced = True
         how = "; ".join(each for each in (process.cause, process.how) if each) or "has ended"
+        # A crash ends all workers of the process, whichever of them computed the part.
+        alone = next((each.computes_alone for each in process.workers if each.computes_alone.tag is not None), ComputesAlone())
         for worker in process.workers:
             while_loading = self._table.phase == RunPhase.LOADING
             self._table.announce(events.WorkerLost(worker.name, how, while_loading, process.may_recur, process.is_restarting))
-            alone = worker.computes_alone
             cause = DeathCause(worker.name, worker.incarnation, how, process.may_recur, alone.tag, alone.part)
             self._table.notify(worker, self._table.neighbours.get(worker.name, ()), cause)
 

@@ -288,8 +288,8 @@ class RunState:
         if not process.is_open:
             if process.phase == ProcessPhase.REAPED:
                 self._restarts.on_dead(process)
-            elif process.phase == ProcessPhase.ENDED and process.how and table.can_lose(process):
-                self._restarts.fence(process.name)
+            elif process.phase == ProcessPhase.ENDED:
+                self._fence_explained(process)
         self._stop.await_no_longer(worker)
 
     def on_dying(self, process: str, how: str) -> None:
@@ -300,6 +300,8 @@ class RunState:
         self._table.note_dying(found, "its process has ended")
         if found.phase == ProcessPhase.DYING:
             found.phase = ProcessPhase.ENDED
+            if not found.is_open:
+                self._fence_explained(found)
             if not found.has_stop and not found.can_restart:
                 self._await_reap(process)
         self._stop.end_if_done()
@@ -356,6 +358,11 @@ class RunState:
         self._stop.on_sent(worker)
 
     # Inside.
+
+    def _fence_explained(self, process: ProcessRecord) -> None:
+        """Fence a process that has ended, and whose last messages were read, before the reap, if its exit status is known."""
+        if process.how and self._table.can_lose(process):
+            self._restarts.fence(process.name)
 
     def _on_up(self, process: ProcessRecord) -> None:
         """The process is at work, or as a standby process ready to be."""

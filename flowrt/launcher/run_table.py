@@ -311,7 +311,7 @@ class RunTable:
             why = process.cause or process.how or why
             for worker in process.workers:
                 if worker.advance(WorkerState.LEFT):
-                    left = PeerLeft(worker.name, worker.incarnation, why, process.is_restarting, process.may_recur)
+                    left = PeerLeft(worker.name, worker.incarnation, why, process.is_restarting)
                     self.notify(worker, (*self.neighbours.get(worker.name, ()), MONITOR), left)
         if process.can_restart:
             self.set_timer(TimerKind.NO_REAP, REAP_SECONDS, process.name)
