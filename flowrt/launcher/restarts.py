@@ -81,7 +81,7 @@ class Restarts:
             self._table.give_up(self._table.processes[name], f"it {why}")
 
     def on_no_status(self, name: str) -> None:
-        """The last messages, or the exit status, of a process have not come."""
+        """The process closed its control connection and no notice of its death followed, or it has ended and was not reaped."""
         process = self._table.processes[name]
         if process.phase == ProcessPhase.DYING:
             process.how = "closed its control connection unexpectedly"

@@ -41,9 +41,8 @@ from flowrt.launcher.standby import Standbys
 from flowrt.reliability.detector import ProcessState
 from flowrt.reliability.fault_table import FaultKind
 
-STATUS_SECONDS = 10.0  # the same for a process that the run cannot lose: its exit status is the reason that users see
+STATUS_SECONDS = 10.0  # LAST_MESSAGES_SECONDS of a process that the run cannot lose: its exit status is the reason that users see
 POLL_SECONDS = 0.5  # between two requests to the monitor
-STANDBY_SECONDS = 2.0  # for the first message of a standby process that becomes another one: it has loaded already
 MONITOR_SECONDS = 10.0  # time limit for the monitor's responses; generous, since a run loses little without its monitor
 
 
@@ -106,7 +105,7 @@ class RunState:
         """When `on_time` is due; None without a timer."""
         if self._table.phase == RunPhase.ENDED:
             return None
-        silences = [worker.last_message_seconds + self._patience(worker) for worker in self._awaited_workers()]
+        silences = [worker.last_message_seconds + self.response_seconds for worker in self._awaited_workers()]
         return min([*self._table.timers.values(), *silences], default=None)
 
     @property
@@ -179,11 +178,11 @@ class RunState:
         for _, kind, subject in sorted((at, *timer) for timer, at in table.timers.items() if at <= now):
             if table.timers.pop((kind, subject), None) is not None:  # an earlier one may have cancelled it
                 self._timer_events[kind](subject)
-        silent = [worker for worker in self._awaited_workers() if worker.last_message_seconds + self._patience(worker) <= now]
+        silent = [worker for worker in self._awaited_workers() if worker.last_message_seconds + self.response_seconds <= now]
         for worker in silent[:1]:
             worker.last_message_seconds = now
             doing = "connecting" if worker.state is WorkerState.LINKING else "loading"
-            reason = f"sent nothing for {self._patience(worker):g} s while {doing}"
+            reason = f"sent nothing for {self.response_seconds:g} s while {doing}"
             if table.phase >= RunPhase.RUNNING:
                 table.fence(worker.name, reason, FaultKind.STANDSTILL)
             elif not self._root_cause.has_reports:
@@ -215,7 +214,7 @@ class RunState:
     def on_message(self, worker: str) -> None:
         """A message of a worker for which `counts_messages` is true."""
         found = self._table.workers[worker]
-        found.last_message_seconds, found.silent_seconds, found.was_standby = self._table.now, 0.0, False
+        found.last_message_seconds, found.silent_seconds = self._table.now, 0.0
 
     def on_listening(self, worker: str, listening: Listening) -> None:
         table, found = self._table, self._table.workers[worker]
@@ -253,7 +252,6 @@ class RunState:
             table.announce(events.WorkerConnected(worker))
         if process.phase != ProcessPhase.STARTING or not all(each.state is WorkerState.CONNECTED for each in process.workers):
             return
-        process.phase = ProcessPhase.UP
         for each in process.workers:
             if each.name != MONITOR:
                 table.notify(each, (MONITOR,), self._joined(each))
@@ -326,10 +324,9 @@ class RunState:
 
     def on_overflow(self, worker: str, incarnation: str) -> None:
         """Messages for the incarnation fill the queue of its control connection. No message may be lost, so it is ended."""
-        found = self._table.workers[worker]
-        if found.incarnation == incarnation:
+        if self.is_current(worker, incarnation):
             reason = "does not read its control connection: is it stopped, or the machine overloaded?"
-            self._root_cause.end_worker(FailureKind.DIED, found, reason, FaultKind.STANDSTILL)
+            self._root_cause.end_worker(FailureKind.DIED, self._table.workers[worker], reason, FaultKind.STANDSTILL)
 
     def on_link_lost(self, worker: str, lost: LinkLost) -> None:
         self._link_loss.on_link_lost(worker, lost)
@@ -373,9 +370,6 @@ class RunState:
             for each in process.workers:
                 table.announce(events.WorkerRestarted(each.name, each.pid, table.now - process.died_seconds))
         process.died_seconds, process.is_restarting = None, False
-
-    def _patience(self, worker: WorkerRecord) -> float:
-        return STANDBY_SECONDS if worker.was_standby else self.response_seconds
 
     def _awaited_workers(self) -> list[WorkerRecord]:
         """Workers whose next message of the startup handshake is due."""

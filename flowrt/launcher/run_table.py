@@ -103,7 +103,7 @@ OF_PROCESS = (TimerKind.RESTART, TimerKind.KILL, TimerKind.NO_REAP, TimerKind.NO
 @dataclass
 class WorkerRecord:
     """One incarnation of a worker. `is_open`: its control connection. `silent_seconds`: counted by the polls of the monitor.
-    `was_standby`: it was a standby process, and has sent nothing since."""
+    `was_standby`: it was a standby process until it got its name."""
 
     name: str
     process: ProcessRecord

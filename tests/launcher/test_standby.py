@@ -13,7 +13,6 @@ from flowrt.api import read_graph
 from flowrt.errors import UserError
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, Announce, EndProcess, Send, StartProcess
-from flowrt.launcher.run_state import STANDBY_SECONDS
 from flowrt.launcher.standby import standby_loads
 from flowrt.launcher.transport_choice import pack
 from flowrt.transports.contract import Identity
@@ -104,13 +103,21 @@ def test_restart_from_a_standby_process_costs_the_budget_of_the_process() -> Non
     assert driver.state._table.processes["standby.1"].names == ["standby.1"]
 
 
-def test_standby_process_that_does_not_respond_is_killed_soon() -> None:
+def test_standby_process_that_got_a_name_has_the_time_of_any_that_starts() -> None:
     driver = ready()
     driver.die(SERVER)
     driver.pass_time(0.0)
     driver.do(driver.state.on_forked, SERVER, 8)
-    assert EndProcess(SERVER) not in driver.pass_time(STANDBY_SECONDS - 0.1)
+    assert EndProcess(SERVER) not in driver.pass_time(driver.state.response_seconds - 0.1)
     assert EndProcess(SERVER) in driver.pass_time(0.2)
+
+
+def test_overflow_of_a_standby_process_that_was_taken_has_no_effect() -> None:
+    driver = ready()
+    incarnation = driver.state.incarnations[STANDBY]
+    driver.die(SERVER)
+    driver.pass_time(0.0)
+    assert not driver.do(driver.state.on_overflow, STANDBY, incarnation)
 
 
 def test_standby_process_is_used_while_there_is_no_fork_server() -> None:
@@ -134,7 +141,6 @@ def test_stop_ends_standby_processes_too() -> None:
             {"attention.0": "attention.0", "attention.1": "attention.0", **{f"experts.{each}": "experts.0" for each in range(3)}},
         ),
         (("reliability.share_weights=false",), {"attention.0": "attention.0", "attention.1": "attention.0"}),
-        (("reliability.recovery=off",), {}),
         (("reliability.standby=0",), {}),
     ],
 )
