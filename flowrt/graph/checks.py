@@ -15,6 +15,7 @@ from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, ReliabilitySett
 from flowrt.graph.notation import link_numbers, nearest, specs_disagree
 from flowrt.graph.placement import Held, experts_map, held_experts
 from flowrt.graph.reach import Flow, Point, emits, follow
+from flowrt.graph.recovery import standby_candidates, standby_names, survivable_processes
 from flowrt.transports.wire.message import DTYPE_BYTES
 
 MIN_SUSPECT_SECONDS = 0.2  # two heartbeats
@@ -71,8 +72,23 @@ def _check_sections(graph: Graph) -> Iterator[Problem]:
     if settings.unavailable_expert == "degrade" and settings.recovery == "off":
         text = "degrade needs a run that continues when a server dies; write recovery: fine"
         yield Problem(("reliability", "unavailable_expert"), text)
-    if settings.standby and graph.processes != "many":
-        yield Problem(("reliability", "standby"), "a standby process stands in for one worker; write `processes: many`, or standby: 0")
+    if settings.standby:
+        yield from _check_standby(graph)
+
+
+def _check_standby(graph: Graph) -> Iterator[Problem]:
+    names = standby_names(graph)
+    for node in graph.nodes.values():
+        if node.process in names:
+            yield Problem(("nodes", node.name, "process"), f"{node.process!r} is a standby process; choose another name")
+    key = ("reliability", "standby")
+    if graph.processes != "many":
+        yield Problem(key, "a standby process stands in for one worker; write `processes: many`, or standby: 0")
+    elif not survivable_processes(graph):
+        yield Problem(key, "the run can lose no process, so a standby process has none to stand in for; write standby: 0")
+    elif not standby_candidates(graph):
+        text = "no process that the run can lose computes on the CPU and shares its weights, so a standby process has none to stand in for"
+        yield Problem(key, f"{text}; write standby: 0")
 
 
 def _check_strict(graph: Graph) -> Iterator[Problem]:

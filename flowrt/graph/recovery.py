@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from flowrt.graph.builtin import BUILTIN, SOURCE, Keeps
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph, Node
+from flowrt.graph.placement import weight_set
 
 STANDBY = "standby process"
 
@@ -99,6 +100,17 @@ def _is_whole_group(graph: Graph, process: str) -> bool:
 def survivable_processes(graph: Graph) -> frozenset[str]:
     """The workers whose death the run survives."""
     return frozenset(process for process in graph.process_names() if survives(graph, process))
+
+
+def standby_candidates(graph: Graph) -> frozenset[str]:
+    """The processes that a standby process may stand in for: those that the run can lose, on the CPU, whose experts are in memory that
+    processes share. A standby process needs no further copy of them."""
+    return frozenset(process for process in survivable_processes(graph) if _can_be_loaded_twice(graph, process))
+
+
+def _can_be_loaded_twice(graph: Graph, process: str) -> bool:
+    holds_experts = any(node.operator == "experts" for node in graph.nodes_of(process))
+    return graph.devices.get(process, "cpu") == "cpu" and (not holds_experts or bool(weight_set(graph, process)))
 
 
 def is_watched(graph: Graph) -> bool:

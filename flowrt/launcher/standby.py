@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from flowrt.actors.control import PeerLeft
 from flowrt.graph.model import MONITOR, Graph, Node
-from flowrt.graph.placement import weight_set
-from flowrt.graph.recovery import survivable_processes
+from flowrt.graph.recovery import standby_candidates
 from flowrt.launcher.run_table import ProcessPhase, ProcessRecord, RunTable
 from flowrt.launcher.transport_choice import num_threads
 
@@ -20,13 +19,12 @@ from flowrt.launcher.transport_choice import num_threads
 def standby_loads(graph: Graph, packed: Sequence[Sequence[str]], num_cores: int) -> dict[str, str]:
     """The processes that a standby process can stand in for -> the process whose operators it loads for that: the first with equal ones.
 
-    These are the processes that the run can lose, with one worker and equal numbers of compute threads, on the CPU, whose experts are in
-    memory that processes share: a standby process needs no further copy of them.
+    These are the candidates with one worker and equal numbers of compute threads.
     """
     if not graph.reliability.standby:
         return {}
-    alone = [workers[0] for workers in packed if len(workers) == 1]
-    usable = [name for name in alone if name in survivable_processes(graph) and _can_be_loaded_twice(graph, name)]
+    candidates = standby_candidates(graph)
+    usable = [workers[0] for workers in packed if len(workers) == 1 and workers[0] in candidates]
     threads = {name: num_threads(graph, [name], packed, num_cores) for name in usable}
     first: dict[str, str] = {}
     return {name: first.setdefault(_operators_of(graph, name), name) for name in usable if threads[name] == threads[usable[0]]}
@@ -60,11 +58,6 @@ class Standbys:
         if any(each.phase != ProcessPhase.UP and not each.is_given_up for each in self._table.processes.values()):
             return []
         return [name for name in self.names if name not in self._table.processes]
-
-
-def _can_be_loaded_twice(graph: Graph, process: str) -> bool:
-    holds_experts = any(node.operator == "experts" for node in graph.nodes_of(process))
-    return graph.devices.get(process, "cpu") == "cpu" and (not holds_experts or bool(weight_set(graph, process)))
 
 
 def _operators_of(graph: Graph, process: str) -> str:

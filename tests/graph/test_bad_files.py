@@ -550,6 +550,28 @@ def test_any_word_changed_ends_in_a_graph_or_in_one_line(form: str, place: int, 
     assert found is None or (str(found).isprintable() and ";" in found.text)
 
 
+def test_name_of_a_standby_process_is_refused(load) -> None:
+    text = USER.replace("process: left", "process: standby.0")
+    with pytest.raises(GraphError, match=r"nodes\.a\.process: 'standby\.0' is a standby process; choose another name"):
+        load(f"{text}reliability: {{standby: 1}}\n")
+    load(f"{text}reliability: {{standby: 0}}\n")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (("reliability.recovery=off",), "the run can lose no process"),
+        (("deploy.experts.servers=0", "deploy.experts.replicas=1", "deploy.attention.device=cuda"), "computes on the CPU"),
+        (("deploy.experts.servers=0", "deploy.experts.replicas=1", "reliability.share_weights=false"), "shares its weights"),
+    ],
+)
+def test_standby_process_without_any_to_stand_in_for_is_refused(load, overrides: tuple[str, ...], why: str) -> None:
+    text = deploy("groups: 1", "servers: 2, replicas: 2") + "reliability: {standby: 1}\n"
+    load(text)
+    with pytest.raises(GraphError, match=f"reliability.standby: .*{why}.*; write standby: 0"):
+        load(text, *overrides)
+
+
 @pytest.mark.parametrize("name", ["gateway", "fork server"])
 def test_names_of_our_own_processes_are_refused(load, name: str) -> None:
     text = f"flowrt: 1\nnodes:\n  a: {{operator: 'ops:a', process: {name}}}\n"
