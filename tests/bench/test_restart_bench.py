@@ -21,6 +21,11 @@ def test_graph_whose_servers_cannot_be_lost_is_refused() -> None:
         read_graphs(QUICKSTART, None, ["deploy.experts.servers=0", "deploy.experts.replicas=1"])
 
 
+def test_process_without_a_standby_process_is_refused() -> None:
+    with pytest.raises(UserError, match=r"no standby process can stand in for experts\.0: "):
+        read_graphs(QUICKSTART, None, [*SMALL, "deploy.attention.threads=1", "deploy.experts.threads=2"])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="kills processes and reads /proc")
 def test_processes_are_killed_in_turns() -> None:
     graphs = read_graphs(QUICKSTART, None, SMALL)

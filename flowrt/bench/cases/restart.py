@@ -23,6 +23,8 @@ from flowrt.errors import UserError
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import standby_names, survives
 from flowrt.launcher import events
+from flowrt.launcher.standby import standby_loads
+from flowrt.launcher.transport_choice import pack, usable_cores
 
 SETTINGS = {
     "a standby process": ("standby=1", "share_weights=true"),
@@ -63,11 +65,11 @@ class RestartSide:
         """Kill the process. Returns the seconds until its next incarnation is connected, their part from the fork until its weights are
         loaded, and the memory of all servers after a request."""
         self._back.clear()
-        if self._standby:
-            await self._standby_ready.wait()
-            self._standby_ready.clear()
-        os.kill(self.running.pids[self._victim], signal.SIGKILL)
         async with asyncio.timeout(RETURN_SECONDS):
+            if self._standby:
+                await self._standby_ready.wait()
+                self._standby_ready.clear()
+            os.kill(self.running.pids[self._victim], signal.SIGKILL)
             await self._back.wait()
         await self.running.complete([5, 6, 7, 8], max_tokens=4)
         servers = [pid for name, pid in self.running.pids.items() if name.startswith("experts")]
@@ -75,11 +77,14 @@ class RestartSide:
 
 
 def read_graphs(graph_file: Path, model: Path | None, overrides: Sequence[str], victim: str = "experts.0") -> list[Graph]:
-    """The graphs of SETTINGS. Raises UserError for a process that the run cannot lose."""
+    """The graphs of SETTINGS. Raises UserError for a process that the run cannot lose, or that a standby process cannot stand in for."""
     graphs = [read_graph(graph_file, [*BUDGET, *overrides, *(f"reliability.{key}" for key in keys)], model) for keys in SETTINGS.values()]
     served_model(graphs[0])
     if victim not in graphs[0].process_names() or not survives(graphs[0], victim):
         raise UserError(f"{graph_file}: the run cannot lose {victim}; use --set deploy.experts.servers=2 --set deploy.experts.replicas=2")
+    if victim not in standby_loads(graphs[0], pack(graphs[0]), usable_cores()):
+        why = "it computes on another device than the CPU, shares no weights, or has another number of compute threads"
+        raise UserError(f"{graph_file}: no standby process can stand in for {victim}: {why}")
     return graphs
 
 
