@@ -194,8 +194,12 @@ def figures_of(found: dict[tuple[str, str], list[LostTokens]], num_groups: int) 
 
 
 def _compared(name: str, ours: Sequence[float], peer: str, theirs: Sequence[float], target: Target | None) -> Figure:
-    """As `Figure.paired`; a kill that loses nothing may count less than zero."""
-    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    """As `Figure.paired`; a kill that loses nothing may count less than zero. A pair in which the peer lost nothing has no ratio."""
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True) if other > 0]
+    if num_left_out := len(ours) - len(ratios):
+        name += f" (ratio without {num_left_out} of {len(ours)} pairs, in which the peer lost none)"
+    if not ratios:
+        return Figure.alone(name, "tokens", ours)
     return Figure(name, "tokens", Spread.of(ours), peer, Spread.of(theirs), Spread.of(ratios), target)
 
 

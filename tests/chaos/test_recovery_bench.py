@@ -48,6 +48,16 @@ def test_figures_compare_policies_and_the_share_of_a_group() -> None:
     assert with_target[1].ratio.median == pytest.approx(0.88)
 
 
+@pytest.mark.parametrize(("num_without", "count"), [(2, 18), (20, None)])
+def test_pairs_in_which_the_peer_lost_nothing_are_left_out(num_without: int, count: int | None) -> None:
+    found = {(policy, role): [lost(60.0)] * 20 for role in ("expert server", "group") for policy in POLICIES}
+    found["restart_all", "expert server"] = [lost(0.0), lost(-3.0)] * (num_without // 2) + [lost(600.0)] * (20 - num_without)
+    (fine,) = [figure for figure in figures_of(found, num_groups=3) if figure.name.startswith("expert server killed, fine")]
+    assert f"without {num_without} of 20 pairs" in fine.name
+    assert (fine.ratio and fine.ratio.count) == count
+    assert (fine.ratio and fine.ratio.median) == (None if count is None else 0.1)
+
+
 SCRIPT = """
 import sys
 from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection
