@@ -26,6 +26,10 @@ Pairs = Annotated[int, Parameter(validator=Number(gte=1), help="Alternating pair
 JsonFile = Annotated[str | None, Parameter(help='Write figures and machine to this file as JSON; "-" for standard output.')]
 PlotFile = Annotated[str | None, Parameter(help="Draw the figures into this file (.svg, .png, .pdf).")]
 ModelOption = Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")]
+Virtual = Annotated[
+    bool, Parameter(negative=(), show_default=False, help="In virtual time, without processes: exact, and the same everywhere.")
+]
+Dilation = Annotated[float, Parameter(validator=Number(gte=1), help="Factor of all modelled times, between processes.")]
 _WITHOUT_COMPUTING = ("hop", "transports", "m2n")  # one thread of OpenMP is enough
 ModelDirectory = Annotated[Path, Parameter(help="A Hugging Face model directory.")]
 
@@ -212,6 +216,22 @@ def recovery(
     options = options or RecoveryOptions()
     prepared = read_graphs(graph, model, options)
     _run(f"recovery, {graph.name}", measure(prepared), pairs, json, asdict(options), plot_recovery, plot, model)
+
+
+@bench_app.command
+def overlap(
+    *,
+    virtual: Virtual = False,
+    dilation: Dilation = 100.0,
+    pairs: Pairs = 20,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Measure what a second and a third micro-batch gain on emulated hardware, beside the equations of the ping-pong pipeline."""
+    from flowrt.bench.cases.overlap import measure_overlap
+    from flowrt.bench.report.plots import plot_ratios
+
+    _run("overlap", measure_overlap(virtual, dilation), pairs, json, draw=plot_ratios, plot=plot)
 
 
 @bench_app.command

@@ -1,1 +1,1 @@
-"""planning: which deployment for which hardware and targets (cost model, strategy search). Pure. Still empty: a later version brings it."""
+"""planning: which deployment for which hardware and targets. Pure. So far the equations of the ping-pong pipeline."""

@@ -17,13 +17,13 @@ from flowrt.sampling_params import SamplingParams
 class TurnClock:
     """Seconds since it was made, the same during one turn of the event loop: the tokens of a step have one time."""
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now, self._start = now, now()
         self._seconds: float | None = None
 
     def now(self) -> float:
         if self._seconds is None:
-            self._seconds = time.perf_counter() - self._start
+            self._seconds = self._now() - self._start
             asyncio.get_running_loop().call_soon(self._end_turn)
         return self._seconds
 

@@ -108,7 +108,9 @@ def print_report(report: BenchmarkReport, console: Console) -> None:
         for each in section.printed:
             console.print(each, markup=False)
     notes = list(report.notes)
-    if any(figure.ratio is not None and figure.ratio.count < MIN_PAIRS for figure in report.figures):
+    if any(
+        figure.ratio is not None and figure.ratio.low < figure.ratio.high and figure.ratio.count < MIN_PAIRS for figure in report.figures
+    ):
         notes.append(f"fewer than {MIN_PAIRS} pairs: for trying out, not for claims")
     for note in notes:
         console.print(f"note: {note}", markup=False)

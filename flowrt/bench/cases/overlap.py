@@ -1,0 +1,73 @@
+"""The ping-pong pipeline: what a second and a third micro-batch gain, beside the equations (MegaScale-Infer section 4.1, Fig. 4).
+
+One group and one expert server compute for the same time per micro-batch. All micro-batches have one sequence each, so their size does
+not change with their number. No step waits for the last one to end, so a step takes L periods of the pipeline, and the equation, which
+fills and empties the pipeline in each step, exceeds it by up to (m - 1) T_f.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from flowrt.bench.cases.patterns import Comparison, Runs, Variant, measure
+from flowrt.bench.cases.small_model import TOP_K
+from flowrt.bench.measure.benchmark import Result
+from flowrt.bench.report.figures import Figure, Target
+from flowrt.planning.ping_pong import PingPong
+
+COMPUTE_SECONDS = 100e-6  # T_f
+EXCHANGE_SHARES = (0.1, 0.28, 0.38)  # T_c / T_f
+THIRD_TARGETS = {0.1: 1.08, 0.28: 1.22, 0.38: 1.30}
+SECOND_TARGET, DEVIATION_TARGET, EXPOSED_TARGET = 1.8, 0.05, 0.1
+NUM_LAYERS = 16
+MICRO_BATCHES = (1, 2, 3)
+
+
+def measure_overlap(virtual: bool, dilation: float) -> AsyncIterator[Result]:
+    return measure([_comparison(share) for share in EXCHANGE_SHARES], virtual, dilation)
+
+
+def _comparison(share: float) -> Comparison:
+    times = PingPong(COMPUTE_SECONDS, COMPUTE_SECONDS, share * COMPUTE_SECONDS)
+    variants = [_variant(times, micro_batches) for micro_batches in MICRO_BATCHES]
+    return Comparison(variants, lambda runs: _figures(times, share, runs), NUM_LAYERS)
+
+
+def _variant(times: PingPong, micro_batches: int) -> Variant:
+    link = {"latency_seconds": 1e-9, "message_seconds": times.exchange_seconds, "bandwidth_bytes_per_second": 1e15}
+    keys = {
+        "deploy": {
+            "attention": {"groups": 1, "micro_batches": micro_batches},
+            "experts": {"servers": 1},
+            "links": {"attention-experts": {"link": link}},
+        },
+        "emulate": {
+            "compute": {
+                "attention": {"row_seconds": times.attention_seconds},
+                "experts": {"row_seconds": times.experts_seconds / TOP_K},
+            },
+        },
+        "limits": {"max_num_seqs": micro_batches},
+    }
+    exchange = times.exchange_seconds / times.compute_seconds
+    return Variant(f"{micro_batches} micro-batches, exchange {exchange:g} of computing", keys, micro_batches)
+
+
+def _figures(times: PingPong, share: float, runs: Runs) -> Sequence[Figure]:
+    speeds = [[run.tokens_per_second for run in each] for each in runs]
+    label = f"exchange {share:g}"
+    figures = [
+        Figure.paired(
+            f"{label}: 2 micro-batches", "tokens/s", speeds[1], "1", speeds[0], Target(SECOND_TARGET, at_most=False), share=share
+        ),
+        Figure.paired(
+            f"{label}: 3 micro-batches", "tokens/s", speeds[2], "2", speeds[1], Target(THIRD_TARGETS[share], at_most=False), share=share
+        ),
+    ]
+    for micro_batches, each in zip(MICRO_BATCHES, runs, strict=True):
+        expected = times.step_seconds(micro_batches, NUM_LAYERS)
+        away = [abs(run.mean_step_seconds / expected - 1) for run in each]
+        figures.append(Figure.alone(f"{label}: {micro_batches} off the equation", "", away, Target(DEVIATION_TARGET), share=share))
+    exposed = [(1 - run.busy_share("experts")) * run.mean_step_seconds / NUM_LAYERS / times.exchange_seconds for run in runs[-1]]
+    figures.append(Figure.alone(f"{label}: exposed exchange of 3", "of T_c", exposed, Target(EXPOSED_TARGET), share=share))
+    return figures

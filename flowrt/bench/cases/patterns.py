@@ -1,0 +1,101 @@
+"""Measures variants of an emulated graph against each other: between processes in alternating pairs, or in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from flowrt.api import open_graph, read_graph
+from flowrt.bench.cases.small_model import write_small_model
+from flowrt.bench.measure.benchmark import Result, Trial
+from flowrt.bench.measure.modelled import ModelledRun, modelled_run, simulated_run
+from flowrt.bench.report.figures import Figure, Spread
+from flowrt.bench.report.report import print_progress
+from flowrt.emulation import emulation_report
+from flowrt.graph.model import Graph
+
+VIRTUAL_DILATION = 100.0  # anything: waiting takes no time there
+Runs = Sequence[Sequence[ModelledRun]]  # by variant, then by pair
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One graph, as the keys of a graph file without its model, and the batch that it decodes. All variants of a comparison have one
+    model of `num_layers` and `num_experts`."""
+
+    name: str
+    keys: Mapping[str, Any]
+    batch: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Variants that are measured together, and the figures that their runs give."""
+
+    variants: Sequence[Variant]
+    figures: Callable[[Runs], Sequence[Figure]]
+    num_layers: int = 8
+    num_experts: int = 8
+    new_tokens: int = 8
+
+
+def measure(comparisons: Sequence[Comparison], virtual: bool, dilation: float) -> AsyncIterator[Result]:
+    """The figures of all comparisons. `dilation`: between processes; in virtual time it changes nothing."""
+    if virtual:  # now: a simulation has an event loop of its own
+        return _given([figure for each in comparisons for figure in _simulated(each)])
+    return _measured(comparisons, dilation)
+
+
+async def _given(figures: Sequence[Figure]) -> AsyncIterator[Result]:
+    for figure in figures:
+        yield figure
+
+
+def _simulated(comparison: Comparison) -> Sequence[Figure]:
+    runs = []
+    with _graphs_of(comparison, VIRTUAL_DILATION) as graphs:
+        for variant, graph in zip(comparison.variants, graphs, strict=True):
+            print_progress(f"{variant.name}, in virtual time")
+            runs.append([simulated_run(graph, variant.batch, comparison.new_tokens)])
+    return [exact(figure) for figure in comparison.figures(runs)]
+
+
+async def _measured(comparisons: Sequence[Comparison], dilation: float) -> AsyncIterator[Result]:
+    for comparison in comparisons:
+        async with AsyncExitStack() as stack:
+            graphs = stack.enter_context(_graphs_of(comparison, dilation))
+            print_progress(f"loading {len(graphs)} graphs")
+            running = [await stack.enter_async_context(open_graph(graph)) for graph in graphs]
+            sides = [
+                partial(modelled_run, each, variant.batch, comparison.new_tokens)
+                for each, variant in zip(running, comparison.variants, strict=True)
+            ]
+            yield Trial(sides, comparison.figures)
+            for variant, each in zip(comparison.variants, running, strict=True):
+                found = [counters.emulation for counters in (await each.statistics()).values() if counters.emulation is not None]
+                report = emulation_report(dilation, found)
+                if report.void:
+                    yield f"{variant.name}: {'; '.join(report.sentences)}"
+
+
+@contextmanager
+def _graphs_of(comparison: Comparison, dilation: float) -> Iterator[list[Graph]]:
+    """The graphs of the variants, with their model in a folder that exists meanwhile."""
+    with TemporaryDirectory(prefix="flowrt-bench-") as folder:
+        model = write_small_model(Path(folder), comparison.num_layers, comparison.num_experts)
+        keys = {"flowrt": 1, "model": {"path": str(model)}}
+        yield [read_graph({**keys, **each.keys}, [f"emulate.dilation={dilation}"]) for each in comparison.variants]
+
+
+def exact(figure: Figure) -> Figure:
+    """The figure of runs in virtual time, of which each repetition would be equal."""
+
+    def certain(spread: Spread | None) -> Any:
+        return spread and replace(spread, low=spread.median, high=spread.median)
+
+    return replace(figure, ours=certain(figure.ours), theirs=certain(figure.theirs), ratio=certain(figure.ratio))

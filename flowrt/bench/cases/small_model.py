@@ -1,0 +1,78 @@
+"""A checkpoint for measuring exchange patterns: few weights, so that computing takes less time than its model, and many layers."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import struct
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+
+HIDDEN, WIDTH, VOCABULARY, TOP_K = 32, 16, 64, 2
+
+
+def write_small_model(directory: Path, num_layers: int, num_experts: int) -> Path:
+    """Write a Mixtral model with random weights, config.json and model.safetensors, into `directory`. Equal arguments, equal weights."""
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "dtype": "float32",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": WIDTH,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": TOP_K,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    chance = random.Random(0)
+    weights: dict[str, tuple[tuple[int, ...], array[float]]] = {}
+
+    def draw(name: str, *shape: int) -> None:
+        scale = shape[-1] ** -0.5
+        weights[name] = shape, array("f", [chance.uniform(-1.7, 1.7) * scale for _ in range(math.prod(shape))])
+
+    def ones(name: str) -> None:
+        weights[name] = (HIDDEN,), array("f", [1.0]) * HIDDEN
+
+    draw("model.embed_tokens.weight", VOCABULARY, HIDDEN)
+    ones("model.norm.weight")
+    draw("lm_head.weight", VOCABULARY, HIDDEN)
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}."
+        ones(f"{prefix}input_layernorm.weight")
+        ones(f"{prefix}post_attention_layernorm.weight")
+        for name, rows in (("q", 32), ("k", 16), ("v", 16)):
+            draw(f"{prefix}self_attn.{name}_proj.weight", rows, HIDDEN)
+        draw(f"{prefix}self_attn.o_proj.weight", HIDDEN, 32)
+        draw(f"{prefix}block_sparse_moe.gate.weight", num_experts, HIDDEN)
+        for expert in range(num_experts):
+            for name, shape in (("w1", (WIDTH, HIDDEN)), ("w3", (WIDTH, HIDDEN)), ("w2", (HIDDEN, WIDTH))):
+                draw(f"{prefix}block_sparse_moe.experts.{expert}.{name}.weight", *shape)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    _save(weights, directory / "model.safetensors")
+    return directory
+
+
+def _save(weights: Mapping[str, tuple[tuple[int, ...], array[float]]], path: Path) -> None:
+    """Write a safetensors file: the length of the header, the header in JSON, the tensors."""
+    header, end = {}, 0
+    for name, (shape, values) in weights.items():
+        begin, end = end, end + len(values) * values.itemsize
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, values in weights.values():
+            values.tofile(file)

@@ -1,0 +1,138 @@
+"""Decoding of an emulated graph in modelled time: how fast, and how busy each process was.
+
+`modelled_run` measures a running graph. `simulated_run` runs a graph in virtual time: the same launcher, gateway, workers and emulation
+without faults (flowrt/simulation), where computing and sending cost nothing but their modelled times, and equal runs give equal figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from flowrt.actors.control import Statistics
+from flowrt.api import RunningGraph, open_graph
+from flowrt.bench.measure.decoding import prompts_of
+from flowrt.bench.measure.graph_side import TurnClock
+from flowrt.errors import UserError
+from flowrt.gateway.gateway import EndEvent, TokenEvent
+from flowrt.graph.model import GATEWAY, Graph, role_of
+from flowrt.operators.families.registry import read_model_config
+from flowrt.process_backend import BackendOwner
+from flowrt.sampling_params import SamplingParams
+from flowrt.simulation.network_conditions import NetworkConditions
+from flowrt.simulation.processes import ProcessConditions, SimulatedBackend
+from flowrt.simulation.simulated_seams import ComputeDelays
+from flowrt.simulation.world import World, run
+
+PROMPT_TOKENS = 2
+IDEAL_NETWORK = NetworkConditions(min_delay_seconds=0.0, max_delay_seconds=0.0, slow_one_in=0, duplicate_one_in=0, bytes_per_second=1e15)
+NO_DELAYS = ComputeDelays(0.0, 0.0, short_one_in=0, beside_one_in=0)
+
+
+@dataclass(frozen=True)
+class ModelledRun:
+    """What decoding one batch took, in seconds of the modelled hardware, while all its sequences ran.
+
+    `step_seconds`: from one token of a sequence to its next, by sequence. `busy`: by process, the share of the time in which it computed.
+    `sent`: by edge, messages and payload bytes per step.
+    """
+
+    step_seconds: tuple[float, ...]
+    busy: Mapping[str, float]
+    sent: Mapping[str, tuple[float, float]]
+    tokens: tuple[tuple[int, ...], ...]
+
+    @property
+    def mean_step_seconds(self) -> float:
+        return sum(self.step_seconds) / len(self.step_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(1 / seconds for seconds in self.step_seconds)
+
+    def busy_share(self, role: str) -> float:
+        """The mean over the processes of `role`."""
+        shares = [share for process, share in self.busy.items() if role_of(process) == role]
+        return sum(shares) / len(shares)
+
+
+async def modelled_run(graph: RunningGraph, batch: int, new_tokens: int) -> ModelledRun:
+    """Decode `batch` sequences of `new_tokens` new tokens, of which those count that come while all sequences run.
+
+    Raises UserError for a graph without emulation, a failed request, and too few tokens.
+    """
+    emulation, model = graph.graph.emulation, graph.graph.model
+    if emulation is None or model is None:
+        raise UserError("modelled time needs a graph with emulate: that serves a model")
+    clock = TurnClock(graph.launcher.seams.clock.now)
+    times: list[list[float]] = [[] for _ in range(batch)]
+    tokens: list[list[int]] = [[] for _ in range(batch)]
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def follow(number: int, index: int) -> None:
+        async for event in graph.follow(index):
+            if isinstance(event, TokenEvent):
+                times[number].append(clock.now())
+                tokens[number].append(event.token_id)
+                if event.index == 0 and all(times):
+                    began.set()
+            elif isinstance(event, EndEvent):
+                ended.set()
+                if event.finish_reason != "length":
+                    raise UserError(f"a request ended with {event.finish_reason}: {event.error}")
+
+    async with asyncio.TaskGroup() as tasks:
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+        for number, prompt in enumerate(prompts_of(batch, PROMPT_TOKENS, read_model_config(Path(model.path)).vocab_size)):
+            tasks.create_task(follow(number, await graph.submit(prompt, params)))
+        await began.wait()
+        first, before = clock.now(), await graph.statistics()
+        await ended.wait()
+        last, after = clock.now(), await graph.statistics()
+    within = [[seconds for seconds in each if first <= seconds <= last] for each in times]
+    if min(map(len, within)) < 2:
+        raise UserError(f"{new_tokens} new tokens are too few: not all sequences ran at once for two tokens; use more")
+    steps = tuple((each[-1] - each[0]) / (len(each) - 1) / emulation.dilation for each in within)
+    return ModelledRun(steps, _busy(before, after, last - first), _sent(before, after), tuple(map(tuple, tokens)))
+
+
+def _busy(before: Mapping[str, Statistics], after: Mapping[str, Statistics], seconds: float) -> dict[str, float]:
+    """By process with modelled computing: the share of `seconds` in which it computed."""
+    return {
+        name: (end.emulation.computed.modelled_seconds - begin.emulation.computed.modelled_seconds) / seconds
+        for name, end in after.items()
+        if end.emulation is not None and (begin := before[name]).emulation is not None
+    }
+
+
+def _sent(before: Mapping[str, Statistics], after: Mapping[str, Statistics]) -> dict[str, tuple[float, float]]:
+    """By edge: messages and payload bytes per step of all groups together."""
+    num_steps = sum(after[name].num_steps - before[name].num_steps for name in after)
+    sent = {}
+    for name, counters in after.items():
+        earlier = {edge.edge: edge for edge in before[name].edges}
+        for edge in counters.edges:
+            was = earlier[edge.edge]
+            sent[edge.edge] = (edge.num_messages - was.num_messages) / num_steps, (edge.payload_bytes - was.payload_bytes) / num_steps
+    return sent
+
+
+def simulated_run(graph: Graph, batch: int, new_tokens: int) -> ModelledRun:
+    """As `modelled_run`, in virtual time."""
+
+    async def main(world: World) -> ModelledRun:
+        world.one_clock = True  # the two ends of an emulated link compare times
+        backend = partial(_open_backend, world)
+        async with open_graph(quiet, seams=replace(world.seams(GATEWAY), open_backend=backend)) as running:
+            return await modelled_run(running, batch, new_tokens)
+
+    # Heartbeats are most of the events of a run without faults.
+    quiet = replace(graph, reliability=replace(graph.reliability, detector=False, hedge=False))
+    return run(0, main, conditions=IDEAL_NETWORK, cost=NO_DELAYS).result
+
+
+async def _open_backend(world: World, run_id: str, owner: BackendOwner, *settings: object) -> SimulatedBackend:
+    return await SimulatedBackend.open(world, owner, ProcessConditions())

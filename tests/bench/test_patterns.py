@@ -1,0 +1,63 @@
+"""Exchange patterns in virtual time: step times are those of the equations, and the benchmarks' figures follow from the runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowrt.api import read_graph
+from flowrt.bench.cases import overlap
+from flowrt.bench.cases.small_model import TOP_K, write_small_model
+from flowrt.bench.measure.benchmark import run_benchmark
+from flowrt.bench.measure.modelled import ModelledRun, simulated_run
+from flowrt.graph.model import Graph
+from flowrt.planning.ping_pong import PingPong
+
+LAYERS = 4
+TIMES = PingPong(100e-6, 60e-6, 28e-6)
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_small_model(tmp_path_factory.mktemp("model"), LAYERS, 4))
+
+
+def graph(model: str, times: PingPong = TIMES, **attention: Any) -> Graph:
+    link = {"latency_seconds": 1e-9, "message_seconds": times.exchange_seconds, "bandwidth_bytes_per_second": 1e15}
+    compute = {"attention": {"row_seconds": times.attention_seconds}, "experts": {"row_seconds": times.experts_seconds / TOP_K}}
+    deploy = {"attention": attention, "experts": {"servers": 1}, "links": {"attention-experts": {"link": link}}}
+    return read_graph({"flowrt": 1, "model": {"path": model}, "deploy": deploy, "emulate": {"dilation": 100, "compute": compute}})
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_step_takes_as_many_periods_as_there_are_layers(small_model: str, micro_batches: int) -> None:
+    run = simulated_run(graph(small_model, micro_batches=micro_batches), batch=micro_batches, new_tokens=6)
+    period = TIMES.period_seconds(micro_batches)
+    assert run.mean_step_seconds == pytest.approx(LAYERS * period, rel=0.002)
+    assert run.busy_share("attention") == pytest.approx(micro_batches * TIMES.attention_seconds / period, abs=0.1)
+    assert run.busy_share("experts") == pytest.approx(micro_batches * TIMES.experts_seconds / period, abs=0.1)
+    assert run.sent["attention.0.dispatch.server0 -> experts.0.rows"][0] == pytest.approx(LAYERS, rel=0.5)
+
+
+def test_figures_of_the_overlap_benchmark_follow_from_its_runs() -> None:
+    def run(step_seconds: float, batch: int, busy: float) -> ModelledRun:
+        return ModelledRun((step_seconds,) * batch, {"experts.0": busy}, {}, ())
+
+    times = PingPong(1.0, 1.0, 0.1)
+    runs = [[run(times.step_seconds(m, overlap.NUM_LAYERS), m, 0.99)] for m in overlap.MICRO_BATCHES]
+    second, third, *away, exposed = overlap._figures(times, 0.1, runs)
+    assert second.ours.median == pytest.approx(2 / times.step_seconds(2, overlap.NUM_LAYERS))
+    assert third.ratio is not None
+    assert third.ratio.median == pytest.approx(1.5 * times.step_seconds(2, 16) / times.step_seconds(3, 16))
+    assert [figure.ours.median for figure in away] == pytest.approx([0.0, 0.0, 0.0])
+    assert exposed.ours.median == pytest.approx(0.01 * times.step_seconds(3, 16) / 16 / 0.1)
+
+
+def test_the_benchmark_runs_in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "EXCHANGE_SHARES", (0.28,))
+    monkeypatch.setattr(overlap, "NUM_LAYERS", 4)
+    report = run_benchmark("overlap", overlap.measure_overlap(virtual=True, dilation=1.0), 1)
+    second, third, *_ = report.figures
+    assert [second.verdict, third.verdict] == ["met", "met"]
+    assert not report.notes
