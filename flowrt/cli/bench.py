@@ -235,6 +235,22 @@ def overlap(
 
 
 @bench_app.command
+def domains(
+    *,
+    virtual: Virtual = False,
+    dilation: Dilation = 100.0,
+    pairs: Pairs = 20,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Measure what domains gain on emulated hardware when attention is slow, and what a stopped domain costs the others."""
+    from flowrt.bench.cases.domains import measure_domains
+    from flowrt.bench.report.plots import plot_ratios
+
+    _run("domains", measure_domains(virtual, dilation), pairs, json, draw=plot_ratios, plot=plot)
+
+
+@bench_app.command
 def decode(
     model: ModelDirectory,
     /,

@@ -6,6 +6,7 @@ compute seam is free.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -66,9 +67,43 @@ class BoundedWait:
         return min(since.values()) + batching.max_wait_seconds
 
 
+class DomainTurns:
+    """Domains take turns: a call has tags of one domain (xDeepServe section 5.2). Each server keeps the turn by itself and waits for no
+    other one. A domain without a batch is skipped; its turn also ends after `turn_calls` calls while another domain has one. So a batch
+    waits for at most (domains - 1) x turn_calls calls of other domains. Within a domain, and for firings that are alone: BoundedWait."""
+
+    takes_one = False
+
+    def __init__(self, batching: Batching, is_alone: IsAlone = lambda firing: False) -> None:
+        self._domain_of = {source: domain for domain, sources in enumerate(batching.domains) for source in sources}
+        self._policies = [BoundedWait(batching) for _ in batching.domains]
+        self._turn_calls, self._is_alone = batching.turn_calls, is_alone
+        self._turn = self._calls = 0  # whose turn it is, and its calls so far
+
+    def select(self, waiting: Sequence[Firing], now: float) -> Sequence[Firing] | float:
+        domains: list[list[Firing]] = [[] for _ in self._policies]
+        for firing in waiting:
+            if self._is_alone(firing):
+                return [firing]
+            domains[self._domain_of[firing.tag.source.partition("@")[0]]].append(firing)
+        first = self._turn + (self._calls >= self._turn_calls)
+        wake_at = math.inf
+        for domain in ((first + place) % len(domains) for place in range(len(domains))):
+            if not domains[domain]:
+                continue
+            found = self._policies[domain].select(domains[domain], now)
+            if not isinstance(found, float):
+                self._calls = self._calls + 1 if domain == self._turn else 1
+                self._turn = domain
+                return found
+            wake_at = min(wake_at, found)
+        return wake_at
+
+
 def policy_of(node: Node, emulation: Emulation | None = None, is_alone: IsAlone = lambda firing: False) -> SelectionPolicy:
     """The policy of a node; emulated hardware waits for a dilated time."""
     if node.batches is None:
         return OldestFirst()
     dilation = emulation.dilation if emulation is not None else 1.0
-    return BoundedWait(replace(node.batches, max_wait_seconds=node.batches.max_wait_seconds * dilation), is_alone)
+    batching = replace(node.batches, max_wait_seconds=node.batches.max_wait_seconds * dilation)
+    return DomainTurns(batching, is_alone) if batching.domains else BoundedWait(batching, is_alone)

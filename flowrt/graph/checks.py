@@ -45,6 +45,7 @@ def check(graph: Graph, facts: ModelFacts | None = None, schemes: Collection[str
     yield from _check_feeding(graph, flow)
     yield from _check_credits(graph)
     yield from _check_batches(graph)
+    yield from _check_domains(graph)
     yield from _check_model(graph, facts)
     yield from _check_emulation(graph)
 
@@ -292,6 +293,24 @@ def _check_batches(graph: Graph) -> Iterator[Problem]:
         if node.batches is not None and node.batches.max_wait_seconds and node.batches.min_tags > tags:
             text = f"{node.name} would wait for {node.batches.min_tags} tags, and at most {tags} can be in flight; write at most {tags}"
             yield Problem(("nodes", node.name, "batches", "min_tags"), text)
+
+
+def _check_domains(graph: Graph) -> Iterator[Problem]:
+    """Each source whose tags reach a node with domains is in one of them."""
+    sources = {node.name for node in graph.nodes.values() if node.operator == SOURCE}
+    for node in graph.nodes.values():
+        if node.batches is None or not node.batches.domains:
+            continue
+        path: Path_ = ("nodes", node.name, "batches", "domains")
+        named = [source for domain in node.batches.domains for source in domain]
+        for source in named:
+            if source not in sources:
+                yield Problem(path, f"there is no source {source!r}; {nearest(source, sources)}")
+            elif named.count(source) > 1:
+                yield Problem(path, f"{source} is named twice; keep one")
+        for source in sorted(sources - {*named}):
+            if node.name in _reachable(graph, source):
+                yield Problem(path, f"{source} is in no domain, and its rows arrive here; add it to one")
 
 
 def _reachable(graph: Graph, start: str) -> set[str]:

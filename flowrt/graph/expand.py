@@ -12,11 +12,12 @@ cycle whose edges advance the tag. `combine` waits for the residual, the plan, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from flowrt.graph.document import Document
 from flowrt.graph.facts import ModelFacts
-from flowrt.graph.model import GraphLimits, edge_name
+from flowrt.graph.model import Batching, GraphLimits, edge_name
 from flowrt.graph.notation import format_ids
 from flowrt.graph.placement import Held, even_placement, experts_map, held_experts, held_option
 from flowrt.graph.schema import DeploySection, EdgeSection, ExpertsSection, GraphFile, NodeSection
@@ -39,7 +40,7 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
     for server in range(deploy.experts.servers):
         name = f"experts.{server}"
         nodes[name] = NodeSection(
-            operator="experts", process=name, options={"experts": held_option(held[server])}, batches=deploy.experts.batches
+            operator="experts", process=name, options={"experts": held_option(held[server])}, batches=_batches(deploy)
         )
     sections = {f"attention.{group}": deploy.attention for group in range(deploy.attention.groups)}
     by_process = sections | {f"experts.{server}": deploy.experts for server in range(deploy.experts.servers)}
@@ -119,6 +120,12 @@ def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts,
         maximum = limits.max_num_seqs
         text = f"{attention.micro_batches} micro-batches share {maximum} sequences; write at most {maximum}, or raise limits.max_num_seqs"
         document.fail(("deploy", "attention", "micro_batches"), text)
+    if attention.domains > attention.groups:
+        text = f"{attention.domains} domains need as many groups, there are {attention.groups}; write at most {attention.groups}"
+        document.fail(("deploy", "attention", "domains"), text)
+    if attention.domains > 1 and not experts.servers:
+        text = "domains take turns at expert servers, and servers: 0 leaves none; write domains: 1, or deploy.experts.servers"
+        document.fail(("deploy", "attention", "domains"), text)
     if experts.replicas > max(experts.servers, 1):
         possible = f"replicas: {experts.servers} or less" if experts.servers else "replicas: 1"
         text = f"{experts.replicas} replicas need as many servers, there are {experts.servers}; "
@@ -130,6 +137,17 @@ def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts,
     if not experts.servers and link.transport != "auto":
         text = "servers: 0 leaves no link to the experts; write deploy.experts.servers: 1 or more, or remove the transport"
         document.fail((*_LINK, "transport"), text)
+
+
+def _batches(deploy: DeploySection) -> Batching | None:
+    """How the servers batch: with several domains, these take turns. Neighbouring groups are of one domain."""
+    groups, domains = deploy.attention.groups, deploy.attention.domains
+    if domains == 1:
+        return deploy.experts.batches
+    sources: list[list[str]] = [[] for _ in range(domains)]
+    for group in range(groups):
+        sources[group * domains // groups].append(f"attention.{group}.source")
+    return replace(deploy.experts.batches or Batching(), domains=tuple(map(tuple, sources)))
 
 
 def _held(experts: ExpertsSection, facts: ModelFacts, document: Document) -> list[Held]:

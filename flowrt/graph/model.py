@@ -102,6 +102,12 @@ class Batching:
     same_layer: bool = _key(True, "Only tags of one layer in a call.")
     min_tags: int = _key(2, "A batch of this many tags does not wait for more.", ge=1, le=4096)
     max_wait_seconds: float = _key(0.0, "The longest wait for min_tags, while the process is free.", ge=0, le=3600)
+    domains: tuple[tuple[str, ...], ...] = field(
+        default=(), metadata={"description": "Source nodes by domain: domains take turns, and a call has tags of one. Default: no turns."}
+    )
+    turn_calls: int = _key(
+        4, "A turn ends after so many calls if another domain waits; before, when the domain has no tag left.", ge=1, le=4096
+    )
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ def _is_given(value: Any) -> bool:
 _HOSTS = "several machines are not built yet; remove the key: all processes run on this one"
 _PREFILL = "separate prefill is not built yet; remove the key: every group does its own prefill"
 _UNBUILT: dict[Path_, tuple[Callable[[Any], bool], str]] = {
-    ("deploy", "attention", "domains"): (_above_one, "more than one domain is not built yet; write domains: 1"),
     ("deploy", "attention", "tensor_parallel"): (_above_one, "tensor parallelism is not built yet; write tensor_parallel: 1"),
     ("deploy", "experts", "servers"): (
         lambda value: value == "colocated",

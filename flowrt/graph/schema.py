@@ -218,7 +218,9 @@ class AttentionSection(RoleSection):
     """The attention groups: each schedules, batches and keeps the KV cache of its own requests."""
 
     groups: int = Field(default=1, ge=1, le=256)
-    domains: int = Field(default=1, ge=1, description="Above 1: not built yet.")
+    domains: int = Field(
+        default=1, ge=1, le=256, description="Domains take turns at each expert server; neighbouring groups are one domain."
+    )
     micro_batches: int = Field(default=1, ge=1, le=64, description="Interleaved batches: how many steps of a group are in flight at once.")
     tensor_parallel: int = Field(default=1, ge=1, description="Above 1: not built yet.")
 

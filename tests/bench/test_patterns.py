@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowrt.api import read_graph
-from flowrt.bench.cases import overlap
+from flowrt.bench.cases import domains, overlap
 from flowrt.bench.cases.small_model import TOP_K, write_small_model
 from flowrt.bench.measure.benchmark import run_benchmark
 from flowrt.bench.measure.modelled import ModelledRun, simulated_run
@@ -61,3 +61,15 @@ def test_the_benchmark_runs_in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> 
     second, third, *_ = report.figures
     assert [second.verdict, third.verdict] == ["met", "met"]
     assert not report.notes
+
+
+def test_domains_keep_the_experts_busy_and_a_stopped_one_slows_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(domains, "NUM_LAYERS", 4)
+    monkeypatch.setattr(domains, "NEW_TOKENS", 6)
+    report = run_benchmark("domains", domains.measure_domains(virtual=True, dilation=1.0), 1)
+    gain, busy, _, turns, stopped = report.figures
+    assert gain.ratio is not None
+    assert gain.ratio.median == pytest.approx(3.0, rel=0.05)
+    assert turns.ratio is not None
+    assert turns.ratio.median == pytest.approx(1.0, rel=0.05)
+    assert [busy.verdict, stopped.verdict] == ["met", "met"]

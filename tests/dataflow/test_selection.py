@@ -7,7 +7,7 @@ import math
 import pytest
 
 from flowrt.dataflow.matching import Firing
-from flowrt.dataflow.selection import BoundedWait, OldestFirst, policy_of
+from flowrt.dataflow.selection import BoundedWait, DomainTurns, OldestFirst, policy_of
 from flowrt.graph.model import Batching, Emulation, Node
 from flowrt.transports.wire.message import Tag
 
@@ -77,3 +77,54 @@ def test_a_wait_that_ends_a_rounding_error_early_is_over() -> None:
     end = policy.select(waiting, now)
     assert isinstance(end, float)
     assert policy.select(waiting, math.nextafter(end, 0.0)) == waiting
+
+
+THREE = Batching(domains=(("a", "d"), ("b",), ("c",)), turn_calls=2)
+
+
+def of(*names: str, layer: int = 3) -> list[Firing]:
+    """Firings of sources, each with the incarnation in its name as tags have it."""
+    return [Firing("n", Tag(f"{name}@1", step=step, layer=layer), {}) for step, name in enumerate(names)]
+
+
+def sources(found: object) -> list[str]:
+    assert isinstance(found, list)
+    return [firing.tag.source.partition("@")[0] for firing in found]
+
+
+def test_a_call_has_tags_of_one_domain_and_turns_pass_in_order() -> None:
+    policy = DomainTurns(THREE)
+    waiting = of("b", "a", "d", "c", "a")
+    assert sources(policy.select(waiting, 0.0)) == ["a", "d", "a"]
+    assert sources(policy.select(of("b", "c"), 0.0)) == ["b"]  # the first has none left
+    assert sources(policy.select(of("c", "a"), 0.0)) == ["c"]  # the second is empty, and skipped
+
+
+def test_a_turn_ends_after_a_bound_while_another_domain_waits() -> None:
+    """With several domains waiting all the time, a batch waits for at most (domains - 1) x turn_calls calls of others."""
+    policy = DomainTurns(THREE)
+    served = [sources(policy.select(of("c", "b", "a"), 0.0))[0] for _ in range(12)]
+    assert served == ["a", "a", "b", "b", "c", "c"] * 2
+
+
+def test_a_turn_goes_on_while_no_other_domain_waits() -> None:
+    policy = DomainTurns(THREE)
+    assert [sources(policy.select(of("a"), 0.0)) for _ in range(5)] == [["a"]] * 5
+    assert sources(policy.select(of("a", "b"), 0.0)) == ["b"]  # at once: the bound was reached before
+
+
+def test_the_turn_passes_while_a_domain_waits_for_more_tags() -> None:
+    policy = DomainTurns(Batching(min_tags=2, max_wait_seconds=1.0, domains=(("a",), ("b",))))
+    assert policy.select(of("a"), 10.0) == 11.0
+    assert sources(policy.select(of("a", "b", "b"), 10.5)) == ["b", "b"]
+    assert sources(policy.select(of("a"), 11.0)) == ["a"]
+
+
+def test_a_firing_that_is_alone_comes_before_all_turns() -> None:
+    policy = DomainTurns(THREE, lambda firing: firing.tag.source == "c@1")
+    assert sources(policy.select(of("a", "b", "c"), 0.0)) == ["c"]
+
+
+def test_emulated_hardware_keeps_turns() -> None:
+    policy = policy_of(Node("n", "m:f", "p", batches=THREE), Emulation(10.0))
+    assert isinstance(policy, DomainTurns)

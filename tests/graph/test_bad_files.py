@@ -169,7 +169,7 @@ BAD = {
         "deploy.experts.placement.experts.0",
         ["layer 4 has no experts"],
     ),
-    "domains": (deploy("domains: 2"), 4, "deploy.attention.domains", ["not built yet", "domains: 1"]),
+    "domains": (deploy("domains: 2"), 4, "deploy.attention.domains", ["2 domains need as many groups", "at most 1"]),
     "tensor_parallel": (deploy("tensor_parallel: 2"), 4, "deploy.attention.tensor_parallel", ["not built yet"]),
     "colocated": (deploy("", "servers: colocated"), 5, "deploy.experts.servers", ["not built yet", "servers: 0"]),
     "numerics": (MODEL + "numerics: exact\n", 3, "numerics", ["fast or strict"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -247,3 +248,45 @@ def test_limits_of_roles_differ_where_given_and_survive_being_written(load) -> N
 def test_micro_batches_need_sequences_of_their_role(load) -> None:
     with pytest.raises(GraphError, match="3 micro-batches share 2 sequences"):
         load(QUICK + "limits: {roles: {attention: {max_num_seqs: 2}}}\n")
+
+
+@pytest.mark.parametrize(
+    ("groups", "domains", "found"),
+    [(4, 2, ["01", "23"]), (5, 2, ["012", "34"]), (3, 3, ["0", "1", "2"]), (2, 1, [])],
+)
+def test_domains_are_neighbouring_groups_and_survive_being_written(load, groups: int, domains: int, found: list[str]) -> None:
+    graph = load(QUICK, f"deploy.attention.groups={groups}", f"deploy.attention.domains={domains}")
+    for server in ("experts.0", "experts.1"):
+        batches = graph.nodes[server].batches
+        assert batches is not None
+        assert ["".join(source.split(".")[1] for source in domain) for domain in batches.domains] == found
+    assert load(to_yaml(graph)) == graph
+    assert from_json(to_json(graph)) == graph
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["deploy.attention.groups=2", "deploy.attention.domains=3"], "3 domains need as many groups, there are 2; write at most 2"),
+        (["deploy.attention.domains=2", "deploy.experts.servers=0"], "domains take turns at expert servers"),
+    ],
+)
+def test_impossible_domains_are_refused(load, overrides: list[str], text: str) -> None:
+    with pytest.raises(GraphError, match=text):
+        load(QUICK, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("domains", "text"),
+    [
+        ("[[attention.0.source]]", "attention.1.source is in no domain, and its rows arrive here; add it to one"),
+        ("[[attention.0.source, attention.1.source], [attention.1.source]]", "attention.1.source is named twice; keep one"),
+        ("[[attention.0.source, attention.1.sauce], [attention.1.source]]", "there is no source 'attention.1.sauce'; did you mean"),
+    ],
+)
+def test_each_source_is_in_one_domain(load, domains: str, text: str) -> None:
+    written = to_yaml(load(QUICK, "deploy.attention.domains=2"))
+    wrong = re.sub(r"domains: \[\[.*?\]\]", f"domains: {domains}", written)
+    assert wrong != written
+    with pytest.raises(GraphError, match=re.escape(text)):
+        load(wrong)

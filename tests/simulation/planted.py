@@ -15,6 +15,7 @@ from simulation.planting import Bug, body, bug
 MATCHING = "flowrt.dataflow.matching"
 PARTS = "flowrt.dataflow.parts"
 RUNNER = "flowrt.dataflow.runner"
+SELECTION = "flowrt.dataflow.selection"
 FENCES = "flowrt.dataflow.fences"
 READY = "flowrt.dataflow.ready_firings"
 USERS_ENDPOINT = "flowrt.workers.endpoint"
@@ -81,6 +82,8 @@ BUGS: tuple[Bug, ...] = (
         RUNNER, "Runner.run", "await self._sleep(self._ready.wake_at)", "await self._sleep(None)")),
     bug("selected-twice", "the firings of a batch stay in the queue beside those that were not selected", (
         READY, "ReadyFirings.take", "firings = deque((firing for firing in firings if id(firing) not in taken))", "pass")),
+    bug("turn-never-passes", "a server serves one domain for ever", (
+        SELECTION, "DomainTurns.select", "for place in range(len(domains))", "for place in range(1)")),
     # parts
     bug("parts-in-order-of-arrival", "responses are added in order of arrival to the rows of the parts in plan order", (
         PARTS, "Cover.complete", "for part in cover]", "for part in sorted(cover, key=list(self._arrived).index)]"), (

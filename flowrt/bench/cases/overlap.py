@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
-from flowrt.bench.cases.patterns import Comparison, Runs, Variant, measure
-from flowrt.bench.cases.small_model import TOP_K
+from flowrt.bench.cases.patterns import Comparison, Runs, Variant, measure, one_link, one_row
 from flowrt.bench.measure.benchmark import Result
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.planning.ping_pong import PingPong
@@ -34,19 +33,13 @@ def _comparison(share: float) -> Comparison:
 
 
 def _variant(times: PingPong, micro_batches: int) -> Variant:
-    link = {"latency_seconds": 1e-9, "message_seconds": times.exchange_seconds, "bandwidth_bytes_per_second": 1e15}
     keys = {
         "deploy": {
             "attention": {"groups": 1, "micro_batches": micro_batches},
             "experts": {"servers": 1},
-            "links": {"attention-experts": {"link": link}},
+            "links": one_link(times.exchange_seconds),
         },
-        "emulate": {
-            "compute": {
-                "attention": {"row_seconds": times.attention_seconds},
-                "experts": {"row_seconds": times.experts_seconds / TOP_K},
-            },
-        },
+        "emulate": one_row(times.attention_seconds, times.experts_seconds),
         "limits": {"max_num_seqs": micro_batches},
     }
     exchange = times.exchange_seconds / times.compute_seconds

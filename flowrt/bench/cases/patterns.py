@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from flowrt.api import open_graph, read_graph
-from flowrt.bench.cases.small_model import write_small_model
+from flowrt.bench.cases.small_model import TOP_K, write_small_model
 from flowrt.bench.measure.benchmark import Result, Trial
-from flowrt.bench.measure.modelled import ModelledRun, modelled_run, simulated_run
+from flowrt.bench.measure.modelled import ModelledRun, modelled_run, simulated_run, stop_process
 from flowrt.bench.report.figures import Figure, Spread
 from flowrt.bench.report.report import print_progress
 from flowrt.emulation import emulation_report
@@ -25,12 +25,24 @@ Runs = Sequence[Sequence[ModelledRun]]  # by variant, then by pair
 
 @dataclass(frozen=True)
 class Variant:
-    """One graph, as the keys of a graph file without its model, and the batch that it decodes. All variants of a comparison have one
-    model of `num_layers` and `num_experts`."""
+    """One graph, as the keys of a graph file without its model, and the batch that it decodes, while the process `stopped` stands still.
+    All variants of a comparison have one model of `num_layers` and `num_experts`."""
 
     name: str
     keys: Mapping[str, Any]
     batch: int
+    stopped: str = ""
+
+
+def one_link(exchange_seconds: float) -> dict[str, Any]:
+    """`deploy.links` of emulated links on which every message takes the same time, whatever its size, and occupies them meanwhile."""
+    link = {"latency_seconds": 1e-9, "message_seconds": exchange_seconds, "bandwidth_bytes_per_second": 1e15}
+    return {"attention-experts": {"link": link}}
+
+
+def one_row(attention_seconds: float, experts_seconds: float) -> dict[str, Any]:
+    """`emulate` of computing that costs so much for each row of a micro-batch in each layer, and nothing per call."""
+    return {"compute": {"attention": {"row_seconds": attention_seconds}, "experts": {"row_seconds": experts_seconds / TOP_K}}}
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,7 @@ def _simulated(comparison: Comparison) -> Sequence[Figure]:
     with _graphs_of(comparison, VIRTUAL_DILATION) as graphs:
         for variant, graph in zip(comparison.variants, graphs, strict=True):
             print_progress(f"{variant.name}, in virtual time")
-            runs.append([simulated_run(graph, variant.batch, comparison.new_tokens)])
+            runs.append([simulated_run(graph, variant.batch, comparison.new_tokens, variant.stopped)])
     return [exact(figure) for figure in comparison.figures(runs)]
 
 
@@ -72,7 +84,13 @@ async def _measured(comparisons: Sequence[Comparison], dilation: float) -> Async
             print_progress(f"loading {len(graphs)} graphs")
             running = [await stack.enter_async_context(open_graph(graph)) for graph in graphs]
             sides = [
-                partial(modelled_run, each, variant.batch, comparison.new_tokens)
+                partial(
+                    modelled_run,
+                    each,
+                    variant.batch,
+                    comparison.new_tokens,
+                    partial(stop_process, each, variant.stopped) if variant.stopped else None,
+                )
                 for each, variant in zip(running, comparison.variants, strict=True)
             ]
             yield Trial(sides, comparison.figures)

@@ -7,7 +7,9 @@ without faults (flowrt/simulation), where computing and sending cost nothing but
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import os
+import signal
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from flowrt.simulation.simulated_seams import ComputeDelays
 from flowrt.simulation.world import World, run
 
 PROMPT_TOKENS = 2
+Stop = Callable[[], Callable[[], None]]  # stops a process, and returns what lets it go on
 IDEAL_NETWORK = NetworkConditions(min_delay_seconds=0.0, max_delay_seconds=0.0, slow_one_in=0, duplicate_one_in=0, bytes_per_second=1e15)
 NO_DELAYS = ComputeDelays(0.0, 0.0, short_one_in=0, beside_one_in=0)
 
@@ -59,10 +62,11 @@ class ModelledRun:
         return sum(shares) / len(shares)
 
 
-async def modelled_run(graph: RunningGraph, batch: int, new_tokens: int) -> ModelledRun:
+async def modelled_run(graph: RunningGraph, batch: int, new_tokens: int, stop: Stop | None = None) -> ModelledRun:
     """Decode `batch` sequences of `new_tokens` new tokens, of which those count that come while all sequences run.
 
-    Raises UserError for a graph without emulation, a failed request, and too few tokens.
+    `stop` stops a process meanwhile; the sequences that then get no tokens do not count. Raises UserError for a graph without
+    emulation, a failed request, and too few tokens.
     """
     emulation, model = graph.graph.emulation, graph.graph.model
     if emulation is None or model is None:
@@ -90,10 +94,16 @@ async def modelled_run(graph: RunningGraph, batch: int, new_tokens: int) -> Mode
             tasks.create_task(follow(number, await graph.submit(prompt, params)))
         await began.wait()
         first, before = clock.now(), await graph.statistics()
+        go_on = stop() if stop is not None else None
         await ended.wait()
-        last, after = clock.now(), await graph.statistics()
+        last = clock.now()
+        if go_on is not None:
+            go_on()
+        after = await graph.statistics()
     within = [[seconds for seconds in each if first <= seconds <= last] for each in times]
-    if min(map(len, within)) < 2:
+    if stop is not None:
+        within = [each for each in within if len(each) > 1]
+    if not within or min(map(len, within)) < 2:
         raise UserError(f"{new_tokens} new tokens are too few: not all sequences ran at once for two tokens; use more")
     steps = tuple((each[-1] - each[0]) / (len(each) - 1) / emulation.dilation for each in within)
     return ModelledRun(steps, _busy(before, after, last - first), _sent(before, after), tuple(map(tuple, tokens)))
@@ -120,18 +130,37 @@ def _sent(before: Mapping[str, Statistics], after: Mapping[str, Statistics]) -> 
     return sent
 
 
-def simulated_run(graph: Graph, batch: int, new_tokens: int) -> ModelledRun:
-    """As `modelled_run`, in virtual time."""
+def stop_process(graph: RunningGraph, process: str) -> Callable[[], None]:
+    """Stop a process with SIGSTOP. Returns what lets it go on."""
+    pid = graph.pids[process]
+    os.kill(pid, signal.SIGSTOP)
+    return partial(os.kill, pid, signal.SIGCONT)
+
+
+def simulated_run(graph: Graph, batch: int, new_tokens: int, stopped: str = "") -> ModelledRun:
+    """As `modelled_run`, in virtual time. `stopped`: a process that stands still meanwhile."""
 
     async def main(world: World) -> ModelledRun:
         world.one_clock = True  # the two ends of an emulated link compare times
         backend = partial(_open_backend, world)
         async with open_graph(quiet, seams=replace(world.seams(GATEWAY), open_backend=backend)) as running:
-            return await modelled_run(running, batch, new_tokens)
+            return await modelled_run(running, batch, new_tokens, partial(_stop_simulated, world, stopped) if stopped else None)
 
     # Heartbeats are most of the events of a run without faults.
     quiet = replace(graph, reliability=replace(graph.reliability, detector=False, hedge=False))
     return run(0, main, conditions=IDEAL_NETWORK, cost=NO_DELAYS).result
+
+
+def _stop_simulated(world: World, process: str) -> Callable[[], None]:
+    nodes = world.processes[process].nodes
+    for node in nodes:
+        world.loop.park(node)
+
+    def go_on() -> None:
+        for node in nodes:
+            world.loop.unpark(node)
+
+    return go_on
 
 
 async def _open_backend(world: World, run_id: str, owner: BackendOwner, *settings: object) -> SimulatedBackend:

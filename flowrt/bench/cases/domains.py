@@ -1,0 +1,65 @@
+"""DP domains: what several domains gain when attention is slower than the experts, and what a stopped one costs the others (xDeepServe
+section 5.2, Fig. 19).
+
+Each domain is one group. A micro-batch has one sequence, so all batches have the same size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+from flowrt.bench.cases.patterns import Comparison, Runs, Variant, measure, one_link, one_row
+from flowrt.bench.measure.benchmark import Result
+from flowrt.bench.report.figures import Figure, Target
+
+EXPERTS_SECONDS, EXCHANGE_SECONDS = 100e-6, 10e-6
+SLOWER = 3  # attention, than the experts
+DOMAINS, MICRO_BATCHES = 3, 2
+BUSY_TARGET, STOPPED_TARGET = 0.9, 1.05
+NUM_LAYERS = 8
+NEW_TOKENS = 8
+
+
+def measure_domains(virtual: bool, dilation: float) -> AsyncIterator[Result]:
+    several = partial(_variant, DOMAINS)
+    no_turns = Variant("three groups without turns", _keys(DOMAINS, 1), DOMAINS * MICRO_BATCHES)
+    gain = Comparison([_variant(1, "one domain"), several("three domains"), no_turns], _gain, NUM_LAYERS, new_tokens=NEW_TOKENS)
+    stopped = Comparison(
+        [several("undisturbed"), several("one domain stopped", "attention.0")], _stopped, NUM_LAYERS, new_tokens=NEW_TOKENS
+    )
+    return measure([gain, stopped], virtual, dilation)
+
+
+def _variant(domains: int, name: str, stopped: str = "") -> Variant:
+    return Variant(name, _keys(domains, domains), domains * MICRO_BATCHES, stopped)
+
+
+def _keys(groups: int, domains: int) -> dict[str, Any]:
+    return {
+        "deploy": {
+            "attention": {"groups": groups, "domains": domains, "micro_batches": MICRO_BATCHES},
+            "experts": {"servers": 1},
+            "links": one_link(EXCHANGE_SECONDS),
+        },
+        "emulate": one_row(SLOWER * EXPERTS_SECONDS, EXPERTS_SECONDS),
+        "limits": {"max_num_seqs": MICRO_BATCHES},
+        "reliability": {"dead_seconds": 3600},  # the stopped group is not fenced while the others are measured
+    }
+
+
+def _gain(runs: Runs) -> Sequence[Figure]:
+    one, several, no_turns = ([run.tokens_per_second for run in each] for each in runs)
+    busy = [run.busy_share("experts") for run in runs[1]]
+    return [
+        Figure.paired(f"{DOMAINS} domains, decode", "tokens/s", several, "1", one),
+        Figure.alone(f"{DOMAINS} domains, experts busy", "", busy, Target(BUSY_TARGET, at_most=False)),
+        Figure.alone("1 domain, experts busy", "", [run.busy_share("experts") for run in runs[0]]),
+        Figure.paired(f"{DOMAINS} groups in turns", "tokens/s", several, "without turns", no_turns),
+    ]
+
+
+def _stopped(runs: Runs) -> Sequence[Figure]:
+    undisturbed, others = ([run.mean_step_seconds * 1e6 for run in each] for each in runs)
+    return [Figure.paired("step of the others, one domain stopped", "us", others, "undisturbed", undisturbed, Target(STOPPED_TARGET))]
