@@ -79,6 +79,11 @@ class EmulatedCompute:
         self._charged += seconds
 
     @property
+    def charged_seconds(self) -> float:
+        """What the call in progress has charged so far, dilated."""
+        return self._charged * self._dilation
+
+    @property
     def running(self) -> Running | None:
         return self._inner.running or self._waiting
 
@@ -86,6 +91,7 @@ class EmulatedCompute:
         return label not in self._charging and self._waiting is None and self._inner.is_short(label)
 
     def run_inline(self, label: str, call: Callable[[], T]) -> T:
+        self._charged = 0.0
         start = self._timer.now()
         try:
             return self._inner.run_inline(label, call)
@@ -98,7 +104,7 @@ class EmulatedCompute:
         self._charged = 0.0
         start = self._timer.now()
         result = await self._inner.run(label, call, bound_seconds)
-        modelled = self._charged * self._dilation
+        modelled = self.charged_seconds
         if not modelled:
             self._was_free(start)
             return result

@@ -50,21 +50,26 @@ def write_file(name: str, text: str, stdout: TextIO | None = None) -> None:
         stdout = stdout or sys.stdout
         stdout.write(text)
         stdout.flush()
-        return
+    else:
+        write_bytes(name, text.encode())
+
+
+def write_bytes(name: str, content: bytes, option: str = "--json") -> None:
+    """As `write_file`, for the file of `option`."""
     try:
         path = Path(name).resolve()
         if path.exists() and not path.is_file():  # a pipe or a device: there is nothing to replace
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(content)
             return
         part = _part_of(path)
         try:
-            part.write_text(text, encoding="utf-8")
+            part.write_bytes(content)
             os.replace(part, path)
         finally:
             with contextlib.suppress(OSError):
                 part.unlink()
     except OSError as error:
-        raise LostOutputError(f"--json {shortened(name)}: cannot be written ({error.strerror}); give another path") from None
+        raise LostOutputError(f"{option} {shortened(name)}: cannot be written ({error.strerror}); give another path") from None
 
 
 def json_text(value: Any) -> str:

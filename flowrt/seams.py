@@ -371,6 +371,7 @@ class Seams:
     """The external services of one process. `Seams()` provides the real ones."""
 
     clock: Clock = field(default_factory=RealClock)
+    machine_now: Callable[[], float] = time.monotonic  # of the machine: the same in all its processes, in seconds
     new_incarnation: Callable[[], str] = lambda: secrets.token_hex(4)
     new_seed: Callable[[], int] = lambda: secrets.randbits(63)
     new_key: Callable[[], bytes] = lambda: secrets.token_bytes(KEY_BYTES)

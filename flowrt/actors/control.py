@@ -49,6 +49,8 @@ class Control(msgspec.Struct, frozen=True):
 class Start(Control, frozen=True):
     """First message to a worker: its name, the whole expanded graph (JSON), the run's key, and the log verbosity.
 
+    `is_traced`: the worker records what it does; the launcher collects the records by TraceRequest.
+
     A standby process gets two. The first names the processes whose operators it `loads`; it responds with Listening, without addresses.
     The second makes it a worker of the graph, for which it uses the operators that it has loaded as `loaded_as`.
     """
@@ -60,6 +62,7 @@ class Start(Control, frozen=True):
     log_level: str = "warning"
     loads: tuple[str, ...] = ()
     loaded_as: str = ""
+    is_traced: bool = False
 
 
 class LoadProgress(Control, frozen=True):
@@ -193,6 +196,20 @@ class Statistics(Control, frozen=True):
     fallbacks: tuple[str, ...] = ()  # one sentence per link whose transport broke
     num_restarts: int = 0  # filled in by the launcher
     has_responded: bool = True  # the same; False: the worker is down or gave no response in time, its counts are older
+
+
+class TraceRequest(Control, frozen=True):
+    """Requests TraceRecords: all that a traced worker has recorded since."""
+
+
+class TraceRecords(Control, frozen=True):
+    """Records of this incarnation (flowrt/trace/records.py), which the worker keeps no longer. A traced worker sends its last ones before
+    its end. `num_dropped`: of the whole incarnation, because they were not collected in time."""
+
+    incarnation: str
+    piece: bytes
+    num_dropped: int = 0
+    is_last: bool = False
 
 
 class Stop(Control, frozen=True):

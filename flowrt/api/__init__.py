@@ -1,7 +1,8 @@
 """The Python API: opens a graph, sends it requests, and closes it; `start` and `generate` block, `open_graph` is for coroutines."""
 
 from flowrt.api.blocking import BlockingGraph, generate, start
-from flowrt.api.running_graph import RunningGraph, open_graph, read_graph
+from flowrt.api.opening import open_graph, read_graph
+from flowrt.api.running_graph import RunningGraph
 from flowrt.gateway.completion import Choice, Completion
 
 __all__ = ["BlockingGraph", "Choice", "Completion", "RunningGraph", "generate", "open_graph", "read_graph", "start"]

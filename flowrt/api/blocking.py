@@ -15,7 +15,8 @@ from typing import Any, Self, Unpack
 
 from flowrt.actors.control import Statistics
 from flowrt.api.arguments import Messages, Prompt, checked_prompts
-from flowrt.api.running_graph import RunningGraph, open_graph
+from flowrt.api.opening import open_graph
+from flowrt.api.running_graph import RunningGraph
 from flowrt.gateway.completion import Completion
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
@@ -34,6 +35,7 @@ def start(
     log_level: str = "warning",
     on_event: Callable[[events.Event], None] | None = None,
     on_line: Callable[[str, str], None] | None = None,
+    trace: Path | str | None = None,
 ) -> BlockingGraph:
     """Start a graph and return when it is ready; the result has blocking methods and is closed by `with` or `close`.
 
@@ -43,7 +45,8 @@ def start(
         with flowrt.start("graph.yaml") as llm:
             print(llm.complete("What is 1 + 2?", max_tokens=8).text)
     """
-    return BlockingGraph(open_graph(graph, overrides=overrides, model=model, log_level=log_level, on_event=on_event, on_line=on_line))
+    opened = open_graph(graph, overrides=overrides, model=model, log_level=log_level, on_event=on_event, on_line=on_line, trace=trace)
+    return BlockingGraph(opened)
 
 
 class BlockingGraph:

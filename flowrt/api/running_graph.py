@@ -1,4 +1,4 @@
-"""Runs a graph in the event loop of the caller: opens it, sends it requests, closes it.
+"""A running graph in the event loop of the caller: starts its processes, sends it requests, ends it.
 
 It imports torch only for graphs of user operators, whose inputs and outputs are torch tensors.
 """
@@ -11,28 +11,24 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, M
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from flowrt.actors.control import Control, Statistics
+from flowrt.actors.control import Control, Statistics, TraceRecords
 from flowrt.actors.emulated_links import check_machine
 from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt, each_input
-from flowrt.api.callbacks import guarded
-from flowrt.errors import ArgumentError, NotRunningError, TokenizerError, UserError, shown
+from flowrt.errors import NotRunningError, TokenizerError, UserError
 from flowrt.gateway.completion import Completion
 from flowrt.gateway.gateway import ClientEvent, Gateway
 from flowrt.gateway.requests import Requests
 from flowrt.graph.builtin import SOURCE
-from flowrt.graph.facts import ModelFacts
-from flowrt.graph.file import load_graph
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
 from flowrt.launcher import events
 from flowrt.launcher.group_changes import apply_group_change
 from flowrt.launcher.launcher import Launcher
 from flowrt.launcher.model_check import check_weights
-from flowrt.observe import LEVELS
+from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.reliability.health import STALL_SECONDS, Health
@@ -40,54 +36,7 @@ from flowrt.sampling_params import SamplingKeywords, SamplingParams, checked_par
 from flowrt.seams import Seams
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcess
-
-
-def read_graph(source: Path | str | Mapping[str, Any], overrides: Sequence[str] = (), model: Path | str | None = None) -> Graph:
-    """Read, check and expand a graph: a graph file, a model directory, or a mapping as in a file. Raises GraphError of one line."""
-    return load_graph(source, overrides, model, lambda directory: ModelFacts.of(read_model_config(directory)))
-
-
-def open_graph(
-    graph: Path | str | Mapping[str, Any] | Graph,
-    *,
-    overrides: Sequence[str] = (),
-    model: Path | str | None = None,
-    seams: Seams | None = None,
-    log_level: str = "warning",
-    on_event: Callable[[events.Event], None] | None = None,
-    on_line: Callable[[str, str], None] | None = None,
-) -> RunningGraph:
-    """Open a graph: `async with` starts its processes on entry and ends them on exit.
-
-    graph: the path of a graph file, the path of a model directory (a folder with config.json), or a dict with the keys of a graph file,
-    whose paths are relative to the working directory.
-    overrides: "path=value" texts, as for --set on the command line.
-    model: a model directory that replaces the file's.
-    log_level: of the processes on stderr: debug, info, warning, error.
-    on_event: called with events of the start and of deaths (flowrt.launcher.events); by default deaths go to stderr.
-    on_line: called with (process, line) for each line that a process writes; by default it goes to stderr.
-    An exception of a callback is printed once, and the run goes on.
-
-    Raises GraphError, ArgumentError or TokenizerError; entering raises UserError, or WorkerDiedError when a process cannot start.
-
-        async with flowrt.open("graph.yaml", overrides=["deploy.experts.servers=2"]) as graph:
-            print((await graph.complete("What is 1 + 2?", max_tokens=8)).text)
-    """
-    if not isinstance(graph, str | PathLike | Mapping | Graph):
-        raise ArgumentError(
-            f"graph is {shown(graph)}, it must be the path of a graph file or model directory, or a dict as in a graph file"
-        )
-    if not isinstance(model, str | PathLike | None):
-        raise ArgumentError(f"model is {shown(model)}, it must be the path of a model directory")
-    overrides = overrides if isinstance(overrides, str) or not isinstance(overrides, Iterable) else tuple(overrides)
-    if not isinstance(overrides, tuple) or not all(isinstance(override, str) for override in overrides):
-        raise ArgumentError(f"overrides is {shown(overrides)}, it must be a list of texts such as 'deploy.experts.servers=2'")
-    if log_level not in LEVELS:
-        raise ArgumentError(f"log_level is {shown(log_level)}, it must be one of {', '.join(LEVELS)}")
-    if isinstance(graph, Graph) and (overrides or model is not None):
-        raise ArgumentError("overrides and model change a graph file; this graph is loaded already")
-    loaded = graph if isinstance(graph, Graph) else read_graph(graph, overrides, model)
-    return RunningGraph(loaded, seams or Seams(), log_level, guarded("on_event", on_event), guarded("on_line", on_line))
+from flowrt.trace.perfetto_file import write_trace
 
 
 class RunningGraph:
@@ -100,6 +49,7 @@ class RunningGraph:
         log_level: str = "warning",
         on_event: Callable[[events.Event], None] | None = None,
         on_line: Callable[[str, str], None] | None = None,
+        trace: TraceCollector | None = None,
     ) -> None:
         self._on_event = on_event or events.print_news
         self._tokenizer: Tokenizer | None = None
@@ -111,12 +61,21 @@ class RunningGraph:
         if INPUT in graph.nodes or OUTPUT in graph.nodes:
             self._endpoint = importlib.import_module("flowrt.workers.endpoint").Endpoint(graph)
             hosted[GATEWAY] = self._endpoint.run
+        self._trace = trace
         self.launcher = Launcher(
-            graph, seams, log_level=log_level, on_event=self._note, on_control=self._on_control, on_line=on_line, hosted=hosted
+            graph,
+            seams,
+            log_level=log_level,
+            is_traced=trace is not None,
+            on_event=self._note,
+            on_control=self._on_control,
+            on_line=on_line,
+            hosted=hosted,
         )
         self._clock = seams.clock
         self._progress = self.launcher.health_record.progress
-        self._requests = Requests(gateway, self.launcher.send, self._progress, seams.clock) if gateway is not None else None
+        on_token = trace.add_token if trace is not None else None
+        self._requests = Requests(gateway, self.launcher.send, self._progress, seams.clock, on_token) if gateway is not None else None
         self._opened = False
         self._failure: Exception | None = None
         self.final_statistics: dict[str, Statistics] = {}
@@ -161,10 +120,14 @@ class RunningGraph:
             raise
         if self._requests is not None:  # ended in __aexit__
             self._requests.begin()
+        if self._trace is not None:
+            self._trace.begin(self.launcher.workers)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.launcher.opened_task()
+        if self._trace is not None:
+            self._trace.end()
         try:
             if self._requests is not None:
                 self.launcher.was_failure_raised |= self._requests.has_raised_failure
@@ -178,6 +141,8 @@ class RunningGraph:
                 self._endpoint.fail(NotRunningError("the graph was closed"))
             if self._requests is not None and self._failure is None:
                 self._requests.end_all()
+            if self._trace is not None and self._trace.file:
+                write_trace(self._trace.file, self._trace.traces(), self.graph)
 
     # --- a model --------------------------------------------------------------------------------------------------------------
 
@@ -407,6 +372,8 @@ class RunningGraph:
     def _on_control(self, worker: str, control: Control) -> None:
         if self._endpoint is not None:
             self._endpoint.on_control(worker, control)
+        if self._trace is not None and isinstance(control, TraceRecords):
+            self._trace.add(worker, control)
         if self._requests is not None:
             self._requests.on_control(worker, control)
 

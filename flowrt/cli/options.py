@@ -89,6 +89,9 @@ class RunOptions:
     json: Annotated[
         str | None, Parameter(allow_leading_hyphen=True, help='Write answers, times and figures to this file; "-" for standard output.')
     ] = None
+    trace: Annotated[
+        str | None, Parameter(help="Write what each process computed, sent and received to this file, for ui.perfetto.dev.")
+    ] = None
     chaos: Annotated[str | None, Parameter(help='Inject faults, as "kill:experts.1@2s" or "pause:experts.0@1s+2s, kill:monitor@2s".')] = (
         None
     )

@@ -35,11 +35,14 @@ from flowrt.exit_codes import BAD_INPUT, FAILURE, INTERRUPTED, NO_READER, SUCCES
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.launcher import events
 from flowrt.launcher.launcher import STOP_SECONDS
+from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.observe import set_log_level
 from flowrt.output_file import STDOUT, LostOutputError, check_writable, write_file
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
 from flowrt.signals import ending_signals
+from flowrt.trace.perfetto_file import check_trace_file, write_trace
+from flowrt.trace.summary import summarize, summary_lines
 
 TICK_SECONDS = 0.1
 STUCK_SECONDS = STOP_SECONDS + 5.0  # after a request to end at once: longer than the time that workers have to stop and be killed
@@ -55,6 +58,8 @@ def run(graph: Path, options: RunOptions, params: SamplingParams) -> int:
         requests += read_prompts(options.prompts, params)
     if options.json is not None:
         check_writable(options.json)
+    if options.trace is not None:
+        check_trace_file(options.trace)
     stdout, stderr = OutputStream(sys.stdout), OutputStream(sys.stderr)
     if stdout.is_broken and options.json in (None, STDOUT):
         raise _lost(stdout)
@@ -89,7 +94,8 @@ class RunSession:
         self._statistics: dict[str, Statistics] = {}
         self._up_seconds: float | None = None
         loaded = read_graph(path, options.overrides, options.model)
-        self._graph = RunningGraph(loaded, self._seams, options.log_level, self._on_event, self._on_line)
+        self._trace = TraceCollector(self._seams.machine_now) if options.trace is not None else None
+        self._graph = RunningGraph(loaded, self._seams, options.log_level, self._on_event, self._on_line, self._trace)
         graph = self._graph.graph
         if graph.model is None:
             raise UserError(f"{path}: this graph serves no model; call it from Python: await graph(name=tensor)")
@@ -135,7 +141,8 @@ class RunSession:
             signal.signal(signal.SIGALRM, before)
 
     def finish(self) -> int:
-        """Write the record and print the tables; returns the exit code."""
+        """Write the trace and the record, and print the tables; returns the exit code."""
+        trace_lines = self._write_trace()
         code = self._code()
         figures = Figures.of(self._records)
         report = report_of(self._graph.graph, self._graph.pids, self._statistics, self._loaded_bytes, self._start_seconds, self._up_seconds)
@@ -146,6 +153,8 @@ class RunSession:
                 self._failure = self._failure or error
         if self._statistics:
             self._print_report(report, figures)
+        if trace_lines and not self._options.quiet:
+            new_console(self._stderr).print("", *trace_lines, sep="\n", markup=False, soft_wrap=True)
         self._stdout.flush()
         if self._stdout.has_lost_output and self._failure is None and self._options.json in (None, STDOUT):
             self._failure = _lost(self._stdout)
@@ -163,6 +172,17 @@ class RunSession:
         if self._chaos is not None and not (self._options.quiet and self._chaos.all_injected):
             num_complete = sum(record.finish_reason in ("stop", "length") for record in self._records)
             console.print("\n".join(self._chaos.sentences(len(self._records), num_complete)), markup=False, soft_wrap=True)
+
+    def _write_trace(self) -> list[str]:
+        """Write the trace, also that of a run which has failed or was interrupted. Returns its summary."""
+        if self._options.trace is None or self._trace is None or not self._has_started:
+            return []
+        traces = self._trace.traces()
+        try:
+            write_trace(self._options.trace, traces, self._graph.graph)
+        except LostOutputError as error:
+            self._failure = self._failure or error
+        return summary_lines(summarize(traces))
 
     # In the loop.
 

@@ -20,11 +20,18 @@ MAX_UNREAD = 1024  # logs kept of requests that have ended and that no client fo
 
 class Requests:
     """`send(group, control)` waits while the group's control connection is full. `progress` receives the starts, tokens and ends of
-    requests."""
+    requests, `on_token` each committed token."""
 
-    def __init__(self, gateway: Gateway, send: Send, progress: RequestProgress, clock: Clock) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        send: Send,
+        progress: RequestProgress,
+        clock: Clock,
+        on_token: Callable[[TokenEvent], None] | None = None,
+    ) -> None:
         self.gateway = gateway
-        self._send, self._progress, self._clock = send, progress, clock
+        self._send, self._progress, self._clock, self._on_token = send, progress, clock, on_token
         self._changed: dict[int, asyncio.Event] = {}
         self._in_use: set[int] = set()  # requests that a call submits or follows
         self._unread: dict[int, None] = {}  # requests that have ended and that no call uses, oldest first
@@ -190,6 +197,8 @@ class Requests:
                 continue
             if isinstance(decision, TokenEvent):
                 self._progress.progressed(now)
+                if self._on_token is not None:
+                    self._on_token(decision)
             elif isinstance(decision, EndEvent):
                 self._progress.ended(now)
                 self._note_drained()

@@ -69,6 +69,7 @@ class Launcher:
     """A run of `graph`: `async with Launcher(graph) as launcher:` enters when every worker is connected.
 
     graph: expanded and checked; `launcher.graph` is the same with every edge's transport resolved.
+    is_traced: workers record what they do, see trace_collector.py.
     on_event: called in this loop with the events of events.py.
     on_control: called with (worker, message) for every message that is not about starting.
     on_line: called with (process, line) for every line on a process's stderr or stdout; the default writes "[process] line" to stderr.
@@ -88,6 +89,7 @@ class Launcher:
         seams: Seams | None = None,
         *,
         log_level: str = "warning",
+        is_traced: bool = False,
         on_event: Callable[[events.Event], None] | None = None,
         on_control: Callable[[str, Control], None] | None = None,
         on_line: Callable[[str, str], None] | None = None,
@@ -118,7 +120,7 @@ class Launcher:
 
         def start_of(name: str, incarnation: str, was_standby: bool) -> Start:
             loaded = tuple(dict.fromkeys(loads.values())) if name in standbys else ()
-            return Start(name, incarnation, graph_json, self.key, log_level, loaded, loads[name] if was_standby else "")
+            return Start(name, incarnation, graph_json, self.key, log_level, loaded, loads[name] if was_standby else "", is_traced)
 
         self.state = RunState(
             self.graph,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
@@ -14,6 +14,7 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.network_conditions import CALM, NetworkConditions
 from flowrt.simulation.processes import ProcessConditions
 from flowrt.simulation.simulated_seams import ComputeDelays
+from flowrt.simulation.simulated_trace import SimulatedTrace
 
 GRACE_SECONDS = 60.0  # virtual time beyond the start, the last fault and its deadline; a longer run is stuck
 
@@ -94,6 +95,7 @@ class Case:
     glitch: Glitch | None = None
     drain_seconds: float | None = None  # the owner drains the run so long after the first request
     calls: tuple[SimulatedCall, ...] = ()  # in place of requests, for a graph without a model
+    trace: SimulatedTrace | None = field(default=None, compare=False)  # of a graph with a model
 
     @property
     def max_seconds(self) -> float:

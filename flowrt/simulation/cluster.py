@@ -126,7 +126,11 @@ class _SimulatedRun:
             now=self._seams.clock.now,
             lost_group_seconds=graph.reliability.lost_group_seconds,
         )
-        self._requests = Requests(self._gateway, self._send, self._launcher.health_record.progress, self._seams.clock)
+        on_token = None
+        if (trace := case.trace) is not None:
+            trace.begin(world.loop.time)
+            on_token = trace.collector.add_token
+        self._requests = Requests(self._gateway, self._send, self._launcher.health_record.progress, self._seams.clock, on_token)
         resolved = replace(case, graph=self._launcher.graph)
         harmless = [fault for fault in case.scenario.faults if falls_back(resolved, fault)]
         self._faults = Faults(world, case.scenario, self._living_inside, harmless, case.processes.segfault_one_in)
@@ -199,6 +203,8 @@ class _SimulatedRun:
         """Called with each new Worker, before it loads."""
         inside = WorkerInternals(worker)
         inside.when_named(lambda: self._insides.update({inside.name: inside}))
+        if (trace := self._case.trace) is not None:
+            inside.when_named(lambda: trace.begin_worker(inside.name, worker))
         if self._case.exact:
             inside.use_exact_model(self._wrong_results, self._faults.on_poison)
 

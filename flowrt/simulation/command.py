@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,11 @@ from flowrt.simulation.case import Case, Kept
 from flowrt.simulation.cases import draw
 from flowrt.simulation.options import SimulationOptions
 from flowrt.simulation.shrink import shrink
+from flowrt.simulation.simulated_trace import SimulatedTrace
 from flowrt.simulation.world import Outcome
+from flowrt.trace.perfetto_file import check_trace_file, write_trace
+from flowrt.trace.records import WorkerTrace
+from flowrt.trace.summary import summarize, summary_lines
 
 REPORT_EVERY = 100
 ALL_KINDS_FROM = 1000  # from this number of seeds on, each kind of fault must have occurred
@@ -36,11 +41,18 @@ MAX_FAILURES = 10  # then the campaign ends
 
 def run(names: Sequence[str], given: SimulationOptions) -> int:
     """Returns the exit code: 0 if all invariants held under each seed, 1 if not. Raises UserError for invalid input."""
+    if given.trace is not None:
+        check_trace_file(given.trace)
+        if given.seeds != 1:
+            raise UserError(f"--trace {given.trace}: the trace of one seed can be written, not of {given.seeds}; add --seeds 1")
     os.environ["OMP_NUM_THREADS"] = "1"  # before a worker imports torch: the seed does not determine its threads
     try:
         graphs = [_load(path) for path in _files(names)]
     except ModelError as error:
         raise UserError(str(error)) from None
+    if given.trace is not None and any(graph.model is None for graph in graphs):
+        raise UserError(f"--trace {given.trace}: only runs of a model are traced; leave out graphs without model:")
+    trace = SimulatedTrace() if given.trace is not None else None
     scenario = None if given.scenario is None else load_scenario(given.scenario, graphs[0])
     kept = Kept(_numbers(given.keep_faults), _numbers(given.keep_requests), given.calm)
     replay = shlex.join(["flowrt", "simulate", *names, *(["--scenario", str(given.scenario)] if given.scenario else [])])
@@ -49,6 +61,8 @@ def run(names: Sequence[str], given: SimulationOptions) -> int:
     draw_case = partial(draw, graphs=graphs, scenario=scenario, exact=not given.weights, num_cancelled=given.cancel)
 
     def on_run(case: Case, outcome: Outcome[AnyServed] | Failure, counts: CampaignCounts) -> bool:
+        if given.trace is not None and trace is not None:
+            _write_trace(given.trace, trace.traces(), case.graph)
         if isinstance(outcome, Failure):
             print(f"seed {case.seed}: {outcome.text}", file=sys.stderr)
             _print_smallest(draw_case(case.seed), kept, replay, shrinks=not given.no_shrink)
@@ -58,7 +72,8 @@ def run(names: Sequence[str], given: SimulationOptions) -> int:
             print(f"{counts.num_seeds} seeds, {len(counts.failures)} failed, {counts.num_steps} steps", flush=True)
         return len(counts.failures) < MAX_FAILURES
 
-    counts = campaign((kept.of(draw_case(seed)) for seed in range(given.first, given.first + given.seeds)), on_run)
+    cases = (replace(kept.of(draw_case(seed)), trace=trace) for seed in range(given.first, given.first + given.seeds))
+    counts = campaign(cases, on_run)
     print(f"outcomes: {_counts(counts.outcomes)}; virtual time {counts.virtual_seconds:.0f} s")
     print(f"faults: {_counts(counts.faults)}")
     print(f"rare: {_counts(counts.branches)}")
@@ -67,6 +82,11 @@ def run(names: Sequence[str], given: SimulationOptions) -> int:
         print(f"no seed met {', '.join(unmet)}: the draw of faults is wrong", file=sys.stderr)
         return 1
     return 1 if counts.failures else 0
+
+
+def _write_trace(name: str, traces: Sequence[WorkerTrace], graph: Graph) -> None:
+    write_trace(name, traces, graph)
+    print(*summary_lines(summarize(traces)), sep="\n", file=sys.stderr)
 
 
 def _files(names: Sequence[str]) -> list[Path]:

@@ -27,4 +27,7 @@ class SimulationOptions:
     keep_faults: Annotated[str | None, _LIST, Parameter(help="Of the drawn faults only these, as 0,2; - for none.")] = None
     keep_requests: Annotated[str | None, _LIST, Parameter(help="Of the drawn requests only these, as 0,2.")] = None
     calm: Annotated[bool, _FLAG, Parameter(help="Calm network: no delays or duplicates but those of the faults.")] = False
+    trace: Annotated[
+        str | None, Parameter(help="Write what each process computed, sent and received to this file, for ui.perfetto.dev. One seed only.")
+    ] = None
     no_shrink: Annotated[bool, _FLAG, Parameter(help="Do not look for the smallest part of a case that fails.")] = False

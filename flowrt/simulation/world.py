@@ -81,6 +81,7 @@ class World:
             process.clocks.append(clock)
         return Seams(
             clock=clock,
+            machine_now=self.loop.time,
             new_incarnation=self.new_incarnation,
             new_seed=lambda: chance.getrandbits(63),
             new_key=self.new_key,

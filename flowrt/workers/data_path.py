@@ -27,6 +27,7 @@ from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.group import Group
 from flowrt.workers.message_schemas import edge_schemas
 from flowrt.workers.model_nodes import config_of
+from flowrt.workers.traced import TracedWorker
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class LoadedOperators:
 
 
 class DataPath:
-    """Complete once created. `on_sink` takes the firings of nodes without a function, in place of a group; `on_lost` the lost peers."""
+    """Complete once created. `on_sink` takes the firings of nodes without a function, in place of a group; `on_lost` the lost peers;
+    `traced` records what it does."""
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class DataPath:
         send: Callable[[Control], None],
         on_sink: Callable[[Firing], None] | None,
         on_lost: Callable[[Identity, str], None],
+        traced: TracedWorker | None = None,
     ) -> None:
         self.name = name = start.name
         self._send = send
@@ -71,15 +74,19 @@ class DataPath:
         dispatch, client = next(iter(operators.clients.items()), ("", None))
         self.hedges = client is not None and graph.reliability.hedge and client.has_replicas and {*client.processes} != {name}
         device = torch.device(graph.devices.get(name, "cpu"))
+        functions = operators.functions if emulated is None else emulated.charged(operators.functions)
+        post: Callable[[Edge, Message], None] = self._post
+        if traced is not None:
+            compute, functions, post = traced.compute(compute), traced.functions(functions), traced.post(post)
         group: Group  # the runner calls these two only after they are made below
         failover: Failover
         self.runner = Runner(
             graph,
             name,
-            operators.functions if emulated is None else emulated.charged(operators.functions),
+            functions,
             compute,
             seams.clock,
-            self._post,
+            post,
             on_sink or (lambda firing: group.on_step_end(firing)),
             self._on_failed if graph.model is not None else self._on_call_failed,
             device,
@@ -99,7 +106,7 @@ class DataPath:
             start.key,
             plans,
             seams.transport,
-            self.runner.accept,
+            self.runner.accept if traced is None else traced.accept(self.runner.accept),
             self.runner.settle,
             on_lost=on_lost,
             tolerated=survivable_processes(graph),

@@ -75,13 +75,14 @@ def modelled_seconds(operator: str, cost: ComputeCost, firings: Iterable[Firing]
             if cost.expert_seconds:
                 experts[layer].update(expert_P.tolist())
             continue
-        num_rows[layer] += max((_num_rows(payload) for payload in inputs.values()), default=0)
+        num_rows[layer] += max((num_rows_of(payload) for payload in inputs.values()), default=0)
         if operator == "attention" and cost.kv_token_seconds:
             num_kv_tokens[layer] += int(inputs["layout"].tensors[KV_LENGTHS].sum())
     return sum(cost.seconds(rows, len(experts[layer]), num_kv_tokens[layer]) for layer, rows in num_rows.items())
 
 
-def _num_rows(payload: Payload | list[Payload]) -> int:
+def num_rows_of(payload: Payload | list[Payload]) -> int:
+    """Rows of the first tensor of an input."""
     if isinstance(payload, list):  # of a gather port
-        return sum(map(_num_rows, payload))
+        return sum(map(num_rows_of, payload))
     return len(payload.tensors[0]) if payload.tensors and payload.tensors[0].dim() else 1

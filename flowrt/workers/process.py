@@ -33,6 +33,8 @@ from flowrt.actors.control import (
     Statistics,
     StatisticsRequest,
     Stop,
+    TraceRecords,
+    TraceRequest,
     from_message,
 )
 from flowrt.actors.heartbeats import send_heartbeats
@@ -47,6 +49,7 @@ from flowrt.graph.recovery import is_watched
 from flowrt.operators.model_config import ModelError
 from flowrt.operators.weight_memory import WeightMemory
 from flowrt.seams import LONE_INLINE_SECONDS, Compute, Seams, ThreadCompute
+from flowrt.trace.records import NO_RECORDS, TraceRing
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message, Tag
 from flowrt.workers.control_link import ControlLink, receive_start
@@ -56,6 +59,7 @@ from flowrt.workers.membership import Membership
 from flowrt.workers.model_files import fingerprints
 from flowrt.workers.model_nodes import build_model_nodes, checkpoint_computations, strict_blocks_text
 from flowrt.workers.start_check import check_process
+from flowrt.workers.traced import TracedWorker
 
 log = logging.getLogger("flowrt.worker")
 
@@ -111,6 +115,7 @@ class Worker:
         self._fault: Exception | None = None
         self._compute = self._new_compute(start.name)
         self._emulated: EmulatedWorker | None = None
+        self.trace_ring: TraceRing | None = None  # set before it loads: the worker is traced
         self._taken: asyncio.Future[Start | None] = self._loop.create_future()  # the second Start of a standby process; None: stopped
         self._begin_as(start)
         self._on_sink = on_sink
@@ -131,6 +136,8 @@ class Worker:
         if self._graph.emulation is not None and not start.loads:
             self._emulated = EmulatedWorker(self._graph, start.name, self._graph.emulation, self._compute, self._seams.new_timer())
             self._compute = self._emulated.compute
+        if start.is_traced and not start.loads:
+            self.trace_ring = TraceRing(self._seams.machine_now)
 
     @property
     def incarnation(self) -> str:
@@ -171,6 +178,7 @@ class Worker:
                 work.cancel()
             if self._fault is not None:
                 raise self._fault
+            self._send_trace(is_last=True)
             self.control.send(data_path.statistics())
             await self.control.flush()
         finally:
@@ -208,7 +216,16 @@ class Worker:
             self.control.send,
             self._on_sink,
             self._on_lost,
+            None if self.trace_ring is None else TracedWorker(self._graph, self.trace_ring, self._emulated),
         )
+
+    def _send_trace(self, is_last: bool = False) -> None:
+        """Send the records to the launcher if it traces the run; in pieces, the last of which may be empty."""
+        if self._start.is_traced and (ring := self.trace_ring) is not None:
+            for piece in ring.take():
+                self.control.send(TraceRecords(self.incarnation, piece, ring.num_dropped))
+            if is_last:
+                self.control.send(TraceRecords(self.incarnation, NO_RECORDS, ring.num_dropped, is_last=True))
 
     async def _work(self, data_path: DataPath) -> None:
         """Wait for the addresses of the peers, link with them, then fire and exchange messages until cancelled."""
@@ -242,6 +259,7 @@ class Worker:
         elif not user:
             log.error("%s failed", self._start.name, exc_info=cause.__cause__ if isinstance(cause, OperatorError) else cause)
         text = str(cause) if user or isinstance(cause, OperatorError | LinkLostError) else f"{type(cause).__name__}: {cause}"
+        self._send_trace(is_last=True)
         self.control.send(Failed(text, user))
         await self.control.flush()
 
@@ -299,6 +317,8 @@ class Worker:
             case StatisticsRequest():
                 loading = Statistics(resident_bytes=self._seams.resident_bytes())
                 self.control.send(loading if self._data_path is None else self._data_path.statistics())
+            case TraceRequest():
+                self._send_trace()
             case FenceCalls(source, steps):
                 self.fence(source, steps)
                 self.control.send(CallsFenced(source, steps))

@@ -217,7 +217,7 @@ def test_an_error_about_a_transport_names_the_override_that_chose_it(model: Path
     (model.parent / "g.yaml").write_text(text)
     override = "deploy.links.attention-experts.transport=shm"
     for overrides, place in (((override,), f"--set {override}"), ((), f"{model.parent / 'g.yaml'}:6")):
-        graph = flowrt.api.running_graph.read_graph(model.parent / "g.yaml", overrides)
+        graph = flowrt.api.read_graph(model.parent / "g.yaml", overrides)
         with pytest.raises(GraphError) as caught:
             choose_transports(graph, lambda scheme: "no compiler")
         assert str(caught.value).startswith(f"{place}: deploy.links.attention-experts.transport: transport ")

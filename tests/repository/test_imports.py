@@ -2,7 +2,7 @@
 
 `cli -> doctor -> chaos -> bench -> api -> simulation -> serving, planning -> launcher -> gateway, processes -> workers -> engine, exchange
 -> dataflow -> actors -> transports`: a package may import any package to its right, never one beside it or to its left. Leaf modules,
-graph and reliability stand below all.
+graph, reliability and trace stand below all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEAVES = (
     "flowrt.process_status",
     "flowrt.process_backend",
 )
-BELOW_ALL = (*LEAVES, "flowrt.graph", "flowrt.reliability")
+BELOW_ALL = (*LEAVES, "flowrt.graph", "flowrt.reliability", "flowrt.trace")
 # What users get from `import flowrt`; loaded on first use.
 FRONT_MAY = ("flowrt.api", "flowrt.gateway.gateway", *LEAVES)
 # From the top down. Packages of one row do not import each other.

@@ -1,0 +1,1 @@
+"""Traces of runs: records of work and messages, their summary, and the Perfetto file."""
