@@ -13,30 +13,23 @@ import torch
 
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.fences import Fences
-from flowrt.dataflow.matching import arrives_at
+from flowrt.dataflow.matching import Firing, arrives_at
 from flowrt.dataflow.outbound_edges import CreditHeader, OutboundEdge, OutboundEdges
-from flowrt.dataflow.parts import PartHeader
+from flowrt.dataflow.parts import FAILED, FailedHeader, PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload, from_message, from_reference
 from flowrt.dataflow.schemas import MessageSchema
 from flowrt.graph.model import Edge, Graph
+from flowrt.graph.trampoline import bundle_edges
 from flowrt.transports.wire.message import Message, Tag
-
-FAILED = "failed"  # kind of the response to a request whose firing failed
-
-
-class FailedHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Header of a FAILED message: the error in one line, and the part id of the request if it has one."""
-
-    error: str
-    part: int | None = None
 
 
 class InboundEdge:
     """An edge from another worker, `peer`. Turns a received message into a checked payload, or raises BadMessageError.
 
     `schema` is None for an edge whose messages are not described, and for an edge within this OS process. `requests` is the outbound
-    edge whose responses arrive on this edge. If both edges have a schema, each response must match an outstanding request in tag, part
-    and shape. `fences`: a response to a fenced call need not match.
+    edge whose responses arrive on this edge. If it keeps its outstanding requests, each response must match one in tag, part and, where
+    this edge has a schema, shape. `fences`: a response to a fenced call need not match. `responds`: the edge carries responses; those that
+    a trampoline has merged (`merged`) have several parts, and credits like any other message.
 
     Outstanding credits: of the edge's `size` credits, `received` belong to messages that are here, and `consumed` of these messages have
     been consumed. A response has no credit of its own (`size` 0): it returns its request's.
@@ -59,7 +52,10 @@ class InboundEdge:
         self.half = max(1, self.size // 2)
         self.received = self.consumed = 0
         self._by_reference, self._device, self._schema, self._fences = by_reference, device, schema, fences
-        self._requests = requests if requests is not None and requests.schema is not None and schema is not None else None
+        has_schemas = requests is not None and requests.schema is not None and schema is not None
+        self._requests = requests if requests is not None and (has_schemas or requests.relays) else None
+        self.merged = requests is not None and edge.request_id is None
+        self.responds = edge.request_id is not None or self.merged
         self._layers: dict[int, bool] = {}  # whether this edge carries tags of that layer
 
     def consume(self) -> int:
@@ -83,24 +79,27 @@ class InboundEdge:
         tag = message.tag
         if peer != self.peer:
             raise BadMessageError(f"a message on {self.edge}, which leads here from {self.peer}")
-        is_failed = message.kind == FAILED and self.edge.request_id is not None
+        is_failed = message.kind == FAILED and self.responds
         if tag is None or not (is_failed or message.kind == "data"):
             raise BadMessageError(f"a message of kind {message.kind[:80]!r} {'without' if tag is None else 'with'} a tag on {self.edge}")
         if self.size and self.received >= self.size:
             raise BadMessageError(f"more messages on {self.edge} than its {self.size} credits allow")
         schema, sizes = self._schema, {}
-        header_type: type[msgspec.Struct] | None = FailedHeader if is_failed else None
-        if not is_failed:
-            if schema is None:
-                return tag
+        if is_failed:
+            header_type: type[msgspec.Struct] | None = FailedHeader
+        elif schema is not None:
             header_type = schema.header
+        elif self._requests is None:
+            return tag
+        else:
+            header_type = PlanHeader if self.merged else PartHeader
         if header_type is not None:
             try:
                 header = message.decode_header(header_type)
             except msgspec.DecodeError as error:
                 raise BadMessageError(f"a header on {self.edge} that cannot be read: {error}") from error
             if self._requests is not None:
-                sizes = self._end_request(tag, header.part if isinstance(header, (PartHeader, FailedHeader)) else None)
+                sizes = self._end_requests(tag, header, self._requests)
         elif message.header is not None:
             raise BadMessageError(f"a header on {self.edge}, which takes none")
         if schema is not None:
@@ -111,14 +110,23 @@ class InboundEdge:
                 raise BadMessageError(f"a message on {self.edge}, {_text(tag)}: {fault}")
         return tag
 
-    def _end_request(self, tag: Tag, part: int | None) -> dict[str, int]:
-        """Clear the request that a response belongs to. Returns the sizes of the request's free dimensions."""
-        sizes = None if self._requests is None else self._requests.outstanding.pop((tag, part), None)
-        if sizes is None:
-            if self._fences.has_failed(tag):  # sent before the fence came there
-                return {}
-            raise BadMessageError(f"a response on {self.edge} to no outstanding request: {_text(tag)}, part {part}")
-        return sizes
+    def _end_requests(self, tag: Tag, header: msgspec.Struct, requests: OutboundEdge) -> dict[str, int]:
+        """Clear the requests that a response belongs to. Returns the sizes of their free dimensions together."""
+        parts: tuple[int | None, ...] = (header.part,) if isinstance(header, (PartHeader, FailedHeader)) else (None,)
+        if isinstance(header, PlanHeader):
+            parts = header.parts
+        elif self.merged and parts == (None,):  # the trampoline could not read the bundle
+            parts = tuple(part for each, part in requests.outstanding if each == tag)
+        total: dict[str, int] = {}
+        for part in parts or (None,):
+            sizes = requests.outstanding.pop((tag, part), None)
+            if sizes is None:
+                if self._fences.has_failed(tag):  # sent before the fence came there
+                    return {}
+                raise BadMessageError(f"a response on {self.edge} to no outstanding request: {_text(tag)}, part {part}")
+            for name, size in sizes.items():
+                total[name] = total.get(name, 0) + size
+        return total
 
     def read(self, message: Message) -> Payload:
         """Convert a checked message to a payload."""
@@ -134,7 +142,11 @@ class InboundEdge:
 
 
 class InboundEdges:
-    """All edges that lead to the worker `process` from others, by id. `post(edge, message)` carries returned credits."""
+    """All edges that lead to the worker `process` from others, by id. `post(edge, message)` carries returned credits.
+
+    `ended`: peers that have ended since the running call began. What the call consumes of them returns no credit, and a request gets no
+    response: the next incarnation has all credits and does not know the request.
+    """
 
     def __init__(
         self,
@@ -148,19 +160,35 @@ class InboundEdges:
         fences: Fences,
     ) -> None:
         self._post = post
+        self.ended = set[str]()
         self.edges: dict[int, InboundEdge] = {}
+        bundles = bundle_edges(graph, process)
         for edge in graph.edges.values():
             source, target = graph.ends_of(edge)
             if source != process == target:
                 schema = None if edge.id in staying else schemas.get(edge.id)
-                requests = None if edge.request_id is None else outbound.edges.get(edge.request_id)
+                request_id = bundles[edge.id].id if edge.id in bundles else edge.request_id
+                requests = None if request_id is None else outbound.edges.get(request_id)
                 self.edges[edge.id] = InboundEdge(edge, source, edge.id in staying, device, schema, requests, fences)
 
     def renew(self, peer: str) -> None:
         """Forget the credits of all edges from `peer`, whose incarnation has ended."""
+        self.ended.add(peer)
         for inbound in self.edges.values():
             if inbound.peer == peer:
                 inbound.received = inbound.consumed = 0
+
+    def orphans(self, batch: Iterable[Firing]) -> set[tuple[int | None, Tag]]:
+        """Edge and tag of those messages of the running call whose sender has ended since the call began."""
+        return {(edge, firing.tag) for firing in batch for edge in firing.via if self._is_from(edge, self.ended)} if self.ended else set()
+
+    def is_from(self, firing: Firing, peer: str) -> bool:
+        """Whether a firing consumes a credit of `peer`."""
+        return any(self._is_from(edge, (peer,)) for edge in firing.via)
+
+    def _is_from(self, edge: int, peers: Collection[str]) -> bool:
+        inbound = self.edges.get(edge)
+        return inbound is not None and inbound.size > 0 and inbound.peer in peers
 
     def consume(self, via: Iterable[int], tag: Tag | None = None, responded: Collection[tuple[int, Tag | None]] = ()) -> None:
         """Return the credits of messages that came along the edges `via`, but for requests of `tag` that were responded to."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
+from typing import Literal
 
 import msgspec
 
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.fences import Fences
+from flowrt.dataflow.parts import FAILED, BundleHeader, FailedHeader
 from flowrt.dataflow.payload import Payload, by_reference, to_device_message, to_message
 from flowrt.dataflow.schemas import MessageSchema
 from flowrt.dataflow.subgraph import RoutedOutput, part_of
 from flowrt.errors import OperatorError, as_line, error_text
+from flowrt.graph.builtin import FORWARD
 from flowrt.graph.model import INPUT, Edge, Graph
 from flowrt.transports.errors import InvalidMessageError, LimitError
 from flowrt.transports.wire.message import Message, Tag
@@ -29,8 +32,9 @@ class OutboundEdge:
     """An edge to the process `peer`, with its credits. `sent` counts messages and payload bytes.
 
     `free` of `size` credits are left, and `pending` outputs wait for one; a response needs no credit (`size` 0). `closed` means that no
-    process is at the other end. `outstanding`, for edges with a schema: requests without a response yet, by tag and part, with the sizes of
-    their free dimensions. `declared`: the schema by which the receiver checks messages, where no operator's declaration has checked them.
+    process is at the other end. `relays`: bundles to a trampoline, or the parts that it has cut. `outstanding`, for edges with a schema
+    and those that relay: requests without a response yet, by tag and part, with the sizes of their free dimensions. `declared`: the schema
+    by which the receiver checks messages, where no operator's declaration has checked them.
     """
 
     def __init__(
@@ -41,9 +45,10 @@ class OutboundEdge:
         max_bytes: int,
         schema: MessageSchema | None,
         declared: MessageSchema | None,
+        relays: Literal["", "bundles", "parts"] = "",
     ) -> None:
         self.edge, self.peer, self.to_message, self.max_bytes = edge, peer, to_message, max_bytes
-        self.schema, self.declared = schema, declared
+        self.schema, self.declared, self.relays = schema, declared, relays
         self.size = edge.credits if edge.request_id is None else 0
         self.sent = [0, 0]
         self.renew(closed=False)
@@ -57,6 +62,20 @@ class OutboundEdge:
         self.free = self.size
         self.pending: deque[RoutedOutput] = deque()
         self.outstanding: dict[tuple[Tag, int | None], dict[str, int]] = {}
+
+    def unanswered(self) -> list[tuple[Tag, int]]:
+        """The parts that this edge was to carry, or has carried, and that have no response yet."""
+        waiting = [(output.tag, part_of(output.payload)) for output in self.pending]
+        return [(tag, part) for tag, part in (*self.outstanding, *waiting) if part is not None]
+
+    def requests_of(self, output: RoutedOutput) -> dict[tuple[Tag, int | None], dict[str, int]]:
+        """The entries of an output in `outstanding`."""
+        tag, payload = output.tag, output.payload
+        if isinstance(payload.header, BundleHeader):
+            return {(tag, part.part): {"rows": part.num_rows, "pairs": part.num_pairs} for part in payload.header.parts}
+        if self.schema is not None:
+            return {(tag, part_of(payload)): self.schema.sizes(payload)}
+        return {(tag, part_of(payload)): {}} if self.relays else {}
 
 
 class OutboundEdges:
@@ -90,7 +109,7 @@ class OutboundEdges:
                 max_bytes = max(graph.limits_of(end).max_message_bytes for end in (source, target))
                 is_declared_here = edge.source == INPUT or graph.nodes[edge.source].outputs[edge.source_port].tensors
                 declared = None if is_declared_here or edge.id in staying or graph.model is not None else schemas.get(edge.id)
-                self.edges[edge.id] = OutboundEdge(edge, target, coding, max_bytes, schema, declared)
+                self.edges[edge.id] = OutboundEdge(edge, target, coding, max_bytes, schema, declared, _relays(graph, edge))
         self.sent = {edge_id: outbound.sent for edge_id, outbound in self.edges.items()}
 
     def take(self, output: RoutedOutput) -> bool:
@@ -141,11 +160,16 @@ class OutboundEdges:
             for key in [key for key in outbound.outstanding if fences.has_failed(key[0])]:
                 del outbound.outstanding[key]
 
-    def renew(self, peer: str, closed: bool) -> None:
-        """Discard all messages and credits in flight to `peer`: it has ended (`closed`), or a new incarnation has joined."""
+    def renew(self, peer: str, closed: bool) -> list[tuple[Tag, int]]:
+        """Discard all messages and credits in flight to `peer`: it has ended (`closed`), or a new incarnation has joined. Returns the parts
+        that this process forwarded and that have no response."""
+        unanswered: list[tuple[Tag, int]] = []
         for outbound in self.edges.values():
             if outbound.peer == peer:
+                if outbound.relays == "parts":
+                    unanswered += outbound.unanswered()
                 outbound.renew(closed)
+        return unanswered
 
     def waiting(self) -> list[Edge]:
         """Edges with an output that waits for a credit."""
@@ -153,24 +177,33 @@ class OutboundEdges:
 
     def _send(self, outbound: OutboundEdge, output: RoutedOutput) -> None:
         edge, payload, num_bytes = outbound.edge, output.payload, 0
+        requests: dict[tuple[Tag, int | None], dict[str, int]] = {}
         try:
             for tensor in payload.tensors:
                 num_bytes += tensor.numel() * tensor.itemsize
             if num_bytes > outbound.max_bytes:  # before the memory of an expanded tensor is allocated
                 raise LimitError(f"it has {num_bytes} bytes, limits.max_message_bytes is {outbound.max_bytes}")
             message = outbound.to_message(payload, edge.id, output.tag)
+            if isinstance(payload.header, FailedHeader):
+                message.kind = FAILED
             if outbound.declared is not None and (fault := outbound.declared.fault_of_tensors(message.tensors, {})):
                 raise InvalidMessageError(fault)
-            if outbound.schema is not None:
-                outbound.outstanding[output.tag, part_of(payload)] = outbound.schema.sizes(payload)
+            requests = outbound.requests_of(output)
+            outbound.outstanding.update(requests)
             self._post(edge, message)
         except Exception as error:  # a tensor of a subclass runs foreign code
             outbound.free += outbound.size > 0
-            if outbound.schema is not None:
-                outbound.outstanding.pop((output.tag, part_of(payload)), None)
+            for request in requests:
+                outbound.outstanding.pop(request, None)
             where = f"{edge.source} failed at step {output.tag.step}, layer {output.tag.layer}"
             cause = error_text(error).removeprefix(f"{type(error).__name__}: ")
             self._on_unsendable(output.tag, OperatorError(as_line(f"{where}: a message on {edge} cannot be sent: {cause}"), edge.source))
             return
         outbound.sent[0] += 1
         outbound.sent[1] += num_bytes
+
+
+def _relays(graph: Graph, edge: Edge) -> Literal["", "bundles", "parts"]:
+    if graph.nodes[edge.target].operator == FORWARD:
+        return "bundles"
+    return "parts" if graph.nodes[edge.source].operator == FORWARD else ""

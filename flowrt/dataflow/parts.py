@@ -14,12 +14,42 @@ import msgspec
 V = TypeVar("V")
 
 
+FAILED = "failed"  # kind of the response to a request whose firing failed
+
+
 class PartHeader(msgspec.Struct, frozen=True, array_like=True):
     """Header of a part and of its response: the part's id, unique within its tag. `alone`: it may end its server, which computes it in a
-    call of its own."""
+    call of its own. `siblings`: the other parts of the bundle that it came in."""
 
     part: int
     alone: bool = False
+    siblings: int = 0
+
+
+class BundledPart(msgspec.Struct, frozen=True, array_like=True):
+    """One part of a bundle: its id, its server, and its share of the bundle's tensors."""
+
+    part: int
+    server: int
+    num_rows: int
+    num_pairs: int
+
+
+class BundleHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Header of a bundle: several parts of a tag in one message, in the order of their tensors."""
+
+    parts: tuple[BundledPart, ...]
+
+
+class FailedHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Header of a FAILED message: the error in one line, and the part id of the request if it has one; None: all parts of its bundle.
+
+    `lost`: nothing failed, but a forwarder has lost the part's server, of this incarnation ("" for one that it never met).
+    """
+
+    error: str
+    part: int | None = None
+    lost: str | None = None
 
 
 class PlanHeader(msgspec.Struct, frozen=True, array_like=True):

@@ -9,7 +9,6 @@ from itertools import islice
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.outbound_edges import OutboundEdge
 from flowrt.dataflow.selection import SelectionPolicy
-from flowrt.transports.wire.message import Tag
 
 
 class ReadyFirings(dict[str, deque[Firing]]):
@@ -36,7 +35,7 @@ class ReadyFirings(dict[str, deque[Firing]]):
         self.wake_at = None
         for node, firings in self.items():
             policy = self._policies.get(node)
-            if inline and (policy is not None or not self._is_short(node)):
+            if inline and ((policy is not None and not policy.runs_inline) or not self._is_short(node)):
                 continue
             num_free = len(firings) if policy is not None else 1
             for outbound in self._reach[node]:
@@ -63,15 +62,15 @@ class ReadyFirings(dict[str, deque[Firing]]):
             return batch
         return None
 
-    def drop(self, stale: Callable[[Tag], bool]) -> tuple[int, list[int]]:
-        """Delete the firings of stale tags. Returns how many, and one edge id per message of theirs, as MatchingTable.drop."""
+    def drop(self, is_dropped: Callable[[Firing], bool]) -> tuple[int, list[int]]:
+        """Delete some firings. Returns how many, and one edge id per message of theirs, as MatchingTable.drop."""
         via: list[int] = []
         dropped = 0
         for node, firings in list(self.items()):
-            old = [firing for firing in firings if stale(firing.tag)]
+            old = [firing for firing in firings if is_dropped(firing)]
             via += [edge for firing in old for edge in firing.via]
             dropped += len(old)
-            kept = deque(firing for firing in firings if not stale(firing.tag))
+            kept = deque(firing for firing in firings if not is_dropped(firing))
             del self[node]
             if kept:
                 self[node] = kept

@@ -23,13 +23,15 @@ import torch
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.alone import AloneFirings
 from flowrt.dataflow.fences import Fences
-from flowrt.dataflow.inbound_edges import FAILED, FailedHeader, InboundEdges
+from flowrt.dataflow.inbound_edges import InboundEdges
 from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.outbound_edges import OutboundEdges
+from flowrt.dataflow.parts import FAILED, FailedHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.ready_firings import ReadyFirings
 from flowrt.dataflow.schemas import MessageSchema
 from flowrt.dataflow.selection import policy_of
+from flowrt.dataflow.sleeper import Sleeper
 from flowrt.dataflow.statistics import RunnerStatistics
 from flowrt.dataflow.subgraph import (
     FailedFiringsError,
@@ -42,6 +44,7 @@ from flowrt.dataflow.subgraph import (
     plan_of,
 )
 from flowrt.errors import OperatorError, as_line
+from flowrt.graph.builtin import forwards
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Clock, Compute
@@ -59,7 +62,7 @@ class Runner:
     `functions` maps each node to its function; a node without one is a sink, whose firings go to `on_sink`. `post(edge, message)` passes
     a message to the link of that edge and never waits. `staying` and `on_device`: see OutboundEdges. `early`: long calls run on a separate
     thread, so outputs to other workers are sent while the rest of the firing is computed. `on_unsent` receives each output of a closed
-    edge; `on_response` receives the edge and tag of every response.
+    edge; `on_response` receives the edge, tag and message of every response.
 
     `on_failed(tag, error, has_sent)` is called when a firing of that tag fails here; `has_sent`: see CallFailed. In a model graph, a firing
     that belongs to a request of another worker is excepted: that worker receives the error as the response, and its own `on_failed` is
@@ -83,7 +86,7 @@ class Runner:
         staying: Collection[int] = (),
         early: bool = False,
         on_unsent: Callable[[RoutedOutput], None] | None = None,
-        on_response: Callable[[int, Tag], None] | None = None,
+        on_response: Callable[[int, Tag, Message], None] | None = None,
         on_device: Collection[int] = (),
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
         on_alone: Callable[[Tag | None, int | None], None] = lambda tag, part: None,
@@ -105,15 +108,16 @@ class Runner:
         self._outbound = OutboundEdges(graph, process, post, self._on_unsendable, on_unsent, staying, on_device, schemas)
         device = None if device is None or device.type == "cpu" else device
         self._inbound = InboundEdges(graph, process, post, self._outbound, staying, device, schemas, self._fences)
-        self._responses = {each.edge.request_id: each.edge for each in self._outbound.edges.values() if each.edge.request_id is not None}
+        self._forwarding = {node.name for node in nodes if forwards(node.operator)}
+        own = [edge for node in nodes for edge in graph.edges_from(node.name) if graph.crosses(edge) or edge.target in self._forwarding]
+        self._responses = {edge.request_id: edge for edge in own if edge.request_id is not None}
         reach = {node.name: [self._outbound.edges[edge] for edge in self._subgraph.reachable(node.name)] for node in nodes}
         self._is_computing = False  # in the compute thread, which also uses the order of stateful nodes
         self._alone = AloneFirings(self._responses, on_alone)
         policies = {node.name: policy_of(node, graph.emulation, self._alone.is_alone) for node in nodes}
         self._ready = ReadyFirings(reach, policies, compute.is_short, clock.now)
-        self._sleeper: asyncio.Future[None] | None = None  # future that `run` awaits when no firing is ready
-        self._new_timer = new_timer
-        self._timer: Timer | None = None
+        self._sleeper = Sleeper(clock, new_timer)  # for `run` when no firing is ready
+        self._wake = self._sleeper.wake
         self._failure: Exception | None = None  # of a firing outside `run`, which raises it
         self.statistics = RunnerStatistics(sent=self._outbound.sent)
 
@@ -143,15 +147,21 @@ class Runner:
             inbound.received += 1
         else:
             self._outbound.release(edge.request_id, 1)
-            if self._on_response is not None:
-                self._on_response(edge.id, tag)
+        if inbound.responds and self._on_response is not None:
+            self._on_response(edge.id, tag, message)
         if self._fences.is_active and self._fences.is_stale(tag):
             self._drop(edge)
             return
         if message.kind == FAILED:
-            self._report(tag, OperatorError(message.decode_header(FailedHeader).error))
-            return
-        payload = inbound.read(message)
+            header = message.decode_header(FailedHeader)
+            if inbound.target not in self._forwarding:
+                self._inbound.consume(inbound.via)
+                if header.lost is None:
+                    self._report(tag, OperatorError(header.error))
+                return
+            payload = Payload((), header)
+        else:
+            payload = inbound.read(message)
         alone = inbound.alone.get(tag.layer)
         if alone is None:
             alone = inbound.alone[tag.layer] = self._table.alone(edge, tag.layer)
@@ -219,18 +229,25 @@ class Runner:
 
     # --- peers of the edges ------------------------------------------------------------------------------------------
 
-    def end_peer(self, peer: str, sources: Iterable[str] = ()) -> None:
+    def end_peer(self, peer: str, sources: Iterable[str] = ()) -> list[tuple[Tag, int]]:
         """Close the edges to a peer whose incarnation has ended, and drop all that is here of the tags of its `sources`.
 
-        A firing that runs now ends without effect. A new incarnation of the peer begins with all credits.
+        A firing of them that runs now, or of a request of the peer, ends without effect. A new incarnation of the peer begins with all
+        credits. Returns the parts that were forwarded to it and have no response.
         """
         for source in sources:
             self._fences.end_source(source)
         self._drop_stale()
         self._outbound.drop(self._fences)
         self._inbound.renew(peer)
-        self._outbound.renew(peer, closed=True)
+        self._ready.drop(lambda firing: self._inbound.is_from(firing, peer))
+        unanswered = self._outbound.renew(peer, closed=True)
         self._wake()
+        return [(tag, part) for tag, part in unanswered if not self._fences.is_stale(tag)]
+
+    def num_outstanding(self, edge_id: int) -> int:
+        """The number of requests of an outbound edge that have no response yet."""
+        return len(self._outbound.edges[edge_id].outstanding)
 
     def join_peer(self, peer: str) -> None:
         """Open the edges to a new incarnation of `peer`, with all credits free."""
@@ -269,16 +286,16 @@ class Runner:
                 batch = self._ready.take()  # after the sleep: this batch must fire before anything that arrives later
                 if batch is None:
                     num_inline = 0
-                    await self._sleep(self._ready.wake_at)
+                    await self._sleeper.sleep(self._ready.wake_at)
                     continue
                 short = self._compute.is_short(batch[0].node)
                 num_inline = num_inline + 1 if short else 0
                 send_early = None if not self._early else self._send_early if short else send_from_thread
+                self._inbound.ended.clear()
                 await self._run_batch(batch, short, send_early)
                 del batch  # a sleeping runner holds no tensor: it may alias transport memory, which is freed in order
         finally:
-            if self._timer is not None:
-                self._timer.close()
+            self._sleeper.close()
 
     async def _run_batch(self, batch: Sequence[Firing], short: bool, send_early: SendEarly | None) -> None:
         """Fire in one call. If that fails, fire each tag in its own, so that only tags with an error fail."""
@@ -310,22 +327,19 @@ class Runner:
     # --- inside -----------------------------------------------------------------------------------------------------------
 
     def _finish(self, batch: Sequence[Firing], outputs: Sequence[RoutedOutput], start_seconds: float, inline: bool) -> None:
-        statistics = self.statistics
-        seconds = self._clock.now() - start_seconds
-        statistics.compute_seconds += seconds
-        if inline:
-            statistics.inline_seconds += seconds
-        statistics.num_firings += len(batch)
+        self.statistics.add_call(len(batch), self._clock.now() - start_seconds, inline)
         responded: set[tuple[int, Tag | None]] = set()
         fences = self._fences
+        orphans = set() if inline else self._inbound.orphans(batch)
         for output in outputs:
             if fences.is_active and fences.is_stale(output.tag):
                 continue
             if (request := output.edge.request_id) is not None:
                 responded.add((request, output.tag))
-            self._emit(output)
+            if (request, output.tag) not in orphans:
+                self._emit(output)
         for firing in batch:
-            self._consume(firing, responded)
+            self._consume(firing, responded, orphans)
         if fences.is_active:
             if any(fences.is_stale(firing.tag) for firing in batch):
                 self._drop_stale()  # it became stale while it was computed: nodes fused behind it may have left rows
@@ -336,11 +350,12 @@ class Runner:
         log.error("%s", error, exc_info=error.__cause__)
         tag = firing.tag
         is_stale = self._fences.is_stale(tag)
+        orphans = self._inbound.orphans((firing,))
         requests = [] if is_stale else [edge for edge in firing.via if edge in self._responses]
-        for request in requests:
+        for request in requests if not orphans else ():
             edge = self._responses[request]
-            self._post(edge, Message(FAILED, tag, edge.id, FailedHeader(str(error), part_of_request(firing))))
-        self._consume(firing, [(request, tag) for request in requests])
+            self._emit(RoutedOutput(edge, tag, Payload((), FailedHeader(str(error), part_of_request(firing)))))
+        self._consume(firing, [(request, tag) for request in requests], orphans)
         if not requests and not is_stale:
             self._on_failed(tag, error, True)
 
@@ -375,23 +390,6 @@ class Runner:
             self._failure = self._failure or error
             self._wake()
 
-    def _wake(self) -> None:
-        sleeper = self._sleeper
-        if sleeper is not None and not sleeper.done():
-            sleeper.set_result(None)
-
-    async def _sleep(self, wake_at: float | None) -> None:
-        """Wait for `_wake`, or until `wake_at`. No wake-up is lost: its caller has changed what `run` reads before it sleeps."""
-        self._sleeper = asyncio.get_running_loop().create_future()
-        alarm = None
-        if wake_at is not None:
-            timer = self._timer = self._timer or self._new_timer()
-            alarm = timer.call_at(timer.now() + wake_at - self._clock.now(), self._wake)
-        await self._sleeper
-        self._sleeper = None
-        if alarm is not None:
-            alarm.cancel()
-
     def _match(self, edge: Edge, tag: Tag, payload: Payload) -> tuple[Firing, ...]:
         try:
             arrival = self._table.arrive(edge, tag, payload)
@@ -419,17 +417,18 @@ class Runner:
             for firing in self._match(output.edge, output.tag, output.payload):
                 self._fire(firing)
 
-    def _consume(self, firing: Firing, responded: Collection[tuple[int, Tag | None]]) -> None:
+    def _consume(self, firing: Firing, responded: Collection[tuple[int, Tag | None]], orphans: Collection[tuple[int | None, Tag]]) -> None:
         if not self._fences.has_ended(firing.tag.source):  # otherwise its successor has all credits
-            self._inbound.consume(firing.via, firing.tag, responded)
+            self._inbound.consume([edge for edge in firing.via if (edge, firing.tag) not in orphans], firing.tag, responded)
 
     def _drop(self, edge: Edge) -> None:
         self.statistics.num_dropped += 1
         self._inbound.consume((edge.id,))
 
     def _drop_stale(self) -> int:
-        rows, via = self._table.drop(self._fences.is_stale)
-        firings, via_ready = self._ready.drop(self._fences.is_stale)
+        is_stale = self._fences.is_stale
+        rows, via = self._table.drop(is_stale)
+        firings, via_ready = self._ready.drop(lambda firing: is_stale(firing.tag))
         self._inbound.consume(via + via_ready)
         return rows + firings
 

@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.parts import FailedHeader, PartHeader
+from flowrt.graph.builtin import RETURN
 from flowrt.graph.model import Batching, Emulation, Node
 from flowrt.transports.wire.message import Tag
 
@@ -23,10 +25,11 @@ class SelectionPolicy(Protocol):
     """`select` returns the firings of the next call, or the time (seconds of the runner's clock) at which to look again.
 
     `waiting` are the node's firings in order of arrival, at least one. `takes_one` is true for a policy that always selects the
-    first alone, without a look at the time: such firings may run on the event loop.
+    first alone, without a look at the time. `runs_inline`: short firings may run on the event loop, as soon as their messages are accepted.
     """
 
     takes_one: bool
+    runs_inline: bool
 
     def select(self, waiting: Sequence[Firing], now: float) -> Sequence[Firing] | float: ...
 
@@ -34,7 +37,7 @@ class SelectionPolicy(Protocol):
 class OldestFirst:
     """One tag per call, in order of arrival."""
 
-    takes_one = True
+    takes_one = runs_inline = True
 
     def select(self, waiting: Sequence[Firing], now: float) -> Sequence[Firing]:
         return waiting[:1]
@@ -45,7 +48,7 @@ class BoundedWait:
     (EaaS section 3.3). The wait counts from the moment at which the batch could have run. The batch that waits longest comes first.
     A firing that `is_alone` is a batch of its own, before all others."""
 
-    takes_one = False
+    takes_one = runs_inline = False
 
     def __init__(self, batching: Batching, is_alone: IsAlone = lambda firing: False) -> None:
         self._batching, self._is_alone = batching, is_alone
@@ -72,7 +75,7 @@ class DomainTurns:
     other one. A domain without a batch is skipped; its turn also ends after `turn_calls` calls while another domain has one. So a batch
     waits for at most (domains - 1) x turn_calls calls of other domains. Within a domain, and for firings that are alone: BoundedWait."""
 
-    takes_one = False
+    takes_one = runs_inline = False
 
     def __init__(self, batching: Batching, is_alone: IsAlone = lambda firing: False) -> None:
         self._domain_of = {source: domain for domain, sources in enumerate(batching.domains) for source in sources}
@@ -100,10 +103,40 @@ class DomainTurns:
         return wake_at
 
 
+class Siblings:
+    """Batches of the responses to one bundle. A batch does not wait for those that the bundle has not, and waits at most `max_wait_seconds`
+    from the moment at which it could have run: a server that stands still delays no other server's rows for longer."""
+
+    takes_one = False
+    runs_inline = True
+
+    def __init__(self, max_wait_seconds: float) -> None:
+        self._max_wait_seconds = max_wait_seconds
+        self._since: dict[Tag, float] = {}  # when the tag's first waiting response could have left
+
+    def select(self, waiting: Sequence[Firing], now: float) -> Sequence[Firing] | float:
+        by_tag: dict[Tag, list[Firing]] = {}
+        for firing in waiting:
+            by_tag.setdefault(firing.tag, []).append(firing)
+        since = self._since = {tag: self._since.get(tag, now) for tag in by_tag}
+        for tag, batch in by_tag.items():
+            if len(batch) > num_siblings(batch[0]) or now + ROUNDING_SECONDS >= since[tag] + self._max_wait_seconds:
+                return batch
+        return min(since.values()) + self._max_wait_seconds
+
+
+def num_siblings(firing: Firing) -> int:
+    """The other responses that may travel with this one."""
+    (payload,) = firing.inputs.values()
+    return 0 if isinstance(payload.header, FailedHeader) else payload.header_as(PartHeader).siblings
+
+
 def policy_of(node: Node, emulation: Emulation | None = None, is_alone: IsAlone = lambda firing: False) -> SelectionPolicy:
     """The policy of a node; emulated hardware waits for a dilated time."""
     if node.batches is None:
         return OldestFirst()
     dilation = emulation.dilation if emulation is not None else 1.0
     batching = replace(node.batches, max_wait_seconds=node.batches.max_wait_seconds * dilation)
+    if node.operator == RETURN:
+        return Siblings(batching.max_wait_seconds)
     return DomainTurns(batching, is_alone) if batching.domains else BoundedWait(batching, is_alone)

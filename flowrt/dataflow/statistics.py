@@ -17,3 +17,8 @@ class RunnerStatistics(msgspec.Struct):
     compute_seconds: float = 0.0
     inline_seconds: float = 0.0
     sent: dict[int, list[int]] = {}
+
+    def add_call(self, num_firings: int, seconds: float, inline: bool) -> None:
+        self.num_firings += num_firings
+        self.compute_seconds += seconds
+        self.inline_seconds += seconds if inline else 0.0

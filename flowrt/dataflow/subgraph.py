@@ -18,6 +18,7 @@ from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.errors import OperatorError, as_line, error_text
+from flowrt.graph.builtin import forwards
 from flowrt.graph.model import Edge, Graph
 from flowrt.transports.wire.message import Tag
 
@@ -73,6 +74,7 @@ class FusedSubgraph:
     ) -> None:
         self._functions = functions
         self._isolates = graph.model is None
+        self._forwarding = {node.name for node in graph.nodes_of(process) if forwards(node.operator)}
         self._edge_names = {edge.id: edge.name for edge in graph.edges.values()}
         self._table = table
         self._fused = fused
@@ -178,8 +180,8 @@ class FusedSubgraph:
         ]
 
     def reachable(self, entry: str) -> list[int]:
-        """Edges with credits that a firing of `entry` may send on."""
-        nodes = [entry]
+        """Edges with credits that a firing of `entry` may send on, and needs a credit of; none of a node that forwards."""
+        nodes = [] if entry in self._forwarding else [entry]
         for node in nodes:
             nodes += {edge.target for edge in self._edges if edge.source == node and edge.target in self._fused} - set(nodes)
         return [edge.id for edge in self._edges if edge.source in nodes and edge.id in self._crossing]

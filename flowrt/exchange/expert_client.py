@@ -22,6 +22,7 @@ from torch import Tensor
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.exchange.omitted_experts import OmittedExperts
+from flowrt.exchange.trampoline import Trampolines, bundle
 from flowrt.operators.dispatch import Part, repartition
 from flowrt.operators.replica_table import UNAVAILABLE, ReplicaTable
 from flowrt.reliability.expert_map import ExpertMap, Replicas
@@ -47,6 +48,8 @@ class OutstandingTag:
     in_flight: int | None = None  # of a suspect: the one part that was sent, and
     unsent: list[int] = field(default_factory=list)  # the parts that are sent after it
     hedged: set[int] = field(default_factory=set)  # ids of parts that were also sent to another server
+    via: dict[int, int] = field(default_factory=dict)  # id of a part -> the trampoline through which it travels
+    responded: set[int] = field(default_factory=set)  # trampolines
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,12 @@ class ExpertClient:
     """
 
     def __init__(
-        self, expert_map: ExpertMap, processes: Sequence[str], device: torch.device | str = "cpu", now: Callable[[], float] = lambda: 0.0
+        self,
+        expert_map: ExpertMap,
+        processes: Sequence[str],
+        device: torch.device | str = "cpu",
+        now: Callable[[], float] = lambda: 0.0,
+        trampolines: Trampolines | None = None,
     ) -> None:
         self._full = expert_map
         self.processes, self._num_servers, self._device, self._now = processes, len(processes), device, now
@@ -95,6 +103,8 @@ class ExpertClient:
         self._epochs: dict[str, int] = {}
         self._tables_in_use: ReplicaTables | None = None  # of the tag that is being split now
         self._late_servers: frozenset[int] = frozenset()  # servers whose response is late: until it arrives, others are preferred
+        self.trampolines = trampolines or Trampolines({}, {}, 1)
+        self._late_parts: dict[tuple[Tag, int], int] = {}  # parts of late servers, through trampolines -> server
         self._not_finite: dict[int, float] = {}  # server that returned a part that was not finite -> until when others are preferred
         self._not_finite_text: dict[tuple[str, int, int, int], str] = {}  # by step
         self.hedging = HedgingPolicy(len(processes))
@@ -144,7 +154,7 @@ class ExpertClient:
     def add_tag(self, tag: Tag, x_TH: Tensor, positions_T: Tensor, num_active: int, parts: list[Part]) -> dict[str, Payload]:
         """Record the parts of a tag. Returns the requests by output port; part ids are indexes into `parts`."""
         entry = OutstandingTag(self._now(), x_TH, positions_T, num_active, parts, len(parts))
-        requests = self._requests(entry, 0)
+        requests = self._requests(entry, 0, may_forward=True)
         self._outstanding[tag] = entry
         if tag.epoch < self._epochs.get(tag.source, 0):  # it was rolled back while it was split: no combine follows
             self._outstanding.pop(tag, None)
@@ -250,8 +260,11 @@ class ExpertClient:
             entry.losses.update(dict.fromkeys(range(first, first + len(new)), losses))
         return Redispatch(number, tuple(range(first, first + len(new))), self._requests(entry, first))
 
-    def _requests(self, entry: OutstandingTag, first: int) -> dict[str, Payload]:
-        """The requests of the parts from number `first` on, by output port. A suspect ends one server at a time: only its next one."""
+    def _requests(self, entry: OutstandingTag, first: int, may_forward: bool = False) -> dict[str, Payload]:
+        """The requests of the parts from number `first` on, by output port. A suspect ends one server at a time: only its next one.
+
+        Only the first parts of a tag travel through trampolines: what is sent again goes directly, past a trampoline that may be at fault.
+        """
         numbers = [number for number, part in enumerate(entry.parts[first:], first) if part.server != UNAVAILABLE]
         if self.computes_alone:
             entry.unsent += numbers
@@ -259,6 +272,11 @@ class ExpertClient:
             if entry.in_flight is None and entry.unsent:
                 numbers = [entry.unsent.pop(0)]
                 entry.in_flight = numbers[0]
+        elif may_forward and self.trampolines:
+            found = self.trampolines.route({number: entry.parts[number] for number in numbers})
+            entry.via = {number: trampoline for trampoline, parts in found.items() for number in parts}
+            bundles = {f"via{trampoline}": bundle(entry.x_TH, parts) for trampoline, parts in found.items()}
+            return bundles | {f"server{entry.parts[each].server}": self._request(entry, each) for each in numbers if each not in entry.via}
         return {f"server{entry.parts[number].server}": self._request(entry, number) for number in numbers}
 
     def take_unsent(self, server: int) -> list[tuple[Tag, int]]:
@@ -295,11 +313,45 @@ class ExpertClient:
                 self.hedging.record_response(server, len(part.rows_R), self._now() - entry.since_seconds)
                 return
 
+    def record_forwarded(self, trampoline: int, tag: Tag, numbers: Sequence[int]) -> None:
+        """Record responses that came through a trampoline."""
+        self.trampolines.late.discard(trampoline)
+        entry = self._outstanding.get(tag)
+        for number in numbers:
+            server = self._late_parts.pop((tag, number), None)
+            if entry is not None:
+                server = entry.parts[number].server
+                entry.responded.add(trampoline)
+            if server is not None:
+                self.record_response(server, tag)
+
+    def record_undelivered(self, trampoline: int, tag: Tag, number: int) -> None:
+        """Record that no response to this part comes: the trampoline has lost the server."""
+        self.trampolines.late.discard(trampoline)
+        if (server := self._late_parts.pop((tag, number), None)) is not None:
+            self._late_servers -= {server}
+
+    def lose_trampoline(self, trampoline: int) -> list[tuple[Tag, int]]:
+        """Send no part through this trampoline until it is restored. Returns the parts that travelled through it."""
+        self.trampolines.lost.add(trampoline)
+        self.trampolines.late.discard(trampoline)
+        behind = {server for server in self._late_parts.values() if self.trampolines.of(server) == trampoline}
+        self._late_parts = {part: server for part, server in self._late_parts.items() if server not in behind}
+        self._late_servers -= behind
+        entries = [(tag, self._outstanding.get(tag)) for tag in self.tags]
+        return [(tag, number) for tag, entry in entries if entry is not None for number, via in entry.via.items() if via == trampoline]
+
+    def server_of(self, tag: Tag, number: int) -> int | None:
+        """The server of a part; None for a tag that is complete."""
+        entry = self._outstanding.get(tag)
+        return None if entry is None else entry.parts[number].server
+
     def hedge(self, tag: Tag, missing: Sequence[int]) -> list[Redispatch]:
         """Send late parts among `missing` to other servers too, if these hold replicas of all needed experts and the budget allows.
 
         The late response still counts if it comes first. Until it arrives, other replicas are preferred to its server: a server that
-        stands still delays one tag, not every next one."""
+        stands still delays one tag, not every next one. The same holds for a late trampoline; past it, the same server may compute the
+        part."""
         entry = self._outstanding.get(tag)
         if entry is None or self.computes_alone:  # a suspect ends one server at a time
             return []
@@ -312,18 +364,33 @@ class ExpertClient:
                 continue
             if age < self.hedging.late_after(part.server, len(part.rows_R)):
                 continue
-            others = self._tables_avoiding(self._avoided | {part.server}).of(tag.layer)
-            if (others.servers_EB[part.expert_P] == part.server).any():
+            trampoline, is_server_suspect = self._late_hop(entry, number)
+            others = self._tables_avoiding(self._avoided | ({part.server} if is_server_suspect else set())).of(tag.layer)
+            if trampoline is None and (others.servers_EB[part.expert_P] == part.server).any():
                 continue  # it alone holds some of them
             self.hedging.spend()
             redispatch = self._split(entry, number, others)
             entry.hedged.update((number, *redispatch.by))
-            self._late_servers |= {part.server}
+            if trampoline is not None:
+                self.trampolines.late.add(trampoline)
+            if is_server_suspect:
+                self._late_servers |= {part.server}
+                if number in entry.via:
+                    self._late_parts[tag, number] = part.server
             found.append(redispatch)
         return found
 
-    def overdue(self, tag: Tag, missing: Callable[[], Sequence[int]]) -> dict[int, tuple[float, float]]:
-        """Servers whose response to `tag` is long overdue: server -> (seconds waited, usual maximum in seconds)."""
+    @staticmethod
+    def _late_hop(entry: OutstandingTag, number: int) -> tuple[int | None, bool]:
+        """The trampoline, if it may be why a part is late, and whether the server may be. A trampoline that has sent some response of the
+        tag is not why; of one that has sent none of several, it is more likely than that all their servers are late."""
+        trampoline = entry.via.get(number)
+        if trampoline is None or trampoline in entry.responded:
+            return None, True
+        return trampoline, list(entry.via.values()).count(trampoline) == 1
+
+    def overdue(self, tag: Tag, missing: Callable[[], Sequence[int]]) -> dict[str, tuple[float, float]]:
+        """Servers and trampolines whose response to `tag` is long overdue: process -> (seconds waited, usual maximum in seconds)."""
         entry = self._outstanding.get(tag)
         if entry is None or (age := self._now() - entry.since_seconds) < OVERDUE_SECONDS:
             return {}
@@ -335,7 +402,9 @@ class ExpertClient:
             usual = self.hedging.late_after(part.server, len(part.rows_R))
             overdue = self.hedging.overdue_after(part.server, len(part.rows_R))
             if age >= overdue:
-                found[part.server] = age, usual
+                trampoline, is_server_suspect = self._late_hop(entry, number)
+                is_trampolines = trampoline is not None and not is_server_suspect
+                found[self.trampolines.processes[trampoline or 0] if is_trampolines else self.processes[part.server]] = age, usual
         return found
 
     # --- lost servers ------------------------------------------------------------------------------------------------------
@@ -344,6 +413,7 @@ class ExpertClient:
         """Switch to a map without this server."""
         self.lost.add(server)
         self._late_servers -= {server}
+        self._late_parts = {part: late for part, late in self._late_parts.items() if late != server}
         self._not_finite.pop(server, None)
         self.hedging.forget(server)
         self._change(self.map.without_server(server))

@@ -8,17 +8,19 @@ All calls are synchronous and on the loop. A server is identified by its process
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 
 from flowrt.actors.control import DeathCause
+from flowrt.dataflow.parts import FAILED, BundleHeader, FailedHeader, PlanHeader
 from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import RoutedOutput, part_of
 from flowrt.exchange.expert_client import ExpertClient, Redispatch
 from flowrt.graph.model import Graph
+from flowrt.graph.trampoline import bundle_edges
 from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
-from flowrt.transports.wire.message import Tag
+from flowrt.transports.wire.message import Message, Tag
 
 
 class Failover:
@@ -50,6 +52,14 @@ class Failover:
             process = graph.nodes[edge.target].process
             if process != here and edge.source_port.startswith("server"):
                 self._servers.setdefault(process, []).append(int(edge.source_port.removeprefix("server")))
+        self._trampolines: dict[str, int] = {}  # process -> its number
+        for edge in edges:
+            if edge.source_port.startswith("via"):
+                self._trampolines[graph.nodes[edge.target].process] = int(edge.source_port.removeprefix("via"))
+        self._trampoline_of = {  # by the edge of merged responses
+            edge: int(bundles.source_port.removeprefix("via")) for edge, bundles in bundle_edges(graph, here).items()
+        }
+        self.incarnations: Mapping[str, str] = {}  # of the processes that are up, as the worker knows them
         self._server_of = {  # by the edge of its responses
             edge.id: int(graph.edges[edge.response_to].source_port.removeprefix("server"))
             for edge in graph.edges.values()
@@ -70,6 +80,9 @@ class Failover:
                 self._redispatch(tag, part)
         if any(self._missing_at(frozenset(self._servers.get(process, [])))):
             self._unsettled.add(process)
+        if (trampoline := self._trampolines.get(process)) is not None:
+            for tag, part in self.client.lose_trampoline(trampoline):
+                self._redispatch_forwarded(tag, part)
         return process in self._unsettled
 
     def settle(self, process: str, cause: DeathCause | None) -> None:
@@ -103,14 +116,20 @@ class Failover:
         """Use a new incarnation of the server, whose edges are open, and dispatch the parts that waited for a replica."""
         for server in self._servers.get(process, []):
             self.client.restore_server(server)
+        if process in self._trampolines:
+            self.client.trampolines.lost.discard(self._trampolines[process])
         self._redispatch_from(frozenset({UNAVAILABLE}))
 
     def redispatch_waiting(self) -> None:
         """Redispatch parts that were split by the previous map while `mark_joined` ran: their replica is back."""
         self._redispatch_from(frozenset({UNAVAILABLE}))
 
-    def on_response(self, edge: int, tag: Tag) -> None:
+    def on_response(self, edge: int, tag: Tag, message: Message) -> None:
         """Record the response of a server. The runner calls this before it matches the response. The parts of a suspect go one by one."""
+        trampoline = self._trampoline_of.get(edge)
+        if trampoline is not None:
+            self._on_forwarded(trampoline, tag, message)
+            return
         self.client.record_response(self._server_of[edge], tag)
         if requests := self.client.next_request(tag):
             self._runner.emit(self._dispatch, tag, requests)
@@ -126,16 +145,17 @@ class Failover:
         """Expert servers whose response is long overdue: process -> (seconds waited, usual maximum in seconds)."""
         found: dict[str, tuple[float, float]] = {}
         for tag in self.client.tags:
-            for server, late in self.client.overdue(tag, partial(self._runner.missing, self._combine, self._gather, tag)).items():
-                process = self.client.processes[server]
+            for process, late in self.client.overdue(tag, partial(self._runner.missing, self._combine, self._gather, tag)).items():
                 found[process] = max(late, found.get(process, late))
         return found
 
     def on_unsent(self, output: RoutedOutput) -> None:
-        """Redispatch a part that was split before the loss of its server was known."""
-        part = part_of(output.payload)
-        if part is not None:
-            self._redispatch(output.tag, part)
+        """Redispatch parts that were split before the loss of their server, or of their trampoline, was known."""
+        header = output.payload.header
+        parts = [each.part for each in header.parts] if isinstance(header, BundleHeader) else [part_of(output.payload)]
+        for part in parts:
+            if part is not None:
+                self._redispatch(output.tag, part)
 
     def unavailable_text(self) -> str | None:
         """The user-visible reason why no step can be computed now; None when every expert has a replica."""
@@ -147,6 +167,28 @@ class Failover:
         return f"no replica is left of expert{'s' if len(experts) > 1 else ''} {some}: {lost} went down and is not back"
 
     # --- inside -----------------------------------------------------------------------------------------------------------
+
+    def _on_forwarded(self, trampoline: int, tag: Tag, message: Message) -> None:
+        if message.kind != FAILED:
+            self.client.record_forwarded(trampoline, tag, message.decode_header(PlanHeader).parts)
+            return
+        header = message.decode_header(FailedHeader)
+        if header.part is None or header.lost is None:
+            self.client.record_forwarded(trampoline, tag, () if header.part is None else (header.part,))
+            return
+        self.client.record_undelivered(trampoline, tag, header.part)
+        server = self.client.server_of(tag, header.part)
+        # Of a server that is in use, this worker has yet to learn the end, and its cause, from the launcher: `settle` follows.
+        if server in self.client.lost or (server is not None and header.lost != self.incarnations.get(self.client.processes[server])):
+            self._redispatch_forwarded(tag, header.part)
+
+    def _redispatch_forwarded(self, tag: Tag, part: int) -> None:
+        """Redispatch a part that a trampoline did not deliver, unless the cause of its server's death is awaited: `settle` follows."""
+        server = self.client.server_of(tag, part)
+        if server is None or self.client.processes[server] in self._unsettled:
+            return
+        if part in self._runner.missing(self._combine, self._gather, tag):
+            self._redispatch(tag, part)
 
     def _redispatch_from(self, servers: frozenset[int]) -> None:
         for tag, part in self._missing_at(servers):

@@ -9,6 +9,7 @@ from enum import StrEnum
 from flowrt.graph.model import Batching, PortSpec
 
 SOURCE = "source"
+FORWARD, RETURN, COLLECT = "forward", "return", "collect"
 
 
 class Keeps(StrEnum):
@@ -23,8 +24,11 @@ class Keeps(StrEnum):
 class BuiltinOperator:
     """`inputs` and `outputs` are port names; an output that ends in "*" stands for any number of ports with that beginning.
 
-    `gathers` maps a gather port to its count port. `options` are the keys that a node of this operator must have. Only the experts serve
-    requests; all other operators work on the sequences of their group, and their state counts as the group's.
+    `gathers` maps a gather port to its count port. `options` are the keys that a node of this operator must have. Experts and forwarders
+    serve requests; all other operators work on the sequences of their group, and their state counts as the group's.
+
+    `takes_each`: it fires for each message, also for several of one tag. `forwards`: it fires without a credit on every edge that it may
+    send on; each output waits for its own.
     """
 
     inputs: tuple[str, ...]
@@ -34,6 +38,8 @@ class BuiltinOperator:
     stateful: bool = False
     batches: Batching | None = None
     keeps: Keeps = Keeps.SEQUENCES
+    takes_each: bool = False
+    forwards: bool = False
 
     def input_ports(self) -> dict[str, PortSpec]:
         counts = dict(self.gathers)
@@ -58,8 +64,24 @@ BUILTIN: dict[str, BuiltinOperator] = {
     "mlp": BuiltinOperator(("x", "residual"), ("y",)),
     # The experts of an MoE layer that every row passes through; the output is the residual that `combine` adds to.
     "shared": BuiltinOperator(("x", "residual"), ("y",)),
-    "dispatch": BuiltinOperator(("x", "routing"), ("plan", "server*"), options=("servers",)),
-    "experts": BuiltinOperator(("rows",), ("results",), options=("experts",), batches=Batching(), keeps=Keeps.NOTHING),
+    "dispatch": BuiltinOperator(("x", "routing"), ("plan", "server*", "via*"), options=("servers",)),
+    "experts": BuiltinOperator(("rows",), ("results",), options=("experts",), batches=Batching(), keeps=Keeps.NOTHING, takes_each=True),
+    # Trampolines (trampoline.py): cut a bundle into parts, merge the responses to a bundle, and cut what is merged.
+    FORWARD: BuiltinOperator(("bundle",), ("server*",), keeps=Keeps.NOTHING, takes_each=True, forwards=True),
+    RETURN: BuiltinOperator(
+        ("results",),
+        ("group*",),
+        batches=Batching(min_tags=1, max_wait_seconds=200e-6),
+        keeps=Keeps.NOTHING,
+        takes_each=True,
+        forwards=True,
+    ),
+    COLLECT: BuiltinOperator(("bundle",), ("part*",), takes_each=True),
     "combine": BuiltinOperator(("residual", "plan", "parts"), ("y",), gathers=(("parts", "plan"),)),
     "head": BuiltinOperator(("x", "sampling"), ("tokens",)),
 }
+
+
+def forwards(operator: str) -> bool:
+    """Whether a node of this operator sends each output as soon as the output's own edge has a credit."""
+    return operator in BUILTIN and BUILTIN[operator].forwards

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
-from flowrt.graph.builtin import SOURCE
+from flowrt.graph.builtin import BUILTIN, SOURCE
 from flowrt.graph.document import Path_
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, ReliabilitySettings, role_of
@@ -16,6 +16,7 @@ from flowrt.graph.notation import link_numbers, nearest, specs_disagree
 from flowrt.graph.placement import Held, experts_map, held_experts
 from flowrt.graph.reach import Flow, Point, emits, follow
 from flowrt.graph.recovery import standby_candidates, standby_names, survivable_processes
+from flowrt.graph.trampoline import check_trampolines
 from flowrt.transports.wire.message import DTYPE_BYTES
 
 MIN_SUSPECT_SECONDS = 0.2  # two heartbeats
@@ -202,8 +203,9 @@ def _check_feeding(graph: Graph, flow: Flow) -> Iterator[Problem]:
     for node in graph.nodes.values():
         if emits(node.operator):
             continue
+        takes_each = node.operator in BUILTIN and BUILTIN[node.operator].takes_each
         for port in node.inputs.values():
-            if port.takes == "one":
+            if port.takes == "one" and not takes_each:
                 yield from _fed_twice(graph, flow, node, port.name, places)
         if node.inputs and not flow.fires[node.name]:
             yield Problem(("nodes", node.name), f"the node never fires: {_never(flow, node)}")
@@ -384,6 +386,7 @@ def _check_dispatch(graph: Graph, node: Node, held: dict[str, Held], facts: Mode
                 text = f"{edges[0].target} does not hold expert {absent[0]} in layer {layer}; place it there, or leave it out here"
                 yield Problem(here, text)
                 return
+    yield from (Problem(key, text) for key, text in check_trampolines(graph, node))
     for edge in leading:
         if edge.source_port.startswith("server") and edge.source_port.removeprefix("server") not in servers:
             server = edge.source_port.removeprefix("server")

@@ -5,8 +5,9 @@ Per group g, in process `attention.g`:
     source -> embed -> attention -> gate -> dispatch -> experts (on servers, or here) -> combine -> attention of the next layer
                            \\-> mlp (dense layers) ----------------------------------------/    \\-> head, after the last -> source
 
-Where the model has shared experts, the residual reaches `combine` through `shared`, which adds them. The layers of the model are one
-cycle whose edges advance the tag. `combine` waits for the residual, the plan, and the number of parts in the plan.
+Trampolines (trampoline.py) add nodes between dispatch, the servers and combine. Where the model has shared experts, the residual
+reaches `combine` through `shared`, which adds them. The layers of the model are one cycle whose edges advance the tag. `combine` waits
+for the residual, the plan, and the number of parts in the plan.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from flowrt.graph.builtin import COLLECT, FORWARD, RETURN
 from flowrt.graph.document import Document
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import Batching, GraphLimits, edge_name
 from flowrt.graph.notation import format_ids
 from flowrt.graph.placement import Held, even_placement, experts_map, held_experts, held_option
-from flowrt.graph.schema import DeploySection, EdgeSection, ExpertsSection, GraphFile, NodeSection
+from flowrt.graph.schema import AttentionSection, DeploySection, EdgeSection, ExpertsSection, GraphFile, NodeSection
+from flowrt.graph.trampoline import MIN_SERVERS_PER_GROUP
 
 _EXPERTS = ("deploy", "experts")
 _LINK = ("deploy", "links", "attention-experts")
@@ -42,13 +45,16 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
         nodes[name] = NodeSection(
             operator="experts", process=name, options={"experts": held_option(held[server])}, batches=_batches(deploy)
         )
+    trampolines = _servers_of_trampolines(deploy.attention, deploy.experts)
+    _add_trampolines(nodes, edges, trampolines, deploy.attention)
+    pairs = [("attention-experts", deploy.experts.servers), ("experts-experts", trampolines)]
     sections = {f"attention.{group}": deploy.attention for group in range(deploy.attention.groups)}
     by_process = sections | {f"experts.{server}": deploy.experts for server in range(deploy.experts.servers)}
     return file.model_copy(
         update={
             "nodes": nodes,
             "edges": edges,
-            "links": {"attention-experts": deploy.links.attention_experts} if deploy.experts.servers else {},
+            "links": {pair: deploy.links.attention_experts for pair, is_used in pairs if is_used},
             "processes": deploy.processes,
             "micro_batches": deploy.attention.micro_batches,
             "devices": {process: section.device for process, section in by_process.items()},
@@ -114,6 +120,39 @@ def _add_group(
     edge("head.tokens", "source.tokens", tag="step+1")
 
 
+def _servers_of_trampolines(attention: AttentionSection, experts: ExpertsSection) -> dict[int, list[int]]:
+    """Trampoline -> the servers that it forwards to. A server that would forward only to itself is not a trampoline."""
+    groups, servers = attention.groups, experts.servers
+    if experts.trampoline == "never" or (experts.trampoline == "auto" and servers < MIN_SERVERS_PER_GROUP * groups):
+        return {}
+    found = {first: list(range(first, servers, groups)) for first in range(min(groups, servers))}
+    return {first: forwarded for first, forwarded in found.items() if len(forwarded) > 1}
+
+
+def _add_trampolines(
+    nodes: dict[str, NodeSection], edges: dict[str, EdgeSection], trampolines: dict[int, list[int]], attention: AttentionSection
+) -> None:
+    """Add the nodes and edges of trampolines to the expanded groups and servers."""
+    groups = [f"attention.{group}" for group in range(attention.groups)]
+    for trampoline, servers in trampolines.items():
+        at = f"experts.{trampoline}"
+        nodes[f"{at}.{FORWARD}"] = NodeSection(operator=FORWARD, process=at)
+        nodes[f"{at}.{RETURN}"] = NodeSection(operator=RETURN, process=at)
+        for server in servers:
+            # A credit for each micro-batch of each group: a server that stands still holds up no part of another server.
+            credits = attention.groups * attention.micro_batches if server != trampoline else None
+            request = edge_name(f"{at}.{FORWARD}.server{server}", f"experts.{server}.rows")
+            edges[request] = EdgeSection(credits=credits)
+            edges[edge_name(f"experts.{server}.results", f"{at}.{RETURN}.results")] = EdgeSection(response_to=request)
+        for number, group in enumerate(groups):
+            edges[edge_name(f"{group}.dispatch.via{trampoline}", f"{at}.{FORWARD}.bundle")] = EdgeSection()
+            edges[edge_name(f"{at}.{RETURN}.group{number}", f"{group}.{COLLECT}.bundle")] = EdgeSection()
+    for group in groups if trampolines else ():
+        nodes[f"{group}.{COLLECT}"] = NodeSection(operator=COLLECT, process=group)
+        for place in range(max(map(len, trampolines.values()))):
+            edges[edge_name(f"{group}.{COLLECT}.part{place}", f"{group}.combine.parts")] = EdgeSection()
+
+
 def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts, document: Document) -> None:
     attention, experts, link = deploy.attention, deploy.experts, deploy.links.attention_experts
     if attention.micro_batches > limits.max_num_seqs:
@@ -134,6 +173,9 @@ def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts,
     if experts.placement is None and experts.servers > maximum:
         text = f"{experts.servers} servers are more than {facts.num_experts} experts x {experts.replicas} replicas; write at most {maximum}"
         document.fail((*_EXPERTS, "servers"), text)
+    if experts.trampoline == "always" and experts.servers <= attention.groups:
+        text = f"{experts.servers} servers are not more than {attention.groups} groups, so none forwards; write trampoline: auto"
+        document.fail((*_EXPERTS, "trampoline"), text)
     if not experts.servers and link.transport != "auto":
         text = "servers: 0 leaves no link to the experts; write deploy.experts.servers: 1 or more, or remove the transport"
         document.fail((*_LINK, "transport"), text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flowrt.actors.control import PeerLeft
+from flowrt.graph.builtin import RETURN
 from flowrt.graph.model import MONITOR, Graph, Node
 from flowrt.graph.recovery import standby_candidates
 from flowrt.launcher.run_table import ProcessPhase, ProcessRecord, RunTable
@@ -66,6 +67,7 @@ def _operators_of(graph: Graph, process: str) -> str:
 
 
 def _operator_of(graph: Graph, node: Node) -> tuple[object, ...]:
-    """A dispatch node has a client of the servers' processes, which it knows by name."""
-    servers = [edge for edge in graph.edges_from(node.name) if edge.source_port.startswith("server")] if node.operator == "dispatch" else []
+    """A dispatch node has a client of the servers' processes, which it knows by name; a return node knows its groups."""
+    servers = [edge for edge in graph.edges_from(node.name) if edge.source_port.startswith(("server", "via", "group"))]
+    servers = servers if node.operator in ("dispatch", RETURN) else []
     return node.operator, node.options, [(edge.source_port, graph.nodes[edge.target].process) for edge in servers]

@@ -272,6 +272,7 @@ class WorkerInternals:
             found["preempted"] = engine.statistics().num_preemptions
         if runner is not None:
             found["stale or late message dropped"] = runner.statistics.num_dropped
+            found["bundle sent"] = sum(each.sent[0] for each in runner._outbound.edges.values() if each.relays == "bundles")
         if (failover := self._part("failover")) is not None:
             found["part redispatched"] = failover.client.num_redispatched
             found["part hedged"] = failover.client.hedging.num_hedged

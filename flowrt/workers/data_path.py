@@ -12,14 +12,16 @@ from flowrt.actors.link_plan import plan_links
 from flowrt.actors.links import Links
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
-from flowrt.dataflow.subgraph import NodeFunction
+from flowrt.dataflow.subgraph import NodeFunction, RoutedOutput
 from flowrt.engine.engine import Engine
 from flowrt.errors import OperatorError
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.failover import Failover
-from flowrt.graph.builtin import SOURCE
+from flowrt.exchange.trampoline import Forwarder
+from flowrt.graph.builtin import RETURN, SOURCE
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.recovery import survivable_processes
+from flowrt.graph.trampoline import bundle_edges
 from flowrt.seams import Compute, Seams
 from flowrt.transports.contract import Identity
 from flowrt.transports.wire.message import Message, Tag
@@ -72,7 +74,8 @@ class DataPath:
         self._link_of = {edge: (plan.peer, plan.scheme) for plan in plans for edge in plan.edges}  # by edge to or from another process
         abilities = {plan.scheme: seams.transport(plan.scheme).capabilities for plan in plans}
         dispatch, client = next(iter(operators.clients.items()), ("", None))
-        self.hedges = client is not None and graph.reliability.hedge and client.has_replicas and {*client.processes} != {name}
+        can_hedge = client is not None and (client.has_replicas or bool(client.trampolines)) and {*client.processes} != {name}
+        self.hedges = can_hedge and graph.reliability.hedge
         device = torch.device(graph.devices.get(name, "cpu"))
         functions = operators.functions if emulated is None else emulated.charged(operators.functions)
         post: Callable[[Edge, Message], None] = self._post
@@ -92,8 +95,8 @@ class DataPath:
             device,
             {edge.id for edge in graph.edges.values() if edge.transport in abilities and not abilities[edge.transport].between_processes},
             early=getattr(compute, "beside_loop", False),
-            on_unsent=(lambda output: failover.on_unsent(output)) if client is not None else None,
-            on_response=(lambda edge, tag: failover.on_response(edge, tag)) if client is not None else None,
+            on_unsent=self._on_unsent,
+            on_response=(lambda edge, tag, message: failover.on_response(edge, tag, message)) if client is not None else None,
             on_device={edge.id for edge in graph.edges.values() if edge.transport in abilities and abilities[edge.transport].device_memory},
             schemas=edge_schemas(graph),
             new_timer=seams.new_timer,
@@ -114,6 +117,7 @@ class DataPath:
         )
         self.group: Group | None = None
         self.failover: Failover | None = None
+        self.forwarder = Forwarder(graph, name, self.runner) if any(node.operator == RETURN for node in graph.nodes_of(name)) else None
         sources = [node for node in graph.nodes_of(name) if node.operator == SOURCE]
         if sources and graph.model is not None:
             config = config_of(graph)
@@ -127,6 +131,8 @@ class DataPath:
             )
             group = self.group = Group(sources[0], start.incarnation, engine, self.runner, send, graph.limits.page_size, device, client)
             if client is not None:
+                bundles = {int(edge.source_port.removeprefix("via")): edge.id for edge in bundle_edges(graph, name).values()}
+                client.trampolines.num_outstanding = lambda trampoline: self.runner.num_outstanding(bundles[trampoline])
                 failover = self.failover = Failover(graph, dispatch, client, self.runner, group.fail_steps)
 
     def statistics(self) -> Statistics:
@@ -153,10 +159,18 @@ class DataPath:
     def _post(self, edge: Edge, message: Message) -> None:
         self.links[self._link_of[edge.id]].post(message)
 
+    def _on_unsent(self, output: RoutedOutput) -> None:
+        for holder in (self.failover, self.forwarder):
+            if holder is not None:
+                holder.on_unsent(output)
+
     def _on_failed(self, tag: Tag, error: OperatorError, has_sent: bool) -> None:
-        if self.group is None:
+        if self.group is not None:
+            self.group.fail_step(tag, error)
+        elif self.forwarder is not None:
+            self.forwarder.fail(tag, error)
+        else:
             raise error
-        self.group.fail_step(tag, error)
 
     def _on_call_failed(self, tag: Tag, error: OperatorError, has_sent: bool) -> None:
         self._send(CallFailed(tag.source, tag.step, str(error), error.node, has_sent))

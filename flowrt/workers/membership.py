@@ -42,10 +42,12 @@ class Membership:
         restarting: Collection[str] = (),
     ) -> None:
         self._links, self._runner, self._send, self._clock, self._tasks = data_path.links, data_path.runner, send, clock, tasks
-        self._failover, self._hedges = data_path.failover, data_path.hedges
+        self._failover, self._forwarder, self._hedges = data_path.failover, data_path.forwarder, data_path.hedges
         settings = graph.reliability
         self._unavailable_expert_seconds, self._degrades = settings.unavailable_expert_seconds, settings.unavailable_expert == "degrade"
         self._incarnations = dict(incarnations)  # process -> its current incarnation
+        if self._failover is not None:
+            self._failover.incarnations = self._incarnations
         self._ended: set[tuple[str, str]] = set()  # (process, incarnation)
         self._settle_at: dict[str, float] = {}  # lost server with pending parts -> until when the cause of its death is awaited
         self._restarting = set(restarting)  # by a recovery policy; meanwhile, no unavailable expert is given up
@@ -85,7 +87,9 @@ class Membership:
         return True
 
     def _lose(self, process: str, incarnation: str) -> None:
-        self._runner.end_peer(process, [f"{source}@{incarnation}" for source in self._sources[process]])
+        unanswered = self._runner.end_peer(process, [f"{source}@{incarnation}" for source in self._sources[process]])
+        if self._forwarder is not None:
+            self._forwarder.mark_lost(process, incarnation, unanswered)
         if self._failover is not None:
             was_whole = self._failover.unavailable_text() is None
             if self._failover.mark_lost(process):

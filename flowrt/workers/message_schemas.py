@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from flowrt.dataflow.parts import PartHeader, PlanHeader
+from flowrt.dataflow.parts import BundleHeader, PartHeader, PlanHeader
 from flowrt.dataflow.schemas import MessageSchema, Spec, parse_spec
-from flowrt.graph.builtin import SOURCE
+from flowrt.graph.builtin import FORWARD, RETURN, SOURCE
 from flowrt.graph.model import INPUT, Edge, Graph
 from flowrt.operators.model_config import ModelConfig
 from flowrt.workers.model_nodes import config_of
@@ -49,6 +49,8 @@ def _sent_by_operators(config: ModelConfig, strict: bool, schema_of: Callable[..
     wide = "float64" if config.dtype == "float64" else "float32"
     rows = schema_of(specs(f"[rows,{hidden}]"))
     index = parse_spec("int64[any]")
+    part = schema_of(specs(f"[rows,{hidden}]", "int64[pairs]", "int64[pairs]", "[pairs]"), header=PartHeader)
+    responses = specs(f"[{'pairs' if strict else 'rows'},{hidden}]")
     weighted = schema_of(specs(f"[rows,{active}]"), repeated=index, header=PlanHeader)
     return {
         (SOURCE, "tokens"): schema_of(specs("int64[rows]")),
@@ -72,8 +74,13 @@ def _sent_by_operators(config: ModelConfig, strict: bool, schema_of: Callable[..
         ("mlp", "y"): rows,
         ("shared", "y"): rows,
         ("dispatch", "plan"): weighted if strict else schema_of((), repeated=index, header=PlanHeader),
-        ("dispatch", "server"): schema_of(specs(f"[rows,{hidden}]", "int64[pairs]", "int64[pairs]", "[pairs]"), header=PartHeader),
-        ("experts", "results"): schema_of(specs(f"[{'pairs' if strict else 'rows'},{hidden}]"), header=PartHeader),
+        ("dispatch", "server"): part,
+        ("dispatch", "via"): schema_of(
+            specs(f"[distinct,{hidden}]", "int64[rows]", "int64[pairs]", "int64[pairs]", "[pairs]"), header=BundleHeader
+        ),
+        (FORWARD, "server"): part,
+        ("experts", "results"): schema_of(responses, header=PartHeader),
+        (RETURN, "group"): schema_of(responses, header=PlanHeader),
         ("combine", "y"): rows,
         ("head", "tokens"): schema_of(
             specs("int64[samples]"), optional=specs(f"{wide}[logprobs]", "int64[logprobs,ranks]", f"{wide}[logprobs,ranks]")

@@ -19,9 +19,11 @@ from flowrt.engine.batch import Batch, SampleSpec
 from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.expert_service import ExpertService
+from flowrt.exchange.trampoline import Collect, Return, Trampolines, forward
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import INPUT, OUTPUT, Graph, GraphLimits, Node
 from flowrt.graph.placement import expert_map_of, held_experts
+from flowrt.graph.trampoline import forwarded_servers, group_ports
 from flowrt.operators.attention import attention_for
 from flowrt.operators.attention_block import AttentionBlock
 from flowrt.operators.dense import DenseMlp, SharedExperts
@@ -76,6 +78,12 @@ def build_model_nodes(
                 functions[node.name] = Dispatch(clients[0], strict)
             case "combine":
                 functions[node.name] = Combine(clients[0], strict)
+            case "forward":
+                functions[node.name] = forward
+            case "return":
+                functions[node.name] = Return(group_ports(graph, node.name))
+            case "collect":
+                functions[node.name] = Collect(clients[0].parts, strict)
             case "experts":
                 bounds = pair_bounds(config, graph.group_limits(widest=True))
                 functions[node.name] = ExpertService(computation_of(node), strict, **bounds)
@@ -254,4 +262,6 @@ def _expert_client(graph: Graph, node: Node, config: ModelConfig, device: torch.
     """The client of a dispatch node, with the expert map of the graph."""
     process_of = {edge.source_port: graph.nodes[edge.target].process for edge in graph.edges_from(node.name)}
     processes = [process_of[f"server{server}"] for server in range(len(node.options["servers"]))]
-    return ExpertClient(expert_map_of(graph, node.name, config.moe_layers, config.num_experts), processes, device, now)
+    edges = forwarded_servers(graph, node.name)
+    trampolines = Trampolines(edges, {number: process_of[f"via{number}"] for number in edges}, graph.micro_batches)
+    return ExpertClient(expert_map_of(graph, node.name, config.moe_layers, config.num_experts), processes, device, now, trampolines)

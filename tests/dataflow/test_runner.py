@@ -11,9 +11,9 @@ import torch
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.outbound_edges import CreditHeader
-from flowrt.dataflow.parts import PartHeader, PlanHeader
+from flowrt.dataflow.parts import FailedHeader, PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload, from_message, to_message
-from flowrt.dataflow.runner import FailedHeader, Runner
+from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import FusedSubgraph, RoutedOutput
 from flowrt.errors import OperatorError
 from flowrt.graph.fuse import fuse

@@ -21,9 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for use as a script
 from exchange.test_failover import SERVERS, WIDTH, Client, respond
 
 from flowrt.actors.link import BadMessageError
-from flowrt.dataflow.inbound_edges import FAILED, FailedHeader
 from flowrt.dataflow.outbound_edges import CreditHeader
-from flowrt.dataflow.parts import PartHeader
+from flowrt.dataflow.parts import FAILED, FailedHeader, PartHeader
 from flowrt.dataflow.payload import Payload, from_message, to_message
 from flowrt.dataflow.schemas import MessageSchema, parse_spec
 from flowrt.transports.contract import Limits

@@ -98,7 +98,7 @@ class Client:
             self.end,
             lambda tag, error, has_sent: self.failures.append((tag, error)),
             on_unsent=lambda output: self.failover.on_unsent(output),
-            on_response=lambda edge, tag: self.failover.on_response(edge, tag),
+            on_response=lambda edge, tag, message: self.failover.on_response(edge, tag, message),
             schemas=schemas(self),
         )
         self.failover = Failover(self.graph, "dispatch", self.client, self.runner, self.fail_steps)

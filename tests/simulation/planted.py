@@ -15,6 +15,7 @@ from simulation.planting import Bug, body, bug
 MATCHING = "flowrt.dataflow.matching"
 PARTS = "flowrt.dataflow.parts"
 RUNNER = "flowrt.dataflow.runner"
+SLEEPER = "flowrt.dataflow.sleeper"
 SELECTION = "flowrt.dataflow.selection"
 FENCES = "flowrt.dataflow.fences"
 READY = "flowrt.dataflow.ready_firings"
@@ -79,7 +80,7 @@ BUGS: tuple[Bug, ...] = (
         MATCHING, "MatchingTable._in_turn", "tag.step if tag.epoch else 0", "0")),
     # selection
     bug("waits-for-ever", "a node that waits for more firings is not woken when its wait is over", (
-        RUNNER, "Runner.run", "await self._sleep(self._ready.wake_at)", "await self._sleep(None)")),
+        RUNNER, "Runner.run", "await self._sleeper.sleep(self._ready.wake_at)", "await self._sleeper.sleep(None)")),
     bug("selected-twice", "the firings of a batch stay in the queue beside those that were not selected", (
         READY, "ReadyFirings.take", "firings = deque((firing for firing in firings if id(firing) not in taken))", "pass")),
     bug("turn-never-passes", "a server serves one domain for ever", (
@@ -157,8 +158,8 @@ BUGS: tuple[Bug, ...] = (
     bug("missed-wakeup-of-settle", "messages that make a node ready do not wake the runner", (
         RUNNER, "Runner.settle", "if self._ready or self._failure is not None:\n        self._wake()", "pass")),
     bug("wakeup-between", "the runner misses wake-ups between its check and its sleep", (
-        RUNNER, "Runner._sleep", "self._sleeper = asyncio.get_running_loop().create_future()",
-        "await asyncio.sleep(0)\n    self._sleeper = asyncio.get_running_loop().create_future()")),
+        SLEEPER, "Sleeper.sleep", "self._future = asyncio.get_running_loop().create_future()",
+        "await asyncio.sleep(0)\n    self._future = asyncio.get_running_loop().create_future()")),
     bug("mailbox-silent", "posting to a mailbox does not wake its reader", (
         MAILBOX, "Mailbox.post", "self._wake()", "pass")),
     bug("sender-not-woken", "room in a full channel does not wake the sender", (
@@ -189,7 +190,7 @@ BUGS: tuple[Bug, ...] = (
     bug("map-never-restored", "a restarted server stays out of the map", (
         FAILOVER, "Failover.mark_joined", "self.client.restore_server(server)", "pass")),
     bug("edges-stay-open", "edges to a dead server are not closed, so messages are lost", (
-        RUNNER, "Runner.end_peer", "self._outbound.renew(peer, closed=True)", "pass")),
+        RUNNER, "Runner.end_peer", "unanswered = self._outbound.renew(peer, closed=True)", "unanswered = []")),
     bug("edges-stay-closed", "edges to a restarted server are not opened", (
         RUNNER, "Runner.join_peer", "self._outbound.renew(peer, closed=False)", "pass")),
     bug("unsent-forgotten", "an unsent part for a server that died is dropped", (
@@ -219,7 +220,7 @@ BUGS: tuple[Bug, ...] = (
     bug("slow-replica-unavailable", "an expert whose only replica is on a slow server is unavailable", (
         CLIENT, "ReplicaTables.of", "or servers for servers in replicas", "for servers in replicas")),
     bug("hedge-without-replica", "a late part is hedged to servers that do not hold all its experts", (
-        CLIENT, "ExpertClient.hedge", "self._tables_avoiding(self._avoided | {part.server})", "ReplicaTables(self.map.without_server(part.server), frozenset(), self._num_servers, self._device)"), (
+        CLIENT, "ExpertClient.hedge", "self._tables_avoiding(self._avoided | ({part.server} if is_server_suspect else set()))", "ReplicaTables(self.map.without_server(part.server), frozenset(), self._num_servers, self._device)"), (
         FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
     bug("rollback-forgets-parts", "a roll-back leaves the parts of its tags with the client", (
         GROUP, "Group._begin_epoch", "self._client.roll_back(self._source, self._engine.epoch)", "pass")),
