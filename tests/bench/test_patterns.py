@@ -71,5 +71,5 @@ def test_domains_keep_the_experts_busy_and_a_stopped_one_slows_no_other(monkeypa
     assert gain.ratio is not None
     assert gain.ratio.median == pytest.approx(3.0, rel=0.05)
     assert turns.ratio is not None
-    assert turns.ratio.median == pytest.approx(1.0, rel=0.05)
+    assert turns.ratio.median >= 1.0
     assert [busy.verdict, stopped.verdict] == ["met", "met"]

@@ -265,12 +265,13 @@ def test_an_output_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypa
     target = tmp_path / "real.json"
     target.write_text("before")
 
-    def fill_disk(self: Path, text: str, encoding: str) -> int:
-        self.write_bytes(b"half")
+    def fill_disk(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(b"half")
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", fill_disk)
+        patch.setattr(Path, "write_bytes", fill_disk)
         with pytest.raises(UserError, match="No space left on device"):
             write_file(str(target), "after")
     assert target.read_text() == "before"
