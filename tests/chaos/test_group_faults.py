@@ -55,7 +55,7 @@ async def test_a_lost_group_changes_no_answer(groups: int, transport: str) -> No
     lost = [event.name for _, event in found.observer.seen if isinstance(event, events.WorkerLost)]
     assert lost == [injected.process for injected in found.injected_faults], "the servers go on without it"
     for injected in found.injected_faults:
-        assert injected.phase == "decode"
+        assert injected.phase in ("prefill", "decode")  # a group that was decoding may have taken a new request by then
         assert {each.fault.process for each in moved if each.fault is injected} == {injected.process}
     first = found.injected_faults[0]  # later all requests may be in the group that is hit
     stayed = [answer for answer in found.answers if not answer.moves and answer.submitted <= first.at <= answer.ended]

@@ -57,6 +57,7 @@ EXCEPTIONS = {
     "flowrt/launcher/restarts.py:Restarts.on_no_status": "needs an exit status, or last messages, that never come",
     "flowrt/launcher/restarts.py:Restarts.on_not_reaped": "needs a process that ends for 15 s",
     "flowrt/launcher/run_state.py:RunState.on_overflow": "needs 4096 unread messages",
+    "flowrt/launcher/trace_collector.py": "collects a trace; run by tests/simulation/test_trace.py, as these seeds are not traced",
     "flowrt/launcher/transport_choice.py:_operators": "threads of a graph with one tag in flight; no graph of the tests is so small",
 }
 
