@@ -13,6 +13,8 @@ INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py transports/
 GRAPH ?= examples/quickstart.yaml
 SEEDS ?= 1000
 PLANT_SEEDS ?= 500
+SWEEP ?= 100000
+PROCESSES ?= 2
 SIMULATED ?= tests/simulation/graphs
 ARGS ?=
 TEST_PROCESSES ?= 2
@@ -26,7 +28,7 @@ SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py ra
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py copy_threads.py window_shared_memory.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: docs help install run test lint format types fuzz hostile notebook sanitize simulate cancel plant crowd chaos picture clean
+.PHONY: docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos picture clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -88,6 +90,11 @@ docs: $(STAMP) ## run every block of every page as it is written (the suite runs
 
 simulate: $(STAMP) ## small graphs under SEEDS=1000 seeds of virtual time, faults and all
 	@$(BIN)/flowrt simulate $(SIMULATED) --seeds $(SEEDS) $(ARGS)
+
+# Blocks of 1000 seeds; the record of a commit holds the seeds that have run, so that a repeated call goes on after an interruption.
+sweep: $(STAMP) ## SWEEP=100000 seeds of this commit in PROCESSES=2 processes, with a record in build/
+	@mkdir -p build; record=build/seeds-$$(git describe --always --dirty --abbrev=12).jsonl; \
+	seq 0 1000 $$(($(SWEEP) - 1)) | xargs -P $(PROCESSES) -I{} $(BIN)/flowrt simulate $(SIMULATED) --first {} --seeds 1000 --record $$record $(ARGS)
 
 cancel: $(STAMP) ## cancel more than 10,000 requests at random moments of virtual time, faults and all
 	@$(BIN)/flowrt simulate $(SIMULATED) --seeds 600 --cancel 30 $(ARGS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from flowrt.simulation.campaign import CampaignCounts, Failure, campaign, digest
 from flowrt.simulation.case import Case, Kept
 from flowrt.simulation.cases import draw
 from flowrt.simulation.options import SimulationOptions
+from flowrt.simulation.record import SeedRecord
 from flowrt.simulation.shrink import shrink
 from flowrt.simulation.simulated_trace import SimulatedTrace
 from flowrt.simulation.world import Outcome
@@ -55,6 +56,8 @@ def run(names: Sequence[str], given: SimulationOptions) -> int:
     trace = SimulatedTrace() if given.trace is not None else None
     scenario = None if given.scenario is None else load_scenario(given.scenario, graphs[0])
     kept = Kept(_numbers(given.keep_faults), _numbers(given.keep_requests), given.calm)
+    if (record := None if given.record is None else SeedRecord(given.record)) is not None and kept != Kept():
+        raise UserError("--record is for whole seeds; leave out --keep-faults, --keep-requests and --calm")
     replay = shlex.join(["flowrt", "simulate", *names, *(["--scenario", str(given.scenario)] if given.scenario else [])])
     replay += (" --weights" if given.weights else "") + (f" --cancel {given.cancel}" if given.cancel else "")
 
@@ -63,6 +66,8 @@ def run(names: Sequence[str], given: SimulationOptions) -> int:
     def on_run(case: Case, outcome: Outcome[AnyServed] | Failure, counts: CampaignCounts) -> bool:
         if given.trace is not None and trace is not None:
             _write_trace(given.trace, trace.traces(), case.graph)
+        if record is not None:
+            record.note(case.seed, isinstance(outcome, Failure))
         if isinstance(outcome, Failure):
             print(f"seed {case.seed}: {outcome.text}", file=sys.stderr)
             _print_smallest(draw_case(case.seed), kept, replay, shrinks=not given.no_shrink)
@@ -72,8 +77,15 @@ def run(names: Sequence[str], given: SimulationOptions) -> int:
             print(f"{counts.num_seeds} seeds, {len(counts.failures)} failed, {counts.num_steps} steps", flush=True)
         return len(counts.failures) < MAX_FAILURES
 
-    cases = (replace(kept.of(draw_case(seed)), trace=trace) for seed in range(given.first, given.first + given.seeds))
-    counts = campaign(cases, on_run)
+    seeds: Iterable[int] = range(given.first, given.first + given.seeds)
+    try:
+        missing = seeds if record is None else record.missing(seeds)
+        counts = campaign((replace(kept.of(draw_case(seed)), trace=trace) for seed in missing), on_run)
+    finally:
+        if record is not None:
+            record.flush()
+    if record is not None:
+        print(record.total())
     print(f"outcomes: {_counts(counts.outcomes)}; virtual time {counts.virtual_seconds:.0f} s")
     print(f"faults: {_counts(counts.faults)}")
     print(f"rare: {_counts(counts.branches)}")

@@ -30,4 +30,5 @@ class SimulationOptions:
     trace: Annotated[
         str | None, Parameter(help="Write what each process computed, sent and received to this file, for ui.perfetto.dev. One seed only.")
     ] = None
+    record: Annotated[Path | None, Parameter(help="Append the seeds run to this file, and skip those in it.")] = None
     no_shrink: Annotated[bool, _FLAG, Parameter(help="Do not look for the smallest part of a case that fails.")] = False

@@ -29,6 +29,8 @@ def test_a_bad_graph_is_one_line(tmp_path: Path) -> None:
         (["{graph}", "--scenario", "{empty}/none.yaml"], "no such file; give the path of a scenario file"),
         (["{graph}", "--scenario", "{scenario}"], "scenario.yaml:3: faults.0: no process is called 'experts.9'"),
         (["{graph}", "--keep-faults", "one"], "'one' is not a list of numbers"),
+        (["{graph}", "--record", "{scenario}"], "is not a record of seeds"),
+        (["{graph}", "--record", "{empty}/new", "--calm"], "--record is for whole seeds"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], expected_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,3 +62,12 @@ def test_the_quickstart_graph_runs_as_the_docs_say(options: list[str], capsys: p
 def test_weights_that_are_missing_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate([str(GRAPHS / "2x3.yaml"), "--seeds", "1", "--weights", "--no-shrink"]) == 1
     assert "holds no *.safetensors file" in capsys.readouterr().err
+
+
+def test_a_recorded_range_goes_on_after_an_interruption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "seeds.jsonl"
+    record.write_text('{"first":0,"seeds":4,"failed":[2]}\n')
+    assert simulate([str(GRAPHS / "calls.yaml"), "--first", "3", "--seeds", "3", "--record", str(record)]) == 0
+    assert record.read_text().splitlines()[1:] == ['{"first":4,"seeds":2,"failed":[]}']
+    assert simulate([str(GRAPHS / "calls.yaml"), "--seeds", "6", "--record", str(record)]) == 0
+    assert f"{record}: 6 seeds, failed: 2\n" in capsys.readouterr().out
