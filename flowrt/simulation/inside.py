@@ -204,7 +204,7 @@ class WorkerInternals:
         """At any time: what the worker keeps of clients whose incarnation it knows to have ended. A running call may add rows to its
         end."""
         runner, membership = self._part("runner"), self._worker._membership
-        if runner is None or membership is None:
+        if runner is None or membership is None or not membership._ended:
             return []
         ended = {f"{source}@{end}" for process, end in membership._ended for source in membership._sources.get(process, ())}
         found = {"ready firings": {firing.tag.source for firings in runner._ready.values() for firing in firings}}

@@ -43,7 +43,8 @@ Reference = tuple[tuple[int, ...], ...]  # the token ids of each choice of a req
 
 def mortal(graph: Graph) -> frozenset[str]:
     """The workers whose OS process may die: every worker in that process may die."""
-    return frozenset(name for host in pack(graph) if survivable_processes(graph).issuperset(host) for name in host)
+    survivable = survivable_processes(graph)
+    return frozenset(name for host in pack(graph) if survivable.issuperset(host) for name in host)
 
 
 def may_fail(case: Case) -> frozenset[str]:

@@ -109,7 +109,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     # scheduling
 
-    def _call_soon(self, callback: Callable[..., object], args: Sequence[Any], context: Context | None) -> VirtualHandle:
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> VirtualHandle:
+        if self.is_closed():
+            raise RuntimeError("this loop is closed")
         handle = VirtualHandle(self._now, callback, args, self, context)
         self._make_ready(handle)
         return handle
@@ -139,7 +143,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def accept(self, handle: VirtualHandle) -> None:
         """Make a handle from `on_a_thread` ready on the loop, unless it is cancelled."""
-        if not handle.cancelled():
+        if not handle._cancelled:
             self._make_ready(handle)
 
     def call_at(  # type: ignore[override]
@@ -218,14 +222,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._release_timer()  # timers of this instant fire while other callbacks run, as events of a real system do
         if not self._queues:
             return
-        nodes = list(self._queues)
-        node = nodes[0] if len(nodes) == 1 else nodes[self._random.randrange(len(nodes))]
+        node = self._draw_node()
         queue = self._queues[node]
         handle = queue.popleft()
         if not queue:
             del self._queues[node]
-        if not handle.cancelled():
+        if not handle._cancelled:
             self._step(node, handle)
+
+    def _draw_node(self) -> str:
+        queues = self._queues
+        if len(queues) == 1:
+            return next(iter(queues))
+        return list(queues)[self._random.randrange(len(queues))]
 
     def _step(self, node: str, handle: Any) -> None:
         name = name_of(handle._callback)
@@ -241,7 +250,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _jump(self) -> None:
         """With no ready handle: move time to the next timer and make it ready. Others of that instant follow, in order."""
-        while self._timers and self._timers[0][2].cancelled():
+        while self._timers and self._timers[0][2]._cancelled:
             heapq.heappop(self._timers)
         if not self._timers:
             raise DeadlockError(f"at {self._now:.6f} s nothing is ready and no timer is set:\n{self.describe_waiting()}")

@@ -92,10 +92,10 @@ class ServerChecks:
 
     def look(self, insides: Sequence[WorkerInternals]) -> None:
         """At any time: no group treats a living server as dead without a fault (I7). Records when each group uses a new incarnation."""
-        now = self._world.loop.time()
+        now, incarnations = self._world.loop.time(), self._launcher.incarnations
         for inside in insides:
             for name in inside.servers:
-                incarnation = self._launcher.incarnations[name]
+                incarnation = incarnations[name]
                 if inside.has_ended(name, incarnation):
                     self._outages.down(name, now, inside.name)
                     if self._is_alive(name) and not self._is_faulty(name):

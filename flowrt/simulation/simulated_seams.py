@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from flowrt.seams import BOUND_SECONDS, STILL_SECONDS, Running
@@ -80,7 +80,7 @@ class SimulatedCompute:
             return running
         if not self._loop.is_parked(self._thread):
             self._computed_seconds = self._clock.now()
-        return replace(running, computed_seconds=self._computed_seconds, still_seconds=STILL_SECONDS)
+        return Running(running.label, running.since_seconds, running.bound_seconds, self._computed_seconds, STILL_SECONDS)
 
     def is_short(self, label: str) -> bool:
         return self._running is None and self._short.get(label, False)

@@ -30,9 +30,16 @@ class VirtualHandle(asyncio.TimerHandle):
         node: str | None = None,
     ) -> None:
         """`node`: None for the node of the context."""
-        context = copy_context() if context is None else context
-        super().__init__(when, callback, args, loop, context)
+        # In place of the constructors of asyncio, which take most of the time of a step: nothing of a run is debugged with tracebacks.
+        self._when, self._callback, self._args, self._loop = when, callback, args, loop
+        self._context = context = copy_context() if context is None else context
+        self._cancelled = self._scheduled = False
+        self._repr = self._source_traceback = None
         self.node = context.get(current_node, OUTSIDE) if node is None else node
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback = self._args = None  # type: ignore[assignment]
 
 
 class _Numbered:
