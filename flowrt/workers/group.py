@@ -50,7 +50,13 @@ class Group:
         self._client = client
         self._is_draining = False
         self._on_trial: Sequence | None = None  # the latest choice of a suspect that was reported
+        self.on_begin: Callable[[], None] = lambda: None  # called with each step that begins
         self._refusal: str | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is alive and no step runs."""
+        return self._engine.idle
 
     @property
     def num_steps(self) -> int:
@@ -130,6 +136,7 @@ class Group:
 
         A suspect is reported first: the step may kill this process.
         """
+        self.on_begin()
         if self._client is not None:
             self._client.computes_alone = start.is_alone
         if start.on_trial is not None and start.on_trial is not self._on_trial:

@@ -53,6 +53,7 @@ class Membership:
         self._restarting = set(restarting)  # by a recovery policy; meanwhile, no unavailable expert is given up
         self._lost_since = 0.0  # time since which an expert has had no replica
         self._latest_report = ExpertsUnavailable("")
+        self._is_needed = asyncio.Event()  # a step has begun, or a server was lost
         self._reported_at: dict[str, float] = {}  # process -> when last
         self._sources = {  # process -> the nodes that emit its tags
             process: [node.name for node in graph.nodes_of(process) if node.operator == SOURCE] for process in data_path.peers
@@ -60,6 +61,7 @@ class Membership:
         for process in sorted(data_path.peers - incarnations.keys()):
             self._lose(process, "")
         if data_path.failover is not None and data_path.group is not None and data_path.failover.processes:
+            data_path.group.on_begin = self._is_needed.set
             tasks.create_task(self._watch_parts(data_path.failover, data_path.group), name=f"parts of {data_path.name}")
 
     def on_lost(self, peer: Identity, reason: str) -> None:
@@ -87,6 +89,7 @@ class Membership:
         return True
 
     def _lose(self, process: str, incarnation: str) -> None:
+        self._is_needed.set()
         unanswered = self._runner.end_peer(process, [f"{source}@{incarnation}" for source in self._sources[process]])
         if self._forwarder is not None:
             self._forwarder.mark_lost(process, incarnation, unanswered)
@@ -111,6 +114,9 @@ class Membership:
 
     async def _watch_parts(self, failover: Failover, group: Group) -> None:
         while True:
+            if self._has_no_part(failover, group):
+                self._is_needed.clear()
+                await self._is_needed.wait()
             await self._clock.sleep(IDLE_POLL_SECONDS if not failover.client.tags else POLL_SECONDS)
             if self._hedges:
                 failover.hedge()
@@ -136,6 +142,12 @@ class Membership:
                 self._report_unavailable(ExpertsUnavailable(text, "error"))
             else:
                 self._report_unavailable(ExpertsUnavailable(text, "wait"))
+
+    def _has_no_part(self, failover: Failover, group: Group) -> bool:
+        """Whether nothing is to be watched until a step begins or a server is lost."""
+        if not group.is_idle or failover.client.tags or self._settle_at:
+            return False
+        return not self._latest_report.text and failover.unavailable_text() is None
 
     def _report_unavailable(self, lost: ExpertsUnavailable) -> None:
         if lost != self._latest_report:
