@@ -71,16 +71,19 @@ def _draw_deaths(chance: random.Random, mortal: list[str], names: list[str]) -> 
 def _draw_group_deaths(chance: random.Random, graph: Graph, mortal: list[str]) -> list[AnyFault]:
     """Crashes or permanent standstills of groups: one, all, one repeatedly, or one and another process, such as the one that its requests
     move to. The later ones may fall into the replay or the restart. Sometimes all servers are slow, so that requests of a dead group
-    wait there."""
+    wait there, or the launcher is reached over a slow link, so that the last messages of a dead group come after notices of its death."""
     groups = [name for name in _groups_of(graph) if name in mortal]
     if not groups:
-        return []
+        return _draw_permanent(chance, graph)
     at, apart, group = _draw_time(chance), chance.choice((0.0, 1e-3, 10e-3, 0.1, 1.0)), chance.choice(groups)
     victims = chance.choice(([group], groups, [group] * chance.randint(2, 5), [group, chance.choice(mortal)], groups * 2))
     faults = [
         _draw_death(chance, graph, name, at + apart * place * chance.random(), 0.25 if place == 0 else 0.1)
         for place, name in enumerate(victims)
     ]
+    if chance.random() < 0.2:
+        lasts = 10 ** chance.uniform(-1, 0)
+        faults.append(kinds.SlowLink(at_seconds=at * chance.random(), between=(GATEWAY, group), for_seconds=lasts, factor=100.0))
     if chance.random() < 0.4:
         factor, lasts = chance.choice((20.0, 50.0, 200.0)), 10 ** chance.uniform(-1, 0.4)
         slow = sorted({node.process for node in graph.nodes.values() if node.operator == "experts"} - set(groups))

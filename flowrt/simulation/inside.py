@@ -101,7 +101,7 @@ class WorkerInternals:
 
     def _checked(self, function: Any) -> Any:
         """Wraps `function` with check I2: a worker computes no firing of a client that has ended, a group none of another incarnation and
-        none of an epoch that it has left, except in the call that ran at that time."""
+        none of an epoch that it has left, except in the call that ran at that time. A part of a suspect is computed alone."""
 
         def run(firings: Any) -> Any:
             engine, running = self._engine, self._worker._compute.running
@@ -111,6 +111,8 @@ class WorkerInternals:
                 self.late_firings.append(f"{self.name}: {foreign[0].node} fired for {foreign[0].tag} of another incarnation")
             if old and (running is None or running.since_seconds != self._rolled_back_during):
                 self.late_firings.append(f"{self.name}: {old[0].node} fired for {old[0].tag} in epoch {engine.epoch}")
+            if len(firings) > 1 and any(map(self._part("runner")._alone.is_alone, firings)):
+                self.late_firings.append(f"{self.name}: {firings[0].node} computes a part of a suspect beside others")
             ended = [each for each in firings if each.tag.source in self._ended_during]
             if ended and (running is None or running.since_seconds != self._ended_during[ended[0].tag.source]):
                 self.late_firings.append(f"{self.name}: {ended[0].node} fired for {ended[0].tag} of a client that has ended")

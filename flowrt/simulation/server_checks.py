@@ -15,9 +15,11 @@ from flowrt.simulation.faults import Faults
 from flowrt.simulation.inside import WorkerInternals
 from flowrt.simulation.invariants import mortal
 from flowrt.simulation.outages import Outages
+from flowrt.simulation.processes import KILLED, SEGFAULT, TERMINATED
 from flowrt.simulation.world import SimulatedProcess, World
 
 UNDISPATCHED_SECONDS = 0.5  # the longest wait of a part for an available replica: polls are some milliseconds apart, by any clock
+EXITS = KILLED, TERMINATED, SEGFAULT  # of processes that a fault or the launcher has killed
 POLL_SECONDS = 0.1  # between polls for such parts
 _COUNTED = {
     events.WorkerRestarted: "restarted",
@@ -70,7 +72,8 @@ class ServerChecks:
                     self._retry_at[name] = now + retry_seconds
             case events.WorkerLost(name, while_loading=True):
                 self.counts["died while loading"] += 1
-            case events.WorkerLost(name, how):
+            case events.WorkerLost(name, how, _, may_recur):
+                self._check_cause(name, how, may_recur)
                 if name in self._lost:
                     self._wrong.append(f"{name} was lost again before it was back: {how}")
                 self._lost.add(name)
@@ -89,6 +92,13 @@ class ServerChecks:
                     self._wrong.append(f"{name} was suspected before it could have been silent for so long: {why}")
                 if not any(map(self._is_faulty, (name, GATEWAY, MONITOR))):
                     self._wrong.append(f"{name} was suspected, and neither it nor the receivers of its heartbeats were paused: {why}")
+
+    def _check_cause(self, name: str, how: str, may_recur: bool) -> None:
+        """Where the exit status alone is the cause of a death, it must be the true one, and only a crash may come from a request."""
+        true = self._world.processes[name].how
+        if how in EXITS and (how != true or may_recur != (true == SEGFAULT)):
+            blames = "may" if may_recur else "cannot"
+            self._wrong.append(f"{name} {true}, but its loss was announced as {how!r}, which a request {blames} cause")
 
     def look(self, insides: Sequence[WorkerInternals]) -> None:
         """At any time: no group treats a living server as dead without a fault (I7). Records when each group uses a new incarnation."""
