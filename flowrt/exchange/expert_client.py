@@ -279,13 +279,13 @@ class ExpertClient:
             return bundles | {f"server{entry.parts[each].server}": self._request(entry, each) for each in numbers if each not in entry.via}
         return {f"server{entry.parts[number].server}": self._request(entry, number) for number in numbers}
 
-    def take_unsent(self, server: int) -> list[tuple[Tag, int]]:
-        """The parts that were not sent yet to this server, which is lost."""
-        found = []
-        for tag in self.tags:
-            if (entry := self._outstanding.get(tag)) is not None and entry.unsent:
-                found += [(tag, number) for number in entry.unsent if entry.parts[number].server == server]
-                entry.unsent = [number for number in entry.unsent if entry.parts[number].server != server]
+    def take_unsent(self, server: int, tag: Tag, numbers: Collection[int]) -> list[int]:
+        """Those of these parts that were not sent yet to this server, which is lost."""
+        entry = self._outstanding.get(tag)
+        if entry is None:
+            return []
+        found = [number for number in entry.unsent if number in numbers and entry.parts[number].server == server]
+        entry.unsent = [number for number in entry.unsent if number not in found]
         return found
 
     def next_request(self, tag: Tag) -> dict[str, Payload]:

@@ -76,8 +76,9 @@ class Failover:
         whether some wait."""
         for server in self._servers.get(process, []):
             self.client.remove_server(server)
-            for tag, part in self.client.take_unsent(server):
-                self._redispatch(tag, part)
+            for tag in self.client.tags:  # a tag whose plan has not arrived finds its edge closed when the turn of the part comes
+                for part in self.client.take_unsent(server, tag, self._runner.missing(self._combine, self._gather, tag)):
+                    self._redispatch(tag, part)
         if any(self._missing_at(frozenset(self._servers.get(process, [])))):
             self._unsettled.add(process)
         if (trampoline := self._trampolines.get(process)) is not None:

@@ -536,6 +536,22 @@ def test_parts_of_a_suspect_go_one_by_one_each_alone(fencing):
     fencing.check()
 
 
+def test_parts_of_a_suspect_survive_a_death_while_they_are_split(fencing):
+    """The compute thread splits a tag while the loop handles the death of a server: the plan comes after it."""
+    add_tag = fencing.client.add_tag
+
+    def add_and_die(*arguments):
+        requests = add_tag(*arguments)
+        (sent,) = requests
+        fencing.die(next(server for server in SERVERS if sent != f"server{server}"))
+        return requests
+
+    fencing.client.add_tag = add_and_die
+    alone(fencing)
+    fencing.serve_all()
+    fencing.check()
+
+
 def test_suspect_whose_part_was_computed_alone_is_the_cause(fencing):
     ((server, header),) = alone(fencing)
     fencing.die(server, may_recur=True, tag=Tag("s@1"), part=header.part)
