@@ -15,6 +15,7 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
 
 Send = Callable[[str, Control], Awaitable[None]]
+ROUNDING_SECONDS = 1e-6  # a timer that is set to a deadline may fire this much before it, because its sums round differently
 MAX_UNREAD = 1024  # logs kept of requests that have ended and that no client follows
 
 
@@ -210,7 +211,7 @@ class Requests:
             self._timer.cancel()
             self._timer = None
         if (deadline := self.gateway.deadline) is not None and not self._is_closing:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - now), self._on_time)
+            self._timer = asyncio.get_running_loop().call_later(max(ROUNDING_SECONDS, deadline - now), self._on_time)
 
     def _on_time(self) -> None:
         self._carry_out(self.gateway.on_time())
