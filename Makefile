@@ -52,7 +52,7 @@ run: $(RUNS) ## answer eight prompts with the quickstart's graph (GRAPH=... for 
 	@$(BIN)/flowrt run $(GRAPH) $(ARGS)
 
 test: $(STAMP) ## the whole test suite (ARGS="tests/graph -k cycle" for a part)
-	@$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and format
 	@$(BIN)/ruff check .

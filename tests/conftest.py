@@ -30,6 +30,7 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
 GRACE_SECONDS = 20.0  # for what ends by itself soon: a killed process, a stopping task or thread
+LONG_FOLDERS = ("docs", "chaos", "repository", "simulation", "end_to_end", "cli", "bench")
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY_PREFIXES = ("flowrt", "torch_", "psm_", "sem.")  # names of others (a browser's) are not our business
 _IGNORED_DESCRIPTORS = ("/dev/nvidia", "/dev/urandom")  # opened once by libraries and kept until the process ends
@@ -75,12 +76,19 @@ def _has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=_place_in_run)
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(inspect.unwrap(item.function)):
             # Right after the autouse fixtures: set up before, and so torn down after, every fixture of the test itself.
             item.fixturenames.insert(0, "no_task_left")
+
+
+def _place_in_run(item: pytest.Item) -> int:
+    """Folders of files that take long come first, so that no process runs one of them alone at the end."""
+    folder = item.nodeid.partition("/")[2].partition("/")[0]
+    return LONG_FOLDERS.index(folder) if folder in LONG_FOLDERS else len(LONG_FOLDERS)
 
 
 @pytest.fixture
@@ -120,9 +128,10 @@ def _shared_memory() -> frozenset[str]:
     with contextlib.suppress(OSError):
         found |= {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith(_SHARED_MEMORY_PREFIXES)}
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            if "/memfd:" in line:
-                fields = line.split(maxsplit=5)
+        maps = Path("/proc/self/maps").read_bytes()  # thousands of lines, read twice for each test
+        for line in maps.splitlines() if b"/memfd:" in maps else ():
+            if b"/memfd:" in line:
+                fields = line.decode().split(maxsplit=5)
                 found.add(f"{fields[5]} inode {fields[4]}")
     return frozenset(found)
 

@@ -32,7 +32,7 @@ async def found_of(kills: int, *overrides: str, roles: str = "attention", fault:
         concurrency=8,
         seconds=0.2,
         prompt_tokens=8,
-        new_tokens=24,
+        new_tokens=12,
     )
     async with asyncio.timeout(PLENTY_SECONDS):
         return await measure(prepare(QUICKSTART, options), print)
@@ -77,7 +77,7 @@ async def test_faults_go_through_the_phases_and_the_drain() -> None:
 
 
 async def test_all_roles_are_hit_in_one_run() -> None:
-    found = await found_of(8, "deploy.attention.groups=2", roles="all", phase="decode", fault="kill")
+    found = await found_of(4, "deploy.attention.groups=2", roles="all", phase="decode", fault="kill")
     assert_right(found)
     hit = {role_of(found.graph, injected.process) for injected in found.injected_faults}
     assert hit == {"attention", "experts", "monitor", "fork-server"}

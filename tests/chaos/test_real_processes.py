@@ -71,16 +71,16 @@ async def test_short_standstills_change_no_token_and_end_no_process(tmp_path: Pa
 
 
 async def test_stretches_without_faults_alternate_with_the_plan(tmp_path: Path) -> None:
-    found = await found_of(tmp_path, "{fault: pause, process: experts.1, at_seconds: 0.1, for_seconds: 0.1}", pairs=3)
+    found = await found_of(tmp_path, "{fault: pause, process: experts.1, at_seconds: 0.1, for_seconds: 0.1}", seconds=0.3, pairs=2)
     assert_right(found)
-    assert len(found.injected_faults) == len(found.stretches) == found.num_faults == 3
+    assert len(found.injected_faults) == len(found.stretches) == found.num_faults == 2
     for pair, injected, following in zip(found.stretches, found.injected_faults, [*found.stretches[1:], None], strict=True):
         assert pair.begun < pair.faults_begun < injected.at < pair.ended
         assert following is None or pair.ended <= following.begun
 
 
 async def test_a_killed_server_is_replaced_and_no_token_changes(tmp_path: Path) -> None:
-    found = await found_of(tmp_path, "{fault: crash, process: experts.1, at_seconds: 0.3}", seconds=2.0)
+    found = await found_of(tmp_path, "{fault: crash, process: experts.1, at_seconds: 0.3}", seconds=0.5)
     assert_right(found)
     (injected,) = found.injected_faults
     assert found.observer.lost_seconds(injected) < math.inf
@@ -105,32 +105,50 @@ async def running() -> AsyncIterator[tuple[RunningGraph, Injector, RunObserver, 
         yield graph, injector, observer, lines
 
 
-async def test_cancelled_pause_wakes_its_process() -> None:
+async def test_pauses_end_with_their_faults_and_missing_targets_are_reported() -> None:
     async with running() as (graph, injector, observer, _):
-        pid = graph.pids["experts.1"]
-        task = asyncio.create_task(injector.run(parse_faults("pause:experts.1@0s+60s", graph.graph), Seams().clock.now()))
-        await until_state(pid, "T")
-        task.cancel()
-        await asyncio.wait([task])
-        assert state(pid) != "T"
+        await assert_idle_workers_hold_nothing(graph, injector, observer)
+        await assert_cancelled_pause_wakes(graph, injector)
         assert [injected.text for injected in observer.injected_faults] == ["pause experts.1 for 60 s"]
+        await assert_later_of_two_pauses_wakes(graph, injector)
+        observer.injected_faults.clear()
+        scenario = parse_faults("kill:experts.1@0s", graph.graph)
+        graph.launcher.pids["experts.1"] = 1 << 22
+        await injector.run(scenario, Seams().clock.now())
+        assert observer.injected_faults[0].missed == "experts.1 is not running"
 
 
-async def test_of_two_pauses_of_one_process_the_later_end_wakes_it() -> None:
-    async with running() as (graph, injector, _, _):
-        pid = graph.pids["experts.1"]
-        scenario = parse_faults("pause:experts.1@0s+100ms,pause:experts.1@0s+60s", graph.graph)
-        task = asyncio.create_task(injector.run(scenario, Seams().clock.now()))
-        await until_state(pid, "T")
-        later = parse_faults("pause:experts.0@0s+200ms", graph.graph)
-        await injector.run(later, Seams().clock.now())  # it ends after the first of the two
-        assert state(pid) == "T"
-        task.cancel()
-        await asyncio.wait([task])
-        assert state(pid) != "T"
+async def assert_idle_workers_hold_nothing(graph: RunningGraph, injector: Injector, observer: RunObserver) -> None:
+    await graph.complete([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
+    await injector.collect_held(graph.graph.process_names())
+    assert observer.held.keys() == set(graph.graph.process_names())
+    assert observer.held["attention.0"]["pages held"] == 0
+    assert all(counts["rows"] == 0 for counts in observer.held.values())
 
 
-async def test_progress_shows_the_fault_the_next_one_and_the_load() -> None:
+async def assert_cancelled_pause_wakes(graph: RunningGraph, injector: Injector) -> None:
+    pid = graph.pids["experts.1"]
+    task = asyncio.create_task(injector.run(parse_faults("pause:experts.1@0s+60s", graph.graph), Seams().clock.now()))
+    await until_state(pid, "T")
+    task.cancel()
+    await asyncio.wait([task])
+    assert state(pid) != "T"
+
+
+async def assert_later_of_two_pauses_wakes(graph: RunningGraph, injector: Injector) -> None:
+    pid = graph.pids["experts.1"]
+    scenario = parse_faults("pause:experts.1@0s+100ms,pause:experts.1@0s+60s", graph.graph)
+    task = asyncio.create_task(injector.run(scenario, Seams().clock.now()))
+    await until_state(pid, "T")
+    later = parse_faults("pause:experts.0@0s+200ms", graph.graph)
+    await injector.run(later, Seams().clock.now())  # it ends after the first of the two
+    assert state(pid) == "T"
+    task.cancel()
+    await asyncio.wait([task])
+    assert state(pid) != "T"
+
+
+async def test_progress_shows_each_fault_and_an_incarnation_is_killed_once() -> None:
     async with running() as (graph, _, observer, _):
         logged: list[str] = []
         injector = Injector(graph, observer, Seams().clock, logged.append)
@@ -148,6 +166,15 @@ async def test_progress_shows_the_fault_the_next_one_and_the_load() -> None:
         assert await injector.wait_back(since=0.0)
         assert [line.partition(", pid")[0] for line in logged[:1]] == ["kill experts.1"]
         assert sorted(line.partition(" after ")[0] for line in logged[1:]) == ["experts.0 is back", "experts.1 is back"]
+        await assert_incarnation_is_killed_once(graph, injector, observer)
+
+
+async def assert_incarnation_is_killed_once(graph: RunningGraph, injector: Injector, observer: RunObserver) -> None:
+    """Even if it dies slowly."""
+    observer.injected_faults.clear()
+    await injector.run(parse_faults("kill:experts.1@0s,kill:experts.1@0s,pause:experts.1@0s+60s", graph.graph), Seams().clock.now())
+    assert [injected.missed for injected in observer.injected_faults] == ["", *["experts.1 is not running"] * 2]
+    assert await observer.wait_until(lambda: observer.back_seconds(observer.injected_faults[0]) < math.inf, PLENTY_SECONDS)
 
 
 async def test_cancelled_run_ends_its_processes_and_reports_its_record(tmp_path: Path) -> None:
@@ -196,30 +223,6 @@ async def test_a_reset_ends_connections_between_the_two_and_no_process() -> None
         while not any(line.startswith("attention.0: ") and "on the link to experts.0" in line for line in lines):  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # the line has its own way here
     assert not any("experts.1" in line for line in lines), lines
-
-
-async def test_idle_workers_report_that_they_hold_nothing() -> None:
-    async with running() as (graph, injector, observer, _):
-        await graph.complete([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
-        await injector.collect_held(graph.graph.process_names())
-        assert observer.held.keys() == set(graph.graph.process_names())
-        assert observer.held["attention.0"]["pages held"] == 0
-        assert all(counts["rows"] == 0 for counts in observer.held.values())
-
-
-async def test_missing_targets_are_reported() -> None:
-    async with running() as (graph, injector, observer, _):
-        scenario = parse_faults("kill:experts.1@0s", graph.graph)
-        graph.launcher.pids["experts.1"] = 1 << 22
-        await injector.run(scenario, Seams().clock.now())
-        assert observer.injected_faults[0].missed == "experts.1 is not running"
-
-
-async def test_incarnation_is_killed_once_even_if_it_dies_slowly() -> None:
-    async with running() as (graph, injector, observer, _):
-        await injector.run(parse_faults("kill:experts.1@0s,kill:experts.1@0s,pause:experts.1@0s+60s", graph.graph), Seams().clock.now())
-        assert [injected.missed for injected in observer.injected_faults] == ["", *["experts.1 is not running"] * 2]
-        assert await observer.wait_until(lambda: observer.back_seconds(observer.injected_faults[0]) < math.inf, PLENTY_SECONDS)
 
 
 async def test_faults_of_a_run_after_the_last_answer_are_left_out() -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from flowrt.cli.app import main
 from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
 from flowrt.launcher.transport_choice import choose_transports
+from flowrt.workers.start_check import check_process
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "tiny-moe"
@@ -151,6 +153,20 @@ async def test_a_run_finds_damaged_weights_before_any_process_starts(model: Path
     assert started == []
 
 
+@pytest.fixture
+def user_graph(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a graph with an operator, and the modules of operators."""
+    (tmp_path / "validated_ops.py").write_text(OPERATORS)
+    (tmp_path / "raising_ops.py").write_text('raise ValueError("two\\nlines")')
+    (tmp_path / "exiting_ops.py").write_text("raise SystemExit(0)")
+
+    def write(operator: str) -> Path:
+        (tmp_path / "g.yaml").write_text(USER_GRAPH.replace("OPERATOR", operator))
+        return tmp_path / "g.yaml"
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("operator", "text"),
     [
@@ -166,12 +182,40 @@ async def test_a_run_finds_damaged_weights_before_any_process_starts(model: Path
         ("exiting_ops:f", "importing 'exiting_ops' failed: SystemExit: 0"),
     ],
 )
-def test_validate_finds_operators_that_cannot_run(operator: str, text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "validated_ops.py").write_text(OPERATORS)
-    (tmp_path / "raising_ops.py").write_text('raise ValueError("two\\nlines")')
-    (tmp_path / "exiting_ops.py").write_text("raise SystemExit(0)")
-    graph = tmp_path / "g.yaml"
-    graph.write_text(USER_GRAPH.replace("OPERATOR", operator))
+def test_operators_that_cannot_run_are_found(
+    operator: str, text: str, user_graph: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process; `validate` has a process for that."""
+    path = user_graph(operator)
+    monkeypatch.syspath_prepend(path.parent)
+    graph = load_graph(path)
+    error = ""
+    try:
+        for process in graph.process_names():
+            check_process(graph, process)
+    except GraphError as found:
+        error = str(found)
+    finally:
+        for name in ("validated_ops", "raising_ops", "exiting_ops"):
+            sys.modules.pop(name, None)
+    assert text in error
+    assert error.startswith(f"{path}:5: nodes.second.operator: " if text else "")
+    assert bool(error) == bool(text)
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("operator", "text"),
+    [
+        ("validated_ops:plain", ""),
+        ("validated_ops:coroutine", "is a coroutine function (async def)"),
+        ("exiting_ops:f", "importing 'exiting_ops' failed: SystemExit: 0"),
+    ],
+)
+def test_validate_finds_operators_that_cannot_run(
+    operator: str, text: str, user_graph: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    graph = user_graph(operator)
     assert validate(graph) == (2 if text else 0)
     out, err = capfd.readouterr()
     if not text:

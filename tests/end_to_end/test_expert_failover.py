@@ -17,7 +17,7 @@ from flowrt.launcher import events, fork_server_loss
 
 COPIES = {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}}
 ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "replicas": 1}}
-NEW_TOKENS, MAX_TOKENS = 60, 200
+NEW_TOKENS, MAX_TOKENS = 30, 200
 PARAMS = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 LONG = flowrt.SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)  # still running when its first tokens have been read
 

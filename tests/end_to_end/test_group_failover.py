@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 from end_to_end.test_expert_failover import Story
 from end_to_end.test_poisoned_requests import fail_with, poison  # noqa: F401 fixtures
-from served_models import Served
+from served_models import NEW_TOKENS, Served
 
 import flowrt
 
-PARAMS = flowrt.SamplingParams(max_tokens=60, ignore_eos=True)
+PARAMS = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 async def test_requests_end_in_time_when_the_last_group_does_not_come_back(served: Served, tmp_path: Path) -> None:
     reliability = {"restarts": 0, "lost_group_seconds": 0.5}
     graph = served.write(tmp_path, {"experts": {"servers": 2}}, limits={"max_tokens": 64}, reliability=reliability)
     async with asyncio.timeout(100), flowrt.open(graph) as running:
-        request = await running.submit(served.prompts[0], PARAMS)
+        request = await running.submit(served.prompts[0], flowrt.SamplingParams(max_tokens=60, ignore_eos=True))
         ends = []
         async for event in running.follow(request):
             if isinstance(event, flowrt.TokenEvent) and event.index == 2:
@@ -40,7 +40,7 @@ async def test_requests_end_in_time_when_the_last_group_does_not_come_back(serve
 async def test_a_stopped_group_is_replaced_and_its_requests_move(served: Served, tmp_path: Path, servers: int) -> None:
     story = Story()
     deploy = {"attention": {"groups": 2}, "experts": {"servers": servers}}
-    graph = served.write(tmp_path, deploy, limits={"max_tokens": 60}, numerics="strict")
+    graph = served.write(tmp_path, deploy, limits={"max_tokens": NEW_TOKENS}, numerics="strict")
     async with asyncio.timeout(120), flowrt.open(graph, on_event=story.note) as running:
         pid = running.pids["attention.1"]
         early = [asyncio.create_task(running.complete(prompt, PARAMS)) for prompt in served.prompts]
@@ -50,7 +50,7 @@ async def test_a_stopped_group_is_replaced_and_its_requests_move(served: Served,
         await story.until(lambda story: story.back == ["attention.1"])
         assert story.lost == ["attention.1"]
         done += await asyncio.gather(*(running.complete(prompt, PARAMS) for prompt in served.prompts))
-        assert [list(each.token_ids) for each in done] == [tokens[:60] for tokens in (*served.expected, *served.expected)]
+        assert [list(each.token_ids) for each in done] == [tokens for tokens in (*served.expected, *served.expected)]
         assert running.pids["attention.1"] != pid
         assert not running.health().warnings
         statistics = await running.statistics()

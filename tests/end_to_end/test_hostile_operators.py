@@ -15,10 +15,12 @@ from end_to_end.hostile_runs import check_fatal, check_kinds, checks, opened, wr
 from served_models import Served
 
 import flowrt
+from flowrt.api import read_graph
+from flowrt.graph.written import to_yaml
 from flowrt.simulation.inside import WorkerInternals, credit_faults
 from flowrt.workers.process import Worker
 
-NUM_CALLS, CALLERS = 10_000, 4
+NUM_CALLS, CALLERS = 4_000, 4
 ROOT = Path(__file__).parents[2]
 
 
@@ -141,8 +143,7 @@ async def test_cancelled_call_that_never_completes_frees_its_place(tmp_path: Pat
 def test_exit_code_of_flowrt_run(served: Served, tmp_path: Path, operator: str, code: int, text: str) -> None:
     """A user's operator within a model's graph."""
     graph = served.write(tmp_path, {"experts": {"servers": 0}, "attention": {"groups": 1}})
-    flow = [sys.executable, "-m", "flowrt"]
-    expanded = subprocess.run([*flow, "graph", "expand", graph], capture_output=True, text=True, check=True).stdout
+    expanded = to_yaml(read_graph(graph), graph.name)
     edge = "attention.0.embed.x -> attention.0.attention.x:"
     lines = []
     for line in expanded.splitlines():
@@ -158,7 +159,8 @@ def test_exit_code_of_flowrt_run(served: Served, tmp_path: Path, operator: str, 
     path.write_text("\n".join(lines))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_token_ids": [1, 2, 3], "max_tokens": 2}\n')
-    done = subprocess.run([*flow, "run", path, "--prompts", prompts], capture_output=True, text=True, check=False, timeout=200)
+    command = [sys.executable, "-m", "flowrt", "run", path, "--prompts", prompts]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == code, done.stderr
     found = [line for line in (done.stdout + done.stderr).splitlines() if text and text in line and not line.startswith("[")]
     assert len(found) == (code != 0)

@@ -133,10 +133,10 @@ async def test_min_tokens_and_stop_ids(served: Served, truth: Any, tmp_path: Pat
     assert all(served.expected[4][2] not in choice.token_ids for choice in both.choices)
 
 
-async def test_eight_pages_complete_every_request_that_fits_alone(served: Served, tmp_path: Path) -> None:
-    """128 positions; the longest needs 127 of them."""
-    graph = served.write(tmp_path, DEPLOY, limits={"kv_pages": 8, "page_size": 16})
-    results = await complete(graph, *((prompt, {"max_tokens": 64}) for prompt in served.prompts[:5]))
+async def test_six_pages_complete_every_request_that_fits_alone(served: Served, tmp_path: Path) -> None:
+    """96 positions; the longest needs 87 of them."""
+    graph = served.write(tmp_path, DEPLOY, limits={"kv_pages": 6, "page_size": 16})
+    results = await complete(graph, *((prompt, {"max_tokens": NUM_TOKENS}) for prompt in served.prompts[:5]))
     assert [list(result.token_ids) for result in results] == served.expected[:5]
 
 

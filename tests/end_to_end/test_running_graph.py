@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from checkpoints import make_large_checkpoint
-from served_models import Served
+from served_models import NEW_TOKENS, Served
 
 import flowrt
 from flowrt.launcher import events
@@ -60,7 +60,7 @@ async def test_stopped_group_does_not_stop_the_other(served: Served, tmp_path: P
                 assert len(tokens[first]) == stopped_at < 200
             finally:
                 os.kill(running.pids["attention.0"], signal.SIGCONT)
-    assert [tokens[request][:64] for request in requests] == served.expected[:2]
+    assert [tokens[request][:NEW_TOKENS] for request in requests] == served.expected[:2]
     assert [len(tokens[request]) for request in requests] == [200, 200]
 
 
@@ -87,7 +87,7 @@ async def test_leaving_a_stream_cancels_its_request(served: Served, tmp_path: Pa
             async for _ in stream:
                 break
             await stream.aclose()
-        result = await running.complete(served.prompts[7], flowrt.SamplingParams(max_tokens=64, ignore_eos=True))
+        result = await running.complete(served.prompts[7], flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
     assert list(result.token_ids) == served.expected[7]
 
 
