@@ -6,7 +6,9 @@ links.py opens the links; flowrt/launcher/transport_choice.py chooses the transp
 from __future__ import annotations
 
 from flowrt.actors.links import LinkPlan
+from flowrt.graph.builtin import RETURN
 from flowrt.graph.model import GATEWAY, Edge, Graph
+from flowrt.graph.trampoline import window_of
 from flowrt.transports.contract import Limits
 
 RING_BYTES = 8 << 20  # per direction: payloads up to half of its area are not copied by the receiver; 1 MiB is one
@@ -52,4 +54,6 @@ def outbox_messages(graph: Graph, edges: list[Edge]) -> int:
 
 def credits_of(graph: Graph, edge: Edge) -> int:
     """How many messages of the edge may be in flight: as many responses as requests, whichever link carried the requests."""
+    if graph.nodes[edge.source].operator == RETURN:
+        return window_of(graph, graph.nodes[edge.source].process)
     return edge.credits if edge.response_to is None else graph.edges[edge.response_to].credits

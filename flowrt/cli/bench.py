@@ -251,6 +251,22 @@ def domains(
 
 
 @bench_app.command
+def trampoline(
+    *,
+    virtual: Virtual = False,
+    dilation: Dilation = 100.0,
+    pairs: Pairs = 20,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Measure trampolines beside the direct exchange on emulated links: messages per group, bytes, and step times by servers and groups."""
+    from flowrt.bench.cases.trampoline import measure_trampoline
+    from flowrt.bench.report.plots import plot_trampolines
+
+    _run("trampoline", measure_trampoline(virtual, dilation), pairs, json, draw=plot_trampolines, plot=plot)
+
+
+@bench_app.command
 def decode(
     model: ModelDirectory,
     /,

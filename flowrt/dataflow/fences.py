@@ -49,5 +49,9 @@ class Fences:
     def has_failed(self, tag: Tag) -> bool:
         return (tag.source, tag.step) in self.failed
 
+    def is_void(self, tag: Tag) -> bool:
+        """Whether no process needs to respond to a request of this tag: its call has failed, or its source has ended."""
+        return self.has_failed(tag) or self.has_ended(tag.source)
+
     def is_stale(self, tag: Tag) -> bool:
         return tag.epoch < self._epochs.get(tag.source, 0) or (tag.source, tag.step) in self.failed

@@ -18,6 +18,7 @@ from flowrt.dataflow.outbound_edges import CreditHeader, OutboundEdge, OutboundE
 from flowrt.dataflow.parts import FAILED, FailedHeader, PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload, from_message, from_reference
 from flowrt.dataflow.schemas import MessageSchema
+from flowrt.graph.builtin import FORWARD
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.trampoline import bundle_edges
 from flowrt.transports.wire.message import Message, Tag
@@ -28,11 +29,12 @@ class InboundEdge:
 
     `schema` is None for an edge whose messages are not described, and for an edge within this OS process. `requests` is the outbound
     edge whose responses arrive on this edge. If it keeps its outstanding requests, each response must match one in tag, part and, where
-    this edge has a schema, shape. `fences`: a response to a fenced call need not match. `responds`: the edge carries responses; those that
-    a trampoline has merged (`merged`) have several parts, and credits like any other message.
+    this edge has a schema, shape. `fences`: a response to a fenced call, or for an ended source, need not match. `responds`: the edge
+    carries responses; those that a trampoline has merged have several parts, which were sent in bundles on the edge `bundles`.
 
     Outstanding credits: of the edge's `size` credits, `received` belong to messages that are here, and `consumed` of these messages have
-    been consumed. A response has no credit of its own (`size` 0): it returns its request's.
+    been consumed. A response has no credit of its own (`size` 0): it returns its request's. The credits of bundles (`is_bundles`) return
+    with the responses to their parts.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class InboundEdge:
         schema: MessageSchema | None,
         requests: OutboundEdge | None,
         fences: Fences,
+        is_bundles: bool,
     ) -> None:
-        self.edge, self.peer = edge, peer
+        self.edge, self.peer, self.is_bundles = edge, peer, is_bundles
         self.target, self.port, self.via = edge.target, edge.target_port, (edge.id,)
         self.alone: dict[int, bool] = {}  # by layer: whether one message of this edge is the only input of its node
         self.size = edge.credits if edge.request_id is None else 0
@@ -54,8 +57,8 @@ class InboundEdge:
         self._by_reference, self._device, self._schema, self._fences = by_reference, device, schema, fences
         has_schemas = requests is not None and requests.schema is not None and schema is not None
         self._requests = requests if requests is not None and (has_schemas or requests.relays) else None
-        self.merged = requests is not None and edge.request_id is None
-        self.responds = edge.request_id is not None or self.merged
+        self.bundles = requests.edge.id if requests is not None and edge.request_id is None else None
+        self.responds = edge.request_id is not None or self.bundles is not None
         self._layers: dict[int, bool] = {}  # whether this edge carries tags of that layer
 
     def consume(self) -> int:
@@ -92,7 +95,7 @@ class InboundEdge:
         elif self._requests is None:
             return tag
         else:
-            header_type = PlanHeader if self.merged else PartHeader
+            header_type = PartHeader if self.bundles is None else PlanHeader
         if header_type is not None:
             try:
                 header = message.decode_header(header_type)
@@ -115,13 +118,13 @@ class InboundEdge:
         parts: tuple[int | None, ...] = (header.part,) if isinstance(header, (PartHeader, FailedHeader)) else (None,)
         if isinstance(header, PlanHeader):
             parts = header.parts
-        elif self.merged and parts == (None,):  # the trampoline could not read the bundle
+        elif self.bundles is not None and parts == (None,):  # the trampoline could not read the bundle
             parts = tuple(part for each, part in requests.outstanding if each == tag)
         total: dict[str, int] = {}
         for part in parts or (None,):
             sizes = requests.outstanding.pop((tag, part), None)
             if sizes is None:
-                if self._fences.has_failed(tag):  # sent before the fence came there
+                if self._fences.is_void(tag):  # sent before the fence came there
                     return {}
                 raise BadMessageError(f"a response on {self.edge} to no outstanding request: {_text(tag)}, part {part}")
             for name, size in sizes.items():
@@ -169,7 +172,8 @@ class InboundEdges:
                 schema = None if edge.id in staying else schemas.get(edge.id)
                 request_id = bundles[edge.id].id if edge.id in bundles else edge.request_id
                 requests = None if request_id is None else outbound.edges.get(request_id)
-                self.edges[edge.id] = InboundEdge(edge, source, edge.id in staying, device, schema, requests, fences)
+                is_bundles = graph.nodes[edge.target].operator == FORWARD
+                self.edges[edge.id] = InboundEdge(edge, source, edge.id in staying, device, schema, requests, fences, is_bundles)
 
     def renew(self, peer: str) -> None:
         """Forget the credits of all edges from `peer`, whose incarnation has ended."""
@@ -191,12 +195,12 @@ class InboundEdges:
         return inbound is not None and inbound.size > 0 and inbound.peer in peers
 
     def consume(self, via: Iterable[int], tag: Tag | None = None, responded: Collection[tuple[int, Tag | None]] = ()) -> None:
-        """Return the credits of messages that came along the edges `via`, but for requests of `tag` that were responded to."""
+        """Return the credits of messages that came along the edges `via`, but for requests of `tag` that were responded to, and bundles."""
         for edge_id in via:
             inbound = self.edges.get(edge_id)
             if inbound is None or not inbound.size:
                 continue
-            if responded and (edge_id, tag) in responded:
+            if inbound.is_bundles or (responded and (edge_id, tag) in responded):
                 inbound.received -= 1
             elif count := inbound.consume():
                 self._post(inbound.edge, Message("credit", edge=edge_id, header=CreditHeader(count)))

@@ -152,12 +152,17 @@ class OutboundEdges:
             outbound.free -= 1
             self._send(outbound, outbound.pending.popleft())
 
+    def release_bundle(self, edge_id: int, tag: Tag) -> None:
+        """Add the credit of the tag's bundle, if each of its parts has its response."""
+        if not any(each == tag for each, _ in self.edges[edge_id].outstanding):
+            self.release(edge_id, 1)
+
     def drop(self, fences: Fences) -> None:
-        """Drop pending outputs of stale tags, which hold no credit, and outstanding requests of failed calls, whose responses need not
-        match. The response to a request of a left epoch still comes, and must match."""
+        """Drop pending outputs of stale tags, which hold no credit, and outstanding requests of failed calls and ended sources, which may
+        get no response. The response to a request of a left epoch still comes, and must match."""
         for outbound in self.edges.values():
             outbound.pending = deque(output for output in outbound.pending if not fences.is_stale(output.tag))
-            for key in [key for key in outbound.outstanding if fences.has_failed(key[0])]:
+            for key in [key for key in outbound.outstanding if fences.is_void(key[0])]:
                 del outbound.outstanding[key]
 
     def renew(self, peer: str, closed: bool) -> list[tuple[Tag, int]]:

@@ -143,10 +143,12 @@ class Runner:
             raise BadMessageError(f"a message of kind {message.kind[:80]!r} on edge {message.edge}, which does not lead here")
         tag = inbound.check(peer, message)
         edge = inbound.edge
-        if edge.request_id is None:
-            inbound.received += 1
-        else:
+        if edge.request_id is not None:
             self._outbound.release(edge.request_id, 1)
+        elif inbound.bundles is not None:
+            self._outbound.release_bundle(inbound.bundles, tag)
+        else:
+            inbound.received += 1
         if inbound.responds and self._on_response is not None:
             self._on_response(edge.id, tag, message)
         if self._fences.is_active and self._fences.is_stale(tag):
@@ -418,8 +420,7 @@ class Runner:
                 self._fire(firing)
 
     def _consume(self, firing: Firing, responded: Collection[tuple[int, Tag | None]], orphans: Collection[tuple[int | None, Tag]]) -> None:
-        if not self._fences.has_ended(firing.tag.source):  # otherwise its successor has all credits
-            self._inbound.consume([edge for edge in firing.via if (edge, firing.tag) not in orphans], firing.tag, responded)
+        self._inbound.consume([edge for edge in firing.via if (edge, firing.tag) not in orphans], firing.tag, responded)
 
     def _drop(self, edge: Edge) -> None:
         self.statistics.num_dropped += 1

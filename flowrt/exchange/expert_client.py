@@ -103,7 +103,7 @@ class ExpertClient:
         self._epochs: dict[str, int] = {}
         self._tables_in_use: ReplicaTables | None = None  # of the tag that is being split now
         self._late_servers: frozenset[int] = frozenset()  # servers whose response is late: until it arrives, others are preferred
-        self.trampolines = trampolines or Trampolines({}, {}, 1)
+        self.trampolines = trampolines or Trampolines({}, {}, {})
         self._late_parts: dict[tuple[Tag, int], int] = {}  # parts of late servers, through trampolines -> server
         self._not_finite: dict[int, float] = {}  # server that returned a part that was not finite -> until when others are preferred
         self._not_finite_text: dict[tuple[str, int, int, int], str] = {}  # by step

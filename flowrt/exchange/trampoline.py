@@ -4,7 +4,8 @@ A bundle carries all parts of a tag for the servers behind one trampoline, with 
 map, so a trampoline decides nothing. It responds to each part of a bundle exactly once: with the server's response, with the server's
 error, or with the notice that it has lost the server (`FailedHeader.lost`). flowrt/graph/trampoline.py describes the nodes and edges.
 
-What waits at a trampoline is bounded: a client sends a trampoline no more parts than `window`, counted until their responses arrive.
+What waits at a trampoline is bounded: a client sends a trampoline no more parts than its window, counted until their responses arrive.
+The credit of a bundle returns with the last response to its parts; no message carries credits alone.
 """
 
 from __future__ import annotations
@@ -114,15 +115,15 @@ class Collect:
 
 
 class Trampolines:
-    """The trampolines of one client. Pure. `servers` and `processes` are those behind and of each trampoline.
+    """The trampolines of one client. Pure. By trampoline: `servers` behind it, `processes`, and `windows` (graph/trampoline.py).
 
     The loop and the compute thread use it; each use is one step on a set.
     """
 
-    def __init__(self, servers: Mapping[int, Collection[int]], processes: Mapping[int, str], micro_batches: int) -> None:
+    def __init__(self, servers: Mapping[int, Collection[int]], processes: Mapping[int, str], windows: Mapping[int, int]) -> None:
         self.processes = processes
         self._of = {server: trampoline for trampoline, behind in servers.items() for server in behind}
-        self._window = {trampoline: micro_batches * len(behind) for trampoline, behind in servers.items()}
+        self._windows = windows
         self.lost: set[int] = set()
         self.late: set[int] = set()  # a response through it is late; until one arrives, parts go directly
         self.num_outstanding: Callable[[int], int] = lambda trampoline: 0  # parts without a response through it
@@ -143,7 +144,7 @@ class Trampolines:
         return {
             trampoline: behind
             for trampoline, behind in found.items()
-            if self.num_outstanding(trampoline) + len(behind) <= self._window[trampoline]
+            if self.num_outstanding(trampoline) + len(behind) <= self._windows[trampoline]
         }
 
 

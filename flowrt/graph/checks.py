@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
-from flowrt.graph.builtin import BUILTIN, SOURCE
+from flowrt.graph.builtin import BUILTIN, RETURN, SOURCE
 from flowrt.graph.document import Path_
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, ReliabilitySettings, role_of
@@ -279,7 +279,7 @@ def _check_credits(graph: Graph) -> Iterator[Problem]:
     is_model = any(node.operator == "source" for node in graph.nodes.values())
     tags, what = (graph.micro_batches, "micro-batches") if is_model else (graph.limits.in_flight, "tags in flight")
     for edge in graph.edges.values():
-        if edge.response_to is not None or not graph.crosses(edge):
+        if edge.response_to is not None or not graph.crosses(edge) or graph.nodes[edge.source].operator == RETURN:
             continue
         path: Path_ = ("edges", edge.name, "credits")
         if edge.credits < 1:

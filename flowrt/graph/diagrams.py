@@ -84,7 +84,7 @@ def edge_properties(edge: Edge, graph: Graph) -> Iterator[str]:
         yield "response"  # over the link of its request
     elif graph.crosses(edge):
         yield edge.transport + (f" ({edge.link})" if edge.link and graph.emulation is not None else "")
-        yield f"{edge.credits} credit{'s' * (edge.credits != 1)}"
+        yield f"{edge.credits} credit{'s' * (edge.credits != 1)}" if edge.credits else "responses"
     if str(edge.layers):
         yield f"layer{'s' * (len(edge.layers.layers or ()) > 1)} {edge.layers}"
     if str(edge.tag):

@@ -45,7 +45,7 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
         nodes[name] = NodeSection(
             operator="experts", process=name, options={"experts": held_option(held[server])}, batches=_batches(deploy)
         )
-    trampolines = _servers_of_trampolines(deploy.attention, deploy.experts)
+    trampolines = _servers_of_trampolines(deploy)
     _add_trampolines(nodes, edges, trampolines, deploy.attention)
     pairs = [("attention-experts", deploy.experts.servers), ("experts-experts", trampolines)]
     sections = {f"attention.{group}": deploy.attention for group in range(deploy.attention.groups)}
@@ -120,13 +120,40 @@ def _add_group(
     edge("head.tokens", "source.tokens", tag="step+1")
 
 
-def _servers_of_trampolines(attention: AttentionSection, experts: ExpertsSection) -> dict[int, list[int]]:
+def _servers_of_trampolines(deploy: DeploySection) -> dict[int, list[int]]:
     """Trampoline -> the servers that it forwards to. A server that would forward only to itself is not a trampoline."""
-    groups, servers = attention.groups, experts.servers
-    if experts.trampoline == "never" or (experts.trampoline == "auto" and servers < MIN_SERVERS_PER_GROUP * groups):
+    if not _choose_trampolines(deploy)[0]:
         return {}
-    found = {first: list(range(first, servers, groups)) for first in range(min(groups, servers))}
+    servers, count = deploy.experts.servers, _groups_of_domain(deploy)
+    found = {first: list(range(first, servers, count)) for first in range(count)}
     return {first: forwarded for first, forwarded in found.items() if len(forwarded) > 1}
+
+
+def _choose_trampolines(deploy: DeploySection) -> tuple[bool, str]:
+    """Whether there are trampolines, and why."""
+    key, servers = deploy.experts.trampoline, deploy.experts.servers
+    if key != "auto":
+        return key == "always", ""
+    is_enough = servers >= MIN_SERVERS_PER_GROUP * _groups_of_domain(deploy)
+    text = f"{servers} servers are {'at least' if is_enough else 'fewer than'} {MIN_SERVERS_PER_GROUP} per group; {_groups_text(deploy)}"
+    return is_enough, text
+
+
+def _groups_of_domain(deploy: DeploySection) -> int:
+    """The groups of the largest domain: those that exchange with the servers at a time."""
+    return -(-deploy.attention.groups // deploy.attention.domains)
+
+
+def _groups_text(deploy: DeploySection) -> str:
+    groups = _groups_of_domain(deploy)
+    count = f"{groups} group{'s' if groups > 1 else ''}"
+    return f"a domain has {count}" if deploy.attention.domains > 1 else f"there {'are' if groups > 1 else 'is'} {count}"
+
+
+def trampoline_choice(deploy: DeploySection) -> str:
+    """What `trampoline: auto` chose, and why; "" for another value."""
+    chosen, why = _choose_trampolines(deploy)
+    return f"auto chose {'always' if chosen else 'never'}: {why}" if why else ""
 
 
 def _add_trampolines(
@@ -145,7 +172,8 @@ def _add_trampolines(
             edges[request] = EdgeSection(credits=credits)
             edges[edge_name(f"experts.{server}.results", f"{at}.{RETURN}.results")] = EdgeSection(response_to=request)
         for number, group in enumerate(groups):
-            edges[edge_name(f"{group}.dispatch.via{trampoline}", f"{at}.{FORWARD}.bundle")] = EdgeSection()
+            bundles = edge_name(f"{group}.dispatch.via{trampoline}", f"{at}.{FORWARD}.bundle")
+            edges[bundles] = EdgeSection(credits=attention.micro_batches * len(servers))  # Trampolines.route bounds the parts
             edges[edge_name(f"{at}.{RETURN}.group{number}", f"{group}.{COLLECT}.bundle")] = EdgeSection()
     for group in groups if trampolines else ():
         nodes[f"{group}.{COLLECT}"] = NodeSection(operator=COLLECT, process=group)
@@ -173,8 +201,8 @@ def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts,
     if experts.placement is None and experts.servers > maximum:
         text = f"{experts.servers} servers are more than {facts.num_experts} experts x {experts.replicas} replicas; write at most {maximum}"
         document.fail((*_EXPERTS, "servers"), text)
-    if experts.trampoline == "always" and experts.servers <= attention.groups:
-        text = f"{experts.servers} servers are not more than {attention.groups} groups, so none forwards; write trampoline: auto"
+    if experts.trampoline == "always" and experts.servers <= _groups_of_domain(deploy):
+        text = f"no server of {experts.servers} forwards to others, as {_groups_text(deploy)}; write more servers, or trampoline: auto"
         document.fail((*_EXPERTS, "trampoline"), text)
     if not experts.servers and link.transport != "auto":
         text = "servers: 0 leaves no link to the experts; write deploy.experts.servers: 1 or more, or remove the transport"

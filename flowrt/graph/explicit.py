@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flowrt.graph.builtin import BUILTIN, SOURCE, BuiltinOperator
+from flowrt.graph.builtin import BUILTIN, RETURN, SOURCE, BuiltinOperator
 from flowrt.graph.document import Document, Path_
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Node, PortSpec, role_of
 from flowrt.graph.notation import MAX_LAYER, is_edge_end, is_user_operator, nearest, parse_layers, parse_tag, shown_value
@@ -52,7 +52,8 @@ def build_explicit(file: GraphFile, document: Document) -> tuple[dict[str, Node]
         pair = role_pair(built[ends[name][0]].process, built[ends[name][2]].process)
         if pair is not None:
             pairs[pair] = None
-        link = {} if pair is None else _link(file.links, pair, section, num_credits)
+        is_response = section.response_to is not None or built[ends[name][0]].operator == RETURN
+        link = {} if pair is None else _link(file.links, pair, section, 0 if is_response else num_credits)
         built_edges[name] = _edge(name, section, ends, built, link, document)
     for key in file.links:
         if not any(key in (f"{a}-{b}", f"{b}-{a}") for a, b in pairs):
@@ -66,9 +67,10 @@ def role_pair(source: str, target: str) -> tuple[str, str] | None:
 
 
 def _link(links: Mapping[str, LinkSection], pair: tuple[str, str], own: EdgeSection, num_credits: int) -> dict[str, Any]:
+    """The keys of an edge between processes. `num_credits`: by default; 0 for responses, which have none."""
     section = links.get("-".join(pair)) or links.get("-".join(reversed(pair))) or _DEFAULT_LINK
     keys = {key: getattr(own if key in own.model_fields_set else section, key) for key in _LINK_KEYS}
-    return keys | {"credits": 0 if own.response_to is not None else keys["credits"] or num_credits}
+    return keys | {"credits": num_credits and (keys["credits"] or num_credits)}
 
 
 def _node(name: str, section: NodeSection, taken: dict[str, str], given: dict[str, str], document: Document) -> Node:
@@ -142,11 +144,10 @@ def _edge(
         for key in _LINK_KEYS:
             if key in section.model_fields_set and getattr(section, key) not in (None, "auto"):
                 document.fail((*path, key), f"both ends are in process {nodes[source].process}, where no link is used; remove the key")
-    if section.response_to is not None:
-        if section.response_to not in ends:
-            document.fail((*path, "response_to"), f"there is no edge {section.response_to!r}; {nearest(section.response_to, ends)}")
-        if section.credits is not None:
-            document.fail((*path, "credits"), "a response needs no credits: the request's return with it; remove the key")
+    if section.response_to is not None and section.response_to not in ends:
+        document.fail((*path, "response_to"), f"there is no edge {section.response_to!r}; {nearest(section.response_to, ends)}")
+    if section.credits is not None and (section.response_to is not None or nodes[source].operator == RETURN):
+        document.fail((*path, "credits"), "a response needs no credits: the request's return with it; remove the key")
     return Edge(
         *ends[name],
         name=name,

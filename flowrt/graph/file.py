@@ -18,7 +18,7 @@ from flowrt.errors import GraphError
 from flowrt.graph.checks import check
 from flowrt.graph.default import default_graph, hub_hint
 from flowrt.graph.document import Document, Path_, apply_overrides, document_of, dotted, read_document, read_text
-from flowrt.graph.expand import expand_deploy
+from flowrt.graph.expand import expand_deploy, trampoline_choice
 from flowrt.graph.explicit import build_explicit, role_pair
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import Graph, GraphLimits, ModelPart, role_of
@@ -107,7 +107,10 @@ def build_graph(
     is_short = file.nodes is None
     model, facts = _model(file, document, folder, model_dir, facts_of)
     limits, role_limits = _limits(file.limits)
+    choices = {}
     if is_short and facts is not None:
+        if file.deploy is not None and (choice := trampoline_choice(file.deploy)):
+            choices["deploy.experts.trampoline"] = choice
         file = expand_deploy(file, role_limits.get("attention", limits), facts, document)
     nodes, edges = build_explicit(file, document)
     graph = Graph(
@@ -125,6 +128,7 @@ def build_graph(
         emulation=file.emulate,
         reliability=file.reliability,
         folder=str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder)),
+        choices=choices,
     )
     for problem in check(graph, facts, schemes):
         document.fail(_written_path(problem.path, graph, document, is_short), problem.text)

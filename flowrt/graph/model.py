@@ -279,6 +279,7 @@ class Graph:
     folder: str = ""  # absolute folder of the file: on sys.path of workers for "module:function"
     # For errors that are found after reading: key of the explicit form -> its place ("FILE:LINE" or "--set ..") and key as written.
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict, compare=False)
+    choices: Mapping[str, str] = field(default_factory=dict, compare=False)  # key of the short form -> what `auto` chose, and why
 
     @classmethod
     def of(cls, nodes: Iterable[Node], edges: Iterable[Edge] = (), **rest: Any) -> Graph:

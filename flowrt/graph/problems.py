@@ -30,7 +30,6 @@ _UNBUILT: dict[Path_, tuple[Callable[[Any], bool], str]] = {
         lambda value: value == "colocated",
         "colocated servers are not built yet; write servers: 0 or a number",
     ),
-    ("deploy", "experts", "trampoline"): (_is_given, "the trampoline is not built yet; remove the key"),
     ("deploy", "links", "prefill-attention"): (_is_given, _PREFILL),
     ("deploy", "prefill"): (_is_given, _PREFILL),
     ("deploy", "hosts"): (_is_given, _HOSTS),

@@ -239,7 +239,7 @@ class ExpertsSection(RoleSection):
     servers: int = Field(default=0, ge=0, le=1024, description="0: the attention processes hold the experts.")
     replicas: int = Field(default=1, ge=1, le=1024, description="Servers that hold each expert.")
     trampoline: Literal["auto", "always", "never"] = Field(
-        default="never", description="Whether some servers forward to the others: not built yet."
+        default="never", description="Whether some servers forward to the others; auto: where a group of a domain has many servers."
     )
     batches: Batching | None = Field(
         default=None, description="How requests of a layer are batched: min_tags, max_wait_seconds. Default: those that wait."

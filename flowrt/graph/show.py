@@ -19,6 +19,8 @@ _INDENT = 6  # of the rest of a broken line
 def print_graph(graph: Graph, title: str, console: Console) -> None:
     """Prints `graph`; on a terminal with the names of processes and edges in bold, and with long lines broken at spaces."""
     _print_line(Text(f"{title}: {_summary(graph)}"), console)
+    for key, choice in graph.choices.items():
+        _print_line(Text(f"{key}: {choice}"), console)
     for head, rest in _lines(graph):
         _print_line(Text.assemble((head, "bold" if not head.startswith(" ") else "dim"), rest), console)
 

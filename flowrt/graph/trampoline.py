@@ -1,9 +1,10 @@
 """Trampolines: expert servers that receive for others, so that a group sends fewer messages per layer (xDeepServe section 3.3).
 
-With A groups and E > A servers, servers 0 to A-1 are trampolines; trampoline t serves those servers s with s % A == t, itself included.
-A group sends one bundle to each trampoline (A2E), whose `forward` node cuts it into the parts that dispatch would have sent directly
-(A2E'). The servers respond to the trampoline (E2A'), whose `return` node sends the responses of a bundle in one message (E2A); the
-group's `collect` node cuts that message. The direct edges stay, for redispatched and hedged parts, and while a trampoline is lost.
+With A groups in a domain and E > A servers, servers 0 to A-1 are trampolines; trampoline t serves those servers s with s % A == t,
+itself included. A group sends one bundle to each trampoline (A2E), whose `forward` node cuts it into the parts that dispatch would have
+sent directly (A2E'). The servers respond to the trampoline (E2A'), whose `return` node sends the responses of a bundle in one message
+(E2A); the group's `collect` node cuts that message. The direct edges stay, for redispatched and hedged parts, and while a trampoline is
+lost.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ def bundle_edges(graph: Graph, process: str) -> dict[int, Edge]:
     return {edge.id: bundles[graph.nodes[edge.source].process] for edge in returning if graph.nodes[edge.target].process == process}
 
 
+def window_of(graph: Graph, trampoline: str) -> int:
+    """The maximum number of a group's parts that wait for a response through the trampoline in this process."""
+    return graph.micro_batches * sum(len(graph.edges_from(node.name)) for node in graph.nodes_of(trampoline) if node.operator == FORWARD)
+
+
 def group_ports(graph: Graph, returning: str) -> dict[str, str]:
     """Of a `return` node: source -> the output port that leads to the process which emits its tags."""
     return {
@@ -68,6 +74,10 @@ def check_trampolines(graph: Graph, dispatch: Node) -> Iterator[tuple[Path_, str
         trampoline = graph.nodes[edge.target].process
         if trampoline not in returned:
             yield path, f"no merged responses come back from {trampoline}; connect its return node to a collect node of {dispatch.process}"
+            return
+        if edge.credits < (window := window_of(graph, trampoline)):
+            text = f"{edge.credits} is too few: each of {window} parts may travel in a bundle of its own; write at least {window}"
+            yield (*path, "credits"), text
             return
         for request in graph.edges_from(edge.target):
             direct, response = leading.get(request.source_port), responses.get(request.name)

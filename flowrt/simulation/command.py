@@ -60,8 +60,11 @@ def run(names: Sequence[str], given: SimulationOptions) -> int:
         raise UserError("--record is for whole seeds; leave out --keep-faults, --keep-requests and --calm")
     replay = shlex.join(["flowrt", "simulate", *names, *(["--scenario", str(given.scenario)] if given.scenario else [])])
     replay += (" --weights" if given.weights else "") + (f" --cancel {given.cancel}" if given.cancel else "")
+    replay += " --draw-graphs" if given.draw_graphs else ""
 
-    draw_case = partial(draw, graphs=graphs, scenario=scenario, exact=not given.weights, num_cancelled=given.cancel)
+    draw_case = partial(
+        draw, graphs=graphs, scenario=scenario, exact=not given.weights, num_cancelled=given.cancel, draws_graphs=given.draw_graphs
+    )
 
     def on_run(case: Case, outcome: Outcome[AnyServed] | Failure, counts: CampaignCounts) -> bool:
         if given.trace is not None and trace is not None:

@@ -167,7 +167,8 @@ class WorkerInternals:
             return False
         numbers = failover._servers[server]
         peers = {link.peer.incarnation for (peer, _), link in links._links.items() if peer == server}
-        return peers == {incarnation} and not any(number in failover.client.lost for number in numbers)
+        is_bypassed = failover._trampolines.get(server) in failover.client.trampolines.lost
+        return peers == {incarnation} and not is_bypassed and not any(number in failover.client.lost for number in numbers)
 
     def undispatched(self) -> set[tuple[Any, int]]:
         """Parts, by tag and number, that wait for a replica of their experts although the worker knows an available one."""
@@ -180,6 +181,15 @@ class WorkerInternals:
             for tag in client.tags
             for part in client.parts_at(nowhere, tag, runner.missing(failover._combine, failover._gather, tag))
         }
+
+    def held(self) -> set[tuple[Any, str]]:
+        """Bundles and responses, by tag and node, that this trampoline has received and not sent on, although it computes nothing."""
+        runner = self._part("runner")
+        return (
+            set()
+            if runner is None or self.computes
+            else {(each.tag, node) for node in runner._forwarding for each in runner._ready.get(node, ())}
+        )
 
     def on_trial(self) -> tuple[Request, int] | None:
         """The latest suspect, and its choice, that the group has begun to compute alone; None if any other is in a step."""
@@ -298,8 +308,11 @@ class WorkerInternals:
             if len(runner._table):
                 left.append(f"runner: {len(runner._table)} rows or held firings")
             left += [f"runner: {len(firings)} firings of {node} never fired" for node, firings in runner._ready.items()]
+            requests = {each.edge.name: len(each.outstanding) for each in runner._outbound.edges.values() if each.outstanding}
+            left += [f"runner: {count} requests of {edge} without a response" for edge, count in requests.items()]
         if (failover := self._part("failover")) is not None:
             left += [f"parts of {tag}" for tag in failover.client.tags]
+            left += [f"trampoline {number} counts as late" for number in failover.client.trampolines.late]
         if (links := self._part("links")) is not None:
             left += [f"outbox to {link.peer.name}: {len(link._outbox)} messages" for link in links.values() if len(link._outbox)]
         if worker._compute.running is not None:

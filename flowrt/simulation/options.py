@@ -23,6 +23,7 @@ class SimulationOptions:
     scenario: Annotated[Path | None, Parameter(help="A scenario file: its faults in every run, instead of drawn ones.")] = None
     weights: Annotated[bool, _FLAG, Parameter(help="Compute with the model's weights, not with the exact model.")] = False
     cancel: Annotated[int, Parameter(validator=Number(gte=0), help="Further requests per seed, cancelled at random moments.")] = 0
+    draw_graphs: Annotated[bool, _FLAG, Parameter(help="Draw another deployment of a graph's model for each seed.")] = False
     digests: Annotated[bool, _FLAG, Parameter(help="Print each seed's digest and number of steps.")] = False
     keep_faults: Annotated[str | None, _LIST, Parameter(help="Of the drawn faults only these, as 0,2; - for none.")] = None
     keep_requests: Annotated[str | None, _LIST, Parameter(help="Of the drawn requests only these, as 0,2.")] = None

@@ -18,9 +18,9 @@ from flowrt.simulation.outages import Outages
 from flowrt.simulation.processes import KILLED, SEGFAULT, TERMINATED
 from flowrt.simulation.world import SimulatedProcess, World
 
-UNDISPATCHED_SECONDS = 0.5  # the longest wait of a part for an available replica: polls are some milliseconds apart, by any clock
+WAITING_SECONDS = 0.5  # the longest wait of a part for an available replica: polls are some milliseconds apart, by any clock
 EXITS = KILLED, TERMINATED, SEGFAULT  # of processes that a fault or the launcher has killed
-POLL_SECONDS = 0.1  # between polls for such parts
+POLL_SECONDS = 0.1  # between polls for what waits
 _COUNTED = {
     events.WorkerRestarted: "restarted",
     events.WorkerGivenUp: "stayed down",
@@ -48,7 +48,7 @@ class ServerChecks:
         self._wrong: list[str] = []
         self._lost: set[str] = set()
         self._polled_at = 0.0
-        self._undispatched: dict[tuple[str, Any, int], float] = {}  # (group, tag, part) -> since when it waits for an available replica
+        self._waiting: dict[tuple[str, Any, int | str], float] = {}  # (process, tag, part or trampoline's node) -> since when it waits
         world.deaths.append(self._on_death)
 
     def on_event(self, event: events.Event) -> None:
@@ -116,7 +116,7 @@ class ServerChecks:
             raise InvariantError("I7", self._wrong[0])
         if now >= self._polled_at + POLL_SECONDS:
             self._polled_at = now
-            self._look_for_undispatched(insides, now)
+            self._look_for_waiting(insides, now)
 
     def due_retries(self, until: float) -> list[str]:
         """Workers out of their restart budget whose next start is due by `until`, and has not come."""
@@ -135,13 +135,16 @@ class ServerChecks:
         names = self._launcher.state.standby_names
         return [] if self.down else [f"there is no {name}" for name in names if not self._is_alive(name)]
 
-    def _look_for_undispatched(self, insides: Sequence[WorkerInternals], now: float) -> None:
-        """Check that no part waits for a replica while one is available (I5)."""
-        undispatched = {(inside.name, *part) for inside in insides if not self._is_faulty(inside.name) for part in inside.undispatched()}
-        self._undispatched = {part: self._undispatched.get(part, now) for part in undispatched}
-        for (name, tag, part), since in self._undispatched.items():
-            if now > since + UNDISPATCHED_SECONDS:
-                raise InvariantError("I5", f"part {part} of {tag} waits at {name} since {since:.6f} s for an available replica")
+    def _look_for_waiting(self, insides: Sequence[WorkerInternals], now: float) -> None:
+        """Check that no part waits for a replica while one is available, and nothing at a trampoline, whatever other servers do (I5)."""
+        able = [inside for inside in insides if not self._is_faulty(inside.name)]
+        waiting: set[tuple[str, Any, int | str]] = {(inside.name, *part) for inside in able for part in inside.undispatched()}
+        waiting |= {(inside.name, *firing) for inside in able for firing in inside.held()}
+        self._waiting = {each: self._waiting.get(each, now) for each in waiting}
+        for (name, tag, what), since in self._waiting.items():
+            if now > since + WAITING_SECONDS:
+                text = f"part {what} of {tag} waits at {name}" if isinstance(what, int) else f"{tag} waits for {what}"
+                raise InvariantError("I5", f"{text} since {since:.6f} s{' for an available replica' if isinstance(what, int) else ''}")
 
     def _on_death(self, process: SimulatedProcess) -> None:
         """Called at the moment of the death, before any other process is notified."""

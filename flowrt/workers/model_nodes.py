@@ -23,7 +23,7 @@ from flowrt.exchange.trampoline import Collect, Return, Trampolines, forward
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import INPUT, OUTPUT, Graph, GraphLimits, Node
 from flowrt.graph.placement import expert_map_of, held_experts
-from flowrt.graph.trampoline import forwarded_servers, group_ports
+from flowrt.graph.trampoline import forwarded_servers, group_ports, window_of
 from flowrt.operators.attention import attention_for
 from flowrt.operators.attention_block import AttentionBlock
 from flowrt.operators.dense import DenseMlp, SharedExperts
@@ -263,5 +263,6 @@ def _expert_client(graph: Graph, node: Node, config: ModelConfig, device: torch.
     process_of = {edge.source_port: graph.nodes[edge.target].process for edge in graph.edges_from(node.name)}
     processes = [process_of[f"server{server}"] for server in range(len(node.options["servers"]))]
     edges = forwarded_servers(graph, node.name)
-    trampolines = Trampolines(edges, {number: process_of[f"via{number}"] for number in edges}, graph.micro_batches)
+    forwarding = {number: process_of[f"via{number}"] for number in edges}
+    trampolines = Trampolines(edges, forwarding, {number: window_of(graph, process) for number, process in forwarding.items()})
     return ExpertClient(expert_map_of(graph, node.name, config.moe_layers, config.num_experts), processes, device, now, trampolines)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from flowrt.api import read_graph
-from flowrt.bench.cases import domains, overlap
+from flowrt.bench.cases import domains, overlap, trampoline
+from flowrt.bench.cases.patterns import Runs
 from flowrt.bench.cases.small_model import TOP_K, write_small_model
 from flowrt.bench.measure.benchmark import run_benchmark
 from flowrt.bench.measure.modelled import ModelledRun, simulated_run
@@ -37,7 +38,7 @@ def test_a_step_takes_as_many_periods_as_there_are_layers(small_model: str, micr
     assert run.mean_step_seconds == pytest.approx(LAYERS * period, rel=0.002)
     assert run.busy_share("attention") == pytest.approx(micro_batches * TIMES.attention_seconds / period, abs=0.1)
     assert run.busy_share("experts") == pytest.approx(micro_batches * TIMES.experts_seconds / period, abs=0.1)
-    assert run.sent["attention.0.dispatch.server0 -> experts.0.rows"][0] == pytest.approx(LAYERS, rel=0.5)
+    assert run.sent["attention.0.dispatch.server0 -> experts.0.rows"][0] == LAYERS
 
 
 def test_figures_of_the_overlap_benchmark_follow_from_its_runs() -> None:
@@ -73,3 +74,24 @@ def test_domains_keep_the_experts_busy_and_a_stopped_one_slows_no_other(monkeypa
     assert turns.ratio is not None
     assert turns.ratio.median >= 1.0
     assert [busy.verdict, stopped.verdict] == ["met", "met"]
+
+
+def test_trampolines_save_messages_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[ModelledRun] = []
+    figures = trampoline._figures
+
+    def keep(servers: int, groups: int, found: Runs) -> Any:
+        runs.extend(run for each in found for run in each)
+        return figures(servers, groups, found)
+
+    monkeypatch.setattr(trampoline, "SIZES", ((8, 2),))
+    monkeypatch.setattr(trampoline, "TARGET_SIZE", (8, 2))
+    monkeypatch.setattr(trampoline, "_figures", keep)
+    report = run_benchmark("trampoline", trampoline.measure_trampoline(virtual=True, dilation=1.0), 1)
+    step, messages, num_bytes = report.figures
+    assert step.ratio is not None
+    assert messages.ours.median == pytest.approx(2.0, rel=0.02)
+    assert messages.verdict == "met"
+    assert num_bytes.ratio is not None
+    assert 1.0 < num_bytes.ratio.median < 2.0
+    assert runs[0].tokens == runs[1].tokens

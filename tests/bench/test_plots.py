@@ -48,6 +48,12 @@ def fractions() -> BenchmarkReport:
     return BenchmarkReport("operators", MACHINE, [], sections=sections)
 
 
+def curves() -> BenchmarkReport:
+    sizes = [(servers, groups) for groups in (2, 8) for servers in (16, 64)]
+    figures = [Figure.paired("step", "us", [9.0], "direct", [10.0], servers=servers, groups=groups) for servers, groups in sizes]
+    return BenchmarkReport("trampoline", MACHINE, [*figures, Figure.alone("no curve", "", [1.0])])
+
+
 def test_figures_are_ordered_by_batch_within_their_kind() -> None:
     names = ["decode 8 float32", "prefill 32 float32", "decode 32 float32", "prefill 1 float32", "decode 1 float32"]
     expected = ["decode 1 float32", "decode 8 float32", "decode 32 float32", "prefill 1 float32", "prefill 32 float32"]
@@ -63,6 +69,7 @@ def test_figures_are_ordered_by_batch_within_their_kind() -> None:
             ["flowrt bench decode", "decode 8 float32, to grouped_mm", "prefill 8 float32, to eager", "target met", "no target"],
         ),
         ("plot_operators", "fractions", ["flowrt bench operators", "per cent of the limit (18 GB/s)", "rows"]),
+        ("plot_trampolines", "curves", ["flowrt bench trampoline", "expert servers", "2 groups", "8 groups"]),
         ("plot_transports", "sizes", ["flowrt bench transports", "round trip", "memcpy, one core", "a peer (peer)"]),
     ],
 )
@@ -88,7 +95,10 @@ print(sum(legend.get_window_extent().overlaps(axes.get_window_extent()) for lege
 """
 
 
-@pytest.mark.parametrize(("draw", "report"), [("plot_ratios", "ratios"), ("plot_operators", "fractions"), ("plot_transports", "sizes")])
+@pytest.mark.parametrize(
+    ("draw", "report"),
+    [("plot_ratios", "ratios"), ("plot_operators", "fractions"), ("plot_trampolines", "curves"), ("plot_transports", "sizes")],
+)
 def test_legends_cover_no_diagram(draw: str, report: str) -> None:
     assert _run(COVERED, draw, report) == "0"
 

@@ -20,6 +20,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "4 groups, 1 server": {"attention": {"groups": 4}},
     "3 groups, 2 servers, 3 lanes": {"attention": {"groups": 3, "micro_batches": 3}, "experts": {"servers": 2}},
     "uneven placement": {"experts": {"servers": 3, "placement": {"experts.0": "0-5", "experts.1": "6", "experts.2": "5-7"}}},
+    "2 groups, 5 servers, trampolines": {
+        "attention": {"groups": 2, "micro_batches": 2},
+        "experts": {"servers": 5, "replicas": 2, "trampoline": "always"},
+    },
     "experts inside": {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 0}},
 }
 
@@ -58,6 +62,8 @@ async def test_every_shape_over_every_transport(served: Served, tmp_path: Path, 
         ("2 groups, 3 servers, 2 lanes", 2, "auto"),
         ("4 groups, 1 server", "many", "auto"),
         ("uneven placement", "many", "auto"),
+        ("2 groups, 5 servers, trampolines", "many", "shm"),
+        ("2 groups, 5 servers, trampolines", "many", "zmq"),
         ("experts inside", "many", "auto"),
     ],
 )

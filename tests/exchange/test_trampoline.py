@@ -74,8 +74,8 @@ def graph() -> Graph:
             Node(f"{at}.return", "return", at, ports("results"), ports("group0")),
         ]
         edges += [
-            Edge("dispatch", f"via{trampoline}", f"{at}.forward", "bundle", credits=2),
-            Edge(f"{at}.return", "group0", "collect", "bundle", credits=16),
+            Edge("dispatch", f"via{trampoline}", f"{at}.forward", "bundle", credits=4),
+            Edge(f"{at}.return", "group0", "collect", "bundle"),
         ]
         for server in behind:
             served(f"{at}.forward", server, f"{at}.return", "results", 0 if server == trampoline else 2)
@@ -97,7 +97,7 @@ class Group:
 
     def __init__(self, strict: bool = False) -> None:
         self.graph, self.strict = graph(), strict
-        trampolines = Trampolines(BEHIND, {0: "experts.0", 1: "experts.1"}, 2)
+        trampolines = Trampolines(BEHIND, {0: "experts.0", 1: "experts.1"}, {0: 4, 1: 4})
         self.client = ExpertClient(ExpertMap(PLACEMENT), [f"experts.{server}" for server in SERVERS], trampolines=trampolines)
         self.sent: dict[str, deque[Message]] = {f"experts.{server}": deque() for server in SERVERS}
         self.ends: list[tuple[Tag, torch.Tensor]] = []
@@ -143,9 +143,6 @@ class Group:
         self.runner.accept(peer, to_message(payload, self.graph.edges[edge].id, tag, kind))
         self.runner.settle()
 
-    def return_credits(self, message: Message, peer: str) -> None:
-        self.runner._outbound.release(message.edge, 1)
-
     def serve(self, process: str) -> None:
         """The next message of a process: a part, or a bundle, whose responses come merged."""
         message = self.sent[process].popleft()
@@ -153,7 +150,6 @@ class Group:
             return
         responses = self.responses(message)
         if isinstance(message.header, BundleHeader):
-            self.return_credits(message, process)
             self.accept(process, merge(list(responses.values())), f"{process}.return.group0 -> collect.bundle", message.tag)
         else:
             self.accept(process, *responses.values(), f"{process}.results -> combine.parts", message.tag)
@@ -252,6 +248,20 @@ def test_group_sends_one_message_per_trampoline(group):
     assert [group.runner.num_outstanding(group.via(number)) for number in BEHIND] == [0, 0]
 
 
+def test_credit_of_a_bundle_returns_with_the_last_response_to_its_parts(group):
+    group.begin()
+    bundled = group.sent["experts.0"].popleft()
+    edge = group.runner._outbound.edges[group.via(0)]
+    *first, last = group.responses(bundled).values()
+    assert first
+    for responses, num_free in ((first, 3), ([last], 4)):
+        group.accept("experts.0", merge(responses), "experts.0.return.group0 -> collect.bundle", bundled.tag)
+        assert edge.free == num_free
+    group.serve_all()
+    group.check()
+    assert not any(group.sent.values()), "no message returns a credit"
+
+
 def test_lost_trampoline_is_bypassed_until_it_is_back(group):
     """Its parts go directly, to the same living servers or to replicas; the bundle may have been held, cut, or half returned."""
     for is_half_returned in (False, True):
@@ -299,7 +309,6 @@ def test_part_whose_server_the_trampoline_has_lost_is_redispatched(group):
     group.notify(bundled, numbers[2], "1")
     assert any(group.sent[process] for process in ("experts.2", "experts.0", "experts.3"))
     rest = merge([response for number, response in group.responses(bundled).items() if number != numbers[2]])
-    group.return_credits(bundled, "experts.0")
     group.accept("experts.0", rest, "experts.0.return.group0 -> collect.bundle", bundled.tag)
     group.serve_all()
     group.check()
@@ -446,12 +455,21 @@ def test_stalled_server_holds_up_no_other_part_of_a_bundle():
         relay.accept(step)
     assert len(relay.data("experts.2")) == 2
     assert [message.tag.step for message in relay.data("a")] == [0, 1, 2, 3, 4]
+    assert {message.kind for message in relay.sent["a"]} == {"data"}, "no message returns a credit"
 
 
 def test_parts_of_a_group_that_has_ended_are_not_answered():
     relay = Relay()
     relay.accept()
+    relay.accept(1)
     relay.runner.end_peer("a", ["source@1"])
+    request = relay.graph.edges["experts.0.forward.server2 -> experts.2.rows"].id
+    assert relay.runner.num_outstanding(request) == 0, "servers drop the requests of the group, too"
+    response = relay.graph.edges["experts.2.results -> experts.0.return.results"].id
+    late = Payload((torch.zeros(1, 4),), PartHeader(1, siblings=1))
+    relay.runner.accept("experts.2", to_message(late, response, Tag("source@1")))
+    relay.runner.settle()
+    assert not relay.runner._ready
     relay.forwarder.mark_lost("experts.2", "7", relay.runner.end_peer("experts.2"))
     assert relay.notices() == []
 

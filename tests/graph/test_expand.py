@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,7 @@ from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph, LayerSet, TagStep, from_json, to_json
 from flowrt.graph.placement import expert_map_of, held_experts
+from flowrt.graph.trampoline import MIN_SERVERS_PER_GROUP as LEAST
 from flowrt.graph.written import to_yaml
 
 QUICK = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {groups: 2, micro_batches: 3}\n  experts: {servers: 3, replicas: 2}\n"
@@ -290,3 +292,92 @@ def test_each_source_is_in_one_domain(load, domains: str, text: str) -> None:
     assert wrong != written
     with pytest.raises(GraphError, match=re.escape(text)):
         load(wrong)
+
+
+def served_through(graph: Graph) -> Mapping[str, list[str]]:
+    """Trampoline -> the servers that it forwards to."""
+    return {
+        node.process: [edge.target for edge in graph.edges_from(node.name)] for node in graph.nodes.values() if node.operator == "forward"
+    }
+
+
+@pytest.mark.parametrize(
+    ("groups", "domains", "servers", "found"),
+    [
+        (2, 1, 5, {0: [0, 2, 4], 1: [1, 3]}),
+        (4, 2, 5, {0: [0, 2, 4], 1: [1, 3]}),
+        (3, 1, 4, {0: [0, 3]}),
+        (1, 1, 3, {0: [0, 1, 2]}),
+    ],
+)
+def test_as_many_servers_forward_as_a_domain_has_groups(load, groups: int, domains: int, servers: int, found: dict[int, list[int]]) -> None:
+    graph = load(
+        QUICK,
+        f"deploy.attention.groups={groups}",
+        f"deploy.attention.domains={domains}",
+        f"deploy.experts.servers={servers}",
+        "deploy.experts.trampoline=always",
+    )
+    named = {f"experts.{trampoline}": [f"experts.{server}" for server in behind] for trampoline, behind in found.items()}
+    assert served_through(graph) == named
+    assert {edge.target for edge in graph.edges_from("attention.0.dispatch") if edge.source_port.startswith("via")} == {
+        f"{trampoline}.forward" for trampoline in named
+    }
+    assert load(to_yaml(graph)) == graph
+    assert from_json(to_json(graph)) == graph
+
+
+@pytest.mark.parametrize(
+    ("servers", "groups", "domains", "text"),
+    [
+        (LEAST, 1, 1, f"auto chose always: {LEAST} servers are at least {LEAST} per group; there is 1 group"),
+        (LEAST, 4, 4, f"auto chose always: {LEAST} servers are at least {LEAST} per group; a domain has 1 group"),
+        (LEAST, 3, 2, f"auto chose never: {LEAST} servers are fewer than {LEAST} per group; a domain has 2 groups"),
+        (0, 2, 1, f"auto chose never: 0 servers are fewer than {LEAST} per group; there are 2 groups"),
+    ],
+)
+def test_auto_compares_servers_with_the_groups_of_a_domain(load, servers: int, groups: int, domains: int, text: str) -> None:
+    short = (
+        "flowrt: 1\nmodel: {path: m}\ndeploy:\n"
+        f"  attention: {{groups: {groups}, domains: {domains}}}\n  experts: {{servers: {servers}, trampoline: auto}}\n"
+    )
+    graph = load(short, num_experts=1024)
+    assert graph.choices == {"deploy.experts.trampoline": text}
+    assert bool(served_through(graph)) == ("always" in text)
+    assert not load(to_yaml(graph), num_experts=1024).choices
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (
+            "forward.bundle: {credits: 6}",
+            "forward.bundle: {credits: 5}",
+            "5 is too few: each of 6 parts may travel in a bundle of its own; write at least 6",
+        ),
+        ("experts.0.return.group0 -> attention.0.collect.bundle: {", "\\g<0>credits: 9, ", "a response needs no credits"),
+    ],
+)
+def test_credits_of_bundles(load, old: str, new: str, text: str) -> None:
+    written = to_yaml(load(QUICK, "deploy.experts.trampoline=always"))
+    wrong = re.sub(old, new, written, count=1)
+    assert wrong != written, written
+    with pytest.raises(GraphError, match=text):
+        load(wrong)
+
+
+def test_trampolines_are_off_unless_chosen(load) -> None:
+    assert not served_through(load(QUICK, "deploy.experts.servers=8"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["deploy.attention.groups=3"], "no server of 3 forwards to others, as there are 3 groups; write more servers"),
+        (["deploy.attention.groups=6", "deploy.attention.domains=2"], "no server of 3 forwards to others, as a domain has 3 groups"),
+        (["deploy.experts.servers=0", "deploy.experts.replicas=1"], "no server of 0 forwards to others, as there are 2 groups"),
+    ],
+)
+def test_trampolines_without_servers_to_forward_to_are_refused(load, overrides: list[str], text: str) -> None:
+    with pytest.raises(GraphError, match=text):
+        load(QUICK, "deploy.experts.trampoline=always", *overrides)

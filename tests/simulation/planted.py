@@ -10,6 +10,7 @@ from __future__ import annotations
 from simulation.planted_faults import FAULT_BUGS
 from simulation.planted_groups import GROUP_BUGS
 from simulation.planted_standby import STANDBY_BUGS
+from simulation.planted_trampolines import TRAMPOLINE_BUGS
 from simulation.planting import Bug, body, bug
 
 MATCHING = "flowrt.dataflow.matching"
@@ -68,6 +69,7 @@ BUGS: tuple[Bug, ...] = (
     *GROUP_BUGS,
     *FAULT_BUGS,
     *STANDBY_BUGS,
+    *TRAMPOLINE_BUGS,
     # tags and matching
     bug("micro-batches-mixed", "rows are matched without the micro-batch", (
         MATCHING, "MatchingTable.arrive", "key = (edge.target, tag)", "key = (edge.target, Tag(tag.source, tag.epoch, 0, tag.step, tag.layer))")),
@@ -121,7 +123,7 @@ BUGS: tuple[Bug, ...] = (
     bug("credit-never-taken", "sending takes no credit", (
         OUTBOUND, "OutboundEdges.take", "outbound.free -= 1", "outbound.free -= 0")),
     bug("credit-returned-twice", "a request's credit returns with its response and once more by itself", (
-        INBOUND, "InboundEdges.consume", "if responded and (edge_id, tag) in responded:", "if False:")),
+        INBOUND, "InboundEdges.consume", "inbound.is_bundles or (responded and (edge_id, tag) in responded)", "inbound.is_bundles")),
     bug("credit-of-stale-lost", "the credit of a response to an old epoch is lost", (
         RUNNER, "Runner.accept", "self._outbound.release(edge.request_id, 1)", "self._fences.is_stale(tag) or self._outbound.release(edge.request_id, 1)")),
     bug("epoch-unchecked", "messages of an old epoch are accepted", (
@@ -184,8 +186,6 @@ BUGS: tuple[Bug, ...] = (
         PROCESS, "Worker.stop", "self._stopped.set()", "pass")),
     # servers that die and come back
     bug("parts-not-redispatched", "parts of a dead server are not redispatched", (
-        FAILOVER, "Failover.settle", "self._redispatch(tag, part)", "pass")),
-    bug("unsent-of-suspect-forgotten", "the parts of a suspect that were not sent yet to a server that died are dropped", (
         FAILOVER, "Failover.mark_lost", "self._redispatch(tag, part)", "pass")),
     bug("map-keeps-dead-server", "a dead server stays in its client's map", (
         FAILOVER, "Failover.mark_lost", "self.client.remove_server(server)", "pass")),

@@ -99,7 +99,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("inbound-not-renewed", "a server expects the credits of a dead client back", (
         RUNNER, "Runner.end_peer", "self._inbound.renew(peer)", "pass")),
     bug("credits-to-successor", "a firing of a dead client returns its credits to the next incarnation", (
-        RUNNER, "Runner._consume", "if not self._fences.has_ended(firing.tag.source):", "if True:")),
+        RUNNER, "Runner._consume", "[edge for edge in firing.via if (edge, firing.tag) not in orphans]", "firing.via")),
     bug("response-to-successor", "the response to a dead client goes to its next incarnation", (
         RUNNER, "Runner._finish", "if fences.is_active and fences.is_stale(output.tag):", "if False:")),
     bug("absent-peers-open", "edges to peers that are down at the start are open", (

@@ -26,12 +26,14 @@ Runs = Sequence[Sequence[ModelledRun]]  # by variant, then by pair
 @dataclass(frozen=True)
 class Variant:
     """One graph, as the keys of a graph file without its model, and the batch that it decodes, while the process `stopped` stands still.
-    All variants of a comparison have one model of `num_layers` and `num_experts`."""
+    All variants of a comparison have one model. `apart_seconds`: from one request to the next; groups then take their steps at different
+    times."""
 
     name: str
     keys: Mapping[str, Any]
     batch: int
     stopped: str = ""
+    apart_seconds: float = 0.0
 
 
 def one_link(exchange_seconds: float) -> dict[str, Any]:
@@ -54,6 +56,7 @@ class Comparison:
     num_layers: int = 8
     num_experts: int = 8
     new_tokens: int = 8
+    top_k: int = TOP_K
 
 
 def measure(comparisons: Sequence[Comparison], virtual: bool, dilation: float) -> AsyncIterator[Result]:
@@ -73,7 +76,7 @@ def _simulated(comparison: Comparison) -> Sequence[Figure]:
     with _graphs_of(comparison, VIRTUAL_DILATION) as graphs:
         for variant, graph in zip(comparison.variants, graphs, strict=True):
             print_progress(f"{variant.name}, in virtual time")
-            runs.append([simulated_run(graph, variant.batch, comparison.new_tokens, variant.stopped)])
+            runs.append([simulated_run(graph, variant.batch, comparison.new_tokens, variant.stopped, variant.apart_seconds)])
     return [exact(figure) for figure in comparison.figures(runs)]
 
 
@@ -90,6 +93,7 @@ async def _measured(comparisons: Sequence[Comparison], dilation: float) -> Async
                     variant.batch,
                     comparison.new_tokens,
                     partial(stop_process, each, variant.stopped) if variant.stopped else None,
+                    variant.apart_seconds,
                 )
                 for each, variant in zip(running, comparison.variants, strict=True)
             ]
@@ -105,7 +109,7 @@ async def _measured(comparisons: Sequence[Comparison], dilation: float) -> Async
 def _graphs_of(comparison: Comparison, dilation: float) -> Iterator[list[Graph]]:
     """The graphs of the variants, with their model in a folder that exists meanwhile."""
     with TemporaryDirectory(prefix="flowrt-bench-") as folder:
-        model = write_small_model(Path(folder), comparison.num_layers, comparison.num_experts)
+        model = write_small_model(Path(folder), comparison.num_layers, comparison.num_experts, comparison.top_k)
         keys = {"flowrt": 1, "model": {"path": str(model)}}
         yield [read_graph({**keys, **each.keys}, [f"emulate.dilation={dilation}"]) for each in comparison.variants]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 HIDDEN, WIDTH, VOCABULARY, TOP_K = 32, 16, 64, 2
 
 
-def write_small_model(directory: Path, num_layers: int, num_experts: int) -> Path:
+def write_small_model(directory: Path, num_layers: int, num_experts: int, top_k: int = TOP_K) -> Path:
     """Write a Mixtral model with random weights, config.json and model.safetensors, into `directory`. Equal arguments, equal weights."""
     config = {
         "architectures": ["MixtralForCausalLM"],
@@ -27,7 +27,7 @@ def write_small_model(directory: Path, num_layers: int, num_experts: int) -> Pat
         "num_key_value_heads": 1,
         "head_dim": 16,
         "num_local_experts": num_experts,
-        "num_experts_per_tok": TOP_K,
+        "num_experts_per_tok": top_k,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,

@@ -40,7 +40,7 @@ class ModelledRun:
     """What decoding one batch took, in seconds of the modelled hardware, while all its sequences ran.
 
     `step_seconds`: from one token of a sequence to its next, by sequence. `busy`: by process, the share of the time in which it computed.
-    `sent`: by edge, messages and payload bytes per step.
+    `sent`: by edge, messages and payload bytes per step, over all steps of the batch.
     """
 
     step_seconds: tuple[float, ...]
@@ -62,11 +62,13 @@ class ModelledRun:
         return sum(shares) / len(shares)
 
 
-async def modelled_run(graph: RunningGraph, batch: int, new_tokens: int, stop: Stop | None = None) -> ModelledRun:
+async def modelled_run(
+    graph: RunningGraph, batch: int, new_tokens: int, stop: Stop | None = None, apart_seconds: float = 0.0
+) -> ModelledRun:
     """Decode `batch` sequences of `new_tokens` new tokens, of which those count that come while all sequences run.
 
-    `stop` stops a process meanwhile; the sequences that then get no tokens do not count. Raises UserError for a graph without
-    emulation, a failed request, and too few tokens.
+    `stop` stops a process meanwhile; the sequences that then get no tokens do not count. `apart_seconds`: from one request to the next, in
+    modelled time. Raises UserError for a graph without emulation, a failed request, and too few tokens.
     """
     emulation, model = graph.graph.emulation, graph.graph.model
     if emulation is None or model is None:
@@ -88,10 +90,13 @@ async def modelled_run(graph: RunningGraph, batch: int, new_tokens: int, stop: S
                 if event.finish_reason != "length":
                     raise UserError(f"a request ended with {event.finish_reason}: {event.error}")
 
+    idle = await graph.statistics()
     async with asyncio.TaskGroup() as tasks:
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
         for number, prompt in enumerate(prompts_of(batch, PROMPT_TOKENS, read_model_config(Path(model.path)).vocab_size)):
             tasks.create_task(follow(number, await graph.submit(prompt, params)))
+            if apart_seconds:
+                await graph.launcher.seams.clock.sleep(apart_seconds * emulation.dilation)
         await began.wait()
         first, before = clock.now(), await graph.statistics()
         go_on = stop() if stop is not None else None
@@ -106,7 +111,8 @@ async def modelled_run(graph: RunningGraph, batch: int, new_tokens: int, stop: S
     if not within or min(map(len, within)) < 2:
         raise UserError(f"{new_tokens} new tokens are too few: not all sequences ran at once for two tokens; use more")
     steps = tuple((each[-1] - each[0]) / (len(each) - 1) / emulation.dilation for each in within)
-    return ModelledRun(steps, _busy(before, after, last - first), _sent(before, after), tuple(map(tuple, tokens)))
+    sent = _sent(idle, await graph.statistics())
+    return ModelledRun(steps, _busy(before, after, last - first), sent, tuple(map(tuple, tokens)))
 
 
 def _busy(before: Mapping[str, Statistics], after: Mapping[str, Statistics], seconds: float) -> dict[str, float]:
@@ -137,14 +143,15 @@ def stop_process(graph: RunningGraph, process: str) -> Callable[[], None]:
     return partial(os.kill, pid, signal.SIGCONT)
 
 
-def simulated_run(graph: Graph, batch: int, new_tokens: int, stopped: str = "") -> ModelledRun:
+def simulated_run(graph: Graph, batch: int, new_tokens: int, stopped: str = "", apart_seconds: float = 0.0) -> ModelledRun:
     """As `modelled_run`, in virtual time. `stopped`: a process that stands still meanwhile."""
 
     async def main(world: World) -> ModelledRun:
         world.one_clock = True  # the two ends of an emulated link compare times
         backend = partial(_open_backend, world)
         async with open_graph(quiet, seams=replace(world.seams(GATEWAY), open_backend=backend)) as running:
-            return await modelled_run(running, batch, new_tokens, partial(_stop_simulated, world, stopped) if stopped else None)
+            stop = partial(_stop_simulated, world, stopped) if stopped else None
+            return await modelled_run(running, batch, new_tokens, stop, apart_seconds)
 
     # Heartbeats are most of the events of a run without faults.
     quiet = replace(graph, reliability=replace(graph.reliability, detector=False, hedge=False))

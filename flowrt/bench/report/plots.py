@@ -39,6 +39,21 @@ def plot_ratios(report: BenchmarkReport, path: str) -> None:
     save_report_picture(picture, report, path)
 
 
+def plot_trampolines(report: BenchmarkReport, path: str) -> None:
+    """Step times with trampolines, of those without, over servers; a line for each number of groups. Raises UserError as `plot_ratios`."""
+    lines: dict[int, list[tuple[int, float]]] = {}
+    for figure in report.figures:
+        if figure.ratio is not None and "servers" in figure.about:
+            lines.setdefault(figure.about["groups"], []).append((figure.about["servers"], figure.ratio.median))
+    picture, axes = new_picture((7, 4.5))
+    for groups, points in sorted(lines.items()):
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=f"{groups} groups")
+    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
+    axes.set(xlabel="expert servers", ylabel="decode step with trampolines / without")
+    picture.legend(*axes.get_legend_handles_labels(), fontsize="small", loc="outside right center")
+    save_report_picture(picture, report, path)
+
+
 def ordered(figures: Sequence[Figure]) -> list[Figure]:
     """The figures in order of their kinds, and those of a kind by the numbers in their names: batch 1 before 8 before 32."""
 

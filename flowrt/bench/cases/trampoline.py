@@ -1,0 +1,74 @@
+"""Trampolines beside the direct exchange: messages per sender, bytes on all links, and decode steps over the number of servers and groups
+(xDeepServe section 3.3, Fig. 8).
+
+Links have the latency and the cost per message of `ub`, and a row takes as long on them as one of ROW_BYTES. Each group decodes so many
+rows per layer that they go to nearly every server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+from flowrt.bench.cases.patterns import Comparison, Runs, Variant, measure
+from flowrt.bench.cases.small_model import HIDDEN
+from flowrt.bench.measure.benchmark import Result
+from flowrt.bench.measure.modelled import ModelledRun
+from flowrt.bench.report.figures import Figure, Target
+from flowrt.transports.emulation.profiles import PROFILES
+
+UB = PROFILES["ub"]
+ROW_BYTES = 7168  # of DeepSeek-R1, as INT8
+ATTENTION_SECONDS, PAIR_SECONDS = 100e-6, 0.2e-6  # per call, and per row of an expert
+ROWS, TOP_K = 32, 8  # of a group
+NUM_LAYERS, NEW_TOKENS = 4, 5
+SIZES = tuple((servers, groups) for groups in (2, 4, 8) for servers in (16, 32, 64, 96))  # in virtual time
+PROCESS_SIZES = ((8, 2),)  # between processes
+TARGET_SIZE, MESSAGES_TARGET = (32, 8), 0.25
+
+
+def measure_trampoline(virtual: bool, dilation: float) -> AsyncIterator[Result]:
+    return measure([_comparison(*size) for size in (SIZES if virtual else PROCESS_SIZES)], virtual, dilation)
+
+
+def _comparison(servers: int, groups: int) -> Comparison:
+    variants = [_variant(servers, groups, key) for key in ("always", "never")]
+    return Comparison(variants, partial(_figures, servers, groups), NUM_LAYERS, servers, NEW_TOKENS, TOP_K)
+
+
+def _variant(servers: int, groups: int, trampoline: str) -> Variant:
+    link = {
+        "latency_seconds": UB.latency_seconds,
+        "message_seconds": UB.message_seconds,
+        "bandwidth_bytes_per_second": UB.bandwidth_bytes_per_second * 4 * HIDDEN / ROW_BYTES,
+    }
+    keys: dict[str, Any] = {
+        "deploy": {
+            "attention": {"groups": groups},
+            "experts": {"servers": servers, "trampoline": trampoline},
+            "links": {"attention-experts": {"link": link}},
+        },
+        "emulate": {"compute": {"attention": {"fixed_seconds": ATTENTION_SECONDS}, "experts": {"row_seconds": PAIR_SECONDS}}},
+        "limits": {"max_num_seqs": ROWS},
+    }
+    return Variant(f"{servers} servers, {groups} groups, trampoline: {trampoline}", keys, groups * ROWS)
+
+
+def _figures(servers: int, groups: int, runs: Runs) -> Sequence[Figure]:
+    size = f"{servers} servers, {groups} groups"
+    bundled, direct = ([run.mean_step_seconds * 1e6 for run in each] for each in runs)
+    figures = [Figure.paired(f"{size}: decode step", "us", bundled, "direct", direct, servers=servers, groups=groups)]
+    updates = [[_sent(run, "dispatch.")[0] for run in each] for each in runs]
+    num_bytes = [[_sent(run)[1] / 1024 for run in each] for each in runs]
+    target = Target(MESSAGES_TARGET) if (servers, groups) == TARGET_SIZE else None
+    figures.append(Figure.paired(f"{size}: messages of a group per layer", "", updates[0], "direct", updates[1], target))
+    figures.append(Figure.paired(f"{size}: KiB of a layer, on all links", "KiB", num_bytes[0], "direct", num_bytes[1]))
+    return figures
+
+
+def _sent(run: ModelledRun, source: str = "") -> tuple[float, float]:
+    """Messages and bytes of a step of a group, per layer, on the edges that begin with the node `source`."""
+    found = [sent for edge, sent in run.sent.items() if f".{source}" in edge.partition(" -> ")[0]]
+    messages, num_bytes = (sum(column) / NUM_LAYERS for column in zip(*found, strict=True))
+    return messages, num_bytes

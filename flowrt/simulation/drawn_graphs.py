@@ -1,0 +1,83 @@
+"""Draws graphs: how many processes of each role serve a model, and how they exchange, in the keys of a graph file.
+
+Some draws are impossible combinations, which loading refuses with the reason.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from flowrt.errors import GraphError
+from flowrt.graph.facts import ModelFacts
+from flowrt.graph.file import load_graph
+from flowrt.graph.model import Graph
+from flowrt.operators.families.registry import read_model_config
+
+MAX_GROUPS, MAX_SERVERS = 4, 6
+_TRANSPORTS = ("auto", "auto", "zmq")  # of simulated links: the latter have nothing to fall back on
+_PAGES = ((24, 1), (16, 2), (12, 4), (24, 4))
+
+
+def draw_graph(seed: int, graph: Graph) -> Graph:
+    """A drawn deployment of the model of `graph`, with its reliability settings; the first of the seed that is possible."""
+    assert graph.model is not None
+    facts = ModelFacts.of(read_model_config(Path(graph.model.path)))
+    for attempt in count():
+        chance = random.Random(f"graph {seed} {attempt}")
+        keys = {"flowrt": 1, "model": {"path": graph.model.path, "dtype": graph.model.dtype}, "deploy": draw_deploy(chance, facts)}
+        pages, page_size = chance.choice(_PAGES)
+        keys["limits"] = {
+            "max_num_seqs": chance.randint(2, 6),
+            "kv_pages": pages,
+            "page_size": page_size,
+            "max_tokens": chance.choice((8, 16)),
+            "max_num_batched_tokens": chance.choice((8, 16, 24)),
+            "chunk_tokens": 4,
+        }
+        keys["numerics"] = chance.choice(("fast", "fast", "strict"))
+        try:
+            return replace(load_graph(keys, facts_of=lambda path: facts), reliability=graph.reliability)
+        except GraphError:
+            continue
+    raise AssertionError
+
+
+def draw_deploy(chance: random.Random, facts: ModelFacts, transports: Sequence[str] = _TRANSPORTS) -> dict[str, Any]:
+    """The section `deploy`."""
+    groups, servers = chance.randint(1, MAX_GROUPS), chance.choice((0, *range(1, MAX_SERVERS + 1), *range(3, MAX_SERVERS + 1)))
+    attention = {"groups": groups, "domains": chance.choice((1, 1, 2, groups)), "micro_batches": chance.choice((1, 2, 2, 3))}
+    experts: dict[str, Any] = {"servers": servers, "replicas": chance.choice((1, 2, 2, 3))}
+    experts["trampoline"] = chance.choice(("never", "auto", "always", "always"))
+    if chance.random() < 0.3:
+        experts["batches"] = {"min_tags": chance.randint(1, 3), "max_wait_seconds": chance.choice((0.0, 2e-3))}
+    if chance.random() < 0.3:
+        experts |= {"placement": _draw_placement(chance, facts, servers), "replicas": 1}
+    link: dict[str, Any] = {"transport": chance.choice(transports), "open": chance.choice(("lazy", "lazy", "start"))}
+    if chance.random() < 0.2:
+        link["credits"] = chance.randint(1, 5)
+    return {"attention": attention, "experts": experts, "links": {"attention-experts": link}}
+
+
+def _draw_placement(chance: random.Random, facts: ModelFacts, servers: int) -> dict[str, Any]:
+    """By server, its experts: the same in every layer, or others in the first."""
+
+    def draw() -> dict[int, set[int]]:
+        holders = {expert: chance.sample(range(servers), chance.randint(1, min(servers, 3))) for expert in range(facts.num_experts)}
+        return {server: {expert for expert, found in holders.items() if server in found} for server in range(servers)}
+
+    if not servers:
+        return {"experts.0": "0"}
+    first, others = draw(), draw()
+    layers = [str(layer) for layer in facts.moe_layers]
+    if chance.random() < 0.5 or len(layers) < 2:
+        return {f"experts.{server}": _ids(held) for server, held in first.items()}
+    return {f"experts.{server}": {layers[0]: _ids(held), ",".join(layers[1:]): _ids(others[server])} for server, held in first.items()}
+
+
+def _ids(experts: set[int]) -> str:
+    return ",".join(map(str, sorted(experts)))

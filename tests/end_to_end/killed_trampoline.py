@@ -1,0 +1,66 @@
+"""Workers of a graph whose trampoline experts.0 is killed once, when a message of a stage of the exchange has arrived.
+
+The test names the stage in the file `stage` in the folder of the graph file; there the trampoline writes its `pid`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flowrt.dataflow.subgraph import NodeFunction
+from flowrt.seams import Seams
+from flowrt.transports.contract import Channel
+from flowrt.workers.data_path import LoadedOperators
+from flowrt.workers.process import Worker, serve
+
+WORKER = "end_to_end.killed_trampoline:run_worker"
+TRAMPOLINE = "experts.0"
+OPERATORS = {"A2E": "forward", "A2E'": "experts", "E2A'": "return", "E2A": "collect"}  # stage -> the receiver of its messages
+FIRINGS_BEFORE = 20  # of the receiver, so that sequences are running
+
+
+async def run_worker(control: Channel, seams: Seams) -> None:
+    await serve(control, seams, begin=_begin)
+
+
+def _begin(worker: Worker) -> None:
+    wrapped: Any = worker
+    name, folder, load = wrapped._start.name, Path(wrapped._graph.folder), wrapped._load
+    if name == TRAMPOLINE:
+        (folder / "pid.new").write_text(str(os.getpid()))
+        (folder / "pid.new").rename(folder / "pid")
+
+    def load_killers(loading: str) -> LoadedOperators:
+        operators: LoadedOperators = load(loading)
+        nodes = wrapped._graph.nodes
+        functions = {node: _killing(function, nodes[node].operator, name, folder) for node, function in operators.functions.items()}
+        return LoadedOperators(functions, operators.clients, operators.strict_blocks, operators.files)
+
+    wrapped._load = load_killers
+
+
+def _killing(function: NodeFunction, operator: str, name: str, folder: Path) -> NodeFunction:
+    num_firings = 0
+
+    def run(firings: Sequence[Any]) -> Any:
+        nonlocal num_firings
+        if (folder / "stage").exists():
+            stage = (folder / "stage").read_text()
+            if OPERATORS[stage] == operator and (stage != "A2E'" or name != TRAMPOLINE):
+                num_firings += 1
+                if num_firings > FIRINGS_BEFORE:
+                    _kill_once(folder)
+        return function(firings)
+
+    return run
+
+
+def _kill_once(folder: Path) -> None:
+    with suppress(FileExistsError):
+        (folder / "killed").touch(exist_ok=False)
+        os.kill(int((folder / "pid").read_text()), signal.SIGKILL)

@@ -1,0 +1,31 @@
+"""Seeds that draw their graphs: each invariant holds whatever the deployment."""
+
+from __future__ import annotations
+
+import pytest
+from simulation.graph_files import load
+
+from flowrt.simulation.campaign import campaign
+from flowrt.simulation.cases import draw
+from flowrt.simulation.drawn_graphs import draw_graph
+
+SEEDS = 60
+FILES = ("2x3.yaml", "shared.yaml")
+
+
+@pytest.mark.timeout(300)
+def test_invariants_hold_in_drawn_graphs() -> None:
+    graphs = [load(name) for name in FILES]
+    counts = campaign((draw(seed, graphs, draws_graphs=True) for seed in range(SEEDS)), lambda case, outcome, counts: True)
+    assert counts.failures == []
+    assert counts.branches["bundle sent"], "some draws have trampolines"
+
+
+def test_draws_differ_and_repeat() -> None:
+    graph = load("2x3.yaml")
+    drawn = [draw_graph(seed, graph) for seed in range(40)]
+    assert drawn == [draw_graph(seed, graph) for seed in range(40)]
+    operators = [{node.operator for node in each.nodes.values()} for each in drawn]
+    assert {"return" in each for each in operators} == {True, False}
+    assert {each.numerics for each in drawn} == {"fast", "strict"}
+    assert len({len(each.process_names()) for each in drawn}) > 5
