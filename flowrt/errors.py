@@ -118,3 +118,11 @@ class OperatorError(FlowrtError):
 
 class NotRunningError(FlowrtError, RuntimeError):
     """The graph is not open: not yet, or no longer."""
+
+
+def named_error(group: ExceptionGroup[Exception]) -> Exception:
+    """The error to report of those that the tasks of a run raised: the first UserError or WorkerDiedError, else the first error."""
+    error: Exception = group.subgroup((UserError, WorkerDiedError)) or group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

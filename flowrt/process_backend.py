@@ -9,8 +9,8 @@ its own included; it neither restarts a process or itself, nor decides what a de
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from flowrt.transports.contract import Channel, Identity, Limits
@@ -25,7 +25,8 @@ class ProcessSpec:
     """A process to start. It calls `entry` ("module:function", a WorkerMain) once per worker, all in one event loop.
 
     The first worker that fails ends the process with all others. `threads`: compute threads that the workers share. `weights`: the weight
-    sets that the workers use. A backend may pass all processes of one set the same memory file (Seams.weight_memory).
+    sets that the workers use. A backend may pass all processes of one set the same memory file. `descriptors` of the calling process: the
+    new one gets copies of them, by name, as of the memory files (Seams.descriptors).
     """
 
     name: str
@@ -34,6 +35,7 @@ class ProcessSpec:
     threads: int = 1
     log_level: str = "warning"
     weights: tuple[str, ...] = ()
+    descriptors: Mapping[str, int] = field(default_factory=dict)
 
 
 class WorkerProcess(Protocol):

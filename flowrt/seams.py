@@ -372,6 +372,7 @@ class Seams:
 
     clock: Clock = field(default_factory=RealClock)
     machine_now: Callable[[], float] = time.monotonic  # of the machine: the same in all its processes, in seconds
+    wall_now: Callable[[], float] = time.time  # Unix time, for people: no decision depends on it
     new_incarnation: Callable[[], str] = lambda: secrets.token_hex(4)
     new_seed: Callable[[], int] = lambda: secrets.randbits(63)
     new_key: Callable[[], bytes] = lambda: secrets.token_bytes(KEY_BYTES)
@@ -380,9 +381,7 @@ class Seams:
     transport: Callable[[str], Transport] = get_transport
     open_backend: OpenBackend | None = None  # starts worker processes; None: the backend of this host, which only the launcher imports
     new_timer: Callable[[], Timer] = new_timer  # a timer of the running loop, finer than the clock's sleep
-    weight_memory: Mapping[str, int] = field(
-        default_factory=dict
-    )  # weight set -> descriptor of its memory file, open while the process lives
+    descriptors: Mapping[str, int] = field(default_factory=dict)  # that the process was given: memory file of a weight set, or by name
     resident_bytes: Callable[[], int] = resident_bytes
     process_times: Callable[[int], ProcessTimes | None] = process_times  # of the process with this id
     process_activity: Callable[[int], Activity | None] = process_activity

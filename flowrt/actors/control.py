@@ -36,6 +36,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     is_suspect: bool = False  # a group crashed while it ran there: it runs alone until it has a token
 
 
+_BY_KIND: dict[str, type[Control]] = {}
+
+
 class Control(msgspec.Struct, frozen=True):
     """Root of all control messages. `kind` is the message's kind on the wire, derived from the class name: "control.peer_left"."""
 
@@ -44,12 +47,15 @@ class Control(msgspec.Struct, frozen=True):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.kind = "control." + re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        _BY_KIND[cls.kind] = cls
 
 
 class Start(Control, frozen=True):
     """First message to a worker: its name, the whole expanded graph (JSON), the run's key, and the log verbosity.
 
     `is_traced`: the worker records what it does; the launcher collects the records by TraceRequest.
+
+    `settings`: of a service (launcher/service.py), in its own form.
 
     A standby process gets two. The first names the processes whose operators it `loads`; it responds with Listening, without addresses.
     The second makes it a worker of the graph, for which it uses the operators that it has loaded as `loaded_as`.
@@ -63,6 +69,7 @@ class Start(Control, frozen=True):
     loads: tuple[str, ...] = ()
     loaded_as: str = ""
     is_traced: bool = False
+    settings: bytes = b""
 
 
 class LoadProgress(Control, frozen=True):
@@ -188,6 +195,12 @@ class Statistics(Control, frozen=True):
     compute_seconds: float = 0.0
     inline_seconds: float = 0.0  # the part of compute_seconds that ran on the event loop
     num_steps: int = 0
+    num_rows: int = 0  # of all steps
+    num_preemptions: int = 0
+    num_running: int = 0  # sequences of a group now, and those that wait in it
+    num_waiting: int = 0
+    num_pages: int = 0  # of a group's KV cache
+    num_free_pages: int = 0
     late_wakeups: int = 0
     resident_bytes: int = 0
     strict_blocks: str = ""  # with strict numerics: which functions run in blocks of how many rows, for people
@@ -362,9 +375,6 @@ class Failed(Control, frozen=True):
 
     error: str
     user: bool = False
-
-
-_BY_KIND: dict[str, type[Control]] = {struct.kind: struct for struct in Control.__subclasses__()}
 
 
 def as_message(control: Control) -> Message:

@@ -18,9 +18,11 @@ from typing import Any, Self, Unpack
 from flowrt.actors.control import Control, Statistics, TraceRecords
 from flowrt.actors.emulated_links import check_machine
 from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt, each_input
+from flowrt.api.served import ServedRequests, front_end_services, max_model_len
 from flowrt.errors import NotRunningError, TokenizerError, UserError
 from flowrt.gateway.completion import Completion
 from flowrt.gateway.gateway import ClientEvent, Gateway
+from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import Requests
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
@@ -34,6 +36,7 @@ from flowrt.operators.model_config import ModelConfig
 from flowrt.reliability.health import STALL_SECONDS, Health
 from flowrt.sampling_params import SamplingKeywords, SamplingParams, checked_params
 from flowrt.seams import Seams
+from flowrt.serving.front_end_settings import ServeOptions
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcess
 from flowrt.trace.perfetto_file import write_trace
@@ -50,6 +53,7 @@ class RunningGraph:
         on_event: Callable[[events.Event], None] | None = None,
         on_line: Callable[[str, str], None] | None = None,
         trace: TraceCollector | None = None,
+        serving: ServeOptions | None = None,
     ) -> None:
         self._on_event = on_event or events.print_news
         self._tokenizer: Tokenizer | None = None
@@ -57,7 +61,7 @@ class RunningGraph:
         self._config: ModelConfig | None = None
         self._endpoint: Any = None
         hosted: dict[str, Any] = {}
-        gateway = self._open_model(graph, seams) if graph.model is not None else None
+        gateway = self._open_model(graph, seams, serving) if graph.model is not None else None
         if INPUT in graph.nodes or OUTPUT in graph.nodes:
             self._endpoint = importlib.import_module("flowrt.workers.endpoint").Endpoint(graph)
             hosted[GATEWAY] = self._endpoint.run
@@ -71,11 +75,19 @@ class RunningGraph:
             on_control=self._on_control,
             on_line=on_line,
             hosted=hosted,
+            services={} if serving is None or self._config is None else front_end_services(graph, self._config, serving),
+            farewell=self._on_failing,
         )
         self._clock = seams.clock
         self._progress = self.launcher.health_record.progress
         on_token = trace.add_token if trace is not None else None
-        self._requests = Requests(gateway, self.launcher.send, self._progress, seams.clock, on_token) if gateway is not None else None
+        metrics = RequestMetrics() if serving is not None else None
+        self._requests: Requests | None = None
+        if gateway is not None:
+            self._requests = Requests(gateway, self.launcher.send, self._progress, seams.clock, on_token, metrics)
+        self._served: ServedRequests | None = None
+        if serving is not None:
+            self._served = ServedRequests(self.launcher, self._of_model(), serving.model_name, self.health)
         self._opened = False
         self._failure: Exception | None = None
         self.final_statistics: dict[str, Statistics] = {}
@@ -112,7 +124,7 @@ class RunningGraph:
         self._opened = True
         await check_machine(self.graph, self.launcher.seams)
         try:
-            if self._tokenizer_process is not None:  # it loads while the workers load
+            if self._tokenizer_process is not None and self._served is None:  # it loads while the workers load
                 self._tokenizer_process.start()
             await self.launcher.__aenter__()
         except BaseException:
@@ -120,6 +132,8 @@ class RunningGraph:
             raise
         if self._requests is not None:  # ended in __aexit__
             self._requests.begin()
+        if self._served is not None:  # the same
+            self._served.begin()
         if self._trace is not None:
             self._trace.begin(self.launcher.workers)
         return self
@@ -132,6 +146,8 @@ class RunningGraph:
             if self._requests is not None:
                 self.launcher.was_failure_raised |= self._requests.has_raised_failure
                 await self._requests.aclose()
+            if self._served is not None:
+                await self._served.aclose()
             if error is None and self._failure is None:
                 self.final_statistics = await self.launcher.stop()
             await self.launcher.__aexit__(kind, error, trace)
@@ -290,6 +306,15 @@ class RunningGraph:
             return replace(health, ok=False, problems=("the graph is not open",))
         return health
 
+    async def end_serving(self, seconds: float) -> None:
+        """Admit no new requests and wait until all have ended, those of front ends too. After `seconds`, end those that are left.
+
+        await graph.end_serving(seconds=30)
+        """
+        self.launcher.check_running()
+        if self._served is not None:
+            await self._served.drain(seconds)
+
     async def drain(self) -> None:
         """Admit no new requests and wait until all running ones have ended. Raises NotRunningError, or the failure that ended the run.
 
@@ -303,24 +328,29 @@ class RunningGraph:
 
     # --- inside ------------------------------------------------------------------------------------------------------------------
 
-    def _open_model(self, graph: Graph, seams: Seams) -> Gateway:
+    def _open_model(self, graph: Graph, seams: Seams, serving: ServeOptions | None) -> Gateway:
         assert graph.model is not None
         check_weights(graph)
         directory = Path(graph.model.path)
         config = self._config = read_model_config(directory)
         self._tokenizer = Tokenizer.open(directory)
         self._tokenizer_process = TokenizerProcess(directory) if self._tokenizer is not None else None
+        longest, bounds = config.max_position_embeddings, {}
+        if serving is not None:
+            longest = max_model_len(graph, config, serving)
+            bounds = {"max_requests": graph.serving.max_requests, "max_prompt_tokens": graph.serving.max_prompt_tokens}
         groups = [node.process for node in graph.nodes.values() if node.operator == SOURCE]
         return Gateway(
             groups,
             graph.group_limits(),
-            config.max_position_embeddings,
+            longest,
             config.vocab_size,
             draw_seed=seams.new_seed,
             new_detokenizer=self._tokenizer.stream if self._tokenizer is not None else None,
             eos_token_ids=config.eos_token_ids,
             now=seams.clock.now,
             lost_group_seconds=graph.reliability.lost_group_seconds,
+            **bounds,
         )
 
     def _close_tokenizer(self) -> None:
@@ -367,6 +397,8 @@ class RunningGraph:
                 self._endpoint.fail(event.error)
         if self._requests is not None:
             apply_group_change(event, self._requests)
+        if self._served is not None:
+            self._served.note(event)
         self._on_event(event)
 
     def _on_control(self, worker: str, control: Control) -> None:
@@ -376,6 +408,12 @@ class RunningGraph:
             self._trace.add(worker, control)
         if self._requests is not None:
             self._requests.on_control(worker, control)
+        if self._served is not None:
+            self._served.on_control(worker, control)
+
+    async def _on_failing(self, error: Exception) -> None:
+        if self._served is not None:
+            await self._served.fail(error)
 
     def _check_open(self) -> None:
         self.launcher.opened_task()

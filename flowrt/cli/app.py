@@ -1,4 +1,4 @@
-"""The command line: `flowrt demo|run|init|graph|bench|check|chaos|simulate|doctor`.
+"""The command line: `flowrt demo|run|serve|init|graph|bench|check|chaos|simulate|doctor`.
 
 It holds the options, their help texts, and the errors: one line on standard error, exit code 2. The commands load when they are called,
 so that `flowrt --help` is fast. `main` is the entry point.
@@ -21,7 +21,7 @@ from flowrt.cli.bench import bench_app
 from flowrt.cli.chaos import chaos_app
 from flowrt.cli.check import check_app
 from flowrt.cli.graph import graph_app
-from flowrt.cli.options import RunOptions, SamplingOptions
+from flowrt.cli.options import RunOptions, SamplingOptions, ServeCommandOptions
 from flowrt.errors import UserError, shortened
 from flowrt.exit_codes import INTERRUPTED, NO_READER
 from flowrt.output_file import LostOutputError
@@ -61,6 +61,25 @@ def run(
     3 a worker died, 130 interrupted, 141 the reader of the answers left.
     """
     _run(graph, options or RunOptions(), sampling or SamplingOptions())
+
+
+@app.command
+def serve(
+    graph: Annotated[Path, Parameter(help="A graph file, or a Hugging Face model directory.")],
+    /,
+    *,
+    options: ServeCommandOptions | None = None,
+) -> None:
+    """Start a graph and serve it over HTTP, as OpenAI's API, until it is stopped.
+
+    SIGTERM or Ctrl-C once: requests in progress finish, for at most
+    --drain-seconds, and new ones are refused. Twice: it ends at once.
+    Exit codes: 0 stopped in order, 2 bad input (nothing was started),
+    3 a worker died that the graph needs, 130 ended at once.
+    """
+    from flowrt.cli.serve import serve as serve_graph
+
+    raise SystemExit(serve_graph(graph, options or ServeCommandOptions()))
 
 
 @app.command

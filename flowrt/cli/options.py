@@ -102,3 +102,36 @@ class RunOptions:
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Parameter(help="Log level of the processes on standard error.")] = (
         "warning"
     )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ServeCommandOptions:
+    """Options of `flowrt serve`, with the names that vLLM's have."""
+
+    host: Annotated[str, Parameter(help="Address to listen on. Any but this machine's own needs --api-key.")] = "127.0.0.1"
+    port: Annotated[int, Parameter(converter=read_number, help="Port to listen on; 0: any free one.")] = 8000
+    uds: Annotated[Path | None, Parameter(help="Listen on a unix socket at this path instead, for this user only.")] = None
+    api_key: Annotated[
+        str | None,
+        Parameter(env_var="FLOWRT_API_KEY", help="Serve only requests with the header Authorization: Bearer KEY."),
+    ] = None
+    served_model_name: Annotated[str | None, Parameter(help="Name of the model in requests. [default: the name of its folder]")] = None
+    max_model_len: Annotated[
+        _Int, Parameter(help="Maximum tokens of a prompt and its output together. [default: what model and graph allow]")
+    ] = None
+    ssl_certfile: Annotated[Path | None, Parameter(help="Serve HTTPS with this certificate chain.")] = None
+    ssl_keyfile: Annotated[Path | None, Parameter(help="Private key of the certificate. [default: in --ssl-certfile]")] = None
+    drain_seconds: Annotated[
+        float, Parameter(converter=read_number, help="Maximum time for requests in progress to finish, once it is stopped.")
+    ] = 30.0
+    model: Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")] = None
+    overrides: Annotated[
+        tuple[str, ...],
+        Parameter(
+            name="--set", negative=(), show_default=False, help="Override a key, as serving.front_ends=2; may be given several times."
+        ),
+    ] = ()
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Parameter(help="Log level of the processes on standard error.")] = (
+        "warning"
+    )

@@ -18,9 +18,19 @@ from dataclasses import dataclass
 import msgspec
 
 from flowrt.actors.control import Cancel, Ended, Logprobs, Request, RunsAlone, Token
+from flowrt.actors.front_end_messages import Refusal
 from flowrt.engine.validation import max_new_tokens, prompt_refusal, refusal
 from flowrt.gateway.placement import Placement
-from flowrt.gateway.request_log import ChoiceEvent, ChoiceLog, ClientEvent, Detokenizer, EndEvent, RequestLog, TokenEvent
+from flowrt.gateway.request_log import (
+    ChoiceEvent,
+    ChoiceLog,
+    ClientEvent,
+    Detokenizer,
+    EndEvent,
+    RequestLog,
+    TokenEvent,
+    is_stop_token,
+)
 from flowrt.gateway.routing import GroupLoad
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits
@@ -51,8 +61,9 @@ Decision = ClientEvent | SendRequest | SendCancel
 
 
 class Gateway:
-    """`groups` are the names of the workers that take requests. `max_requests` bounds the requests that have not ended. `now` returns the
-    time in seconds; requests wait for `lost_group_seconds` when no group is left."""
+    """`groups` are the names of the workers that take requests. `max_requests` bounds the requests that have not ended, and
+    `max_prompt_tokens` their prompts together. `now` returns the time in seconds; requests wait for `lost_group_seconds` when no group is
+    left."""
 
     def __init__(
         self,
@@ -65,6 +76,7 @@ class Gateway:
         new_detokenizer: Callable[[], Detokenizer] | None = None,
         eos_token_ids: Iterable[int] = (),
         max_requests: int = 1024,
+        max_prompt_tokens: int = 1 << 40,
         now: Callable[[], float] = lambda: 0.0,
         lost_group_seconds: float = 30.0,
     ) -> None:
@@ -75,10 +87,11 @@ class Gateway:
         self._draw_seed = draw_seed
         self._new_detokenizer = new_detokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_requests = max_requests
+        self._max_requests, self._max_prompt_tokens = max_requests, max_prompt_tokens
         self._logs: dict[int, RequestLog] = {}
         self._active: dict[str, RequestLog] = {}  # by Request.id
         self._num_requests = 0
+        self._num_prompt_tokens = 0  # of the active requests
         self._refusal: str | None = None  # why no new request is admitted
 
     @property
@@ -93,6 +106,16 @@ class Gateway:
     def is_full(self) -> bool:
         """Whether the gateway refuses the next request because `max_requests` are active."""
         return len(self._active) >= self._max_requests
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests with a prompt that wait for a group."""
+        return self._placement.num_waiting
+
+    @property
+    def refuses_all(self) -> str | None:
+        """Why no new request is admitted, whatever it is; None: some are."""
+        return self._refusal
 
     @property
     def loads(self) -> dict[str, GroupLoad]:
@@ -131,20 +154,31 @@ class Gateway:
 
     # From clients
 
-    def reserve(self, params: SamplingParams = SamplingParams()) -> int:
+    def refusal_now(self, num_tokens: int = 0) -> Refusal | None:
+        """Why a request with a prompt of about so many tokens is not admitted now; None: it is."""
+        if self._refusal is not None:
+            return Refusal("unavailable", self._refusal)
+        if self.is_full:
+            return Refusal("overloaded", f"too many active requests ({len(self._active)}, limit {self._max_requests})")
+        if self._num_prompt_tokens and self._num_prompt_tokens + num_tokens > self._max_prompt_tokens:
+            of_all = f"{self._num_prompt_tokens} tokens, limit {self._max_prompt_tokens}"
+            return Refusal("overloaded", f"the prompts of the active requests are too long ({of_all})")
+        return None
+
+    def reserve(self, params: SamplingParams = SamplingParams(), *, num_tokens: int = 0, has_text: bool = True) -> int:
         """Admit a request with checked parameters before any costly work on it. Returns its number; a refused request has ended already.
 
+        `num_tokens` estimates the length of its prompt. Without `has_text` its events have no text, because a front end decodes the tokens.
         The next call is `place` when its prompt has token ids, `refuse` when tokenization fails, or `cancel` when its client is gone.
         """
-        if self._refusal is not None:
-            return self._refused(params, self._refusal)
-        if self.is_full:
-            return self._refused(params, f"too many active requests ({len(self._active)}, limit {self._max_requests})")
+        if (refusal := self.refusal_now(num_tokens)) is not None:
+            return self._refused(params, refusal.text)
         if params.stop and self._new_detokenizer is None:
             return self._refused(params, "stop strings need a tokenizer, and the model's directory has none; use stop_token_ids")
         log = self._new_log(params)
-        log.choices = [self._new_choice(choice, params) for choice in range(params.n)]
+        log.choices = [self._new_choice(choice, params) if has_text else ChoiceLog(choice) for choice in range(params.n)]
         self._active[log.id] = log
+        self._count_prompt(log, num_tokens)
         return log.index
 
     def place(self, index: int, prompt_token_ids: Sequence[int]) -> list[Decision]:
@@ -156,6 +190,7 @@ class Gateway:
         if (reason := prompt_refusal(len(prompt_token_ids), self._limits, self._max_position_embeddings)) is not None:
             return [self.refuse(index, reason)]  # before the copy: a prompt that is too long may be very long
         log.prompt_token_ids = tuple(prompt_token_ids)
+        self._count_prompt(log, len(log.prompt_token_ids))
         log.seed = self._draw_seed() if log.params.seed is None else log.params.seed
         room = max_new_tokens(len(log.prompt_token_ids), self._limits, self._max_position_embeddings)
         log.max_tokens = max(room, 1) if log.params.max_tokens is None else log.params.max_tokens
@@ -171,6 +206,13 @@ class Gateway:
             return log.end
         del log.choices[1:]  # none has begun: its one event is the end
         return next(event for event in self._end(log, "error", error) if isinstance(event, EndEvent))
+
+    def stop_choice(self, index: int, choice: int) -> list[Decision]:
+        """End a choice with reason "stop": a front end has found a stop string in its text. No-op after its end."""
+        log = self._logs.get(index)
+        if log is None or log.end is not None or choice >= len(log.choices) or log.choices[choice].finish_reason is not None:
+            return []
+        return self._end_choice(log, log.choices[choice], "stop", cancels_worker=True)
 
     def drain(self) -> None:
         """Admit no new requests from now on."""
@@ -308,7 +350,7 @@ class Gateway:
         index = len(choice.token_ids)
         choice.token_ids.append(token_id)
         text, stopped = "", False
-        if not self._is_stop_token(log, token_id):
+        if not is_stop_token(log.params, self._eos_token_ids, token_id):
             text, stopped = choice.push(token_id, looks_for_stops=index >= log.params.min_tokens)
         event = TokenEvent(log.index, index, token_id, text, choice.index, degraded=degraded)
         if logprobs is not None:
@@ -322,9 +364,9 @@ class Gateway:
         """A choice has committed a token or ended: end the trial of a suspect whose choices all have."""
         return self._place_waiting() if log.is_suspect and self._placement.prove(log, choice.index) else []
 
-    def _is_stop_token(self, log: RequestLog, token_id: int) -> bool:
-        """Whether the token ends the output. A stop token is in the token ids of an output, but not in its text."""
-        return token_id in log.params.stop_token_ids or (token_id in self._eos_token_ids and not log.params.ignore_eos)
+    def _count_prompt(self, log: RequestLog, num_tokens: int) -> None:
+        self._num_prompt_tokens += num_tokens - log.counted_tokens
+        log.counted_tokens = num_tokens
 
     def _end_choice(self, log: RequestLog, choice: ChoiceLog, reason: FinishReason, cancels_worker: bool = False) -> list[Decision]:
         """End one choice. The end of the last choice ends the request."""
@@ -358,6 +400,7 @@ class Gateway:
         if log.group is not None and cancels_worker:
             decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt)))
         del self._active[log.id]
+        self._count_prompt(log, 0)
         self._placement.remove(log)
         return decisions + self._place_waiting()
 

@@ -34,6 +34,10 @@ class Placement:
         self._trials: dict[str, RequestLog] = {}  # group -> the suspect that runs there
 
     @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
     def deadline(self) -> float | None:
         """When the next waiting request is given up; None while a group is left or none waits."""
         if not self._waiting or not self._has_no_group:

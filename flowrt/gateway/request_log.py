@@ -5,6 +5,7 @@ Only the gateway (gateway.py) writes to a log.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -69,6 +70,11 @@ class Detokenizer(Protocol):
         ...
 
 
+def is_stop_token(params: SamplingParams, eos_token_ids: Collection[int], token_id: int) -> bool:
+    """Whether the token ends the output. A stop token is in the token ids of an output, but not in its text."""
+    return token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos)
+
+
 @dataclass(slots=True)
 class ChoiceLog:
     """The output of one choice of a request, and the state of its text conversion."""
@@ -109,6 +115,7 @@ class RequestLog:
     index: int
     params: SamplingParams
     prompt_token_ids: tuple[int, ...] = ()  # empty until the request is placed
+    counted_tokens: int = 0  # length of the prompt, estimated until then
     choices: list[ChoiceLog] = field(default_factory=lambda: [ChoiceLog(0)])
     max_tokens: int = 0
     seed: int = 0

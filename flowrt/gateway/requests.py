@@ -10,6 +10,7 @@ from flowrt.actors.control import Control, Ended, RunsAlone, Submit, Tokens
 from flowrt.actors.mailbox import Mailbox
 from flowrt.errors import UserError, shown
 from flowrt.gateway.gateway import ClientEvent, Decision, EndEvent, Gateway, SendCancel, SendRequest, TokenEvent
+from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
@@ -30,10 +31,12 @@ class Requests:
         progress: RequestProgress,
         clock: Clock,
         on_token: Callable[[TokenEvent], None] | None = None,
+        metrics: RequestMetrics | None = None,
     ) -> None:
         self.gateway = gateway
         self._send, self._progress, self._clock, self._on_token = send, progress, clock, on_token
-        self._changed: dict[int, asyncio.Event] = {}
+        self.metrics = metrics
+        self._on_change: dict[int, Callable[[], None]] = {}  # by request: called after new events
         self._in_use: set[int] = set()  # requests that a call submits or follows
         self._unread: dict[int, None] = {}  # requests that have ended and that no call uses, oldest first
         self._outgoing: dict[str, Mailbox[SendRequest | SendCancel]] = {group: Mailbox(1 << 16) for group in gateway.loads}
@@ -61,8 +64,10 @@ class Requests:
     def fail(self, error: Exception) -> None:
         """Make each `follow` raise `error`, once it has yielded the events so far: the run has failed."""
         self._failure = error
-        for changed in (*self._changed.values(), *([self._has_drained] if self._has_drained is not None else [])):
-            changed.set()
+        for on_change in list(self._on_change.values()):
+            on_change()
+        if self._has_drained is not None:
+            self._has_drained.set()
 
     async def drain(self) -> None:
         """Admit no new requests, and wait until all admitted ones have ended. Raises the run's failure when the run fails first."""
@@ -79,9 +84,7 @@ class Requests:
         A UserError of `tokenize` ends the request with that error. A cancelled or failed call cancels the request.
         """
         gateway = self.gateway
-        index = gateway.reserve(params)
-        self._changed[index] = asyncio.Event()
-        self._in_use.add(index)
+        index = self._reserve(gateway.reserve(params), _nothing)
         try:
             await self._submit(index, tokenize)
         except BaseException:  # the caller has no number, so it cannot end the request
@@ -91,6 +94,11 @@ class Requests:
             self._in_use.discard(index)
         if gateway.has_ended(index):
             self._keep_unread(index)
+        return index
+
+    def _reserve(self, index: int, on_change: Callable[[], None]) -> int:
+        self._on_change[index] = on_change
+        self._in_use.add(index)
         return index
 
     async def _submit(self, index: int, tokenize: Callable[[], Awaitable[Sequence[int]]]) -> None:
@@ -119,10 +127,11 @@ class Requests:
             raise UserError(f"request {index} is followed already; a request has one reader")
         self._in_use.add(index)
         self._unread.pop(index, None)
-        seen = 0
+        seen, changed = 0, asyncio.Event()
+        self._on_change[index] = changed.set
         try:
             while True:
-                self._changed[index].clear()
+                changed.clear()
                 for event in gateway.events(index, seen):
                     seen += 1
                     yield event
@@ -131,10 +140,33 @@ class Requests:
                 if self._failure is not None:
                     self.has_raised_failure = True
                     raise self._failure
-                await self._changed[index].wait()
+                await changed.wait()
         finally:
-            self._let_go(index)
-            self._in_use.discard(index)
+            self.close(index)
+
+    # For a client that calls when it has room for more events.
+
+    def open(self, params: SamplingParams, num_tokens: int, on_change: Callable[[], None]) -> int:
+        """Admit a request whose events have no text, see `Gateway.reserve`. Returns its number. `on_change` is called after new events,
+        and must not wait. `place` or `close` follows."""
+        index = self._reserve(self.gateway.reserve(params, num_tokens=num_tokens, has_text=False), on_change)
+        if not self.gateway.has_ended(index):
+            now = self._clock.now()
+            self._progress.opened(now)
+            if self.metrics is not None:
+                self.metrics.admit(index, now)
+        return index
+
+    def place(self, index: int, prompt_token_ids: Sequence[int]) -> None:
+        self._carry_out(self.gateway.place(index, prompt_token_ids))
+
+    def stop_choice(self, index: int, choice: int) -> None:
+        self._carry_out(self.gateway.stop_choice(index, choice))
+
+    def close(self, index: int) -> None:
+        """Drop a request that no client follows any more; cancel it unless it has ended."""
+        self._let_go(index)
+        self._in_use.discard(index)
 
     def prompt_token_ids(self, index: int) -> tuple[int, ...]:
         """The prompt token ids of a request; empty when it has none. Raises UserError for an unknown request."""
@@ -172,7 +204,7 @@ class Requests:
         self._carry_out(self.gateway.end_all("abort"))
 
     def _check_known(self, index: int) -> None:
-        if type(index) is not int or index not in self._changed:
+        if type(index) is not int or index not in self._on_change:
             kept = f"it can be followed once, and the logs of {MAX_UNREAD} ended requests are kept for it"
             raise UserError(f"there is no request {shown(index)} to follow; submit gives the number, {kept}")
 
@@ -188,11 +220,13 @@ class Requests:
         self._carry_out(self.gateway.cancel(index))
         if self.gateway.log(index).end is not None:
             self.gateway.forget(index)
-        del self._changed[index]
+        del self._on_change[index]
 
     def _carry_out(self, decisions: Iterable[Decision]) -> None:
-        now = self._clock.now()
+        now, metrics = self._clock.now(), self.metrics
         for decision in decisions:
+            if metrics is not None:
+                _count(metrics, decision, now)
             if isinstance(decision, SendRequest | SendCancel):
                 self._outgoing[decision.group].post(decision)
                 continue
@@ -205,8 +239,8 @@ class Requests:
                 self._note_drained()
                 if decision.request not in self._in_use:
                     self._keep_unread(decision.request)
-            if (changed := self._changed.get(decision.request)) is not None:
-                changed.set()
+            if (on_change := self._on_change.get(decision.request)) is not None:
+                on_change()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -233,3 +267,17 @@ class Requests:
                 continue
             with suppress(Exception):  # a dead group needs no message; `follow` raises the run's failure
                 await self._send(group, control)
+
+
+def _count(metrics: RequestMetrics, decision: Decision, now: float) -> None:
+    match decision:
+        case TokenEvent():
+            metrics.add_token(decision.request, decision.choice, now)
+        case SendRequest():
+            metrics.place(decision.index, len(decision.request.prompt_token_ids), now)
+        case EndEvent():
+            metrics.end(decision.request, decision.finish_reason, now)
+
+
+def _nothing() -> None:
+    pass

@@ -127,6 +127,7 @@ def build_graph(
         prompts=_prompts(file, document, folder),
         emulation=file.emulate,
         reliability=file.reliability,
+        serving=file.serving,
         folder=str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder)),
         choices=choices,
     )

@@ -21,6 +21,7 @@ INPUT, OUTPUT = "input", "output"  # the pseudo-nodes of a user's graph; they li
 GATEWAY = "gateway"  # the name of the launching process as a worker
 FORK_SERVER = "fork server"  # the process that forks the workers
 MONITOR = "monitor"  # the process that watches the workers
+FRONT_END = "front_end"  # role of the processes that serve HTTP
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,11 @@ def _edge_id(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def front_end_names(graph: Graph) -> tuple[str, ...]:
+    """The processes that serve HTTP when the graph is served."""
+    return tuple(f"{FRONT_END}.{number}" for number in range(graph.serving.front_ends))
+
+
 def role_of(process: str) -> str:
     """The role of a process: its name without the number, so that attention.0 and attention.1 have the role attention."""
     role, _, number = process.rpartition(".")
@@ -260,6 +266,18 @@ class ReliabilitySettings:
 
 
 @dataclass(frozen=True)
+class ServingSettings:
+    """How `flowrt serve` takes requests."""
+
+    front_ends: int = _key(1, "Processes that serve HTTP, tokenize prompts and decode tokens.", ge=1, le=64)
+    max_requests: int = _key(1024, "The most active requests; others get status 429.", ge=1, le=1 << 20)
+    max_prompt_tokens: int = _key(1 << 20, "The most tokens in the prompts of all active requests.", ge=1, le=1 << 40)
+    max_connections: int = _key(1024, "The most open connections of a front end.", ge=1, le=1 << 16)
+    stream_interval: int = _key(1, "Tokens per event of a stream; the first is always sent at once.", ge=1, le=1024)
+    vllm_metrics: bool = _key(False, "Export the metrics under vLLM's names too, for dashboards that query these.")
+
+
+@dataclass(frozen=True)
 class Graph:
     """An expanded, checked graph, from which the launcher starts workers. Nodes and edges are keyed by name."""
 
@@ -276,6 +294,7 @@ class Graph:
     prompts: tuple[str, ...] = ()
     emulation: Emulation | None = None
     reliability: ReliabilitySettings = ReliabilitySettings()
+    serving: ServingSettings = ServingSettings()
     folder: str = ""  # absolute folder of the file: on sys.path of workers for "module:function"
     # For errors that are found after reading: key of the explicit form -> its place ("FILE:LINE" or "--set ..") and key as written.
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict, compare=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from flowrt.graph.builtin import BUILTIN, SOURCE, Keeps
-from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph, Node
+from flowrt.graph.model import FORK_SERVER, FRONT_END, GATEWAY, MONITOR, Graph, Node, role_of
 from flowrt.graph.placement import weight_set
 
 STANDBY = "standby process"
@@ -50,6 +50,7 @@ RULES: dict[str, Rule] = {
         ),
         Rule(Keeps.UNKNOWN, "state that only the process has", Recovery.FATAL, "the run ends"),
         Rule(MONITOR, "nothing", Recovery.RESTART, "it restarts"),
+        Rule(FRONT_END, "its open connections", Recovery.RESTART, "its requests are cancelled; it restarts"),
         Rule(STANDBY, "nothing", Recovery.RESTART, "another one starts"),
         Rule(FORK_SERVER, "ability to start processes", Recovery.RESTART, "it restarts; workers keep running"),
         Rule(GATEWAY, "the run", Recovery.FATAL, "every process ends; each client gets an error"),
@@ -68,6 +69,8 @@ def rule_of(graph: Graph, process: str) -> Rule:
         return RULES[process]
     if process in standby_names(graph):
         return RULES[STANDBY]
+    if role_of(process) == FRONT_END:
+        return RULES[FRONT_END]
     kept = {keeps_of(node) for node in graph.nodes_of(process)}
     return RULES[max(kept, key=list(Keeps).index, default=Keeps.UNKNOWN)]
 

@@ -19,6 +19,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from flowrt.graph.model import (
     FORK_SERVER,
+    FRONT_END,
     GATEWAY,
     INPUT,
     MONITOR,
@@ -28,6 +29,8 @@ from flowrt.graph.model import (
     Emulation,
     GraphLimits,
     ReliabilitySettings,
+    ServingSettings,
+    role_of,
 )
 from flowrt.graph.notation import (
     LINK_NUMBERS,
@@ -48,6 +51,7 @@ _RESERVED = {
     GATEWAY: f"the launching process, which holds only {INPUT} and {OUTPUT}",
     FORK_SERVER: "the process that forks all others",
     MONITOR: "the process that watches all others",
+    FRONT_END: "a process that serves HTTP",
 }
 
 
@@ -138,8 +142,8 @@ def _matching(test: Callable[[str], bool], text: str) -> AfterValidator:
 
 
 def _process(value: str) -> str:
-    if value in _RESERVED:
-        raise ValueError(f"{value!r} is {_RESERVED[value]}; choose another name")
+    if (reserved := value if value in _RESERVED else role_of(value)) in _RESERVED:
+        raise ValueError(f"{value!r} is {_RESERVED[reserved]}; choose another name")
     return value
 
 
@@ -225,7 +229,7 @@ class AttentionSection(RoleSection):
     tensor_parallel: int = Field(default=1, ge=1, description="Above 1: not built yet.")
 
 
-for _shared in (GraphLimits, Batching, ComputeCost, Emulation, ReliabilitySettings):  # before the sections that have them
+for _shared in (GraphLimits, Batching, ComputeCost, Emulation, ReliabilitySettings, ServingSettings):  # before the sections that have them
     _shared.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[union-attr]
 
 
@@ -350,6 +354,7 @@ class GraphFile(Section):
     numerics: Literal["fast", "strict"] = Field(default="fast", description="strict: no bit depends on batch, placement or preemption.")
     emulate: Emulation | None = Field(default=None, description="Emulate links and computation that this machine does not have.")
     reliability: ReliabilitySettings = ReliabilitySettings()
+    serving: ServingSettings = ServingSettings()
     prompts: Prompts | None = Field(default=None, description="The prompts that `flowrt run` serves when given none: a list, or a file.")
     processes: Processes | None = Field(default=None, description="Explicit form only; else deploy.processes.")
     micro_batches: int | None = Field(default=None, ge=1, le=64, description="Explicit form only; else deploy.attention.micro_batches.")

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from msgspec.structs import replace
@@ -39,7 +38,7 @@ from flowrt.actors.control import (
     StatisticsRequest,
 )
 from flowrt.actors.heartbeats import LAUNCHER_HEARTBEAT_SECONDS, send_heartbeats
-from flowrt.errors import NotRunningError, UserError, WorkerDiedError
+from flowrt.errors import NotRunningError, UserError, WorkerDiedError, named_error
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph, to_json
 from flowrt.graph.recovery import standby_names
@@ -48,9 +47,10 @@ from flowrt.launcher.actions import Action, Announce, End, EndProcess, KillForkS
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.health_record import HealthRecord
 from flowrt.launcher.run_state import RunState
+from flowrt.launcher.service import Service
 from flowrt.launcher.standby import standby_loads
 from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, host_name, pack, usable_cores
-from flowrt.launcher.worker_pool import PoolOwner, WorkerPool
+from flowrt.launcher.worker_pool import PoolOwner, WorkerPool, set_own_threads
 from flowrt.processes.descriptors import is_too_few, too_few_descriptors
 from flowrt.processes.fork_server import WorkerMain
 from flowrt.processes.output_tail import write_line
@@ -74,6 +74,8 @@ class Launcher:
     on_control: called with (worker, message) for every message that is not about starting.
     on_line: called with (process, line) for every line on a process's stderr or stdout; the default writes "[process] line" to stderr.
     None of the three callbacks may block; an exception of the first two ends the run.
+    services: processes beside the graph's own, by name.
+    farewell: awaited when the run fails, before its processes are killed; with the error. It must not take long.
     hosted: workers that run in this loop beside the graph's own, such as the gateway's half of a user's graph: name -> the
     coroutine function to run. They get the same messages over the same kind of control connection.
     worker, preload: what each worker runs, "module:function", and the modules the fork server imports before it forks.
@@ -94,6 +96,8 @@ class Launcher:
         on_control: Callable[[str, Control], None] | None = None,
         on_line: Callable[[str, str], None] | None = None,
         hosted: Mapping[str, WorkerMain] | None = None,
+        services: Mapping[str, Service] = MappingProxyType({}),
+        farewell: Callable[[Exception], Awaitable[None]] | None = None,
         worker: str = WORKER,
         preload: Sequence[str] = PRELOAD,
         unavailable_reason: UnavailableReason = unavailable_reason,
@@ -109,10 +113,11 @@ class Launcher:
         self.health_record = HealthRecord(self._emitting, self.seams.clock.now)
         self._on_event = on_event or (lambda event: None)
         self._on_control = on_control or (lambda name, control: None)
+        self._farewell = farewell
         hosted = hosted or {}
         self.worker, self._preload = worker, tuple(preload)  # `worker` may be changed until the start
         names = [*self.graph.process_names(), *hosted]
-        own_names = FORK_SERVER, MONITOR, *(standbys := standby_names(self.graph))
+        own_names = FORK_SERVER, MONITOR, *services, *(standbys := standby_names(self.graph))
         if len({*names, *own_names}) < len(names) + len(own_names):
             raise ValueError(f"two workers of one name, or one called {' or '.join(own_names)}, among {names}")
         packed = {host_name(workers): workers for workers in pack(self.graph)}
@@ -120,7 +125,9 @@ class Launcher:
 
         def start_of(name: str, incarnation: str, was_standby: bool) -> Start:
             loaded = tuple(dict.fromkeys(loads.values())) if name in standbys else ()
-            return Start(name, incarnation, graph_json, self.key, log_level, loaded, loads[name] if was_standby else "", is_traced)
+            settings = services[name].settings if name in services else b""
+            loaded_as = loads[name] if was_standby else ""
+            return Start(name, incarnation, graph_json, self.key, log_level, loaded, loaded_as, is_traced, settings)
 
         self.state = RunState(
             self.graph,
@@ -131,9 +138,10 @@ class Launcher:
             response_seconds=response_seconds,
             stop_seconds=stop_seconds,
             standby_loads=loads,
+            services=services,
         )
         owner = PoolOwner(self._step, self._on_worker_control, on_line or write_line, self._spawn)
-        self._pool = WorkerPool(self.graph, self.seams, self.state, packed, hosted, owner, log_level)
+        self._pool = WorkerPool(self.graph, self.seams, self.state, packed, hosted, services, owner, log_level)
         self.workers, self.pids, self.fork_server_pid = self._pool.connections, self._pool.pids, self._pool.fork_server_pid
         self.failure: Exception | None = None
         self._task: asyncio.Task[None] | None = None
@@ -247,7 +255,12 @@ class Launcher:
                 else:
                     self._announce(events.ForkServerReady(fork_server_threads))
                 self._step(self.state.start, began)
-                await self._ended
+                try:
+                    await self._ended
+                except Exception as error:
+                    if self._farewell is not None:
+                        await self._farewell(error)
+                    raise
                 raise _EndedError
         except* _EndedError:
             orderly = True
@@ -422,18 +435,3 @@ class Launcher:
 
 class _EndedError(Exception):
     """Ends the tasks of a run whose workers have ended in order."""
-
-
-def set_own_threads(graph: Graph) -> None:
-    """Set torch's threads in the user's own process to the largest number in the graph; `auto` keeps the user's setting."""
-    wishes = [wish for wish in graph.threads.values() if wish != "auto"]
-    if wishes and (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(max(wishes))
-
-
-def named_error(group: ExceptionGroup[Exception]) -> Exception:
-    """The error to report of those that a run's tasks raised: the first UserError or WorkerDiedError, else the first error."""
-    error: Exception = group.subgroup((UserError, WorkerDiedError)) or group
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error

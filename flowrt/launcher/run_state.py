@@ -51,7 +51,7 @@ class RunState:
 
     start_of: the first message to an incarnation of a worker, which was a standby process or not. response_seconds: the longest
     silence of a worker that starts. stop_seconds: from Stop to the end of the processes. standby_loads: see standby.py; without them there
-    are no standby processes.
+    are no standby processes. services: names of further processes (service.py).
     """
 
     def __init__(
@@ -65,17 +65,18 @@ class RunState:
         response_seconds: float,
         stop_seconds: float,
         standby_loads: Mapping[str, str] = MappingProxyType({}),
+        services: Collection[str] = (),
     ) -> None:
         self._start_of, self.response_seconds = start_of, response_seconds
         self.wants_monitor = is_watched(graph) and bool(processes)
-        self._table = table = RunTable(graph, new_incarnation, standby_names(graph))
+        self._table = table = RunTable(graph, new_incarnation, (*standby_names(graph), *services))
         self._standbys = Standbys(table, standby_names(graph), standby_loads)
         self._root_cause = RootCause(table)
         self.fork_server = ForkServerLoss(table, self._root_cause, graph.reliability)
         self._restarts = Restarts(table, self._root_cause, self.fork_server, self._standbys, graph.reliability)
         self._link_loss = LinkLoss(table, self._root_cause)
         self._stop = OrderedStop(table, self._root_cause, stop_seconds)
-        for name, workers in processes.items():
+        for name, workers in (*processes.items(), *((name, (name,)) for name in services)):
             table.add(name, workers, is_task=False)
         for name in tasks:
             table.add(name, [name], is_task=True)

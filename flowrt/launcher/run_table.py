@@ -185,11 +185,11 @@ class ProcessRecord:
 
 
 class RunTable:
-    """Belongs to one run. `now` is the time of the present event."""
+    """Belongs to one run. `now` is the time of the present event. `survivable`: processes outside the graph that the run can lose."""
 
-    def __init__(self, graph: Graph, new_incarnation: Callable[[], str], standbys: Iterable[str] = ()) -> None:
+    def __init__(self, graph: Graph, new_incarnation: Callable[[], str], survivable: Iterable[str] = ()) -> None:
         self._new_incarnation = new_incarnation
-        self._survivable = survivable_processes(graph) | {MONITOR, *standbys}
+        self._survivable = survivable_processes(graph) | {MONITOR, *survivable}
         self._eager = {end for edge in graph.edges.values() if edge.open == "start" for end in graph.ends_of(edge)}
         self._state_kept = {name: list(RULES).index(rule_of(graph, name).keeps) for name in graph.process_names()}
         self.policy = RecoveryPolicy(graph)

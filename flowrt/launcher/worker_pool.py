@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from flowrt.launcher.actions import KillForkServer, StartForkServer, StartProces
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.fork_server_loss import IMPORT_SECONDS
 from flowrt.launcher.run_state import RunState
+from flowrt.launcher.service import Service
 from flowrt.launcher.totals import total
 from flowrt.launcher.transport_choice import num_threads, usable_cores
 from flowrt.process_backend import CONTROL_LIMITS, ProcessBackend, ProcessSpec, WorkerProcess
@@ -46,7 +48,8 @@ class PoolOwner:
 
 
 class WorkerPool:
-    """`packed`: the workers of each OS process, by its name; `hosted`: workers that are tasks of this loop."""
+    """`packed`: the workers of each OS process, by its name; `hosted`: workers that are tasks of this loop; `services`: further
+    processes."""
 
     def __init__(
         self,
@@ -55,10 +58,12 @@ class WorkerPool:
         state: RunState,
         packed: Mapping[str, Sequence[str]],
         hosted: Mapping[str, WorkerMain],
+        services: Mapping[str, Service],
         owner: PoolOwner,
         log_level: str,
     ) -> None:
         self._graph, self._seams, self._state, self._packed, self._hosted = graph, seams, state, packed, dict(hosted)
+        self._services = services
         self._step, self._on_control, self.on_output, self._spawn = owner.step, owner.on_control, owner.on_line, owner.spawn
         self._log_level = log_level
         self.connections: dict[str, ControlConnection] = {}  # of the latest incarnation of each worker
@@ -75,10 +80,12 @@ class WorkerPool:
         self._entry = entry
         if not self._packed:
             self._hosted = dict.fromkeys(self._graph.process_names(), load_worker(entry)) | self._hosted
+            preload = ()
+        if not self._packed and not self._services:
             return None
         open_backend = self._seams.open_backend or LocalBackend.open
-        self._backend = await open_backend(run_id, self, preload, len(self._packed), self._state.response_seconds)
-        return self._backend.num_threads
+        self._backend = await open_backend(run_id, self, preload, len(self._packed) + len(self._services), self._state.response_seconds)
+        return self._backend.num_threads if self._packed else None
 
     def start(self, action: StartProcess) -> None:
         """Start an OS process, or the task of a hosted worker."""
@@ -179,14 +186,18 @@ class WorkerPool:
             if (former := self.connections.get(worker.name)) is not None:
                 await former.aclose()
                 self._end_statistics(worker.name)
-        entry, threads, weights = MONITOR_ENTRY, 1, tuple[str, ...]()
-        if process != MONITOR:
+        entry, threads, weights, service = MONITOR_ENTRY, 1, tuple[str, ...](), self._services.get(process)
+        if service is not None:
+            entry = service.entry
+        elif process != MONITOR:
             names, loads = [worker.name for worker in action.workers], self._state.standby_loads(process)
             entry, threads = self._entry, num_threads(self._graph, loads[:1] or names, list(self._packed.values()), usable_cores())
             weights = tuple(dict.fromkeys(filter(None, (weight_set(self._graph, name) for name in loads or names))))
         try:
             async with asyncio.timeout(self._state.fork_server.fork_seconds):
-                started = await backend.start(ProcessSpec(process, action.workers, entry, threads, self._log_level, weights))
+                descriptors = service.descriptors if service is not None else {}
+                spec = ProcessSpec(process, action.workers, entry, threads, self._log_level, weights, descriptors)
+                started = await backend.start(spec)
         except TimeoutError:
             self._step(self._state.on_fork_silent, process)
         except (WorkerDiedError, UserError) as error:
@@ -256,3 +267,10 @@ class WorkerPool:
             connection.give_up_requests()
         self._step(self._state.on_connection_closed, name)
         await connection.aclose()
+
+
+def set_own_threads(graph: Graph) -> None:
+    """Set torch's threads in the user's own process to the largest number in the graph; `auto` keeps the user's setting."""
+    wishes = [wish for wish in graph.threads.values() if wish != "auto"]
+    if wishes and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(max(wishes))

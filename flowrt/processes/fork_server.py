@@ -180,7 +180,7 @@ class _ForkServer:
             set_log_level(request.log_level)
             _, *rest = fds
             controls = [(name, socket.socket(fileno=rest.pop(0))) for name in request.workers]
-            _run_loop(_host(load_worker(request.worker), controls, dict(zip(request.weights, rest, strict=True))))
+            _run_loop(_host(load_worker(request.worker), controls, dict(zip(request.descriptors, rest, strict=True))))
             status = 0
         except BaseException as error:
             if (fault := fault_of(error)) is not None:
@@ -192,13 +192,13 @@ class _ForkServer:
             os._exit(status)  # no atexit, no joining of threads: an ended worker must not hang in them
 
 
-async def _host(worker: WorkerMain, controls: list[tuple[str, socket.socket]], memories: dict[str, int]) -> None:
+async def _host(worker: WorkerMain, controls: list[tuple[str, socket.socket]], descriptors: dict[str, int]) -> None:
     """Run one worker per control connection. The first worker that fails ends the others, since they share the process."""
 
     async def run_one(control: socket.socket) -> None:
         channel = await StreamChannel.from_socket(control, CONTROL_LIMITS, Identity("gateway"))
         async with channel:
-            await worker(channel, Seams(own_loop=len(controls) == 1, weight_memory=memories))
+            await worker(channel, Seams(own_loop=len(controls) == 1, descriptors=descriptors))
 
     async with asyncio.TaskGroup() as group:
         for name, control in controls:

@@ -85,13 +85,13 @@ class LocalBackend:
             raise WorkerDiedError(FORK_SERVER, exit_text(-signal.SIGKILL)) if self._server is None else self._server.lost()
         self._num_starts = number = self._num_starts + 1
         try:
-            weights = {each: fd for each in spec.weights if (fd := self._weight_files.of(each)) >= 0}
+            descriptors = {each: fd for each in spec.weights if (fd := self._weight_files.of(each)) >= 0} | dict(spec.descriptors)
             process = LocalProcess(
                 spec,
                 self._owner.on_output,
                 lambda: self._on_dying(number),
                 lambda status: self._on_exited(number, status),
-                [*weights.values()],
+                [*descriptors.values()],
             )
         except OSError as error:
             raise start_error(spec.name, error) from error
@@ -105,7 +105,7 @@ class LocalBackend:
             threads=spec.threads,
             log_level=spec.log_level,
             holds_exit_lock=process.holds_exit_lock,
-            weights=tuple(weights),
+            descriptors=tuple(descriptors),
             num_fds=len(process.fds),
         )
         self._server.request(request, process)

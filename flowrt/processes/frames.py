@@ -27,8 +27,8 @@ class Frame(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForkRequest(Frame, frozen=True, kw_only=True):
-    """Fork an OS process called `host`. Descriptors: the target of its stdout and stderr, one control connection per worker, the memory
-    file of each weight set in `weights`, and the memory of its exit lock if it `holds_exit_lock`.
+    """Fork an OS process called `host`. Descriptors: the target of its stdout and stderr, one control connection per worker, those
+    named in `descriptors`, and the memory of its exit lock if it `holds_exit_lock`.
 
     `number` identifies this start in every later frame. `worker` is the "module:function" that each of `workers` runs; `threads` is the
     number of compute threads that they share.
@@ -41,7 +41,7 @@ class ForkRequest(Frame, frozen=True, kw_only=True):
     threads: int
     log_level: str
     holds_exit_lock: bool = False
-    weights: tuple[str, ...] = ()
+    descriptors: tuple[str, ...] = ()
 
 
 class Loaded(Frame, frozen=True, kw_only=True):

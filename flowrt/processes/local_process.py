@@ -37,9 +37,9 @@ class LocalProcess:
         on_output: Callable[[str, str], None],
         on_dying: Callable[[], None],
         on_exited: Callable[[int | None], None],
-        weights: Sequence[int] = (),
+        descriptors: Sequence[int] = (),
     ) -> None:
-        self.spec, self.pid, self._weights = spec, 0, list(weights)
+        self.spec, self.pid, self._descriptors = spec, 0, list(descriptors)
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.controls: tuple[StreamChannel, ...] = ()
         self.is_reported = True
@@ -88,10 +88,10 @@ class LocalProcess:
 
     @property
     def fds(self) -> list[int]:
-        """Descriptors for the process: the write end of its output, its ends of the control connections, the memory files of its weights,
+        """Descriptors for the process: the write end of its output, its ends of the control connections, those that it is given,
         the memory of its exit lock."""
         controls, lock = [sock.fileno() for sock in self._theirs], [self._exit_lock.fd] if self.holds_exit_lock else []
-        return [self._output.write_end, *controls, *self._weights, *lock]
+        return [self._output.write_end, *controls, *self._descriptors, *lock]
 
     def close_theirs(self) -> None:
         self._close(self._theirs)

@@ -119,6 +119,10 @@ class Tokenizer:
         """The text of all tokens at once, special tokens left out."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token, also of a special one; U+FFFD for a part of a character."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
     def stream(self) -> TextStream:
         """A new detokenizer for one output."""
         return TextStream(self._tokenizer, self._special_token_ids)

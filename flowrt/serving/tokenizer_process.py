@@ -26,6 +26,7 @@ from flowrt.serving.tokenizer import Tokenizer
 MAX_TEXT_CHARACTERS = 4 << 20
 TEXT_SECONDS = 10.0  # for one text
 START_SECONDS = 30.0  # to load the tokenizer
+STALE_SECONDS = 0.2  # for the response to a call that was cancelled
 MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
 _PR_SET_PDEATHSIG = 1
 
@@ -51,6 +52,8 @@ class _TokenizerChild:
     def __init__(self, directory: Path) -> None:
         self.socket, theirs = socket.socketpair()
         self.is_ready = False  # it has loaded the tokenizer
+        self.num_stale = 0  # responses that will come for calls that were cancelled
+        self.received = bytearray()  # a part of the next response
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         module = ["-P", "-m", "flowrt.serving.tokenizer_process"]
@@ -70,6 +73,17 @@ class _TokenizerChild:
             raise TokenizerError(f"the process that tokenizes text cannot be started: {error.strerror}") from error
         self.socket.setblocking(False)
 
+    async def receive(self) -> _Encoded:
+        """The next response. A call that is cancelled loses none of its bytes."""
+        loop, data = asyncio.get_running_loop(), self.received
+        while not data.endswith(b"\n"):  # the next response comes only after the next request
+            received = await loop.sock_recv(self.socket, 1 << 20)
+            if not received:
+                raise EOFError
+            data += received
+        self.received = bytearray()
+        return msgspec.json.decode(data, type=_Encoded)
+
     def kill(self) -> None:
         self.socket.close()
         self.process.kill()
@@ -79,7 +93,7 @@ class _TokenizerChild:
 class TokenizerProcess:
     """The client of the tokenizer process of one model directory. Texts are encoded one at a time, in the order of the calls.
 
-    A text that takes too long, or whose call is cancelled, ends the process; the next call starts another one.
+    A text that takes too long ends the process, also one whose call was cancelled; the next call starts another one.
     """
 
     def __init__(self, directory: Path, text_seconds: float = TEXT_SECONDS, start_seconds: float = START_SECONDS) -> None:
@@ -102,9 +116,10 @@ class TokenizerProcess:
         if num_characters > MAX_TEXT_CHARACTERS:
             raise TokenizerError(f"the text has {num_characters} characters, it may have at most {MAX_TEXT_CHARACTERS}")
         async with self._turn:
+            await self._skip_stale()
             try:
                 encoded = await self._exchange(_Encode(prompt, max_tokens))
-            except BaseException:
+            except Exception:
                 self._kill()  # the next call must not receive its late response
                 raise
         if encoded.error is not None:
@@ -123,34 +138,45 @@ class TokenizerProcess:
             self._child.kill()
             self._child = None
 
+    async def _skip_stale(self) -> None:
+        """Drop the responses to calls that were cancelled. A process that does not send them soon is ended."""
+        child = self._child
+        if child is None or not child.num_stale:
+            return
+        try:
+            async with asyncio.timeout(STALE_SECONDS):
+                while child.num_stale:
+                    await child.receive()
+                    child.num_stale -= 1
+        except (OSError, EOFError):  # also TimeoutError
+            self._kill()
+
     async def _exchange(self, request: _Encode) -> _Encoded:
         child, loop = self.start(), asyncio.get_running_loop()
         late = f"the process that tokenizes text has not loaded in {self._start_seconds:g} s: is it stopped, or the machine overloaded?"
         try:
             if not child.is_ready:
                 async with asyncio.timeout(self._start_seconds):
-                    ready = await _receive(loop, child.socket)
+                    ready = await child.receive()
                 if ready.error is not None:
                     raise TokenizerError(ready.error)
                 child.is_ready = True
             late = f"the text was not tokenized within {self._text_seconds:g} s"
             async with asyncio.timeout(self._text_seconds):
-                await loop.sock_sendall(child.socket, _line(request))
-                return await _receive(loop, child.socket)
+                try:
+                    await loop.sock_sendall(child.socket, _line(request))
+                except asyncio.CancelledError:  # perhaps a part of it
+                    self._kill()
+                    raise
+                try:
+                    return await child.receive()
+                except asyncio.CancelledError:
+                    child.num_stale += 1
+                    raise
         except TimeoutError:
             raise TokenizerError(late) from None
         except (OSError, EOFError) as error:
             raise TokenizerError("the process that tokenizes text has died, of too little memory perhaps") from error
-
-
-async def _receive(loop: asyncio.AbstractEventLoop, channel: socket.socket) -> _Encoded:
-    data = bytearray()
-    while not data.endswith(b"\n"):  # the next response comes only after the next request
-        received = await loop.sock_recv(channel, 1 << 20)
-        if not received:
-            raise EOFError
-        data += received
-    return msgspec.json.decode(data, type=_Encoded)
 
 
 def _line(message: msgspec.Struct) -> bytes:

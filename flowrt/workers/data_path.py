@@ -142,12 +142,11 @@ class DataPath:
             for edge in self._graph.edges.values()
             if edge.id in counters.sent
         )
-        return Statistics(
+        statistics = Statistics(
             edges=edges,
             num_firings=counters.num_firings,
             compute_seconds=counters.compute_seconds,
             inline_seconds=counters.inline_seconds,
-            num_steps=self.group.num_steps if self.group is not None else 0,
             late_wakeups=sum(link.statistics().late_wakeups for link in self.links.values()),
             resident_bytes=self._seams.resident_bytes(),
             strict_blocks=self._strict_blocks,
@@ -155,6 +154,7 @@ class DataPath:
             fallbacks=self.links.fallbacks(),
             num_redispatched=self.failover.client.num_redispatched if self.failover is not None else 0,
         )
+        return statistics if self.group is None else self.group.with_counts(statistics)
 
     def _post(self, edge: Edge, message: Message) -> None:
         self.links[self._link_of[edge.id]].post(message)

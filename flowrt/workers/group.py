@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListLike
 
+import msgspec
 import torch
 
-from flowrt.actors.control import Cancel, Control, Drain, Drained, Ended, Logprobs, RunsAlone, Submit, Token, Tokens
+from flowrt.actors.control import Cancel, Control, Drain, Drained, Ended, Logprobs, RunsAlone, Statistics, Submit, Token, Tokens
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
 from flowrt.engine.engine import Decision, Engine, StartStep
@@ -58,9 +59,19 @@ class Group:
         """Whether no request is alive and no step runs."""
         return self._engine.idle
 
-    @property
-    def num_steps(self) -> int:
-        return self._engine.statistics().num_steps
+    def with_counts(self, statistics: Statistics) -> Statistics:
+        """`statistics` with the counts of the engine."""
+        engine = self._engine.statistics()
+        return msgspec.structs.replace(
+            statistics,
+            num_steps=engine.num_steps,
+            num_rows=engine.num_rows,
+            num_preemptions=engine.num_preemptions,
+            num_running=engine.num_running,
+            num_waiting=engine.num_waiting,
+            num_pages=engine.num_pages,
+            num_free_pages=engine.num_free_pages,
+        )
 
     def on_control(self, control: Control) -> None:
         """Handle Submit, Cancel and Drain; ignore all other messages."""

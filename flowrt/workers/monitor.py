@@ -31,13 +31,13 @@ from flowrt.actors.control import (
     Stop,
     from_message,
 )
+from flowrt.actors.control_link import ControlLink, receive_start
 from flowrt.graph.model import GATEWAY, ReliabilitySettings
 from flowrt.process_status import ProcessTimes
 from flowrt.reliability.detector import Detector, Operation, ProcessSample, StateChange, Timeouts
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
 from flowrt.transports.wire.message import Message
-from flowrt.workers.control_link import ControlLink, receive_start
 
 log = logging.getLogger("flowrt.monitor")
 

@@ -37,6 +37,7 @@ from flowrt.actors.control import (
     TraceRequest,
     from_message,
 )
+from flowrt.actors.control_link import ControlLink, receive_start
 from flowrt.actors.heartbeats import send_heartbeats
 from flowrt.actors.links import LinkLostError, Links
 from flowrt.dataflow.matching import Firing
@@ -52,7 +53,6 @@ from flowrt.seams import LONE_INLINE_SECONDS, Compute, Seams, ThreadCompute
 from flowrt.trace.records import NO_RECORDS, TraceRing
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message, Tag
-from flowrt.workers.control_link import ControlLink, receive_start
 from flowrt.workers.data_path import DataPath, LoadedOperators
 from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.membership import Membership
@@ -193,7 +193,7 @@ class Worker:
         names = self._start.loads or (self._start.name,)
         loaded = {name: await self._compute.run("load", partial(self._load, name), bound_seconds=3600.0) for name in names}
         if self._seams.own_loop:
-            for descriptor in self._seams.weight_memory.values():
+            for descriptor in self._seams.descriptors.values():
                 os.close(descriptor)
         if not self._start.loads:
             return loaded[self._start.name]
@@ -287,7 +287,7 @@ class Worker:
 
     def _open_memory(self, name: str, files: Mapping[str, str]) -> WeightMemory | None:
         """The memory of the weights that this worker shares with others of its host; None where it shares none."""
-        model, descriptor = self._graph.model, self._seams.weight_memory.get(weight_set(self._graph, name))
+        model, descriptor = self._graph.model, self._seams.descriptors.get(weight_set(self._graph, name))
         if model is None or descriptor is None:
             return None
         try:

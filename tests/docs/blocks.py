@@ -6,6 +6,7 @@ A comment directly above a block says more about it:
     <!-- file: NAME -->         it is the content of a file that later blocks use
     <!-- output -->             it is what the block before it prints
     <!-- setup: CODE -->        Python that runs before a piece of a program
+    <!-- background: WORD -->   it runs while later blocks do, which begin once it has printed WORD
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +94,7 @@ class Folder:
         for name, module in (("flowrt", "-m flowrt"), ("python", "")):
             (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
             (programs / name).chmod(0o755)
+        self._background: list[subprocess.Popen[bytes]] = []
         self._environment = {
             **os.environ,
             "PATH": f"{programs}:{os.environ['PATH']}",
@@ -102,7 +105,9 @@ class Folder:
 
     def run(self, block: Block) -> str:
         """Run a block; returns what it prints. Raises AssertionError when it fails, or prints other than the page shows."""
-        if block.mark.startswith("file: "):
+        if block.mark.startswith("background: "):
+            self._start(block, block.mark.removeprefix("background: "))
+        elif block.mark.startswith("file: "):
             file = self.path / block.mark.removeprefix("file: ")
             file.parent.mkdir(exist_ok=True)
             file.write_text(block.text)
@@ -121,6 +126,22 @@ class Folder:
         elif block.language == "python":
             return self._call(block, f"python -c {shlex.quote(program(block))}")
         return ""
+
+    def close(self) -> None:
+        """End what runs in the background; it must end in order."""
+        for process in self._background:
+            process.terminate()
+            assert process.wait(TIMEOUT_SECONDS) == 0
+
+    def _start(self, block: Block, word: str) -> None:
+        (command,) = block.commands()
+        output = self.path.parent / "background.log"
+        with output.open("w") as file:
+            process = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=self.path, env=self._environment, stdout=file, stderr=file)
+        self._background.append(process)
+        while word not in output.read_text():
+            assert process.poll() is None, f"{block.page}:{block.line}: {command}\n{output.read_text()}"
+            time.sleep(0.05)
 
     def _call_once(self, block: Block, command: str) -> str:
         words = shlex.split(command, comments=True)

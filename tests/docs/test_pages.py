@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,12 @@ def is_run(block: Block) -> bool:
 def test_each_block_has_a_language_and_a_known_mark(page: str) -> None:
     for block in blocks_of(page):
         assert block.language in LANGUAGES, f"{page}:{block.line}: {block.language!r}; write one of {LANGUAGES} after the backticks"
-        known = not block.mark or block.mark == "output" or block.mark.startswith(("file: ", "setup: ")) or _REASON.match(block.mark)
+        known = (
+            not block.mark
+            or block.mark == "output"
+            or block.mark.startswith(("file: ", "setup: ", "background: "))
+            or _REASON.match(block.mark)
+        )
         assert known, f"{page}:{block.line}: {block.mark}"
 
 
@@ -51,11 +57,12 @@ def test_the_blocks_of_a_page_run_as_written(page: str, tmp_path: Path) -> None:
     if page not in _ALWAYS and not runs_all:
         pytest.skip("runs with make docs")
     folder, printed = Folder(tmp_path), ""
-    for block in blocks_of(page):
-        if block.mark == "output":
-            check_output(block, block.text, printed)
-        elif block.is_run and (runs_all or not _LONG.search(block.text)):
-            printed = folder.run(block)
+    with closing(folder):
+        for block in blocks_of(page):
+            if block.mark == "output":
+                check_output(block, block.text, printed)
+            elif block.is_run and (runs_all or not _LONG.search(block.text)):
+                printed = folder.run(block)
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if page.startswith("docs/") and page != "docs/README.md"])

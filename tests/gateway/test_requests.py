@@ -100,7 +100,7 @@ async def test_ten_thousand_requests_without_a_reader_keep_a_bounded_number_of_l
             requests.readmit_group("g")
         most = max(most, gateway.num_logs)
     assert MAX_UNREAD <= most <= MAX_UNREAD + 8
-    assert gateway.num_logs == len(requests._changed)
+    assert gateway.num_logs == len(requests._on_change)
     with pytest.raises(UserError, match="there is no request 0 to follow"):
         await anext(requests.follow(0))
     with pytest.raises(UserError, match="there is no request 0 to follow"):

@@ -50,6 +50,13 @@ def test_every_key_of_the_short_form_is_on_the_page() -> None:
     for section in (schema.EdgeSection, *(getattr(schema, name) for name in names)):
         for name, field in section.model_fields.items():
             assert re.search(rf"\b{re.escape(field.alias or name)}\b", PAGE), f"{section.__name__}.{name}"
-    for section in (schema.LimitsSection, model.Batching, model.Emulation, model.ComputeCost, model.ReliabilitySettings):
+    for section in (
+        schema.LimitsSection,
+        model.Batching,
+        model.Emulation,
+        model.ComputeCost,
+        model.ReliabilitySettings,
+        model.ServingSettings,
+    ):
         for field in dataclasses.fields(section):
             assert re.search(rf"\b{field.name}\b", PAGE), f"{section.__name__}.{field.name}"

@@ -6,6 +6,8 @@ import pytest
 
 from flowrt.reliability.health import STALL_SECONDS, Health, RequestProgress, ServiceState, WorkerProgress, health
 
+OVERDUE = WorkerProgress(7, 0.1, "'experts'", 70.0, 60.0)
+
 
 def state_of(progress: RequestProgress, now: float) -> ServiceState:
     return ServiceState(num_open=progress.num_open, idle_seconds=progress.idle_seconds(now))
@@ -65,6 +67,10 @@ def test_requests_without_progress_are_unhealthy() -> None:
             ),
         ),
         (ServiceState(workers={"experts.0": WorkerProgress(7, 0.1)}), Health(True, workers={"experts.0": WorkerProgress(7, 0.1)})),
+        (
+            ServiceState(workers={"experts.0": OVERDUE}),
+            Health(False, ("experts.0 has run 'experts' for 70.0 s, its bound is 60.0 s",), workers={"experts.0": OVERDUE}),
+        ),
     ],
 )
 def test_events_of_health(state: ServiceState, expected: Health) -> None:

@@ -1,0 +1,99 @@
+"""Messages between a front end and the gateway, on the front end's control connection. No text travels: only parameters and token ids.
+
+A front end numbers its requests. It sends Reserve; after Reserved without a refusal it tokenizes the prompt and sends Place. RequestOutput
+brings the tokens, and as the last one of each request its end. CancelRequest may be sent at any time after Reserve.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from flowrt.actors.control import Control, Logprobs
+from flowrt.sampling_params import FinishReason, SamplingParams
+
+RefusalKind = Literal["overloaded", "unavailable", "invalid"]
+Topic = Literal["health", "ready", "metrics"]
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a request is not admitted: too many others (overloaded), no service now (unavailable), or it can never be served (invalid)."""
+
+    kind: RefusalKind
+    text: str
+
+
+class Reserve(Control, frozen=True):
+    """From a front end: admit a request with these parameters. `num_tokens` estimates the length of its prompt."""
+
+    number: int
+    params: SamplingParams
+    num_tokens: int
+
+
+class Reserved(Control, frozen=True):
+    """To a front end: the response to Reserve. A request with a `refusal` has ended."""
+
+    number: int
+    refusal: Refusal | None = None
+
+
+class Place(Control, frozen=True):
+    """From a front end: the prompt of a reserved request."""
+
+    number: int
+    prompt_token_ids: tuple[int, ...]
+
+
+class CancelRequest(Control, frozen=True):
+    """From a front end: its client has left. No RequestOutput follows."""
+
+    number: int
+
+
+class StopChoice(Control, frozen=True):
+    """From a front end: the text of a choice contains a stop string, so it needs no more tokens."""
+
+    number: int
+    choice: int
+
+
+class ChoiceOutput(msgspec.Struct, frozen=True, array_like=True):
+    """The next tokens of a choice. `logprobs`: one per token, or none. `finish_reason` follows the last one of several choices."""
+
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
+    is_degraded: bool = False
+    finish_reason: FinishReason | None = None
+
+
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What is new of a request. The last one has `end`, and `error` when that is "error"."""
+
+    number: int
+    choices: tuple[ChoiceOutput, ...] = ()
+    end: FinishReason | None = None
+    error: str | None = None
+
+
+class Outputs(Control, frozen=True):
+    """To a front end: what is new of its requests."""
+
+    outputs: tuple[RequestOutput, ...]
+
+
+class StateQuery(Control, frozen=True):
+    """From a front end: asks for the state of the run. The response is StateReport."""
+
+    number: int
+    topic: Topic
+
+
+class StateReport(Control, frozen=True):
+    """To a front end: whether the run is healthy or ready, and the details as text."""
+
+    number: int
+    is_ok: bool
+    text: str

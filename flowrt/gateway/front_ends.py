@@ -1,0 +1,225 @@
+"""The requests of front ends: admits them, sends each front end the new tokens of its requests, and cancels those of one that dies.
+
+The request log is the only buffer. A front end gets what is new of all its requests in one message, and the next one when its connection
+has room. So a front end that reads slowly delays no other, and gets larger messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from flowrt.actors.control import Control, Logprobs
+from flowrt.actors.front_end_messages import (
+    CancelRequest,
+    ChoiceOutput,
+    Outputs,
+    Place,
+    RequestOutput,
+    Reserve,
+    Reserved,
+    StateQuery,
+    StateReport,
+    StopChoice,
+)
+from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
+from flowrt.gateway.requests import Requests
+from flowrt.sampling_params import FinishReason
+from flowrt.transports.errors import TransportError
+
+SEND_SECONDS = 2.0  # for a front end to read what is left
+MAX_EVENTS = 4096  # of one message: with 20 logprobs per token about 1 MiB
+
+Send = Callable[[str, Control], Awaitable[None]]
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+@dataclass
+class _FollowedRequest:
+    """A request of a front end at the gateway. `num_sent`: events of its log that were sent."""
+
+    index: int
+    num_sent: int = 0
+
+
+@dataclass
+class _FrontEndQueue:
+    requests: dict[int, _FollowedRequest] = field(default_factory=dict)  # by the front end's number
+    changed: dict[int, None] = field(default_factory=dict)  # numbers of requests with new events, in order
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    is_idle: asyncio.Event = field(default_factory=_set_event)  # nothing is left to send
+
+
+class FrontEnds:
+    """`send` waits while the connection to a front end is full, `post` queues a message. `answer` returns the answer to a query."""
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        requests: Requests,
+        send: Send,
+        post: Callable[[str, Control], None],
+        answer: Callable[[StateQuery], Awaitable[StateReport]],
+    ) -> None:
+        self._requests, self._send, self._post, self._answer = requests, send, post, answer
+        self._front_ends = {name: _FrontEndQueue() for name in names}
+        self._failure: str | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._front_ends)
+
+    def begin(self) -> None:
+        """Start one task per front end. `aclose` ends these tasks."""
+        for name in self._front_ends:
+            self._spawn(self._send_outputs(name), f"outputs to {name}")
+
+    async def aclose(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def on_control(self, name: str, control: Control) -> None:
+        """Handle a message of the current incarnation of a front end. Ignores other messages, and those of other workers."""
+        front_end = self._front_ends.get(name)
+        if front_end is None:
+            return
+        match control:
+            case Reserve():
+                self._reserve(name, front_end, control)
+            case Place(number, prompt_token_ids) if (request := front_end.requests.get(number)) is not None:
+                self._requests.place(request.index, prompt_token_ids)
+            case StopChoice(number, choice) if (request := front_end.requests.get(number)) is not None:
+                self._requests.stop_choice(request.index, choice)
+            case CancelRequest(number):
+                self._close(front_end, number)
+            case StateQuery():
+                self._spawn(self._respond(name, control), f"query of {name}")
+
+    def lose(self, name: str) -> None:
+        """Cancel the requests of a front end that has died. No-op for other workers."""
+        if (front_end := self._front_ends.get(name)) is not None:
+            for number in list(front_end.requests):
+                self._close(front_end, number)
+
+    def fail(self, error: str) -> None:
+        """The run has failed: end every request with this error, in a last message to each front end."""
+        self._failure = error
+        for name, front_end in self._front_ends.items():
+            with suppress(TransportError):
+                self._post(name, Outputs(tuple(RequestOutput(number, (), "error", error) for number in front_end.requests)))
+            front_end.requests.clear()
+            front_end.changed.clear()
+
+    async def wait_sent(self) -> None:
+        """Wait until nothing is left to send. It does not wait long for a front end that reads nothing."""
+        waiting = [each.is_idle.wait() for each in self._front_ends.values()]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SEND_SECONDS):
+                await asyncio.gather(*waiting)
+
+    # Inside.
+
+    def _spawn(self, task: Awaitable[None], name: str) -> None:
+        spawned = asyncio.get_running_loop().create_task(_awaited(task), name=name)
+        self._tasks.add(spawned)
+        spawned.add_done_callback(self._tasks.discard)
+
+    def _reserve(self, name: str, front_end: _FrontEndQueue, reserve: Reserve) -> None:
+        number, requests = reserve.number, self._requests
+        if number in front_end.requests:
+            return
+        refusal = requests.gateway.refusal_now(reserve.num_tokens)
+        if refusal is not None and requests.metrics is not None:
+            requests.metrics.refuse(refusal.kind)
+        if refusal is None and self._failure is None:
+            index = requests.open(reserve.params, reserve.num_tokens, partial(self._note_change, front_end, number))
+            front_end.requests[number] = _FollowedRequest(index)
+        self._post(name, Reserved(number, refusal))
+
+    def _close(self, front_end: _FrontEndQueue, number: int) -> None:
+        front_end.changed.pop(number, None)
+        if (request := front_end.requests.pop(number, None)) is not None:
+            self._requests.close(request.index)
+
+    def _note_change(self, front_end: _FrontEndQueue, number: int) -> None:
+        if number in front_end.requests:  # it is not being closed
+            front_end.changed[number] = None
+            front_end.is_idle.clear()
+            front_end.wake.set()
+
+    async def _send_outputs(self, name: str) -> None:
+        front_end = self._front_ends[name]
+        while True:
+            if not (outputs := self._take_outputs(front_end)):
+                front_end.wake.clear()
+                front_end.is_idle.set()
+                await front_end.wake.wait()
+                continue
+            with suppress(TransportError):  # it has died: `lose` follows
+                await self._send(name, Outputs(outputs))
+
+    def _take_outputs(self, front_end: _FrontEndQueue) -> tuple[RequestOutput, ...]:
+        """What is new of the requests that have changed, up to MAX_EVENTS events. Closes the requests that have ended."""
+        outputs: list[RequestOutput] = []
+        num_events = 0
+        while front_end.changed and num_events < MAX_EVENTS:
+            number = next(iter(front_end.changed))
+            del front_end.changed[number]
+            request = front_end.requests[number]
+            events = self._requests.gateway.events(request.index, request.num_sent)
+            if len(events) > MAX_EVENTS:
+                events = events[:MAX_EVENTS]
+                front_end.changed[number] = None
+            request.num_sent += len(events)
+            num_events += len(events)
+            if events:
+                outputs.append(output_of(number, events))
+            if events and isinstance(events[-1], EndEvent):
+                self._close(front_end, number)
+        return tuple(outputs)
+
+    async def _respond(self, name: str, query: StateQuery) -> None:
+        answer = await self._answer(query)
+        with suppress(TransportError):
+            self._post(name, answer)
+
+
+async def _awaited(task: Awaitable[None]) -> None:
+    await task
+
+
+def output_of(number: int, events: Iterable[ClientEvent]) -> RequestOutput:
+    """The message of a request's next events."""
+    token_ids: dict[int, list[int]] = {}
+    logprobs: dict[int, list[Logprobs]] = {}
+    reasons: dict[int, FinishReason] = {}
+    degraded: set[int] = set()
+    end: EndEvent | None = None
+    for event in events:
+        match event:
+            case TokenEvent():
+                token_ids.setdefault(event.choice, []).append(event.token_id)
+                if event.logprob is not None:
+                    logprobs.setdefault(event.choice, []).append(Logprobs(event.logprob, event.top_logprobs))
+                if event.degraded:
+                    degraded.add(event.choice)
+            case ChoiceEvent():
+                reasons[event.choice] = event.finish_reason
+            case EndEvent():
+                end = event
+    choices = tuple(
+        ChoiceOutput(choice, tuple(token_ids.get(choice, ())), tuple(logprobs.get(choice, ())), choice in degraded, reasons.get(choice))
+        for choice in {**token_ids, **reasons}
+    )
+    return RequestOutput(number, choices) if end is None else RequestOutput(number, choices, end.finish_reason, end.error)

@@ -1,0 +1,101 @@
+"""Counts the requests and tokens of a gateway, and the times of both in histograms. Pure: events with their times in, numbers out."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flowrt.actors.front_end_messages import RefusalKind
+from flowrt.sampling_params import FinishReason
+
+# vLLM's edges, and finer ones below them, so that quantiles of both can be compared.
+VLLM_FIRST_TOKEN_EDGES = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+VLLM_TOKEN_EDGES = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+VLLM_REQUEST_EDGES = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_FIRST_TOKEN_EDGES = (0.0001, 0.00025, 0.0005, *VLLM_FIRST_TOKEN_EDGES)
+_TOKEN_EDGES = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, *VLLM_TOKEN_EDGES)
+_REQUEST_EDGES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, *VLLM_REQUEST_EDGES)
+
+
+class Histogram:
+    """`edges`: rising upper bounds of its buckets; a last bucket has none."""
+
+    def __init__(self, edges: Sequence[float]) -> None:
+        self.edges = tuple(edges)
+        self.total = 0.0
+        self._counts = [0] * (len(edges) + 1)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self.edges, value)] += 1
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def count_up_to(self, edge: float) -> int:
+        """The number of values up to one of its edges."""
+        return sum(self._counts[: self.edges.index(edge) + 1])
+
+
+@dataclass
+class _Times:
+    arrived: float
+    placed: float | None = None
+    latest: dict[int, float] = field(default_factory=dict)  # by choice: of its latest token
+
+
+class RequestMetrics:
+    """`num_moved`: how often a request went on in another group. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self.ended: Counter[FinishReason] = Counter()
+        self.refused: Counter[RefusalKind] = Counter()
+        self.num_prompt_tokens = self.num_generation_tokens = self.num_moved = 0
+        self.queue_seconds, self.request_seconds = Histogram(_REQUEST_EDGES), Histogram(_REQUEST_EDGES)
+        self.first_token_seconds, self.token_seconds = Histogram(_FIRST_TOKEN_EDGES), Histogram(_TOKEN_EDGES)
+        self._times: dict[int, _Times] = {}  # by request, from its admission to its end
+
+    def refuse(self, kind: RefusalKind) -> None:
+        self.refused[kind] += 1
+
+    def admit(self, request: int, now: float) -> None:
+        self._times[request] = _Times(now)
+
+    def place(self, request: int, num_prompt_tokens: int, now: float) -> None:
+        """The request is sent to a group, perhaps not for the first time."""
+        if (times := self._times.get(request)) is None:
+            return
+        if times.placed is not None:
+            self.num_moved += 1
+            return
+        times.placed = now
+        self.num_prompt_tokens += num_prompt_tokens
+        self.queue_seconds.observe(now - times.arrived)
+
+    def add_token(self, request: int, choice: int, now: float) -> None:
+        if (times := self._times.get(request)) is None:
+            return
+        self.num_generation_tokens += 1
+        latest = times.latest.get(choice)
+        if latest is not None:
+            self.token_seconds.observe(now - latest)
+        elif not times.latest:
+            self.first_token_seconds.observe(now - times.arrived)
+        times.latest[choice] = now
+
+    def end(self, request: int, reason: FinishReason, now: float) -> None:
+        if (times := self._times.pop(request, None)) is not None:
+            self.ended[reason] += 1
+            self.request_seconds.observe(now - times.arrived)

@@ -1,0 +1,119 @@
+"""Builds the bodies of chat and completion responses, whole or in chunks, in the shape of OpenAI's API. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from flowrt.actors.control import Logprobs
+from flowrt.serving.choice_text import TextPiece
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Usage:
+    num_prompt_tokens: int
+    num_completion_tokens: int
+
+    def as_json(self) -> dict[str, int]:
+        total = self.num_prompt_tokens + self.num_completion_tokens
+        return {"prompt_tokens": self.num_prompt_tokens, "completion_tokens": self.num_completion_tokens, "total_tokens": total}
+
+
+def event(fields: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(fields) + b"\n\n"
+
+
+class ResponseBuilder:
+    """The response to one HTTP request. `created`: Unix time. `token_text` returns the text of one token, also of a special one."""
+
+    def __init__(
+        self, request_id: str, created: int, model: str, is_chat: bool, includes_usage: bool, token_text: Callable[[int], str]
+    ) -> None:
+        self._is_chat, self._token_text = is_chat, token_text
+        kind = ("chat.completion" if is_chat else "text_completion") + (".chunk" if is_chat else "")
+        self._chunk = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}", "object": kind, "created": created, "model": model}
+        self._whole = self._chunk | {"object": kind.removesuffix(".chunk")}
+        self._no_usage: dict[str, Any] = {"usage": None} if includes_usage else {}
+        self._num_characters: dict[int, int] = {}  # by choice, of the text so far: offsets of tokens
+
+    def first_chunk(self, choice: int, echoed: str = "") -> bytes:
+        """Of each choice of a stream: its role, or the prompt that is repeated; b"" for none."""
+        if self._is_chat:
+            return self._event(choice, {"delta": {"role": "assistant", "content": ""}})
+        self._num_characters[choice] = len(echoed)
+        return self._event(choice, {"text": echoed}) if echoed else b""
+
+    def chunk(self, piece: TextPiece) -> bytes:
+        """b"" for a piece with nothing to show."""
+        if not (piece.text or piece.logprobs or piece.finish_reason):
+            return b""
+        if self._is_chat:
+            fields: dict[str, Any] = {"delta": {"content": piece.text} if piece.text or piece.logprobs else {}}
+        else:
+            fields = {"text": piece.text}
+        fields["logprobs"] = self._logprobs(piece)
+        return self._event(piece.choice, fields, piece)
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return event(self._chunk | {"choices": [], "usage": usage.as_json()})
+
+    def whole(self, pieces: Sequence[TextPiece], echoed: Sequence[str], usage: Usage) -> bytes:
+        """The body of a response that is not streamed: one piece per choice, and the prompt of each that is repeated."""
+        choices = []
+        for piece, prompt in zip(pieces, echoed, strict=True):
+            self._num_characters[piece.choice] = len(prompt)
+            text = prompt + piece.text
+            fields: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
+            choices.append(_choice(piece.choice, fields | {"logprobs": self._logprobs(piece)}, piece))
+        return msgspec.json.encode(self._whole | {"choices": choices, "usage": usage.as_json()})
+
+    def _event(self, choice: int, fields: dict[str, Any], piece: TextPiece | None = None) -> bytes:
+        return event(self._chunk | {"choices": [_choice(choice, fields, piece)]} | self._no_usage)
+
+    def _logprobs(self, piece: TextPiece) -> dict[str, Any] | None:
+        if not piece.logprobs:
+            return None
+        texts = [self._token_text(token_id) for token_id in piece.token_ids]
+        if self._is_chat:
+            return {"content": [self._chat_logprob(text, each) for text, each in zip(texts, piece.logprobs, strict=True)]}
+        offsets = []
+        for text in texts:
+            offsets.append(offset := self._num_characters.get(piece.choice, 0))
+            self._num_characters[piece.choice] = offset + len(text)
+        top = [{self._token_text(token_id): logprob for token_id, logprob in each.top} for each in piece.logprobs]
+        token_logprobs = [each.token for each in piece.logprobs]
+        return {"tokens": texts, "token_logprobs": token_logprobs, "top_logprobs": top, "text_offset": offsets}
+
+    def _chat_logprob(self, text: str, logprobs: Logprobs) -> dict[str, Any]:
+        top = [_token_logprob(self._token_text(token_id), logprob) for token_id, logprob in logprobs.top]
+        return _token_logprob(text, logprobs.token) | {"top_logprobs": top}
+
+
+def merged(pieces: Iterable[TextPiece]) -> dict[int, TextPiece]:
+    """The pieces of each choice as one."""
+    whole: dict[int, TextPiece] = {}
+    for piece in pieces:
+        if (into := whole.setdefault(piece.choice, piece)) is not piece:
+            into.text += piece.text
+            into.token_ids += piece.token_ids
+            into.logprobs += piece.logprobs
+            into.finish_reason = piece.finish_reason or into.finish_reason
+            into.is_degraded |= piece.is_degraded
+    return whole
+
+
+def _choice(index: int, fields: dict[str, Any], piece: TextPiece | None) -> dict[str, Any]:
+    """`degraded` is there when a token was computed without an expert (docs/reliability.md)."""
+    degraded = {"degraded": True} if piece is not None and piece.is_degraded else {}
+    return {"index": index, **fields, "finish_reason": piece.finish_reason if piece is not None else None, **degraded}
+
+
+def _token_logprob(text: str, logprob: float) -> dict[str, Any]:
+    is_whole = "\ufffd" not in text  # else the token is a part of a character, whose bytes are not known here
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}

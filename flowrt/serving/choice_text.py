@@ -1,0 +1,83 @@
+"""Turns the outputs of one request into text, choice by choice: decodes tokens, finds stop strings, counts tokens. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+from flowrt.actors.control import Logprobs
+from flowrt.actors.front_end_messages import RequestOutput
+from flowrt.gateway.request_log import ChoiceLog, Detokenizer, is_stop_token
+from flowrt.gateway.stop_strings import StopStrings
+from flowrt.sampling_params import FinishReason, SamplingParams
+
+
+@dataclass
+class TextPiece:
+    """New text of a choice, and the tokens that it comes from. `logprobs`: one per token, or none. The last piece of a choice has the
+    `finish_reason`."""
+
+    choice: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    is_degraded: bool = False
+
+
+class RequestText:
+    """The choices of one request. `first_choice`: the number of its first one among those of an HTTP request. `on_stop` is called when a
+    stop string ends a choice."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        new_detokenizer: Callable[[], Detokenizer] | None,
+        eos_token_ids: Collection[int],
+        first_choice: int,
+        on_stop: Callable[[int], None],
+    ) -> None:
+        self._params, self._eos_token_ids, self._first_choice, self._on_stop = params, eos_token_ids, first_choice, on_stop
+        self._choices = [
+            ChoiceLog(index, new_detokenizer() if new_detokenizer is not None else None, StopStrings(params.stop) if params.stop else None)
+            for index in range(params.n)
+        ]
+
+    @property
+    def has_ended(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self._choices)
+
+    def add(self, output: RequestOutput) -> Iterator[TextPiece]:
+        """One piece per token, and one for the end of a choice without tokens. `output.end` is no error."""
+        for new in output.choices:
+            choice = self._choices[new.choice]
+            for at, token_id in enumerate(new.token_ids):
+                if choice.finish_reason is not None:  # computed before the stop was known
+                    break
+                logprobs = [new.logprobs[at]] if new.logprobs else []
+                yield self._push(choice, token_id, logprobs, new.is_degraded)
+            if new.finish_reason is not None:
+                yield from self._end(choice, new.finish_reason)
+        if output.end is not None:
+            for choice in self._choices:
+                yield from self._end(choice, output.end)
+
+    def _push(self, choice: ChoiceLog, token_id: int, logprobs: list[Logprobs], is_degraded: bool) -> TextPiece:
+        looks_for_stops = len(choice.token_ids) >= self._params.min_tokens
+        choice.token_ids.append(token_id)
+        piece = TextPiece(self._first_choice + choice.index, "", [token_id], logprobs, None, is_degraded)
+        if not is_stop_token(self._params, self._eos_token_ids, token_id):
+            piece.text, has_stopped = choice.push(token_id, looks_for_stops)
+            if has_stopped:
+                piece.finish_reason, _ = choice.end("stop")
+                self._on_stop(choice.index)
+        return piece
+
+    def _end(self, choice: ChoiceLog, reason: FinishReason) -> Iterator[TextPiece]:
+        if choice.finish_reason is None:
+            finish_reason, text = choice.end(reason)
+            yield TextPiece(self._first_choice + choice.index, text, finish_reason=finish_reason)

@@ -1,0 +1,157 @@
+"""Answers one chat or completion request: admits it, tokenizes its prompts, submits them, and writes the response as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack
+
+import msgspec
+
+from flowrt.actors.control import Request
+from flowrt.engine.validation import max_new_tokens, refusal
+from flowrt.errors import TokenizerError
+from flowrt.graph.model import GraphLimits
+from flowrt.sampling_params import SamplingParams
+from flowrt.serving.api_errors import INVALID, UNAVAILABLE, ApiError, internal_error
+from flowrt.serving.api_request import CompletionRequest, Prompt, estimated_tokens
+from flowrt.serving.api_response import ResponseBuilder, Usage, merged
+from flowrt.serving.choice_text import RequestText, TextPiece
+from flowrt.serving.exchange import Exchange
+from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
+from flowrt.serving.tokenizer import Tokenizer
+from flowrt.serving.tokenizer_process import TokenizerProcess
+
+MAX_WRITE_BYTES = 64 << 10  # of events at once: then it waits for a client that reads slowly
+
+
+class PromptEncoder:
+    """Turns prompts into token ids within the limits of the graph."""
+
+    def __init__(self, process: TokenizerProcess, limits: GraphLimits, max_model_len: int, vocab_size: int) -> None:
+        self._process, self._limits, self.max_model_len, self._vocab_size = process, limits, max_model_len, vocab_size
+
+    async def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt. Raises ApiError."""
+        if isinstance(prompt, tuple):
+            return prompt
+        try:
+            return tuple(await self._process.encode(prompt, max_tokens=self.max_model_len))
+        except TokenizerError as error:
+            raise ApiError(INVALID, str(error), "prompt" if isinstance(prompt, str) else "messages") from None
+
+    def check(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
+        """Check a request as the gateway does. Raises ApiError."""
+        room = max_new_tokens(len(token_ids), self._limits, self.max_model_len)
+        max_tokens = max(room, 1) if params.max_tokens is None else params.max_tokens
+        request = Request(id="", attempt=0, prompt_token_ids=token_ids, max_tokens=max_tokens, params=params)
+        if (reason := refusal(request, self._limits, self.max_model_len, self._vocab_size)) is not None:
+            raise ApiError(INVALID, reason)
+
+
+class Completions:
+    """Answers the requests of one front end. `stream_interval`: tokens per event of a stream."""
+
+    def __init__(
+        self, client: GatewayClient, encoder: PromptEncoder, tokenizer: Tokenizer, eos_token_ids: Collection[int], stream_interval: int
+    ) -> None:
+        self._client, self._encoder, self._tokenizer = client, encoder, tokenizer
+        self._eos_token_ids, self._stream_interval = frozenset(eos_token_ids), stream_interval
+
+    async def answer(self, request: CompletionRequest, exchange: Exchange, model: str, created: int) -> None:
+        """Raises ApiError. A request whose client leaves is cancelled, because this call is."""
+        inbox = Inbox()
+        with ExitStack() as stack:
+            opened: list[OpenRequest] = []
+            for index, prompt in enumerate(request.prompts):  # before the costly work
+                params = msgspec.structs.replace(request.params, stop=())
+                opened.append(await self._client.reserve(params, estimated_tokens(prompt), inbox, index))
+                stack.callback(opened[-1].close)
+            texts, num_prompt_tokens = [], 0
+            for index, prompt in enumerate(request.prompts):
+                token_ids = await self._encoder.encode(prompt)
+                self._encoder.check(token_ids, request.params)
+                num_prompt_tokens += len(token_ids)
+                stop = opened[index].stop_choice
+                texts.append(RequestText(request.params, self._tokenizer.stream, self._eos_token_ids, index * request.params.n, stop))
+                opened[index].place(token_ids)
+            echoed = [self._echoed(request, prompt) for prompt in request.prompts for _ in range(request.params.n)]
+            builder = ResponseBuilder(exchange.id, created, model, request.is_chat, request.includes_usage, self._tokenizer.token_text)
+            response = _Response(inbox, texts, builder, exchange, num_prompt_tokens)
+            if request.is_stream:
+                await response.stream(echoed, request.includes_usage, self._stream_interval)
+            else:
+                await response.respond(echoed)
+
+    def _echoed(self, request: CompletionRequest, prompt: Prompt) -> str:
+        if not request.echo:
+            return ""
+        return self._tokenizer.decode(prompt) if isinstance(prompt, tuple) else str(prompt)
+
+
+class _Response:
+    """The outputs of the prompts of one HTTP request."""
+
+    def __init__(
+        self, inbox: Inbox, texts: list[RequestText], builder: ResponseBuilder, exchange: Exchange, num_prompt_tokens: int
+    ) -> None:
+        self._inbox, self._texts, self._builder, self._exchange = inbox, texts, builder, exchange
+        self._num_prompt_tokens = num_prompt_tokens
+
+    async def respond(self, echoed: list[str]) -> None:
+        pieces: list[TextPiece] = []
+        while not self._have_ended:
+            pieces += await self._next_pieces()
+        choices = merged(pieces)
+        body = self._builder.whole([choices[number] for number in sorted(choices)], echoed, self._usage)
+        await self._exchange.respond(200, body)
+
+    async def stream(self, echoed: list[str], includes_usage: bool, interval: int) -> None:
+        exchange, builder = self._exchange, self._builder
+        await exchange.begin_events()
+        events = b"".join(builder.first_chunk(choice, prompt) for choice, prompt in enumerate(echoed))
+        if events:
+            await exchange.send_events(events)
+        held: dict[int, TextPiece] = {}  # by choice: what waits for the next event
+        has_sent: set[int] = set()
+        while not self._have_ended:
+            ready = bytearray()
+            for piece in await self._next_pieces():
+                waiting = held.pop(piece.choice, None)
+                if waiting is not None:
+                    piece = merged((waiting, piece))[piece.choice]
+                if piece.finish_reason is None and piece.choice in has_sent and len(piece.token_ids) < interval:
+                    held[piece.choice] = piece
+                    continue
+                has_sent.add(piece.choice)
+                ready += builder.chunk(piece)
+                if len(ready) >= MAX_WRITE_BYTES:
+                    await exchange.send_events(bytes(ready))
+                    ready.clear()
+            if ready and not self._have_ended:
+                await exchange.send_events(bytes(ready))
+                ready.clear()
+        await exchange.end_events(bytes(ready) + (builder.usage_chunk(self._usage) if includes_usage else b""))
+
+    @property
+    def _have_ended(self) -> bool:
+        return all(text.has_ended for text in self._texts)
+
+    @property
+    def _usage(self) -> Usage:
+        return Usage(self._num_prompt_tokens, sum(text.num_tokens for text in self._texts))
+
+    async def _next_pieces(self) -> list[TextPiece]:
+        """Waits for new tokens. Raises ApiError when a request has ended with an error, or was ended from the server's side."""
+        pieces: list[TextPiece] = []
+        for prompt, output in await self._inbox.take():
+            text = self._texts[prompt]
+            if output.end in ("error", "abort") and not text.has_ended:
+                raise _failure(output.error, self._exchange.id)
+            pieces += text.add(output)
+        return pieces
+
+
+def _failure(error: str | None, request_id: str) -> ApiError:
+    if error is None:
+        return ApiError(UNAVAILABLE, "the server has ended this request, because it is shutting down")
+    return internal_error(request_id)

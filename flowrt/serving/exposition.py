@@ -1,0 +1,149 @@
+"""Writes the metrics of a served graph in Prometheus' text format, under flowrt's names and, if wanted, under vLLM's. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from flowrt.actors.control import Statistics
+from flowrt.actors.front_end_messages import RefusalKind
+from flowrt.gateway.request_metrics import (
+    VLLM_FIRST_TOKEN_EDGES,
+    VLLM_REQUEST_EDGES,
+    VLLM_TOKEN_EDGES,
+    Histogram,
+    RequestMetrics,
+)
+from flowrt.graph.model import role_of
+from flowrt.sampling_params import FinishReason
+
+Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ServedState:
+    """What is exported. `num_waiting`: requests at the gateway without a group. `workers`: statistics by process. `down`: processes that
+    are not at work."""
+
+    model_name: str
+    is_healthy: bool
+    num_active: int
+    num_waiting: int
+    metrics: RequestMetrics
+    workers: Mapping[str, Statistics]
+    down: frozenset[str]
+
+
+class _Page:
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(self, name: str, kind: str, text: str, values: Iterable[tuple[Labels, float]]) -> None:
+        self._lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+        self._lines += [f"{name}{_written(labels)} {_number(value)}" for labels, value in values]
+
+    def add_histogram(self, name: str, text: str, histogram: Histogram, edges: Sequence[float], labels: Labels) -> None:
+        self._lines += [f"# HELP {name} {text}", f"# TYPE {name} histogram"]
+        counts = [(_number(edge), histogram.count_up_to(edge)) for edge in edges]
+        for edge, count in (*counts, ("+Inf", histogram.count)):
+            self._lines.append(f"{name}_bucket{_written({**labels, 'le': edge})} {count}")
+        self._lines += [f"{name}_sum{_written(labels)} {_number(histogram.total)}", f"{name}_count{_written(labels)} {histogram.count}"]
+
+    @property
+    def text(self) -> str:
+        return "".join(f"{line}\n" for line in self._lines)
+
+
+def exposition(state: ServedState, with_vllm_names: bool) -> str:
+    page = _Page()
+    _add_requests(page, state)
+    _add_processes(page, state)
+    if with_vllm_names:
+        _add_vllm(page, state)
+    return page.text
+
+
+def _add_requests(page: _Page, state: ServedState) -> None:
+    metrics = state.metrics
+    page.add("flowrt_healthy", "gauge", "1 while the work of the graph progresses, as of /health.", [({}, state.is_healthy)])
+    page.add("flowrt_requests_active", "gauge", "Requests that have not ended.", [({}, state.num_active)])
+    page.add("flowrt_requests_waiting", "gauge", "Requests that wait at the gateway for a group.", [({}, state.num_waiting)])
+    ended = [({"finish_reason": reason}, metrics.ended[reason]) for reason in get_args(FinishReason)]
+    page.add("flowrt_requests_total", "counter", "Requests that have ended.", ended)
+    refused = [({"reason": kind}, metrics.refused[kind]) for kind in get_args(RefusalKind)]
+    page.add("flowrt_requests_refused_total", "counter", "Requests that were not admitted.", refused)
+    page.add("flowrt_requests_moved_total", "counter", "Requests that went on in another group.", [({}, metrics.num_moved)])
+    page.add("flowrt_prompt_tokens_total", "counter", "Tokens of prompts.", [({}, metrics.num_prompt_tokens)])
+    page.add("flowrt_generation_tokens_total", "counter", "Tokens that were committed.", [({}, metrics.num_generation_tokens)])
+    for name, text, histogram in (
+        ("time_to_first_token", "From admission to the first token.", metrics.first_token_seconds),
+        ("inter_token_latency", "Between two tokens of a choice.", metrics.token_seconds),
+        ("request_queue", "From admission until a group has the request.", metrics.queue_seconds),
+        ("request_latency", "From admission to the end.", metrics.request_seconds),
+    ):
+        page.add_histogram(f"flowrt_{name}_seconds", text, histogram, histogram.edges, {})
+
+
+def _add_processes(page: _Page, state: ServedState) -> None:
+    def add(name: str, kind: str, text: str, values: Mapping[str, float]) -> None:
+        page.add(f"flowrt_{name}", kind, text, [({"process": each, "role": role_of(each)}, value) for each, value in values.items()])
+
+    workers = state.workers
+    groups = {name: each for name, each in workers.items() if each.num_pages}
+    add("process_up", "gauge", "1 while the process is at work.", {name: name not in state.down for name in workers})
+    add("process_restarts_total", "counter", "Restarts.", {name: each.num_restarts for name, each in workers.items()})
+    add("process_resident_bytes", "gauge", "Memory.", {name: each.resident_bytes for name, each in workers.items()})
+    add("process_busy_seconds_total", "counter", "Time that it computed.", {name: each.compute_seconds for name, each in workers.items()})
+    add("process_firings_total", "counter", "Firings of its nodes.", {name: each.num_firings for name, each in workers.items()})
+    add("redispatched_parts_total", "counter", "Parts sent again.", {name: each.num_redispatched for name, each in workers.items()})
+    add("group_steps_total", "counter", "Steps.", {name: each.num_steps for name, each in groups.items()})
+    add("group_rows_total", "counter", "Rows of all steps.", {name: each.num_rows for name, each in groups.items()})
+    add("group_running_sequences", "gauge", "Sequences that run.", {name: each.num_running for name, each in groups.items()})
+    add("group_waiting_sequences", "gauge", "Sequences that wait in the group.", {name: each.num_waiting for name, each in groups.items()})
+    add("group_preemptions_total", "counter", "Preemptions.", {name: each.num_preemptions for name, each in groups.items()})
+    add("kv_pages", "gauge", "Pages of the KV cache.", {name: each.num_pages for name, each in groups.items()})
+    add("kv_pages_used", "gauge", "Pages in use.", {name: each.num_pages - each.num_free_pages for name, each in groups.items()})
+    edges = [({"edge": edge.edge, "transport": edge.transport}, edge) for each in workers.values() for edge in each.edges]
+    page.add("flowrt_edge_messages_total", "counter", "Messages sent.", [(labels, edge.num_messages) for labels, edge in edges])
+    page.add("flowrt_edge_bytes_total", "counter", "Payload sent.", [(labels, edge.payload_bytes) for labels, edge in edges])
+
+
+def _add_vllm(page: _Page, state: ServedState) -> None:
+    """The series that dashboards for vLLM query, with its bucket edges."""
+    metrics, workers = state.metrics, state.workers.values()
+    labels = {"model_name": state.model_name, "engine": "0"}
+    running, waiting = sum(each.num_running for each in workers), state.num_waiting + sum(each.num_waiting for each in workers)
+    num_pages, num_free = sum(each.num_pages for each in workers), sum(each.num_free_pages for each in workers)
+    for name, kind, text, value in (
+        ("num_requests_running", "gauge", "Number of requests in model execution batches.", running),
+        ("num_requests_waiting", "gauge", "Number of requests waiting to be processed.", waiting),
+        ("kv_cache_usage_perc", "gauge", "KV-cache usage. 1 means 100 percent usage.", (num_pages - num_free) / max(1, num_pages)),
+        ("num_preemptions_total", "counter", "Number of preemptions.", sum(each.num_preemptions for each in workers)),
+        ("prompt_tokens_total", "counter", "Number of prefill tokens processed.", metrics.num_prompt_tokens),
+        ("generation_tokens_total", "counter", "Number of generation tokens processed.", metrics.num_generation_tokens),
+    ):
+        page.add(f"vllm:{name}", kind, text, [(labels, value)])
+    ended = [({**labels, "finished_reason": reason}, metrics.ended[reason]) for reason in get_args(FinishReason)]
+    page.add("vllm:request_success_total", "counter", "Count of processed requests.", ended)
+    for name, histogram, edges in (
+        ("time_to_first_token", metrics.first_token_seconds, VLLM_FIRST_TOKEN_EDGES),
+        ("inter_token_latency", metrics.token_seconds, VLLM_TOKEN_EDGES),
+        ("e2e_request_latency", metrics.request_seconds, VLLM_REQUEST_EDGES),
+        ("request_queue_time", metrics.queue_seconds, VLLM_REQUEST_EDGES),
+    ):
+        page.add_histogram(f"vllm:{name}_seconds", f"Histogram of {name.replace('_', ' ')} in seconds.", histogram, edges, labels)
+
+
+def _written(labels: Labels) -> str:
+    if not labels:
+        return ""
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) and abs(value) < 1 << 53 and not isinstance(value, float) else repr(float(value))

@@ -1,0 +1,41 @@
+"""The settings of front ends: what `flowrt serve` chooses, and what each front end is given in its Start message beside the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from flowrt.serving.listener import HttpListener
+
+ENTRY = "flowrt.serving.front_end:run_front_end"
+LISTENER = "listener"  # name of the descriptor of the listening socket
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """`max_model_len`: bounds the prompt and the new tokens of a request together; None: as many as the model and the graph allow.
+    `api_key` "": none. `certificate` and `private_key`: files for TLS, "" without."""
+
+    listener: HttpListener
+    model_name: str
+    version: str
+    api_key: str = ""
+    max_model_len: int | None = None
+    certificate: str = ""
+    private_key: str = ""
+
+
+class FrontEndSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """As ServeOptions. `model_dir`: where the tokenizer is. `hosts`: what the Host header may name; (): anything."""
+
+    model_dir: str
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    version: str
+    api_key: str = ""
+    hosts: tuple[str, ...] = ()
+    certificate: str = ""
+    private_key: str = ""

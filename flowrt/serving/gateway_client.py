@@ -1,0 +1,153 @@
+"""A front end's side of its requests at the gateway: reserves, places and cancels them, and hands on their outputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from flowrt.actors.control import Control
+from flowrt.actors.front_end_messages import (
+    CancelRequest,
+    Outputs,
+    Place,
+    RequestOutput,
+    Reserve,
+    Reserved,
+    StateQuery,
+    StateReport,
+    StopChoice,
+    Topic,
+)
+from flowrt.sampling_params import SamplingParams
+from flowrt.serving.api_errors import INVALID, OVERLOADED, UNAVAILABLE, ApiError
+
+RESPONSE_SECONDS = 5.0  # the gateway's loop is not this late; then it is stopped or hangs
+_KINDS = {"overloaded": OVERLOADED, "unavailable": UNAVAILABLE, "invalid": INVALID}
+_GONE = "the graph does not respond"
+
+
+class Inbox:
+    """The outputs of the requests of one HTTP request, in order. Bounded by the tokens that the requests may have."""
+
+    def __init__(self) -> None:
+        self._outputs: deque[tuple[int, RequestOutput]] = deque()
+        self._has_outputs = asyncio.Event()
+
+    def put(self, prompt: int, output: RequestOutput) -> None:
+        self._outputs.append((prompt, output))
+        self._has_outputs.set()
+
+    async def take(self) -> list[tuple[int, RequestOutput]]:
+        """All outputs since the last call, each with the number of its prompt; waits for one."""
+        await self._has_outputs.wait()
+        self._has_outputs.clear()
+        taken = list(self._outputs)
+        self._outputs.clear()
+        return taken
+
+
+class OpenRequest:
+    """A request that the gateway has admitted. `close` must follow."""
+
+    def __init__(self, client: GatewayClient, number: int, inbox: Inbox, prompt: int) -> None:
+        self._client, self.number, self.inbox, self.prompt = client, number, inbox, prompt
+
+    def place(self, token_ids: Sequence[int]) -> None:
+        self._client.send(Place(self.number, tuple(token_ids)))
+
+    def stop_choice(self, choice: int) -> None:
+        self._client.send(StopChoice(self.number, choice))
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended."""
+        if self._client.forget(self.number):
+            self._client.send(CancelRequest(self.number))
+
+
+class GatewayClient:
+    """`send` queues a message to the gateway and must not wait."""
+
+    def __init__(self, send: Callable[[Control], None]) -> None:
+        self.send = send
+        self._numbers = count()
+        self._requests: dict[int, OpenRequest] = {}
+        self._reserving: dict[int, asyncio.Future[Reserved]] = {}
+        self._queries: dict[Topic, tuple[int, asyncio.Future[StateReport]]] = {}  # one at a time per topic: probes do not pile up
+        self._error: str | None = None  # why no request is taken any more
+
+    @property
+    def num_open(self) -> int:
+        return len(self._requests)
+
+    async def reserve(self, params: SamplingParams, num_tokens: int, inbox: Inbox, prompt: int) -> OpenRequest:
+        """Admit a request; its outputs come to `inbox`, with the number `prompt`. Raises ApiError."""
+        number = next(self._numbers)
+        request = self._requests[number] = OpenRequest(self, number, inbox, prompt)
+        reserved = self._reserving[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._check()
+            self.send(Reserve(number, params, num_tokens))
+            async with asyncio.timeout(RESPONSE_SECONDS):
+                refusal = (await reserved).refusal
+        except BaseException as error:
+            request.close()
+            if isinstance(error, TimeoutError):
+                raise ApiError(UNAVAILABLE, _GONE) from None
+            raise
+        finally:
+            del self._reserving[number]
+        if refusal is not None:
+            self.forget(number)
+            raise ApiError(_KINDS[refusal.kind], refusal.text)
+        return request
+
+    async def query(self, topic: Topic) -> StateReport:
+        """The gateway's answer. Raises ApiError when none comes."""
+        self._check()
+        if topic not in self._queries:
+            answer: asyncio.Future[StateReport] = asyncio.get_running_loop().create_future()
+            self._queries[topic] = next(self._numbers), answer
+            self.send(StateQuery(self._queries[topic][0], topic))
+        try:
+            async with asyncio.timeout(RESPONSE_SECONDS):
+                return await asyncio.shield(self._queries[topic][1])
+        except TimeoutError:
+            raise ApiError(UNAVAILABLE, _GONE) from None
+
+    def forget(self, number: int) -> bool:
+        """Drop a request. False: it has ended already."""
+        return self._requests.pop(number, None) is not None
+
+    def on_control(self, control: Control) -> None:
+        match control:
+            case Reserved(number):
+                if (reserved := self._reserving.get(number)) is not None and not reserved.done():
+                    reserved.set_result(control)
+            case Outputs(outputs):
+                for output in outputs:
+                    if (request := self._requests.get(output.number)) is not None:
+                        if output.end is not None:
+                            self.forget(output.number)
+                        request.inbox.put(request.prompt, output)
+            case StateReport(number):
+                for topic, (expected, answer) in list(self._queries.items()):
+                    if expected == number:
+                        del self._queries[topic]
+                        if not answer.done():
+                            answer.set_result(control)
+
+    def end(self, error: str) -> None:
+        """The gateway is gone: end all requests with this error, and take no more."""
+        self._error = self._error or error
+        for reserved in self._reserving.values():
+            if not reserved.done():
+                reserved.set_exception(ApiError(UNAVAILABLE, error))
+        for number, request in list(self._requests.items()):
+            self.forget(number)
+            request.inbox.put(request.prompt, RequestOutput(number, (), "error", error))
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise ApiError(UNAVAILABLE, self._error)

@@ -1,0 +1,219 @@
+"""The HTTP API of a front end: routes, the key, and the errors of all routes. An ASGI application without a framework.
+
+The key and the route are decided on the same raw path, so that no rewriting of a URL comes between them. A route is private unless it is
+listed as public.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from hmac import compare_digest
+from typing import Any
+
+import msgspec
+
+from flowrt.actors.front_end_messages import Topic
+from flowrt.sampling_params import check_text
+from flowrt.seams import Seams
+from flowrt.serving.api_errors import (
+    FORBIDDEN,
+    INVALID,
+    NO_ROUTE,
+    UNAUTHORIZED,
+    UNAVAILABLE,
+    WRONG_METHOD,
+    ApiError,
+    internal_error,
+)
+from flowrt.serving.api_request import (
+    CompletionRequest,
+    Fields,
+    invalid,
+    read_chat_request,
+    read_completion_request,
+    read_messages,
+    read_token_ids,
+)
+from flowrt.serving.completions import Completions, PromptEncoder
+from flowrt.serving.exchange import BodyBudget, ClientLeftError, Exchange, Receive, Scope, Send
+from flowrt.serving.front_end_settings import FrontEndSettings
+from flowrt.serving.gateway_client import GatewayClient
+from flowrt.serving.tokenizer import Tokenizer
+
+log = logging.getLogger("flowrt.front_end")
+
+PUBLIC = frozenset({b"/health", b"/ready"})
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class HttpApp:
+    def __init__(
+        self,
+        settings: FrontEndSettings,
+        client: GatewayClient,
+        completions: Completions,
+        encoder: PromptEncoder,
+        tokenizer: Tokenizer,
+        seams: Seams,
+    ) -> None:
+        self._settings, self._client, self._completions = settings, client, completions
+        self._encoder, self._tokenizer, self._seams = encoder, tokenizer, seams
+        self._budget = BodyBudget()
+        self._started = int(seams.wall_now())
+        self._key = settings.api_key.encode()
+        self._routes: dict[bytes, dict[str, Handler]] = {
+            b"/health": {"GET": self._health},
+            b"/ready": {"GET": self._ready},
+            b"/metrics": {"GET": self._metrics},
+            b"/version": {"GET": self._version},
+            b"/v1/models": {"GET": self._models},
+            b"/v1/chat/completions": {"POST": self._chat},
+            b"/v1/completions": {"POST": self._complete},
+            b"/tokenize": {"POST": self._tokenize},
+            b"/detokenize": {"POST": self._detokenize},
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, self._budget, self._new_id)
+        try:
+            await self._answer(exchange)
+        except ClientLeftError:
+            return
+        except ApiError as error:
+            await self._respond_error(exchange, error)
+        except Exception:
+            log.exception("request %s failed", exchange.id)
+            await self._respond_error(exchange, internal_error(exchange.id))
+
+    async def _respond_error(self, exchange: Exchange, error: ApiError) -> None:
+        try:
+            await exchange.respond_error(error)
+        except ClientLeftError:
+            return
+
+    async def _answer(self, exchange: Exchange) -> None:
+        self._check_access(exchange)
+        methods = self._routes.get(exchange.path)
+        if methods is None:
+            raise ApiError(NO_ROUTE, "there is no such path; docs/serve.md lists the paths")
+        handler = methods.get(exchange.method)
+        if handler is None:
+            raise ApiError(WRONG_METHOD, f"use {' or '.join(methods)} for this path")
+        await handler(exchange)
+
+    def _check_access(self, exchange: Exchange) -> None:
+        """Raises ApiError. Without a key, only programs that name this machine as their host are served, so that no web page of another
+        host gets an answer."""
+        if exchange.path in PUBLIC:
+            return
+        if self._key:
+            if not self._has_key(exchange):
+                raise ApiError(UNAUTHORIZED, "the key is missing or wrong; send it as Authorization: Bearer KEY")
+        elif self._settings.hosts and _host_of(exchange) not in self._settings.hosts:
+            raise ApiError(FORBIDDEN, "the Host header does not name this server")
+
+    def _has_key(self, exchange: Exchange) -> bool:
+        scheme, _, given = exchange.headers.get(b"authorization", b"").partition(b" ")
+        return compare_digest(given.strip(), self._key) and scheme.lower() == b"bearer"
+
+    # Routes.
+
+    async def _health(self, exchange: Exchange) -> None:
+        await self._respond_state(exchange, "health")
+
+    async def _ready(self, exchange: Exchange) -> None:
+        await self._respond_state(exchange, "ready")
+
+    async def _respond_state(self, exchange: Exchange, topic: Topic) -> None:
+        answer = await self._client.query(topic)
+        state: dict[str, Any] = {"status": "ok" if answer.is_ok else "unavailable"}
+        if self._has_key(exchange) if self._key else answer.text:
+            state["problems"] = answer.text
+        await exchange.respond(200 if answer.is_ok else UNAVAILABLE.status, msgspec.json.encode(state))
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        answer = await self._client.query("metrics")
+        await exchange.respond(200, answer.text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+    async def _version(self, exchange: Exchange) -> None:
+        await _respond_json(exchange, {"version": self._settings.version})
+
+    async def _models(self, exchange: Exchange) -> None:
+        settings = self._settings
+        model = {
+            "id": settings.model_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "flowrt",
+            "max_model_len": settings.max_model_len,
+        }
+        await _respond_json(exchange, {"object": "list", "data": [model]})
+
+    async def _chat(self, exchange: Exchange) -> None:
+        await self._generate(exchange, read_chat_request)
+
+    async def _complete(self, exchange: Exchange) -> None:
+        await self._generate(exchange, read_completion_request)
+
+    async def _generate(self, exchange: Exchange, read: Callable[[bytes, str], CompletionRequest]) -> None:
+        """Respond until the client leaves; then cancel the request."""
+        request = read(await exchange.read_body(), self._settings.model_name)
+        error: ApiError | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(exchange.wait_left(), name=f"client of {exchange.id}")
+                try:
+                    await self._completions.answer(request, exchange, self._settings.model_name, int(self._seams.wall_now()))
+                except ApiError as raised:
+                    error = raised
+                finally:
+                    watch.cancel()
+        except* ClientLeftError:
+            pass
+        if error is not None:
+            if error.kind.status >= 500:
+                log.warning("request %s: %s", exchange.id, error.message)
+            raise error
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        fields = Fields(await exchange.read_body())
+        fields.check_model(self._settings.model_name)
+        prompt, messages = fields.take("prompt"), fields.take("messages")
+        fields.refuse_rest()
+        if (prompt is None) == (messages is None):
+            raise ApiError(INVALID, "give prompt or messages", "prompt")
+        if messages is None:
+            if not isinstance(prompt, str):
+                raise invalid("prompt", "must be a text")
+            try:
+                check_text(prompt)
+            except ValueError as error:
+                raise invalid("prompt", str(error)) from None
+        token_ids = await self._encoder.encode(prompt if messages is None else read_messages(messages))
+        await _respond_json(exchange, {"tokens": token_ids, "count": len(token_ids), "max_model_len": self._settings.max_model_len})
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        fields = Fields(await exchange.read_body())
+        fields.check_model(self._settings.model_name)
+        token_ids = read_token_ids(fields.take("tokens"), "tokens")
+        fields.refuse_rest()
+        if len(token_ids) > self._settings.max_model_len or max(token_ids, default=0) >= self._settings.vocab_size:
+            bounds = f"at most {self._settings.max_model_len} token ids below {self._settings.vocab_size}"
+            raise invalid("tokens", f"must be {bounds}")
+        await _respond_json(exchange, {"prompt": self._tokenizer.decode(token_ids)})
+
+    def _new_id(self) -> str:
+        return self._seams.new_incarnation() + self._seams.new_incarnation()
+
+
+async def _respond_json(exchange: Exchange, value: Any) -> None:
+    await exchange.respond(200, msgspec.json.encode(value))
+
+
+def _host_of(exchange: Exchange) -> str:
+    """The Host header without its port."""
+    host = exchange.headers.get(b"host", b"").decode("latin-1").lower()
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdecimal() else host

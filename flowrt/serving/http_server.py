@@ -1,0 +1,153 @@
+"""Serves an ASGI application on the shared socket, with bounds on connections, headers and waiting that uvicorn does not have by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from flowrt.serving.listener import BACKLOG
+
+MAX_HEADER_BYTES = 32 << 10
+HEADER_SECONDS = 10.0  # from the connection, or from the first byte of a later request, to the end of its headers
+IDLE_SECONDS = 75  # between two requests of a connection
+TLS_SECONDS = 10.0
+_REFUSAL = b"HTTP/1.1 %s\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Headers have a length and a time limit; the connection is refused when there are too many."""
+
+    def __init__(self, config: Config, state: ServerState, max_connections: int, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(config=config, server_state=state, app_state={}, _loop=loop)
+        self._max_connections = max_connections
+        self._num_header_bytes = 0
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._in_headers = True
+        self._is_counted = self._is_refused = False
+
+    def connection_made(self, transport: Any) -> None:
+        if len(self.connections) >= self._max_connections:
+            self._refuse(transport, b"503 Service Unavailable")
+            return
+        self._is_counted = True
+        self.app_state = {"abort": transport.abort}  # in the scope of each request
+        super().connection_made(transport)
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_timer()
+        if self._is_counted:
+            super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._in_headers:
+            self._num_header_bytes += len(data)
+            self._await_headers()
+        super().data_received(data)
+        if self._in_headers and self._num_header_bytes > MAX_HEADER_BYTES:
+            self._refuse(self.transport, b"431 Request Header Fields Too Large")
+
+    def on_headers_complete(self) -> None:
+        self._cancel_timer()
+        self._in_headers = False
+        if self._num_header_bytes > MAX_HEADER_BYTES:  # perhaps with a part of the body
+            length = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if length > MAX_HEADER_BYTES:
+                self._refuse(self.transport, b"431 Request Header Fields Too Large")
+                return
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_refused:
+            super().on_message_complete()
+        self._in_headers, self._num_header_bytes = True, 0
+
+    def _await_headers(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._on_slow_headers)
+
+    def _on_slow_headers(self) -> None:
+        self._refuse(self.transport, b"408 Request Timeout")
+
+    def _cancel_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _refuse(self, transport: asyncio.Transport, status: bytes) -> None:
+        self._is_refused = True
+        is_responding = self.cycle is not None and not self.cycle.response_complete
+        if not transport.is_closing():
+            if not is_responding:
+                transport.write(_REFUSAL % status)
+            transport.close()
+
+
+class HttpServer:
+    """`certificate` and `private_key`: files for TLS; "" without it. Raises OSError for files that are not usable."""
+
+    def __init__(self, application: Callable[..., Any], max_connections: int, certificate: str = "", private_key: str = "") -> None:
+        self._config = Config(
+            application,
+            http=BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=IDLE_SECONDS,
+            ssl_certfile=certificate or None,
+            ssl_keyfile=private_key or None,
+        )
+        self._config.load()
+        self._state = ServerState()
+        self._max_connections = max_connections
+        self._server: asyncio.Server | None = None
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._state.connections)
+
+    async def start(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        ssl = self._config.ssl if self._config.is_ssl else None
+        self._server = await loop.create_server(
+            lambda: BoundedProtocol(self._config, self._state, self._max_connections, loop),
+            sock=listener,
+            backlog=BACKLOG,
+            ssl=ssl,
+            ssl_handshake_timeout=TLS_SECONDS if ssl is not None else None,
+        )
+
+    async def close(self, seconds: float) -> None:
+        """Accept no more connections, let the responses in progress end within `seconds`, then close what is left."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(seconds):
+                while tasks := list(self._state.tasks):
+                    await asyncio.wait(tasks)
+        except TimeoutError:
+            for task in self._state.tasks:
+                task.cancel()
+        await asyncio.sleep(0)
+        for connection in list(self._state.connections):
+            connection.transport.close()

@@ -1,0 +1,137 @@
+"""Bodies of requests: what is read, and which error names the field that is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from flowrt.sampling_params import SamplingParams
+from flowrt.serving.api_errors import ApiError
+from flowrt.serving.api_request import CompletionRequest, estimated_tokens, read_chat_request, read_completion_request
+
+USER = {"role": "user", "content": "hello"}
+
+
+def chat(**fields: Any) -> CompletionRequest:
+    return read_chat_request(json.dumps({"messages": [USER]} | fields).encode(), "tiny")
+
+
+def complete(**fields: Any) -> CompletionRequest:
+    return read_completion_request(json.dumps({"prompt": "hello"} | fields).encode(), "tiny")
+
+
+def test_sampling_parameters_are_read_with_the_defaults_of_the_api() -> None:
+    assert complete().params == SamplingParams(temperature=1.0, max_tokens=16)
+    assert chat().params == SamplingParams(temperature=1.0)
+    given = {"temperature": 0, "top_p": 0.5, "top_k": -1, "seed": 7, "n": 2, "min_tokens": 3, "ignore_eos": True, "stop": "x"}
+    given |= {"presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.5, "stop_token_ids": [3], "max_completion_tokens": 9}
+    assert chat(**given).params == SamplingParams(
+        temperature=0.0,
+        top_p=0.5,
+        seed=7,
+        n=2,
+        min_tokens=3,
+        ignore_eos=True,
+        stop=("x",),
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.5,
+        stop_token_ids=(3,),
+        max_tokens=9,
+    )
+    assert chat(max_tokens=9, max_completion_tokens=9).params.max_tokens == 9
+    assert chat(logprobs=True).params.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=5).params.logprobs == complete(logprobs=5).params.logprobs == 5
+
+
+def test_contents_may_be_lists_of_texts() -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    system = {"role": "system", "content": "x", "name": "a"}
+    assert chat(messages=[system, {"role": "user", "content": parts}]).prompts == ([system, USER],)
+
+
+def test_prompts_may_be_texts_and_token_ids() -> None:
+    assert complete(prompt=["a", [1, 2]]).prompts == ("a", (1, 2))
+    assert complete(prompt=[1, 2]).prompts == ((1, 2),)
+    assert complete(prompt="").prompts == ("",)
+    assert [estimated_tokens(prompt) for prompt in ("abcd", (1, 2), [USER])] == [2, 2, 5]
+
+
+def test_fields_that_ask_for_nothing_are_taken() -> None:
+    nothing = {"tools": [], "response_format": {"type": "text"}, "logit_bias": {}, "user": "me", "seed": None, "model": "tiny"}
+    assert chat(**nothing) == chat()
+    assert complete(best_of=1, suffix=None) == complete()
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"tools": [{}]}, "unsupported_parameter", "tools"),
+        ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+        ({"chat_template": "{{ 1 }}"}, "unsupported_parameter", "chat_template"),
+        ({"logit_bias": {"5": 1}}, "unsupported_parameter", "logit_bias"),
+        ({"temprature": 1}, "unsupported_parameter", "temprature"),
+        ({"stream_options": {"x": 1}, "stream": True}, "unsupported_parameter", "stream_options"),
+        ({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
+        ({"stream": 1}, "invalid_value", "stream"),
+        ({"n": 129}, "invalid_value", "n"),
+        ({"n": 1 << 70}, "invalid_value", "n"),
+        ({"temperature": -1}, "invalid_value", "temperature"),
+        ({"temperature": "1"}, "invalid_value", "temperature"),
+        ({"top_p": 0}, "invalid_value", "top_p"),
+        ({"seed": -1}, "invalid_value", "seed"),
+        ({"stop": ["a"] * 65}, "invalid_value", "stop"),
+        ({"stop": [""]}, "invalid_value", "stop"),
+        ({"max_tokens": 0}, "invalid_value", "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "invalid_value", "max_completion_tokens"),
+        ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
+        ({"logprobs": 5}, "invalid_value", "logprobs"),
+        ({"messages": []}, "invalid_value", "messages"),
+        ({"messages": "hello"}, "invalid_value", "messages"),
+        ({"messages": [USER] * 4097}, "invalid_value", "messages"),
+        ({"messages": ["hello"]}, "invalid_value", "messages[0]"),
+        ({"messages": [USER, {"role": "x", "content": ""}]}, "invalid_value", "messages[1]"),
+        ({"messages": [{"role": "user"}]}, "invalid_value", "messages[0]"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "unsupported_parameter", "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "unsupported_parameter", "messages[0]"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_value", None),
+        ({"model": "other"}, "model_not_found", "model"),
+    ],
+)
+def test_wrong_field_of_a_chat_is_named(fields: dict[str, Any], code: str, param: str | None) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert (caught.value.kind.code, caught.value.param) == (code, param)
+    assert "\n" not in caught.value.message
+    assert len(caught.value.body) < 2000
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"prompt": None}, "invalid_value", "prompt"),
+        ({"prompt": 5}, "invalid_value", "prompt"),
+        ({"prompt": ["a", 5]}, "invalid_value", "prompt"),
+        ({"prompt": [1, True]}, "invalid_value", "prompt"),
+        ({"prompt": [1, -1]}, "invalid_value", "prompt"),
+        ({"prompt": ["a"] * 129}, "invalid_value", "prompt"),
+        ({"prompt": ["a"] * 20, "n": 10}, "invalid_value", "prompt"),
+        ({"best_of": 2}, "unsupported_parameter", "best_of"),
+        ({"echo": True, "logprobs": 1}, "unsupported_parameter", "echo"),
+        ({"max_completion_tokens": 5}, "unsupported_parameter", "max_completion_tokens"),
+        ({"messages": [USER]}, "unsupported_parameter", "messages"),
+    ],
+)
+def test_wrong_field_of_a_completion_is_named(fields: dict[str, Any], code: str, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        complete(**fields)
+    assert (caught.value.kind.code, caught.value.param) == (code, param)
+
+
+@pytest.mark.parametrize("body", [b"", b"5", b"[]", b"{", b'{"prompt": NaN}', b"\xff", b'{"a":' * 50_000])
+def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError, match="is not"):
+        read_completion_request(body, "tiny")

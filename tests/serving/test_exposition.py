@@ -1,0 +1,60 @@
+"""The page that Prometheus reads."""
+
+from __future__ import annotations
+
+import re
+
+from flowrt.actors.control import EdgeStatistics, Statistics
+from flowrt.gateway.request_metrics import RequestMetrics
+from flowrt.serving.exposition import ServedState, exposition
+
+_SAMPLE = re.compile(r'[a-z0-9_:]+(\{([a-z_]+="(\\.|[^"\\\n])*",?)+\})? (\d+|[\d.e+-]+)')
+
+
+def state() -> ServedState:
+    metrics = RequestMetrics()
+    metrics.admit(0, 0.0)
+    metrics.place(0, 5, 0.0)
+    for now in (0.05, 0.052, 1.0):
+        metrics.add_token(0, 0, now)
+    metrics.end(0, "stop", 1.0)
+    group = Statistics(
+        (EdgeStatistics('a "b" -> c', "shm", 3, 100),), num_running=2, num_waiting=1, num_pages=10, num_free_pages=4, compute_seconds=1.5
+    )
+    return ServedState(
+        "tiny", True, 3, 1, metrics, {"attention.0": group, "experts.0": Statistics(num_restarts=2)}, frozenset({"experts.0"})
+    )
+
+
+def test_each_line_is_a_comment_or_a_sample_and_each_family_comes_once() -> None:
+    page = exposition(state(), with_vllm_names=True)
+    lines = page.splitlines()
+    assert [line for line in lines if not line.startswith("# ") and not _SAMPLE.fullmatch(line)] == []
+    families = [line.split()[2] for line in lines if line.startswith("# TYPE ")]
+    assert len(families) == len(set(families))
+
+
+def test_values_are_those_of_the_state() -> None:
+    lines = exposition(state(), with_vllm_names=True).splitlines()
+    for line in (
+        'flowrt_requests_total{finish_reason="stop"} 1',
+        "flowrt_generation_tokens_total 3",
+        'flowrt_process_up{process="experts.0",role="experts"} 0',
+        'flowrt_process_restarts_total{process="experts.0",role="experts"} 2',
+        'flowrt_process_busy_seconds_total{process="attention.0",role="attention"} 1.5',
+        'flowrt_kv_pages_used{process="attention.0",role="attention"} 6',
+        'flowrt_edge_bytes_total{edge="a \\"b\\" -> c",transport="shm"} 100',
+        'flowrt_inter_token_latency_seconds_bucket{le="0.003"} 1',
+        'vllm:num_requests_running{model_name="tiny",engine="0"} 2',
+        'vllm:num_requests_waiting{model_name="tiny",engine="0"} 2',
+        'vllm:kv_cache_usage_perc{model_name="tiny",engine="0"} 0.6',
+        'vllm:time_to_first_token_seconds_bucket{model_name="tiny",engine="0",le="0.06"} 1',
+        'vllm:inter_token_latency_seconds_bucket{model_name="tiny",engine="0",le="0.01"} 1',
+        'vllm:inter_token_latency_seconds_bucket{model_name="tiny",engine="0",le="+Inf"} 2',
+        'vllm:request_success_total{model_name="tiny",engine="0",finished_reason="stop"} 1',
+    ):
+        assert line in lines
+
+
+def test_names_of_vllm_are_there_only_if_wanted() -> None:
+    assert "vllm:" not in exposition(state(), with_vllm_names=False)

@@ -1,0 +1,300 @@
+"""The HTTP API: responses, streams, errors, overload, clients that leave or read slowly. A test plays the attention group."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from serving.served_app import NAME, ServedApp, served_app
+
+from flowrt.serving import exchange, http_server
+
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+async def answered(served: ServedApp, path: str, body: dict[str, Any], text: str = " 12 and 3", reason: str = "stop") -> Any:
+    """The response to a request whose one choice the group answers with this text."""
+    call = asyncio.create_task(served.call("POST", path, body))
+    request = await served.submitted.get()
+    served.emit(request, text)
+    served.finish(request, reason)
+    response = await call
+    assert response.status == 200, response.body
+    return response.json()
+
+
+async def test_completion_has_text_reason_and_usage() -> None:
+    async with served_app() as served:
+        body = await answered(served, COMPLETE, {"prompt": "What is 1 + 2?", "model": "tiny", "max_tokens": 100}, reason="length")
+        num_prompt, num_tokens = len(served.tokenizer.encode("What is 1 + 2?")), len(served.tokenizer.encode(" 12 and 3"))
+        assert body["object"] == "text_completion"
+        assert body["choices"] == [{"index": 0, "text": " 12 and 3", "logprobs": None, "finish_reason": "length"}]
+        assert body["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
+        assert served.requests.gateway.num_unfinished == served.client.num_open == 0
+
+
+async def test_chat_stream_sends_each_token_then_the_reason_then_usage() -> None:
+    async with served_app() as served:
+        connection = await served.connect()
+        connection.send("POST", CHAT, HELLO | {"stream": True, "stream_options": {"include_usage": True}}, x_request_id="mine-1")
+        request = await served.submitted.get()
+        response = await connection.head()
+        assert (response.headers["x-request-id"], response.headers["content-type"]) == ("mine-1", "text/event-stream; charset=utf-8")
+        assert '"role":"assistant"' in await connection.chunk()
+        num = served.emit(request, " 12")
+        shown = json.loads((await connection.chunk()).split("\n\n")[0].removeprefix("data: "))
+        assert shown["choices"][0]["delta"] == {"content": " "}, "before the next tokens are computed"
+        num = served.emit(request, " and 3", num)
+        served.finish(request)
+        *tokens, last, usage = await connection.events()
+        assert all(each["choices"][0]["delta"]["content"] for each in tokens)
+        assert last["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}]
+        assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], num)
+        assert {each["usage"] for each in (*tokens, last)} == {None}
+        assert {each["id"] for each in (*tokens, last, usage)} == {"chatcmpl-mine-1"}
+        await connection.close()
+
+
+async def test_stop_string_ends_its_choice_and_is_not_shown() -> None:
+    async with served_app() as served:
+        call = asyncio.create_task(served.call("POST", COMPLETE, {"prompt": "a", "stop": ["and"], "n": 2, "max_tokens": 50}))
+        request = await served.submitted.get()
+        assert request.params.stop == (), "the front end looks for it"
+        served.emit(request, " 12 and 3 and 4", choice=1)
+        served.emit(request, " 5", choice=0)
+        served.finish(request, "length", choice=0)
+        body = (await call).json()
+        assert [(each["text"], each["finish_reason"]) for each in body["choices"]] == [(" 5", "length"), (" 12 ", "stop")]
+        assert [each.choice for each in served.cancelled] == [1]
+        assert body["usage"]["completion_tokens"] < len(served.tokenizer.encode(" 5 12 and 3 and 4"))
+        assert served.requests.gateway.num_unfinished == served.client.num_open == 0
+
+
+async def test_prompts_of_one_request_keep_their_order_and_are_repeated_with_echo() -> None:
+    async with served_app() as served:
+        prompts = ["one", served.tokenizer.encode(" two")]
+        call = asyncio.create_task(served.call("POST", COMPLETE, {"prompt": prompts, "echo": True}))
+        first, second = await served.submitted.get(), await served.submitted.get()
+        for request, text in ((second, " 2"), (first, " 1")):
+            served.emit(request, text)
+            served.finish(request)
+        assert [each["text"] for each in (await call).json()["choices"]] == ["one 1", " two 2"]
+
+
+async def test_tokens_become_texts_and_back() -> None:
+    async with served_app() as served:
+        found = (await served.call("POST", "/tokenize", {"prompt": "12 and 3"})).json()
+        assert found == {"tokens": served.tokenizer.encode("12 and 3"), "count": len(found["tokens"]), "max_model_len": 512}
+        assert (await served.call("POST", "/detokenize", {"tokens": found["tokens"]})).json() == {"prompt": "12 and 3"}
+        assert (await served.call("POST", "/tokenize", HELLO)).json()["tokens"] == served.tokenizer.encode("hello")
+        assert (await served.call("POST", "/detokenize", {"tokens": [768]})).error == (400, "invalid_value", "tokens")
+
+
+async def test_state_models_and_version() -> None:
+    async with served_app() as served:
+        for path in ("/health", "/ready"):
+            assert (await served.call("GET", path)).json() == {"status": "ok"}
+        assert (await served.call("GET", "/version")).json() == {"version": "1.2.3"}
+        (model,) = (await served.call("GET", "/v1/models")).json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("tiny", 512)
+        served.is_ok = False
+        response = await served.call("GET", "/health")
+        assert (response.status, response.json()) == (503, {"status": "unavailable", "problems": "no attention group is left"})
+
+
+async def test_request_that_cannot_be_served_leaves_nothing() -> None:
+    async with served_app() as served:
+        for body, error in (
+            ({"prompt": "a", "max_tokens": 129}, (400, "invalid_value", None)),
+            ({"prompt": [1, 768]}, (400, "invalid_value", None)),
+            ({"prompt": [1] * 513}, (400, "invalid_value", None)),
+            ({"prompt": "a", "model": "other"}, (404, "model_not_found", "model")),
+        ):
+            assert (await served.call("POST", COMPLETE, body)).error == error
+        assert served.requests.gateway.num_unfinished == served.client.num_open == served.gateway.num_logs == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "error"),
+    [
+        ("GET", "/v1/nothing", None, {}, (404, "unknown_url")),
+        ("GET", "/v1/models/", None, {}, (404, "unknown_url")),
+        ("GET", CHAT, None, {}, (405, "method_not_allowed")),
+        ("DELETE", "/v1/models", None, {}, (405, "method_not_allowed")),
+        ("POST", CHAT, b"{", {}, (400, "invalid_value")),
+        ("POST", CHAT, b"[" * 100_000, {}, (400, "invalid_value")),
+        ("POST", CHAT, HELLO, {"content_type": "text/plain"}, (415, "unsupported_media_type")),
+        ("POST", CHAT, HELLO, {"host": "evil.example"}, (403, "unknown_host")),
+    ],
+)
+async def test_wrong_requests_get_an_error_of_the_list(
+    method: str, path: str, body: Any, headers: dict[str, str], error: tuple[int, str]
+) -> None:
+    async with served_app() as served:
+        response = await served.call(method, path, body, **headers)
+        assert response.error[:2] == error
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/version", "/v1/nothing", "//v1/models", "/%68ealth", "/health/../v1/models"])
+async def test_only_listed_paths_are_served_without_the_key(path: str) -> None:
+    async with served_app(api_key="secret") as served:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}, {"authorization": "secret"}):
+            assert (await served.call("GET", path, **headers)).status == 401
+        assert (await served.call("GET", "/health")).status == 200
+        assert (await served.call("GET", "/v1/models", authorization="Bearer secret", host="any.example")).status == 200
+
+
+async def test_too_many_requests_are_refused_before_they_are_tokenized() -> None:
+    async with served_app(max_requests=1) as served:
+        call = asyncio.create_task(served.call("POST", CHAT, HELLO))
+        request = await served.submitted.get()
+        response = await served.call("POST", CHAT, HELLO)
+        assert (response.error[:2], response.headers["retry-after"]) == ((429, "rate_limit_exceeded"), "1")
+        served.finish(request)
+        assert (await call).status == 200
+        await answered(served, CHAT, HELLO)
+
+
+async def test_too_long_prompts_together_are_refused() -> None:
+    async with served_app(max_prompt_tokens=100) as served:
+        call = asyncio.create_task(served.call("POST", COMPLETE, {"prompt": [5] * 60}))
+        request = await served.submitted.get()
+        assert (await served.call("POST", COMPLETE, {"prompt": [5] * 60})).status == 429
+        served.finish(request)
+        await call
+        await answered(served, COMPLETE, {"prompt": [5] * 60})
+
+
+async def test_draining_server_refuses_new_requests_and_finishes_the_others() -> None:
+    async with served_app() as served:
+        call = asyncio.create_task(served.call("POST", CHAT, HELLO))
+        request = await served.submitted.get()
+        drain = asyncio.create_task(served.requests.drain())
+        await asyncio.sleep(0)
+        assert (await served.call("POST", CHAT, HELLO)).error[:2] == (503, "service_unavailable")
+        served.finish(request)
+        assert (await call).status == 200
+        await drain
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+async def left(served: ServedApp) -> None:
+    """Wait until nothing is left of any request."""
+    await until(lambda: not (served.gateway.num_unfinished or served.client.num_open or served.gateway.num_logs))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_client_that_leaves_cancels_its_request_everywhere(is_stream: bool) -> None:
+    async with served_app() as served:
+        connection = await served.connect()
+        connection.send("POST", CHAT, HELLO | {"stream": is_stream})
+        request = await served.submitted.get()
+        served.emit(request, " 1")
+        await connection.close()
+        await left(served)
+        assert [each.request_id for each in served.cancelled] == [request.id]
+        assert (await served.call("GET", "/ready")).status == 200
+
+
+async def test_slow_reader_stalls_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that no client reads fills its own buffers; another one goes on. After a while it is cut off."""
+    monkeypatch.setattr(exchange, "WRITE_SECONDS", 0.2)
+    async with served_app() as served:
+        slow = await served.connect(buffer_bytes=4096)
+        slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        body = {"messages": HELLO["messages"], "n": 30, "stream": True, "logprobs": True, "top_logprobs": 20}
+        slow.send("POST", CHAT, body | {"ignore_eos": True})
+        request = await served.submitted.get()
+        for choice in range(30):
+            served.emit(request, " 1" * 60, 0, choice)
+        while not served.cancelled:
+            await answered(served, CHAT, HELLO)
+        await left(served)
+        slow.writer.transport.abort()
+
+
+async def test_failed_stream_ends_with_an_error_event() -> None:
+    async with served_app() as served:
+        connection = await served.connect()
+        connection.send("POST", CHAT, HELLO | {"stream": True})
+        request = await served.submitted.get()
+        served.emit(request, " 1")
+        served.finish(request, "error", "experts.0 <object at 0x7f> failed")
+        *_, last = await connection.events_after_head()
+        assert last["error"]["code"] == "internal_error"
+        assert "0x7f" not in last["error"]["message"]
+        await connection.close()
+
+
+async def test_front_end_that_dies_cancels_its_requests() -> None:
+    async with served_app() as served:
+        connection = await served.connect()
+        connection.send("POST", CHAT, HELLO | {"stream": True})
+        request = await served.submitted.get()
+        served.front_ends.lose(NAME)
+        assert served.gateway.num_unfinished == served.gateway.num_logs == 0
+        await until(lambda: served.cancelled)
+        assert served.cancelled[0].request_id == request.id
+        served.client.end("the server has ended")
+        assert (await connection.events_after_head())[-1]["error"]["code"] == "internal_error"
+        await connection.close()
+
+
+async def test_body_header_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "MAX_BODY_BYTES", 10_000)
+    async with served_app() as served:
+        assert (await served.call("POST", CHAT, b" " * 10_001)).error[0] == 413
+        monkeypatch.setattr(exchange, "MAX_BUFFERED_BYTES", 5_000)
+        assert (await served.call("POST", CHAT, b" " * 9_000)).error[0] == 429
+        monkeypatch.setattr(exchange, "BODY_SECONDS", 0.05)
+        connection = await served.connect()
+        connection.send("POST", CHAT, b"{", content_length="10")
+        assert (await connection.response()).error[0] == 408
+        await connection.close()
+        assert (await served.call("GET", "/ready", x_long="a" * 31_000)).status == 200
+        for headers in ({"x_long": "a" * 33_000}, {f"x{number}": "a" * 20 for number in range(2_000)}):
+            connection = await served.connect()
+            connection.send("GET", "/ready", **headers)
+            assert (await connection.head()).status == 431
+            await connection.close()
+        connection = await served.connect()
+        connection.writer.write(b"GET /ready HTTP/1.1\r\nx: " + b"a" * 40_000)
+        assert (await connection.head()).status == 431
+        await connection.close()
+
+
+async def test_slow_headers_and_idle_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.05)
+    async with served_app(connections=2) as served:
+        silent, slow = await served.connect(), await served.connect()
+        slow.writer.write(b"GET /ready HTTP/1.1\r\n")
+        await until(lambda: served.server.num_connections == 2)
+        refused = await served.connect()
+        assert (await refused.head()).status in (503, 408)
+        assert (await silent.head()).status == (await slow.head()).status == 408
+        for connection in (silent, slow, refused):
+            await connection.close()
+        await until(lambda: not served.server.num_connections)
+        assert (await served.call("GET", "/ready")).status == 200
+
+
+async def test_aborted_connections_leave_nothing() -> None:
+    async with served_app() as served:
+        for number in range(100):
+            connection = await served.connect()
+            connection.send("POST", CHAT, HELLO | {"stream": bool(number % 2)})
+            connection.writer.transport.abort()
+        await left(served)
+        await until(lambda: not served.server.num_connections)
+        while not served.submitted.empty():
+            served.submitted.get_nowait()
+        await answered(served, CHAT, HELLO)
