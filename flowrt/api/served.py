@@ -7,8 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
+from msgspec.structs import replace
 
-from flowrt.actors.control import Control, Drain
+from flowrt.actors.control import Control, Drain, StatisticsRequest
 from flowrt.actors.front_end_messages import StateQuery, StateReport
 from flowrt.errors import FlowrtError
 from flowrt.gateway.front_ends import FrontEnds
@@ -106,10 +107,14 @@ class ServedRequests:
     async def _metrics_text(self) -> str:
         launcher, gateway, metrics = self._launcher, self._requests.gateway, self._requests.metrics
         assert metrics is not None
+        for name in self._front_ends.names:
+            launcher.workers[name].request(StatisticsRequest())
         try:
             workers = await launcher.statistics(STATISTICS_SECONDS)
         except FlowrtError:  # the run has ended: what is known of requests is exported all the same
             workers = {}
+        for name in self._front_ends.names:  # their latest numbers, perhaps of the scrape before
+            workers[name] = replace(launcher.workers[name].statistics, num_restarts=launcher.state.num_restarts(name))
         state = ServedState(
             model_name=self._model_name,
             is_healthy=self._health().ok,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 from flowrt.actors.control import EdgeStatistics, Statistics
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.serving.exposition import ServedState, exposition
 
+ROOT = Path(__file__).resolve().parents[2]
 _SAMPLE = re.compile(r'[a-z0-9_:]+(\{([a-z_]+="(\\.|[^"\\\n])*",?)+\})? (\d+|[\d.e+-]+)')
 
 
@@ -58,3 +61,12 @@ def test_values_are_those_of_the_state() -> None:
 
 def test_names_of_vllm_are_there_only_if_wanted() -> None:
     assert "vllm:" not in exposition(state(), with_vllm_names=False)
+
+
+def test_dashboard_queries_only_series_that_are_exported() -> None:
+    exported = {line.split()[2] for line in exposition(state(), with_vllm_names=False).splitlines() if line.startswith("# TYPE ")}
+    board = json.loads((ROOT / "examples" / "grafana-dashboard.json").read_text())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queried = {name.removesuffix("_bucket") for expression in expressions for name in re.findall(r"flowrt_\w+", expression)}
+    assert queried <= exported
+    assert len(queried) > 20

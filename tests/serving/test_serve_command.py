@@ -129,7 +129,8 @@ def test_metrics_count_what_clients_got(server: Server) -> None:
     for name, key in (("flowrt_prompt_tokens_total", "prompt_tokens"), ("flowrt_generation_tokens_total", "completion_tokens")):
         assert after[name] - before[name] == usage[key]
     assert after['flowrt_requests_total{finish_reason="length"}'] - before['flowrt_requests_total{finish_reason="length"}'] == 1
-    assert after['flowrt_process_up{process="attention.0",role="attention"}'] == 1
+    for name in ("attention", "front_end"):
+        assert after[f'flowrt_process_up{{process="{name}.0",role="{name}"}}'] == 1
 
 
 def metrics_of(server: Server) -> dict[str, float]:
