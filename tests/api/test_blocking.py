@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from api.left_processes import left_processes
+from left_processes import left_processes
 
 import flowrt
 from flowrt.seams import LoopThread

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flowrt.chaos.leaks import children_of, is_alive
+from left_processes import left_processes
+
+from flowrt.chaos.leaks import children_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,5 +42,4 @@ def test_interrupt_ends_all_processes_and_writes_the_record(tmp_path: Path) -> N
     assert details["interrupted"]
     assert [fault["fault"] for fault in details["faults"]] == ["kill experts.1", "stall attention.0 for 3600 s"]
     assert started
-    assert not [pid for pid in started if is_alive(pid)]
-    assert not is_alive(run.pid)
+    assert not left_processes({*started, run.pid})

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from left_processes import left_processes
+
 from flowrt.api import RunningGraph, open_graph
 from flowrt.bench.report.report import Machine
 from flowrt.chaos.inject import Injector
@@ -248,5 +250,5 @@ async def test_faults_of_a_run_after_the_last_answer_are_left_out() -> None:
     assert not run_faults.all_injected
     assert lines[1:] == ["chaos: 1 of 2 faults left out: all answers had ended before their time", "chaos: all 8 answers are complete"]
     assert run_faults.sentences(8, 7)[-1] == "chaos: 7 of 8 answers are complete"
-    assert not is_alive(pid)
+    assert not left_processes([pid])
     assert os.getpid() not in graph.pids.values()

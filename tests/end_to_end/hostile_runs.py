@@ -26,6 +26,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 from end_to_end import hostile_module as hostile  # noqa: E402
+from left_processes import left_processes  # noqa: E402
 
 import flowrt  # noqa: E402
 from flowrt.transports.registry import unavailable_reason  # noqa: E402
@@ -62,7 +63,7 @@ async def opened(path: Path) -> AsyncIterator[tuple[flowrt.RunningGraph, list[st
     async with running as graph:
         yield graph, lines
     pids = [pid for pid in running.pids.values() if pid != os.getpid()]
-    left = [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
+    left = [f"process {pid}" for pid in left_processes(pids)]
     left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - segments if str(os.getpid()) in name]
     if any("Traceback" in line for line in lines):
         left += lines

@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from served_models import Served
+from left_processes import left_processes
+from served_models import NEW_TOKENS, Served
 
 import flowrt
 from flowrt.launcher import events, fork_server_loss
 
 COPIES = {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}}
 ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "replicas": 1}}
-NEW_TOKENS, MAX_TOKENS = 30, 200
+MAX_TOKENS = 200
 PARAMS = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 LONG = flowrt.SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)  # still running when its first tokens have been read
 
@@ -106,8 +107,7 @@ async def test_killed_servers_change_no_token_and_rejoin(served: Served, tmp_pat
         assert await tokens_of(running, served.prompts[:4], lambda count: None) == expected
         statistics = await running.launcher.statistics()
         assert sum(each.num_redispatched for each in statistics.values())
-    for pid in first.values():
-        assert not Path(f"/proc/{pid}").exists()
+    assert not left_processes(first.values())
 
 
 async def test_last_replica_that_rejoins_in_time_only_delays(served: Served, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from launcher.test_launcher import nothing_left
 from launcher.test_restarts import Monitored, Run, fake_monitor, graph_of
+from left_processes import left_processes
 
 from flowrt.errors import WorkerDiedError
 from flowrt.graph.model import MONITOR, ReliabilitySettings
@@ -27,7 +28,7 @@ async def test_a_stopped_monitor_is_ended_and_replaced(tmp_path: Path, monkeypat
         pid, _ = r.kill(MONITOR, signal.SIGSTOP)
         await r.until_back(MONITOR)
         assert launcher.pids[MONITOR] != pid
-        assert not Path(f"/proc/{pid}").exists(), "the former incarnation cannot wake up"
+        assert not left_processes([pid]), "the former incarnation cannot wake up"
         assert r.of(events.WorkerLost, MONITOR) == [
             events.WorkerLost(MONITOR, "sent nothing for 2 s; was killed by SIGKILL"),
         ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api.left_processes import left_processes
+from left_processes import left_processes
 
 pytest.importorskip("ipykernel")
 jupyter_client = pytest.importorskip("jupyter_client")
