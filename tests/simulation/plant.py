@@ -2,6 +2,7 @@
 
 Prints a Markdown table of bugs, seeds and invariants. The exit code is 1 when fewer than GOAL of the bugs are found within the seeds.
 Every bug has a process of its own, forked from one that has imported torch and no module of flowrt. `--only NAME` prints the whole failure.
+`--record FILE` keeps each result, so that a repeated call goes on where an interrupted one has ended.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,19 @@ def search_in_child(bug: Bug | None, graphs: Sequence[Path], seeds: int) -> dict
     return dict(json.loads(text)) if text else {"seed": None, "invariant": "broken", "text": f"no result in {SECONDS_PER_BUG} s"}
 
 
+def search_unless_known(bug: Bug, record: Path | None, search_for: Callable[[Bug], dict[str, Any]]) -> dict[str, Any]:
+    """The result in `record`, a file of one line per bug; else that of `search_for`, which is added. Results are of one commit."""
+    lines = record.read_text().splitlines() if record is not None and record.exists() else []
+    for known in map(json.loads, lines):
+        if known["bug"] == bug.name:
+            return dict(known)
+    found = search_for(bug)
+    if record is not None:
+        with record.open("a") as file:
+            file.write(json.dumps({"bug": bug.name, **found}) + "\n")
+    return found
+
+
 def shorten(text: str, invariant: str) -> str:
     """The failure's first line, short enough for a table."""
     line = text.split("\n")[0].removeprefix(f"{invariant}: ").replace("|", "/")
@@ -87,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--control-seeds", type=int, default=CONTROL_SEEDS, help="that must pass without a bug (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=1, help="bugs searched for at once (default: %(default)s)")
     parser.add_argument("--only", help="names of bugs, separated by commas: these, with their failures' texts")
+    parser.add_argument("--record", type=Path, help="append results to this file, and search for no bug that is in it")
     options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch  # noqa: F401  (imported once for all)
@@ -104,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| bug | what is wrong | seed | found by | seen as |")
     print("|---|---|---|---|---|", flush=True)
     with ThreadPoolExecutor(options.processes) as threads:
-        results = threads.map(partial(search_in_child, graphs=options.graphs, seeds=options.seeds), bugs)
+        search_for = partial(search_in_child, graphs=options.graphs, seeds=options.seeds)
+        results = threads.map(partial(search_unless_known, record=options.record, search_for=search_for), bugs)
         for bug, result in zip(bugs, results, strict=True):
             seed, invariant, text = result["seed"], result["invariant"], result["text"]
             if invariant == "broken":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +66,7 @@ def run_search(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_search_finds_bugs_by_different_invariants() -> None:
     names = ["epoch-unchecked", "parts-overwrite", "credit-lost"]
-    found = run_search("--seeds", "40", "--processes", "2", "--only", ",".join(names))
+    found = run_search("--seeds", "40", "--only", ",".join(names))
     assert found.returncode == 0, found.stdout + found.stderr
     assert "3 of 3 planted bugs found" in found.stdout
     rows = {row.split(" | ")[0].strip("| "): row.split(" | ")[3] for row in found.stdout.splitlines() if row.startswith("| ")}
@@ -78,7 +80,11 @@ def test_search_finds_a_kept_claim_where_pages_are_few() -> None:
     assert row.split(" | ")[3] == "I3", row
 
 
-def test_search_reports_bugs_that_it_does_not_find() -> None:
-    missed = run_search("--seeds", "1", "--only", "epoch-unchecked")
+def test_search_reports_bugs_that_it_does_not_find_and_those_on_record(tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    record.write_text('{"bug": "never-full", "seed": 41, "invariant": "I6", "text": "I6: as recorded"}\n')
+    missed = run_search("--seeds", "1", "--only", "epoch-unchecked,never-full", "--record", str(record))
     assert missed.returncode == 1
-    assert "0 of 1 planted bugs found" in missed.stdout
+    assert "1 of 2 planted bugs found" in missed.stdout
+    assert re.search(r"\| never-full \| .* \| 41 \| I6 \| as recorded \|", missed.stdout)
+    assert [json.loads(line)["bug"] for line in record.read_text().splitlines()] == ["never-full", "epoch-unchecked"]
