@@ -32,10 +32,10 @@ from flowrt.simulation.processes import ProcessConditions
 from flowrt.simulation.simulated_seams import ComputeDelays
 from flowrt.simulation.world import Outcome
 
-USERS_SHARE = 0.2  # of the seeds, where there are model graphs too
+USERS_SHARE = 0.16  # of the seeds, where there are model graphs too
 NUM_VALUES = 24  # of the inputs of calls; few, so that each is computed alone once
 DRAIN_SHARE = 0.1
-POISON_SHARE = 0.1  # of the seeds with a model graph
+POISON_SHARE = 0.18  # of the seeds with a model graph
 GLITCH_SHARE = 0.12
 GLITCHED = frozenset({"embed", "attention", "gate", "experts", "mlp", "shared", "combine", "head"})
 POOL = 18  # different requests; few, so that their references are computed once for all seeds
@@ -99,14 +99,18 @@ def _draw_poison(chance: random.Random, case: Case) -> Case:
         for request, reference in zip(case.requests, references_of(case), strict=True)
     ]
     own = computed[victim].difference(*(tokens for number, tokens in enumerate(computed) if number != victim))
+    if len(references_of(case)[victim]) > 1:  # one choice alone, if possible
+        own = own.difference(case.requests[victim].prompt_token_ids) or own
     if not own:
         return case
     scenario = Scenario() if chance.random() < 0.6 else case.scenario
     effects: list[Literal["crash", "hang", "part", "raise", "nan"]] = ["crash", "raise", "nan"]
     if graph.processes == "many":
-        effects += ["hang"] if is_watched(graph) else []
+        effects += ["hang", "hang"] if is_watched(graph) else []
         servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
-        effects += ["part", "part"] if servers.isdisjoint(groups) and mortal_workers(graph) >= servers else []
+        # With restart_all the groups that know the suspects end with the server, so that it is restarted within its budget only.
+        knows_suspects = graph.reliability.recovery != "restart_all" and mortal_workers(graph) >= servers
+        effects += ["part", "part", "part"] if servers.isdisjoint(groups) and knows_suspects else []
     return replace(case, scenario=scenario, poison=Poison(chance.choice(sorted(own)), chance.choice(effects)))
 
 
@@ -164,7 +168,7 @@ def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
         reliability=replace(
             graph.reliability,
             detector=chance.random() < 0.3,
-            recovery=chance.choices(("fine", "restart_role", "restart_all", "off"), (50, 15, 15, 20))[0],
+            recovery=chance.choices(("fine", "restart_role", "restart_all", "off"), (58, 13, 13, 16))[0],
             unavailable_expert_seconds=chance.choice((0.1, 0.1, 1.0, 5.0)),
             lost_group_seconds=chance.choice((0.1, 0.5, 2.0, 10.0)),
             restarts=chance.choice((0, 1, 3, 3)),
@@ -252,20 +256,20 @@ def _pool(graph: Graph) -> list[SimulatedRequest]:
     assert graph.model is not None
     config, limits, chance = config_of(graph.model.path), graph.group_limits(), random.Random("pool")
     vocabulary, max_positions = config.vocab_size, min(limits.kv_pages * limits.page_size, config.max_position_embeddings)
-    max_new = min(limits.max_tokens, 8)
+    max_new = min(limits.max_tokens, 12)
     pool = []
     for number in range(POOL):
         length = min((1, 3, 9, 17, 30, 13)[number % 6], max_positions - max_new)
         stops = tuple(chance.sample(range(vocabulary), vocabulary // 5)) if number % 4 == 2 else ()
         sampled = number % 3 == 1
         params = SamplingParams(
-            max_tokens=max_new if number % 6 == 1 else chance.randint(1, max_new),
+            max_tokens=max_new if number % 3 == 1 else chance.randint(1, min(max_new, 8)),
             min_tokens=1 if number % 8 == 2 else 0,
             n=2 if number in (1, 3, 5, 10, 15) else 1,
             temperature=0.9 if sampled else 0.0,
             top_k=5 if number == 4 else 0,
             seed=number + 1,
-            frequency_penalty=0.5 if number in (7, 13) else 0.0,
+            frequency_penalty={7: 0.5, 12: -2.0, 13: -2.0}.get(number, 0.0),
             stop_token_ids=stops,
             ignore_eos=not stops,
             logprobs=2 if number == 8 else None,

@@ -57,6 +57,7 @@ RETRY_SECONDS = 5.0  # from healing everything: a process out of its restart bud
 SETTLE_SECONDS = 30.0  # from healing everything to the last restart
 STUCK_SECONDS = 20.0  # and `lost_group_seconds`, without a firing, a token or a restart while no fault lasts: heartbeats never end
 POLL_SECONDS = 0.1  # between polls of a client that reads late
+MAX_STEPS = 400_000  # of a run, which usually has some thousands: an endless recomputation takes virtual time, but not much
 STATISTICS_READS = 4
 PROMPT_SECONDS = 1.0  # for statistics, under faults of PROMPT_KINDS
 PROMPT_KINDS = frozenset({"crash", "duplicate", "roll_back", "tiny_queues"})  # under these each worker responds, or its end is noticed
@@ -64,7 +65,14 @@ PROMPT_KINDS = frozenset({"crash", "duplicate", "roll_back", "tiny_queues"})  # 
 
 def simulate(case: Case) -> Outcome[Served]:
     """Run a case. Raises InvariantError, DeadlockError, LivelockError, UnhandledError, and what the code itself raises."""
-    return run(case.seed, lambda world: serve(world, case), conditions=case.conditions, cost=case.cost, max_seconds=case.max_seconds)
+    return run(
+        case.seed,
+        lambda world: serve(world, case),
+        conditions=case.conditions,
+        cost=case.cost,
+        max_seconds=case.max_seconds,
+        max_steps=MAX_STEPS,
+    )
 
 
 async def serve(world: World, case: Case) -> Served:

@@ -12,8 +12,8 @@ from flowrt.reliability.scenario import PERMANENT_SECONDS, AnyFault
 from flowrt.simulation.invariants import mortal as mortal_workers
 
 _KINDS = {
-    "crash": 5, "pause": 10, "stall": 10, "hang": 8, "slow": 8, "slow_link": 8, "cut": 14, "reset": 8, "duplicate": 8, "skew": 5,
-    "tiny_queues": 6, "swizzle": 5, "roll_back": 10, "deaths": 24, "slow_servers": 12, "fork_server": 9, "permanent": 6, "group_deaths": 24,
+    "crash": 5, "pause": 10, "stall": 8, "hang": 8, "slow": 8, "slow_link": 8, "cut": 12, "reset": 8, "duplicate": 6, "skew": 4,
+    "tiny_queues": 6, "swizzle": 5, "roll_back": 8, "deaths": 36, "slow_servers": 20, "fork_server": 9, "permanent": 8, "group_deaths": 24,
 }  # fmt: skip
 
 
@@ -36,11 +36,11 @@ def draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
     faults: list[AnyFault] = []
     for kind in chance.choices(list(_KINDS), list(_KINDS.values()), k=count):
         if kind == "deaths":
-            faults += _draw_deaths(chance, mortal, names) if mortal else _draw_fault(chance, "reset", names, between or links)
+            faults += _draw_deaths(chance, graph, mortal, names) if mortal else _draw_fault(chance, "reset", names, between or links)
         elif kind == "group_deaths":
             faults += _draw_group_deaths(chance, graph, mortal)
         elif kind == "slow_servers":
-            faults += _draw_slow_servers(chance, servers)
+            faults += _draw_slow_servers(chance, servers, mortal)
         elif kind == "fork_server":
             faults += _draw_fork_server(chance, graph, mortal)
         elif kind == "permanent":
@@ -50,11 +50,11 @@ def draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
     return faults
 
 
-def _draw_deaths(chance: random.Random, mortal: list[str], names: list[str]) -> list[AnyFault]:
+def _draw_deaths(chance: random.Random, graph: Graph, mortal: list[str], names: list[str]) -> list[AnyFault]:
     """Crashes of several servers one after another or at once, or of one server repeatedly; sometimes all other processes are slow,
-    so that several crashes fall within one call."""
+    so that several crashes fall within one call. Sometimes a group was rolled back just before, so that its parts wait for credits."""
     at, apart = _draw_time(chance), chance.choice((0.0, 1e-3, 30e-3, 0.3, 2.0))
-    victims = chance.choice((mortal, chance.choices(mortal, k=4), [chance.choice(mortal)] * chance.randint(1, 5), [chance.choice(mortal)]))
+    victims = chance.choice((mortal, chance.choices(mortal, k=4), [chance.choice(mortal)] * chance.randint(1, 7), [chance.choice(mortal)]))
     faults: list[AnyFault] = [
         kinds.Crash(at_seconds=at + apart * place * chance.random(), process=name) for place, name in enumerate(victims)
     ]
@@ -65,13 +65,17 @@ def _draw_deaths(chance: random.Random, mortal: list[str], names: list[str]) -> 
             for name in names
             if name not in victims
         ]
+    if chance.random() < 0.3:
+        group = chance.choice(_groups_of(graph))
+        faults += [kinds.RollBack(at_seconds=at * chance.random(), process=group) for _ in range(3)]
     return faults
 
 
 def _draw_group_deaths(chance: random.Random, graph: Graph, mortal: list[str]) -> list[AnyFault]:
     """Crashes or permanent standstills of groups: one, all, one repeatedly, or one and another process, such as the one that its requests
     move to. The later ones may fall into the replay or the restart. Sometimes all servers are slow, so that requests of a dead group
-    wait there, or the launcher is reached over a slow link, so that the last messages of a dead group come after notices of its death."""
+    wait there, or the launcher is reached over a slow link, so that the last messages of a dead group come after notices of its death, and
+    requests wait to be sent there."""
     groups = [name for name in _groups_of(graph) if name in mortal]
     if not groups:
         return _draw_permanent(chance, graph)
@@ -81,9 +85,11 @@ def _draw_group_deaths(chance: random.Random, graph: Graph, mortal: list[str]) -
         _draw_death(chance, graph, name, at + apart * place * chance.random(), 0.25 if place == 0 else 0.1)
         for place, name in enumerate(victims)
     ]
-    if chance.random() < 0.2:
-        lasts = 10 ** chance.uniform(-1, 0)
-        faults.append(kinds.SlowLink(at_seconds=at * chance.random(), between=(GATEWAY, group), for_seconds=lasts, factor=100.0))
+    if chance.random() < 0.25:
+        begin, lasts = at * chance.choice((0.0, chance.random())), 10 ** chance.uniform(-1, 0)
+        faults.append(kinds.SlowLink(at_seconds=begin, between=(GATEWAY, group), for_seconds=lasts, factor=100.0))
+        if chance.random() < 0.5:
+            faults.append(kinds.TinyQueues(process=group))
     if chance.random() < 0.4:
         factor, lasts = chance.choice((20.0, 50.0, 200.0)), 10 ** chance.uniform(-1, 0.4)
         slow = sorted({node.process for node in graph.nodes.values() if node.operator == "experts"} - set(groups))
@@ -151,29 +157,34 @@ def _draw_fork_server(chance: random.Random, graph: Graph, mortal: list[str]) ->
 
 
 def _draw_permanent(chance: random.Random, graph: Graph) -> list[AnyFault]:
-    """A permanent pause, stall or hang of a process; only the detector notices it."""
+    """A pause, stall or hang of a process, permanent or until after it was marked dead; only the detector notices it."""
     servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
     names = sorted(mortal_workers(graph) | (set(graph.process_names()) - servers))  # a run waits for a server that must not die
     if graph.processes != "many" or not is_watched(graph) or not names:
         return []
     kind = chance.choice((kinds.Pause, kinds.Stall, kinds.Hang))
     name = chance.choice([*names, MONITOR]) if kind is not kinds.Hang else chance.choice(names)
-    return [kind(at_seconds=_draw_time(chance), process=name, for_seconds=PERMANENT_SECONDS)]
+    lasts = 4.0 if chance.random() < 0.4 else PERMANENT_SECONDS
+    return [kind(at_seconds=_draw_time(chance), process=name, for_seconds=lasts)]
 
 
-def _draw_slow_servers(chance: random.Random, servers: list[str]) -> list[AnyFault]:
-    """Slow faults on most servers from early on, each with its own factor, so that parts are late and hedged."""
+def _draw_slow_servers(chance: random.Random, servers: list[str], mortal: list[str]) -> list[AnyFault]:
+    """Slow faults on most servers from early on, each with its own factor, so that parts are late and hedged; sometimes a server dies
+    meanwhile, so that a slow one is the only replica left."""
     lasts = 10 ** chance.uniform(-1, 0.4)
     slow = [name for name in servers if chance.random() < 0.7]
-    return [
+    faults: list[AnyFault] = [
         kinds.Slow(at_seconds=_draw_time(chance, -1.5), process=name, for_seconds=lasts, factor=chance.choice((3.0, 10.0, 30.0, 200.0)))
         for name in slow
     ]
+    if (victims := sorted({*servers} & {*mortal})) and chance.random() < 0.4:
+        faults.append(kinds.Crash(at_seconds=_draw_time(chance), process=chance.choice(victims)))
+    return faults
 
 
 # Parameters of a kind beyond its target, time and duration; one of the values is drawn.
 _PARAMETERS: dict[str, dict[str, tuple[object, ...]]] = {
-    "slow": {"factor": (2.0, 5.0, 50.0, 200.0)},
+    "slow": {"factor": (2.0, 5.0, 50.0, 500.0)},
     "slow_link": {"factor": (3.0, 30.0, 300.0)},
     "cut": {"direction": ("both", "there", "back")},
     "duplicate": {"one_in": (1, 2, 5)},

@@ -37,7 +37,7 @@ START_SECONDS = 1000.0  # not 0, so that code which takes 0 for "never" is caugh
 class VirtualLoop(asyncio.BaseEventLoop):
     """One run each: `run_until_complete` once, then `finish` and `close`. Errors of a run: DeadlockError, LivelockError, UnhandledError."""
 
-    def __init__(self, seed: int, *, max_seconds: float = 24 * 3600.0) -> None:
+    def __init__(self, seed: int, *, max_seconds: float = 24 * 3600.0, max_steps: float = math.inf) -> None:
         super().__init__()
         self.num_steps = 0
         self.tick_seconds = 0.0  # timers fire at multiples of this, so that many share an instant; 0: each at its own
@@ -55,7 +55,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._digest = hashlib.blake2b(digest_size=16)
         self._failures: list[str] = []
         self._thread = threading.get_ident()
-        self._max_seconds = max_seconds
+        self._max_seconds, self._max_steps = max_seconds, max_steps
         self._dead: dict[str, list[asyncio.Task[Any]]] = {}  # nodes that never run again, and their tasks, which must not be collected
         self._from_thread: list[VirtualHandle] | None = None  # handles passed on within `on_a_thread`
 
@@ -202,6 +202,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.watchers.clear()
         self._instant_began = self.num_steps  # a run that lasted too long may still end
         self._max_seconds += self._now
+        self._max_steps = math.inf
         self.run_until_complete(end())
 
     def raise_failures(self) -> None:
@@ -258,8 +259,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._now = self._timers[0][0]
             self._instant = self._now.hex()
             self._instant_began = self.num_steps
-        if self._now - START_SECONDS > self._max_seconds:
-            raise LivelockError(f"no end within {self._max_seconds} virtual seconds:\n{self.describe_waiting()}")
+        if self._now - START_SECONDS > self._max_seconds or self.num_steps > self._max_steps:
+            limit = f"{self._max_seconds} virtual seconds and {self._max_steps} steps"
+            raise LivelockError(f"no end within {limit}:\n{self.describe_waiting()}")
         self._release_timer()
         self._num_jumps += 1
         if self._num_jumps % WATCH_EVERY == 0:

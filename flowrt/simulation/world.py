@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -207,6 +208,7 @@ def run(
     conditions: NetworkConditions | None = None,
     cost: ComputeDelays | None = None,
     max_seconds: float = 3600.0,
+    max_steps: float = math.inf,
 ) -> Outcome[T]:
     """Run `main(world)` to its end in virtual time.
 
@@ -217,7 +219,8 @@ def run(
     gc.disable()
     gc.freeze()  # exclude older objects from the collection of the run's own garbage
     try:
-        return _run(seed, main, conditions or NetworkConditions(), cost or ComputeDelays(), max_seconds)
+        loop = VirtualLoop(seed, max_seconds=max_seconds, max_steps=max_steps)
+        return _run(seed, main, conditions or NetworkConditions(), cost or ComputeDelays(), loop)
     finally:
         gc.collect()  # the loop itself and the objects of dead processes, before `unfreeze` mixes them with older objects
         gc.unfreeze()
@@ -226,9 +229,8 @@ def run(
 
 
 def _run(
-    seed: int, main: Callable[[World], Coroutine[Any, Any, T]], conditions: NetworkConditions, cost: ComputeDelays, max_seconds: float
+    seed: int, main: Callable[[World], Coroutine[Any, Any, T]], conditions: NetworkConditions, cost: ComputeDelays, loop: VirtualLoop
 ) -> Outcome[T]:
-    loop = VirtualLoop(seed, max_seconds=max_seconds)
     try:
         world = World(seed, loop, conditions, cost)
         try:

@@ -36,7 +36,9 @@ FAULT_BUGS: tuple[Bug, ...] = (
     bug("not-finite-not-redone", "a sequence without finite logits keeps its rows", (
         ENGINE, "Engine._redo_sequence", "self._scheduler.recompute(sequence)", "pass")),
     bug("redone-keeps-rows", "a sequence that is computed again keeps its computed rows, and loses their pages", (
-        SCHEDULER, "Scheduler.recompute", "sequence.num_computed_tokens = 0", "pass")),
+        SCHEDULER, "Scheduler.recompute", "sequence.num_computed_tokens = 0", "pass"), (
+        SCHEDULER, "Scheduler._admit", "sequence.num_computed_tokens = len(shared) * self._limits.page_size",
+        "sequence.num_computed_tokens = max(sequence.num_computed_tokens, len(shared) * self._limits.page_size)")),
     bug("redone-shares-pages", "a sequence without finite logits shares a sibling's pages again", (
         SCHEDULER, "Scheduler._shared_pages", "if sequence.num_redone:", "if False:")),
     # parts of a server that crashed
