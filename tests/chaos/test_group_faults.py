@@ -21,7 +21,7 @@ PLENTY_SECONDS = 120.0
 
 
 async def found_of(kills: int, *overrides: str, roles: str = "attention", fault: str = "kill", phase: str = "decode") -> ChaosResult:
-    """The eight ways of sampling, all at a time."""
+    """The eight ways of sampling, four at a time."""
     options = ChaosOptions(
         kills=kills,
         roles=roles,
@@ -29,7 +29,7 @@ async def found_of(kills: int, *overrides: str, roles: str = "attention", fault:
         phase=phase,
         overrides=("numerics=strict", "deploy.experts.servers=2", *overrides),
         requests=8,
-        concurrency=8,
+        concurrency=4,
         seconds=0.2,
         prompt_tokens=8,
         new_tokens=12,

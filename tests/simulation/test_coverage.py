@@ -26,7 +26,7 @@ from flowrt.simulation.cases import draw
 from flowrt.simulation.world import Outcome
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SEEDS, NUM_TWICE = (*range(99), 123), 20  # 123: a fork server is silent
+SEEDS, NUM_TWICE = (*range(62), 123, 449), 20  # a fork server is silent; a message to a worker that must not be lost fails
 GOAL = 0.95
 _SYSTEM = "calls the system (fork, signals, pipes, sockets, mutexes, /proc, limits); run by tests/processes and tests/launcher"
 # File, or "file:function": why it does not run.

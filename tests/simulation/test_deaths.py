@@ -31,7 +31,7 @@ from flowrt.simulation.served import Served
 from flowrt.simulation.world import Outcome
 
 GRAPHS = Path(__file__).resolve().parent / "graphs"
-SEEDS = range(4)
+SEEDS = range(2)
 
 
 def load(name: str, **settings: object) -> Graph:

@@ -107,7 +107,7 @@ def test_requests_that_move_before_the_last_messages_are_read_are_found(monkeypa
     case = Case(load("2x3.yaml"), tuple(requests(8)), Scenario(faults=(slow, Crash(process="attention.0", at_seconds=0.4))))
 
     def run_all() -> None:
-        for seed in SEEDS:  # in some of them the notice comes before the exit status
+        for seed in range(4):  # in some of them the notice comes before the exit status
             run_case(replace(case, seed=seed, processes=EARLY_NOTICES))
 
     with pytest.raises(InvariantError, match=r"I2: the loss of attention\.0 was announced, and \d+ messages of it were not read"):

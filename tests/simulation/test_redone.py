@@ -55,7 +55,7 @@ def test_wrong_result_costs_one_step_or_one_sequence(operator: str, effect: str,
 
 @pytest.mark.parametrize(("process", "unit"), [("experts.1", "part"), ("attention.0", "group")])
 def test_killed_process_costs_its_parts_or_its_sequences(process: str, unit: str, redone: Counter[str]) -> None:
-    for number in range(8):
+    for number in range(4):
         faults = (Crash(process=process, at_seconds=0.01 + 2e-3 * number),)
         case = Case(load("2x3.yaml", hedge=False), tuple(requests(8, apart=1e-3)), Scenario(faults=faults), number)
         assert finish_reasons(run_case(case).result) == ("length",) * 8
