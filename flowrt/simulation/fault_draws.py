@@ -14,6 +14,7 @@ from flowrt.simulation.invariants import mortal as mortal_workers
 _KINDS = {
     "crash": 5, "pause": 10, "stall": 8, "hang": 8, "slow": 8, "slow_link": 8, "cut": 12, "reset": 8, "duplicate": 6, "skew": 4,
     "tiny_queues": 6, "swizzle": 5, "roll_back": 8, "deaths": 36, "slow_servers": 20, "fork_server": 9, "permanent": 8, "group_deaths": 24,
+    "lost_links": 6,
 }  # fmt: skip
 
 
@@ -45,6 +46,8 @@ def draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
             faults += _draw_fork_server(chance, graph, mortal)
         elif kind == "permanent":
             faults += _draw_permanent(chance, graph)
+        elif kind == "lost_links":
+            faults += _draw_lost_link(chance, between)
         else:
             faults += _draw_fault(chance, kind, names, links)
     return faults
@@ -166,6 +169,17 @@ def _draw_permanent(chance: random.Random, graph: Graph) -> list[AnyFault]:
     name = chance.choice([*names, MONITOR]) if kind is not kinds.Hang else chance.choice(names)
     lasts = 4.0 if chance.random() < 0.4 else PERMANENT_SECONDS
     return [kind(at_seconds=_draw_time(chance), process=name, for_seconds=lasts)]
+
+
+def _draw_lost_link(chance: random.Random, between: list[tuple[str, str]]) -> list[AnyFault]:
+    """Resets of one link until no transport is left to carry on. Sometimes one of its ends dies soon after."""
+    if not between:
+        return []
+    at, link, apart = _draw_time(chance), chance.choice(between), chance.choice((10e-3, 0.1))
+    faults: list[AnyFault] = [kinds.Reset(at_seconds=at + apart * number, between=link) for number in range(4)]
+    if chance.random() < 0.3:
+        faults.append(kinds.Crash(at_seconds=at + chance.choice((1e-3, 30e-3)) * chance.random(), process=chance.choice(link)))
+    return faults
 
 
 def _draw_slow_servers(chance: random.Random, servers: list[str], mortal: list[str]) -> list[AnyFault]:

@@ -191,6 +191,11 @@ class WorkerInternals:
             else {(each.tag, node) for node in runner._forwarding for each in runner._ready.get(node, ())}
         )
 
+    def unsettled(self) -> list[str]:
+        """Lost servers whose pending parts wait until the cause of the death is known."""
+        membership = self._worker._membership
+        return [] if membership is None else sorted(membership._settle_at)
+
     def on_trial(self) -> tuple[Request, int] | None:
         """The latest suspect, and its choice, that the group has begun to compute alone; None if any other is in a step."""
         group, engine = self._part("group"), self._engine

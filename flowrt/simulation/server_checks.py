@@ -21,6 +21,7 @@ from flowrt.simulation.world import SimulatedProcess, World
 WAITING_SECONDS = 0.5  # the longest wait of a part for an available replica: polls are some milliseconds apart, by any clock
 EXITS = KILLED, TERMINATED, SEGFAULT  # of processes that a fault or the launcher has killed
 POLL_SECONDS = 0.1  # between polls for what waits
+UNSETTLED_SECONDS = 0.9  # from the loss of a server until its clients know the cause: FENCE_SECONDS and the ways; less than CAUSE_SECONDS
 _COUNTED = {
     events.WorkerRestarted: "restarted",
     events.WorkerGivenUp: "stayed down",
@@ -49,6 +50,7 @@ class ServerChecks:
         self._lost: set[str] = set()
         self._polled_at = 0.0
         self._waiting: dict[tuple[str, Any, int | str], float] = {}  # (process, tag, part or trampoline's node) -> since when it waits
+        self._unsettled: dict[tuple[str, str], float] = {}  # (group, lost server) -> since when its parts wait for the cause of the loss
         world.deaths.append(self._on_death)
 
     def on_event(self, event: events.Event) -> None:
@@ -117,6 +119,8 @@ class ServerChecks:
         if now >= self._polled_at + POLL_SECONDS:
             self._polled_at = now
             self._look_for_waiting(insides, now)
+        if not self._faults.delays_notices:
+            self._look_for_unsettled(insides, now)
 
     def due_retries(self, until: float) -> list[str]:
         """Workers out of their restart budget whose next start is due by `until`, and has not come."""
@@ -145,6 +149,14 @@ class ServerChecks:
             if now > since + WAITING_SECONDS:
                 text = f"part {what} of {tag} waits at {name}" if isinstance(what, int) else f"{tag} waits for {what}"
                 raise InvariantError("I5", f"{text} since {since:.6f} s{' for an available replica' if isinstance(what, int) else ''}")
+
+    def _look_for_unsettled(self, insides: Sequence[WorkerInternals], now: float) -> None:
+        """Check that the launcher explains each loss of a server before its clients stop waiting for the cause (I5)."""
+        unsettled = {(inside.name, server) for inside in insides for server in inside.unsettled()}
+        self._unsettled = {each: self._unsettled.get(each, now) for each in unsettled}
+        for (name, server), since in self._unsettled.items():
+            if now > since + UNSETTLED_SECONDS:
+                raise InvariantError("I5", f"{name} waits since {since:.6f} s for the cause of the loss of {server}")
 
     def _on_death(self, process: SimulatedProcess) -> None:
         """Called at the moment of the death, before any other process is notified."""

@@ -19,7 +19,9 @@ from flowrt.transports.contract import Identity
 from flowrt.workers.data_path import DataPath
 from flowrt.workers.group import Group
 
-CAUSE_SECONDS = 1.0  # longest wait for the cause of a server's death; longer than the launcher waits for the exit status (FENCE_SECONDS)
+# The longest wait for the cause of a server's loss; longer than the launcher waits for an exit status (FENCE_SECONDS). The loss of a link
+# alone does not take so long: both ends report it, which is cause enough.
+CAUSE_SECONDS = 1.0
 POLL_SECONDS, IDLE_POLL_SECONDS = 5e-3, 20e-3  # between polls for late and waiting parts: with a tag outstanding, and without
 REPORT_SECONDS = 1.0  # between two reports about one server
 

@@ -280,8 +280,18 @@ def test_link_lost_kills_the_end_that_keeps_less_state() -> None:
     driver = Driver(Graph.of(nodes, edges, reliability=ReliabilitySettings(detector=False)))
     driver.begin()
     driver.do(driver.state.on_link_lost, SERVER, LinkLost(CLIENT, "it broke"))
-    driver.do(driver.state.on_link_lost, CLIENT, LinkLost(SERVER, "it broke"))
     assert [each for each in driver.pass_time(EXPLAINED_SECONDS) if isinstance(each, EndProcess)] == [EndProcess(SERVER)]
+
+
+def test_link_that_both_ends_have_lost_is_explained_by_no_death() -> None:
+    driver = Driver()
+    driver.begin()
+    for worker, peer in ((CLIENT, SERVER), (CLIENT, SERVER), (OTHER, CLIENT)):
+        driver.do(driver.state.on_link_lost, worker, LinkLost(peer, "it broke"))
+    assert driver.pass_time(0.0) == []
+    driver.do(driver.state.on_link_lost, SERVER, LinkLost(CLIENT, "it broke"))
+    killed = [action for action in driver.pass_time(0.0) if isinstance(action, EndProcess)]
+    assert killed == [EndProcess(SERVER)]
 
 
 @pytest.mark.parametrize(

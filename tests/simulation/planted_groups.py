@@ -30,6 +30,8 @@ GROUP_BUGS: tuple[Bug, ...] = (
         RUN_STATE, "RunState._send_peers", "WorkerState.LINKING <= each.state <= WorkerState.STOPPING", "each.name in self._addresses")),
     bug("earlier-loss-kills", "the loss of a link to an earlier incarnation ends a living process", (
         LINK_LOSS, "LinkLoss.on_link_lost", "lost.incarnation not in ('', peer.incarnation)", "False")),
+    bug("both-reports-wait", "a link that both living ends have lost is decided as late as one that a death may explain", (
+        LINK_LOSS, "LinkLoss.on_link_lost", "self._table.set_timer(TimerKind.LINK, 0.0, subject)", "pass")),
     # requests move as new attempts
     bug("requests-stay", "requests of a lost group stay there", (
         GATEWAY, "Gateway.lose_group", "logs = [log for log in self._active.values() if log.group == group]", "logs = []")),

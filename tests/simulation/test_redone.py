@@ -13,7 +13,7 @@ from flowrt.engine.engine import Engine
 from flowrt.engine.scheduler import Scheduler
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.gateway.gateway import Gateway
-from flowrt.reliability.scenario import Crash, Scenario
+from flowrt.reliability.scenario import Crash, Reset, Scenario
 from flowrt.simulation.case import Case, Glitch, Poison
 from flowrt.simulation.cases import references_of, run_case
 from flowrt.simulation.invariants import ALONE_TEXT, FAILED_TEXT, MAX_VICTIMS, NOT_FINITE_TEXT
@@ -62,6 +62,17 @@ def test_killed_process_costs_its_parts_or_its_sequences(process: str, unit: str
     assert redone[unit]
     assert not redone["step"]
     assert not redone["sequence"]
+
+
+def test_lost_link_costs_one_process_and_its_parts(redone: Counter[str]) -> None:
+    graph = load("2x3.yaml", hedge=False)
+    graph = replace(graph, edges={name: replace(edge, transport="zmq") for name, edge in graph.edges.items()})  # nothing to fall back on
+    for number in range(8):
+        faults = (Reset(between=("attention.0", "experts.1"), at_seconds=0.01 + 2e-3 * number),)
+        outcome = run_case(Case(graph, tuple(requests(8, apart=1e-3)), Scenario(faults=faults), number))
+        assert finish_reasons(outcome.result) == ("length",) * 8
+        assert outcome.num_faults["restarted"] == outcome.num_faults["reset"]
+    assert set(redone) == {"part"}
 
 
 @pytest.mark.parametrize(
