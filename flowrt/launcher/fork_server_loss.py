@@ -28,7 +28,7 @@ class ForkServerLoss:
         self._is_up = True
         self._lost_seconds: float | None = None  # when it was lost; None: it is up
         self._why_down: str | None = None  # its restarts are used up
-        self._waiting: dict[str, None] = {}  # processes that are to be forked when it is back
+        self.waiting: dict[str, None] = {}  # processes that are to be forked when it is back
 
     @property
     def fork_seconds(self) -> float:
@@ -37,7 +37,7 @@ class ForkServerLoss:
     def can_fork(self, process: ProcessRecord) -> bool:
         """Whether the process can be forked now. Otherwise it is forked when the fork server is back."""
         if not self._is_up:
-            self._waiting[process.name] = None
+            self.waiting[process.name] = None
             if self._why_down is not None:
                 self._table.give_up(process, self._why_down)
         return self._is_up
@@ -62,9 +62,9 @@ class ForkServerLoss:
             return
         self._table.announce(events.ForkServerRestarted(self._table.now - self._lost_seconds))
         self._lost_seconds = None
-        for name in self._waiting:
+        for name in self.waiting:
             self._table.set_timer(TimerKind.RESTART, 0.0, name)
-        self._waiting.clear()
+        self.waiting.clear()
 
     def on_silent(self, name: str) -> None:
         """The fork of a process has exceeded its time limit. The fork server is killed, so that its loss is reported."""
@@ -103,5 +103,5 @@ class ForkServerLoss:
             self._table.set_timer(TimerKind.FORK_SERVER, seconds)
         if not isinstance(decision, Restart):
             self._why_down = f"the fork server {how}, and {decision.why}"
-            for name in self._waiting:
+            for name in self.waiting:
                 self._table.give_up(self._table.processes[name], self._why_down)

@@ -1,7 +1,7 @@
 """Decides what follows a lost link that no death explains: the end that the run can lose is killed, or the run ends. Pure.
 
-A process that died reports nothing, so a loss that both ends have reported has no death behind it: it is decided at once. The launcher waits
-EXPLAINED_SECONDS for the second report, or for the death.
+A process that died reports nothing, so a loss that both ends have reported has no death behind it: it is decided at once. The launcher
+waits EXPLAINED_SECONDS for the second report, or for the death.
 """
 
 from __future__ import annotations

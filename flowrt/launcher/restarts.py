@@ -92,6 +92,8 @@ class Restarts:
     def fork_again(self, name: str) -> None:
         """Start a new incarnation, unless the process waits for others that are restarted with it, or for a fork server."""
         table, process = self._table, self._table.processes[name]
+        table.waiting.discard(name)
+        self._fork_server.waiting.pop(name, None)
         if self._must_wait(process):
             table.waiting.add(name)
         elif (standby := self._standbys.take(process)) or self._fork_server.can_fork(process):
@@ -106,6 +108,14 @@ class Restarts:
         for name in self._standbys.missing():
             self._table.add(name, [name], is_task=False).phase = ProcessPhase.DEAD
             self.fork_again(name)
+
+    def on_standby_ready(self) -> None:
+        """A process that waits for the fork server may become the one that is ready."""
+        self.start_standbys()
+        for name in self._fork_server.waiting:
+            if self._standbys.ready_for(self._table.processes[name]) is not None:
+                self.fork_again(name)
+                return
 
     def _must_wait(self, process: ProcessRecord) -> bool:
         """Whether a process that is restarted with this one has not ended yet, or has a lower rank and has not been started."""

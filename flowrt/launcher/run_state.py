@@ -231,7 +231,7 @@ class RunState:
             table.announce(events.WorkerListening(worker, listening.resident_bytes, listening.imported_bytes))
         if worker in self._standbys.names:
             self._on_up(found.process)
-            self._restarts.start_standbys()
+            self._restarts.on_standby_ready()
             return
         if table.phase == RunPhase.LOADING:
             if all(each.state is WorkerState.LISTENING and each.process.phase == ProcessPhase.STARTING for each in table.workers.values()):

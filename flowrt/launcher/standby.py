@@ -44,18 +44,21 @@ class Standbys:
 
     def take(self, process: ProcessRecord) -> str:
         """The standby process that becomes the next incarnation of this one, and is no longer a process of its own; "": none is ready."""
-        if process.names[0] in self._loads:
-            for name in self.names:
-                standby = self._table.processes.get(name)
-                if standby is not None and standby.phase == ProcessPhase.UP and standby.is_open:
-                    (worker,) = standby.workers
-                    self._table.notify(worker, (MONITOR,), PeerLeft(name, worker.incarnation, "it has become another process"))
-                    self._table.remove(standby)
-                    return name
-        return ""
+        standby = self.ready_for(process)
+        if standby is None:
+            return ""
+        (worker,) = standby.workers
+        self._table.notify(worker, (MONITOR,), PeerLeft(worker.name, worker.incarnation, "it has become another process"))
+        self._table.remove(standby)
+        return worker.name
+
+    def ready_for(self, process: ProcessRecord) -> ProcessRecord | None:
+        """A standby process that can become the next incarnation of this one now."""
+        standbys = (self._table.processes.get(name) for name in self.names if process.names[0] in self._loads)
+        return next((each for each in standbys if each is not None and each.phase == ProcessPhase.UP and each.is_open), None)
 
     def missing(self) -> list[str]:
-        """Those that were taken and not replaced, once no other process is about to start: a start takes time from others."""
+        """The standby processes that are to start now. They start once no other process is about to: a start takes time from others."""
         if any(each.phase != ProcessPhase.UP and not each.is_given_up for each in self._table.processes.values()):
             return []
         return [name for name in self.names if name not in self._table.processes]

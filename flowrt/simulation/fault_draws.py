@@ -125,7 +125,7 @@ def draw_early_deaths(chance: random.Random, graph: Graph, servers: list[str]) -
 
 def draw_standby_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
     """Crashes and standstills of standby processes, most of them close to a death of a process that they stand in for. Two deaths of one
-    process, so that the second one hits a former standby process."""
+    process, so that the second one hits a former standby process. A standby process that is ready late, while there is no fork server."""
     mortal = sorted(mortal_workers(graph))
     if not graph.reliability.standby or graph.processes != "many" or not mortal or chance.random() < 0.3:
         return []
@@ -133,7 +133,7 @@ def draw_standby_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
     faults: list[AnyFault] = [kinds.Crash(at_seconds=at, process=victim)]
     name = f"standby.{chance.randrange(graph.reliability.standby)}"
     near = at + chance.choice((-1e-3, 0.0, 1e-3, 10e-3, 0.1, 1.0)) * chance.random()
-    match chance.choice(("crash", "crash", "pause", "hold", "again", "none")):
+    match chance.choice(("crash", "crash", "pause", "hold", "again", "late", "none")):
         case "crash":
             faults.append(kinds.Crash(at_seconds=max(0.0, near), process=name))
         case "pause":
@@ -142,6 +142,10 @@ def draw_standby_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
             faults.append(kinds.Pause(at_seconds=max(0.0, near), process=name, for_seconds=PERMANENT_SECONDS))
         case "again":
             faults.append(kinds.Crash(at_seconds=at + chance.uniform(0.0, 3.0), process=victim))
+        case "late":  # it becomes ready while there is no fork server
+            faults.append(kinds.SlowLink(between=(GATEWAY, name), for_seconds=10.0, factor=300.0))
+            faults += [kinds.Crash(at_seconds=0.05 * number, process=FORK_SERVER) for number in range(1, 4)]
+            faults[0] = kinds.Crash(at_seconds=chance.uniform(0.0, 1.0), process=victim)
     return faults
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
+from flowrt.launcher.standby import standby_loads
+from flowrt.launcher.transport_choice import pack, usable_cores
 from flowrt.reliability.detector import SEEN_SHARE
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.faults import Faults
@@ -16,11 +18,13 @@ from flowrt.simulation.inside import WorkerInternals
 from flowrt.simulation.invariants import mortal
 from flowrt.simulation.outages import Outages
 from flowrt.simulation.processes import KILLED, SEGFAULT, TERMINATED
+from flowrt.simulation.waitables import OUTSIDE
 from flowrt.simulation.world import SimulatedProcess, World
 
 WAITING_SECONDS = 0.5  # the longest wait of a part for an available replica: polls are some milliseconds apart, by any clock
 EXITS = KILLED, TERMINATED, SEGFAULT  # of processes that a fault or the launcher has killed
 POLL_SECONDS = 0.1  # between polls for what waits
+UNUSED_SECONDS = 0.1  # from the death of a standby process until the launcher notices it
 UNSETTLED_SECONDS = 0.9  # from the loss of a server until its clients know the cause: FENCE_SECONDS and the ways; less than CAUSE_SECONDS
 _COUNTED = {
     events.WorkerRestarted: "restarted",
@@ -50,6 +54,9 @@ class ServerChecks:
         self._lost: set[str] = set()
         self._polled_at = 0.0
         self._waiting: dict[tuple[str, Any, int | str], float] = {}  # (process, tag, part or trampoline's node) -> since when it waits
+        self._can_stand_in = standby_loads(graph, pack(graph), usable_cores()).keys()
+        self._ready_standbys: set[str] = set()
+        self._unused_since: float | None = None  # since when a process waits for the fork server although a standby process is ready
         self._unsettled: dict[tuple[str, str], float] = {}  # (group, lost server) -> since when its parts wait for the cause of the loss
         world.deaths.append(self._on_death)
 
@@ -62,8 +69,11 @@ class ServerChecks:
             case events.ForkServerRestarted():
                 del self._retry_at[FORK_SERVER]
                 self._retry_at |= {name: now for name in self.down - self._retry_at.keys() - {MONITOR}}  # they have waited for it
+            case events.WorkerListening(name) if name in self._launcher.state.standby_names:
+                self._ready_standbys.add(name)
             case events.WorkerStarted(name):
                 self._lost.discard(name)
+                self._ready_standbys.discard(name)
                 self._began[name] = now
                 self._retry_at.pop(name, None)
             case events.WorkerRestarted(name):
@@ -121,6 +131,7 @@ class ServerChecks:
             self._look_for_waiting(insides, now)
         if not self._faults.delays_notices:
             self._look_for_unsettled(insides, now)
+        self._look_for_unused_standbys(now)
 
     def due_retries(self, until: float) -> list[str]:
         """Workers out of their restart budget whose next start is due by `until`, and has not come."""
@@ -157,6 +168,14 @@ class ServerChecks:
         for (name, server), since in self._unsettled.items():
             if now > since + UNSETTLED_SECONDS:
                 raise InvariantError("I5", f"{name} waits since {since:.6f} s for the cause of the loss of {server}")
+
+    def _look_for_unused_standbys(self, now: float) -> None:
+        """Check that no process waits for the fork server while a standby process can become it (I5)."""
+        waiting = self._can_stand_in & self._launcher.state.fork_server.waiting.keys()
+        is_unused = waiting and any(map(self._is_alive, self._ready_standbys)) and not self._world.loop.is_parked(OUTSIDE)
+        self._unused_since = (now if self._unused_since is None else self._unused_since) if is_unused else None
+        if self._unused_since is not None and now > self._unused_since + UNUSED_SECONDS:
+            raise InvariantError("I5", f"{min(waiting)} waits for the fork server, and a standby process is ready")
 
     def _on_death(self, process: SimulatedProcess) -> None:
         """Called at the moment of the death, before any other process is notified."""

@@ -127,6 +127,17 @@ def test_standby_process_is_used_while_there_is_no_fork_server() -> None:
     assert (SERVER, STANDBY) in starts(driver.pass_time(0.0))
 
 
+def test_process_that_waits_for_the_fork_server_takes_a_standby_process_that_becomes_ready() -> None:
+    driver = started()
+    driver.do(driver.state.fork_server.on_lost, KILLED)
+    for name in (SERVER, OTHER):
+        driver.die(name)
+    assert starts(driver.pass_time(0.0)) == []
+    assert starts(driver.do(driver.state.on_listening, STANDBY, Listening({}))) == [(OTHER, STANDBY)]
+    driver.do(driver.state.fork_server.on_ready)
+    assert starts(driver.pass_time(0.0)) == [(SERVER, "")]
+
+
 def test_stop_ends_standby_processes_too() -> None:
     driver = ready()
     assert {action.worker for action in driver.do(driver.state.stop) if isinstance(action, Send)} == {CLIENT, SERVER, OTHER, STANDBY}
