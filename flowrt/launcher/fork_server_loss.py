@@ -6,12 +6,14 @@ While the run starts, the loss of the fork server ends the run.
 
 from __future__ import annotations
 
+from flowrt.actors.control import DetectorReport, PeerJoined
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, ReliabilitySettings
 from flowrt.launcher import events
 from flowrt.launcher.actions import End, KillForkServer, StartForkServer
 from flowrt.launcher.root_cause import FailureKind, RootCause
 from flowrt.launcher.run_table import ProcessPhase, ProcessRecord, RunPhase, RunTable, TimerKind
+from flowrt.reliability.detector import ProcessState
 from flowrt.reliability.restart_policy import Restart, RestartPolicy
 
 # Time limits for a fork. It takes milliseconds, so a fork server that exceeds them is stopped. During the launch it forks all processes at
@@ -28,6 +30,8 @@ class ForkServerLoss:
         self._is_up = True
         self._lost_seconds: float | None = None  # when it was lost; None: it is up
         self._why_down: str | None = None  # its restarts are used up
+        self._num_starts, self._pid = 0, 0  # of all fork servers; of the present one, where it is a process
+        self._why_killed = ""
         self.waiting: dict[str, None] = {}  # processes that are to be forked when it is back
 
     @property
@@ -49,15 +53,17 @@ class ForkServerLoss:
             self._root_cause.report(FailureKind.DIED, FORK_SERVER, FORK_SERVER, how)
         else:
             self._lost_seconds = self._table.now
-            self._start_again(how)
+            self._start_again("; ".join(each for each in (self._why_killed, how) if each))
 
     def on_failed(self, error: UserError | WorkerDiedError) -> None:
         """A new fork server has failed to start."""
         self._start_again(error.reason if isinstance(error, WorkerDiedError) else f"cannot start: {error}")
 
-    def on_ready(self) -> None:
-        """A new fork server serves."""
-        self._is_up, self._why_down = True, None
+    def on_ready(self, pid: int) -> None:
+        """A new fork server serves. `pid`: 0 where it is no process of this host."""
+        self._is_up, self._why_down, self._why_killed, self._pid = True, None, "", pid
+        self._num_starts += 1
+        self.introduce()
         if self._table.phase != RunPhase.RUNNING or self._lost_seconds is None:
             return
         self._table.announce(events.ForkServerRestarted(self._table.now - self._lost_seconds))
@@ -65,6 +71,16 @@ class ForkServerLoss:
         for name in self.waiting:
             self._table.set_timer(TimerKind.RESTART, 0.0, name)
         self.waiting.clear()
+
+    def introduce(self) -> None:
+        """Notify the monitor of the fork server. It sends no heartbeats: like a process that starts, it is dead when it stays stopped."""
+        if self._is_up and self._pid and self._table.phase == RunPhase.RUNNING:
+            self._table.notify_monitor(PeerJoined(FORK_SERVER, self._incarnation, {}, self._pid, is_starting=True))
+
+    def on_marked_dead(self, report: DetectorReport) -> None:
+        if self._is_up and report.incarnation == self._incarnation and report.state is ProcessState.DEAD:
+            self._why_killed = f"was marked dead ({report.why})"
+            self._kill()
 
     def on_silent(self, name: str) -> None:
         """The fork of a process has exceeded its time limit. The fork server is killed, so that its loss is reported."""
@@ -76,8 +92,7 @@ class ForkServerLoss:
                 self._table.act(End(WorkerDiedError(FORK_SERVER, reason), FORK_SERVER))
             return
         if self._is_up:
-            self._is_up = False
-            self._table.act(KillForkServer())
+            self._kill()
         self.await_fork(process)
 
     def await_fork(self, process: ProcessRecord) -> None:
@@ -91,6 +106,14 @@ class ForkServerLoss:
             self._table.act(StartForkServer())
 
     # Inside.
+
+    @property
+    def _incarnation(self) -> str:
+        return str(self._num_starts)
+
+    def _kill(self) -> None:
+        self._is_up = False
+        self._table.act(KillForkServer())
 
     def _start_again(self, how: str) -> None:
         self._is_up = False

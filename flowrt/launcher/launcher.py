@@ -254,7 +254,10 @@ class Launcher:
                     set_own_threads(self.graph)
                 else:
                     self._announce(events.ForkServerReady(fork_server_threads))
+                    self._step(self.state.fork_server.on_ready, self.fork_server_pid())
                 self._step(self.state.start, began)
+                if self.state.wants_monitor:
+                    self._spawn(self._send_heartbeats(), name="heartbeats of the launcher")
                 try:
                     await self._ended
                 except Exception as error:
@@ -321,11 +324,9 @@ class Launcher:
         self._on_event(event)
         if isinstance(event, events.Ready):
             self._ready.set_result(None)
-            if self.state.wants_monitor:
-                heartbeats = send_heartbeats(
-                    self.run_id, lambda: (0, None), self.seams.clock, self._send_to_monitor, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY
-                )
-                self._spawn(heartbeats, name="heartbeats of the launcher")
+
+    async def _send_heartbeats(self) -> None:
+        await send_heartbeats(self.run_id, lambda: (0, None), self.seams.clock, self._send_to_monitor, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)
 
     async def _send_until(self, worker: ControlConnection, control: Control, deadline: float) -> None:
         if await worker.send_until(control, deadline):

@@ -64,7 +64,7 @@ class Restarts:
         """The system refused, or the fork server has ended. A restart is tried again, after a refusal within the restart budget."""
         process.phase, process.how = ProcessPhase.DEAD, str(error)
         is_lost = isinstance(error, WorkerDiedError) and error.process == FORK_SERVER
-        if self._table.phase == RunPhase.LOADING or (is_lost and self._table.phase == RunPhase.CONNECTING):
+        if self._table.awaits_start(process) and (is_lost or self._table.phase == RunPhase.LOADING):
             if not self._root_cause.has_reports:  # otherwise the root cause is about to be chosen
                 self._table.act(End(error))
         elif is_lost:
@@ -75,10 +75,11 @@ class Restarts:
     def on_not_reaped(self, name: str) -> None:
         """The process was killed and has not ended, perhaps because it waits for a disk. It stays down until it has."""
         why = f"has been ending for {run_table.REAP_SECONDS:g} s: is the machine overloaded?"
-        if self._table.phase < RunPhase.RUNNING:
+        process = self._table.processes[name]
+        if self._table.awaits_start(process):
             self._table.act(End(WorkerDiedError(name, why), name))
-        elif self._table.phase == RunPhase.RUNNING:
-            self._table.give_up(self._table.processes[name], f"it {why}")
+        elif self._table.phase <= RunPhase.RUNNING:
+            self._table.give_up(process, f"it {why}")
 
     def on_no_status(self, name: str) -> None:
         """The process closed its control connection and no notice of its death followed, or it has ended and was not reaped."""
@@ -133,7 +134,7 @@ class Restarts:
         decision = self._budget.on_death(process.name, self._table.now)
         if isinstance(decision, Restart):
             self._table.set_timer(TimerKind.RESTART, decision.delay_seconds, process.name)
-        elif self._table.phase < RunPhase.RUNNING:
+        elif self._table.awaits_start(process):
             doing = "loaded" if self._table.phase == RunPhase.LOADING else "connected"
             reason = f"{process.how} while it {doing}, and {decision.why}"
             self._table.act(End(WorkerDiedError(process.name, reason), process.name))

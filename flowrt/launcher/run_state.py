@@ -18,7 +18,7 @@ from typing import Any
 
 from flowrt.actors.control import ComputesAlone, Control, DetectorReport, Failed, LinkLost, Listening, PeerJoined, Peers, StatisticsRequest
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import MONITOR, Graph
+from flowrt.graph.model import FORK_SERVER, MONITOR, Graph
 from flowrt.graph.recovery import is_watched, standby_names
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, End, EndProcess, Send, StartProcess
@@ -166,6 +166,9 @@ class RunState:
     def start(self, began: float) -> None:
         """Start all processes. `began`: when the launch began, before the process backend was opened."""
         self._began = began
+        if self.wants_monitor:
+            self._table.add(MONITOR, [MONITOR], is_task=False)
+            self._set_poll()
         for process in self._table.processes.values():
             self._table.act(StartProcess(process.name, self._table.identities(process)))
 
@@ -184,7 +187,7 @@ class RunState:
             worker.last_message_seconds = now
             doing = "connecting" if worker.state is WorkerState.LINKING else "loading"
             reason = f"sent nothing for {self.response_seconds:g} s while {doing}"
-            if table.phase >= RunPhase.RUNNING:
+            if not table.awaits_start(worker.process):
                 table.fence(worker.name, reason, FaultKind.STANDSTILL)
             elif not self._root_cause.has_reports:
                 self._root_cause.report(FailureKind.DIED, worker.name, worker.process.name, reason)
@@ -233,10 +236,11 @@ class RunState:
             self._on_up(found.process)
             self._restarts.on_standby_ready()
             return
-        if table.phase == RunPhase.LOADING:
-            if all(each.state is WorkerState.LISTENING and each.process.phase == ProcessPhase.STARTING for each in table.workers.values()):
+        if table.phase == RunPhase.LOADING and worker != MONITOR:
+            workers = [each for each in table.workers.values() if each.name != MONITOR]
+            if all(each.state is WorkerState.LISTENING and each.process.phase == ProcessPhase.STARTING for each in workers):
                 table.phase = RunPhase.CONNECTING
-                self._send_peers(list(table.workers.values()))
+                self._send_peers(workers)
         elif found.process.phase == ProcessPhase.STARTING and all(each.state is WorkerState.LISTENING for each in found.process.workers):
             for each in found.process.workers:
                 joined = PeerJoined(each.name, each.incarnation, self._addresses[each.name])
@@ -257,12 +261,11 @@ class RunState:
             if each.name != MONITOR:
                 table.notify(each, (MONITOR,), self._joined(each))
         self._on_up(process)
-        if table.phase == RunPhase.CONNECTING and all(each.phase == ProcessPhase.UP for each in table.processes.values()):
+        is_up = all(each.phase == ProcessPhase.UP or not table.awaits_start(each) for each in table.processes.values())
+        if table.phase == RunPhase.CONNECTING and is_up:
             table.phase = RunPhase.RUNNING
             table.announce(events.Ready(table.now - self._began))
-            if self.wants_monitor:
-                table.act(StartProcess(MONITOR, table.identities(table.add(MONITOR, [MONITOR], is_task=False))))
-                self._set_poll()
+            self.fork_server.introduce()
         if table.phase == RunPhase.RUNNING:
             self._restarts.start_standbys()
 
@@ -335,6 +338,8 @@ class RunState:
     def on_detector_report(self, report: DetectorReport) -> None:
         """The monitor reports the new state of an incarnation. A dead one is killed if the run can lose it; otherwise the gateway fences it
         until it is cleared."""
+        if report.process == FORK_SERVER:
+            self.fork_server.on_marked_dead(report)
         worker, found = report.process, self._table.workers.get(report.process)
         if found is None or found.incarnation != report.incarnation or found.has_ended:
             return
@@ -405,7 +410,8 @@ class RunState:
         self._fenced.clear()
         for worker in self._table.workers.values():
             if worker.name != MONITOR and not worker.has_ended and not worker.process.is_task:
-                self._table.act(Send(MONITOR, self._joined(worker)))
+                self._table.notify_monitor(self._joined(worker))
+        self.fork_server.introduce()
 
     def _joined(self, worker: WorkerRecord) -> PeerJoined:
         """For the monitor. A standby process counts as one that starts: it sends no heartbeats."""

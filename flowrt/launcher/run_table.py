@@ -260,6 +260,11 @@ class RunTable:
             if other.state in (WorkerState.CONNECTED, WorkerState.STOPPING) or (other.state is WorkerState.LINKING and name != MONITOR):
                 self.act(Send(name, control))
 
+    def notify_monitor(self, control: PeerJoined) -> None:
+        monitor = self.workers.get(MONITOR)
+        if monitor is not None and monitor.is_usable:
+            self.act(Send(MONITOR, control))
+
     def give_up(self, process: ProcessRecord, why: str, retry_seconds: float | None = None) -> None:
         """The process stays down, see events.WorkerGivenUp."""
         process.is_given_up = True
@@ -296,7 +301,11 @@ class RunTable:
 
     def can_fence(self, process: ProcessRecord) -> bool:
         is_living = process.phase in (ProcessPhase.STARTING, ProcessPhase.UP)
-        return is_living and self.phase < RunPhase.STOPPING and self.can_lose(process)
+        return is_living and self.phase < RunPhase.STOPPING and self.can_replace(process)
+
+    def awaits_start(self, process: ProcessRecord) -> bool:
+        """Whether the run starts and cannot become ready without this process."""
+        return self.phase < RunPhase.RUNNING and process.name != MONITOR
 
     def note_dying(self, process: ProcessRecord, why: str) -> None:
         """Handle the first sign of a death."""

@@ -178,7 +178,7 @@ class WorkerPool:
         except (WorkerDiedError, UserError) as error:
             self._step(self._state.fork_server.on_failed, error)
         else:
-            self._step(self._state.fork_server.on_ready)
+            self._step(self._state.fork_server.on_ready, backend.pid)
 
     async def _fork(self, backend: ProcessBackend, action: StartProcess) -> None:
         process = action.process

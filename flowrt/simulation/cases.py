@@ -23,7 +23,7 @@ from flowrt.simulation.calls import AnyServed, Result, check_calls, simulate_cal
 from flowrt.simulation.case import Case, Glitch, Poison, SimulatedCall, SimulatedRequest
 from flowrt.simulation.cluster import config_of, simulate
 from flowrt.simulation.drawn_graphs import draw_graph
-from flowrt.simulation.fault_draws import draw_early_deaths, draw_faults, draw_standby_faults
+from flowrt.simulation.fault_draws import draw_early_deaths, draw_early_stop, draw_faults, draw_standby_faults
 from flowrt.simulation.inside import EXACT_MODEL
 from flowrt.simulation.invariants import Reference, check
 from flowrt.simulation.invariants import mortal as mortal_workers
@@ -70,9 +70,13 @@ def draw(
     conditions, cost = _draw_conditions(chance), chance.choice(_COSTS)
     if scenario is None:
         faults = draw_faults(random.Random(f"faults {seed}"), graph)
-        if faults_from_launch and (servers := sorted(mortal_workers(graph))):
+        servers = sorted(mortal_workers(graph))
+        if faults_from_launch and servers:
             faults += draw_early_deaths(random.Random(f"early {seed}"), graph, servers)
         faults += draw_standby_faults(random.Random(f"standby {seed}"), graph)
+        if faults_from_launch and servers and graph.processes != "one" and (stop := random.Random(f"early stop {seed}")).random() < 0.4:
+            graph = replace(graph, reliability=replace(graph.reliability, detector=True))
+            faults = draw_early_stop(stop, servers)
         scenario = Scenario(faults=tuple(faults))
         if any(fault.processes == (FORK_SERVER,) and fault.ends_seconds > fault.at_seconds + FORK_SECONDS for fault in faults):
             requests = (*requests[:-1], _arriving_late(requests[-1], 3 * FORK_SECONDS))  # the run lasts until it is replaced

@@ -147,7 +147,8 @@ class _SimulatedRun:
         room = SEQUENCES_AHEAD * graph.group_limits().max_num_seqs
         self._group_checks = GroupChecks(world, groups, patience, room, self._living_inside, self._log, self._faults)
         self._outages = Outages(holders_of(self._launcher.graph, config))
-        self._checks = ServerChecks(world, self._launcher.graph, self._launcher, self._outages, self._faults, fastest_clock(case.scenario))
+        fastest, refuses = fastest_clock(case.scenario), case.processes.refuses_first
+        self._checks = ServerChecks(world, self._launcher.graph, self._launcher, self._outages, self._faults, fastest, refuses)
         self._clients: list[ClientRecord] = []
         self._open: dict[str, tuple[str, float]] = {}  # request id -> group, since when an outage may end it
         self._outage_seconds: dict[str, float] = {}  # of requests that have ended

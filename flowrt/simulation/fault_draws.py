@@ -123,6 +123,11 @@ def draw_early_deaths(chance: random.Random, graph: Graph, servers: list[str]) -
     ]
 
 
+def draw_early_stop(chance: random.Random, servers: list[str]) -> list[AnyFault]:
+    """The permanent stop of a process, most likely while it loads, and nothing else."""
+    return [kinds.Pause(at_seconds=chance.uniform(0.0, 0.15), process=chance.choice(servers), for_seconds=PERMANENT_SECONDS)]
+
+
 def draw_standby_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
     """Crashes and standstills of standby processes, most of them close to a death of a process that they stand in for. Two deaths of one
     process, so that the second one hits a former standby process. A standby process that is ready late, while there is no fork server."""
@@ -150,10 +155,13 @@ def draw_standby_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
 
 
 def _draw_fork_server(chance: random.Random, graph: Graph, mortal: list[str]) -> list[AnyFault]:
-    """Pauses the fork server, sometimes permanently, or lets it die, sometimes several times, while a process dies."""
+    """Pauses the fork server, sometimes permanently, or lets it die, sometimes several times, while a process dies. Where a monitor samples
+    it, it often stops for ever and no other process dies."""
     if graph.processes == "one":
         return []
     at = _draw_time(chance)
+    if is_watched(graph) and chance.random() < 0.6:
+        return [kinds.Pause(at_seconds=at, process=FORK_SERVER, for_seconds=PERMANENT_SECONDS)]
     victims = [chance.choice(mortal)] if mortal else []
     faults: list[AnyFault] = [kinds.Crash(at_seconds=at + chance.uniform(-0.5, 0.5) * at, process=name) for name in victims]
     if chance.random() < 0.5:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from flowrt.errors import UserError
-from flowrt.graph.model import FORK_SERVER, GATEWAY
+from flowrt.graph.model import GATEWAY
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import AnyFault, Scenario
 from flowrt.simulation.inside import WorkerInternals
@@ -68,11 +68,10 @@ class Faults:
         met = [at for at, fault in self._begun if self._silences(fault) and not together.isdisjoint(fault.processes)]
         return min([*met, *(at for name, at in self._poisoned.items() if name in together)], default=None)
 
-    @property
-    def delays_notices(self) -> bool:
-        """Whether some fault delays messages between the launcher and a worker, or stops one of them."""
+    def delays(self, processes: Collection[str]) -> bool:
+        """Whether some fault stops one of these processes, delays its messages, or changes its clock."""
         late = kinds.Pause | kinds.Stall | kinds.Cut | kinds.SlowLink | kinds.Skew
-        return any(isinstance(fault, late) and fault.processes != (FORK_SERVER,) for fault in self._scenario.faults)
+        return any(isinstance(fault, late) and not set(processes).isdisjoint(fault.processes) for fault in self._scenario.faults)
 
     def may_recur(self, process: str) -> bool:
         """Whether what the process computed may be presumed to be the reason of its death."""

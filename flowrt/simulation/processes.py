@@ -88,7 +88,7 @@ class SimulatedBackend:
 
     @property
     def pid(self) -> int:
-        return 0
+        return self._server.pid
 
     @classmethod
     async def open(cls, world: World, owner: BackendOwner, conditions: ProcessConditions) -> SimulatedBackend:

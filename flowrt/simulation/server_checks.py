@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
+from flowrt.graph.recovery import standby_names
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
 from flowrt.launcher.standby import standby_loads
 from flowrt.launcher.transport_choice import pack, usable_cores
+from flowrt.process_status import Activity
 from flowrt.reliability.detector import SEEN_SHARE
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.faults import Faults
@@ -24,6 +26,7 @@ from flowrt.simulation.world import SimulatedProcess, World
 WAITING_SECONDS = 0.5  # the longest wait of a part for an available replica: polls are some milliseconds apart, by any clock
 EXITS = KILLED, TERMINATED, SEGFAULT  # of processes that a fault or the launcher has killed
 POLL_SECONDS = 0.1  # between polls for what waits
+NOTICED_SECONDS = 2.0  # beyond dead_seconds, until a stopped process is killed
 UNUSED_SECONDS = 0.1  # from the death of a standby process until the launcher notices it
 UNSETTLED_SECONDS = 0.9  # from the loss of a server until its clients know the cause: FENCE_SECONDS and the ways; less than CAUSE_SECONDS
 _COUNTED = {
@@ -39,8 +42,10 @@ _COUNTED = {
 class ServerChecks:
     """Checks one run."""
 
-    def __init__(self, world: World, graph: Graph, launcher: Launcher, outages: Outages, faults: Faults, fastest_clock: float) -> None:
-        """`fastest_clock`: the highest rate of any clock."""
+    def __init__(
+        self, world: World, graph: Graph, launcher: Launcher, outages: Outages, faults: Faults, fastest_clock: float, refuses_first: bool
+    ) -> None:
+        """`fastest_clock`: the highest rate of any clock. `refuses_first`: the system may refuse the first start of a process."""
         self._world, self._launcher, self._outages, self._faults = world, launcher, outages, faults
         self._is_faulty = faults.has_met
         self._evidence_seconds = SEEN_SHARE * graph.reliability.dead_seconds / fastest_clock
@@ -57,6 +62,11 @@ class ServerChecks:
         self._can_stand_in = standby_loads(graph, pack(graph), usable_cores()).keys()
         self._ready_standbys: set[str] = set()
         self._unused_since: float | None = None  # since when a process waits for the fork server although a standby process is ready
+        self._workers = {*graph.process_names(), *standby_names(graph), GATEWAY, MONITOR}
+        self._is_ready, self._links_at_start = False, any(edge.open == "start" for edge in graph.edges.values())
+        self._is_watched = launcher.state.wants_monitor and not refuses_first and not faults.delays((GATEWAY, MONITOR))
+        self._stopped_seconds = graph.reliability.dead_seconds + NOTICED_SECONDS
+        self._stopped: dict[str, float] = {}  # since when
         self._unsettled: dict[tuple[str, str], float] = {}  # (group, lost server) -> since when its parts wait for the cause of the loss
         world.deaths.append(self._on_death)
 
@@ -64,6 +74,12 @@ class ServerChecks:
         self.counts[_COUNTED.get(type(event), "")] += 1
         now = self._world.loop.time()
         match event:
+            case events.Ready():
+                self._is_ready = True
+            case events.WorkerLost(name) if name == MONITOR:
+                self._is_watched = False
+            case events.ForkServerLost(how) if how.startswith("was marked dead") and not self._is_faulty(FORK_SERVER):
+                self._wrong.append(f"the fork server {how}, and no fault hit it")
             case events.ForkServerLost(_, retry_seconds) if retry_seconds is not None:
                 self._retry_at[FORK_SERVER] = now + retry_seconds
             case events.ForkServerRestarted():
@@ -129,9 +145,11 @@ class ServerChecks:
         if now >= self._polled_at + POLL_SECONDS:
             self._polled_at = now
             self._look_for_waiting(insides, now)
-        if not self._faults.delays_notices:
+        if not self._faults.delays(self._workers):
             self._look_for_unsettled(insides, now)
         self._look_for_unused_standbys(now)
+        if self._is_watched and (self._is_ready or not (self._links_at_start or self._is_faulty(FORK_SERVER))):
+            self._look_for_stopped(now)
 
     def due_retries(self, until: float) -> list[str]:
         """Workers out of their restart budget whose next start is due by `until`, and has not come."""
@@ -176,6 +194,21 @@ class ServerChecks:
         self._unused_since = (now if self._unused_since is None else self._unused_since) if is_unused else None
         if self._unused_since is not None and now > self._unused_since + UNUSED_SECONDS:
             raise InvariantError("I5", f"{min(waiting)} waits for the fork server, and a standby process is ready")
+
+    def _look_for_stopped(self, now: float) -> None:
+        """Check that no process that the run can lose stays stopped, also while it starts (I5)."""
+        names = {*self.mortal, *self._launcher.state.standby_names, *([FORK_SERVER] if self._is_ready else [])}
+        stopped = {name for name in names if self._is_stopped(name)}
+        self._stopped = {name: self._stopped.get(name, now) for name in stopped}
+        for name, since in self._stopped.items():
+            if now > since + self._stopped_seconds:
+                raise InvariantError("I5", f"{name} is stopped since {since:.6f} s and was not killed")
+
+    def _is_stopped(self, name: str) -> bool:
+        process = self._world.processes.get(name)
+        if process is None or self._world.process_activity(process.pid) is not Activity.STOPPED:
+            return False
+        return name == FORK_SERVER or not self._launcher.state.has_ended(name)
 
     def _on_death(self, process: SimulatedProcess) -> None:
         """Called at the moment of the death, before any other process is notified."""

@@ -27,7 +27,6 @@ from flowrt.graph.model import Edge, Graph, ModelPart, Node, PortSpec
 from flowrt.operators.dispatch import partition
 from flowrt.operators.replica_table import ReplicaTable
 from flowrt.reliability.expert_map import ExpertMap, servers_by_expert
-from flowrt.reliability.fault_table import FaultKind
 from flowrt.seams import RealClock
 from flowrt.transports.wire.message import Message, Tag
 
@@ -119,7 +118,7 @@ class Group:
         self.failover = Failover(self.graph, "dispatch", self.client, self.runner, self.fail_steps)
         self.failover.incarnations = dict.fromkeys(self.sent, "1")
 
-    def fail_steps(self, tags: Collection[Tag], kind: FaultKind, error: str) -> None:
+    def fail_steps(self, tags: Collection[Tag], error: str) -> None:
         assert not tags, error
 
     def via(self, trampoline: int) -> int:

@@ -37,7 +37,7 @@ def test_restart_waits_for_the_next_fork_server() -> None:
     driver.die(SERVER)
     assert driver.pass_time(30.0) == []
     assert driver.state.restarting() == [SERVER]
-    assert announced(driver.do(driver.state.fork_server.on_ready)) == [events.ForkServerRestarted(30.0)]
+    assert announced(driver.do(driver.state.fork_server.on_ready, 5)) == [events.ForkServerRestarted(30.0)]
     assert driver.pass_time(0.0) == [driver.start_of(SERVER)]
 
 
@@ -49,7 +49,7 @@ def test_start_that_meets_the_end_of_the_fork_server_waits_and_costs_no_restart(
     driver.do(driver.state.on_fork_failed, SERVER, WorkerDiedError(FORK_SERVER, KILLED))
     driver.do(driver.state.fork_server.on_lost, KILLED)
     assert driver.pass_time(RETRY_SECONDS) == [StartForkServer()]
-    driver.do(driver.state.fork_server.on_ready)
+    driver.do(driver.state.fork_server.on_ready, 5)
     assert driver.pass_time(0.0) == [driver.start_of(SERVER)]
 
 
@@ -64,7 +64,7 @@ def test_fork_server_that_does_not_respond_is_killed_once() -> None:
     assert driver.do(driver.state.on_fork_silent, OTHER) == []
     driver.do(driver.state.fork_server.on_lost, KILLED)
     assert driver.pass_time(10.0) == [StartForkServer()]
-    driver.do(driver.state.fork_server.on_ready)
+    driver.do(driver.state.fork_server.on_ready, 5)
     actions = driver.pass_time(0.0)
     assert set(actions) == {driver.start_of(SERVER), driver.start_of(OTHER)}
 
@@ -82,7 +82,7 @@ def test_fork_server_that_dies_again_and_again_is_given_up_for_a_window() -> Non
     assert isinstance(later, events.WorkerGivenUp)
     assert driver.state.restarting() == []
     assert driver.pass_time(30.0) == [StartForkServer()]
-    driver.do(driver.state.fork_server.on_ready)
+    driver.do(driver.state.fork_server.on_ready, 5)
     actions = driver.pass_time(0.0)
     assert set(actions) == {driver.start_of(SERVER), driver.start_of(OTHER)}
 

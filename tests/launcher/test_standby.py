@@ -134,7 +134,7 @@ def test_process_that_waits_for_the_fork_server_takes_a_standby_process_that_bec
         driver.die(name)
     assert starts(driver.pass_time(0.0)) == []
     assert starts(driver.do(driver.state.on_listening, STANDBY, Listening({}))) == [(OTHER, STANDBY)]
-    driver.do(driver.state.fork_server.on_ready)
+    driver.do(driver.state.fork_server.on_ready, 5)
     assert starts(driver.pass_time(0.0)) == [(SERVER, "")]
 
 

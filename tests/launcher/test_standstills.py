@@ -47,6 +47,32 @@ async def test_responsive_monitor_is_not_replaced(tmp_path: Path, monkeypatch: p
         assert not r.of(events.WorkerLost, MONITOR)
 
 
+async def test_stopped_fork_server_and_worker_that_starts_are_replaced(tmp_path: Path) -> None:
+    """By the real monitor, which samples both: no restart needs the fork server, and the worker is stopped while the run starts."""
+    r = Run(graph_of(tmp_path, "server.0", settings=ReliabilitySettings()))
+    stopped: list[int] = []
+
+    def stop_first(event: events.Event) -> None:
+        if isinstance(event, events.WorkerStarted) and event.name == "server.0" and not stopped:
+            stopped.append(event.pid)
+            os.kill(event.pid, signal.SIGSTOP)
+
+    r.on_event = stop_first
+    async with r.launcher as launcher:
+        assert launcher.pids["server.0"] not in stopped
+        (lost,) = r.of(events.WorkerLost, "server.0")
+        assert isinstance(lost, events.WorkerLost)
+        assert lost.how.startswith("was marked dead (stopped, ")
+        assert lost.while_loading
+        fork_server = launcher.fork_server_pid()
+        os.kill(fork_server, signal.SIGSTOP)
+        await r.until(lambda: r.of(events.ForkServerRestarted, ""))
+        assert launcher.fork_server_pid() not in (0, fork_server)
+        (gone,) = r.of(events.ForkServerLost, "")
+        assert isinstance(gone, events.ForkServerLost)
+        assert gone.how.startswith("was marked dead (stopped, ")
+
+
 async def test_a_run_ends_in_order_though_its_fork_server_is_stopped(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "server.0", settings=ReliabilitySettings(detector=False)), stop_seconds=60.0)
     async with r.launcher as launcher, asyncio.timeout(60):

@@ -299,6 +299,9 @@ BUGS: tuple[Bug, ...] = (
         FORK_SERVER_LOSS, "ForkServerLoss.on_silent", "self._table.act(KillForkServer())", "pass")),
     bug("silent-restart-forgotten", "the process whose fork timed out is not forked again", (
         FORK_SERVER_LOSS, "ForkServerLoss.on_silent", "self.await_fork(process)", "process.phase = ProcessPhase.DEAD")),
+    body("stopped-fork-server-kept", "a fork server that the monitor marks dead is not killed", FORK_SERVER_LOSS, "ForkServerLoss.on_marked_dead", "pass"),
+    bug("stopped-at-start-kept", "a process that the monitor marks dead while the run loads is not killed", (
+        RUN_TABLE, "RunTable.can_fence", "self.can_replace(process)", "self.can_lose(process)")),
     bug("loss-ends-run", "the loss of the fork server ends a running run", (
         FORK_SERVER_LOSS, "ForkServerLoss.on_lost", "self._table.phase < RunPhase.RUNNING", "self._table.phase < RunPhase.STOPPING")),
     body("left-behind", "the end of a run leaves its processes", POOL, "WorkerPool.close", "pass"),
