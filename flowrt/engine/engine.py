@@ -16,7 +16,7 @@ from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence
 from flowrt.engine.validation import refusal
 from flowrt.graph.model import GraphLimits
-from flowrt.reliability.fault_table import RULES, FaultKind, Redo, redo
+from flowrt.reliability.fault_table import STEP_AGAIN, FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason
 
 MAX_REMEMBERED = 4096  # ended or cancelled attempts: a repeated Submit or Cancel of one does nothing
@@ -238,7 +238,7 @@ class Engine:
                     self._scheduler.remove(sequence)
         return []
 
-    def fail_steps(self, steps: Collection[tuple[int, int]], error: str, kind: FaultKind = FaultKind.OPERATOR_ERROR) -> list[Decision]:
+    def fail_steps(self, steps: Collection[tuple[int, int]], error: str) -> list[Decision]:
         """Steps (micro_batch, step) have failed, or may have ended a server: roll back, and compute them again. Their sequences become
         suspects and run one by one. A suspect whose step fails ends its request with this error. Steps that do not run are ignored."""
         running = [found for micro_batch, step in sorted(steps) if (found := self._steps[micro_batch]) is not None and found.number == step]
@@ -246,8 +246,7 @@ class Engine:
             return []
         decisions = self.roll_back()
         for sequence, _ in (part for found in running for part in found.parts):
-            times = RULES[kind].redone.index(Redo.STEP)
-            if redo(kind, times + int(sequence.is_suspect)) is Redo.END and not sequence.cancelled:
+            if STEP_AGAIN[sequence.is_suspect] is Redo.END and not sequence.cancelled:
                 decisions += self._fail(sequence.request, error)
             sequence.is_suspect = True
         return decisions

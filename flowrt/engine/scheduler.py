@@ -23,7 +23,6 @@ from flowrt.engine.page_allocator import PageAllocator
 from flowrt.engine.sequence import Sequence, SequenceState
 from flowrt.engine.validation import num_pages_for
 from flowrt.graph.model import GraphLimits
-from flowrt.reliability.fault_table import FaultKind, Redo, redo
 
 
 def _age(sequence: Sequence) -> int:
@@ -173,8 +172,7 @@ class Scheduler:
         if missing <= 0:
             return True
         if self._may_take_pages(sequence):
-            recomputes = redo(FaultKind.OUT_OF_PAGES) is Redo.SEQUENCE
-            while recomputes and self.pages.num_free < missing and (victim := self._youngest_idle(than=sequence)) is not None:
+            while self.pages.num_free < missing and (victim := self._youngest_idle(than=sequence)) is not None:
                 self._preempt(victim)
             pages = self.pages.allocate(missing, sequence.name, sequence.pages[-1])
             if pages is not None:

@@ -26,7 +26,7 @@ from flowrt.transports.wire.message import Message, Tag
 class Failover:
     """Failover of one client. `dispatch` names its dispatch node.
 
-    `fail_steps(tags, kind, error)`: the steps of these tags may be the reason why a server was lost.
+    `fail_steps(tags, error)`: the steps of these tags may be the reason why a server was lost.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Failover:
         dispatch: str,
         client: ExpertClient,
         runner: Runner,
-        fail_steps: Callable[[Collection[Tag], FaultKind, str], None],
+        fail_steps: Callable[[Collection[Tag], str], None],
     ) -> None:
         self._dispatch, self.client, self._runner, self._fail_steps = dispatch, client, runner, fail_steps
         self._unsettled: set[str] = set()  # lost servers of which the cause of the death is not known
@@ -106,12 +106,8 @@ class Failover:
             else:
                 lost.append(tag)
         how = cause.how if cause is not None else ""
-        self._fail_steps(
-            crashed, FaultKind.CRASHED_SERVER, f"{process} {how} while it computed this request alone; the request is not tried again"
-        )
-        self._fail_steps(
-            lost, FaultKind.LOST_SERVER, "expert servers died or hung again and again while they computed a part of this request"
-        )
+        self._fail_steps(crashed, f"{process} {how} while it computed this request alone; the request is not tried again")
+        self._fail_steps(lost, "expert servers died or hung again and again while they computed a part of this request")
 
     def mark_joined(self, process: str) -> None:
         """Use a new incarnation of the server, whose edges are open, and dispatch the parts that waited for a replica."""

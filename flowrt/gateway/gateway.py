@@ -289,7 +289,7 @@ class Gateway:
         for log in logs:
             if is_alive:
                 decisions.append(SendCancel(group, Cancel(log.id, log.attempt)))
-            if redo(FaultKind.CRASHED_GROUP if may_recur else FaultKind.LOST_GROUP, int(log is cause)) is Redo.END:
+            if redo(FaultKind.CRASHED_GROUP, int(log is cause)) is Redo.END:
                 error = f"{group} {why} while it computed this request alone; the request is not tried again"
                 decisions += self._end(log, "error", error)
             else:

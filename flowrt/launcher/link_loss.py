@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from flowrt.actors.control import LinkLost
 from flowrt.launcher.root_cause import FailureKind, RootCause
 from flowrt.launcher.run_table import RunTable, TimerKind, WorkerRecord, WorkerState
-from flowrt.reliability.fault_table import FaultKind
 
 EXPLAINED_SECONDS = 2.0  # from a lost link to the death that explains it; after that the end that the run can lose is killed
 
@@ -63,7 +62,7 @@ class LinkLoss:
             if end.is_open and (other is None or other.is_open):  # otherwise the death of one of the two is the reason
                 self._root_cause.on_failure(FailureKind.SECONDARY, end, loss.reason)
         elif self._is_living(end) and (other is None or self._is_living(other)):
-            self._table.fence(end.name, loss.reason, FaultKind.LOST_LINK)
+            self._table.fence(end.name, loss.reason)
 
     def _wait(self, subject: str, loss: UnexplainedLoss) -> None:
         self._losses[subject] = loss

@@ -12,7 +12,6 @@ from enum import IntEnum
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.launcher.actions import End
 from flowrt.launcher.run_table import RunPhase, RunTable, TimerKind, WorkerRecord, WorkerState
-from flowrt.reliability.fault_table import FaultKind
 
 SETTLE_SECONDS = 0.2  # from the first report of a failure to the choice of the root cause
 
@@ -58,11 +57,11 @@ class RootCause:
         elif worker.state is not WorkerState.STOPPING:
             self.report(kind, worker.name, process.name, reason)
 
-    def end_worker(self, kind: FailureKind, worker: WorkerRecord, reason: str, fault: FaultKind) -> None:
+    def end_worker(self, kind: FailureKind, worker: WorkerRecord, reason: str) -> None:
         """Record the failure, and kill the worker's process if the run can lose it."""
         if not self.is_reported(worker.name):
             self.on_failure(kind, worker, reason)
-        self._table.fence(worker.name, reason, fault)
+        self._table.fence(worker.name, reason)
 
     def report(self, kind: FailureKind, worker: str, process: str, reason: str) -> None:
         if not self._reports:

@@ -39,7 +39,6 @@ from flowrt.launcher.run_table import (
 )
 from flowrt.launcher.standby import Standbys
 from flowrt.reliability.detector import ProcessState
-from flowrt.reliability.fault_table import FaultKind
 
 STATUS_SECONDS = 10.0  # LAST_MESSAGES_SECONDS of a process that the run cannot lose: its exit status is the reason that users see
 POLL_SECONDS = 0.5  # between two requests to the monitor
@@ -188,7 +187,7 @@ class RunState:
             doing = "connecting" if worker.state is WorkerState.LINKING else "loading"
             reason = f"sent nothing for {self.response_seconds:g} s while {doing}"
             if not table.awaits_start(worker.process):
-                table.fence(worker.name, reason, FaultKind.STANDSTILL)
+                table.fence(worker.name, reason)
             elif not self._root_cause.has_reports:
                 self._root_cause.report(FailureKind.DIED, worker.name, worker.process.name, reason)
 
@@ -227,7 +226,7 @@ class RunState:
         changed = [path for path, fingerprint in listening.files.items() if self._files.setdefault(path, fingerprint) != fingerprint]
         if changed:
             reason = f"{changed[0]} has changed since the run began; restore the file, or start the run again"
-            self._root_cause.end_worker(FailureKind.BAD_INPUT, found, reason, FaultKind.CHANGED_WEIGHTS)
+            self._root_cause.end_worker(FailureKind.BAD_INPUT, found, reason)
             return
         self._addresses[worker] = listening.addresses
         if worker != MONITOR:
@@ -330,7 +329,7 @@ class RunState:
         """Messages for the incarnation fill the queue of its control connection. No message may be lost, so it is ended."""
         if self.is_current(worker, incarnation):
             reason = "does not read its control connection: is it stopped, or the machine overloaded?"
-            self._root_cause.end_worker(FailureKind.DIED, self._table.workers[worker], reason, FaultKind.STANDSTILL)
+            self._root_cause.end_worker(FailureKind.DIED, self._table.workers[worker], reason)
 
     def on_link_lost(self, worker: str, lost: LinkLost) -> None:
         self._link_loss.on_link_lost(worker, lost)
@@ -355,7 +354,7 @@ class RunState:
                 if not is_killed:
                     self._fenced.add(worker)
                 self._table.announce(events.WorkerMarkedDead(worker, report.why, is_killed))
-                self._table.fence(worker, f"was marked dead ({report.why})", FaultKind.STANDSTILL)
+                self._table.fence(worker, f"was marked dead ({report.why})")
 
     def on_stop_sent(self, worker: str) -> None:
         self._stop.on_sent(worker)
@@ -431,7 +430,7 @@ class RunState:
         if monitor.is_usable:
             monitor.silent_seconds += min(self._table.now - self._polled, 1.5 * POLL_SECONDS)
             if monitor.silent_seconds >= MONITOR_SECONDS:
-                self._table.fence(MONITOR, f"sent nothing for {MONITOR_SECONDS:g} s", FaultKind.STANDSTILL)
+                self._table.fence(MONITOR, f"sent nothing for {MONITOR_SECONDS:g} s")
             else:
                 self._table.act(Send(MONITOR, StatisticsRequest()))
         self._set_poll()

@@ -26,7 +26,6 @@ from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send
 from flowrt.launcher.events import Event, WorkerGivenUp
 from flowrt.launcher.recovery_policy import RecoveryPolicy
 from flowrt.processes.output_tail import exit_text
-from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.transports.contract import Identity
 
 LAST_MESSAGES_SECONDS = 0.5  # from the end of a control connection to the end of its process
@@ -339,9 +338,9 @@ class RunTable:
         self.note_dying(process, why)
         self.act(EndProcess(process.name))
 
-    def fence(self, worker: str, why: str, kind: FaultKind) -> None:
+    def fence(self, worker: str, why: str) -> None:
         """Fence this incarnation: notify its peers, then send SIGKILL. No-op when the run cannot lose it, or its end is known."""
         process = self.workers[worker].process
-        if redo(kind) is Redo.PROCESS and self.can_fence(process):
+        if self.can_fence(process):
             process.cause = process.cause or why
             self.kill(process, why)

@@ -1,7 +1,7 @@
-"""Says what is done again after each kind of fault: the smallest unit that the fault can have spoilt. Pure.
+"""The unit that is computed or started again after each kind of fault: the smallest one that the fault can have spoilt. Pure.
 
-`RULES` is the only table of these decisions. The code that handles a fault calls `redo`, and a test compares the table with
-docs/reliability.md.
+`RULES` is the only table of these decisions, and a test compares it with docs/reliability.md. Where the unit depends on what happened
+before, the code that handles the fault looks it up (`redo`, `STEP_AGAIN`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ class FaultKind(StrEnum):
     CHANGED_WEIGHTS = "weights that changed"
 
 
+STEP_AGAIN = (Redo.STEP, Redo.END)  # of a step that failed: beside others, and alone
+
+
 @dataclass(frozen=True)
 class FaultRule:
     """`redone`: for the first time, the second, and so on, without progress in between; the last entry holds for all later times."""
@@ -52,7 +55,7 @@ RULES: dict[FaultKind, FaultRule] = {
     for rule in (
         FaultRule(
             FaultKind.OPERATOR_ERROR,
-            (Redo.STEP, Redo.END),
+            STEP_AGAIN,
             "the sequences of the step run one by one; one whose step fails again ends its request",
         ),
         FaultRule(
@@ -62,10 +65,10 @@ RULES: dict[FaultKind, FaultRule] = {
         ),
         FaultRule(FaultKind.LATE_PART, (Redo.PART, Redo.NOTHING), "the first response counts"),
         FaultRule(FaultKind.OUT_OF_PAGES, (Redo.SEQUENCE,), "the youngest sequence waits for pages"),
-        FaultRule(FaultKind.LOST_SERVER, (Redo.PART, Redo.STEP, Redo.END), "its pending parts go to replicas; it restarts"),
+        FaultRule(FaultKind.LOST_SERVER, (Redo.PART, *STEP_AGAIN), "its pending parts go to replicas; it restarts"),
         FaultRule(
             FaultKind.CRASHED_SERVER,
-            (Redo.STEP, Redo.END),
+            STEP_AGAIN,
             "steps with pending parts there are suspects; a request ends whose part it computed alone",
         ),
         FaultRule(FaultKind.LOST_GROUP, (Redo.GROUP,), "its requests move to other groups; it restarts"),

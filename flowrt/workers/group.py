@@ -21,7 +21,6 @@ from flowrt.engine.sequence import Sequence
 from flowrt.errors import OperatorError
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.graph.model import Node
-from flowrt.reliability.fault_table import FaultKind
 from flowrt.transports.wire.message import Tag
 from flowrt.workers.model_nodes import batch_payloads
 
@@ -93,14 +92,14 @@ class Group:
 
     def fail_step(self, tag: Tag, error: OperatorError) -> None:
         """Handle a failed step of this group: compute it once more, then end its requests."""
-        self.fail_steps([tag], FaultKind.OPERATOR_ERROR, f"a step of this request failed twice: {error}")
+        self.fail_steps([tag], f"a step of this request failed twice: {error}")
 
-    def fail_steps(self, tags: Collection[Tag], kind: FaultKind, error: str) -> None:
+    def fail_steps(self, tags: Collection[Tag], error: str) -> None:
         """Handle steps of this group that failed, or that may have ended a server. Each group decides for itself: a request belongs to one
         group, so it costs no other group a server."""
         steps = {(tag.micro_batch, tag.step) for tag in tags if tag.source == self._source and tag.epoch == self._engine.epoch}
         if steps:
-            self._begin_epoch(self._engine.fail_steps(steps, error, kind))
+            self._begin_epoch(self._engine.fail_steps(steps, error))
 
     def refuse(self, error: str) -> None:
         """End every request with this error, and each new one until `accept`. A repeated call replaces the error."""

@@ -296,7 +296,7 @@ BUGS: tuple[Bug, ...] = (
     bug("met-end-forgotten", "a process whose fork met the end of the fork server is not forked again", (
         FORK_SERVER_LOSS, "ForkServerLoss.await_fork", "self._table.set_timer(TimerKind.RESTART, RETRY_SECONDS, process.name)", "pass")),
     bug("silent-not-killed", "a fork server that does not respond is not killed", (
-        FORK_SERVER_LOSS, "ForkServerLoss.on_silent", "self._table.act(KillForkServer())", "pass")),
+        FORK_SERVER_LOSS, "ForkServerLoss.on_silent", "self._kill()", "self._is_up = False")),
     bug("silent-restart-forgotten", "the process whose fork timed out is not forked again", (
         FORK_SERVER_LOSS, "ForkServerLoss.on_silent", "self.await_fork(process)", "process.phase = ProcessPhase.DEAD")),
     body("stopped-fork-server-kept", "a fork server that the monitor marks dead is not killed", FORK_SERVER_LOSS, "ForkServerLoss.on_marked_dead", "pass"),
@@ -310,7 +310,7 @@ BUGS: tuple[Bug, ...] = (
     body("drained-ignored", "no request to drain is ever done", CONNECTION, "ControlConnection.request",
          "self.post(control)\nreturn asyncio.get_running_loop().create_future()"),
     bug("lost-link-ignored", "a lost link that no death explains has no consequence", (
-        LINK_LOSS, "LinkLoss.on_unexplained", "self._table.fence(end.name, loss.reason, FaultKind.LOST_LINK)", "pass")),
+        LINK_LOSS, "LinkLoss.on_unexplained", "self._table.fence(end.name, loss.reason)", "pass")),
     bug("failure-unseen", "the reports of a failed run are never examined", (
         ROOT_CAUSE, "RootCause.report", "if not self._reports:", "if False:")),
     body("failures-ignored", "a worker's failure report is ignored", ROOT_CAUSE, "RootCause.on_failure", "pass"),

@@ -21,7 +21,7 @@ FAULT_BUGS: tuple[Bug, ...] = (
     # steps that failed
     body("failed-step-ignored", "a step that failed is not rolled back", DATA_PATH, "DataPath._on_failed", "pass"),
     bug("failed-step-ends-requests", "a step that fails once ends its requests", (
-        ENGINE, "Engine.fail_steps", "times + int(sequence.is_suspect)", "times + 1")),
+        ENGINE, "Engine.fail_steps", "STEP_AGAIN[sequence.is_suspect]", "STEP_AGAIN[1]")),
     bug("suspects-together", "the sequences of a failed step run together", (
         SEQUENCE, "Sequence.runs_alone", "return self.is_suspect or self.is_on_trial", "return self.is_on_trial")),
     bug("suspect-for-ever", "a suspect whose step commits still ends with its next failure, and runs alone", (
