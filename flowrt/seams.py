@@ -380,6 +380,7 @@ class Seams:
     own_loop: bool = False  # the event loop serves exactly one worker
     transport: Callable[[str], Transport] = get_transport
     open_backend: OpenBackend | None = None  # starts worker processes; None: the backend of this host, which only the launcher imports
+    name_process: Callable[[str], None] = lambda name: None  # sets the name of this process in `ps`
     new_timer: Callable[[], Timer] = new_timer  # a timer of the running loop, finer than the clock's sleep
     descriptors: Mapping[str, int] = field(default_factory=dict)  # that the process was given: memory file of a weight set, or by name
     resident_bytes: Callable[[], int] = resident_bytes

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import struct
 from collections import deque
@@ -108,7 +109,9 @@ class StreamChannel(FlowControlledChannel):
     # Receiving.
 
     def _on_readable(self) -> None:
-        budget = _READ_BYTES_AT_ONCE
+        self._receive_available(_READ_BYTES_AT_ONCE)
+
+    def _receive_available(self, budget: float) -> None:
         try:
             while budget > 0:
                 received = self._receive()
@@ -124,11 +127,11 @@ class StreamChannel(FlowControlledChannel):
             self._stop_reading()
             self._break(str(error), nonsense=isinstance(error, WireError))
 
-    def end_of_peer(self) -> None:
+    def receive_rest(self) -> None:
         """The peer's process has died: receive what it has sent, then break the channel. The kernel closes its end only after it has freed
         the memory of the process."""
         if not (self._closed or self._ended or self._broken is not None):
-            self._on_readable()  # its budget is larger than the buffer of a socket
+            self._receive_available(math.inf)
             self._stop_reading()
             self._break(self._cut_reason)
 

@@ -36,7 +36,7 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
     """
     with ExitStack() as stack:
         # Importing torch takes as long as reading a large graph, so the process starts first where it is probably needed.
-        process = stack.enter_context(_start_check()) if _has_nodes(file) else None
+        process = stack.enter_context(_start_check()) if _is_probably_explicit(file) else None
         graph = load(file, overrides, model)
         from flowrt.graph.show import summary_of_valid
         from flowrt.launcher.model_check import check_prompts, check_weights
@@ -79,7 +79,7 @@ def show(
     print_graph(graph, file.name, Console())
 
 
-def _has_nodes(file: Path) -> bool:
+def _is_probably_explicit(file: Path) -> bool:
     """Whether `file` looks like the explicit form, whose operators are mostly the user's functions."""
     with suppress(OSError, ValueError):
         return file.is_file() and b"nodes" in file.read_bytes()

@@ -29,8 +29,8 @@ class ControlConnection:
         self._requests: dict[type[StatisticsRequest | Drain], asyncio.Future[None]] = {}  # the latest of each kind
         self._queued: Mailbox[tuple[Message, asyncio.Future[None] | None]] = Mailbox(MAX_QUEUED)
 
-    def rename(self, worker: Identity) -> None:
-        """The worker, a standby process so far, is this one from now on."""
+    def assign(self, worker: Identity) -> None:
+        """Assign the connection to this incarnation: the standby process at its other end has become it."""
         self.name, self.incarnation, self.statistics = worker.name, worker.incarnation, Statistics()
 
     async def send(self, control: Control) -> None:

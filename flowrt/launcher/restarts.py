@@ -106,7 +106,7 @@ class Restarts:
 
     def start_standbys(self) -> None:
         """Start the standby processes that are missing."""
-        for name in self._standbys.missing():
+        for name in self._standbys.names_to_start():
             self._table.add(name, [name], is_task=False).phase = ProcessPhase.DEAD
             self.fork_again(name)
 

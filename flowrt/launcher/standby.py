@@ -57,8 +57,8 @@ class Standbys:
         standbys = (self._table.processes.get(name) for name in self.names if process.names[0] in self._loads)
         return next((each for each in standbys if each is not None and each.phase == ProcessPhase.UP and each.is_open), None)
 
-    def missing(self) -> list[str]:
-        """The standby processes that are to start now. They start once no other process is about to: a start takes time from others."""
+    def names_to_start(self) -> list[str]:
+        """The standby processes to start now. They start once no other process is about to: a start takes time from others."""
         if any(each.phase != ProcessPhase.UP and not each.is_given_up for each in self._table.processes.values()):
             return []
         return [name for name in self.names if name not in self._table.processes]

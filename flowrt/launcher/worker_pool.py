@@ -214,7 +214,7 @@ class WorkerPool:
         self._processes[action.process] = started
         self._spawn(self.connections[worker.name].aclose(), name=f"end of the former {worker.name}")
         self._end_statistics(worker.name)
-        connection.rename(worker)
+        connection.assign(worker)
         self._use(connection)
         self._step(self._state.on_forked, action.process, started.pid)
 

@@ -198,7 +198,7 @@ async def _host(worker: WorkerMain, controls: list[tuple[str, socket.socket]], d
     async def run_one(control: socket.socket) -> None:
         channel = await StreamChannel.from_socket(control, CONTROL_LIMITS, Identity("gateway"))
         async with channel:
-            await worker(channel, Seams(own_loop=len(controls) == 1, descriptors=descriptors))
+            await worker(channel, Seams(own_loop=len(controls) == 1, descriptors=descriptors, name_process=_name_process))
 
     async with asyncio.TaskGroup() as group:
         for name, control in controls:

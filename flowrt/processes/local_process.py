@@ -117,7 +117,7 @@ class LocalProcess:
     def end_controls(self) -> None:
         """End the control connections of the dead process; what it has sent can still be received."""
         for control in self.controls:
-            control.end_of_peer()
+            control.receive_rest()
 
     def note_exit(self, loop: asyncio.AbstractEventLoop) -> None:
         """Release the pidfd and the exit lock of the reaped process. Its output stays readable until `close`."""

@@ -40,14 +40,14 @@ class WorkerInternals:
     def when_named(self, call: Callable[[], None]) -> None:
         """Call `call` once the worker is one of the graph: now, or when a standby process becomes one."""
         worker = self._worker
-        begin_as = worker._begin_as
+        apply_start = worker._apply_start
 
         def begin(start: Any) -> None:
-            begin_as(start)
+            apply_start(start)
             call()
 
         if worker._start.loads:
-            worker._begin_as = begin
+            worker._apply_start = begin
         else:
             call()
 

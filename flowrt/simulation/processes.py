@@ -66,7 +66,7 @@ class SimulatedWorkerProcess:
 
     def end_controls(self) -> None:
         for control in self.controls:
-            control.end_of_peer()
+            control.receive_rest()
 
     def output_tail(self) -> tuple[str, ...]:
         return ()

@@ -182,7 +182,7 @@ class SimulatedChannel(FlowControlledChannel):
         self._send_frame("broken")
         self._break("this end was severed")
 
-    def end_of_peer(self) -> None:
+    def receive_rest(self) -> None:
         """See StreamChannel: what the dead peer has sent is in the socket's buffer already."""
         while self._on_the_way:
             self._arrive_next()

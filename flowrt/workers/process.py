@@ -117,7 +117,7 @@ class Worker:
         self._emulated: EmulatedWorker | None = None
         self.trace_ring: TraceRing | None = None  # set before it loads: the worker is traced
         self._taken: asyncio.Future[Start | None] = self._loop.create_future()  # the second Start of a standby process; None: stopped
-        self._begin_as(start)
+        self._apply_start(start)
         self._on_sink = on_sink
         self._data_path: DataPath | None = None  # once it has loaded
         self._membership: Membership | None = None  # once its links are up; until then these two are kept
@@ -130,8 +130,8 @@ class Worker:
             return ThreadCompute(name, LONE_INLINE_SECONDS)
         return self._seams.new_compute(name)
 
-    def _begin_as(self, start: Start) -> None:
-        """Be this worker of the graph, or a standby process for several."""
+    def _apply_start(self, start: Start) -> None:
+        """Set what depends on the name: of a worker of the graph, or of a standby process, which loads the operators of several."""
         self._start = start
         if self._graph.emulation is not None and not start.loads:
             self._emulated = EmulatedWorker(self._graph, start.name, self._graph.emulation, self._compute, self._seams.new_timer())
@@ -201,7 +201,8 @@ class Worker:
         start = await self._taken
         if start is None:
             return None
-        self._begin_as(start)
+        self._apply_start(start)
+        self._seams.name_process(start.name)
         nodes, ours = (self._graph.nodes_of(name) for name in (start.loaded_as, start.name))
         return loaded[start.loaded_as].renamed({node.name: our.name for node, our in zip(nodes, ours, strict=True)})
 

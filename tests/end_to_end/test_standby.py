@@ -50,6 +50,7 @@ async def test_standby_process_takes_the_place_of_each_role(served: Served, tmp_
             os.kill(running.pids[victim], signal.SIGKILL)
             await found.wait(events.WorkerRestarted, victim)
             assert running.pids[victim] == standby
+            assert Path(f"/proc/{standby}/comm").read_text(encoding="utf-8") == f"fr:{victim}\n"
             assert (await running.complete(prompt, max_tokens=8)).token_ids == expected
             await found.wait(events.WorkerListening, "standby.0")
             assert running.pids["standby.0"] != standby

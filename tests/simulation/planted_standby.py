@@ -22,15 +22,15 @@ STANDBY_BUGS: tuple[Bug, ...] = (
     bug("standby-other-experts", "a standby process uses the weights of one server for every other", (
         STANDBY, "_operator_of", "node.options", "{}")),
     bug("standby-not-replaced", "no standby process follows one that was taken", (
-        STANDBY, "Standbys.missing", "if name not in self._table.processes", "if name not in self._table.processes and not any(each.num_restarts for each in self._table.processes.values())")),
+        STANDBY, "Standbys.names_to_start", "if name not in self._table.processes", "if name not in self._table.processes and not any(each.num_restarts for each in self._table.processes.values())")),
     body("ready-standby-ignored", "a process that waits for the fork server does not take a standby process that becomes ready",
          RESTARTS, "Restarts.on_standby_ready", "self.start_standbys()"),
     bug("standby-keeps-nodes", "the operators of a standby process keep the node names that they were loaded for", (
         DATA_PATH, "LoadedOperators.renamed", "names[node]: function for", "node: function for")),
     bug("standby-old-incarnation", "the messages of a standby process that was taken count as those of its former incarnation", (
-        CONNECTION, "ControlConnection.rename", "worker.name, worker.incarnation, Statistics()", "worker.name, self.incarnation, Statistics()")),
+        CONNECTION, "ControlConnection.assign", "worker.name, worker.incarnation, Statistics()", "worker.name, self.incarnation, Statistics()")),
     bug("standby-not-renamed", "the backend reports the end of a standby process that was taken under its former name", (
         POOL, "WorkerPool._use_standby", "backend.rename(started, action.process, action.workers)", "pass")),
     bug("standby-ignores-name", "a standby process does not become the process whose name it gets", (
-        PROCESS, "Worker._load_operators", "self._begin_as(start)", "pass")),
+        PROCESS, "Worker._load_operators", "self._apply_start(start)", "pass")),
 )  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrt.transports import stream
 from flowrt.transports.conformance.kit import check_numbered, numbered, receive_all, send_all
 from flowrt.transports.contract import Identity, Limits
 from flowrt.transports.errors import BrokenChannelError, EndOfChannel, TransportError
@@ -156,3 +157,18 @@ async def test_a_broken_channel_hangs_up_at_once() -> None:
             await channel.recv()
         assert peer.recv(1) == b""
     peer.close()
+
+
+async def test_everything_that_a_dead_peer_has_sent_is_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end-of-file may come much later. More may lie in the buffer of the socket than one turn of the loop reads."""
+    monkeypatch.setattr(stream, "_READ_BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(stream, "_SCRATCH_BYTES", 16)
+    channel, peer = await opened()
+    with peer:
+        peer.sendall(b"".join(message_bytes(number, 200) for number in range(4)))
+        channel.receive_rest()
+        for _ in range(4):
+            await channel.recv()
+        with pytest.raises(BrokenChannelError):
+            await channel.recv()
+    await channel.aclose()
