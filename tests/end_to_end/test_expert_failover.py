@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from flowrt.launcher import events, fork_server_loss
 COPIES = {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}}
 ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "replicas": 1}}
 MAX_TOKENS = 200
+SHORT_WAIT = {"unavailable_expert_seconds": 0.05, "detector": False}  # the detector would replace a stopped fork server
 PARAMS = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 LONG = flowrt.SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)  # still running when its first tokens have been read
 
@@ -126,7 +128,7 @@ async def test_last_replica_that_rejoins_in_time_only_delays(served: Served, tmp
 
 async def test_loss_of_the_last_replica_ends_requests_and_service_resumes(served: Served, tmp_path: Path) -> None:
     story = Story()
-    graph = write(served, tmp_path, ALONE, reliability={"unavailable_expert_seconds": 0.05})
+    graph = write(served, tmp_path, ALONE, reliability=SHORT_WAIT)
     async with flowrt.open(graph, on_event=story.note) as running:
         expected = await running.complete(served.prompts[0], PARAMS)
         request = await running.submit(served.prompts[0], LONG)
@@ -144,9 +146,7 @@ async def test_loss_of_the_last_replica_ends_requests_and_service_resumes(served
 
 async def test_degraded_output_is_marked_until_the_last_replica_rejoins(served: Served, tmp_path: Path) -> None:
     story = Story()
-    graph = write(
-        served, tmp_path, ALONE, reliability={"unavailable_expert_seconds": 0.05, "unavailable_expert": "degrade", "hedge": False}
-    )
+    graph = write(served, tmp_path, ALONE, reliability=SHORT_WAIT | {"unavailable_expert": "degrade", "hedge": False})
     async with flowrt.open(graph, on_event=story.note) as running:
         expected = await running.complete(served.prompts[0], PARAMS)
         assert not expected.degraded
@@ -177,6 +177,22 @@ async def test_server_killed_while_loading_weights_fails_no_request(served: Serv
         assert running.pids["experts.1"] != killed[0]
         assert (await running.complete(served.prompts[0], PARAMS)).finish_reason == "length"
         assert not running.health().warnings
+
+
+async def test_server_stays_down_while_its_weights_are_others(served: Served, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(served.directory, directory)
+    (weights,) = directory.glob("*.safetensors")
+    times, story, text = weights.stat(), Story(), "model.safetensors has changed since the run began; restore the file"
+    graph = write(served, tmp_path, COPIES, reliability={"restart_window_seconds": 1.0})
+    async with flowrt.open(graph, model=directory, on_event=story.note) as running:
+        os.utime(weights, ns=(0, 0))
+        os.kill(running.pids["experts.1"], signal.SIGKILL)
+        await story.until(lambda story: any(text in line for line in story.news))
+        assert story.back == []
+        assert await tokens_of(running, served.prompts[:2], lambda count: None) == [each[:NEW_TOKENS] for each in served.expected[:2]]
+        os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+        await story.until(lambda story: story.back == ["experts.1"])
 
 
 async def test_death_ends_the_run_without_failover(served: Served, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import flowrt
@@ -9,6 +10,36 @@ from flowrt.reliability.fault_table import RULES, STEP_AGAIN, FaultKind, Redo, r
 
 PACKAGE = Path(flowrt.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "reliability.md"
+TESTS = Path(__file__).parent.parent
+REDONE = "simulation/test_redone.py::"
+INJECTING: dict[FaultKind, tuple[str, ...]] = {  # the tests that inject each kind of fault into the real code
+    FaultKind.OPERATOR_ERROR: (REDONE + "test_wrong_result_costs_one_step_or_one_sequence[raise-step]",),
+    FaultKind.NOT_FINITE: (REDONE + "test_wrong_result_costs_one_step_or_one_sequence[nan-sequence]",),
+    FaultKind.LATE_PART: (REDONE + "test_late_part_is_computed_once_more_at_a_replica",),
+    FaultKind.OUT_OF_PAGES: (REDONE + "test_lack_of_pages_costs_one_sequence",),
+    FaultKind.LOST_SERVER: (
+        REDONE + "test_killed_process_costs_its_parts_or_its_sequences[experts.1-part]",
+        "end_to_end/test_expert_failover.py::test_killed_servers_change_no_token_and_rejoin",
+    ),
+    FaultKind.CRASHED_SERVER: (
+        REDONE + "test_poison_ends_its_request_alone[part]",
+        "end_to_end/test_poisoned_requests.py::test_a_request_whose_parts_kill_servers_is_ended",
+    ),
+    FaultKind.LOST_GROUP: (
+        REDONE + "test_killed_process_costs_its_parts_or_its_sequences[attention.0-group]",
+        "end_to_end/test_group_failover.py::test_a_stopped_group_is_replaced_and_its_requests_move",
+    ),
+    FaultKind.CRASHED_GROUP: ("end_to_end/test_group_failover.py::test_a_request_that_ends_its_group_has_two_victims_at_most[abort]",),
+    FaultKind.STANDSTILL: (
+        REDONE + "test_hung_operation_costs_its_process_and_what_it_computed",
+        "end_to_end/test_group_failover.py::test_a_request_that_ends_its_group_has_two_victims_at_most[hang]",
+    ),
+    FaultKind.LOST_LINK: (
+        REDONE + "test_lost_link_costs_one_process_and_its_parts",
+        "end_to_end/test_bad_messages.py::test_bad_message_fences_its_sender_alone",
+    ),
+    FaultKind.CHANGED_WEIGHTS: ("end_to_end/test_expert_failover.py::test_server_stays_down_while_its_weights_are_others",),
+}
 
 
 def test_every_kind_of_fault_has_a_rule() -> None:
@@ -33,3 +64,15 @@ def test_the_code_looks_up_what_depends_on_history() -> None:
     kinds = [rule.kind for rule in RULES.values() if len(rule.redone) > 1 and rule.redone != STEP_AGAIN]
     assert [kind.name for kind in kinds if f"redo(FaultKind.{kind.name}" not in code] == []
     assert "STEP_AGAIN[" in code
+
+
+def test_every_row_names_tests_that_inject_its_fault() -> None:
+    assert list(INJECTING) == list(FaultKind)
+    for test in (each for tests in INJECTING.values() for each in tests):
+        path, _, name = test.partition("::")
+        name, _, values = name.rstrip("]").partition("[")
+        tree = ast.parse((TESTS / path).read_text(encoding="utf-8"))
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name]
+        assert len(functions) == 1, test
+        decorators = "".join(map(ast.unparse, functions[0].decorator_list))
+        assert all(repr(value) in decorators for value in values.split("-") if value), test

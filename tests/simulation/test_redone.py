@@ -13,10 +13,12 @@ from flowrt.engine.engine import Engine
 from flowrt.engine.scheduler import Scheduler
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.gateway.gateway import Gateway
-from flowrt.reliability.scenario import Crash, Reset, Scenario
+from flowrt.reliability.hedging import HedgingPolicy
+from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Hang, Reset, Scenario, Slow
 from flowrt.simulation.case import Case, Glitch, Poison
 from flowrt.simulation.cases import references_of, run_case
 from flowrt.simulation.invariants import ALONE_TEXT, FAILED_TEXT, MAX_VICTIMS, NOT_FINITE_TEXT
+from flowrt.simulation.network_conditions import CALM
 
 OPERATORS = ("embed", "attention", "gate", "experts", "combine", "head")
 
@@ -30,6 +32,7 @@ def redone(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         ("sequence", Scheduler, "recompute"),
         ("part", ExpertClient, "redispatch"),
         ("group", Gateway, "lose_group"),
+        ("late part", HedgingPolicy, "spend"),
     ):
         function = getattr(owner, name)
 
@@ -73,6 +76,31 @@ def test_lost_link_costs_one_process_and_its_parts(redone: Counter[str]) -> None
         assert finish_reasons(outcome.result) == ("length",) * 8
         assert outcome.num_faults["restarted"] == outcome.num_faults["reset"]
     assert set(redone) == {"part"}
+
+
+def test_late_part_is_computed_once_more_at_a_replica(redone: Counter[str]) -> None:
+    slow = Slow(process="experts.1", at_seconds=0.5, for_seconds=1.0, factor=300.0)
+    for seed in SEEDS:
+        case = Case(load("2x3.yaml"), tuple(requests(24, apart=0.04)), Scenario(faults=(slow,), expect="tokens"), seed, conditions=CALM)
+        assert finish_reasons(run_case(case).result) == ("length",) * 24
+    assert set(redone) == {"late part"}
+
+
+def test_lack_of_pages_costs_one_sequence(redone: Counter[str]) -> None:
+    for seed in SEEDS:
+        assert finish_reasons(run_case(Case(load("tight.yaml"), tuple(requests(6, apart=0.0)), seed=seed)).result) == ("length",) * 6
+    assert set(redone) == {"sequence"}
+
+
+@pytest.mark.parametrize(("process", "unit"), [("experts.1", "step"), ("attention.0", "group")])
+def test_hung_operation_costs_its_process_and_what_it_computed(process: str, unit: str, redone: Counter[str]) -> None:
+    hang = Hang(process=process, at_seconds=0.05, for_seconds=PERMANENT_SECONDS)
+    for seed in SEEDS:
+        case = Case(load("2x3.yaml", detector=True, hedge=False), tuple(requests(8, apart=0.01)), Scenario(faults=(hang,)), seed)
+        outcome = run_case(case)
+        assert finish_reasons(outcome.result) == ("length",) * 8
+        assert outcome.num_faults["marked dead"] == outcome.num_faults["restarted"] == 1
+    assert set(redone) == {unit}
 
 
 @pytest.mark.parametrize(
