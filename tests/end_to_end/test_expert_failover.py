@@ -91,7 +91,7 @@ async def test_killed_servers_change_no_token_and_rejoin(served: Served, tmp_pat
     """Each of three servers dies once, while every expert keeps a replica. One is stopped first, so that parts certainly wait for it."""
     deploy = COPIES | {"links": {"attention-experts": {"transport": transport}}}
     story = Story()
-    async with flowrt.open(write(served, tmp_path, deploy), on_event=story.note) as running:
+    async with flowrt.open(write(served, tmp_path, deploy, reliability={"hedge": False}), on_event=story.note) as running:
         expected = await tokens_of(running, served.prompts[:4], lambda count: None)
         first = dict(running.pids)
         for server, cause in enumerate((signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL)):
