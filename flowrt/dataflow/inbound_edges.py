@@ -105,6 +105,8 @@ class InboundEdge:
                 sizes = self._end_requests(tag, header, self._requests)
         elif message.header is not None:
             raise BadMessageError(f"a header on {self.edge}, which takes none")
+        elif self._requests is not None:  # of a user's graph, whose messages have no parts
+            self._requests.outstanding.pop((tag, None), None)
         if schema is not None:
             if not self._carries_layer(tag.layer):
                 raise BadMessageError(f"a message on {self.edge} for layer {tag.layer}")

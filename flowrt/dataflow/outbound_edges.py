@@ -99,7 +99,7 @@ class OutboundEdges:
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
     ) -> None:
         self._post, self._on_unsendable, self._on_unsent = post, on_unsendable, on_unsent
-        requests = {edge.request_id for edge in graph.edges.values()}
+        requests = {edge.request_id for edge in graph.edges.values() if edge.id in schemas}  # of responses that are checked
         self.edges: dict[int, OutboundEdge] = {}
         for edge in graph.edges.values():
             source, target = graph.ends_of(edge)
