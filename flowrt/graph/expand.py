@@ -23,7 +23,7 @@ from flowrt.graph.model import Batching, GraphLimits, edge_name
 from flowrt.graph.notation import format_ids
 from flowrt.graph.placement import Held, even_placement, experts_map, held_experts, held_option
 from flowrt.graph.schema import AttentionSection, DeploySection, EdgeSection, ExpertsSection, GraphFile, NodeSection
-from flowrt.graph.trampoline import MIN_SERVERS_PER_GROUP
+from flowrt.graph.trampoline import MIN_SAVED_MESSAGES
 
 _EXPERTS = ("deploy", "experts")
 _LINK = ("deploy", "links", "attention-experts")
@@ -134,8 +134,11 @@ def _choose_trampolines(deploy: DeploySection) -> tuple[bool, str]:
     key, servers = deploy.experts.trampoline, deploy.experts.servers
     if key != "auto":
         return key == "always", ""
-    is_enough = servers >= MIN_SERVERS_PER_GROUP * _groups_of_domain(deploy)
-    text = f"{servers} servers are {'at least' if is_enough else 'fewer than'} {MIN_SERVERS_PER_GROUP} per group; {_groups_text(deploy)}"
+    groups = _groups_of_domain(deploy)
+    in_turn = groups + -(-servers // groups) - 1  # of a group to its trampolines, then of a trampoline
+    is_enough = servers - in_turn >= MIN_SAVED_MESSAGES
+    saves = f"saves {'at least' if is_enough else 'fewer than'} {MIN_SAVED_MESSAGES}"
+    text = f"{in_turn} messages one after another in place of {servers} {saves}; {_groups_text(deploy)}"
     return is_enough, text
 
 

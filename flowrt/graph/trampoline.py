@@ -15,7 +15,7 @@ from flowrt.graph.builtin import COLLECT, FORWARD, RETURN, SOURCE
 from flowrt.graph.document import Path_
 from flowrt.graph.model import Edge, Graph, Node
 
-MIN_SERVERS_PER_GROUP = 8  # from which on `trampoline: auto` uses trampolines; measured by flowrt bench trampoline
+MIN_SAVED_MESSAGES = 18  # from which on `trampoline: auto` uses trampolines; measured by flowrt bench trampoline
 
 
 def forwarded_servers(graph: Graph, dispatch: str) -> dict[int, dict[int, Edge]]:

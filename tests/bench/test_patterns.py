@@ -80,16 +80,17 @@ def test_trampolines_save_messages_and_change_no_token(monkeypatch: pytest.Monke
     runs: list[ModelledRun] = []
     figures = trampoline._figures
 
-    def keep(servers: int, groups: int, found: Runs) -> Any:
+    def keep(servers: int, groups: int, in_step: bool, found: Runs) -> Any:
         runs.extend(run for each in found for run in each)
-        return figures(servers, groups, found)
+        return figures(servers, groups, in_step, found)
 
     monkeypatch.setattr(trampoline, "SIZES", ((8, 2),))
     monkeypatch.setattr(trampoline, "TARGET_SIZE", (8, 2))
     monkeypatch.setattr(trampoline, "_figures", keep)
     report = run_benchmark("trampoline", trampoline.measure_trampoline(virtual=True, dilation=1.0), 1)
-    step, messages, num_bytes = report.figures
+    step, messages, num_bytes, *in_step = report.figures
     assert step.ratio is not None
+    assert len(in_step) == 3
     assert messages.ours.median == pytest.approx(2.0, rel=0.02)
     assert messages.verdict == "met"
     assert num_bytes.ratio is not None

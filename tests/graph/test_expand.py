@@ -18,7 +18,6 @@ from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph, LayerSet, TagStep, from_json, to_json
 from flowrt.graph.placement import expert_map_of, held_experts
-from flowrt.graph.trampoline import MIN_SERVERS_PER_GROUP as LEAST
 from flowrt.graph.written import to_yaml
 
 QUICK = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {groups: 2, micro_batches: 3}\n  experts: {servers: 3, replicas: 2}\n"
@@ -330,13 +329,14 @@ def test_as_many_servers_forward_as_a_domain_has_groups(load, groups: int, domai
 @pytest.mark.parametrize(
     ("servers", "groups", "domains", "text"),
     [
-        (LEAST, 1, 1, f"auto chose always: {LEAST} servers are at least {LEAST} per group; there is 1 group"),
-        (LEAST, 4, 4, f"auto chose always: {LEAST} servers are at least {LEAST} per group; a domain has 1 group"),
-        (LEAST, 3, 2, f"auto chose never: {LEAST} servers are fewer than {LEAST} per group; a domain has 2 groups"),
-        (0, 2, 1, f"auto chose never: 0 servers are fewer than {LEAST} per group; there are 2 groups"),
+        (64, 8, 1, "auto chose always: 15 messages one after another in place of 64 saves at least 18; there are 8 groups"),
+        (64, 16, 2, "auto chose always: 15 messages one after another in place of 64 saves at least 18; a domain has 8 groups"),
+        (32, 2, 1, "auto chose never: 17 messages one after another in place of 32 saves fewer than 18; there are 2 groups"),
+        (96, 1, 1, "auto chose never: 96 messages one after another in place of 96 saves fewer than 18; there is 1 group"),
+        (0, 2, 1, "auto chose never: 1 messages one after another in place of 0 saves fewer than 18; there are 2 groups"),
     ],
 )
-def test_auto_compares_servers_with_the_groups_of_a_domain(load, servers: int, groups: int, domains: int, text: str) -> None:
+def test_auto_counts_the_messages_that_a_group_of_a_domain_saves(load, servers: int, groups: int, domains: int, text: str) -> None:
     short = (
         "flowrt: 1\nmodel: {path: m}\ndeploy:\n"
         f"  attention: {{groups: {groups}, domains: {domains}}}\n  experts: {{servers: {servers}, trampoline: auto}}\n"

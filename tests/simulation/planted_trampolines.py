@@ -7,11 +7,9 @@ from simulation.planting import Bug, bug
 TRAMPOLINE = "flowrt.exchange.trampoline"
 CLIENT = "flowrt.exchange.expert_client"
 FAILOVER = "flowrt.exchange.failover"
-RUNNER = "flowrt.dataflow.runner"
 SUBGRAPH = "flowrt.dataflow.subgraph"
 SELECTION = "flowrt.dataflow.selection"
 INBOUND = "flowrt.dataflow.inbound_edges"
-OUTBOUND = "flowrt.dataflow.outbound_edges"
 
 TRAMPOLINE_BUGS: tuple[Bug, ...] = (
     bug("bundle-rows-mixed", "a trampoline gives each server the first rows of a bundle", (
@@ -19,8 +17,6 @@ TRAMPOLINE_BUGS: tuple[Bug, ...] = (
     bug("merged-ids-sorted", "merged responses are listed by part id, and their rows by arrival", (
         TRAMPOLINE, "merge", "ids = tuple((response.header_as(PartHeader).part for response in responses))",
         "ids = tuple(sorted((response.header_as(PartHeader).part for response in responses)))")),
-    bug("merged-cut-wrong", "merged responses are cut at the sizes of the parts in reverse order", (
-        TRAMPOLINE, "Collect._collect", "for part in parts]", "for part in reversed(parts)]")),
     bug("returned-to-first-group", "a trampoline returns all responses to its first group", (
         TRAMPOLINE, "Return._port", "self._ports[tag.source.partition('@')[0]]", "next(iter(self._ports.values()))")),
     bug("merged-and-forgotten", "of merged responses only the first one ends its request", (
@@ -40,12 +36,4 @@ TRAMPOLINE_BUGS: tuple[Bug, ...] = (
         TRAMPOLINE, "Forwarder.mark_lost", "self._notify(tag, process, part)", "pass")),
     bug("unsent-part-unnoticed", "a trampoline drops a part for a dead server without a notice", (
         TRAMPOLINE, "Forwarder.on_unsent", "self._notify(output.tag, self._process_of[output.edge.target], part)", "pass")),
-    bug("notices-ignored", "a group does not redispatch the part of a trampoline's notice", (
-        FAILOVER, "Failover._on_forwarded", "self._redispatch_forwarded(tag, header.part)", "pass")),
-    bug("requests-outlive-trampoline", "a server computes the requests of a trampoline that has ended", (
-        RUNNER, "Runner.end_peer", "self._ready.drop(lambda firing: self._inbound.is_from(firing, peer))", "pass")),
-    bug("orphans-answered", "a server responds to the next incarnation of the trampoline of a running call", (
-        INBOUND, "InboundEdges.orphans", "if self.ended else set()", "if False else set()")),
-    bug("relayed-parts-forgotten", "a trampoline does not know which parts a dead server had", (
-        OUTBOUND, "OutboundEdges.renew", "unanswered += outbound.unanswered()", "pass")),
 )  # fmt: skip

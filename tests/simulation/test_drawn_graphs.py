@@ -9,7 +9,7 @@ from flowrt.simulation.campaign import campaign
 from flowrt.simulation.cases import draw
 from flowrt.simulation.drawn_graphs import draw_graph
 
-SEEDS = 60
+SEEDS = 30
 FILES = ("2x3.yaml", "shared.yaml")
 
 

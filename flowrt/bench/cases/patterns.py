@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -26,8 +27,8 @@ Runs = Sequence[Sequence[ModelledRun]]  # by variant, then by pair
 @dataclass(frozen=True)
 class Variant:
     """One graph, as the keys of a graph file without its model, and the batch that it decodes, while the process `stopped` stands still.
-    All variants of a comparison have one model. `apart_seconds`: from one request to the next; groups then take their steps at different
-    times."""
+    All variants of a comparison have one model. `apart_seconds`: from the first request of a group to that of the next, so that groups do
+    not take their steps at the same time."""
 
     name: str
     keys: Mapping[str, Any]
@@ -62,6 +63,7 @@ class Comparison:
 def measure(comparisons: Sequence[Comparison], virtual: bool, dilation: float) -> AsyncIterator[Result]:
     """The figures of all comparisons. `dilation`: between processes; in virtual time it changes nothing."""
     if virtual:  # now: a simulation has an event loop of its own
+        os.environ["OMP_NUM_THREADS"] = "1"  # before a worker imports torch: its small products wait for no other thread
         return _given([figure for each in comparisons for figure in _simulated(each)])
     return _measured(comparisons, dilation)
 

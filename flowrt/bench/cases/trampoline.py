@@ -2,12 +2,14 @@
 (xDeepServe section 3.3, Fig. 8).
 
 Links have the latency and the cost per message of `ub`, and a row takes as long on them as one of ROW_BYTES. Each group decodes so many
-rows per layer that they go to nearly every server.
+rows per layer that they go to nearly every server. The groups take their steps at different times, or, for the worst case, at the same
+time: then all messages of a hop meet at its NICs.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,23 +23,26 @@ from flowrt.transports.emulation.profiles import PROFILES
 UB = PROFILES["ub"]
 ROW_BYTES = 7168  # of DeepSeek-R1, as INT8
 ATTENTION_SECONDS, PAIR_SECONDS = 100e-6, 0.2e-6  # per call, and per row of an expert
-ROWS, TOP_K = 32, 8  # of a group
-NUM_LAYERS, NEW_TOKENS = 4, 5
-SIZES = tuple((servers, groups) for groups in (2, 4, 8) for servers in (16, 32, 64, 96))  # in virtual time
+ROWS, ROWS_IN_STEP, TOP_K = 16, 64, 8  # of a group; the latter go to all 32 servers
+SPREAD_SECONDS = 200e-6  # about a layer: the groups begin within it
+NUM_LAYERS, NEW_TOKENS = 2, 5
+SIZES = ((16, 4), (32, 2), (32, 8), (48, 8), (64, 2), (64, 8))  # servers and groups, in virtual time
 PROCESS_SIZES = ((8, 2),)  # between processes
 TARGET_SIZE, MESSAGES_TARGET = (32, 8), 0.25
 
 
 def measure_trampoline(virtual: bool, dilation: float) -> AsyncIterator[Result]:
-    return measure([_comparison(*size) for size in (SIZES if virtual else PROCESS_SIZES)], virtual, dilation)
+    comparisons = [_comparison(*size) for size in (SIZES if virtual else PROCESS_SIZES)]
+    return measure([*comparisons, _comparison(*TARGET_SIZE, in_step=True)] if virtual else comparisons, virtual, dilation)
 
 
-def _comparison(servers: int, groups: int) -> Comparison:
-    variants = [_variant(servers, groups, key) for key in ("always", "never")]
-    return Comparison(variants, partial(_figures, servers, groups), NUM_LAYERS, servers, NEW_TOKENS, TOP_K)
+def _comparison(servers: int, groups: int, in_step: bool = False) -> Comparison:
+    variants = [_variant(servers, groups, key, in_step) for key in ("always", "never")]
+    return Comparison(variants, partial(_figures, servers, groups, in_step), NUM_LAYERS, servers, NEW_TOKENS, TOP_K)
 
 
-def _variant(servers: int, groups: int, trampoline: str) -> Variant:
+def _variant(servers: int, groups: int, trampoline: str, in_step: bool) -> Variant:
+    rows = ROWS_IN_STEP if in_step else ROWS
     link = {
         "latency_seconds": UB.latency_seconds,
         "message_seconds": UB.message_seconds,
@@ -50,15 +55,17 @@ def _variant(servers: int, groups: int, trampoline: str) -> Variant:
             "links": {"attention-experts": {"link": link}},
         },
         "emulate": {"compute": {"attention": {"fixed_seconds": ATTENTION_SECONDS}, "experts": {"row_seconds": PAIR_SECONDS}}},
-        "limits": {"max_num_seqs": ROWS},
+        "limits": {"max_num_seqs": rows},
     }
-    return Variant(f"{servers} servers, {groups} groups, trampoline: {trampoline}", keys, groups * ROWS)
+    apart_seconds = 0.0 if in_step else SPREAD_SECONDS / groups
+    return Variant(f"{servers} servers, {groups} groups, trampoline: {trampoline}", keys, groups * rows, apart_seconds=apart_seconds)
 
 
-def _figures(servers: int, groups: int, runs: Runs) -> Sequence[Figure]:
-    size = f"{servers} servers, {groups} groups"
+def _figures(servers: int, groups: int, in_step: bool, runs: Runs) -> Sequence[Figure]:
+    size = f"{servers} servers, {groups} groups{' in step' if in_step else ''}"
     bundled, direct = ([run.mean_step_seconds * 1e6 for run in each] for each in runs)
-    figures = [Figure.paired(f"{size}: decode step", "us", bundled, "direct", direct, servers=servers, groups=groups)]
+    about = {} if in_step else {"servers": servers, "groups": groups}
+    figures = [replace(Figure.paired(f"{size}: decode step", "us", bundled, "direct", direct), about=about)]
     updates = [[_sent(run, "dispatch.")[0] for run in each] for each in runs]
     num_bytes = [[_sent(run)[1] / 1024 for run in each] for each in runs]
     target = Target(MESSAGES_TARGET) if (servers, groups) == TARGET_SIZE else None

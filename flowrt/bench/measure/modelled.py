@@ -20,6 +20,7 @@ from flowrt.bench.measure.decoding import prompts_of
 from flowrt.bench.measure.graph_side import TurnClock
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
+from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import GATEWAY, Graph, role_of
 from flowrt.operators.families.registry import read_model_config
 from flowrt.process_backend import BackendOwner
@@ -67,12 +68,13 @@ async def modelled_run(
 ) -> ModelledRun:
     """Decode `batch` sequences of `new_tokens` new tokens, of which those count that come while all sequences run.
 
-    `stop` stops a process meanwhile; the sequences that then get no tokens do not count. `apart_seconds`: from one request to the next, in
-    modelled time. Raises UserError for a graph without emulation, a failed request, and too few tokens.
+    `stop` stops a process meanwhile; the sequences that then get no tokens do not count. `apart_seconds`: from the first request of a
+    group to that of the next, in modelled time. Raises UserError for a graph without emulation, a failed request, and too few tokens.
     """
     emulation, model = graph.graph.emulation, graph.graph.model
     if emulation is None or model is None:
         raise UserError("modelled time needs a graph with emulate: that serves a model")
+    num_groups = sum(1 for node in graph.graph.nodes.values() if node.operator == SOURCE)
     clock = TurnClock(graph.launcher.seams.clock.now)
     times: list[list[float]] = [[] for _ in range(batch)]
     tokens: list[list[int]] = [[] for _ in range(batch)]
@@ -95,7 +97,7 @@ async def modelled_run(
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
         for number, prompt in enumerate(prompts_of(batch, PROMPT_TOKENS, read_model_config(Path(model.path)).vocab_size)):
             tasks.create_task(follow(number, await graph.submit(prompt, params)))
-            if apart_seconds:
+            if apart_seconds and number + 1 < num_groups:
                 await graph.launcher.seams.clock.sleep(apart_seconds * emulation.dilation)
         await began.wait()
         first, before = clock.now(), await graph.statistics()
