@@ -70,6 +70,10 @@ class KvPages:
         if v_TKD is not None:
             slots[-1].index_copy_(0, slots_T, v_TKD)
 
+    def copy(self, layer: int, slots_L: Tensor) -> tuple[Tensor, ...]:
+        """Copies of what `write` stored in these slots, [L, K, D] each: keys and values, or keys alone where values are shared."""
+        return tuple(slots.index_select(0, slots_L.to(slots.device)) for slots in self._slots[layer])
+
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys, or of the values, of one token in one layer."""

@@ -18,6 +18,16 @@ from flowrt.sampling_params import FinishReason, SamplingParams
 from flowrt.transports.wire.message import Message, Tag
 
 
+class KvOffer(msgspec.Struct, frozen=True):
+    """The KV of a prompt, which an incarnation of a prefill worker holds for a group to pull. `number` counts its offers."""
+
+    worker: str
+    incarnation: str
+    number: int
+    num_tokens: int
+    is_degraded: bool = False
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A request as a group sees it. `attempt` counts how often it has been placed; tokens carry it back.
 
@@ -34,6 +44,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     committed_token_ids: tuple[tuple[int, ...], ...] = ()
     ended_choices: tuple[int, ...] = ()  # choices that ended in an earlier attempt: not computed again
     is_suspect: bool = False  # a group crashed while it ran there: it runs alone until it has a token
+    stage: Literal["all", "prefill"] = "all"  # prefill: compute the prompt and the first token of each choice, and offer the KV
+    kv: KvOffer | None = None  # pull the KV of the prompt instead of computing it
+
+    def committed(self, choice: int) -> tuple[int, ...]:
+        """Tokens of the choice that an earlier attempt, or the prefill worker of this one, gave to the client."""
+        return self.committed_token_ids[choice] if choice < len(self.committed_token_ids) else ()
 
 
 _BY_KIND: dict[str, type[Control]] = {}
@@ -152,6 +168,29 @@ class RunsAlone(Control, frozen=True):
 
     request_id: str
     attempt: int
+
+
+class Prefilled(Control, frozen=True):
+    """From a prefill worker, after the first tokens of the attempt: it holds the KV of the prompt until the attempt is cancelled."""
+
+    request_id: str
+    attempt: int
+    kv: KvOffer
+
+
+class KvPulled(Control, frozen=True):
+    """From a group: it has the KV of the attempt's prompt, all of it checked; the prefill worker may free its own."""
+
+    request_id: str
+    attempt: int
+
+
+class KvLost(Control, frozen=True):
+    """From a group: the KV of the attempt's prompt did not arrive whole. The group has dropped the attempt."""
+
+    request_id: str
+    attempt: int
+    why: str
 
 
 class Ended(Control, frozen=True):

@@ -24,8 +24,8 @@ from flowrt.gateway.completion import Completion
 from flowrt.gateway.gateway import ClientEvent, Gateway
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import Requests
-from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
+from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events
 from flowrt.launcher.group_changes import apply_group_change
 from flowrt.launcher.launcher import Launcher
@@ -339,9 +339,8 @@ class RunningGraph:
         if serving is not None:
             longest = max_model_len(graph, config, serving)
             bounds = {"max_requests": graph.serving.max_requests, "max_prompt_tokens": graph.serving.max_prompt_tokens}
-        groups = [node.process for node in graph.nodes.values() if node.operator == SOURCE]
         return Gateway(
-            groups,
+            attention_groups(graph),
             graph.group_limits(),
             longest,
             config.vocab_size,
@@ -350,6 +349,7 @@ class RunningGraph:
             eos_token_ids=config.eos_token_ids,
             now=seams.clock.now,
             lost_group_seconds=graph.reliability.lost_group_seconds,
+            prefill_workers=prefill_workers(graph),
             **bounds,
         )
 

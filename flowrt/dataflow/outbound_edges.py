@@ -11,7 +11,7 @@ import msgspec
 
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.fences import Fences
-from flowrt.dataflow.parts import FAILED, BundleHeader, FailedHeader
+from flowrt.dataflow.parts import FAILED, BundleHeader, FailedHeader, PartHeader
 from flowrt.dataflow.payload import Payload, by_reference, to_device_message, to_message
 from flowrt.dataflow.schemas import MessageSchema
 from flowrt.dataflow.subgraph import RoutedOutput, part_of
@@ -73,9 +73,10 @@ class OutboundEdge:
         tag, payload = output.tag, output.payload
         if isinstance(payload.header, BundleHeader):
             return {(tag, part.part): {"rows": part.num_rows, "pairs": part.num_pairs} for part in payload.header.parts}
+        part = payload.header.part if isinstance(payload.header, PartHeader) else None
         if self.schema is not None:
-            return {(tag, part_of(payload)): self.schema.sizes(payload)}
-        return {(tag, part_of(payload)): {}} if self.relays else {}
+            return {(tag, part): self.schema.sizes(payload)}
+        return {(tag, part): {}} if self.relays else {}
 
 
 class OutboundEdges:

@@ -10,18 +10,42 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
-from flowrt.actors.control import Ended, Logprobs, Request, Token
+from flowrt.actors.control import Ended, KvLost, KvOffer, KvPulled, Logprobs, Request, Token
 from flowrt.engine.batch import Batch, Part, build_batch, produces_token
 from flowrt.engine.scheduler import Scheduler
-from flowrt.engine.sequence import Sequence
-from flowrt.engine.validation import refusal
+from flowrt.engine.sequence import Sequence, SequenceState
+from flowrt.engine.validation import num_pages_for, refusal
 from flowrt.graph.model import GraphLimits
 from flowrt.reliability.fault_table import STEP_AGAIN, FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason
 
 MAX_REMEMBERED = 4096  # ended or cancelled attempts: a repeated Submit or Cancel of one does nothing
-Decision = Token | Ended  # for the gateway
+
 NOT_FINITE = "the model's logits for output token {} were not finite (NaN or infinity) twice{}; check the weights, or run in a wider dtype"
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Decision: offer the KV of this prompt. `pages` keep it until the attempt is cancelled."""
+
+    request_id: str
+    attempt: int
+    pages: tuple[int, ...]
+    num_tokens: int
+    is_degraded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Begin to pull KV into these pages, then call `pulled` or `pull_failed`. The pull is void when the attempt has ended."""
+
+    request_id: str
+    attempt: int
+    kv: KvOffer
+    pages: tuple[int, ...]
+
+
+Decision = Token | Ended | KvPulled | KvLost | Hold  # for the gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +112,7 @@ class Engine:
         self._next_step = [0] * num_micro_batches
         self._epoch = 0
         self._draining = False
+        self._begun: set[tuple[str, int]] = set()  # attempts whose pull was returned by `new_pulls`
         self._num_requests = self._num_sequences = self._num_steps = self._num_rows = self._num_tokens = 0
 
     @property
@@ -127,6 +152,8 @@ class Engine:
 
     def _begin(self, request: Request) -> list[Decision]:
         choices = [choice for choice in range(request.params.n) if choice not in request.ended_choices]
+        if request.stage == "prefill":
+            choices = [choice for choice in choices if not request.committed(choice)] or choices[:1]
         siblings: list[Sequence] = []
         for choice in choices:
             self._num_sequences += 1
@@ -147,7 +174,10 @@ class Engine:
         """
         siblings = self._alive.get(request_id, [])
         if siblings and siblings[0].request.attempt == attempt:
-            return [self._end(sequence, "abort") for sequence in list(siblings) if choice in (None, sequence.choice)]
+            if choice is not None and all(sequence.state is SequenceState.HELD for sequence in siblings):
+                return []  # the pages are for the other choices
+            ends = [self._end(sequence, "abort") for sequence in list(siblings) if choice in (None, sequence.choice)]
+            return [*ends, *self._offer(request_id)]
         if choice is None and (request_id, attempt) not in self._ended:
             self._remember((request_id, attempt), was_reported=False)
         return []
@@ -178,6 +208,36 @@ class Engine:
         that an event of another one frees."""
         steps = (self.next_step(micro_batch) for micro_batch in range(len(self._steps)))
         return [step for step in steps if step is not None]
+
+    def new_pulls(self) -> list[Pull]:
+        """The transfers that the steps which began last have admitted."""
+        pulling = {(each.request.id, each.request.attempt): each for each in self._scheduler.pulling}
+        new = [key for key in pulling if key not in self._begun]
+        self._begun = {*pulling}
+        return [Pull(*key, each.kv, tuple(each.pages)) for key in new if (each := pulling[key]).kv is not None]
+
+    def is_pulling(self, request_id: str, attempt: int) -> bool:
+        """Whether the attempt still waits for its KV."""
+        return self._pulling(request_id, attempt) is not None
+
+    def pulled(self, request_id: str, attempt: int) -> list[Decision]:
+        """The KV of a prompt is in the pages of the attempt, all of it checked. No-op for an attempt that does not wait for it."""
+        if (sequence := self._pulling(request_id, attempt)) is None:
+            return []
+        self._scheduler.pulled(sequence)
+        return [KvPulled(request_id, attempt)]
+
+    def pull_failed(self, request_id: str, attempt: int, why: str) -> list[Decision]:
+        """Drop an attempt whose KV did not arrive. No-op for one that does not wait for it."""
+        if (sequence := self._pulling(request_id, attempt)) is None:
+            return []
+        for each in list(sequence.siblings):
+            self._end(each, "abort")
+        return [KvLost(request_id, attempt, why)]
+
+    def _pulling(self, request_id: str, attempt: int) -> Sequence | None:
+        waiting = (each for each in self._alive.get(request_id, ()) if each.state is SequenceState.PULLING)
+        return next((each for each in waiting if each.request.attempt == attempt), None)
 
     def step_done(
         self,
@@ -277,6 +337,9 @@ class Engine:
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> list[Decision]:
         request = sequence.request
+        if sequence.prefills and request.committed(sequence.choice):  # the client has this token
+            self._scheduler.hold(sequence)
+            return self._offer(request.id)
         own: tuple[Logprobs, ...] = ()
         if logprobs is not None:
             own = (Logprobs(logprobs.token, logprobs.top[: request.params.logprobs]),)
@@ -287,7 +350,21 @@ class Engine:
         self._num_tokens += 1
         if (reason := sequence.end_reason()) is not None:
             decisions.append(self._end(sequence, reason))
-        return decisions
+        elif sequence.prefills:
+            self._scheduler.hold(sequence)
+        return decisions + self._offer(request.id)
+
+    def _offer(self, request_id: str) -> list[Decision]:
+        """Offer the KV of a prompt when each choice has its first token: that of the first, as all are the same."""
+        siblings = self._alive.get(request_id, [])
+        if not siblings or any(sequence.state is not SequenceState.HELD for sequence in siblings):
+            return []
+        first, *others = siblings
+        for sequence in others:
+            self._end(sequence, "abort")
+        num_tokens = first.num_prompt_tokens
+        pages = tuple(first.pages[: num_pages_for(num_tokens, self._limits.page_size)])
+        return [Hold(request_id, first.request.attempt, pages, num_tokens, first.is_degraded)]
 
     def _redo_sequence(self, sequence: Sequence, cause: str) -> list[Decision]:
         """Compute a sequence without finite logits again from its first token: an earlier row may be the reason."""

@@ -11,6 +11,8 @@ Every sequence makes progress, because all rules go by `order` (age):
 - When all younger sequences are in steps, it claims the next free page: until then no younger one gets any. So the oldest sequence
   always proceeds; alone it fits (validation.py), so every sequence ends.
 - A suspect, whose latest step failed, runs alone.
+- A sequence whose prompt's KV is elsewhere is admitted like any other, and then pulls it into its pages. It takes part in steps when it has
+  arrived. Its pages, and those that are held for a group, are never taken from it.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ class Scheduler:
         self.pages = PageAllocator(limits.kv_pages)
         self.waiting: list[Sequence] = []  # both lists oldest first
         self.running: list[Sequence] = []
+        self.pulling: list[Sequence] = []  # in the order of admission, as `held`
+        self.held: list[Sequence] = []
         self.num_preemptions = 0
         self._limits = limits
         self._num_micro_batches = num_micro_batches
@@ -96,14 +100,15 @@ class Scheduler:
 
     def _admit(self) -> None:
         at = 0
-        while at < len(self.waiting) and len(self.running) < self._limits.max_num_seqs:
+        while at < len(self.waiting) and len(self.running) + len(self.pulling) < self._limits.max_num_seqs:
             sequence = self.waiting[at]
             shared = self._shared_pages(sequence)
             if shared is None:
                 at += 1
                 continue
             soon = min(len(sequence.tokens) + 1, sequence.max_kv_tokens)
-            headroom = sum(len(other.pages) < self._num_pages(other.max_kv_tokens) for other in self.running)
+            others = (*self.running, *self.pulling)
+            headroom = sum(len(other.pages) < self._num_pages(other.max_kv_tokens) for other in others)
             if not self._may_take_pages(sequence) or self.pages.num_free < self._num_pages(soon) - len(shared) + headroom:
                 return
             own = self.pages.allocate(self._num_pages(len(sequence.tokens)) - len(shared), sequence.name, shared[-1] if shared else None)
@@ -112,11 +117,33 @@ class Scheduler:
             sequence.pages = shared + own
             sequence.num_computed_tokens = len(shared) * self._limits.page_size
             sequence.is_degraded = bool(shared) and any(other.is_degraded for other in sequence.siblings)
-            sequence.state = SequenceState.RUNNING
-            counts = self._micro_batch_counts()
-            sequence.micro_batch = counts.index(min(counts))
             del self.waiting[at]
-            insort(self.running, sequence, key=_age)
+            if sequence.kv is not None and not shared:
+                sequence.state = SequenceState.PULLING
+                self.pulling.append(sequence)
+            else:
+                self._run(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.RUNNING
+        counts = self._micro_batch_counts()
+        sequence.micro_batch = counts.index(min(counts))
+        insort(self.running, sequence, key=_age)
+
+    def pulled(self, sequence: Sequence) -> None:
+        """Run a sequence whose pages have the KV of its prompt."""
+        assert sequence.kv is not None, sequence.name
+        self.pulling.remove(sequence)
+        sequence.num_computed_tokens = sequence.kv.num_tokens
+        sequence.is_degraded = sequence.kv.is_degraded
+        sequence.kv = None
+        self._run(sequence)
+
+    def hold(self, sequence: Sequence) -> None:
+        """Take a sequence out of the steps and keep its pages. It must not be in a step."""
+        self.running.remove(sequence)
+        sequence.state = SequenceState.HELD
+        self.held.append(sequence)
 
     def recompute(self, sequence: Sequence) -> None:
         """Compute a sequence again from its first token. It must not be in a step."""
@@ -132,7 +159,8 @@ class Scheduler:
         if sequence.num_redone:
             return []
         num_tokens = (sequence.num_prompt_tokens - 1) // self._share_tokens * self._share_tokens
-        running = [other for other in sequence.siblings if other.state is SequenceState.RUNNING] if num_tokens else []
+        with_pages = (SequenceState.PULLING, SequenceState.RUNNING, SequenceState.HELD)
+        running = [other for other in sequence.siblings if other.state in with_pages] if num_tokens else []
         for other in running:
             if other.num_computed_tokens >= num_tokens:
                 return other.pages[: num_tokens // self._limits.page_size]
@@ -201,7 +229,8 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         assert not sequence.in_step, sequence.name
-        (self.running if sequence.state is SequenceState.RUNNING else self.waiting).remove(sequence)
+        lists = {SequenceState.WAITING: self.waiting, SequenceState.PULLING: self.pulling, SequenceState.HELD: self.held}
+        lists.get(sequence.state, self.running).remove(sequence)
         self.pages.free(sequence.pages, sequence.name)
         sequence.pages = []
         if self._claim is sequence:

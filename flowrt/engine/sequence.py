@@ -7,18 +7,19 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
-from flowrt.actors.control import Request
+from flowrt.actors.control import KvOffer, Request
 from flowrt.sampling_params import FinishReason
 
-SequenceState = Enum("SequenceState", ["WAITING", "RUNNING", "ENDED"])
+SequenceState = Enum("SequenceState", ["WAITING", "PULLING", "RUNNING", "HELD", "ENDED"])
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
     """One choice of one attempt. `tokens` is the prompt followed by the output; the first `num_computed_tokens` have KV in `pages`.
 
-    WAITING holds no page, RUNNING does. While `in_step` its rows are being computed by `micro-batch`, and neither its pages nor its
-    tokens may change. `order` is its place in the queue and never changes: a preempted sequence returns to its place.
+    WAITING holds no page; the others do until they have ended. PULLING waits for the KV of its prompt from a prefill worker; HELD, in a
+    prefill worker, has the KV of its prompt for a group. While `in_step` its rows are being computed by `micro-batch`, and neither its
+    pages nor its tokens may change. `order` is its place in the queue and never changes: a preempted sequence returns to its place.
     `num_computed_tokens` moves only when a step commits, so rolling a step back leaves it as it is. The first pages, those of whole
     pages of the prompt, may be held by its `siblings` too: no step writes to them any more.
     """
@@ -43,12 +44,16 @@ class Sequence:
     num_redone: int = 0  # times that it was computed again for logits that were not finite, since its latest token
     is_suspect: bool = False  # its latest step failed: it runs alone until a step of it commits
     is_on_trial: bool = field(init=False)  # its request is a suspect: it runs alone until it has a token
+    kv: KvOffer | None = field(init=False)  # where the KV of its prompt is, until it has tried to pull it
     is_degraded: bool = False  # KV in `pages` comes from a step that was computed without some expert
 
     def __post_init__(self) -> None:
         request = self.request
         self.name = f"{request.id}/{request.attempt}" + (f"/{self.choice}" if self.choice else "")
-        committed = request.committed_token_ids[self.choice] if self.choice < len(request.committed_token_ids) else ()
+        self.kv = (
+            request.kv if self.choice == min(set(range(request.params.n)) - {*request.ended_choices}) else None
+        )  # others share its pages
+        committed = () if self.prefills else request.committed(self.choice)
         self.tokens = [*request.prompt_token_ids, *committed]
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.is_on_trial = request.is_suspect
@@ -58,6 +63,11 @@ class Sequence:
         self.output_counts = None
         if request.params.has_penalties:
             self.output_counts = {**dict.fromkeys(request.prompt_token_ids, 0), **Counter(committed)}
+
+    @property
+    def prefills(self) -> bool:
+        """Whether it ends with its first token, and its KV is for a group."""
+        return self.request.stage == "prefill"
 
     @property
     def runs_alone(self) -> bool:
@@ -75,7 +85,7 @@ class Sequence:
     @property
     def max_kv_tokens(self) -> int:
         """Positions it may ever need: the last output token is never fed back."""
-        return self.num_prompt_tokens + self.request.max_tokens - 1
+        return self.num_prompt_tokens + (0 if self.prefills else self.request.max_tokens - 1)
 
     @property
     def decodes(self) -> bool:

@@ -127,7 +127,10 @@ class Failover:
         if trampoline is not None:
             self._on_forwarded(trampoline, tag, message)
             return
-        self.client.record_response(self._server_of[edge], tag)
+        server = self._server_of.get(edge)
+        if server is None:
+            return  # of a KV transfer
+        self.client.record_response(server, tag)
         if requests := self.client.next_request(tag):
             self._runner.emit(self._dispatch, tag, requests)
 

@@ -1,7 +1,8 @@
 """The gateway: admits requests, routes them to groups, commits their tokens, and produces the events of their clients.
 
 `Gateway` is pure, without torch. Its inputs are requests, tokens, ends, and lost and returned groups. Its outputs are placements, events
-for clients, and cancels for workers. `Requests` (requests.py) carries these decisions out; placement.py chooses the groups.
+for clients, and cancels for workers. `Requests` (requests.py) carries these decisions out; stages.py and placement.py choose the groups,
+and the prefill workers before them.
 
 A token is committed when the gateway appends it to the request's log. Only the next index from the current attempt is appended, so
 repeated tokens and tokens of older attempts have no effect. Each request ends in exactly one EndEvent, when all its choices have ended.
@@ -17,10 +18,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from flowrt.actors.control import Cancel, Ended, Logprobs, Request, RunsAlone, Token
+from flowrt.actors.control import Cancel, Ended, KvLost, KvPulled, Logprobs, Prefilled, Request, RunsAlone, Token
 from flowrt.actors.front_end_messages import Refusal
 from flowrt.engine.validation import max_new_tokens, prompt_refusal, refusal
-from flowrt.gateway.placement import Placement
 from flowrt.gateway.request_log import (
     ChoiceEvent,
     ChoiceLog,
@@ -30,8 +30,10 @@ from flowrt.gateway.request_log import (
     RequestLog,
     TokenEvent,
     is_stop_token,
+    request_of,
 )
 from flowrt.gateway.routing import GroupLoad
+from flowrt.gateway.stages import Stages
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
@@ -42,7 +44,7 @@ __all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "SendCancel", "S
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Decision: send `request` to the group as a Submit."""
+    """Decision: send `request` to the group, or prefill worker, as a Submit."""
 
     group: str
     request: Request
@@ -51,7 +53,7 @@ class SendRequest:
 
 @dataclass(frozen=True, slots=True)
 class SendCancel:
-    """Decision: send `cancel` to the group."""
+    """Decision: send `cancel` to the group, or prefill worker."""
 
     group: str
     cancel: Cancel
@@ -61,9 +63,11 @@ Decision = ClientEvent | SendRequest | SendCancel
 
 
 class Gateway:
-    """`groups` are the names of the workers that take requests. `max_requests` bounds the requests that have not ended, and
-    `max_prompt_tokens` their prompts together. `now` returns the time in seconds; requests wait for `lost_group_seconds` when no group is
-    left."""
+    """`groups` and `prefill_workers` are the names of the workers that take requests; a call that names a group takes either.
+
+    `max_requests` bounds the requests that have not ended, and `max_prompt_tokens` their prompts together. `now` returns the time in
+    seconds; requests wait for `lost_group_seconds` when no group is left.
+    """
 
     def __init__(
         self,
@@ -79,8 +83,9 @@ class Gateway:
         max_prompt_tokens: int = 1 << 40,
         now: Callable[[], float] = lambda: 0.0,
         lost_group_seconds: float = 30.0,
+        prefill_workers: Iterable[str] = (),
     ) -> None:
-        self._placement = Placement(groups, limits.max_num_seqs, lost_group_seconds, now)
+        self._stages = Stages(groups, prefill_workers, limits.max_num_seqs, lost_group_seconds, now)
         self._limits = limits
         self._max_position_embeddings = max_position_embeddings
         self._vocab_size = vocab_size
@@ -110,7 +115,7 @@ class Gateway:
     @property
     def num_waiting(self) -> int:
         """Requests with a prompt that wait for a group."""
-        return self._placement.num_waiting
+        return self._stages.num_waiting
 
     @property
     def refuses_all(self) -> str | None:
@@ -119,12 +124,12 @@ class Gateway:
 
     @property
     def loads(self) -> dict[str, GroupLoad]:
-        return dict(self._placement.loads)
+        return self._stages.loads
 
     @property
     def deadline(self) -> float | None:
         """When `on_time` is due; None without a waiting request that may be given up."""
-        return self._placement.deadline
+        return self._stages.deadline
 
     @property
     def num_logs(self) -> int:
@@ -194,9 +199,9 @@ class Gateway:
         log.seed = self._draw_seed() if log.params.seed is None else log.params.seed
         room = max_new_tokens(len(log.prompt_token_ids), self._limits, self._max_position_embeddings)
         log.max_tokens = max(room, 1) if log.params.max_tokens is None else log.params.max_tokens
-        if (reason := refusal(_request_of(log), self._limits, self._max_position_embeddings, self._vocab_size)) is not None:
+        if (reason := refusal(request_of(log), self._limits, self._max_position_embeddings, self._vocab_size)) is not None:
             return [self.refuse(index, reason)]
-        self._placement.add(log)
+        self._stages.queue(log)
         return self._place_waiting()
 
     def refuse(self, index: int, error: str) -> EndEvent:
@@ -232,18 +237,19 @@ class Gateway:
         A connection keeps order, so a gap is a bug: it ends the request with an error rather than with wrong text.
         """
         log = self._active.get(token.request_id)
-        if log is None or token.attempt != log.attempt or log.group != group:
+        if log is None or token.attempt != log.attempt or self._stages.sender_of(log, token.index) != group:
             return []
         decisions: list[Decision] = []
         choice = log.choices[token.choice] if token.choice < len(log.choices) else None
-        for at, token_id in enumerate(token.token_ids):
+        num_accepted = 1 if token.index == 0 and log.prefill_worker is not None else None
+        for at, token_id in enumerate(token.token_ids[:num_accepted]):
             index = token.index + at
             if choice is not None and (choice.finish_reason is not None or index < len(choice.token_ids)):
                 continue
             if choice is None or index > len(choice.token_ids) or index >= log.max_tokens:
                 num_committed = 0 if choice is None else len(choice.token_ids)
                 which = f"{log.id} (choice {token.choice})" if token.choice else log.id
-                error = f"{log.group} sent token {index} of {which} where {num_committed} of {log.max_tokens} were committed"
+                error = f"{group} sent token {index} of {which} where {num_committed} of {log.max_tokens} were committed"
                 return decisions + self._end(log, "error", error, cancels_worker=True)
             decisions += self._commit(log, choice, token_id, token.logprobs[at] if at < len(token.logprobs) else None, token.degraded)
         return decisions
@@ -251,7 +257,7 @@ class Gateway:
     def on_runs_alone(self, group: str, control: RunsAlone) -> None:
         """A group is about to compute a suspect alone."""
         log = self._active.get(control.request_id)
-        if log is not None and control.attempt == log.attempt and log.group == group and log.is_suspect:
+        if log is not None and control.attempt == log.attempt and self._stages.worker_of(log) == group and log.is_suspect:
             log.ran_alone = True
 
     def on_ended(self, group: str, ended: Ended) -> list[Decision]:
@@ -260,7 +266,7 @@ class Gateway:
         The request also ends with an error when the number of committed tokens differs from the number that the group reports.
         """
         log = self._active.get(ended.request_id)
-        if log is None or ended.attempt != log.attempt or log.group != group:
+        if log is None or ended.attempt != log.attempt or self._stages.worker_of(log) != group:
             return []
         if ended.reason == "error":
             return self._end(log, "error", ended.error)
@@ -268,9 +274,26 @@ class Gateway:
         if choice is None or choice.finish_reason is not None:
             return []
         if ended.num_tokens is not None and ended.num_tokens != len(choice.token_ids):
-            error = f"{log.group} ended {log.id} after {ended.num_tokens} tokens, {len(choice.token_ids)} were committed"
+            error = f"{group} ended {log.id} after {ended.num_tokens} tokens, {len(choice.token_ids)} were committed"
             return self._end(log, "error", error, cancels_worker=True)
         return self._end_choice(log, choice, ended.reason)
+
+    def on_transfer(self, group: str, control: Prefilled | KvPulled | KvLost) -> list[Decision]:
+        """Handle the offer of a prompt's KV, its arrival in a group, or its loss, which begins a new attempt."""
+        log = self._active.get(control.request_id)
+        if log is None or control.attempt != log.attempt or self._stages.worker_of(log) != group:
+            return []
+        match control:
+            case Prefilled(kv=kv):
+                self._stages.prefilled(log, kv)
+            case KvPulled():
+                decisions = self._cancel(log, but=group)
+                self._stages.pulled(log)
+                return decisions + self._place_waiting()
+            case KvLost():
+                log.num_kv_lost += 1
+                return self._move(log, but=group) + self._place_waiting()
+        return self._place_waiting()
 
     # When groups are lost and return
 
@@ -282,9 +305,9 @@ class Gateway:
         may_recur: the group crashed or hung, and what it computed may be the reason (see placement.py). is_alive: the group may continue
         later; the returned cancels free its resources. is_restarting: requests wait for it without limit until `give_up_group`.
         """
-        self._placement.lose(group, why, is_restarting=is_restarting)
-        logs = [log for log in self._active.values() if log.group == group]
-        cause = self._placement.suspect(group, logs) if may_recur else None
+        self._stages.lose(group, why, is_restarting=is_restarting)
+        logs = [log for log in self._active.values() if group in self._stages.workers_of(log)]
+        cause = self._stages.suspect(group, logs) if may_recur else None
         decisions: list[Decision] = []
         for log in logs:
             if is_alive:
@@ -293,43 +316,56 @@ class Gateway:
                 error = f"{group} {why} while it computed this request alone; the request is not tried again"
                 decisions += self._end(log, "error", error)
             else:
-                self._placement.remove(log)
-                log.attempt += 1
-                self._placement.add(log)
+                decisions += self._move(log, but=group)
         return decisions + self._place_waiting()
+
+    def _move(self, log: RequestLog, but: str) -> list[Decision]:
+        """Begin a new attempt, and cancel the old one in every worker but this one."""
+        decisions = self._cancel(log, but)
+        self._stages.remove(log)
+        log.attempt += 1
+        self._stages.queue(log)
+        return decisions
+
+    def _cancel(self, log: RequestLog, but: str = "") -> list[Decision]:
+        return [SendCancel(worker, Cancel(log.id, log.attempt)) for worker in self._stages.workers_of(log) if worker != but]
 
     def give_up_group(self, group: str) -> list[Decision]:
         """The group stays down for now: when no other is left, requests wait no longer than `lost_group_seconds`."""
-        self._placement.give_up(group)
-        return []
+        self._stages.give_up(group)
+        return self._place_waiting()
 
     def readmit_group(self, group: str) -> list[Decision]:
         """Place requests in a lost group again."""
-        self._placement.readmit(group)
+        self._stages.readmit(group)
         return self._place_waiting()
 
     def on_time(self) -> list[Decision]:
         """End the requests that have waited too long for a group."""
-        error = self._placement.why_no_group()
-        return [each for log in self._placement.expired() for each in self._end(log, "error", error)]
+        error = self._stages.why_no_group()
+        return [each for log in self._stages.expired() for each in self._end(log, "error", error, cancels_worker=True)]
 
     def is_placed(self, request: Request, group: str) -> bool:
         """Whether the group still has this attempt."""
         log = self._active.get(request.id)
-        return log is not None and log.attempt == request.attempt and log.group == group
+        return log is not None and log.attempt == request.attempt and group in self._stages.workers_of(log)
+
+    def groups_of(self, index: int) -> list[str]:
+        """The workers in which the request is placed: the prefill worker that has its KV, the group that computes its tokens."""
+        return self._stages.workers_of(self._logs[index])
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> list[EndEvent]:
         """End every active request, because the run is over. Returns their EndEvents."""
         self._refusal = "the run has ended"
         for group in self.loads:
-            self._placement.lose(group, "has ended")
+            self._stages.lose(group, "has ended")
         decisions = [decision for log in list(self._active.values()) for decision in self._end(log, reason, error)]
         return [decision for decision in decisions if isinstance(decision, EndEvent)]
 
     # Inside
 
     def _place_waiting(self) -> list[Decision]:
-        return [SendRequest(log.group or "", _request_of(log), log.index) for log in self._placement.place_waiting()]
+        return [SendRequest(worker, request_of(log, stage), log.index) for worker, log, stage in self._stages.place_waiting()]
 
     def _new_log(self, params: SamplingParams) -> RequestLog:
         log = RequestLog(self._num_requests, params)
@@ -362,7 +398,7 @@ class Gateway:
 
     def _prove(self, log: RequestLog, choice: ChoiceLog) -> list[Decision]:
         """A choice has committed a token or ended: end the trial of a suspect whose choices all have."""
-        return self._place_waiting() if log.is_suspect and self._placement.prove(log, choice.index) else []
+        return self._place_waiting() if log.is_suspect and self._stages.prove(log, choice.index) else []
 
     def _count_prompt(self, log: RequestLog, num_tokens: int) -> None:
         self._num_prompt_tokens += num_tokens - log.counted_tokens
@@ -376,8 +412,8 @@ class Gateway:
         event = ChoiceEvent(log.index, choice.index, reason, text)
         log.events.append(event)
         decisions: list[Decision] = [event, *self._prove(log, choice)]
-        if cancels_worker and log.group is not None:
-            decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt, choice.index)))
+        if cancels_worker and (worker := self._stages.worker_of(log)) is not None:
+            decisions.append(SendCancel(worker, Cancel(log.id, log.attempt, choice.index)))
         if all(each.finish_reason is not None for each in log.choices):
             decisions += self._end(log, log.choices[0].finish_reason or reason)
         return decisions
@@ -397,24 +433,8 @@ class Gateway:
             events.append(EndEvent(log.index, reason, "", error))
         log.events += events
         decisions: list[Decision] = [*events]
-        if log.group is not None and cancels_worker:
-            decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt)))
+        decisions += self._cancel(log, but="" if cancels_worker else self._stages.worker_of(log) or "")
         del self._active[log.id]
         self._count_prompt(log, 0)
-        self._placement.remove(log)
+        self._stages.remove(log)
         return decisions + self._place_waiting()
-
-
-def _request_of(log: RequestLog) -> Request:
-    """The message that submits the request's current attempt to its group."""
-    return Request(
-        id=log.id,
-        attempt=log.attempt,
-        prompt_token_ids=log.prompt_token_ids,
-        max_tokens=log.max_tokens,
-        seed=log.seed,
-        params=log.params,
-        committed_token_ids=tuple(tuple(choice.token_ids) for choice in log.choices) if log.attempt else (),
-        ended_choices=tuple(choice.index for choice in log.choices if choice.finish_reason is not None),
-        is_suspect=log.is_suspect,
-    )

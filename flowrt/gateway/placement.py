@@ -1,5 +1,6 @@
 """Places requests in groups: queues what does not fit, moves requests of lost groups, and runs suspects one at a time. Pure.
 
+There is one Placement for the groups, and one for the prefill workers, which are called groups here too (stages.py).
 A request is placed when a group has room for it, the oldest first; until then it waits at the gateway. `SEQUENCES_AHEAD` lets a group
 have the next sequences at hand when one of its own ends. A request that has waited for `lost_group_seconds` while no group is left is
 given up.
@@ -12,7 +13,7 @@ that this request is the cause.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.routing import GroupLoad, choose_group
@@ -30,48 +31,52 @@ class Placement:
         self._lost: dict[str, str] = {}  # group -> why
         self._restarting: set[str] = set()  # lost groups that a recovery policy restarts
         self._no_group_since = now()  # valid while no group is left
-        self._waiting: list[RequestLog] = []  # the oldest first
+        self.waiting: list[RequestLog] = []  # the oldest first
+        self._placed: dict[int, str] = {}  # number of a request -> its group
         self._trials: dict[str, RequestLog] = {}  # group -> the suspect that runs there
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def deadline(self) -> float | None:
-        """When the next waiting request is given up; None while a group is left or none waits."""
-        if not self._waiting or not self._has_no_group:
+    def deadline(self, waiting: Sequence[RequestLog]) -> float | None:
+        """When the next of these requests is given up; None while a group is left."""
+        if not waiting or not self.has_no_group:
             return None
-        return min(max(log.waits_since, self._no_group_since) for log in self._waiting) + self._lost_group_seconds
+        return min(max(log.waits_since, self._no_group_since) for log in waiting) + self._lost_group_seconds
 
     @property
-    def _has_no_group(self) -> bool:
+    def has_no_group(self) -> bool:
         """Whether no group is left, and none is restarted on purpose."""
         return self._lost.keys() >= self.loads.keys() and not self._restarting
 
     def add(self, log: RequestLog) -> None:
         """Queue a request that has no group. `place_waiting` follows."""
-        log.waits_since = self._now()
-        insort(self._waiting, log, key=lambda log: log.index)
+        insort(self.waiting, log, key=lambda log: log.index)
 
     def remove(self, log: RequestLog) -> None:
         """Forget a request that ends or leaves its group. Its room is free for others."""
-        if log in self._waiting:
-            self._waiting.remove(log)
-        if log.group is not None:
+        if log in self.waiting:
+            self.waiting.remove(log)
+        if self.group_of(log) is not None:
             self._count(log, -1)
-            self._end_trial(log)
-            log.group = None
+            self.end_trial(log)
+            del self._placed[log.index]
+
+    def group_of(self, log: RequestLog) -> str | None:
+        """The group that the request is placed in."""
+        return self._placed.get(log.index)
+
+    def take_waiting(self) -> list[RequestLog]:
+        """Forget the requests that wait, and return them."""
+        waiting, self.waiting = self.waiting, []
+        return waiting
 
     def place_waiting(self) -> list[RequestLog]:
         """Give a group to each waiting request that fits in one. Returns these requests; a request that fits nowhere lets none overtake
         it, except that others pass suspects."""
         placed = []
-        for log in list(self._waiting):
+        for log in list(self.waiting):
             group = choose_group(self.loads, self._closed_groups(log))
             if group is not None:
-                self._waiting.remove(log)
-                log.group = group
+                self.waiting.remove(log)
+                self._placed[log.index] = group
                 self._count(log, 1)
                 if log.is_suspect:
                     self._trials[group] = log
@@ -88,7 +93,7 @@ class Placement:
         if log.unproven:
             return False
         log.is_suspect = False
-        self._end_trial(log)
+        self.end_trial(log)
         return True
 
     def suspect(self, group: str, logs: Iterable[RequestLog]) -> RequestLog | None:
@@ -102,7 +107,7 @@ class Placement:
 
     def lose(self, group: str, why: str, *, is_restarting: bool = False) -> None:
         """Place no more requests in this group. `is_restarting`: a recovery policy restarts it."""
-        if not self._has_no_group:
+        if not self.has_no_group:
             self._no_group_since = self._now()
         if is_restarting:
             self._restarting.add(group)
@@ -110,7 +115,7 @@ class Placement:
 
     def give_up(self, group: str) -> None:
         """Wait for this group no longer than for any other lost one."""
-        if not self._has_no_group:
+        if not self.has_no_group:
             self._no_group_since = self._now()
         self._restarting.discard(group)
 
@@ -119,12 +124,12 @@ class Placement:
         self._lost.pop(group, None)
         self._restarting.discard(group)
 
-    def expired(self) -> list[RequestLog]:
-        """The waiting requests that are given up now."""
-        if not self._has_no_group:
+    def expired(self, waiting: Sequence[RequestLog]) -> list[RequestLog]:
+        """Those of these requests that are given up now."""
+        if not self.has_no_group:
             return []
         latest = self._now() - self._lost_group_seconds
-        return [log for log in self._waiting if max(log.waits_since, self._no_group_since) <= latest]
+        return [log for log in waiting if max(log.waits_since, self._no_group_since) <= latest]
 
     def why_no_group(self) -> str:
         return "; ".join(["no attention group is left to serve the request", *(f"{group} {why}" for group, why in self._lost.items())])
@@ -134,13 +139,15 @@ class Placement:
         full = {group for group, load in self.loads.items() if load.num_sequences and load.num_sequences + num_choices > self._capacity}
         return full | self._lost.keys() | (self._trials.keys() if log.is_suspect else set())
 
-    def _end_trial(self, log: RequestLog) -> None:
+    def end_trial(self, log: RequestLog) -> None:
+        """The request does not run alone in its group any more. No-op for one that did not."""
         log.ran_alone = False
-        if log.group is not None and self._trials.get(log.group) is log:
-            del self._trials[log.group]
+        group = self.group_of(log)
+        if group is not None and self._trials.get(group) is log:
+            del self._trials[group]
 
     def _count(self, log: RequestLog, delta: int) -> None:
-        assert log.group is not None
-        load, num_choices = self.loads[log.group], len(log.choices)
+        group = self._placed[log.index]
+        load, num_choices = self.loads[group], len(log.choices)
         num_tokens = len(log.prompt_token_ids) + num_choices * log.max_tokens
-        self.loads[log.group] = GroupLoad(load.num_sequences + delta * num_choices, load.num_tokens + delta * num_tokens)
+        self.loads[group] = GroupLoad(load.num_sequences + delta * num_choices, load.num_tokens + delta * num_tokens)

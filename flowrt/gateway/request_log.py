@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
+from flowrt.actors.control import KvOffer, Request
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.sampling_params import FinishReason, SamplingParams
+
+Stage = Literal["all", "prefill"]  # what a worker computes of a request: Request.stage
 
 
 class TokenEvent(msgspec.Struct, frozen=True):
@@ -120,7 +123,9 @@ class RequestLog:
     max_tokens: int = 0
     seed: int = 0
     attempt: int = 0
-    group: str | None = None  # None: it waits for a group, or has ended
+    prefill_worker: str | None = None  # of this attempt, which sends the first token of each choice; None: the group does
+    kv: KvOffer | None = None  # the KV of the prompt that the prefill worker of this attempt has offered
+    num_kv_lost: int = 0  # KV transfers that failed, in all attempts
     waits_since: float = 0.0  # time in seconds, while it waits for a group
     is_suspect: bool = False  # its group crashed while it ran there: each choice runs alone until it has committed a token
     unproven: set[int] = field(default_factory=set)  # of a suspect in a group: the choices without a token since
@@ -145,3 +150,20 @@ class RequestLog:
     def text(self) -> str:
         """Text of choice 0."""
         return "".join(event.text for event in self.events if isinstance(event, EndEvent) or event.choice == 0)
+
+
+def request_of(log: RequestLog, stage: Stage = "all") -> Request:
+    """The message that submits the request's current attempt to its group."""
+    return Request(
+        id=log.id,
+        attempt=log.attempt,
+        prompt_token_ids=log.prompt_token_ids,
+        max_tokens=log.max_tokens,
+        seed=log.seed,
+        params=log.params,
+        committed_token_ids=tuple(tuple(choice.token_ids) for choice in log.choices) if log.attempt or log.kv else (),
+        ended_choices=tuple(choice.index for choice in log.choices if choice.finish_reason is not None),
+        is_suspect=log.is_suspect,
+        stage=stage,
+        kv=log.kv,
+    )

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 
-from flowrt.actors.control import Control, Ended, RunsAlone, Submit, Tokens
+from flowrt.actors.control import Control, Ended, KvLost, KvPulled, Prefilled, RunsAlone, Submit, Tokens
 from flowrt.actors.mailbox import Mailbox
 from flowrt.errors import UserError, shown
 from flowrt.gateway.gateway import ClientEvent, Decision, EndEvent, Gateway, SendCancel, SendRequest, TokenEvent
@@ -174,7 +174,7 @@ class Requests:
         return self.gateway.log(index).prompt_token_ids
 
     def on_control(self, group: str, control: Control) -> None:
-        """Handle a message of the current incarnation of a group: Tokens, Ended or RunsAlone. Ignores other messages."""
+        """Handle a message of the current incarnation of a group, about one of its requests. Ignores other messages."""
         match control:
             case Tokens(tokens):
                 for token in tokens:
@@ -183,6 +183,8 @@ class Requests:
                 self._carry_out(self.gateway.on_ended(group, control))
             case RunsAlone():
                 self.gateway.on_runs_alone(group, control)
+            case Prefilled() | KvPulled() | KvLost():
+                self._carry_out(self.gateway.on_transfer(group, control))
 
     def lose_group(self, group: str, why: str, **how: bool) -> None:
         """Move the requests of a group; the arguments are those of `Gateway.lose_group`. No-op for other workers."""

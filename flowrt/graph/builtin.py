@@ -10,6 +10,7 @@ from flowrt.graph.model import Batching, PortSpec
 
 SOURCE = "source"
 FORWARD, RETURN, COLLECT = "forward", "return", "collect"
+KV_PACK, KV_UNPACK = "kv_pack", "kv_unpack"
 
 
 class Keeps(StrEnum):
@@ -17,6 +18,7 @@ class Keeps(StrEnum):
 
     NOTHING = "nothing between two requests"  # its clients keep each request until the response
     SEQUENCES = "sequences"  # rebuilt from the request log
+    PROMPTS = "prompts"  # until a group has pulled their KV; rebuilt from the request log
     UNKNOWN = "unknown"
 
 
@@ -77,6 +79,9 @@ BUILTIN: dict[str, BuiltinOperator] = {
         forwards=True,
     ),
     COLLECT: BuiltinOperator(("bundle",), ("part*",), takes_each=True),
+    # KV transfer (flowrt/exchange/kv_transfer.py): a group requests the KV of a prompt, chunk by chunk, from the worker that computed it.
+    KV_PACK: BuiltinOperator(("pull",), ("chunk",), keeps=Keeps.PROMPTS, takes_each=True),
+    KV_UNPACK: BuiltinOperator(("chunk",), ("pull*",), options=("num_layers",)),
     "combine": BuiltinOperator(("residual", "plan", "parts"), ("y",), gathers=(("parts", "plan"),)),
     "head": BuiltinOperator(("x", "sampling"), ("tokens",)),
 }

@@ -1,13 +1,14 @@
 """Expands the short form: turns a `deploy:` section and the facts of a model into the explicit form.
 
-Per group g, in process `attention.g`:
+Per group g, in process `attention.g`, and alike per prefill worker p, in process `prefill.p`:
 
     source -> embed -> attention -> gate -> dispatch -> experts (on servers, or here) -> combine -> attention of the next layer
                            \\-> mlp (dense layers) ----------------------------------------/    \\-> head, after the last -> source
 
-Trampolines (trampoline.py) add nodes between dispatch, the servers and combine. Where the model has shared experts, the residual
-reaches `combine` through `shared`, which adds them. The layers of the model are one cycle whose edges advance the tag. `combine` waits
-for the residual, the plan, and the number of parts in the plan.
+A prefill worker has `kv_pack` besides, and then each group has `kv_unpack`, which pulls the KV of prompts. Trampolines (trampoline.py)
+add nodes between dispatch, the servers and combine. Where the model has shared experts, the residual reaches `combine` through `shared`,
+which adds them. The layers of the model are one cycle whose edges advance the tag. `combine` waits for the residual, the plan, and the
+number of parts in the plan.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from flowrt.graph.builtin import COLLECT, FORWARD, RETURN
+from flowrt.graph.builtin import COLLECT, FORWARD, KV_PACK, KV_UNPACK, RETURN
 from flowrt.graph.document import Document
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import Batching, GraphLimits, edge_name
 from flowrt.graph.notation import format_ids
 from flowrt.graph.placement import Held, even_placement, experts_map, held_experts, held_option
-from flowrt.graph.schema import AttentionSection, DeploySection, EdgeSection, ExpertsSection, GraphFile, NodeSection
+from flowrt.graph.schema import AttentionSection, DeploySection, EdgeSection, ExpertsSection, GraphFile, NodeSection, RoleSection
 from flowrt.graph.trampoline import MIN_SAVED_MESSAGES
 
+PULLS_IN_FLIGHT = 8  # chunks that a group requests ahead from each prefill worker
 _EXPERTS = ("deploy", "experts")
 _LINK = ("deploy", "links", "attention-experts")
 
@@ -38,8 +40,9 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
     held = _held(deploy.experts, facts, document)
     nodes: dict[str, NodeSection] = {}
     edges: dict[str, EdgeSection] = {}
-    for group in range(deploy.attention.groups):
-        _add_group(nodes, edges, f"attention.{group}", held, bool(deploy.experts.servers), facts)
+    for process in (*_prefill(deploy), *_groups(deploy)):
+        _add_group(nodes, edges, process, held, bool(deploy.experts.servers), facts)
+    _add_transfers(nodes, edges, deploy, facts)
     for server in range(deploy.experts.servers):
         name = f"experts.{server}"
         nodes[name] = NodeSection(
@@ -47,20 +50,48 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
         )
     trampolines = _servers_of_trampolines(deploy)
     _add_trampolines(nodes, edges, trampolines, deploy.attention)
-    pairs = [("attention-experts", deploy.experts.servers), ("experts-experts", trampolines)]
-    sections = {f"attention.{group}": deploy.attention for group in range(deploy.attention.groups)}
-    by_process = sections | {f"experts.{server}": deploy.experts for server in range(deploy.experts.servers)}
+    links, servers, prefill = deploy.links, deploy.experts.servers, deploy.prefill.workers
+    pairs = {
+        "attention-experts": (links.attention_experts, servers),
+        "experts-experts": (links.attention_experts, trampolines),
+        "prefill-experts": (links.attention_experts, servers and prefill),
+        "prefill-attention": (links.prefill_attention, prefill),
+    }
+    by_process: dict[str, RoleSection] = dict.fromkeys(_prefill(deploy), deploy.prefill)
+    by_process |= dict.fromkeys(_groups(deploy), deploy.attention)
+    by_process |= {f"experts.{server}": deploy.experts for server in range(servers)}
     return file.model_copy(
         update={
             "nodes": nodes,
             "edges": edges,
-            "links": {pair: deploy.links.attention_experts for pair, is_used in pairs if is_used},
+            "links": {pair: link for pair, (link, is_used) in pairs.items() if is_used},
             "processes": deploy.processes,
             "micro_batches": deploy.attention.micro_batches,
             "devices": {process: section.device for process, section in by_process.items()},
             "threads": {process: section.threads for process, section in by_process.items()},
         }
     )
+
+
+def _prefill(deploy: DeploySection) -> list[str]:
+    return [f"prefill.{worker}" for worker in range(deploy.prefill.workers)]
+
+
+def _groups(deploy: DeploySection) -> list[str]:
+    return [f"attention.{group}" for group in range(deploy.attention.groups)]
+
+
+def _add_transfers(nodes: dict[str, NodeSection], edges: dict[str, EdgeSection], deploy: DeploySection, facts: ModelFacts) -> None:
+    """Let each group pull the KV of prompts from each prefill worker (xDeepServe section 5.1, figure 17: a full mesh)."""
+    for worker in _prefill(deploy):
+        nodes[f"{worker}.{KV_PACK}"] = NodeSection(operator=KV_PACK, process=worker)
+    for group in _groups(deploy) if deploy.prefill.workers else ():
+        unpack = f"{group}.{KV_UNPACK}"
+        nodes[unpack] = NodeSection(operator=KV_UNPACK, process=group, options={"num_layers": facts.num_layers})
+        for number, worker in enumerate(_prefill(deploy)):
+            pull = edge_name(f"{unpack}.pull{number}", f"{worker}.{KV_PACK}.pull")
+            edges[pull] = EdgeSection(credits=max(PULLS_IN_FLIGHT, deploy.attention.micro_batches))
+            edges[edge_name(f"{worker}.{KV_PACK}.chunk", f"{unpack}.chunk")] = EdgeSection(response_to=pull)
 
 
 def _add_group(
@@ -220,6 +251,8 @@ def _batches(deploy: DeploySection) -> Batching | None:
     sources: list[list[str]] = [[] for _ in range(domains)]
     for group in range(groups):
         sources[group * domains // groups].append(f"attention.{group}.source")
+    if deploy.prefill.workers:
+        sources.append([f"{worker}.source" for worker in _prefill(deploy)])  # a domain of their own
     return replace(deploy.experts.batches or Batching(), domains=tuple(map(tuple, sources)))
 
 

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flowrt.graph.builtin import SOURCE
+from flowrt.graph.builtin import KV_UNPACK, SOURCE
 from flowrt.graph.model import INPUT, Edge, Graph, Node
 
 Point = tuple[bool, int]  # (a later step than the first, first layer of a run)
@@ -55,6 +55,9 @@ def follow(graph: Graph) -> Flow:
             for later in (False, True):
                 waiting += [(node.name, (later, 0), "tokens"), (node.name, (later, 0), "sampling")]
                 waiting += [(node.name, (later, layer), "layout") for layer in flow.layers if layer < num_layers]
+        elif node.operator == KV_UNPACK:
+            layers = [layer for layer in flow.layers if layer < _emitted_layers(node)]
+            waiting += [(node.name, (later, layer), port) for later in (False, True) for layer in layers for port in node.outputs]
     while waiting:
         name, point, port = waiting.pop()
         flow.fires[name].add(point)
@@ -75,7 +78,7 @@ def follow(graph: Graph) -> Flow:
 
 def emits(operator: str) -> bool:
     """Whether a node of this operator emits tags instead of waiting for them."""
-    return operator in (SOURCE, INPUT)
+    return operator in (SOURCE, INPUT, KV_UNPACK)
 
 
 def _emitted_layers(node: Node) -> int:
@@ -96,7 +99,7 @@ def _runs(graph: Graph) -> tuple[int, ...]:
     for edge in graph.edges.values():
         if edge.tag.kind == "to_layer":
             starts |= {edge.tag.layer, edge.tag.layer + 1}
-    starts |= {_emitted_layers(node) for node in graph.nodes.values() if node.operator == SOURCE}
+    starts |= {_emitted_layers(node) for node in graph.nodes.values() if node.operator in (SOURCE, KV_UNPACK)}
     return tuple(sorted(starts))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from flowrt.graph.builtin import BUILTIN, SOURCE, Keeps
+from flowrt.graph.builtin import BUILTIN, KV_PACK, KV_UNPACK, SOURCE, Keeps
 from flowrt.graph.model import FORK_SERVER, FRONT_END, GATEWAY, MONITOR, Graph, Node, role_of
 from flowrt.graph.placement import weight_set
 
@@ -47,6 +47,13 @@ RULES: dict[str, Rule] = {
             "KV cache of its sequences",
             Recovery.REPLAY,
             "other groups replay its requests' prompts and tokens; it rejoins",
+        ),
+        Rule(
+            Keeps.PROMPTS,
+            "KV that no group has pulled yet",
+            Recovery.REPLAY,
+            "other prefill workers, or groups if none is left, compute its prompts again; it rejoins",
+            restart_rank=1,
         ),
         Rule(Keeps.UNKNOWN, "state that only the process has", Recovery.FATAL, "the run ends"),
         Rule(MONITOR, "nothing", Recovery.RESTART, "it restarts"),
@@ -96,8 +103,29 @@ def survives(graph: Graph, process: str) -> bool:
 
 
 def _is_whole_group(graph: Graph, process: str) -> bool:
-    has_source = any(node.operator == SOURCE for node in graph.nodes_of(process))
-    return has_source and all(rule_of(graph, other).keeps == Keeps.NOTHING for other in neighbours(graph).get(process, ()))
+    """Whether the process is a pipeline of its own, whose peers keep nothing of its sequences. The ends of a KV transfer are two."""
+    if process not in pipelines(graph):
+        return False
+    transfers = {node.name for node in graph.nodes.values() if node.operator in (KV_PACK, KV_UNPACK)}
+    ends = [graph.ends_of(edge) for edge in graph.edges.values() if not {edge.source, edge.target} <= transfers]
+    others = {other for pair in ends if process in pair for other in pair if other != process}
+    return all(rule_of(graph, other).keeps == Keeps.NOTHING for other in others)
+
+
+def pipelines(graph: Graph) -> list[str]:
+    """The processes that schedule and compute sequences: prefill workers and attention groups."""
+    return list(dict.fromkeys(node.process for node in graph.nodes.values() if node.operator == SOURCE))
+
+
+def prefill_workers(graph: Graph) -> list[str]:
+    """The processes that compute prompts for the attention groups."""
+    return list(dict.fromkeys(node.process for node in graph.nodes.values() if node.operator == KV_PACK))
+
+
+def attention_groups(graph: Graph) -> list[str]:
+    """The processes that compute the tokens of requests."""
+    prefill = prefill_workers(graph)
+    return [process for process in pipelines(graph) if process not in prefill]
 
 
 def survivable_processes(graph: Graph) -> frozenset[str]:

@@ -218,6 +218,12 @@ class RoleSection(Section):
     threads: Threads = Field(default="auto", description="Compute threads of each process.")
 
 
+class PrefillSection(RoleSection):
+    """Prefill workers, which compute prompts and first tokens for the attention groups."""
+
+    workers: int = Field(default=0, ge=0, le=256, description="0: every group computes the prompts of its own requests.")
+
+
 class AttentionSection(RoleSection):
     """The attention groups: each schedules, batches and keeps the KV cache of its own requests."""
 
@@ -267,12 +273,16 @@ class LinkSection(Section):
 class LinksSection(Section):
     """Links between pairs of roles."""
 
-    attention_experts: LinkSection = Field(default=LinkSection(), alias="attention-experts")
+    attention_experts: LinkSection = Field(
+        default=LinkSection(), alias="attention-experts", description="Also between prefill workers and expert servers."
+    )
+    prefill_attention: LinkSection = Field(default=LinkSection(), alias="prefill-attention", description="For KV transfers.")
 
 
 class DeploySection(Section):
     """The short form: how many processes of each role."""
 
+    prefill: PrefillSection = PrefillSection()
     attention: AttentionSection = AttentionSection()
     experts: ExpertsSection = ExpertsSection()
     links: LinksSection = LinksSection()

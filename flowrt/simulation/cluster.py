@@ -23,8 +23,8 @@ from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.placement import SEQUENCES_AHEAD
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.requests import Requests
-from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import GATEWAY
+from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events
 from flowrt.launcher.group_changes import apply_group_change
 from flowrt.launcher.launcher import STATISTICS_SECONDS, WORKER, Launcher
@@ -121,9 +121,8 @@ class _SimulatedRun:
             unavailable_reason=lambda scheme: None,  # the network stands in for all of them
         )
         config = config_of(model.path)
-        groups = [node.process for node in graph.nodes.values() if node.operator == SOURCE]
         self._gateway = Gateway(
-            groups,
+            attention_groups(graph),
             graph.group_limits(),
             config.max_position_embeddings,
             config.vocab_size,
@@ -133,6 +132,7 @@ class _SimulatedRun:
             max_requests=case.max_requests,
             now=self._seams.clock.now,
             lost_group_seconds=graph.reliability.lost_group_seconds,
+            prefill_workers=prefill_workers(graph),
         )
         on_token = None
         if (trace := case.trace) is not None:
@@ -145,7 +145,9 @@ class _SimulatedRun:
         self._wrong_results = WrongResults(case.poison, case.glitch, lambda: world.num_faults.update(["glitch"]))
         patience = self._lost_group_seconds = graph.reliability.lost_group_seconds
         room = SEQUENCES_AHEAD * graph.group_limits().max_num_seqs
-        self._group_checks = GroupChecks(world, groups, patience, room, self._living_inside, self._log, self._faults)
+        self._group_checks = GroupChecks(
+            world, attention_groups(graph), prefill_workers(graph), patience, room, self._living_inside, self._log, self._faults
+        )
         self._outages = Outages(holders_of(self._launcher.graph, config))
         fastest, refuses = fastest_clock(case.scenario), case.processes.refuses_first
         self._checks = ServerChecks(world, self._launcher.graph, self._launcher, self._outages, self._faults, fastest, refuses)

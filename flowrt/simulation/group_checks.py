@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowrt.actors.control import Control, Request, Submit, Token, Tokens
-from flowrt.gateway.request_log import RequestLog
+from flowrt.actors.control import Control, KvPulled, Request, Submit, Token, Tokens
+from flowrt.gateway.request_log import RequestLog, Stage
 from flowrt.graph.model import GATEWAY
 from flowrt.launcher import events
 from flowrt.launcher.run_table import FENCE_SECONDS
@@ -28,6 +28,7 @@ class GroupChecks:
         self,
         world: World,
         groups: Sequence[str],
+        prefill_workers: Sequence[str],
         lost_group_seconds: float,
         room: int,
         inside_of: Callable[[str], WorkerInternals | None],
@@ -35,12 +36,13 @@ class GroupChecks:
         faults: Faults,
     ) -> None:
         self._world, self._groups, self._faults = world, frozenset(groups), faults
+        self._workers = self._groups | {*prefill_workers}
         self._lost_group_seconds, self._room = lost_group_seconds, room
         self._inside_of, self._log_of = inside_of, log_of
         self._outages = Outages({GATEWAY: frozenset({self._groups})})  # while no group lives, and none is restarted by a policy
         self._known = Outages({GATEWAY: frozenset({self._groups})})  # as announced, and no group is restarted by a policy
-        self._placed: dict[str, tuple[str, int]] = {}  # request -> group and attempt whose tokens count
-        self._attempts: dict[str, int] = {}  # request -> its latest attempt
+        self._placed: dict[tuple[str, Stage], tuple[str, int]] = {}  # request and stage -> worker and attempt whose tokens count
+        self._attempts: dict[tuple[str, Stage], int] = {}  # request and stage -> its latest attempt
         self._wrong: list[InvariantError] = []
         self._died: dict[str, float] = {}  # groups: when
         self._began: dict[str, float] = {}  # open requests: when they were placed
@@ -52,11 +54,13 @@ class GroupChecks:
         """Call this before the gateway handles the event."""
         now = self._world.loop.time()
         match event:
-            case events.WorkerLost(name, while_loading=False) | events.WorkerMarkedDead(name, is_killed=False) if name in self._groups:
-                self._placed = {request: placed for request, placed in self._placed.items() if placed[0] != name}
+            case events.WorkerLost(name, while_loading=False) | events.WorkerMarkedDead(name, is_killed=False) if name in self._workers:
+                self._placed = {key: placed for key, placed in self._placed.items() if placed[0] != name}
                 unread = self._world.processes[name].num_unread()
                 if isinstance(event, events.WorkerLost) and unread and now < self._died.get(name, -math.inf) + FENCE_SECONDS:
                     self._wrong.append(InvariantError("I2", f"the loss of {name} was announced, and {unread} messages of it were not read"))
+                if name not in self._groups:
+                    return
                 if isinstance(event, events.WorkerLost) and event.is_restarting:
                     self._outages.up(GATEWAY, name, now)
                 else:
@@ -73,12 +77,15 @@ class GroupChecks:
         """Check that each attempt is sent once, with all committed tokens, and only to a group that has room (I2, I6). `look` raises: the
         gateway ignores the errors of a send."""
         request = control.request
-        if request.attempt <= self._attempts.get(request.id, -1):
+        key = (request.id, request.stage)
+        if request.attempt <= self._attempts.get(key, -1):
             self._wrong.append(InvariantError("I2", f"attempt {request.attempt} of {request.id} is sent to {group}, and was sent before"))
-        if request.attempt and [*map(len, request.committed_token_ids)] != self._committed(request.id):
+        if (request.attempt or request.kv) and [*map(len, request.committed_token_ids)] != self._committed(request.id):
             self._wrong.append(InvariantError("I2", f"{request.id} is sent to {group} without its committed tokens"))
-        self._placed[request.id], self._attempts[request.id] = (group, request.attempt), request.attempt
-        here = [log for name, (place, _) in self._placed.items() if place == group and (log := self._log_of(name)) and log.end is None]
+        if request.stage == "prefill":
+            self._placed.pop((request.id, "all"), None)
+        self._placed[key], self._attempts[key] = (group, request.attempt), request.attempt
+        here = [log for (name, _), (place, _) in self._placed.items() if place == group and (log := self._log_of(name)) and log.end is None]
         if len(here) > 1 and (count := sum(len(log.choices) for log in here)) > self._room:
             self._wrong.append(InvariantError("I6", f"{count} sequences are at {group}, which has room for {self._room}"))
 
@@ -87,9 +94,13 @@ class GroupChecks:
         return {token.request_id: self._committed(token.request_id) for token in _tokens_of(control)}
 
     def check_tokens(self, worker: str, control: Control, before: dict[str, list[int]]) -> None:
-        """Check that the message has changed no request but of the group and attempt that have it (I2)."""
+        """Check that the message has changed no request but of the worker and attempt that have it (I2): the first token of a choice comes
+        from the prefill worker if there is one, the others from the group."""
+        if isinstance(control, KvPulled) and self._placed.get((control.request_id, "all")) == (worker, control.attempt):
+            self._placed.pop((control.request_id, "prefill"), None)  # it may have others in its place
         for token in _tokens_of(control):
-            placed = self._placed.get(token.request_id)
+            stage: Stage = "prefill" if token.index == 0 and self._attempts.get((token.request_id, "prefill")) == token.attempt else "all"
+            placed = self._placed.get((token.request_id, stage))
             if placed != (worker, token.attempt) and self._committed(token.request_id) != before[token.request_id]:
                 which = f"attempt {token.attempt} of {token.request_id} at {worker}"
                 raise InvariantError("I2", f"a token of {which} was committed, which has {placed or 'no group'}")
@@ -113,9 +124,10 @@ class GroupChecks:
     def _on_death(self, process: SimulatedProcess) -> None:
         """Called at the moment of the death, before any other process is notified."""
         now = self._world.loop.time()
-        for name in sorted(self._groups):
+        for name in sorted(self._workers):
             if self._world.processes.get(name) is process:
-                self._outages.down(name, now)
+                if name in self._groups:
+                    self._outages.down(name, now)
                 self._died[name] = now
                 if (inside := self._inside_of(name)) is not None and self._faults.may_recur(name):
                     self._note_trial(name, inside.on_trial())
@@ -130,14 +142,14 @@ class GroupChecks:
 
     def _note_part(self, tag: Any) -> None:
         """Note a request of which a server computes a part alone."""
-        for group in sorted(self._groups) if tag is not None else ():
+        for group in sorted(self._workers) if tag is not None else ():
             inside = self._inside_of(group)
             if inside is not None and (request := inside.suspect_of(tag)) is not None:
                 self.ran_alone.add(request.id)
 
     def _note_trial(self, group: str, trial: tuple[Request, int] | None) -> None:
         """Note a request of which a choice ran alone. No token of it has been committed since; the group may have computed one."""
-        if trial is None or self._placed.get(trial[0].id) != (group, trial[0].attempt):
+        if trial is None or self._placed.get((trial[0].id, trial[0].stage)) != (group, trial[0].attempt):
             return
         request, choice = trial
         committed = self._committed(request.id)

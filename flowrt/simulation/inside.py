@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -55,15 +56,13 @@ class WorkerInternals:
         """Use the exact integer model instead of weights, with wrong results. Call it before the worker loads. `on_poison(process, hangs)`
         is called when the poison ends the process, and kills it unless it hangs."""
         worker = self._worker
-        build, dispatch = import_module(EXACT_MODEL).build_exact_nodes, import_module(DISPATCH).Dispatch
+        build = import_module(EXACT_MODEL).build_exact_nodes
 
         def load(name: str) -> Any:
-            functions = build(worker._graph, name, worker._seams.clock.now)
-            clients = {node: function.client for node, function in functions.items() if isinstance(function, dispatch)}
+            operators = import_module(DATA_PATH).LoadedOperators.of(build(worker._graph, name, worker._seams.clock.now))
             end = partial(self._end, wrong.hangs, on_poison)
-            wrapped = {node: wrong.wrap(worker._graph.nodes[node], function, end) for node, function in functions.items()}
-            checked = {node: self._checked(function) for node, function in wrapped.items()}
-            return import_module(DATA_PATH).LoadedOperators(checked, clients)
+            wrapped = {node: wrong.wrap(worker._graph.nodes[node], function, end) for node, function in operators.functions.items()}
+            return replace(operators, functions={node: self._checked(function) for node, function in wrapped.items()})
 
         make_data_path = worker._make_data_path
 
@@ -105,9 +104,9 @@ class WorkerInternals:
 
         def run(firings: Any) -> Any:
             engine, running = self._engine, self._worker._compute.running
-            old = [] if engine is None else [firing for firing in firings if firing.tag.epoch < engine.epoch]
             foreign = [] if engine is None else [each for each in firings if each.tag.source != self._part("group")._source]
-            if foreign and self._worker._graph.nodes[foreign[0].node].operator != "experts":
+            old = [] if engine is None or foreign else [firing for firing in firings if firing.tag.epoch < engine.epoch]
+            if foreign and self._worker._graph.nodes[foreign[0].node].operator not in ("experts", "kv_pack"):
                 self.late_firings.append(f"{self.name}: {foreign[0].node} fired for {foreign[0].tag} of another incarnation")
             if old and (running is None or running.since_seconds != self._rolled_back_during):
                 self.late_firings.append(f"{self.name}: {old[0].node} fired for {old[0].tag} in epoch {engine.epoch}")
@@ -253,14 +252,14 @@ class WorkerInternals:
         return lines
 
     def page_faults(self) -> list[str]:
-        """I3, at any time: each page is free or held, only sibling sequences share a page, and only running sequences hold pages."""
+        """I3, at any time: each page is free or held, only sibling sequences share a page, and waiting sequences hold none."""
         engine = self._engine
         if engine is None:
             return []
         scheduler = engine._scheduler
         pages, faults = scheduler.pages, []
         held: dict[int, list[str]] = {}
-        for sequence in scheduler.running:
+        for sequence in (*scheduler.running, *scheduler.pulling, *scheduler.held):
             if len(set(sequence.pages)) < len(sequence.pages):
                 faults.append(f"{sequence.name} has a page twice in {sequence.pages}")
             for page in sequence.pages:
@@ -315,6 +314,10 @@ class WorkerInternals:
             left += [f"runner: {len(firings)} firings of {node} never fired" for node, firings in runner._ready.items()]
             requests = {each.edge.name: len(each.outstanding) for each in runner._outbound.edges.values() if each.outstanding}
             left += [f"runner: {count} requests of {edge} without a response" for edge, count in requests.items()]
+        if (unpack := self._part("unpack")) is not None:
+            left += [f"transfer of {key[0]}, attempt {key[1]}" for key in unpack._transfers] + [f"pull {step}" for step in unpack._by_step]
+        if (group := self._part("group")) is not None and group._pack is not None:
+            left += [f"offer of {key[0]}, attempt {key[1]}" for key in group._pack._offers]
         if (failover := self._part("failover")) is not None:
             left += [f"parts of {tag}" for tag in failover.client.tags]
             left += [f"trampoline {number} counts as late" for number in failover.client.trampolines.late]

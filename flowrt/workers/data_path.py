@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -15,8 +16,10 @@ from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import NodeFunction, RoutedOutput
 from flowrt.engine.engine import Engine
 from flowrt.errors import OperatorError
+from flowrt.exchange.dispatch import Dispatch
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.failover import Failover
+from flowrt.exchange.kv_transfer import KvPack, KvUnpack
 from flowrt.exchange.trampoline import Forwarder
 from flowrt.graph.builtin import RETURN, SOURCE
 from flowrt.graph.model import Edge, Graph
@@ -34,20 +37,34 @@ from flowrt.workers.traced import TracedWorker
 
 @dataclass(frozen=True)
 class LoadedOperators:
-    """The functions of a process's nodes, and the clients of expert servers among them by dispatch node.
+    """The functions of a process's nodes, the clients of expert servers among them by dispatch node, and the ends of KV transfers: the
+    function `pack`, or the sink `unpack` with its node.
 
     `strict_blocks`: the row blocks of strict numerics, as text. `files`: fingerprints of the model's files.
     """
 
     functions: Mapping[str, NodeFunction]
     clients: Mapping[str, ExpertClient]
+    pack: KvPack | None = None
+    unpack: tuple[str, KvUnpack] | None = None
     strict_blocks: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, loaded: Mapping[str, NodeFunction | KvUnpack], strict_blocks: str = "", files: Mapping[str, str] = {}) -> LoadedOperators:
+        """`loaded`: what build_model_nodes returned, and the functions of users."""
+        functions = {node: each for node, each in loaded.items() if not isinstance(each, KvUnpack)}
+        clients = {node: each.client for node, each in functions.items() if isinstance(each, Dispatch)}
+        pack = next((each for each in functions.values() if isinstance(each, KvPack)), None)
+        unpack = next(((node, each) for node, each in loaded.items() if isinstance(each, KvUnpack)), None)
+        return cls(functions, clients, pack, unpack, strict_blocks, files)
 
     def renamed(self, names: Mapping[str, str]) -> LoadedOperators:
         """For the nodes `names[node]` of another process, whose operators are equal."""
         functions = {names[node]: function for node, function in self.functions.items()}
-        return replace(self, functions=functions, clients={names[node]: client for node, client in self.clients.items()})
+        clients = {names[node]: client for node, client in self.clients.items()}
+        unpack = None if self.unpack is None else (names[self.unpack[0]], self.unpack[1])
+        return replace(self, functions=functions, clients=clients, unpack=unpack)
 
 
 class DataPath:
@@ -77,6 +94,7 @@ class DataPath:
         can_hedge = client is not None and (client.has_replicas or bool(client.trampolines)) and {*client.processes} != {name}
         self.hedges = can_hedge and graph.reliability.hedge
         device = torch.device(graph.devices.get(name, "cpu"))
+        unpacks, unpack = operators.unpack or ("", None)
         functions = operators.functions if emulated is None else emulated.charged(operators.functions)
         post: Callable[[Edge, Message], None] = self._post
         if traced is not None:
@@ -90,7 +108,7 @@ class DataPath:
             compute,
             seams.clock,
             post,
-            on_sink or (lambda firing: group.on_step_end(firing)),
+            on_sink or (lambda firing: unpack.on_chunk(firing) if unpack and firing.node == unpacks else group.on_step_end(firing)),
             self._on_failed if graph.model is not None else self._on_call_failed,
             device,
             {edge.id for edge in graph.edges.values() if edge.transport in abilities and not abilities[edge.transport].between_processes},
@@ -115,6 +133,7 @@ class DataPath:
             tolerated=survivable_processes(graph),
             **wrap,
         )
+        self.unpack = unpack
         self.group: Group | None = None
         self.failover: Failover | None = None
         self.forwarder = Forwarder(graph, name, self.runner) if any(node.operator == RETURN for node in graph.nodes_of(name)) else None
@@ -129,7 +148,13 @@ class DataPath:
                 config.eos_token_ids,
                 chunk_tokens=graph.limits.chunk_tokens if graph.numerics == "strict" else 0,
             )
-            group = self.group = Group(sources[0], start.incarnation, engine, self.runner, send, graph.limits.page_size, device, client)
+            group = self.group = Group(
+                sources[0], start.incarnation, engine, self.runner, send, graph.limits.page_size, device, client, operators.pack, unpack
+            )
+            if unpack is not None:
+                ports = {graph.nodes[edge.target].process: edge.source_port for edge in graph.edges_from(unpacks)}
+                emit = partial(self.runner.emit, unpacks)
+                unpack.connect(f"{unpacks}@{start.incarnation}", ports, emit, group.on_pulled, group.on_pull_failed)
             if client is not None:
                 bundles = {int(edge.source_port.removeprefix("via")): edge.id for edge in bundle_edges(graph, name).values()}
                 client.trampolines.num_outstanding = lambda trampoline: self.runner.num_outstanding(bundles[trampoline])
@@ -165,6 +190,8 @@ class DataPath:
                 holder.on_unsent(output)
 
     def _on_failed(self, tag: Tag, error: OperatorError, has_sent: bool) -> None:
+        if self.unpack is not None and self.unpack.on_error(tag, str(error)):
+            return
         if self.group is not None:
             self.group.fail_step(tag, error)
         elif self.forwarder is not None:

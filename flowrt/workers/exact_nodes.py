@@ -12,7 +12,7 @@ Legend: as in operators/. Numbers are float64 and stay below 2**53, so that sums
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 from flowrt.actors.control import Request
 from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.engine.batch import SampleSpec
+from flowrt.exchange.kv_transfer import KvUnpack
 from flowrt.graph.model import Graph, Node
 from flowrt.graph.placement import held_experts
+from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.sampling import sample
 from flowrt.operators.sampling_inputs import SamplingInputs
@@ -45,20 +47,23 @@ class ExactModel:
         self.config = config
         self._moe = frozenset(config.moe_layers)
         self._factors_H, self._shifts_H = np.resize(_FACTORS, config.hidden_size), np.resize(_SHIFTS, config.hidden_size)
+        self._key_width = min(config.hidden_size, config.kv_width)
+        self._repeated_H = np.arange(config.hidden_size) % self._key_width
         self._multipliers_V = (np.arange(config.vocab_size) * 7919.0 + 1) % _LOGITS
 
     def embed(self, tokens_T: Numbers) -> Numbers:
         return np.asarray((tokens_T[:, None] * 7919.0 + 17) * self._factors_H % MODULUS + self._shifts_H)
 
     def key(self, x_TH: Numbers) -> Numbers:
-        """The value that a row stores in the KV pages."""
-        return np.asarray(x_TH % MODULUS)
+        """The value that a row stores in the KV pages, [T, the width of a token in them, at most H]."""
+        return np.asarray(x_TH[:, : self._key_width] % MODULUS)
 
-    def contexts(self, layer: int, keys_LH: Numbers, num_rows: int) -> Numbers:
-        """Contexts of the last `num_rows` positions of a sequence with these keys. Each position includes itself."""
-        weights_L = (np.arange(len(keys_LH)) * 7919 + layer * 31) % 997 + 1.0
-        sums_LH = (keys_LH * weights_L[:, None]).cumsum(axis=0)
-        return np.asarray((sums_LH[len(sums_LH) - num_rows :] + layer) % MODULUS)
+    def normed(self, layer: int, x_TH: Numbers, keys_LW: Numbers) -> Numbers:
+        """The output of attention for the last T positions of a sequence with these keys. Each position includes itself."""
+        weights_L = (np.arange(len(keys_LW)) * 7919 + layer * 31) % 997 + 1.0
+        sums_LW = (keys_LW * weights_L[:, None]).cumsum(axis=0)
+        contexts_TW = (sums_LW[len(sums_LW) - len(x_TH) :] + layer) % MODULUS
+        return np.asarray((3 * (x_TH % MODULUS) + contexts_TW[:, self._repeated_H]) % MODULUS)
 
     def route(self, normed_TH: Numbers) -> tuple[Numbers, Numbers]:
         """Returns expert_ids_TA (distinct within a row) and weights_TA."""
@@ -82,7 +87,7 @@ class ExactModel:
 
     def layer(self, layer: int, x_TH: Numbers, shared: bool) -> Numbers:
         """A whole layer of one sequence that was never seen before, for the reference."""
-        normed_TH = (3 * self.key(x_TH) + self.contexts(layer, self.key(x_TH), len(x_TH))) % MODULUS
+        normed_TH = self.normed(layer, x_TH, self.key(x_TH))
         if layer not in self._moe:
             return np.asarray(x_TH + self.dense(layer, normed_TH))
         total_TH = x_TH + self.dense(layer, normed_TH) if shared else x_TH.copy()
@@ -115,21 +120,24 @@ def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
     return found
 
 
-def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lambda: 0.0) -> dict[str, NodeFunction]:
+def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lambda: 0.0) -> dict[str, NodeFunction | KvUnpack]:
     """A function for each node of `process`: those of build_model_nodes with the computations of an ExactModel."""
     return build_model_nodes(graph, process, "cpu", lambda name, done, total: None, now, _exact_computations)
 
 
 def _exact_computations(graph: Graph, process: str, device: torch.device | str, now: Callable[[], float]) -> Computations:
-    model = ExactModel(config_of(graph))
+    config = config_of(graph)
+    model = ExactModel(config)
+    pages = cache(lambda: KvPages.for_model(config, graph.limits_of(process).kv_pages, graph.limits.page_size))
 
     def computation_of(node: Node) -> Any:
         match node.operator:
             case "embed":
                 return _on_tensors(model.embed)
             case "attention":
-                sizes = model.config.num_layers, graph.limits_of(process).kv_pages, graph.limits.page_size, model.config.hidden_size
-                return partial(_attend, model, np.zeros(sizes))
+                return partial(_attend, model, [[each.numpy() for each in pages().blocks(layer)] for layer in range(config.num_layers)])
+            case "kv_pack" | "kv_unpack":
+                return pages()
             case "gate":
                 return _on_tensors(lambda layer, normed_TH: model.route(normed_TH))
             case "mlp" | "shared":
@@ -160,15 +168,21 @@ class ExactExperts:
         return torch.from_numpy(self._model.expert(layer, experts, x_RH.numpy()[row_P.numpy()]))
 
 
-def _attend(model: ExactModel, keys_LGPH: Numbers, layer: int, x_TH: torch.Tensor, layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """An attention block without weights. `keys_LGPH`: the KV pages, by layer, page and place in the page."""
-    keys_GPH, contexts = keys_LGPH[layer], []
-    own_TH = model.key(x_TH.numpy())
-    keys_GPH.reshape(-1, own_TH.shape[1])[layout.slots_T.numpy()] = own_TH  # a view
-    for pages_G, num_rows, length in zip(layout.page_table_SG.numpy(), layout.query_lengths, layout.kv_lengths, strict=True):
-        keys_LH = keys_GPH[pages_G].reshape(-1, own_TH.shape[1])[:length]
-        contexts.append(model.contexts(layer, keys_LH, num_rows))
-    return x_TH, torch.from_numpy((3 * own_TH + np.concatenate(contexts)) % MODULUS)
+def _attend(
+    model: ExactModel, blocks_L: Sequence[Sequence[Numbers]], layer: int, x_TH: torch.Tensor, layout: StepLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An attention block without weights. `blocks_L`: the KV pages, by layer, in which a key lies cut into as many pieces as there are."""
+    blocks, num_rows, normed = blocks_L[layer], 0, []
+    own_TW = model.key(x_TH.numpy())
+    pieces = np.array_split(own_TW, len(blocks), axis=1)
+    for block, own in zip(blocks, pieces, strict=True):
+        block.reshape(-1, block[0, 0].size)[layout.slots_T.numpy(), : own.shape[1]] = own  # a view
+    for pages_G, length, kv_length in zip(layout.page_table_SG.numpy(), layout.query_lengths, layout.kv_lengths, strict=True):
+        stored = [block[pages_G].reshape(-1, block[0, 0].size)[:kv_length] for block in blocks]
+        keys_LW = np.concatenate([each[:, : own.shape[1]] for each, own in zip(stored, pieces, strict=True)], axis=1)
+        normed.append(model.normed(layer, x_TH.numpy()[num_rows : num_rows + length], keys_LW))
+        num_rows += length
+    return x_TH, torch.from_numpy(np.concatenate(normed))
 
 
 def _on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:

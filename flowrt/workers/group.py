@@ -13,13 +13,30 @@ from collections.abc import Sequence as ListLike
 import msgspec
 import torch
 
-from flowrt.actors.control import Cancel, Control, Drain, Drained, Ended, Logprobs, RunsAlone, Statistics, Submit, Token, Tokens
+from flowrt.actors.control import (
+    Cancel,
+    Control,
+    Drain,
+    Drained,
+    Ended,
+    KvLost,
+    KvOffer,
+    KvPulled,
+    Logprobs,
+    Prefilled,
+    RunsAlone,
+    Statistics,
+    Submit,
+    Token,
+    Tokens,
+)
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
-from flowrt.engine.engine import Decision, Engine, StartStep
+from flowrt.engine.engine import Decision, Engine, Hold, StartStep
 from flowrt.engine.sequence import Sequence
 from flowrt.errors import OperatorError
 from flowrt.exchange.expert_client import ExpertClient
+from flowrt.exchange.kv_transfer import KvPack, KvUnpack
 from flowrt.graph.model import Node
 from flowrt.transports.wire.message import Tag
 from flowrt.workers.model_nodes import batch_payloads
@@ -38,8 +55,10 @@ class Group:
         page_size: int,
         device: torch.device,
         client: ExpertClient | None = None,
+        pack: KvPack | None = None,
+        unpack: KvUnpack | None = None,
     ) -> None:
-        self._node = node.name
+        self._node, self._process, self._incarnation = node.name, node.process, incarnation
         self._source = f"{node.name}@{incarnation}"
         self._num_layers: int = node.options["num_layers"]
         self._engine = engine
@@ -47,7 +66,7 @@ class Group:
         self._send = send
         self._page_size = page_size
         self._device = device
-        self._client = client
+        self._client, self._pack, self._unpack = client, pack, unpack
         self._is_draining = False
         self._on_trial: Sequence | None = None  # the latest choice of a suspect that was reported
         self.on_begin: Callable[[], None] = lambda: None  # called with each step that begins
@@ -114,6 +133,13 @@ class Group:
             self._client.roll_back(self._source, self._engine.epoch)
         self._carry_out(decisions)
 
+    def on_pulled(self, request_id: str, attempt: int) -> None:
+        """The KV of a request's prompt is in its pages."""
+        self._carry_out(self._engine.pulled(request_id, attempt))
+
+    def on_pull_failed(self, request_id: str, attempt: int, why: str) -> None:
+        self._carry_out(self._engine.pull_failed(request_id, attempt, why))
+
     def accept(self) -> None:
         self._refusal = None
 
@@ -133,13 +159,31 @@ class Group:
         if tokens:
             self._send(Tokens(tokens))
         for each in decisions:
-            if isinstance(each, Ended):
-                self._send(each)
+            match each:
+                case Ended(request_id, attempt):
+                    if self._pack is not None:
+                        self._pack.drop(request_id, attempt)
+                    self._send(each)
+                case KvPulled() | KvLost():
+                    self._send(each)
+                case Hold():
+                    self._offer(each)
         for start in self._engine.next_steps():
             self._emit(start)
+        if self._unpack is not None:
+            self._unpack.drop_ended(self._engine.is_pulling)
+            for pull in self._engine.new_pulls():
+                self._unpack.begin(pull.request_id, pull.attempt, pull.kv, pull.pages)
         if self._is_draining and self._engine.drained:
             self._is_draining = False
             self._send(Drained())
+
+    def _offer(self, hold: Hold) -> None:
+        if self._pack is None:
+            raise ValueError(f"{self._node}: {hold.request_id} is for a prefill worker")
+        number = self._pack.offer(hold.request_id, hold.attempt, hold.pages, hold.num_tokens)
+        kv = KvOffer(self._process, self._incarnation, number, hold.num_tokens, hold.is_degraded)
+        self._send(Prefilled(hold.request_id, hold.attempt, kv))
 
     def _emit(self, start: StartStep) -> None:
         """Emit a step's tags: the layout for every layer, the sampling rows, and last the tokens, which start the step.

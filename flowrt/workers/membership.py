@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from flowrt.actors.control import Control, DeathCause, ExpertsUnavailable, LateResponse, LinkLost, PeerJoined, PeerLeft
 from flowrt.exchange.failover import Failover
-from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Graph
+from flowrt.graph.reach import emits
 from flowrt.seams import Clock
 from flowrt.transports.contract import Identity
 from flowrt.workers.data_path import DataPath
@@ -44,6 +44,7 @@ class Membership:
         restarting: Collection[str] = (),
     ) -> None:
         self._links, self._runner, self._send, self._clock, self._tasks = data_path.links, data_path.runner, send, clock, tasks
+        self._unpack = data_path.unpack
         self._failover, self._forwarder, self._hedges = data_path.failover, data_path.forwarder, data_path.hedges
         settings = graph.reliability
         self._unavailable_expert_seconds, self._degrades = settings.unavailable_expert_seconds, settings.unavailable_expert == "degrade"
@@ -58,10 +59,12 @@ class Membership:
         self._is_needed = asyncio.Event()  # a step has begun, or a server was lost
         self._reported_at: dict[str, float] = {}  # process -> when last
         self._sources = {  # process -> the nodes that emit its tags
-            process: [node.name for node in graph.nodes_of(process) if node.operator == SOURCE] for process in data_path.peers
+            process: [node.name for node in graph.nodes_of(process) if emits(node.operator)] for process in data_path.peers
         }
         for process in sorted(data_path.peers - incarnations.keys()):
             self._lose(process, "")
+        for process in sorted(data_path.peers & incarnations.keys()):
+            self._use(process)
         if data_path.failover is not None and data_path.group is not None and data_path.failover.processes:
             data_path.group.on_begin = self._is_needed.set
             tasks.create_task(self._watch_parts(data_path.failover, data_path.group), name=f"parts of {data_path.name}")
@@ -93,6 +96,8 @@ class Membership:
     def _lose(self, process: str, incarnation: str) -> None:
         self._is_needed.set()
         unanswered = self._runner.end_peer(process, [f"{source}@{incarnation}" for source in self._sources[process]])
+        if self._unpack is not None:
+            self._unpack.on_lost(process)
         if self._forwarder is not None:
             self._forwarder.mark_lost(process, incarnation, unanswered)
         if self._failover is not None:
@@ -111,8 +116,13 @@ class Membership:
             self._incarnations[joined.process] = joined.incarnation
             self._restarting.discard(joined.process)
             self._runner.join_peer(joined.process)
+            self._use(joined.process)
             if self._failover is not None:
                 self._failover.mark_joined(joined.process)
+
+    def _use(self, process: str) -> None:
+        if self._unpack is not None:
+            self._unpack.on_joined(process, self._incarnations[process])
 
     async def _watch_parts(self, failover: Failover, group: Group) -> None:
         while True:

@@ -7,8 +7,10 @@ from functools import partial
 
 from flowrt.dataflow.parts import BundleHeader, PartHeader, PlanHeader
 from flowrt.dataflow.schemas import MessageSchema, Spec, parse_spec
-from flowrt.graph.builtin import FORWARD, RETURN, SOURCE
+from flowrt.exchange.kv_transfer import ChunkHeader, PullHeader
+from flowrt.graph.builtin import FORWARD, KV_PACK, KV_UNPACK, RETURN, SOURCE
 from flowrt.graph.model import INPUT, Edge, Graph
+from flowrt.graph.reach import emits
 from flowrt.operators.model_config import ModelConfig
 from flowrt.workers.model_nodes import config_of
 
@@ -16,7 +18,7 @@ from flowrt.workers.model_nodes import config_of
 def edge_schemas(graph: Graph) -> dict[int, MessageSchema]:
     """The schema of each edge between two processes, by id."""
     config = None if graph.model is None else config_of(graph)
-    sources = frozenset(node.name for node in graph.nodes.values() if node.operator in (SOURCE, INPUT))
+    sources = frozenset(node.name for node in graph.nodes.values() if emits(node.operator))
     schema_of = partial(MessageSchema, sources=sources, num_micro_batches=graph.micro_batches)
     sent = {} if config is None else _sent_by_operators(config, graph.numerics == "strict", schema_of)
     found: dict[int, MessageSchema] = {}
@@ -51,6 +53,7 @@ def _sent_by_operators(config: ModelConfig, strict: bool, schema_of: Callable[..
     index = parse_spec("int64[any]")
     part = schema_of(specs(f"[rows,{hidden}]", "int64[pairs]", "int64[pairs]", "[pairs]"), header=PartHeader)
     responses = specs(f"[{'pairs' if strict else 'rows'},{hidden}]")
+    kv = [f"[tokens,1,{config.kv_width}]"] if config.latent else [f"[tokens,{config.num_kv_heads},{config.head_dim}]"] * 2
     weighted = schema_of(specs(f"[rows,{active}]"), repeated=index, header=PlanHeader)
     return {
         (SOURCE, "tokens"): schema_of(specs("int64[rows]")),
@@ -80,6 +83,8 @@ def _sent_by_operators(config: ModelConfig, strict: bool, schema_of: Callable[..
         ),
         (FORWARD, "server"): part,
         ("experts", "results"): schema_of(responses, header=PartHeader),
+        (KV_UNPACK, "pull"): schema_of((), header=PullHeader),
+        (KV_PACK, "chunk"): schema_of(specs(*kv), header=ChunkHeader),
         (RETURN, "group"): schema_of(responses, header=PlanHeader),
         ("combine", "y"): rows,
         ("head", "tokens"): schema_of(

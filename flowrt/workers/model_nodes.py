@@ -19,6 +19,7 @@ from flowrt.engine.batch import Batch, SampleSpec
 from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.expert_service import ExpertService
+from flowrt.exchange.kv_transfer import KvPack, KvUnpack
 from flowrt.exchange.trampoline import Collect, Return, Trampolines, forward
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import INPUT, OUTPUT, Graph, GraphLimits, Node
@@ -56,9 +57,10 @@ def build_model_nodes(
     on_built: Callable[[str, int, int], None],
     now: Callable[[], float],
     computations: Callable[[Graph, str, torch.device | str, Callable[[], float]], Computations] | None = None,
-) -> dict[str, NodeFunction]:
-    """A function for each node of `process` with a built-in operator. `on_built(name, done, total)` reports the loading progress; `now`
-    returns seconds, for the profile of products (operators/expert_products.py). `computations` replaces those of the checkpoint.
+) -> dict[str, NodeFunction | KvUnpack]:
+    """A function, or a sink, for each node of `process` with a built-in operator. `on_built(name, done, total)` reports the loading
+    progress; `now` returns seconds, for the profile of products (operators/expert_products.py). `computations` replaces those of the
+    checkpoint.
 
     Raises ModelError when the checkpoint lacks a tensor or a proof fails, ValueError for an operator that is not built in.
     """
@@ -70,7 +72,7 @@ def build_model_nodes(
     config, strict = config_of(graph), graph.numerics == "strict"
     computation_of = (computations or checkpoint_computations)(graph, process, device, now)
     clients = [_expert_client(graph, node, config, device, now) for node in nodes if node.operator == "dispatch"]  # a group has one at most
-    functions: dict[str, NodeFunction] = {}
+    functions: dict[str, NodeFunction | KvUnpack] = {}
     for done, node in enumerate(nodes):
         on_built(node.name, done, len(nodes))
         match node.operator:
@@ -84,6 +86,10 @@ def build_model_nodes(
                 functions[node.name] = Return(group_ports(graph, node.name))
             case "collect":
                 functions[node.name] = Collect(clients[0].parts, strict)
+            case "kv_pack":
+                functions[node.name] = KvPack(computation_of(node))
+            case "kv_unpack":
+                functions[node.name] = KvUnpack(computation_of(node))
             case "experts":
                 bounds = pair_bounds(config, graph.group_limits(widest=True))
                 functions[node.name] = ExpertService(computation_of(node), strict, **bounds)
@@ -127,6 +133,8 @@ def checkpoint_computations(
             case "attention":
                 block = proven(attention_for(config, checkpoint, range(config.num_layers), device, blocks))
                 return partial(block.forward, pages=pages())
+            case "kv_pack" | "kv_unpack":
+                return pages()
             case "gate":
                 return proven(Gate(config, checkpoint, config.moe_layers, device, blocks)).forward
             case "mlp":

@@ -42,8 +42,9 @@ from flowrt.actors.heartbeats import send_heartbeats
 from flowrt.actors.links import LinkLostError, Links
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
+from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.errors import OperatorError, UserError, leaves
-from flowrt.exchange.dispatch import Dispatch
+from flowrt.exchange.kv_transfer import KvUnpack
 from flowrt.graph.model import Graph, from_json
 from flowrt.graph.placement import weight_set
 from flowrt.graph.recovery import is_watched
@@ -273,18 +274,17 @@ class Worker:
 
         model = self._graph.model
         files = fingerprints(Path(model.path)) if model is not None else {}
-        functions = check_process(self._graph, name)
+        functions: dict[str, NodeFunction | KvUnpack] = {**check_process(self._graph, name)}
         memory = self._open_memory(name, files)
         computations = partial(checkpoint_computations, memory=memory)
         functions.update(build_model_nodes(self._graph, name, self._device, on_built, self._seams.clock.now, computations))
-        clients = {node: function.client for node, function in functions.items() if isinstance(function, Dispatch)}
         if strict_blocks := strict_blocks_text(self._graph):
             log.info("%s: strict numerics: %s", name, strict_blocks)
         if model is not None and fingerprints(Path(model.path)) != files:
             raise UserError(f"{model.path}: a file changed while its weights were loaded; start again")
         if memory is not None:
             memory.seal()
-        return LoadedOperators(functions, clients, strict_blocks, files)
+        return LoadedOperators.of(functions, strict_blocks, files)
 
     def _open_memory(self, name: str, files: Mapping[str, str]) -> WeightMemory | None:
         """The memory of the weights that this worker shares with others of its host; None where it shares none."""

@@ -24,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention": {"groups": 2, "micro_batches": 2},
         "experts": {"servers": 5, "replicas": 2, "trampoline": "always"},
     },
+    "2 prefill workers, 2 groups": {"prefill": {"workers": 2}, "attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 2}},
     "experts inside": {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 0}},
 }
 
@@ -32,6 +33,8 @@ def deploy_of(shape: str, processes: Any, transport: str = "auto") -> dict[str, 
     deploy = {"experts": {"servers": 1}, **SHAPES[shape], "processes": processes}
     if transport != "auto":
         deploy["links"] = {"attention-experts": {"transport": transport}}
+        if "prefill" in deploy:
+            deploy["links"]["prefill-attention"] = {"transport": transport}
     return deploy
 
 
@@ -61,6 +64,8 @@ async def test_every_shape_over_every_transport(served: Served, tmp_path: Path, 
         ("2 groups, 3 servers, 2 lanes", "many", "zmq"),
         ("2 groups, 3 servers, 2 lanes", 2, "auto"),
         ("4 groups, 1 server", "many", "auto"),
+        ("2 prefill workers, 2 groups", "many", "shm"),
+        ("2 prefill workers, 2 groups", "many", "zmq"),
         ("uneven placement", "many", "auto"),
         ("2 groups, 5 servers, trampolines", "many", "shm"),
         ("2 groups, 5 servers, trampolines", "many", "zmq"),

@@ -65,7 +65,7 @@ def admit(gateway: Gateway, prompt: Sequence[int], params: SamplingParams = Samp
 
 
 def group_of(gateway: Gateway, request_id: str) -> str:
-    return gateway.log(int(request_id.removeprefix("request-"))).group or "g0"
+    return next(iter(gateway.groups_of(int(request_id.removeprefix("request-")))), "g0")
 
 
 def on_token(gateway: Gateway, token: Token) -> list[Decision]:
@@ -79,7 +79,7 @@ def on_ended(gateway: Gateway, ended: Ended) -> list[Decision]:
 
 def move(gateway: Gateway, index: int, *lost: str) -> SendRequest:
     """Lose the group of a request, and groups that it must avoid, for a moment. Returns its new attempt."""
-    group = gateway.log(index).group
+    (group,) = gateway.groups_of(index)
     assert group is not None
     for each in lost:
         gateway.lose_group(each, "was killed")

@@ -192,7 +192,7 @@ BAD = {
         ["strict numerics need CPUs", "write cpu, or numerics: fast"],
     ),
     "hosts": (MODEL + "hosts: [a, b]\n", 3, "hosts", ["not built yet"]),
-    "prefill": (deploy(rest="  prefill: {groups: 1}\n"), 6, "deploy.prefill", ["not built yet"]),
+    "prefill": (deploy(rest="  prefill: {groups: 1}\n"), 6, "deploy.prefill.groups", ["belongs under deploy.attention"]),
     "emulate nothing": (MODEL + "emulate: {dilation: 2}\n", 3, "emulate", ["there is nothing to emulate", "link: ub"]),
     "emulate without dilation": (MODEL + "emulate: {}\n", 3, "emulate.dilation", ["is missing"]),
     "dilation": (MODEL + "emulate: {dilation: 0.5}\n", 3, "emulate.dilation", ["0.5 is too small", "1 or more"]),

@@ -103,7 +103,7 @@ def test_the_schema_knows_every_key_of_the_quickstart(capsys: pytest.CaptureFixt
     assert {"model", "deploy", "nodes", "edges", "limits", "prompts"} <= schema["properties"].keys()
     assert schema["additionalProperties"] is False
     assert schema["$defs"]["AttentionSection"]["properties"]["groups"]["default"] == 1
-    assert schema["$defs"]["LinksSection"]["properties"].keys() == {"attention-experts"}
+    assert schema["$defs"]["LinksSection"]["properties"].keys() == {"attention-experts", "prefill-attention"}
     assert "required" not in schema["$defs"]["EdgeSection"]
 
 

@@ -11,6 +11,7 @@ from simulation.planted_faults import FAULT_BUGS
 from simulation.planted_groups import GROUP_BUGS
 from simulation.planted_standby import STANDBY_BUGS
 from simulation.planted_trampolines import TRAMPOLINE_BUGS
+from simulation.planted_transfers import TRANSFER_BUGS
 from simulation.planting import Bug, body, bug
 
 MATCHING = "flowrt.dataflow.matching"
@@ -70,6 +71,7 @@ BUGS: tuple[Bug, ...] = (
     *FAULT_BUGS,
     *STANDBY_BUGS,
     *TRAMPOLINE_BUGS,
+    *TRANSFER_BUGS,
     # tags and matching
     bug("micro-batches-mixed", "rows are matched without the micro-batch", (
         MATCHING, "MatchingTable.arrive", "key = (edge.target, tag)", "key = (edge.target, Tag(tag.source, tag.epoch, 0, tag.step, tag.layer))")),
@@ -395,13 +397,13 @@ BUGS: tuple[Bug, ...] = (
         SEQUENCE, "Sequence.forbidden_token_ids", "self.num_output_tokens < self.request.params.min_tokens", "False")),
     # group and gateway
     bug("end-before-tokens", "the end of a request is sent before its last token", (
-        GROUP, "Group._carry_out", "if tokens:\n        self._send(Tokens(tokens))\n    for each in decisions:\n        if isinstance(each, Ended):\n            self._send(each)",
+        GROUP, "Group._carry_out", "if tokens:\n        self._send(Tokens(tokens))",
         "for each in decisions:\n        if isinstance(each, Ended):\n            self._send(each)\n    if tokens:\n        self._send(Tokens(tokens))")),
     bug("step-number-off", "the layout of a step is emitted for all layers but the last when micro_batches are busy", (
         GROUP, "Group._emit", "for tag in tags:", "for tag in tags[:len(tags) - (start.micro_batch > 0)]:")),
     bug("ends-with-one-choice", "a request ends with the first of its choices", (
         GATEWAY, "Gateway._end_choice", "if all((each.finish_reason is not None for each in log.choices)):", "if True:")),
     bug("ended-twice", "the end of a cancelled request is reported again when the worker reports it", (
-        GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt or log.group != group:\n        return []",
+        GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt or self._stages.worker_of(log) != group:\n        return []",
         "if log is None:\n        log = self._logs[int(ended.request_id.split('-')[1])]\n        log.events.append(EndEvent(log.index, ended.reason))\n        return []")),
 )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 from simulation.planting import Bug, body, bug
 
 GATEWAY = "flowrt.gateway.gateway"
+REQUEST_LOG = "flowrt.gateway.request_log"
 PLACEMENT = "flowrt.gateway.placement"
 REQUESTS = "flowrt.gateway.requests"
 GROUP_CHANGES = "flowrt.launcher.group_changes"
@@ -34,14 +35,14 @@ GROUP_BUGS: tuple[Bug, ...] = (
         LINK_LOSS, "LinkLoss.on_link_lost", "self._table.set_timer(TimerKind.LINK, 0.0, subject)", "pass")),
     # requests move as new attempts
     bug("requests-stay", "requests of a lost group stay there", (
-        GATEWAY, "Gateway.lose_group", "logs = [log for log in self._active.values() if log.group == group]", "logs = []")),
+        GATEWAY, "Gateway.lose_group", "logs = [log for log in self._active.values() if group in self._stages.workers_of(log)]", "logs = []")),
     bug("attempt-kept", "a moved request keeps its attempt", (
-        GATEWAY, "Gateway.lose_group", "log.attempt += 1", "pass")),
+        GATEWAY, "Gateway._move", "log.attempt += 1", "pass")),
     bug("old-attempts-count", "tokens of any attempt and group are committed", (
-        GATEWAY, "Gateway.on_token", "if log is None or token.attempt != log.attempt or log.group != group:", "if log is None:"), (
+        GATEWAY, "Gateway.on_token", "if log is None or token.attempt != log.attempt or self._stages.sender_of(log, token.index) != group:", "if log is None:"), (
         RUN_STATE, "RunState.accepts_messages", "self.is_current(worker, incarnation) and (not self._table.workers[worker].process.is_fenced)", "self.is_current(worker, incarnation)")),
     bug("old-ends-count", "ends of any attempt and group are accepted", (
-        GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt or log.group != group:", "if log is None:"), (
+        GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt or self._stages.worker_of(log) != group:", "if log is None:"), (
         RUN_STATE, "RunState.accepts_messages", "self.is_current(worker, incarnation) and (not self._table.workers[worker].process.is_fenced)", "self.is_current(worker, incarnation)")),
     body("stale-submit", "a request that was moved is still sent to its old group", GATEWAY, "Gateway.is_placed", "return True"),
     bug("placed-in-lost-group", "requests are placed in lost groups", (
@@ -57,22 +58,22 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("given-up-early", "requests wait for half the time when no group is left", (
         PLACEMENT, "Placement.__init__", "self._lost_group_seconds, self._now = (lost_group_seconds, now)", "self._lost_group_seconds, self._now = (lost_group_seconds / 2, now)")),
     bug("given-up-with-a-group", "requests are given up although a group is left", (
-        PLACEMENT, "Placement._has_no_group", "self._lost.keys() >= self.loads.keys()", "bool(self._lost)")),
+        PLACEMENT, "Placement.has_no_group", "self._lost.keys() >= self.loads.keys()", "bool(self._lost)")),
     bug("drained-early", "a drain does not wait for requests that move", (
         REQUESTS, "Requests._note_drained", "not self.gateway.num_unfinished", "not sum(load.num_sequences for load in self.gateway.loads.values())")),
     # what a moved request continues from
     bug("tokens-not-replayed", "a moved request begins without its committed tokens", (
-        GATEWAY, "_request_of", "if log.attempt else ()", "if log.attempt < 0 else tuple((() for choice in log.choices))")),
+        REQUEST_LOG, "request_of", "if log.attempt or log.kv else ()", "if log.attempt < 0 else tuple((() for choice in log.choices))")),
     bug("replayed-as-prompt", "replayed tokens count as prompt tokens", (
         SEQUENCE, "Sequence.__post_init__", "self.num_prompt_tokens = len(request.prompt_token_ids)", "self.num_prompt_tokens = len(self.tokens)")),
     bug("last-token-replayed-twice", "the last committed token is replayed twice", (
         SEQUENCE, "Sequence.__post_init__", "*committed]", "*committed, *committed[-1:]]")),
     bug("replay-of-first-choice", "each choice replays the tokens of the first", (
-        SEQUENCE, "Sequence.__post_init__", "request.committed_token_ids[self.choice] if", "request.committed_token_ids[0] if")),
+        SEQUENCE, "Sequence.__post_init__", "request.committed(self.choice)", "request.committed(0)")),
     bug("penalties-lost", "penalties do not count replayed tokens", (
         SEQUENCE, "Sequence.__post_init__", "**Counter(committed)", "**{}")),
     bug("seed-redrawn", "each attempt draws with another seed", (
-        GATEWAY, "_request_of", "seed=log.seed", "seed=log.seed + log.attempt")),
+        REQUEST_LOG, "request_of", "seed=log.seed", "seed=log.seed + log.attempt")),
     # suspects
     bug("alone-unreported", "a group does not report that it computes a suspect alone", (
         GROUP, "Group._emit", "self._send(RunsAlone(start.on_trial.request.id, start.on_trial.request.attempt))", "pass")),
@@ -81,7 +82,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("proven-by-one-choice", "a suspect is cleared by the token of one of its choices", (
         PLACEMENT, "Placement.prove", "if log.unproven:", "if False:")),
     bug("trial-never-over", "the trial of a suspect that has ended is never over", (
-        PLACEMENT, "Placement._end_trial", "del self._trials[log.group]", "pass")),
+        PLACEMENT, "Placement.end_trial", "del self._trials[group]", "pass")),
     bug("innocent-blamed", "the oldest request of a crashed group is blamed", (
         PLACEMENT, "Placement.suspect", "trial = self._trials.get(group)\n    if trial is not None and trial.ran_alone:\n        return trial", "return next(iter(logs), None)")),
     body("kill-blames", "a suspect whose group is killed from outside is blamed", RUN_TABLE, "ProcessRecord.may_recur", "return True"),

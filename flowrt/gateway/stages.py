@@ -1,0 +1,134 @@
+"""The stages of a request: a prefill worker computes its prompt, then a group computes its tokens. Pure.
+
+An attempt goes through both stages if there are prefill workers (xDeepServe section 5.1), else a group does all. While its group pulls the
+KV of the prompt, a request is placed in both. When no prefill worker is left, or a request's KV was lost MAX_KV_LOST times, the group
+computes the prompt itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from flowrt.actors.control import KvOffer
+from flowrt.gateway.placement import Placement
+from flowrt.gateway.request_log import RequestLog, Stage
+from flowrt.gateway.routing import GroupLoad
+
+MAX_KV_LOST = 2
+
+
+class Stages:
+    """`groups` and `prefill_workers` are names of workers; `now` returns the time in seconds."""
+
+    def __init__(
+        self,
+        groups: Iterable[str],
+        prefill_workers: Iterable[str],
+        max_num_seqs: int,
+        lost_group_seconds: float,
+        now: Callable[[], float],
+    ) -> None:
+        self._now = now
+        self._open: dict[int, RequestLog] = {}  # requests with an attempt, by number
+        self._groups = Placement(groups, max_num_seqs, lost_group_seconds, now)
+        self._prefill = Placement(prefill_workers, max_num_seqs, lost_group_seconds, now)
+
+    @property
+    def loads(self) -> dict[str, GroupLoad]:
+        return self._groups.loads | self._prefill.loads
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a prefill worker or a group."""
+        return len(self._prefill.waiting) + len(self._groups.waiting)
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next request without a group is given up; None while a group is left."""
+        return self._groups.deadline(self._without_group())
+
+    def _without_group(self) -> list[RequestLog]:
+        """The requests that are in no group, be they in a prefill worker, while no group is left."""
+        return [log for log in self._open.values() if self._groups.group_of(log) is None] if self._groups.has_no_group else []
+
+    def queue(self, log: RequestLog) -> None:
+        """Begin an attempt. `place_waiting` follows."""
+        self._open[log.index] = log
+        log.kv, log.prefill_worker, log.waits_since = None, None, self._now()
+        (self._groups if self._skips_prefill(log) else self._prefill).add(log)
+
+    def place_waiting(self) -> list[tuple[str, RequestLog, Stage]]:
+        """Place the requests that wait, as long as a worker has room. Returns these, with their workers and stages."""
+        if self._prefill.has_no_group:
+            for log in self._prefill.take_waiting():
+                self._groups.add(log)
+        found: list[tuple[str, RequestLog, Stage]] = []
+        for log in self._prefill.place_waiting():
+            log.prefill_worker = self._prefill.group_of(log) or ""
+            found.append((log.prefill_worker, log, "prefill"))
+        return found + [(self._groups.group_of(log) or "", log, "all") for log in self._groups.place_waiting()]
+
+    def prefilled(self, log: RequestLog, kv: KvOffer) -> None:
+        """The prefill worker has computed the prompt and holds its KV. `place_waiting` follows."""
+        log.kv = kv
+        self._prefill.end_trial(log)
+        self._groups.add(log)
+
+    def pulled(self, log: RequestLog) -> None:
+        """The group has the KV. The prefill worker has room for others: `place_waiting` follows."""
+        self._prefill.remove(log)
+
+    def remove(self, log: RequestLog) -> None:
+        """Forget a request that has ended, or whose attempt has."""
+        self._open.pop(log.index, None)
+        self._prefill.remove(log)
+        self._groups.remove(log)
+
+    def workers_of(self, log: RequestLog) -> list[str]:
+        """The workers in which the request is placed."""
+        return [worker for worker in (self._prefill.group_of(log), self._groups.group_of(log)) if worker is not None]
+
+    def worker_of(self, log: RequestLog) -> str | None:
+        """The worker that computes the request now; None while it waits for one."""
+        return self._stage(log).group_of(log)
+
+    def sender_of(self, log: RequestLog, index: int) -> str | None:
+        """The only worker whose token at this index of the output may be committed: the prefill worker of the attempt sends the first."""
+        return log.prefill_worker if index == 0 and log.prefill_worker is not None else self._groups.group_of(log)
+
+    def suspect(self, worker: str, logs: Sequence[RequestLog]) -> RequestLog | None:
+        """Handle a crash of the worker with these requests. Returns the one that caused it, if one ran alone; else those that it computed
+        are suspects."""
+        return self._of(worker).suspect(worker, [log for log in logs if self.worker_of(log) == worker])
+
+    def prove(self, log: RequestLog, choice: int) -> bool:
+        """A choice of a suspect has committed a token or ended. Returns whether the trial is over."""
+        return self._stage(log).prove(log, choice)
+
+    def lose(self, worker: str, why: str, *, is_restarting: bool = False) -> None:
+        """Place no more requests in this worker. `is_restarting`: a recovery policy restarts it."""
+        self._of(worker).lose(worker, why, is_restarting=is_restarting)
+
+    def give_up(self, worker: str) -> None:
+        """Wait for this worker no longer than for any other lost one."""
+        self._of(worker).give_up(worker)
+
+    def readmit(self, worker: str) -> None:
+        """Place requests in a lost worker again. `place_waiting` follows."""
+        self._of(worker).readmit(worker)
+
+    def expired(self) -> list[RequestLog]:
+        """The requests that are given up now."""
+        return self._groups.expired(self._without_group())
+
+    def why_no_group(self) -> str:
+        return self._groups.why_no_group()
+
+    def _skips_prefill(self, log: RequestLog) -> bool:
+        return self._prefill.has_no_group or log.num_kv_lost >= MAX_KV_LOST
+
+    def _stage(self, log: RequestLog) -> Placement:
+        return self._prefill if log.prefill_worker is not None and log.kv is None else self._groups
+
+    def _of(self, worker: str) -> Placement:
+        return self._prefill if worker in self._prefill.loads else self._groups

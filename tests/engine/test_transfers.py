@@ -1,0 +1,207 @@
+"""Prompts computed in one group and decoded in another: which pages are held, pulled and freed, and when."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from engine.toy_group import VOCABULARY, request
+
+from flowrt.actors.control import Ended, KvLost, KvOffer, KvPulled, Request, Token
+from flowrt.engine.engine import Decision, Engine, Hold, StartStep
+from flowrt.graph.model import GraphLimits
+
+LIMITS = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=4, max_tokens=8, max_num_batched_tokens=16)
+
+
+def new_engine(limits: GraphLimits = LIMITS, **more: int) -> Engine:
+    return Engine(limits, 1, 100, VOCABULARY, **more)
+
+
+def prefill_of(each: Request) -> Request:
+    return msgspec.structs.replace(each, stage="prefill")
+
+
+def pulling(each: Request, num_tokens: int | None = None, is_degraded: bool = False) -> Request:
+    num_tokens = len(each.prompt_token_ids) if num_tokens is None else num_tokens
+    return msgspec.structs.replace(each, kv=KvOffer("prefill.0", "i", 1, num_tokens, is_degraded))
+
+
+def step(engine: Engine, *token_ids: int) -> tuple[StartStep, list[Decision]]:
+    (start,) = engine.next_steps()
+    return start, engine.step_done(start.micro_batch, start.step, token_ids)
+
+
+def num_free(engine: Engine) -> int:
+    return engine.statistics().num_free_pages
+
+
+def test_a_prefilled_prompt_keeps_its_pages_until_the_attempt_is_cancelled() -> None:
+    engine = new_engine()
+    assert engine.submit(prefill_of(request("a", range(6), max_tokens=8))) == []
+    start, decisions = step(engine, 42)
+    assert decisions == [Token("a", 0, 0, (42,)), Hold("a", 0, tuple(start.batch.page_tables[0]), 6, False)]
+    assert (num_free(engine), engine.idle, engine.next_steps()) == (6, False, [])
+    assert engine.cancel("a", 1) == []
+    assert engine.cancel("a", 0, choice=0) == [], "its pages are for the group, whatever the client does with a choice"
+    assert num_free(engine) == 6
+    assert [type(each) for each in engine.cancel("a", 0)] == [Ended]
+    assert (num_free(engine), engine.idle) == (8, True)
+
+
+def test_held_prompts_stand_in_the_way_of_no_step_but_of_pages() -> None:
+    """Held pages are not taken; the next prompt waits for them, which holds up the gateway."""
+    engine = new_engine()
+    for name in ("a", "b"):
+        engine.submit(prefill_of(request(name, range(16))))
+        step(engine, 5)
+    engine.submit(prefill_of(request("c", range(3))))
+    assert (num_free(engine), engine.next_steps()) == (0, [])
+    engine.cancel("a", 0)
+    start, _ = step(engine, 7)
+    assert start.batch.sequence_names == ["c/0"]
+
+
+def test_each_choice_gets_its_first_token_and_one_keeps_the_prompt() -> None:
+    engine = new_engine()
+    engine.submit(prefill_of(request("a", range(6), n=3)))
+    _, decisions = step(engine, 10)
+    assert decisions == [Token("a", 0, 0, (10,))]
+    start, decisions = step(engine, 11, 12)
+    assert [each.choice for each in decisions if isinstance(each, Token)] == [1, 2]
+    assert isinstance(decisions[-1], Hold)
+    assert start.batch.query_lengths == [2, 2], "the whole page is shared"
+    assert num_free(engine) == 6
+
+
+def test_first_tokens_that_end_all_choices_leave_nothing() -> None:
+    engine = new_engine()
+    engine.submit(prefill_of(request("a", range(6), n=2, stop_token_ids=(9,))))
+    step(engine, 9)
+    _, decisions = step(engine, 9)
+    assert [each.reason for each in decisions if isinstance(each, Ended)] == ["stop"]
+    assert (num_free(engine), engine.idle) == (8, True)
+
+
+def test_the_end_of_the_last_choice_lets_the_others_be_offered() -> None:
+    engine = new_engine()
+    engine.submit(prefill_of(request("a", range(6), n=2)))
+    step(engine, 1)
+    (start,) = engine.next_steps()
+    engine.step_done(start.micro_batch, start.step, (2,))
+    engine = new_engine()
+    engine.submit(prefill_of(request("a", range(6), n=2)))
+    step(engine, 1)
+    assert any(isinstance(each, Hold) for each in engine.cancel("a", 0, choice=1))
+
+
+def test_a_choice_with_tokens_is_prefilled_without_another() -> None:
+    """A moved request: the prompt is computed, and the group replays the tokens."""
+    engine = new_engine()
+    engine.submit(prefill_of(request("a", range(6), attempt=1, committed_token_ids=((5, 6),))))
+    _, decisions = step(engine, 77)
+    (hold,) = decisions
+    assert isinstance(hold, Hold)
+    assert (hold.attempt, hold.num_tokens) == (1, 6)
+
+
+def test_a_group_computes_nothing_until_the_kv_is_there() -> None:
+    engine = new_engine()
+    engine.submit(pulling(request("a", range(6), committed_token_ids=((42,),))))
+    assert engine.next_steps() == []
+    (pull,) = engine.new_pulls()
+    assert (pull.request_id, pull.attempt, len(pull.pages)) == ("a", 0, 2)
+    assert engine.new_pulls() == []
+    assert engine.is_pulling("a", 0)
+    assert not engine.is_pulling("a", 1)
+    assert engine.pulled("a", 1) == []
+    assert engine.pulled("a", 0) == [KvPulled("a", 0)]
+    assert engine.pulled("a", 0) == []
+    start, decisions = step(engine, 43)
+    assert (start.batch.token_ids, start.batch.kv_lengths, start.batch.page_tables) == ([42], [7], [list(pull.pages)])
+    assert decisions == [Token("a", 0, 1, (43,))]
+
+
+def test_committed_tokens_are_replayed_behind_pulled_kv() -> None:
+    engine = new_engine(chunk_tokens=4)
+    engine.submit(pulling(request("a", range(6), attempt=2, committed_token_ids=((42, 43, 44),))))
+    engine.next_steps()
+    engine.new_pulls()
+    engine.pulled("a", 2)
+    replayed = [step(engine)[0].batch.token_ids for _ in range(2)]
+    start, decisions = step(engine, 45)
+    assert [*replayed, start.batch.token_ids] == [[42], [43], [44]]
+    assert decisions == [Token("a", 2, 3, (45,))]
+
+
+def test_other_choices_wait_for_the_pulled_pages_and_share_them() -> None:
+    engine = new_engine()
+    engine.submit(pulling(request("a", range(6), n=2, committed_token_ids=((42,), (43,)))))
+    assert engine.next_steps() == []
+    (pull,) = engine.new_pulls()
+    engine.pulled("a", 0)
+    (start,) = engine.next_steps()
+    assert start.batch.query_lengths == [1, 3]
+    assert start.batch.page_tables[1][0] == pull.pages[0]
+
+
+def test_a_pull_is_deferred_while_there_are_no_pages() -> None:
+    engine = new_engine()
+    engine.submit(request("b", range(20), max_tokens=8))
+    step(engine)
+    engine.submit(pulling(request("a", range(12), committed_token_ids=((42,),))))
+    (start,) = engine.next_steps()
+    assert engine.new_pulls() == []
+    engine.step_done(start.micro_batch, start.step, (1,))
+    engine.cancel("b", 0)
+    engine.next_steps()
+    assert [pull.request_id for pull in engine.new_pulls()] == ["a"]
+
+
+def test_a_sequence_that_pulls_is_never_preempted() -> None:
+    limits = GraphLimits(max_num_seqs=4, kv_pages=4, page_size=4, max_tokens=8, max_num_batched_tokens=16)
+    engine = new_engine(limits)
+    engine.submit(request("old", range(3), max_tokens=8))
+    step(engine, 1)
+    engine.submit(pulling(request("a", range(4), max_tokens=5, committed_token_ids=((42,),))))
+    for token in range(8):
+        started = engine.next_steps()
+        engine.new_pulls()
+        for start in started:
+            engine.step_done(start.micro_batch, start.step, (token,))
+    assert engine.is_pulling("a", 0)
+    assert engine.statistics().num_preemptions == 0
+
+
+@pytest.mark.parametrize("ends", ["cancel", "fail", "newer attempt"])
+def test_pages_of_a_pull_that_ends_are_free_at_once(ends: str) -> None:
+    engine = new_engine()
+    engine.submit(pulling(request("a", range(6), committed_token_ids=((42,),))))
+    engine.next_steps()
+    engine.new_pulls()
+    if ends == "cancel":
+        engine.cancel("a", 0)
+    elif ends == "fail":
+        assert engine.pull_failed("a", 0, "no") == [KvLost("a", 0, "no")]
+    else:
+        engine.submit(request("a", range(1), attempt=1))
+    assert not engine.is_pulling("a", 0)
+    assert engine.pulled("a", 0) == []
+    assert engine.pull_failed("a", 0, "no") == []
+    assert num_free(engine) == 8
+
+
+def test_degraded_kv_marks_what_is_computed_from_it() -> None:
+    engine = new_engine()
+    engine.submit(pulling(request("a", range(6), committed_token_ids=((42,),)), is_degraded=True))
+    engine.next_steps()
+    engine.new_pulls()
+    engine.pulled("a", 0)
+    _, decisions = step(engine, 43)
+    assert [each.degraded for each in decisions if isinstance(each, Token)] == [True]
+
+
+def test_an_offer_of_another_length_is_refused() -> None:
+    engine = new_engine()
+    (ended,) = engine.submit(pulling(request("a", range(6)), num_tokens=5))
+    assert isinstance(ended, Ended)
+    assert ended.error == "the KV of 5 tokens is offered for a prompt of 6"

@@ -1,0 +1,242 @@
+"""Requests that a prefill worker begins and a group continues: who may send which token, and what is placed again when one is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from gateway.test_gateway import new_gateway, place, token_of
+
+from flowrt.actors.control import Ended, KvLost, KvOffer, KvPulled, Prefilled, RunsAlone
+from flowrt.gateway.gateway import Decision, EndEvent, Gateway, SendCancel, SendRequest, TokenEvent
+from flowrt.gateway.stages import MAX_KV_LOST
+
+
+class Clock:
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+def staged(**more: object) -> Gateway:
+    return new_gateway(text=False, prefill_workers=("p0", "p1"), **more)
+
+
+def offer(placed: SendRequest, number: int = 1) -> KvOffer:
+    return KvOffer(placed.group, "i", number, len(placed.request.prompt_token_ids))
+
+
+def prefill(gateway: Gateway, placed: SendRequest, text: str = "a") -> SendRequest:
+    """The prefill worker sends the first token and its offer. Returns the request as the group gets it."""
+    gateway.on_token(placed.group, token_of(placed, text))
+    (sent,) = sent_in(gateway.on_transfer(placed.group, Prefilled(placed.request.id, placed.request.attempt, offer(placed))))
+    return sent
+
+
+def pulled(placed: SendRequest) -> KvPulled:
+    return KvPulled(placed.request.id, placed.request.attempt)
+
+
+def sent_in(decisions: Sequence[Decision]) -> list[SendRequest]:
+    return [each for each in decisions if isinstance(each, SendRequest)]
+
+
+def cancelled_in(decisions: Sequence[Decision]) -> list[tuple[str, int]]:
+    return [(each.group, each.cancel.attempt) for each in decisions if isinstance(each, SendCancel)]
+
+
+def tokens_in(decisions: Sequence[Decision]) -> list[int]:
+    return [each.token_id for each in decisions if isinstance(each, TokenEvent)]
+
+
+def test_a_request_goes_from_a_prefill_worker_to_a_group() -> None:
+    gateway = staged()
+    first = place(gateway, (1, 2), max_tokens=4)
+    assert (first.group, first.request.stage, first.request.kv) == ("p0", "prefill", None)
+    second = prefill(gateway, first)
+    assert (second.group, second.request.stage, second.request.attempt) == ("g0", "all", 0)
+    assert (second.request.kv, second.request.committed_token_ids) == (offer(first), ((0,),))
+    assert gateway.groups_of(0) == ["p0", "g0"]
+    assert cancelled_in(gateway.on_transfer("g0", pulled(second))) == [("p0", 0)], "the prefill worker may free its pages"
+    assert gateway.groups_of(0) == ["g0"]
+    assert tokens_in(gateway.on_token("g0", token_of(second, "b", 1))) == [1]
+
+
+def test_the_first_token_is_the_prefill_workers_and_the_others_the_groups() -> None:
+    gateway = staged()
+    first = place(gateway, max_tokens=4)
+    assert gateway.on_token("g0", token_of(first, "c")) == []
+    assert gateway.on_token("p1", token_of(first, "c")) == []
+    assert tokens_in(gateway.on_token("p0", token_of(first, "ab"))) == [0], "it computes one token"
+    second = sent_in(gateway.on_transfer("p0", Prefilled("request-0", 0, offer(first))))[0]
+    assert gateway.on_token("p0", token_of(second, "b", 1)) == []
+    assert gateway.on_token("g0", token_of(second, "c", 0)) == []
+    assert tokens_in(gateway.on_token("g0", token_of(second, "bc", 1))) == [1, 2]
+
+
+def test_messages_of_another_worker_or_attempt_change_nothing() -> None:
+    gateway = staged()
+    first = place(gateway)
+    for worker, attempt in (("p1", 0), ("g0", 0), ("p0", 1)):
+        assert gateway.on_transfer(worker, Prefilled("request-0", attempt, offer(first))) == []
+    second = prefill(gateway, first)
+    for worker, attempt in (("p0", 0), ("g1", 0), ("g0", 1)):
+        assert gateway.on_transfer(worker, KvPulled("request-0", attempt)) == []
+        assert gateway.on_transfer(worker, KvLost("request-0", attempt, "why")) == []
+    assert gateway.on_transfer("p0", Prefilled("request-0", 0, offer(first))) == []
+    assert gateway.on_transfer("p0", Prefilled("request-9", 0, offer(first))) == []
+    assert gateway.groups_of(0) == ["p0", second.group]
+
+
+def test_a_prompt_whose_prefill_worker_is_lost_is_computed_elsewhere() -> None:
+    gateway = staged()
+    place(gateway, max_tokens=4)
+    (retried,) = sent_in(gateway.lose_group("p0", "was killed"))
+    assert (retried.group, retried.request.attempt, retried.request.stage) == ("p1", 1, "prefill")
+
+
+def test_kv_that_is_not_pulled_yet_is_lost_with_its_worker() -> None:
+    gateway = staged()
+    second = prefill(gateway, place(gateway, max_tokens=4))
+    decisions = gateway.lose_group("p0", "was killed")
+    assert cancelled_in(decisions) == [("g0", 0)]
+    (retried,) = sent_in(decisions)
+    assert (retried.group, retried.request.attempt, retried.request.stage) == ("p1", 1, "prefill")
+    assert retried.request.committed_token_ids == ((0,),)
+    assert gateway.on_transfer("g0", pulled(second)) == []
+    third = sent_in(gateway.on_transfer("p1", Prefilled("request-0", 1, offer(retried))))[0]
+    assert third.request.committed_token_ids == ((0,),)
+
+
+def test_the_loss_of_a_prefill_worker_after_the_transfer_changes_nothing() -> None:
+    gateway = staged()
+    second = prefill(gateway, place(gateway, max_tokens=4))
+    gateway.on_transfer("g0", pulled(second))
+    assert gateway.lose_group("p0", "was killed") == []
+    assert tokens_in(gateway.on_token("g0", token_of(second, "b", 1))) == [1]
+
+
+@pytest.mark.parametrize("is_pulled", [False, True])
+def test_a_lost_group_lets_the_prompt_be_prefilled_again(is_pulled: bool) -> None:
+    gateway = staged()
+    second = prefill(gateway, place(gateway, max_tokens=4))
+    if is_pulled:
+        gateway.on_transfer("g0", pulled(second))
+    decisions = gateway.lose_group("g0", "was killed")
+    assert cancelled_in(decisions) == ([] if is_pulled else [("p0", 0)])
+    (retried,) = sent_in(decisions)
+    assert (retried.group, retried.request.stage, retried.request.attempt) == ("p0", "prefill", 1)
+
+
+def test_lost_kv_is_computed_again_and_then_by_the_group_itself() -> None:
+    gateway = staged()
+    placed = place(gateway, max_tokens=4)
+    for attempt in range(MAX_KV_LOST):
+        second = prefill(gateway, placed)
+        decisions = gateway.on_transfer(second.group, KvLost("request-0", attempt, "a byte was wrong"))
+        assert cancelled_in(decisions) == [("p0", attempt)]
+        (placed,) = sent_in(decisions)
+    assert (placed.group, placed.request.stage, placed.request.kv, placed.request.attempt) == ("g0", "all", None, MAX_KV_LOST)
+    assert tokens_in(gateway.on_token("g0", token_of(placed, "b", 1))) == [1]
+
+
+def test_without_a_prefill_worker_groups_compute_prompts() -> None:
+    gateway = staged()
+    first = place(gateway, max_tokens=4)
+    gateway.lose_group("p1", "was killed")
+    (retried,) = sent_in(gateway.lose_group("p0", "was killed"))
+    assert (retried.group, retried.request.stage) == ("g0", "all")
+    assert gateway.on_token("p0", token_of(first, "a")) == []
+    assert tokens_in(gateway.on_token("g0", token_of(retried, "a"))) == [0]
+    gateway.readmit_group("p0")
+    assert place(gateway).group == "p0"
+
+
+def test_requests_wait_for_prefill_workers_that_a_policy_restarts() -> None:
+    gateway = staged()
+    place(gateway, max_tokens=4)
+    gateway.lose_group("p1", "was killed", is_restarting=True)
+    assert sent_in(gateway.lose_group("p0", "was killed", is_restarting=True)) == []
+    gateway.give_up_group("p1")
+    (retried,) = sent_in(gateway.give_up_group("p0"))
+    assert (retried.group, retried.request.stage) == ("g0", "all")
+
+
+def test_a_prompt_in_work_ends_when_no_group_is_left_for_too_long() -> None:
+    clock = Clock()
+    gateway = staged(now=clock.now, lost_group_seconds=5.0)
+    place(gateway, max_tokens=4)
+    for group in ("g0", "g1"):
+        gateway.lose_group(group, "was killed")
+    assert gateway.deadline == 5.0
+    clock.seconds = 5.0
+    decisions = gateway.on_time()
+    assert cancelled_in(decisions) == [("p0", 0)]
+    assert [each.finish_reason for each in decisions if isinstance(each, EndEvent)] == ["error"]
+
+
+@pytest.mark.parametrize("stage", ["prefill", "pulling", "pulled"])
+def test_a_cancel_reaches_every_worker_that_has_the_request(stage: str) -> None:
+    gateway = staged()
+    placed = place(gateway, max_tokens=4)
+    if stage != "prefill":
+        placed = prefill(gateway, placed)
+    if stage == "pulled":
+        gateway.on_transfer("g0", pulled(placed))
+    expected = {"prefill": [("p0", 0)], "pulling": [("p0", 0), ("g0", 0)], "pulled": [("g0", 0)]}
+    assert cancelled_in(gateway.cancel(0)) == expected[stage]
+    assert all(not load.num_sequences for load in gateway.loads.values())
+
+
+def test_an_end_while_pulling_frees_the_held_pages() -> None:
+    gateway = staged()
+    second = prefill(gateway, place(gateway, max_tokens=4))
+    decisions = gateway.on_ended("g0", Ended("request-0", 0, "error", "no replica is left"))
+    assert cancelled_in(decisions) == [("p0", 0)]
+    assert gateway.on_transfer("g0", pulled(second)) == []
+
+
+def test_a_request_that_ends_with_its_first_token_needs_no_group() -> None:
+    gateway = staged()
+    placed = place(gateway, max_tokens=1)
+    gateway.on_token("p0", token_of(placed, "a"))
+    decisions = gateway.on_ended("p0", Ended("request-0", 0, "length", None, 0, 1))
+    assert [each.finish_reason for each in decisions if isinstance(each, EndEvent)] == ["length"]
+    assert gateway.num_unfinished == 0
+
+
+def test_held_prompts_keep_new_ones_waiting() -> None:
+    """A worker is sent twice the sequences that it runs; those that it holds count until they are pulled."""
+    gateway = staged()
+    room = 2 * 4
+    sent = [place(gateway) for _ in range(2 * room)]
+    last = gateway.reserve()
+    assert sent_in(gateway.place(last, (1, 2))) == []
+    second = prefill(gateway, sent[0])
+    assert [each.index for each in sent_in(gateway.on_transfer(second.group, pulled(second)))] == [last]
+
+
+def test_a_suspect_runs_alone_in_the_prefill_worker_and_in_the_group() -> None:
+    gateway = staged()
+    second = prefill(gateway, place(gateway, max_tokens=4))
+    gateway.on_transfer("g0", pulled(second))
+    (retried,) = sent_in(gateway.lose_group("g0", "crashed", may_recur=True))
+    assert retried.request.is_suspect
+    third = sent_in(gateway.on_transfer("p0", Prefilled("request-0", 1, offer(retried))))[0]
+    assert third.request.is_suspect, "the prompt alone proves nothing"
+    gateway.on_runs_alone("p0", RunsAlone("request-0", 1))
+    gateway.on_runs_alone(third.group, RunsAlone("request-0", 1))
+    decisions = gateway.lose_group(third.group, "crashed", may_recur=True)
+    (end,) = [each for each in decisions if isinstance(each, EndEvent)]
+    assert "while it computed this request alone" in (end.error or "")
+    assert cancelled_in(decisions) == [("p0", 1)]
+
+
+def test_a_crash_of_a_prefill_worker_suspects_what_it_computed_and_not_what_it_held() -> None:
+    gateway = staged()
+    held, computed = place(gateway, max_tokens=4), [place(gateway, max_tokens=4) for _ in range(2)][1]
+    assert (held.group, computed.group) == ("p0", "p0")
+    prefill(gateway, held)
+    moved = sent_in(gateway.lose_group("p0", "crashed", may_recur=True))
+    assert {each.index: each.request.is_suspect for each in moved} == {0: False, 2: True}
