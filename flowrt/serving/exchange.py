@@ -7,6 +7,8 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
+
 from flowrt.serving.api_errors import LARGE_BODY, OVERLOADED, SLOW_BODY, WRONG_TYPE, ApiError
 from flowrt.serving.api_response import DONE
 from flowrt.serving.listener import WRITE_SECONDS
@@ -43,6 +45,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, budget: BodyBudget, new_id: Callable[[], str]) -> None:
         self._receive, self._send, self._budget = receive, send, budget
         self._abort: Callable[[], None] = scope["state"]["abort"]
+        self._flow: FlowControl = scope["state"]["flow"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.path: bytes = scope.get("raw_path") or scope["path"].encode()
         self.method: str = scope["method"]
@@ -114,9 +117,13 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": listed})
 
     async def _write(self, body: bytes, more: bool) -> None:
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        if not self._flow.write_paused:  # it does not wait
+            await self._send(message)
+            return
         try:
             async with asyncio.timeout(WRITE_SECONDS):
-                await self._send({"type": "http.response.body", "body": body, "more_body": more})
+                await self._send(message)
         except TimeoutError:
             self._abort()
             raise ClientLeftError from None

@@ -36,8 +36,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(transport, b"503 Service Unavailable")
             return
         self._is_counted = True
-        self.app_state = {"abort": transport.abort}  # in the scope of each request
         super().connection_made(transport)
+        self.app_state = {"abort": transport.abort, "flow": self.flow}  # in the scope of each request
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
