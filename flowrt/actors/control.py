@@ -228,8 +228,18 @@ class EdgeStatistics(msgspec.Struct, frozen=True):
     payload_bytes: int
 
 
+class NodeStatistics(msgspec.Struct, frozen=True):
+    """Calls of one node of this worker, or of a fused subgraph under the name of its first node."""
+
+    node: str
+    num_calls: int
+    num_firings: int
+    compute_seconds: float
+
+
 class Statistics(Control, frozen=True):
     edges: tuple[EdgeStatistics, ...] = ()
+    nodes: tuple[NodeStatistics, ...] = ()
     num_firings: int = 0
     compute_seconds: float = 0.0
     inline_seconds: float = 0.0  # the part of compute_seconds that ran on the event loop

@@ -1,4 +1,4 @@
-"""The front ends of a graph that is served: their settings, their requests at the gateway, and the answers to their queries."""
+"""The front ends of a graph that is served: their settings, their requests at the gateway, and the responses to their queries."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ServedRequests:
 
     def __init__(self, launcher: Launcher, requests: Requests, model_name: str, health: Callable[[], Health]) -> None:
         self._launcher, self._requests, self._model_name, self._health = launcher, requests, model_name, health
-        self._front_ends = FrontEnds(front_end_names(launcher.graph), requests, self._send, self._post, self._answer)
+        self._front_ends = FrontEnds(front_end_names(launcher.graph), requests, self._send, self._post, self._report_state)
 
     def begin(self) -> None:
         self._front_ends.begin()
@@ -97,7 +97,7 @@ class ServedRequests:
     def _post(self, name: str, control: Control) -> None:
         self._launcher.workers[name].post(control)
 
-    async def _answer(self, query: StateQuery) -> StateReport:
+    async def _report_state(self, query: StateQuery) -> StateReport:
         if query.topic == "metrics":
             return StateReport(query.number, True, await self._metrics_text())
         health = self._health()

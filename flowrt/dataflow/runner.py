@@ -329,7 +329,7 @@ class Runner:
     # --- inside -----------------------------------------------------------------------------------------------------------
 
     def _finish(self, batch: Sequence[Firing], outputs: Sequence[RoutedOutput], start_seconds: float, inline: bool) -> None:
-        self.statistics.add_call(len(batch), self._clock.now() - start_seconds, inline)
+        self.statistics.add_call(batch[0].node, len(batch), self._clock.now() - start_seconds, inline)
         responded: set[tuple[int, Tag | None]] = set()
         fences = self._fences
         orphans = set() if inline else self._inbound.orphans(batch)

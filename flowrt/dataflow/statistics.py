@@ -5,6 +5,14 @@ from __future__ import annotations
 import msgspec
 
 
+class NodeCounts(msgspec.Struct):
+    """Counters of a node, or of a fused subgraph under the name of its first node."""
+
+    num_calls: int = 0
+    num_firings: int = 0
+    compute_seconds: float = 0.0
+
+
 class RunnerStatistics(msgspec.Struct):
     """Counters since the start.
 
@@ -17,8 +25,14 @@ class RunnerStatistics(msgspec.Struct):
     compute_seconds: float = 0.0
     inline_seconds: float = 0.0
     sent: dict[int, list[int]] = {}
+    nodes: dict[str, NodeCounts] = {}
 
-    def add_call(self, num_firings: int, seconds: float, inline: bool) -> None:
+    def add_call(self, node: str, num_firings: int, seconds: float, inline: bool) -> None:
+        if (counts := self.nodes.get(node)) is None:
+            counts = self.nodes[node] = NodeCounts()
+        counts.num_calls += 1
+        counts.num_firings += num_firings
+        counts.compute_seconds += seconds
         self.num_firings += num_firings
         self.compute_seconds += seconds
         self.inline_seconds += seconds if inline else 0.0

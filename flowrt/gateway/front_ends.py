@@ -59,7 +59,7 @@ class _FrontEndQueue:
 
 
 class FrontEnds:
-    """`send` waits while the connection to a front end is full, `post` queues a message. `answer` returns the answer to a query."""
+    """`send` waits while the connection to a front end is full, `post` queues a message. `report_state` returns the response to a query."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class FrontEnds:
         requests: Requests,
         send: Send,
         post: Callable[[str, Control], None],
-        answer: Callable[[StateQuery], Awaitable[StateReport]],
+        report_state: Callable[[StateQuery], Awaitable[StateReport]],
     ) -> None:
-        self._requests, self._send, self._post, self._answer = requests, send, post, answer
+        self._requests, self._send, self._post, self._report_state = requests, send, post, report_state
         self._front_ends = {name: _FrontEndQueue() for name in names}
         self._failure: str | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -190,9 +190,9 @@ class FrontEnds:
         return tuple(outputs)
 
     async def _respond(self, name: str, query: StateQuery) -> None:
-        answer = await self._answer(query)
+        report = await self._report_state(query)
         with suppress(TransportError):
-            self._post(name, answer)
+            self._post(name, report)
 
 
 async def _awaited(task: Awaitable[None]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from flowrt.actors.control import EdgeStatistics, Statistics
+from flowrt.actors.control import EdgeStatistics, NodeStatistics, Statistics
 
 MAX_FALLBACKS = 64  # sentences kept of past incarnations
 _STATES = ("resident_bytes", "num_restarts", "has_responded", "num_running", "num_waiting", "num_pages", "num_free_pages")
@@ -29,8 +29,18 @@ def total(past: Statistics | None, latest: Statistics, num_restarts: int = 0) ->
             num_messages=former.num_messages + edge.num_messages,
             payload_bytes=former.payload_bytes + edge.payload_bytes,
         )
+    nodes = {node.node: node for node in past.nodes}
+    for node in latest.nodes:
+        before = nodes.get(node.node, NodeStatistics(node.node, 0, 0, 0.0))
+        nodes[node.node] = NodeStatistics(
+            node.node,
+            before.num_calls + node.num_calls,
+            before.num_firings + node.num_firings,
+            before.compute_seconds + node.compute_seconds,
+        )
     return msgspec.structs.replace(
         latest,
+        nodes=tuple(nodes[name] for name in sorted(nodes)),
         edges=tuple(edges[name] for name in sorted(edges)),
         num_restarts=num_restarts,
         fallbacks=(*past.fallbacks, *latest.fallbacks)[-MAX_FALLBACKS:],

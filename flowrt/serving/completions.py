@@ -57,10 +57,10 @@ class Completions:
         self._client, self._encoder, self._tokenizer = client, encoder, tokenizer
         self._eos_token_ids, self._stream_interval = frozenset(eos_token_ids), stream_interval
 
-    async def answer(self, request: CompletionRequest, exchange: Exchange, model: str, created: int) -> None:
+    async def respond(self, request: CompletionRequest, exchange: Exchange, model: str, created: int) -> None:
         """Raises ApiError. A request whose client leaves is cancelled, because this call is."""
-        inbox = Inbox()
         with ExitStack() as stack:
+            inbox = stack.enter_context(self._client.inbox())
             opened: list[OpenRequest] = []
             for index, prompt in enumerate(request.prompts):  # before the costly work
                 params = msgspec.structs.replace(request.params, stop=())

@@ -104,6 +104,11 @@ def _add_processes(page: _Page, state: ServedState) -> None:
     add("group_preemptions_total", "counter", "Preemptions.", {name: each.num_preemptions for name, each in groups.items()})
     add("kv_pages", "gauge", "Pages of the KV cache.", {name: each.num_pages for name, each in groups.items()})
     add("kv_pages_used", "gauge", "Pages in use.", {name: each.num_pages - each.num_free_pages for name, each in groups.items()})
+    nodes = [({"process": name, "node": node.node}, node) for name, each in workers.items() for node in each.nodes]
+    page.add("flowrt_node_calls_total", "counter", "Calls of a node.", [(labels, node.num_calls) for labels, node in nodes])
+    page.add("flowrt_node_firings_total", "counter", "Firings in these calls.", [(labels, node.num_firings) for labels, node in nodes])
+    busy = [(labels, node.compute_seconds) for labels, node in nodes]
+    page.add("flowrt_node_busy_seconds_total", "counter", "Time of these calls.", busy)
     edges = [({"edge": edge.edge, "transport": edge.transport}, edge) for each in workers.values() for edge in each.edges]
     page.add("flowrt_edge_messages_total", "counter", "Messages sent.", [(labels, edge.num_messages) for labels, edge in edges])
     page.add("flowrt_edge_bytes_total", "counter", "Payload sent.", [(labels, edge.payload_bytes) for labels, edge in edges])

@@ -84,7 +84,6 @@ class FrontEnd:
         self._stopped, self._has_peers, self._is_draining = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.control = ControlLink(start.name, control, MAX_MESSAGES, self._on_message, self._on_launcher_end)
         self.client = GatewayClient(self.control.send)
-        self._num_answers = 0
 
     async def run(self) -> None:
         settings = self._settings
@@ -117,7 +116,7 @@ class FrontEnd:
 
     async def _send_heartbeats(self) -> None:
         if is_watched(self._graph):
-            await send_heartbeats(self._start.incarnation, lambda: (self._num_answers, None), self._seams.clock, self.control.send)
+            await send_heartbeats(self._start.incarnation, lambda: (0, None), self._seams.clock, self.control.send)
 
     def _on_message(self, message: Message) -> None:
         match control := from_message(message):

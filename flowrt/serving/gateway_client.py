@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 
 from flowrt.actors.control import Control
@@ -23,21 +24,33 @@ from flowrt.actors.front_end_messages import (
 from flowrt.sampling_params import SamplingParams
 from flowrt.serving.api_errors import INVALID, OVERLOADED, UNAVAILABLE, ApiError
 
+MAX_UNREAD = 1 << 20  # size of all inboxes together
 RESPONSE_SECONDS = 5.0  # the gateway's loop is not this late; then it is stopped or hangs
 _KINDS = {"overloaded": OVERLOADED, "unavailable": UNAVAILABLE, "invalid": INVALID}
 _GONE = "the graph does not respond"
 
 
 class Inbox:
-    """The outputs of the requests of one HTTP request, in order. Bounded by the tokens that the requests may have."""
+    """The outputs of the requests of one HTTP request, in order. `size`: about the number of tokens and logprobs in it."""
 
     def __init__(self) -> None:
         self._outputs: deque[tuple[int, RequestOutput]] = deque()
         self._has_outputs = asyncio.Event()
+        self.size = 0
+        self._has_overflowed = False
 
     def put(self, prompt: int, output: RequestOutput) -> None:
-        self._outputs.append((prompt, output))
-        self._has_outputs.set()
+        if not self._has_overflowed:
+            self._outputs.append((prompt, output))
+            self.size += size_of(output)
+            self._has_outputs.set()
+
+    def overflow(self) -> None:
+        """Drop all outputs: the client reads too slowly. An error is all that it gets."""
+        self._outputs.clear()
+        self.size = 0
+        self.put(0, RequestOutput(0, (), "error", "the client reads too slowly"))
+        self._has_overflowed = True
 
     async def take(self) -> list[tuple[int, RequestOutput]]:
         """All outputs since the last call, each with the number of its prompt; waits for one."""
@@ -45,7 +58,12 @@ class Inbox:
         self._has_outputs.clear()
         taken = list(self._outputs)
         self._outputs.clear()
+        self.size = 0
         return taken
+
+
+def size_of(output: RequestOutput) -> int:
+    return sum(len(choice.token_ids) + sum(1 + len(each.top) for each in choice.logprobs) for choice in output.choices)
 
 
 class OpenRequest:
@@ -73,6 +91,7 @@ class GatewayClient:
         self.send = send
         self._numbers = count()
         self._requests: dict[int, OpenRequest] = {}
+        self._inboxes: set[Inbox] = set()
         self._reserving: dict[int, asyncio.Future[Reserved]] = {}
         self._queries: dict[Topic, tuple[int, asyncio.Future[StateReport]]] = {}  # one at a time per topic: probes do not pile up
         self._error: str | None = None  # why no request is taken any more
@@ -80,6 +99,16 @@ class GatewayClient:
     @property
     def num_open(self) -> int:
         return len(self._requests)
+
+    @contextmanager
+    def inbox(self) -> Iterator[Inbox]:
+        """An inbox for the requests of one HTTP request."""
+        inbox = Inbox()
+        self._inboxes.add(inbox)
+        try:
+            yield inbox
+        finally:
+            self._inboxes.discard(inbox)
 
     async def reserve(self, params: SamplingParams, num_tokens: int, inbox: Inbox, prompt: int) -> OpenRequest:
         """Admit a request; its outputs come to `inbox`, with the number `prompt`. Raises ApiError."""
@@ -104,11 +133,11 @@ class GatewayClient:
         return request
 
     async def query(self, topic: Topic) -> StateReport:
-        """The gateway's answer. Raises ApiError when none comes."""
+        """The gateway's report. Raises ApiError when none comes."""
         self._check()
         if topic not in self._queries:
-            answer: asyncio.Future[StateReport] = asyncio.get_running_loop().create_future()
-            self._queries[topic] = next(self._numbers), answer
+            report: asyncio.Future[StateReport] = asyncio.get_running_loop().create_future()
+            self._queries[topic] = next(self._numbers), report
             self.send(StateQuery(self._queries[topic][0], topic))
         try:
             async with asyncio.timeout(RESPONSE_SECONDS):
@@ -131,12 +160,13 @@ class GatewayClient:
                         if output.end is not None:
                             self.forget(output.number)
                         request.inbox.put(request.prompt, output)
+                self._bound_inboxes()
             case StateReport(number):
-                for topic, (expected, answer) in list(self._queries.items()):
+                for topic, (expected, report) in list(self._queries.items()):
                     if expected == number:
                         del self._queries[topic]
-                        if not answer.done():
-                            answer.set_result(control)
+                        if not report.done():
+                            report.set_result(control)
 
     def end(self, error: str) -> None:
         """The gateway is gone: end all requests with this error, and take no more."""
@@ -147,6 +177,11 @@ class GatewayClient:
         for number, request in list(self._requests.items()):
             self.forget(number)
             request.inbox.put(request.prompt, RequestOutput(number, (), "error", error))
+
+    def _bound_inboxes(self) -> None:
+        """Drop what the slowest clients have not read, while all inboxes together are too large."""
+        while sum(inbox.size for inbox in self._inboxes) > MAX_UNREAD:
+            max(self._inboxes, key=lambda inbox: inbox.size).overflow()
 
     def _check(self) -> None:
         if self._error is not None:

@@ -78,7 +78,7 @@ class HttpApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self._budget, self._new_id)
         try:
-            await self._answer(exchange)
+            await self._dispatch(exchange)
         except ClientLeftError:
             return
         except ApiError as error:
@@ -93,7 +93,7 @@ class HttpApp:
         except ClientLeftError:
             return
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _dispatch(self, exchange: Exchange) -> None:
         self._check_access(exchange)
         methods = self._routes.get(exchange.path)
         if methods is None:
@@ -105,7 +105,7 @@ class HttpApp:
 
     def _check_access(self, exchange: Exchange) -> None:
         """Raises ApiError. Without a key, only programs that name this machine as their host are served, so that no web page of another
-        host gets an answer."""
+        host gets a response."""
         if exchange.path in PUBLIC:
             return
         if self._key:
@@ -127,15 +127,15 @@ class HttpApp:
         await self._respond_state(exchange, "ready")
 
     async def _respond_state(self, exchange: Exchange, topic: Topic) -> None:
-        answer = await self._client.query(topic)
-        state: dict[str, Any] = {"status": "ok" if answer.is_ok else "unavailable"}
-        if self._has_key(exchange) if self._key else answer.text:
-            state["problems"] = answer.text
-        await exchange.respond(200 if answer.is_ok else UNAVAILABLE.status, msgspec.json.encode(state))
+        report = await self._client.query(topic)
+        state: dict[str, Any] = {"status": "ok" if report.is_ok else "unavailable"}
+        if self._has_key(exchange) if self._key else report.text:
+            state["problems"] = report.text
+        await exchange.respond(200 if report.is_ok else UNAVAILABLE.status, msgspec.json.encode(state))
 
     async def _metrics(self, exchange: Exchange) -> None:
-        answer = await self._client.query("metrics")
-        await exchange.respond(200, answer.text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+        report = await self._client.query("metrics")
+        await exchange.respond(200, report.text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     async def _version(self, exchange: Exchange) -> None:
         await _respond_json(exchange, {"version": self._settings.version})
@@ -165,7 +165,7 @@ class HttpApp:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(exchange.wait_left(), name=f"client of {exchange.id}")
                 try:
-                    await self._completions.answer(request, exchange, self._settings.model_name, int(self._seams.wall_now()))
+                    await self._completions.respond(request, exchange, self._settings.model_name, int(self._seams.wall_now()))
                 except ApiError as raised:
                     error = raised
                 finally:

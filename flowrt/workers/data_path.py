@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from flowrt.actors.control import CallFailed, ComputesAlone, Control, EdgeStatistics, Start, Statistics
+from flowrt.actors.control import CallFailed, ComputesAlone, Control, EdgeStatistics, NodeStatistics, Start, Statistics
 from flowrt.actors.link_plan import plan_links
 from flowrt.actors.links import Links
 from flowrt.dataflow.matching import Firing
@@ -169,6 +169,9 @@ class DataPath:
         )
         statistics = Statistics(
             edges=edges,
+            nodes=tuple(
+                NodeStatistics(node, each.num_calls, each.num_firings, each.compute_seconds) for node, each in counters.nodes.items()
+            ),
             num_firings=counters.num_firings,
             compute_seconds=counters.compute_seconds,
             inline_seconds=counters.inline_seconds,

@@ -127,7 +127,7 @@ class ServedApp:
         )
         seams = Seams()
         self.requests = Requests(self.gateway, self._send_to_group, RequestProgress(), seams.clock)
-        self.front_ends = FrontEnds([NAME], self.requests, self._send, self._post, self._answer)
+        self.front_ends = FrontEnds([NAME], self.requests, self._send, self._post, self._report_state)
         self.client = GatewayClient(lambda control: self.front_ends.on_control(NAME, over_the_wire(control)))
         self.tokenizer = Tokenizer(MODEL)
         encoder = PromptEncoder(DirectProcess(MODEL), LIMITS, settings.max_model_len, settings.vocab_size)
@@ -182,7 +182,7 @@ class ServedApp:
     def _post(self, name: str, control: Control) -> None:
         self.client.on_control(over_the_wire(control))
 
-    async def _answer(self, query: StateQuery) -> StateReport:
+    async def _report_state(self, query: StateQuery) -> StateReport:
         return StateReport(query.number, self.is_ok, "" if self.is_ok else "no attention group is left")
 
 

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from flowrt.actors.control import EdgeStatistics, Statistics
+from flowrt.actors.control import EdgeStatistics, NodeStatistics, Statistics
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.serving.exposition import ServedState, exposition
 
@@ -22,7 +22,13 @@ def state() -> ServedState:
         metrics.add_token(0, 0, now)
     metrics.end(0, "stop", 1.0)
     group = Statistics(
-        (EdgeStatistics('a "b" -> c', "shm", 3, 100),), num_running=2, num_waiting=1, num_pages=10, num_free_pages=4, compute_seconds=1.5
+        (EdgeStatistics('a "b" -> c', "shm", 3, 100),),
+        (NodeStatistics("gate", 2, 6, 0.5),),
+        num_running=2,
+        num_waiting=1,
+        num_pages=10,
+        num_free_pages=4,
+        compute_seconds=1.5,
     )
     return ServedState(
         "tiny", True, 3, 1, metrics, {"attention.0": group, "experts.0": Statistics(num_restarts=2)}, frozenset({"experts.0"})
@@ -45,6 +51,7 @@ def test_values_are_those_of_the_state() -> None:
         'flowrt_process_up{process="experts.0",role="experts"} 0',
         'flowrt_process_restarts_total{process="experts.0",role="experts"} 2',
         'flowrt_process_busy_seconds_total{process="attention.0",role="attention"} 1.5',
+        'flowrt_node_firings_total{process="attention.0",node="gate"} 6',
         'flowrt_kv_pages_used{process="attention.0",role="attention"} 6',
         'flowrt_edge_bytes_total{edge="a \\"b\\" -> c",transport="shm"} 100',
         'flowrt_inter_token_latency_seconds_bucket{le="0.003"} 1',

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 from serving.served_app import NAME, ServedApp, served_app
 
-from flowrt.serving import exchange, http_server
+from flowrt.actors.front_end_messages import ChoiceOutput, RequestOutput
+from flowrt.serving import exchange, gateway_client, http_server
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-async def answered(served: ServedApp, path: str, body: dict[str, Any], text: str = " 12 and 3", reason: str = "stop") -> Any:
-    """The response to a request whose one choice the group answers with this text."""
+async def completed(served: ServedApp, path: str, body: dict[str, Any], text: str = " 12 and 3", reason: str = "stop") -> Any:
+    """The response to a request whose one choice gets this text."""
     call = asyncio.create_task(served.call("POST", path, body))
     request = await served.submitted.get()
     served.emit(request, text)
@@ -30,7 +31,7 @@ async def answered(served: ServedApp, path: str, body: dict[str, Any], text: str
 
 async def test_completion_has_text_reason_and_usage() -> None:
     async with served_app() as served:
-        body = await answered(served, COMPLETE, {"prompt": "What is 1 + 2?", "model": "tiny", "max_tokens": 100}, reason="length")
+        body = await completed(served, COMPLETE, {"prompt": "What is 1 + 2?", "model": "tiny", "max_tokens": 100}, reason="length")
         num_prompt, num_tokens = len(served.tokenizer.encode("What is 1 + 2?")), len(served.tokenizer.encode(" 12 and 3"))
         assert body["object"] == "text_completion"
         assert body["choices"] == [{"index": 0, "text": " 12 and 3", "logprobs": None, "finish_reason": "length"}]
@@ -157,7 +158,7 @@ async def test_too_many_requests_are_refused_before_they_are_tokenized() -> None
         assert (response.error[:2], response.headers["retry-after"]) == ((429, "rate_limit_exceeded"), "1")
         served.finish(request)
         assert (await call).status == 200
-        await answered(served, CHAT, HELLO)
+        await completed(served, CHAT, HELLO)
 
 
 async def test_too_long_prompts_together_are_refused() -> None:
@@ -167,7 +168,7 @@ async def test_too_long_prompts_together_are_refused() -> None:
         assert (await served.call("POST", COMPLETE, {"prompt": [5] * 60})).status == 429
         served.finish(request)
         await call
-        await answered(served, COMPLETE, {"prompt": [5] * 60})
+        await completed(served, COMPLETE, {"prompt": [5] * 60})
 
 
 async def test_draining_server_refuses_new_requests_and_finishes_the_others() -> None:
@@ -217,9 +218,25 @@ async def test_slow_reader_stalls_only_itself(monkeypatch: pytest.MonkeyPatch) -
         for choice in range(30):
             served.emit(request, " 1" * 60, 0, choice)
         while not served.cancelled:
-            await answered(served, CHAT, HELLO)
+            await completed(served, CHAT, HELLO)
         await left(served)
         slow.writer.transport.abort()
+
+
+async def test_unread_outputs_are_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client that has left the most unread is ended; others go on."""
+    monkeypatch.setattr(gateway_client, "MAX_UNREAD", 100)
+    async with served_app() as served:
+        slow = asyncio.create_task(served.call("POST", COMPLETE, {"prompt": "a", "max_tokens": 128}))
+        request = await served.submitted.get()
+        with served.client.inbox() as inbox:
+            for number in range(60):
+                inbox.put(0, RequestOutput(number, (ChoiceOutput(0, (1, 2)),)))
+            served.emit(request, " 1")
+            served.finish(request)
+            assert (await slow).status == 200
+            ((_, output),) = await inbox.take()
+            assert (output.end, output.error) == ("error", "the client reads too slowly")
 
 
 async def test_failed_stream_ends_with_an_error_event() -> None:
@@ -297,4 +314,4 @@ async def test_aborted_connections_leave_nothing() -> None:
         await until(lambda: not served.server.num_connections)
         while not served.submitted.empty():
             served.submitted.get_nowait()
-        await answered(served, CHAT, HELLO)
+        await completed(served, CHAT, HELLO)
