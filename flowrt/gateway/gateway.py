@@ -92,35 +92,26 @@ class Gateway:
         self._draw_seed = draw_seed
         self._new_detokenizer = new_detokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_requests, self._max_prompt_tokens = max_requests, max_prompt_tokens
+        self.max_requests, self._max_prompt_tokens = max_requests, max_prompt_tokens
         self._logs: dict[int, RequestLog] = {}
         self._active: dict[str, RequestLog] = {}  # by Request.id
         self._num_requests = 0
         self._num_prompt_tokens = 0  # of the active requests
-        self._refusal: str | None = None  # why no new request is admitted
+        self.refuses_all: str | None = None  # why no new request is admitted, whatever it is
 
     @property
     def num_unfinished(self) -> int:
         return len(self._active)
 
     @property
-    def max_requests(self) -> int:
-        return self._max_requests
-
-    @property
     def is_full(self) -> bool:
         """Whether the gateway refuses the next request because `max_requests` are active."""
-        return len(self._active) >= self._max_requests
+        return len(self._active) >= self.max_requests
 
     @property
     def num_waiting(self) -> int:
         """Requests with a prompt that wait for a group."""
         return self._stages.num_waiting
-
-    @property
-    def refuses_all(self) -> str | None:
-        """Why no new request is admitted, whatever it is; None: some are."""
-        return self._refusal
 
     @property
     def loads(self) -> dict[str, GroupLoad]:
@@ -161,10 +152,10 @@ class Gateway:
 
     def refusal_now(self, num_tokens: int = 0) -> Refusal | None:
         """Why a request with a prompt of about so many tokens is not admitted now; None: it is."""
-        if self._refusal is not None:
-            return Refusal("unavailable", self._refusal)
+        if self.refuses_all is not None:
+            return Refusal("unavailable", self.refuses_all)
         if self.is_full:
-            return Refusal("overloaded", f"too many active requests ({len(self._active)}, limit {self._max_requests})")
+            return Refusal("overloaded", f"too many active requests ({len(self._active)}, limit {self.max_requests})")
         if self._num_prompt_tokens and self._num_prompt_tokens + num_tokens > self._max_prompt_tokens:
             of_all = f"{self._num_prompt_tokens} tokens, limit {self._max_prompt_tokens}"
             return Refusal("overloaded", f"the prompts of the active requests are too long ({of_all})")
@@ -221,7 +212,7 @@ class Gateway:
 
     def drain(self) -> None:
         """Admit no new requests from now on."""
-        self._refusal = "the run is draining and takes no new requests"
+        self.refuses_all = "the run is draining and takes no new requests"
 
     def cancel(self, index: int) -> list[Decision]:
         """End the request with reason "abort" and cancel it in its group. No-op after the end."""
@@ -319,6 +310,15 @@ class Gateway:
                 decisions += self._move(log, but=group)
         return decisions + self._place_waiting()
 
+    def lose_server(self, server: str, why: str, alone_for: str) -> list[Decision]:
+        """An expert server crashed or hung, and a policy restarts others with it. If it computed a part for the group `alone_for` alone,
+        the request that runs alone there is the cause; all others are suspects."""
+        cause = self._stages.suspect_all(alone_for)
+        if cause is None:
+            return []
+        error = f"{server} {why} while it computed this request alone; the request is not tried again"
+        return self._end(cause, "error", error, cancels_worker=True)
+
     def _move(self, log: RequestLog, but: str) -> list[Decision]:
         """Begin a new attempt, and cancel the old one in every worker but this one."""
         decisions = self._cancel(log, but)
@@ -356,7 +356,7 @@ class Gateway:
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> list[EndEvent]:
         """End every active request, because the run is over. Returns their EndEvents."""
-        self._refusal = "the run has ended"
+        self.refuses_all = "the run has ended"
         for group in self.loads:
             self._stages.lose(group, "has ended")
         decisions = [decision for log in list(self._active.values()) for decision in self._end(log, reason, error)]

@@ -33,6 +33,7 @@ class Placement:
         self._no_group_since = now()  # valid while no group is left
         self.waiting: list[RequestLog] = []  # the oldest first
         self._placed: dict[int, str] = {}  # number of a request -> its group
+        self._interrupted: dict[str, RequestLog] = {}  # group that a policy restarts -> the suspect that it computed alone
         self._trials: dict[str, RequestLog] = {}  # group -> the suspect that runs there
 
     def deadline(self, waiting: Sequence[RequestLog]) -> float | None:
@@ -98,12 +99,19 @@ class Placement:
 
     def suspect(self, group: str, logs: Iterable[RequestLog]) -> RequestLog | None:
         """Handle a crash of the group with these requests. Returns the request that caused it, if one ran alone; else all are suspects."""
-        trial = self._trials.get(group)
-        if trial is not None and trial.ran_alone:
+        if (trial := self._alone(group)) is not None:
             return trial
         for log in logs:
             log.is_suspect = True
         return None
+
+    def alone_in(self, group: str) -> RequestLog | None:
+        """The suspect that the group computes alone, or did when a policy ended it to restart it."""
+        return self._alone(group) or self._interrupted.get(group)
+
+    def _alone(self, group: str) -> RequestLog | None:
+        trial = self._trials.get(group)
+        return trial if trial is not None and trial.ran_alone else None
 
     def lose(self, group: str, why: str, *, is_restarting: bool = False) -> None:
         """Place no more requests in this group. `is_restarting`: a recovery policy restarts it."""
@@ -111,6 +119,8 @@ class Placement:
             self._no_group_since = self._now()
         if is_restarting:
             self._restarting.add(group)
+            if (trial := self._alone(group)) is not None:
+                self._interrupted[group] = trial
         self._lost[group] = why
 
     def give_up(self, group: str) -> None:
@@ -122,6 +132,7 @@ class Placement:
     def readmit(self, group: str) -> None:
         """Place requests in a lost group again. `place_waiting` follows."""
         self._lost.pop(group, None)
+        self._interrupted.pop(group, None)
         self._restarting.discard(group)
 
     def expired(self, waiting: Sequence[RequestLog]) -> list[RequestLog]:

@@ -191,6 +191,11 @@ class Requests:
         if group in self._outgoing:
             self._carry_out(self.gateway.lose_group(group, why, **how))
 
+    def lose_server(self, server: str, why: str, alone_for: str) -> None:
+        """Suspect the requests that a crashed server may have computed parts of; see `Gateway.lose_server`. No-op for groups."""
+        if server not in self._outgoing:
+            self._carry_out(self.gateway.lose_server(server, why, alone_for))
+
     def give_up_group(self, group: str) -> None:
         """Limit the time that requests wait for this lost group. No-op for other workers."""
         if group in self._outgoing:

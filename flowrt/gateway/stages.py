@@ -101,6 +101,14 @@ class Stages:
         are suspects."""
         return self._of(worker).suspect(worker, [log for log in logs if self.worker_of(log) == worker])
 
+    def suspect_all(self, alone_for: str) -> RequestLog | None:
+        """Let every request that a worker has or had run alone until it has a token. Groups that end with a server forget what it computed
+        for them. Returns the request that runs alone in the worker `alone_for`, or did when this was ended."""
+        for log in self._open.values():
+            log.is_suspect |= log.attempt > 0 or bool(self.workers_of(log))
+        cause = self._of(alone_for).alone_in(alone_for)
+        return cause if cause is not None and cause.index in self._open else None
+
     def prove(self, log: RequestLog, choice: int) -> bool:
         """A choice of a suspect has committed a token or ended. Returns whether the trial is over."""
         return self._stage(log).prove(log, choice)

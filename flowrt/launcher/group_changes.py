@@ -9,8 +9,10 @@ from flowrt.launcher import events
 def apply_group_change(event: events.Event, requests: Requests) -> None:
     """Call this with every event of the launcher."""
     match event:
-        case events.WorkerLost(name, how, while_loading, may_recur, is_restarting) if not while_loading:
+        case events.WorkerLost(name, how, while_loading, may_recur, is_restarting, alone_for) if not while_loading:
             requests.lose_group(name, how, may_recur=may_recur, is_restarting=is_restarting)
+            if may_recur and is_restarting:
+                requests.lose_server(name, how, alone_for)
         case events.WorkerGivenUp(name):
             requests.give_up_group(name)
         case events.WorkerMarkedDead(name, why, is_killed) if not is_killed:

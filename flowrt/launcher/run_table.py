@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from flowrt.actors.control import ComputesAlone, DeathCause, PeerJoined, PeerLeft
+from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import MONITOR, Graph
 from flowrt.graph.recovery import RULES, neighbours, rule_of, survivable_processes
 from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send
@@ -193,6 +194,7 @@ class RunTable:
         self._state_kept = {name: list(RULES).index(rule_of(graph, name).keeps) for name in graph.process_names()}
         self.policy = RecoveryPolicy(graph)
         self.neighbours = neighbours(graph)
+        self.emits = {node.name: node.process for node in graph.nodes.values() if node.operator == SOURCE}  # source -> its process
         self.processes: dict[str, ProcessRecord] = {}
         self.workers: dict[str, WorkerRecord] = {}
         self.phase = RunPhase.LOADING

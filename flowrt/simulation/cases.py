@@ -112,9 +112,7 @@ def _draw_poison(chance: random.Random, case: Case) -> Case:
     if graph.processes == "many":
         effects += ["hang", "hang"] if is_watched(graph) else []
         servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
-        # With restart_all the groups that know the suspects end with the server, so that it is restarted within its budget only.
-        knows_suspects = graph.reliability.recovery != "restart_all" and mortal_workers(graph) >= servers
-        effects += ["part", "part", "part"] if servers.isdisjoint(groups) and knows_suspects else []
+        effects += ["part", "part", "part"] if servers.isdisjoint(groups) and mortal_workers(graph) >= servers else []
     return replace(case, scenario=scenario, poison=Poison(chance.choice(sorted(own)), chance.choice(effects)))
 
 

@@ -582,3 +582,60 @@ def test_what_no_message_could_hold_ends_at_the_gateway() -> None:
         assert isinstance(ended, EndEvent)
         assert ended.finish_reason == "error"
     assert gateway.num_unfinished == 0
+
+
+def restarted(gateway: Gateway, *groups: str) -> list[SendRequest]:
+    """A policy restarts these groups. Returns what they get then."""
+    decisions: list[Decision] = []
+    for group in groups:
+        decisions += gateway.lose_group(group, "is restarted", is_restarting=True)
+    for group in groups:
+        decisions += gateway.readmit_group(group)
+    return [each for each in decisions if isinstance(each, SendRequest)]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_requests_that_a_policy_restarts_after_a_crash_run_alone(is_first: bool) -> None:
+    """The groups are lost before or after the server: what these knew of its parts is gone."""
+    gateway = new_gateway()
+    for _ in range(3):
+        place(gateway)
+    waiting: list[SendRequest] = []
+    if is_first:
+        assert gateway.lose_server("experts.0", "was killed by SIGSEGV", "") == []
+        waiting = restarted(gateway, "g0", "g1")
+    else:
+        for group in ("g0", "g1"):
+            gateway.lose_group(group, "is restarted", is_restarting=True)
+        gateway.lose_server("experts.0", "was killed by SIGSEGV", "")
+        waiting = [each for group in ("g0", "g1") for each in gateway.readmit_group(group) if isinstance(each, SendRequest)]
+    assert [each.request.is_suspect for each in waiting[-2:]] == [True, True]
+    assert {each.group for each in waiting[-2:]} == {"g0", "g1"}, "one in each group, the third waits"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_request_that_ran_alone_in_the_group_of_the_part_is_the_cause(is_first: bool) -> None:
+    gateway = new_gateway()
+    place(gateway)
+    place(gateway)
+    gateway.lose_server("experts.0", "crashed", "")
+    alone = {each.group: each for each in restarted(gateway, "g0", "g1")}
+    for group, each in alone.items():
+        gateway.on_runs_alone(group, RunsAlone(each.request.id, each.request.attempt))
+    if not is_first:
+        gateway.lose_group("g1", "is restarted", is_restarting=True)
+    decisions = gateway.lose_server("experts.0", "was killed by SIGSEGV", "g1")
+    (end,) = [each for each in decisions if isinstance(each, EndEvent)]
+    assert end.request == alone["g1"].index
+    assert end.error == "experts.0 was killed by SIGSEGV while it computed this request alone; the request is not tried again"
+    assert gateway.lose_server("experts.0", "was killed by SIGSEGV", "g1") == [], "its successor in the group is not blamed"
+    assert gateway.is_open(alone["g0"].request.id)
+
+
+def test_a_request_that_was_never_in_a_group_is_no_suspect() -> None:
+    gateway = new_gateway(("g0",))
+    for _ in range(9):
+        admit(gateway, (1, 2))
+    gateway.lose_server("experts.0", "crashed", "")
+    gateway.lose_group("g0", "is restarted", is_restarting=True)
+    assert [gateway.log(index).is_suspect for index in range(9)] == [True] * 8 + [False]

@@ -81,6 +81,10 @@ GROUP_BUGS: tuple[Bug, ...] = (
         SEQUENCE, "Sequence.runs_alone", "return self.is_suspect or self.is_on_trial", "return self.is_suspect")),
     bug("proven-by-one-choice", "a suspect is cleared by the token of one of its choices", (
         PLACEMENT, "Placement.prove", "if log.unproven:", "if False:")),
+    bug("restart-forgets-crash", "a policy that restarts the groups with a crashed server restarts what crashed it, too", (
+        "flowrt.launcher.group_changes", "apply_group_change", "if may_recur and is_restarting:", "if False:")),
+    bug("interrupted-trial-forgotten", "a request that ran alone in a group that a policy ended is never the cause", (
+        PLACEMENT, "Placement.alone_in", "self._alone(group) or self._interrupted.get(group)", "None")),
     bug("trial-never-over", "the trial of a suspect that has ended is never over", (
         PLACEMENT, "Placement.end_trial", "del self._trials[group]", "pass")),
     bug("innocent-blamed", "the oldest request of a crashed group is blamed", (
