@@ -88,7 +88,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("trial-never-over", "the trial of a suspect that has ended is never over", (
         PLACEMENT, "Placement.end_trial", "del self._trials[group]", "pass")),
     bug("innocent-blamed", "the oldest request of a crashed group is blamed", (
-        PLACEMENT, "Placement.suspect", "trial = self._trials.get(group)\n    if trial is not None and trial.ran_alone:\n        return trial", "return next(iter(logs), None)")),
+        PLACEMENT, "Placement.suspect", "if (trial := self._alone(group)) is not None:\n        return trial", "return next(iter(logs), None)")),
     body("kill-blames", "a suspect whose group is killed from outside is blamed", RUN_TABLE, "ProcessRecord.may_recur", "return True"),
     bug("crash-blames-none", "requests of a crashed group are not suspected", (
         RUN_TABLE, "ProcessRecord.may_recur", "self.cause is None and is_crash", "False")),
