@@ -63,7 +63,8 @@ class Control(msgspec.Struct, frozen=True):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.kind = "control." + re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
-        _BY_KIND[cls.kind] = cls
+        if cls.__module__.startswith("flowrt.actors."):  # workers reject others, such as the faults that flowrt chaos orders
+            _BY_KIND[cls.kind] = cls
 
 
 class Start(Control, frozen=True):

@@ -22,7 +22,7 @@ FAULTS: tuple[FaultName, ...] = get_args(FaultName)
 PHASES: tuple[Phase, ...] = get_args(Phase)
 STANDSTILL_SECONDS = 30.0  # a standstill ends with the verdict on its process, or after this time
 SHORT_SECONDS = 3.0  # the same for processes without a quick verdict: the fork server, and those that start
-_ROLES = {Keeps.NOTHING: "experts", Keeps.SEQUENCES: "attention"}
+_ROLES = {Keeps.NOTHING: "experts", Keeps.SEQUENCES: "attention", Keeps.PROMPTS: "prefill"}
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from flowrt.chaos.options import RecoveryOptions
 from flowrt.chaos.plan import check_processes
 from flowrt.emulation import emulation_report
 from flowrt.errors import UserError
-from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Graph
-from flowrt.graph.recovery import survives
+from flowrt.graph.recovery import attention_groups, survives
 from flowrt.launcher import events
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import Crash, Scenario
@@ -136,7 +135,7 @@ def read_graphs(graph_file: Path, model: Path | None, options: RecoveryOptions) 
     graphs = [read_graph(graph_file, [*BUDGET, *options.overrides, f"reliability.recovery={policy}"], model) for policy in POLICIES]
     graph = graphs[0]
     check_processes(graph, f"{graph_file}: ")
-    groups = groups_of(graph)
+    groups = attention_groups(graph)
     if graph.model is None or not expert_servers(graph) or len(groups) < 2 or not all(survives(graph, name) for name in groups):
         raise UserError(f"{graph_file}: the benchmark kills an expert server and one of several groups of a model, which this graph lacks")
     config = read_model_config(Path(graph.model.path))
@@ -146,12 +145,8 @@ def read_graphs(graph_file: Path, model: Path | None, options: RecoveryOptions) 
     return RecoveryGraphs(graphs, {"expert server": expert_servers(graph)[0], "group": groups[0]}, requests, options)
 
 
-def groups_of(graph: Graph) -> list[str]:
-    return list(dict.fromkeys(node.process for node in graph.nodes.values() if node.operator == SOURCE))
-
-
 async def measure(prepared: RecoveryGraphs) -> AsyncIterator[Result]:
-    num_groups = len(groups_of(prepared.graphs[0]))
+    num_groups = len(attention_groups(prepared.graphs[0]))
     print_progress(f"loading {len(prepared.graphs)} graphs")
     async with AsyncExitStack() as stack:
         sides = [RecoverySide(graph, prepared.requests, prepared.options) for graph in prepared.graphs]

@@ -60,7 +60,9 @@ def draw_deploy(chance: random.Random, facts: ModelFacts, transports: Sequence[s
     link: dict[str, Any] = {"transport": chance.choice(transports), "open": chance.choice(("lazy", "lazy", "start"))}
     if chance.random() < 0.2:
         link["credits"] = chance.randint(1, 5)
-    return {"attention": attention, "experts": experts, "links": {"attention-experts": link}}
+    prefill = {"workers": chance.choice((0, 0, 1, 2))}
+    links = {"attention-experts": link} | ({"prefill-attention": {"transport": chance.choice(transports)}} if prefill["workers"] else {})
+    return {"prefill": prefill, "attention": attention, "experts": experts, "links": links}
 
 
 def _draw_placement(chance: random.Random, facts: ModelFacts, servers: int) -> dict[str, Any]:

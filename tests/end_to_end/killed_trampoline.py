@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def _begin(worker: Worker) -> None:
         operators: LoadedOperators = load(loading)
         nodes = wrapped._graph.nodes
         functions = {node: _killing(function, nodes[node].operator, name, folder) for node, function in operators.functions.items()}
-        return LoadedOperators(functions, operators.clients, operators.strict_blocks, operators.files)
+        return replace(operators, functions=functions)
 
     wrapped._load = load_killers
 

@@ -36,7 +36,8 @@ def impossible(deploy: dict[str, Any]) -> Iterator[str]:
     if servers and link.get("credits", 8) < attention["micro_batches"]:
         yield "is too few"
     batches = experts.get("batches", {"max_wait_seconds": 0})
-    if servers and batches["max_wait_seconds"] and batches["min_tags"] > groups * attention["micro_batches"]:
+    num_sources = groups + deploy["prefill"]["workers"]
+    if servers and batches["max_wait_seconds"] and batches["min_tags"] > num_sources * attention["micro_batches"]:
         yield "tags"
 
 

@@ -381,3 +381,37 @@ def test_trampolines_are_off_unless_chosen(load) -> None:
 def test_trampolines_without_servers_to_forward_to_are_refused(load, overrides: list[str], text: str) -> None:
     with pytest.raises(GraphError, match=text):
         load(QUICK, "deploy.experts.trampoline=always", *overrides)
+
+
+PREFILL = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  prefill: {workers: 2}\n  attention: {groups: 2}\n  experts: {servers: 3, replicas: 2}\n"
+
+
+def test_each_group_pulls_from_each_prefill_worker(load) -> None:
+    graph = load(PREFILL + "  links: {prefill-attention: {link: roce-200g}}\n")
+    pulls = [edge for edge in graph.edges.values() if edge.target_port == "pull"]
+    assert [edge.name for edge in pulls] == [
+        f"attention.{group}.kv_unpack.pull{worker} -> prefill.{worker}.kv_pack.pull" for group in range(2) for worker in range(2)
+    ]
+    responses = {edge.response_to: edge for edge in graph.edges.values() if edge.target_port == "chunk"}
+    assert sorted(responses) == sorted(edge.name for edge in pulls)
+    assert {edge.link for edge in (*pulls, *responses.values())} == {"roce-200g"}
+    assert [name for name in graph.process_names() if name.startswith("prefill")] == ["prefill.0", "prefill.1"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "attention: {groups: 2, domains: 2, micro_batches: 3}",
+        "attention: {groups: 1}\n  experts: {servers: 0}",
+        "attention: {groups: 2}\n  experts: {servers: 5, trampoline: always}",
+        "processes: one",
+    ],
+)
+def test_prefill_workers_beside_other_patterns(load, keys: str) -> None:
+    rest = "" if "experts" in keys else "\n  experts: {servers: 3, replicas: 2}"
+    graph = load(f"flowrt: 1\nmodel: {{path: m}}\ndeploy:\n  prefill: {{workers: 2}}\n  {keys}{rest}\n")
+    assert sum(node.operator == "kv_pack" for node in graph.nodes.values()) == 2
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "expanded.yaml"
+        file.write_text(to_yaml(graph))
+        assert load_graph(file, facts_of=lambda path: FACTS).nodes == graph.nodes
