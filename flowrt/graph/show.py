@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
+from flowrt.graph.builtin import KV_UNPACK, SOURCE
 from flowrt.graph.diagrams import drawn_edges, edge_properties, experts_text, is_collapsed, roles
 from flowrt.graph.fuse import Fusion, fuse_all
 from flowrt.graph.model import Graph
@@ -106,7 +107,7 @@ def _process_lines(graph: Graph, process: str, fusion: Fusion) -> Iterator[tuple
         return name.removeprefix(f"{process}.")
 
     nodes = graph.nodes_of(process)
-    yield from (("  emits tags:", f" {short(node.name)}") for node in nodes if node.operator == "source")
+    yield from (("  emits tags:", f" {short(node.name)}") for node in nodes if node.operator in (SOURCE, KV_UNPACK))
     for chain in fusion.chains:
         kind = "fires in batches" if graph.nodes[chain[0]].batches else "fires"
         yield f"  {kind}:", f" {' -> '.join(short(name) for name in chain)}"
