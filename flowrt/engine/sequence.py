@@ -50,9 +50,8 @@ class Sequence:
     def __post_init__(self) -> None:
         request = self.request
         self.name = f"{request.id}/{request.attempt}" + (f"/{self.choice}" if self.choice else "")
-        self.kv = (
-            request.kv if self.choice == min(set(range(request.params.n)) - {*request.ended_choices}) else None
-        )  # others share its pages
+        is_first = request.kv is not None and self.choice == min({*range(request.params.n)} - {*request.ended_choices})
+        self.kv = request.kv if is_first else None  # the other choices share its pages
         committed = () if self.prefills else request.committed(self.choice)
         self.tokens = [*request.prompt_token_ids, *committed]
         self.num_prompt_tokens = len(request.prompt_token_ids)

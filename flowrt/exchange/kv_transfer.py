@@ -4,7 +4,7 @@
 a `kv_unpack` node, in the group: it emits the pulls, a tag each, and writes the chunks that arrive into the group's pages.
 docs/kv-transfer.md has the steps, and says who owns a page at each moment.
 
-The group decides when and what it pulls, so nobody writes into another process's pages. A chunk is some tokens of one layer. It names
+The group decides when and what it pulls, so no process writes into another's pages. A chunk is some tokens of one layer. It names
 the offer and the tokens that it is of, and has a hash of its bytes, which the group computes again from its own pages after it has
 written them. Until every chunk has arrived and fits, no step reads these pages. Anything else ends the transfer: the prompt is computed
 again.
