@@ -22,6 +22,7 @@ MAX_LOGPROBS = 20
 MAX_WHOLE = (1 << 63) - 1  # the largest integer of a message header
 MIN_FACTOR, MAX_NUMBER = 1e-9, 1e9  # logits times or divided by these stay finite
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 64, 1024, 1024
+MAX_BIASES, MAX_BIAS = 1024, 100
 
 
 def _whole(least: int, most: int = MAX_WHOLE, note: str = "") -> Meta:
@@ -34,6 +35,11 @@ _STOPS = Meta(
     max_length=MAX_STOPS, description=f"a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARACTERS} characters"
 )
 _STOP_IDS = Meta(max_length=MAX_STOP_TOKEN_IDS, description=f"a list of at most {MAX_STOP_TOKEN_IDS} whole numbers from 0 to 2**63 - 1")
+_BIAS = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
+_BIASES = Meta(
+    max_length=MAX_BIASES,
+    description=f"a mapping of at most {MAX_BIASES} token ids to numbers from -{MAX_BIAS} to {MAX_BIAS}",
+)
 _FACTOR = f"a number from {MIN_FACTOR:g} to {MAX_NUMBER:g}; 1 is off"
 _PENALTY = Meta(ge=-2, le=2, description="a number from -2 to 2; 0 is off")
 
@@ -46,7 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     is greedy; between 0 and 0.01 it counts as 0.01. `seed` None: the gateway draws one. `logprobs` k: the logprob of each token, and the
     k largest at its position.
 
-    Penalties apply before the temperature: `repetition_penalty` divides positive and multiplies negative logits of tokens in the prompt
+    `logit_bias` is added to the logits of these tokens first; it is given as a mapping, and kept as pairs in the order of the ids. Then
+    penalties apply, before the temperature: `repetition_penalty` divides positive and multiplies negative logits of tokens in the prompt
     or the output; `frequency_penalty` is subtracted once per occurrence in the output, `presence_penalty` once if there is any.
     """
 
@@ -64,6 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_WHOLE)], ...], _STOP_IDS] = ()
     ignore_eos: Annotated[bool, Meta(description="true or false")] = False
     logprobs: Annotated[int, _whole(0, MAX_LOGPROBS)] | None = None
+    logit_bias: Annotated[tuple[tuple[Annotated[int, Meta(ge=0, le=MAX_WHOLE)], _BIAS], ...], _BIASES] = ()
 
     @property
     def has_penalties(self) -> bool:
@@ -87,6 +95,7 @@ class SamplingKeywords(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool
     logprobs: int | None
+    logit_bias: Mapping[int, float] | None
 
 
 PARAMETER_TYPES: dict[str, Any] = get_type_hints(SamplingParams, include_extras=True)
@@ -95,7 +104,8 @@ PARAMETER_TYPES: dict[str, Any] = get_type_hints(SamplingParams, include_extras=
 def checked_value(name: str, value: object) -> Any:
     """The value of one parameter, converted to its declared type. Raises ValueError of one line that does not name the parameter.
 
-    `stop` may also be a single text. `stop` and `stop_token_ids` may be any iterable, or None for none.
+    `stop` may also be a single text. `stop` and `stop_token_ids` may be any iterable, or None for none. So may `logit_bias` be None, or a
+    mapping whose keys are numbers or, as in JSON, their texts.
     """
     kind = PARAMETER_TYPES[name]
     given = value
@@ -106,6 +116,8 @@ def checked_value(name: str, value: object) -> Any:
             value = ()
         elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
             value = tuple(value)
+    elif name == "logit_bias":
+        value = _biases(value)
     try:
         checked = msgspec.convert(value, kind, strict=True)
     except (msgspec.ValidationError, ValueError, TypeError, OverflowError):
@@ -114,6 +126,18 @@ def checked_value(name: str, value: object) -> Any:
         for text in checked:
             check_text(text)
     return checked
+
+
+def _biases(value: object) -> object:
+    """The pairs of a mapping, and of any other value the value."""
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping):
+        return value
+    keys = {key: int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key for key in value}
+    if not set(map(type, keys.values())) <= {int}:
+        return value
+    return tuple(sorted((keys[key], each) for key, each in value.items()))
 
 
 def checked_params(params: SamplingParams | None, keywords: Mapping[str, object]) -> SamplingParams:

@@ -28,9 +28,10 @@ BLOCK_ELEMENTS = 1 << 18  # of rows x vocabulary at a time on a CPU: more would 
 def sample(logits_SV: Tensor, inputs: SamplingInputs) -> Tensor:
     """token_S int64; the logits (of rows `inputs.rows_S`, on the same device) are not changed.
 
-    First tokens that are forbidden are ruled out and penalties taken off; a token is the largest of what is left (temperature 0), or
-    drawn from the softmax of that over the temperature (at least MIN_TEMPERATURE), of the tokens that top_k and then top_p leave. Both
-    keep every token that ties with the last one they keep, so that equal logits (frequent in bfloat16) are not cut in an undefined order.
+    First biases are added, which rule out forbidden tokens, and penalties taken off. A token is the largest of what is left (temperature
+    0), or drawn from the softmax of that over the temperature (at least MIN_TEMPERATURE), of the tokens that top_k and then top_p leave.
+    Both keep every token that ties with the last one they keep, so that equal logits (frequent in bfloat16) are not cut in an undefined
+    order.
     A row whose largest logit is not finite (it holds NaN or infinity, or every token is ruled out) gives NO_TOKEN.
     """
     logits_SV = penalized_logits(logits_SV, inputs)
@@ -65,22 +66,23 @@ def likeliest(logits_SV: Tensor) -> Tensor:
 
 
 def penalized_logits(logits_SV: Tensor, inputs: SamplingInputs) -> Tensor:
-    """The logits with penalties taken off and forbidden tokens at -inf; the same tensor when there is neither.
+    """The logits with biases added, of forbidden tokens -inf, and then penalties taken off; the same tensor when there is neither.
 
     Repetition (Keskar et al. 2019, CTRL, section 4.1, with transformers' signs) is over prompt and output; frequency and presence (as
     in OpenAI's API) are over the output.
     """
-    if not inputs.penalized_3N.shape[1] and not inputs.forbidden_2M.shape[1]:
+    if not inputs.penalized_3N.shape[1] and not inputs.biased_2M.shape[1]:
         return logits_SV
     logits_SV = logits_SV.clone()
+    if inputs.biased_2M.shape[1]:
+        sample_M, id_M = inputs.biased_2M
+        logits_SV[sample_M, id_M] += inputs.bias_M.to(logits_SV.dtype)
     if inputs.penalized_3N.shape[1]:
         sample_N, id_N, count_N = inputs.penalized_3N
         repetition_N, presence_N, frequency_N = inputs.floats_5S[2:, sample_N].to(logits_SV.dtype)
         logit_N = logits_SV[sample_N, id_N]
         logit_N = torch.where(logit_N < 0, logit_N * repetition_N, logit_N / repetition_N)
         logits_SV[sample_N, id_N] = logit_N - frequency_N * count_N - presence_N * (count_N > 0)
-    if inputs.forbidden_2M.shape[1]:
-        logits_SV[inputs.forbidden_2M[0], inputs.forbidden_2M[1]] = float("-inf")
     return logits_SV
 
 

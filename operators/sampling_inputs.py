@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ class Draw(NamedTuple):
     temperature 0 is greedy; top_k 0, top_p 1, and the penalties' defaults are off.
 
     `output_counts` is for penalties: each token of prompt and output -> how often it is in the output. `num_logprobs` None: no
-    logprobs; else how many of the likeliest tokens are wanted beside the drawn one.
+    logprobs; else how many of the likeliest tokens are wanted beside the drawn one. `logit_bias`: (token id, what is added to its logit).
     """
 
     row: int
@@ -37,6 +38,7 @@ class Draw(NamedTuple):
     num_logprobs: int | None = None
     output_counts: Mapping[int, int] | None = None
     forbidden_token_ids: Collection[int] = ()
+    logit_bias: Sequence[tuple[int, float]] = ()
 
 
 class SamplingInputs(NamedTuple):
@@ -48,7 +50,8 @@ class SamplingInputs(NamedTuple):
     `floats_5S` float64: temperature, top_p, repetition, presence and frequency penalty.
     `unfiltered_U`, `filtered_F` int64: samples drawn from all tokens, and those with top_k or top_p; the others are greedy.
     `penalized_3N` int64: sample, token id, occurrences in the output; pairs of sample and id are all different.
-    `forbidden_2M` int64: sample, token id. `logprobs_L` int64: samples whose logprobs are wanted; `ranks_K`: of 0 .. K-1.
+    `biased_2M` int64: sample, token id, all different; `bias_M` float64: -inf for forbidden tokens.
+    `logprobs_L` int64: samples whose logprobs are wanted; `ranks_K`: of 0 .. K-1.
     """
 
     integers_5S: Tensor
@@ -56,7 +59,8 @@ class SamplingInputs(NamedTuple):
     unfiltered_U: Tensor
     filtered_F: Tensor
     penalized_3N: Tensor
-    forbidden_2M: Tensor
+    biased_2M: Tensor
+    bias_M: Tensor
     logprobs_L: Tensor
     ranks_K: Tensor
 
@@ -64,13 +68,16 @@ class SamplingInputs(NamedTuple):
     def from_draws(cls, draws: Sequence[Draw], device: torch.device | str = "cpu") -> SamplingInputs:
         """The tensors of these draws, in order."""
         fields: list[tuple[Any, ...]] = list(zip(*draws, strict=True)) if draws else [()] * len(Draw._fields)
-        row, temperature, top_k, top_p, seed, choice, token_index, repetition, presence, frequency, num_logprobs, counts, ids = fields
+        row, temperature, top_k, top_p, seed, choice, token_index, repetition, presence, frequency, num_logprobs, counts, ids, biases = (
+            fields
+        )
         unfiltered: list[int] = []
         filtered: list[int] = []
         if any(temperature):
             for sample, each in enumerate(draws):
                 if each.temperature > 0:
                     (filtered if each.top_k > 0 or each.top_p < 1 else unfiltered).append(sample)
+        biased = [{**dict(bias), **dict.fromkeys(forbidden, -math.inf)} for bias, forbidden in zip(biases, ids, strict=True)]
         wanted = [sample for sample, number in enumerate(num_logprobs) if number is not None]
         max_logprobs = max((number for number in num_logprobs if number is not None), default=0)
         tensors = (
@@ -79,7 +86,8 @@ class SamplingInputs(NamedTuple):
             _NONE if not unfiltered else torch.tensor(unfiltered),
             _NONE if not filtered else torch.tensor(filtered),
             _penalized(counts) if any(counts) else _NONE.view(3, 0),
-            _forbidden(ids) if any(ids) else _NONE.view(2, 0),
+            torch.tensor([(sample, each) for sample, bias in enumerate(biased) for each in bias], dtype=torch.int64).view(-1, 2).t(),
+            torch.tensor([value for bias in biased for value in bias.values()], dtype=torch.float64),
             _NONE if not wanted else torch.tensor(wanted),
             _NONE if not max_logprobs else torch.arange(max_logprobs),
         )
@@ -99,9 +107,3 @@ def _penalized(counts: Sequence[Mapping[int, int] | None]) -> Tensor:
             columns[1].extend(each.keys())
             columns[2].extend(each.values())
     return torch.tensor(columns[0] + columns[1] + columns[2]).view(3, -1)
-
-
-def _forbidden(ids: Sequence[Collection[int]]) -> Tensor:
-    """forbidden_2M."""
-    pairs = [(sample, token_id) for sample, each in enumerate(ids) for token_id in each]
-    return torch.tensor(pairs).t()

@@ -54,6 +54,8 @@ def refusal(request: Request, limits: GraphLimits, max_position_embeddings: int,
         return f"all {params.n} choices have ended already"
     if (error := _token_refusal("stop", params.stop_token_ids, vocab_size)) is not None:
         return error
+    if (error := _token_refusal("logit_bias", [token_id for token_id, _ in params.logit_bias], vocab_size)) is not None:
+        return error
     if request.kv is not None and request.kv.num_tokens != num_prompt:
         return f"the KV of {request.kv.num_tokens} tokens is offered for a prompt of {num_prompt}"
     if request.stage == "prefill":

@@ -65,7 +65,8 @@ def _sent_by_operators(config: ModelConfig, strict: bool, schema_of: Callable[..
                 "int64[unfiltered]",
                 "int64[filtered]",
                 "int64[3,penalized]",
-                "int64[2,forbidden]",
+                "int64[2,biased]",
+                "float64[biased]",
                 "int64[logprobs]",
                 "int64[ranks]",
             )

@@ -205,6 +205,7 @@ def draw_of(row: int, spec: SampleSpec) -> Draw:
         params.logprobs,
         spec.output_counts,
         spec.forbidden_token_ids,
+        params.logit_bias,
     )
 
 

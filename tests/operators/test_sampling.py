@@ -83,6 +83,13 @@ def test_forbidden_tokens_are_never_drawn() -> None:
         assert set(sample(logits, SamplingInputs.from_draws(draws)).tolist()) <= {2, 3}
 
 
+def test_bias_is_added_before_penalties() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.5, -1.0]])
+    bias = [(1, 3.0), (2, -100.0), (3, 100.0)]
+    draws = [Draw(0, logit_bias=bias, forbidden_token_ids=(3,), repetition_penalty=2.0, output_counts={0: 1, 1: 0})]
+    assert penalized_logits(logits, SamplingInputs.from_draws(draws)).tolist() == [[1.0, 2.0, -99.5, -math.inf]]
+
+
 def test_rough_noise_rules_out_no_winner() -> None:
     """Draws from all tokens are what exact noise on every token gives: flat and steep logits, two tokens and many, every temperature."""
     generator = torch.Generator().manual_seed(5)
@@ -118,7 +125,7 @@ def test_inputs_travel_as_tensors() -> None:
     assert SamplingInputs(*tuple(inputs)) is not inputs
     assert inputs.rows_S.tolist() == [3]
     assert inputs.penalized_3N.tolist() == [[0, 0], [1, 2], [0, 3]]
-    assert inputs.forbidden_2M.tolist() == [[0], [4]]
+    assert (inputs.biased_2M.tolist(), inputs.bias_M.tolist()) == ([[0], [4]], [-math.inf])
     none = SamplingInputs.from_draws([])
     assert sample(torch.zeros(0, 5), none).tolist() == []
 
