@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
-from flowrt.actors.control import Control, Start, as_message, from_message
+from flowrt.actors.control import Control, Failed, Start, as_message, from_message
 from flowrt.actors.links import LOST, Link, LinkLostError
+from flowrt.errors import UserError, error_text
 from flowrt.transports.contract import Channel
 from flowrt.transports.wire.message import Message
 
@@ -56,3 +58,32 @@ class ControlLink:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_SECONDS):
                 await self._link.flush()
+
+
+class ControlledProcess(Protocol):
+    """One incarnation of a process with a control link."""
+
+    control: ControlLink
+
+    async def run(self) -> None: ...
+
+
+async def run_controlled(channel: Channel, new: Callable[[Start], ControlledProcess]) -> None:
+    """Run what `new` makes of Start beside its control link, until it ends. Its error is reported, and raised."""
+    start = await receive_start(channel)
+    if start is None:
+        return
+    process = new(start)
+    try:
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(process.control.run(), name=f"control of {start.name}")
+            try:
+                await process.run()
+            except Exception as error:
+                process.control.send(Failed(error_text(error), isinstance(error, UserError)))
+                await process.control.flush()
+                raise
+            finally:
+                reading.cancel()
+    finally:
+        await channel.aclose()

@@ -31,7 +31,7 @@ from flowrt.actors.control import (
     Stop,
     from_message,
 )
-from flowrt.actors.control_link import ControlLink, receive_start
+from flowrt.actors.control_link import ControlLink, run_controlled
 from flowrt.graph.model import GATEWAY, ReliabilitySettings
 from flowrt.process_status import ProcessTimes
 from flowrt.reliability.detector import Detector, Operation, ProcessSample, StateChange, Timeouts
@@ -53,17 +53,7 @@ class _Settings(msgspec.Struct):
 
 async def run_monitor(control: Channel, seams: Seams) -> None:
     """Serve until Stop, or until the control connection ends."""
-    start = await receive_start(control)
-    if start is None:
-        return
-    monitor = Monitor(start, control, seams)
-    try:
-        async with asyncio.TaskGroup() as group:
-            reading = group.create_task(monitor.control.run(), name=f"control of {start.name}")
-            await monitor.run()
-            reading.cancel()
-    finally:
-        await control.aclose()
+    await run_controlled(control, lambda start: Monitor(start, control, seams))
 
 
 class Monitor:
