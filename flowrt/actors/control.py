@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from flowrt.actors.statistics import EdgeStatistics, NodeStatistics
 from flowrt.emulation import EmulationStatistics
 from flowrt.reliability.detector import ProcessState
 from flowrt.sampling_params import FinishReason, SamplingParams
@@ -218,24 +219,6 @@ class Drained(Control, frozen=True):
 
 class StatisticsRequest(Control, frozen=True):
     """Requests Statistics."""
-
-
-class EdgeStatistics(msgspec.Struct, frozen=True):
-    """Messages that this worker sent on one edge, and the transport that carried them."""
-
-    edge: str
-    transport: str
-    num_messages: int
-    payload_bytes: int
-
-
-class NodeStatistics(msgspec.Struct, frozen=True):
-    """Calls of one node of this worker, or of a fused subgraph under the name of its first node."""
-
-    node: str
-    num_calls: int
-    num_firings: int
-    compute_seconds: float
 
 
 class Statistics(Control, frozen=True):

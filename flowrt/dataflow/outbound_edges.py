@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from flowrt.actors.link import BadMessageError
+from flowrt.dataflow.edge_times import EdgeTimes
 from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.parts import FAILED, BundleHeader, FailedHeader, PartHeader
 from flowrt.dataflow.payload import Payload, by_reference, to_device_message, to_message
@@ -34,7 +35,7 @@ class OutboundEdge:
     `free` of `size` credits are left, and `pending` outputs wait for one; a response needs no credit (`size` 0). `closed` means that no
     process is at the other end. `relays`: bundles to a trampoline, or the parts that it has cut. `outstanding`, for edges with a schema
     and those that relay: requests without a response yet, by tag and part, with the sizes of their free dimensions. `declared`: the schema
-    by which the receiver checks messages, where no operator's declaration has checked them.
+    by which the receiver checks messages, where no operator's declaration has checked them. `has_responses`: its messages are requests.
     """
 
     def __init__(
@@ -46,11 +47,12 @@ class OutboundEdge:
         schema: MessageSchema | None,
         declared: MessageSchema | None,
         relays: Literal["", "bundles", "parts"] = "",
+        has_responses: bool = False,
     ) -> None:
         self.edge, self.peer, self.to_message, self.max_bytes = edge, peer, to_message, max_bytes
         self.schema, self.declared, self.relays = schema, declared, relays
         self.size = edge.credits if edge.request_id is None else 0
-        self.sent = [0, 0]
+        self.sent, self.times, self.has_responses = [0, 0], EdgeTimes(), has_responses
         self.renew(closed=False)
 
     def renew(self, closed: bool) -> None:
@@ -60,6 +62,7 @@ class OutboundEdge:
         """
         self.closed = closed
         self.free = self.size
+        self.times.measured = None
         self.pending: deque[RoutedOutput] = deque()
         self.outstanding: dict[tuple[Tag, int | None], dict[str, int]] = {}
 
@@ -85,7 +88,7 @@ class OutboundEdges:
     Edges in `staying` lead to another worker of the same OS process and pass tensors by reference. Edges in `on_device` send tensors in
     device memory without a copy to the host; all others copy them to the host. `post(edge, message)` never waits. `on_unsendable` receives
     the tag of each output that the edge cannot carry, and the error; `on_unsent` receives each output of a closed edge. `schemas` holds the
-    schemas of edges; those of requests check their responses.
+    schemas of edges; those of requests check their responses. `now` returns seconds.
     """
 
     def __init__(
@@ -98,8 +101,10 @@ class OutboundEdges:
         staying: Collection[int] = (),
         on_device: Collection[int] = (),
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
+        now: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._post, self._on_unsendable, self._on_unsent = post, on_unsendable, on_unsent
+        self._post, self._on_unsendable, self._on_unsent, self._now = post, on_unsendable, on_unsent, now
+        with_responses = {edge.request_id for edge in graph.edges.values()}
         requests = {edge.request_id for edge in graph.edges.values() if edge.id in schemas}  # of responses that are checked
         self.edges: dict[int, OutboundEdge] = {}
         for edge in graph.edges.values():
@@ -110,8 +115,10 @@ class OutboundEdges:
                 max_bytes = max(graph.limits_of(end).max_message_bytes for end in (source, target))
                 is_declared_here = edge.source == INPUT or graph.nodes[edge.source].outputs[edge.source_port].tensors
                 declared = None if is_declared_here or edge.id in staying or graph.model is not None else schemas.get(edge.id)
-                self.edges[edge.id] = OutboundEdge(edge, target, coding, max_bytes, schema, declared, _relays(graph, edge))
+                relays, has_responses = _relays(graph, edge), edge.id in with_responses
+                self.edges[edge.id] = OutboundEdge(edge, target, coding, max_bytes, schema, declared, relays, has_responses)
         self.sent = {edge_id: outbound.sent for edge_id, outbound in self.edges.items()}
+        self.times = {edge_id: outbound.times for edge_id, outbound in self.edges.items()}
 
     def take(self, output: RoutedOutput) -> bool:
         """Send an output as soon as there is a credit. Returns False for an edge within the process."""
@@ -125,6 +132,7 @@ class OutboundEdges:
                 return True
             if outbound.free == 0 or outbound.pending:
                 outbound.pending.append(output)
+                outbound.times.block(self._now())
                 return True
             outbound.free -= 1
         self._send(outbound, output)
@@ -149,9 +157,18 @@ class OutboundEdges:
         if count < 1 or outbound.free + count > outbound.size:
             raise BadMessageError(f"{count} credits returned on edge {edge_id}, more than were outstanding")
         outbound.free += count
+        if outbound.times.is_blocked:
+            outbound.times.unblock(self._now())
         while outbound.pending and outbound.free:
             outbound.free -= 1
             self._send(outbound, outbound.pending.popleft())
+
+    def release_request(self, edge_id: int, tag: Tag) -> None:
+        """Add the credit of a request whose response has come."""
+        self.release(edge_id, 1)
+        times = self.times[edge_id]
+        if times.measured == tag:
+            times.end(self._now())
 
     def release_bundle(self, edge_id: int, tag: Tag) -> None:
         """Add the credit of the tag's bundle, if each of its parts has its response."""
@@ -163,6 +180,7 @@ class OutboundEdges:
         get no response. The response to a request of a left epoch still comes, and must match."""
         for outbound in self.edges.values():
             outbound.pending = deque(output for output in outbound.pending if not fences.is_stale(output.tag))
+            outbound.times.measured = None
             for key in [key for key in outbound.outstanding if fences.is_void(key[0])]:
                 del outbound.outstanding[key]
 
@@ -205,6 +223,8 @@ class OutboundEdges:
             cause = error_text(error).removeprefix(f"{type(error).__name__}: ")
             self._on_unsendable(output.tag, OperatorError(as_line(f"{where}: a message on {edge} cannot be sent: {cause}"), edge.source))
             return
+        if outbound.has_responses and outbound.times.measured is None:
+            outbound.times.begin(output.tag, self._now())
         outbound.sent[0] += 1
         outbound.sent[1] += num_bytes
 

@@ -42,6 +42,9 @@ class ReadyFirings(dict[str, deque[Firing]]):
                 if outbound.free < num_free:
                     num_free = outbound.free
             if num_free < 1:
+                for outbound in self._reach[node]:
+                    if outbound.free < 1:
+                        outbound.times.block(self._now())
                 continue
             if policy is None:
                 batch = [firings.popleft()]
@@ -61,6 +64,10 @@ class ReadyFirings(dict[str, deque[Firing]]):
                 self[node] = firings  # at the end: other nodes get their turn first
             return batch
         return None
+
+    def num_waiting(self) -> dict[str, int]:
+        """By node, the firings that wait for their turn or for credits."""
+        return {node: len(firings) for node, firings in self.items()}
 
     def drop(self, is_dropped: Callable[[Firing], bool]) -> tuple[int, list[int]]:
         """Delete some firings. Returns how many, and one edge id per message of theirs, as MatchingTable.drop."""

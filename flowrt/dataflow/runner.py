@@ -97,15 +97,13 @@ class Runner:
         fused = frozenset(fuse(graph, process).fused) - self._sinks
         self._early = early
         self._compute, self._clock, self._post = compute, clock, post
-        self._on_sink = on_sink
-        self._on_response = on_response
-        self._on_failed = on_failed
+        self._on_sink, self._on_response, self._on_failed = on_sink, on_response, on_failed
         self._fences = Fences()
         self._isolates = graph.model is None
         self._takes_interrupts = graph.processes == "one"  # the user's own process: an interrupt on its loop is a Ctrl-C
         self._table = MatchingTable(nodes, graph.edges.values(), plan_of, part_of, self._fences.failed)
         self._subgraph = FusedSubgraph(graph, process, fused, functions, self._table)
-        self._outbound = OutboundEdges(graph, process, post, self._on_unsendable, on_unsent, staying, on_device, schemas)
+        self._outbound = OutboundEdges(graph, process, post, self._on_unsendable, on_unsent, staying, on_device, schemas, clock.now)
         device = None if device is None or device.type == "cpu" else device
         self._inbound = InboundEdges(graph, process, post, self._outbound, staying, device, schemas, self._fences)
         self._forwarding = {node.name for node in nodes if forwards(node.operator)}
@@ -120,6 +118,7 @@ class Runner:
         self._wake = self._sleeper.wake
         self._failure: Exception | None = None  # of a firing outside `run`, which raises it
         self.statistics = RunnerStatistics(sent=self._outbound.sent)
+        self.edge_times, self.num_waiting = self._outbound.times, self._ready.num_waiting
 
     # --- incoming messages -------------------------------------------------------------------------------------------------
 
@@ -144,7 +143,7 @@ class Runner:
         tag = inbound.check(peer, message)
         edge = inbound.edge
         if edge.request_id is not None:
-            self._outbound.release(edge.request_id, 1)
+            self._outbound.release_request(edge.request_id, tag)
         elif inbound.bundles is not None:
             self._outbound.release_bundle(inbound.bundles, tag)
         else:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flowrt.actors.front_end_messages import RefusalKind
+from flowrt.histogram import Histogram
 from flowrt.sampling_params import FinishReason
 
 # vLLM's edges, and finer ones below them, so that quantiles of both can be compared.
@@ -26,27 +25,6 @@ VLLM_REQUEST_EDGES = (
 _FIRST_TOKEN_EDGES = (0.0001, 0.00025, 0.0005, *VLLM_FIRST_TOKEN_EDGES)
 _TOKEN_EDGES = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, *VLLM_TOKEN_EDGES)
 _REQUEST_EDGES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, *VLLM_REQUEST_EDGES)
-
-
-class Histogram:
-    """`edges`: rising upper bounds of its buckets; a last bucket has none."""
-
-    def __init__(self, edges: Sequence[float]) -> None:
-        self.edges = tuple(edges)
-        self.total = 0.0
-        self._counts = [0] * (len(edges) + 1)
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self.edges, value)] += 1
-        self.total += value
-
-    @property
-    def count(self) -> int:
-        return sum(self._counts)
-
-    def count_up_to(self, edge: float) -> int:
-        """The number of values up to one of its edges."""
-        return sum(self._counts[: self.edges.index(edge) + 1])
 
 
 @dataclass

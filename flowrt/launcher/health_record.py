@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Literal
 
 from flowrt.actors.control import ExpertsUnavailable, Heartbeat
 from flowrt.graph.model import MONITOR
 from flowrt.launcher import events
+from flowrt.launcher.outage_record import OutageRecord
 from flowrt.reliability.health import STALL_SECONDS, Health, RequestProgress, ServiceState, WorkerProgress, health
 
 
@@ -18,11 +20,13 @@ class HealthRecord:
     def __init__(self, emitting: Collection[str], now: Callable[[], float]) -> None:
         self._now, self._state = now, ServiceState(groups=frozenset(emitting))
         self.progress = RequestProgress()
+        self.outages = OutageRecord()
         self._lost_experts: dict[str, ExpertsUnavailable] = {}  # by group
-        self._workers: dict[str, tuple[Heartbeat, float]] = {}  # the latest heartbeat, and when its number of firings last changed
+        self._workers: dict[str, tuple[Heartbeat, float, float]] = {}  # the latest, when its number of firings last changed, when it came
 
     def note(self, event: events.Event) -> None:
         state = self._state
+        self.outages.note(event, self.heartbeat_age(getattr(event, "name", "")))
         match event:
             case events.ForkServerLost(how):
                 state.fork_server = how
@@ -58,12 +62,25 @@ class HealthRecord:
 
     def on_heartbeat(self, name: str, heartbeat: Heartbeat) -> None:
         now = self._now()
-        before, since = self._workers.get(name, (None, now))
+        before, since, _ = self._workers.get(name, (None, now, now))
         if before is not None and heartbeat.num_firings != before.num_firings:
             since = now
             if name in self._state.groups:
                 self.progress.progressed(now)
-        self._workers[name] = heartbeat, since
+        self._workers[name] = heartbeat, since, now
+
+    def heartbeat_age(self, name: str) -> float | None:
+        """Seconds since the latest heartbeat of the worker's present incarnation; None before the first."""
+        return self._now() - self._workers[name][2] if name in self._workers else None
+
+    def condition(self, name: str) -> Literal["up", "suspect", "down", "given up"]:
+        """Of a process that has been up."""
+        state = self._state
+        if name in state.given_up:
+            return "given up"
+        if name in state.down:
+            return "down"
+        return "suspect" if name in state.suspects or name in state.fenced else "up"
 
     def health(self, stall_seconds: float = STALL_SECONDS) -> Health:
         now = self._now()
@@ -76,7 +93,7 @@ class HealthRecord:
             idle_seconds=self.progress.idle_seconds(now),
             lost_experts="; ".join(lost) or None,
             degraded="; ".join(degraded) or None,
-            workers={name: _progress_of(heartbeat, now - since) for name, (heartbeat, since) in self._workers.items()},
+            workers={name: _progress_of(heartbeat, now - since) for name, (heartbeat, since, _) in self._workers.items()},
         )
         return health(state, stall_seconds)
 

@@ -5,9 +5,12 @@ A killed incarnation counts up to its last reported statistics.
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import msgspec
 
-from flowrt.actors.control import EdgeStatistics, NodeStatistics, Statistics
+from flowrt.actors.control import Statistics
+from flowrt.actors.statistics import EdgeStatistics, NodeStatistics
 
 MAX_FALLBACKS = 64  # sentences kept of past incarnations
 _STATES = ("resident_bytes", "num_restarts", "has_responded", "num_running", "num_waiting", "num_pages", "num_free_pages")
@@ -28,8 +31,11 @@ def total(past: Statistics | None, latest: Statistics, num_restarts: int = 0) ->
             edge,
             num_messages=former.num_messages + edge.num_messages,
             payload_bytes=former.payload_bytes + edge.payload_bytes,
+            wait_seconds=former.wait_seconds + edge.wait_seconds,
+            latency_seconds=former.latency_seconds + edge.latency_seconds,
+            latency_counts=tuple(map(sum, zip_longest(former.latency_counts, edge.latency_counts, fillvalue=0))),
         )
-    nodes = {node.node: node for node in past.nodes}
+    nodes = {node.node: msgspec.structs.replace(node, num_waiting=0) for node in past.nodes}
     for node in latest.nodes:
         before = nodes.get(node.node, NodeStatistics(node.node, 0, 0, 0.0))
         nodes[node.node] = NodeStatistics(
@@ -37,6 +43,7 @@ def total(past: Statistics | None, latest: Statistics, num_restarts: int = 0) ->
             before.num_calls + node.num_calls,
             before.num_firings + node.num_firings,
             before.compute_seconds + node.compute_seconds,
+            node.num_waiting,
         )
     return msgspec.structs.replace(
         latest,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
 from flowrt.actors.control import Statistics
 from flowrt.actors.front_end_messages import RefusalKind
+from flowrt.dataflow.edge_times import LATENCY_EDGES
 from flowrt.gateway.request_metrics import (
     VLLM_FIRST_TOKEN_EDGES,
     VLLM_REQUEST_EDGES,
     VLLM_TOKEN_EDGES,
-    Histogram,
     RequestMetrics,
 )
 from flowrt.graph.model import role_of
+from flowrt.histogram import Histogram
+from flowrt.launcher.outage_record import OutageRecord
 from flowrt.sampling_params import FinishReason
 
 Labels = Mapping[str, str]
@@ -33,6 +35,7 @@ class ServedState:
     metrics: RequestMetrics
     workers: Mapping[str, Statistics]
     down: frozenset[str]
+    outages: OutageRecord = field(default_factory=OutageRecord)
 
 
 class _Page:
@@ -44,11 +47,15 @@ class _Page:
         self._lines += [f"{name}{_written(labels)} {_number(value)}" for labels, value in values]
 
     def add_histogram(self, name: str, text: str, histogram: Histogram, edges: Sequence[float], labels: Labels) -> None:
+        self.add_histograms(name, text, [(labels, histogram)], edges)
+
+    def add_histograms(self, name: str, text: str, values: Iterable[tuple[Labels, Histogram]], edges: Sequence[float]) -> None:
         self._lines += [f"# HELP {name} {text}", f"# TYPE {name} histogram"]
-        counts = [(_number(edge), histogram.count_up_to(edge)) for edge in edges]
-        for edge, count in (*counts, ("+Inf", histogram.count)):
-            self._lines.append(f"{name}_bucket{_written({**labels, 'le': edge})} {count}")
-        self._lines += [f"{name}_sum{_written(labels)} {_number(histogram.total)}", f"{name}_count{_written(labels)} {histogram.count}"]
+        for labels, histogram in values:
+            counts = [(_number(edge), histogram.count_up_to(edge)) for edge in edges]
+            for edge, count in (*counts, ("+Inf", histogram.count)):
+                self._lines.append(f"{name}_bucket{_written({**labels, 'le': edge})} {count}")
+            self._lines += [f"{name}_sum{_written(labels)} {_number(histogram.total)}", f"{name}_count{_written(labels)} {histogram.count}"]
 
     @property
     def text(self) -> str:
@@ -59,6 +66,7 @@ def exposition(state: ServedState, with_vllm_names: bool) -> str:
     page = _Page()
     _add_requests(page, state)
     _add_processes(page, state)
+    _add_reliability(page, state)
     if with_vllm_names:
         _add_vllm(page, state)
     return page.text
@@ -105,6 +113,8 @@ def _add_processes(page: _Page, state: ServedState) -> None:
     add("kv_pages", "gauge", "Pages of the KV cache.", {name: each.num_pages for name, each in groups.items()})
     add("kv_pages_used", "gauge", "Pages in use.", {name: each.num_pages - each.num_free_pages for name, each in groups.items()})
     nodes = [({"process": name, "node": node.node}, node) for name, each in workers.items() for node in each.nodes]
+    waiting = [(labels, node.num_waiting) for labels, node in nodes]
+    page.add("flowrt_node_waiting_firings", "gauge", "Firings that wait for their turn.", waiting)
     page.add("flowrt_node_calls_total", "counter", "Calls of a node.", [(labels, node.num_calls) for labels, node in nodes])
     page.add("flowrt_node_firings_total", "counter", "Firings in these calls.", [(labels, node.num_firings) for labels, node in nodes])
     busy = [(labels, node.compute_seconds) for labels, node in nodes]
@@ -112,6 +122,20 @@ def _add_processes(page: _Page, state: ServedState) -> None:
     edges = [({"edge": edge.edge, "transport": edge.transport}, edge) for each in workers.values() for edge in each.edges]
     page.add("flowrt_edge_messages_total", "counter", "Messages sent.", [(labels, edge.num_messages) for labels, edge in edges])
     page.add("flowrt_edge_bytes_total", "counter", "Payload sent.", [(labels, edge.payload_bytes) for labels, edge in edges])
+    waits = [(labels, edge.wait_seconds) for labels, edge in edges]
+    page.add("flowrt_edge_wait_seconds_total", "counter", "Time in which something was ready and the edge had no credit.", waits)
+    measured = [(labels, edge) for labels, edge in edges if edge.latency_counts]
+    latencies = [(labels, Histogram(LATENCY_EDGES, edge.latency_counts, edge.latency_seconds)) for labels, edge in measured]
+    page.add_histograms("flowrt_edge_latency_seconds", "From a request to its response, of some requests.", latencies, LATENCY_EDGES)
+
+
+def _add_reliability(page: _Page, state: ServedState) -> None:
+    record = state.outages
+    deaths = [({"process": name, "role": role_of(name)}, number) for name, number in sorted(record.deaths.items())]
+    page.add("flowrt_process_deaths_total", "counter", "Deaths, and hangs that count as such.", deaths)
+    detection, outage = record.detection_seconds, record.outage_seconds
+    page.add_histogram("flowrt_detection_seconds", "From the latest heartbeat to the notice of a death.", detection, detection.edges, {})
+    page.add_histogram("flowrt_outage_seconds", "From the notice of a death until the process is back.", outage, outage.edges, {})
 
 
 def _add_vllm(page: _Page, state: ServedState) -> None:

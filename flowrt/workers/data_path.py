@@ -8,9 +8,10 @@ from functools import partial
 
 import torch
 
-from flowrt.actors.control import CallFailed, ComputesAlone, Control, EdgeStatistics, NodeStatistics, Start, Statistics
+from flowrt.actors.control import CallFailed, ComputesAlone, Control, Start, Statistics
 from flowrt.actors.link_plan import plan_links
 from flowrt.actors.links import Links
+from flowrt.actors.statistics import EdgeStatistics, NodeStatistics
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import NodeFunction, RoutedOutput
@@ -162,15 +163,13 @@ class DataPath:
 
     def statistics(self) -> Statistics:
         counters = self.runner.statistics
-        edges = tuple(
-            EdgeStatistics(edge.name, edge.transport, *counters.sent[edge.id])
-            for edge in self._graph.edges.values()
-            if edge.id in counters.sent
-        )
+        edges = tuple(self._edge_statistics(edge) for edge in self._graph.edges.values() if edge.id in counters.sent)
+        waiting = self.runner.num_waiting()
         statistics = Statistics(
             edges=edges,
             nodes=tuple(
-                NodeStatistics(node, each.num_calls, each.num_firings, each.compute_seconds) for node, each in counters.nodes.items()
+                NodeStatistics(node, each.num_calls, each.num_firings, each.compute_seconds, waiting.get(node, 0))
+                for node, each in counters.nodes.items()
             ),
             num_firings=counters.num_firings,
             compute_seconds=counters.compute_seconds,
@@ -183,6 +182,12 @@ class DataPath:
             num_redispatched=self.failover.client.num_redispatched if self.failover is not None else 0,
         )
         return statistics if self.group is None else self.group.with_counts(statistics)
+
+    def _edge_statistics(self, edge: Edge) -> EdgeStatistics:
+        sent, times = self.runner.statistics.sent[edge.id], self.runner.edge_times[edge.id]
+        latency = times.latency
+        counts = tuple(latency.counts) if latency.count else ()
+        return EdgeStatistics(edge.name, edge.transport, sent[0], sent[1], times.wait_seconds, latency.total, counts)
 
     def _post(self, edge: Edge, message: Message) -> None:
         self.links[self._link_of[edge.id]].post(message)

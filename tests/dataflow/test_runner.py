@@ -149,9 +149,13 @@ async def test_a_firing_waits_until_its_edge_has_a_credit():
         bench.runner.emit("in", tag(step), {"x": number(step)})
     await bench.settle()
     assert bench.data() == [("b", 0), ("b", 2)]
+    assert bench.runner.num_waiting() == {"a": 2}
     bench.deliver(Message("credit", edge=id_of(PIPE, "b"), header=CreditHeader(1)))
     await bench.settle()
     assert bench.data() == [("b", 0), ("b", 2), ("b", 4)]
+    times = bench.runner.edge_times[id_of(PIPE, "b")]
+    assert times.wait_seconds > 0
+    assert times.latency.count == 0, "its messages are no requests"
 
 
 async def test_credit_goes_back_when_the_message_is_consumed():
@@ -242,6 +246,7 @@ async def test_response_returns_the_credit_and_a_second_response_is_dropped():
     await bench.settle()
     assert bench.data() == [("serve", 0), ("serve", 1), ("serve", 2)]
     assert [value_of(firing.inputs["y"]) for firing in bench.sunk] == [9.0]
+    assert [times.latency.count for times in bench.runner.edge_times.values()] == [1]
     bench.deliver(response)
     await bench.settle()
     assert len(bench.sunk) == 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flowrt.actors.control import EdgeStatistics, NodeStatistics, Statistics
+from flowrt.actors.control import Statistics
+from flowrt.actors.statistics import EdgeStatistics, NodeStatistics
 from flowrt.launcher.totals import MAX_FALLBACKS, total
 
 
@@ -13,8 +14,8 @@ def test_totals_of_one_incarnation_are_its_own() -> None:
 
 def test_counts_are_summed_and_states_are_the_last_ones() -> None:
     first = Statistics(
-        edges=(EdgeStatistics(3, "shm", 5, 50), EdgeStatistics(4, "shm", 1, 10)),
-        nodes=(NodeStatistics("a", 1, 2, 0.5), NodeStatistics("b", 1, 1, 1.0)),
+        edges=(EdgeStatistics(3, "shm", 5, 50, 0.5, 2.0, (1, 3)), EdgeStatistics(4, "shm", 1, 10)),
+        nodes=(NodeStatistics("a", 1, 2, 0.5, 4), NodeStatistics("b", 1, 1, 1.0, 2)),
         num_firings=7,
         compute_seconds=1.5,
         inline_seconds=0.5,
@@ -23,11 +24,11 @@ def test_counts_are_summed_and_states_are_the_last_ones() -> None:
         resident_bytes=9,
         fallbacks=("a: shm broke",),
     )
-    edges = EdgeStatistics(1, "zmq", 2, 20), EdgeStatistics(3, "zmq", 1, 5)
-    last = Statistics(edges, (NodeStatistics("b", 2, 4, 0.25),), num_firings=1, num_steps=1, resident_bytes=4)
+    edges = EdgeStatistics(1, "zmq", 2, 20), EdgeStatistics(3, "zmq", 1, 5, 0.25, 1.0, (0, 2))
+    last = Statistics(edges, (NodeStatistics("b", 2, 4, 0.25, 1),), num_firings=1, num_steps=1, resident_bytes=4)
     assert total(total(total(None, first), Statistics()), last, 2) == Statistics(
-        edges=(EdgeStatistics(1, "zmq", 2, 20), EdgeStatistics(3, "zmq", 6, 55), EdgeStatistics(4, "shm", 1, 10)),
-        nodes=(NodeStatistics("a", 1, 2, 0.5), NodeStatistics("b", 3, 5, 1.25)),
+        edges=(EdgeStatistics(1, "zmq", 2, 20), EdgeStatistics(3, "zmq", 6, 55, 0.75, 3.0, (1, 5)), EdgeStatistics(4, "shm", 1, 10)),
+        nodes=(NodeStatistics("a", 1, 2, 0.5), NodeStatistics("b", 3, 5, 1.25, 1)),
         num_firings=8,
         compute_seconds=1.5,
         inline_seconds=0.5,

@@ -17,6 +17,7 @@ OPERATORS, TRANSPORTS = "flowrt.operators", "flowrt.transports"
 LEAVES = (
     "flowrt.config",
     "flowrt.errors",
+    "flowrt.histogram",
     "flowrt.output_file",
     "flowrt.signals",
     "flowrt.exit_codes",

@@ -6,7 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from flowrt.actors.control import EdgeStatistics, NodeStatistics, Statistics
+from flowrt.actors.control import Statistics
+from flowrt.actors.statistics import EdgeStatistics, NodeStatistics
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.serving.exposition import ServedState, exposition
 
@@ -22,8 +23,8 @@ def state() -> ServedState:
         metrics.add_token(0, 0, now)
     metrics.end(0, "stop", 1.0)
     group = Statistics(
-        (EdgeStatistics('a "b" -> c', "shm", 3, 100),),
-        (NodeStatistics("gate", 2, 6, 0.5),),
+        (EdgeStatistics('a "b" -> c', "shm", 3, 100, 0.5, 1.5, (1, *[0] * 12, 1)), EdgeStatistics("d -> e", "shm", 1, 1)),
+        (NodeStatistics("gate", 2, 6, 0.5, 3),),
         num_running=2,
         num_waiting=1,
         num_pages=10,
@@ -53,6 +54,10 @@ def test_values_are_those_of_the_state() -> None:
         'flowrt_process_busy_seconds_total{process="attention.0",role="attention"} 1.5',
         'flowrt_node_firings_total{process="attention.0",node="gate"} 6',
         'flowrt_kv_pages_used{process="attention.0",role="attention"} 6',
+        'flowrt_node_waiting_firings{process="attention.0",node="gate"} 3',
+        'flowrt_edge_wait_seconds_total{edge="a \\"b\\" -> c",transport="shm"} 0.5',
+        'flowrt_edge_latency_seconds_bucket{edge="a \\"b\\" -> c",transport="shm",le="1.0"} 1',
+        'flowrt_edge_latency_seconds_count{edge="a \\"b\\" -> c",transport="shm"} 2',
         'flowrt_edge_bytes_total{edge="a \\"b\\" -> c",transport="shm"} 100',
         'flowrt_inter_token_latency_seconds_bucket{le="0.003"} 1',
         'vllm:num_requests_running{model_name="tiny",engine="0"} 2',

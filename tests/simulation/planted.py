@@ -119,15 +119,15 @@ BUGS: tuple[Bug, ...] = (
         PARTITION, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:2], *(x[:len(x) - (len(x) > 6)] for x in fields[2:])) for fields in")),
     # credits and epochs in the runner
     bug("credit-lost", "a response does not return its request's credit", (
-        RUNNER, "Runner.accept", "self._outbound.release(edge.request_id, 1)", "pass")),
+        RUNNER, "Runner.accept", "self._outbound.release_request(edge.request_id, tag)", "pass")),
     bug("credit-doubled", "a response returns two credits", (
-        RUNNER, "Runner.accept", "self._outbound.release(edge.request_id, 1)", "self._outbound.release(edge.request_id, 2)")),
+        OUTBOUND, "OutboundEdges.release_request", "self.release(edge_id, 1)", "self.release(edge_id, 2)")),
     bug("credit-never-taken", "sending takes no credit", (
         OUTBOUND, "OutboundEdges.take", "outbound.free -= 1", "outbound.free -= 0")),
     bug("credit-returned-twice", "a request's credit returns with its response and once more by itself", (
         INBOUND, "InboundEdges.consume", "inbound.is_bundles or (responded and (edge_id, tag) in responded)", "inbound.is_bundles")),
     bug("credit-of-stale-lost", "the credit of a response to an old epoch is lost", (
-        RUNNER, "Runner.accept", "self._outbound.release(edge.request_id, 1)", "self._fences.is_stale(tag) or self._outbound.release(edge.request_id, 1)")),
+        RUNNER, "Runner.accept", "self._outbound.release_request(edge.request_id, tag)", "self._fences.is_stale(tag) or self._outbound.release_request(edge.request_id, tag)")),
     bug("epoch-unchecked", "messages of an old epoch are accepted", (
         FENCES, "Fences.is_stale", "tag.epoch < self._epochs.get(tag.source, 0) or", "")),
     bug("rollback-forgets-ready", "firings that were ready before a roll-back still fire", (
