@@ -28,7 +28,8 @@ SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py ra
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py copy_threads.py window_shared_memory.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos picture clean
+.PHONY: docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts \
+	picture clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -108,6 +109,12 @@ crowd: $(STAMP) ## an hour of eight computing processes per core; the detector m
 # Each kill follows 0.2 s after the processes are back from the last one; each process may be restarted 1000 times in 30 s.
 chaos: $(STAMP) ## kill random processes of every role under load, one after another (KILLS=1000); no token may change, nothing may be left behind
 	@$(BIN)/flowrt chaos $(GRAPH) --set numerics=strict --roles all --kills $(KILLS) --seconds 0.2 $(ARGS)
+
+overload: $(STAMP) ## 1x to 5x the load that a server can serve, with kills: goodput, refusals, memory (ARGS="--seconds 60"); on a quiet machine
+	@$(BIN)/python tests/serving/overload.py $(ARGS)
+
+aborts: $(STAMP) ## open 10,000 connections and abort each at a random point, beside slow clients; nothing may be left
+	@$(BIN)/python tests/serving/aborts.py $(ARGS)
 
 picture: $(RUNS) ## draw docs/pictures/quickstart.svg from a real run; it shows figures, so on a quiet machine
 	@$(BIN)/python docs/pictures/quickstart.py

@@ -101,6 +101,7 @@ class Folder:
             "PYTHONPATH": str(ROOT),
             "PYTHONDONTWRITEBYTECODE": "1",
             "COLUMNS": "",
+            "FLOWRT_RUNTIME_DIR": str(path / "run"),
         }
 
     def run(self, block: Block) -> str:

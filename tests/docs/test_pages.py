@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -47,6 +48,15 @@ def test_each_command_that_is_not_run_can_be_parsed(page: str) -> None:
                 assert words[1] in _TARGETS, f"{page}:{block.line}: {command}"
             elif words[0] == "flowrt":
                 app.parse_args(words[1:], exit_on_error=False, print_error=False)
+
+
+def test_commands_of_services_can_be_parsed() -> None:
+    texts = [block.text for block in blocks_of("docs/operate.md")]
+    commands = [line.partition("/bin/flowrt ")[2].split() for text in texts for line in text.split("\n") if "ExecStart=" in line]
+    commands += [json.loads(line.partition("ENTRYPOINT ")[2])[1:] for text in texts for line in text.split("\n") if "ENTRYPOINT" in line]
+    assert len(commands) == 2
+    for words in commands:
+        app.parse_args(words, exit_on_error=False, print_error=False)
 
 
 @pytest.mark.slow

@@ -1,0 +1,168 @@
+"""`make overload`: sends a real server 1x to 5x the load that it can serve, while expert servers are killed.
+
+First the peak: a closed loop with as many clients as requests are admitted. Then open loops, whose requests come at multiples of the rate
+of the peak. Goodput counts tokens of requests that got all their tokens. Prints a line per load: goodput and its share of the peak, how
+long refusals took, memory, and how long after a kill its death was announced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
+
+from serving.test_serve_command import Server  # noqa: E402
+
+TOKENS = 40
+
+
+@dataclass
+class Load:
+    """What one load gave."""
+
+    num_tokens: int = 0
+    num_complete: int = 0
+    num_failed: int = 0
+    refusal_seconds: list[float] = field(default_factory=list)
+    announced_seconds: list[float] = field(default_factory=list)
+    mebibytes: int = 0
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+async def send(port: int, number: int, load: Load) -> None:
+    fields = {"prompt": f"Once upon a time {number % 10}", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
+    body = json.dumps(fields).encode()
+    head = f"host: localhost\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}"
+    began = time.monotonic()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + body)
+        data = await reader.read(-1)
+        writer.close()
+    except OSError:
+        load.num_failed += 1
+        return
+    status = data[9:12]
+    if status in (b"429", b"503"):
+        load.refusal_seconds.append(time.monotonic() - began)
+    elif status == b"200" and b"[DONE]" in data and b'"error"' not in data:
+        load.num_complete += 1
+        load.num_tokens += TOKENS
+    else:
+        load.num_failed += 1
+
+
+class Announcements:
+    """Reads the server's standard error: when it announced deaths, and the ids of restarted processes."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._waiting = server, dict[str, asyncio.Future[float]]()
+        assert server.process.stderr is not None
+        self._file = server.process.stderr
+        os.set_blocking(self._file.fileno(), False)
+        self._rest = ""
+        asyncio.get_running_loop().add_reader(self._file.fileno(), self._read)
+
+    def _read(self) -> None:
+        now = time.monotonic()
+        *lines, self._rest = (self._rest + os.read(self._file.fileno(), 1 << 16).decode()).split("\n")
+        for line in lines:
+            if (died := re.match(r"flowrt: (\S+) was killed by SIGKILL", line)) and died[1] in self._waiting:
+                self._waiting.pop(died[1]).set_result(now)
+            if back := re.match(r"flowrt: (\S+) is back after .*, pid (\d+)", line):
+                self._server.pids[back[1]] = int(back[2])
+
+    async def kill(self, name: str) -> float:
+        """Seconds from the kill to its announcement."""
+        announced = self._waiting[name] = asyncio.get_running_loop().create_future()
+        began = time.monotonic()
+        os.kill(self._server.pids[name], signal.SIGKILL)
+        return await announced - began
+
+
+async def kill_servers(announcements: Announcements, load: Load, servers: int, rng: random.Random) -> None:
+    while True:
+        await asyncio.sleep(2.0)
+        load.announced_seconds.append(await announcements.kill(f"experts.{rng.randrange(servers)}"))
+
+
+async def run_load(server: Server, announcements: Announcements, seconds: float, rate: float | None, clients: int, kills: bool) -> Load:
+    """`rate` None: a closed loop of `clients`."""
+    load, numbers, end = Load(), itertools.count(), time.monotonic() + seconds
+
+    async def client() -> None:
+        while time.monotonic() < end:
+            await send(server.port, next(numbers), load)
+
+    async with asyncio.TaskGroup() as tasks:
+        killing = tasks.create_task(kill_servers(announcements, load, 3, random.Random(3))) if kills else None
+        if rate is None:
+            await asyncio.gather(*(client() for _ in range(clients)))
+        else:
+            async with asyncio.TaskGroup() as requests:
+                due = time.monotonic()
+                while due < end:
+                    requests.create_task(send(server.port, next(numbers), load))
+                    due += 1 / rate
+                    await asyncio.sleep(max(0.0, due - time.monotonic()))
+        if killing is not None:
+            killing.cancel()
+    processes = [psutil.Process(pid) for pid in (server.process.pid, server.pids["front_end.0"])]
+    load.mebibytes = sum(process.memory_info().rss for process in processes) >> 20
+    return load
+
+
+async def measure(server: Server, seconds: float, clients: int, kills: bool) -> None:
+    announcements = Announcements(server)
+    await run_load(server, announcements, 2.0, None, clients, False)
+    peak = await run_load(server, announcements, seconds, None, clients, False)
+    rate, goodput = peak.num_complete / seconds, peak.num_tokens / seconds
+    print(f"peak: {goodput:.0f} tokens/s, {rate:.1f} requests/s, {peak.mebibytes} MiB", flush=True)
+    for times in (1, 2, 3, 5):
+        load = await run_load(server, announcements, seconds, times * rate, clients, kills)
+        good = load.num_tokens / seconds
+        refused, announced = load.refusal_seconds, load.announced_seconds
+        parts = [
+            f"{times}x: {good:.0f} tokens/s ({good / goodput:.0%} of the peak), {load.num_complete} complete, {load.num_failed} failed"
+        ]
+        parts.append(f"{len(refused)} refused, p99 {percentile(refused, 0.99) * 1e3:.0f} ms")
+        parts.append(f"{len(announced)} deaths announced, p99 {percentile(announced, 0.99) * 1e3:.1f} ms")
+        print(", ".join([*parts, f"{load.mebibytes} MiB"]), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--clients", type=int, default=32, help="also serving.max_requests")
+    parser.add_argument("--no-kills", action="store_true")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    server = Server("--set", f"serving.max_requests={options.clients}", "--set", "reliability.restarts=1000")
+    try:
+        asyncio.run(measure(server, options.seconds, options.clients, not options.no_kills))
+    finally:
+        server.process.terminate()
+        server.process.wait()
+        server.close()
+
+
+if __name__ == "__main__":
+    main()
