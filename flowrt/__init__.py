@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowrt.api import BlockingGraph, Choice, Completion, RunningGraph, generate, start
+    from flowrt.api import AttachedGraph, BlockingGraph, Choice, Completion, RunningGraph, attach, generate, start
     from flowrt.api import open_graph as open
     from flowrt.errors import (
         ArgumentError,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
+    "AttachedGraph",
     "BlockingGraph",
     "Choice",
     "ChoiceEvent",
@@ -42,13 +43,14 @@ __all__ = [
     "TokenizerError",
     "UserError",
     "WorkerDiedError",
+    "attach",
     "generate",
     "open",
     "start",
 ]
 
 _MODULES = {  # module -> what it gives; loaded when one of the names is first used
-    "api": ("BlockingGraph", "Choice", "Completion", "RunningGraph", "generate", "start"),
+    "api": ("AttachedGraph", "BlockingGraph", "Choice", "Completion", "RunningGraph", "attach", "generate", "start"),
     "gateway.gateway": ("ChoiceEvent", "EndEvent", "TokenEvent"),
     "sampling_params": ("SamplingParams",),
     "errors": (

@@ -352,14 +352,14 @@ class LoopThread:
             self._calls.discard(task)
 
 
-def resident_bytes() -> int:
-    """Anonymous and shared memory of this process in RAM, in bytes; 0 where the system does not report it.
+def resident_bytes(process: int | str = "self") -> int:
+    """Anonymous and shared memory of a process in RAM, in bytes; 0 where the system does not report it.
 
     Pages of mapped files are not counted: a forked worker shares the mapped libraries with the fork server. Weights are counted, also
     those in memory that several processes map (operators/weight_memory.py): in each process from their first use.
     """
     try:
-        with open("/proc/self/status") as file:
+        with open(f"/proc/{process}/status") as file:
             lines = [line.split() for line in file]
     except OSError:
         return 0
@@ -383,7 +383,7 @@ class Seams:
     name_process: Callable[[str], None] = lambda name: None  # sets the name of this process in `ps`
     new_timer: Callable[[], Timer] = new_timer  # a timer of the running loop, finer than the clock's sleep
     descriptors: Mapping[str, int] = field(default_factory=dict)  # that the process was given: memory file of a weight set, or by name
-    resident_bytes: Callable[[], int] = resident_bytes
+    resident_bytes: Callable[..., int] = resident_bytes  # of this process, or of the one with this id
     process_times: Callable[[int], ProcessTimes | None] = process_times  # of the process with this id
     process_activity: Callable[[int], Activity | None] = process_activity
     random: random.Random = field(default_factory=random.Random)  # for jitter and choices that need no replay

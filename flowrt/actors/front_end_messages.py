@@ -14,7 +14,7 @@ from flowrt.actors.control import Control, Logprobs
 from flowrt.sampling_params import FinishReason, SamplingParams
 
 RefusalKind = Literal["overloaded", "unavailable", "invalid"]
-Topic = Literal["health", "ready", "metrics"]
+Topic = Literal["health", "ready", "metrics", "status", "drain"]
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -85,7 +85,7 @@ class Outputs(Control, frozen=True):
 
 
 class StateQuery(Control, frozen=True):
-    """From a front end: asks for the state of the run. The response is StateReport."""
+    """From a front end: asks for the state of the run; "drain" first makes it admit no new requests. The response is StateReport."""
 
     number: int
     topic: Topic

@@ -9,8 +9,9 @@ from contextlib import suppress
 import msgspec
 from msgspec.structs import replace
 
-from flowrt.actors.control import Control, Drain, StatisticsRequest
+from flowrt.actors.control import Control, Drain, Statistics, StatisticsRequest
 from flowrt.actors.front_end_messages import StateQuery, StateReport
+from flowrt.api.status import read_processes
 from flowrt.errors import FlowrtError
 from flowrt.gateway.front_ends import FrontEnds
 from flowrt.gateway.requests import Requests
@@ -21,7 +22,8 @@ from flowrt.launcher.service import Service
 from flowrt.operators.model_config import ModelConfig
 from flowrt.reliability.health import Health
 from flowrt.serving.exposition import ServedState, exposition
-from flowrt.serving.front_end_settings import ENTRY, LISTENER, FrontEndSettings, ServeOptions
+from flowrt.serving.front_end_settings import ADMIN_LISTENER, ENTRY, LISTENER, FrontEndSettings, ServeOptions
+from flowrt.serving.graph_status import GraphStatus
 
 STATISTICS_SECONDS = 1.0  # for all processes to respond to a scrape
 LAST_EVENTS_SECONDS = 2.0  # for all streams to get their last event
@@ -47,7 +49,10 @@ def front_end_services(graph: Graph, config: ModelConfig, options: ServeOptions)
         certificate=options.certificate,
         private_key=options.private_key,
     )
-    service = Service(ENTRY, msgspec.json.encode(settings), {LISTENER: options.listener.socket.fileno()})
+    descriptors = {LISTENER: options.listener.socket.fileno()}
+    if options.admin is not None:
+        descriptors[ADMIN_LISTENER] = options.admin.socket.fileno()
+    service = Service(ENTRY, msgspec.json.encode(settings), descriptors)
     return dict.fromkeys(front_end_names(graph), service)
 
 
@@ -100,19 +105,38 @@ class ServedRequests:
     async def _report_state(self, query: StateQuery) -> StateReport:
         if query.topic == "metrics":
             return StateReport(query.number, True, await self._metrics_text())
+        if query.topic == "status":
+            return StateReport(query.number, True, msgspec.json.encode(await self._status()).decode())
+        if query.topic == "drain":
+            self._requests.gateway.drain()
         health = self._health()
         is_ok = health.ok and (query.topic != "ready" or self._requests.gateway.refuses_all is None)
         return StateReport(query.number, is_ok, "; ".join(health.problems))
+
+    async def _status(self) -> GraphStatus:
+        gateway, health = self._requests.gateway, self._health()
+        processes = await read_processes(self._launcher, await self._statistics())
+        return GraphStatus(
+            state="draining" if gateway.refuses_all is not None else "ready" if health.ok else "unhealthy",
+            problems=health.problems,
+            num_active=gateway.num_unfinished,
+            num_waiting=gateway.num_waiting,
+            max_requests=gateway.max_requests,
+            processes=processes,
+        )
+
+    async def _statistics(self) -> dict[str, Statistics]:
+        try:
+            return await self._launcher.statistics(STATISTICS_SECONDS)
+        except FlowrtError:  # the run has ended: what is known of requests is reported all the same
+            return {}
 
     async def _metrics_text(self) -> str:
         launcher, gateway, metrics = self._launcher, self._requests.gateway, self._requests.metrics
         assert metrics is not None
         for name in self._front_ends.names:
             launcher.workers[name].request(StatisticsRequest())
-        try:
-            workers = await launcher.statistics(STATISTICS_SECONDS)
-        except FlowrtError:  # the run has ended: what is known of requests is exported all the same
-            workers = {}
+        workers = await self._statistics()
         for name in self._front_ends.names:  # their latest numbers, perhaps of the scrape before
             workers[name] = replace(launcher.workers[name].statistics, num_restarts=launcher.state.num_restarts(name))
         state = ServedState(
@@ -122,6 +146,7 @@ class ServedRequests:
             num_waiting=gateway.num_waiting,
             metrics=metrics,
             workers=workers,
+            outages=launcher.health_record.outages,
             down=frozenset(name for name in workers if not launcher.state.is_usable(name)),
         )
         return exposition(state, launcher.graph.serving.vllm_metrics)

@@ -1,4 +1,4 @@
-"""The command line: `flowrt demo|run|serve|init|graph|bench|check|chaos|simulate|doctor`.
+"""The command line: `flowrt demo|run|serve|up|ps|logs|drain|down|init|graph|bench|check|chaos|simulate|doctor`.
 
 It holds the options, their help texts, and the errors: one line on standard error, exit code 2. The commands load when they are called,
 so that `flowrt --help` is fast. `main` is the entry point.
@@ -21,7 +21,7 @@ from flowrt.cli.bench import bench_app
 from flowrt.cli.chaos import chaos_app
 from flowrt.cli.check import check_app
 from flowrt.cli.graph import graph_app
-from flowrt.cli.options import RunOptions, SamplingOptions, ServeCommandOptions
+from flowrt.cli.options import RunOptions, SamplingOptions, ServeCommandOptions, read_number
 from flowrt.errors import UserError, shortened
 from flowrt.exit_codes import INTERRUPTED, NO_READER
 from flowrt.output_file import LostOutputError
@@ -46,7 +46,7 @@ app.register_install_completion_command(help="Install shell completion (bash, zs
 
 @app.command
 def run(
-    graph: Annotated[Path, Parameter(help="A graph file, or a Hugging Face model directory.")],
+    graph: Annotated[Path | None, Parameter(help="A graph file, or a Hugging Face model directory; none with --attach.")] = None,
     /,
     *,
     options: RunOptions | None = None,
@@ -83,6 +83,77 @@ def serve(
 
 
 @app.command
+def up(
+    graph: Annotated[Path, Parameter(help="A graph file, or a Hugging Face model directory.")],
+    /,
+    *,
+    options: ServeCommandOptions | None = None,
+) -> None:
+    """Start a graph as `flowrt serve` does, but in the background.
+
+    It returns when the graph is ready, or with the reason why it is not.
+    Exit codes: 0 it is ready, 2 bad input or a graph of this name is up
+    (nothing was started), 3 a worker died, 130 interrupted.
+    """
+    from flowrt.cli.up import up as start_graph
+
+    raise SystemExit(start_graph(graph, options or ServeCommandOptions()))
+
+
+_Name = Annotated[str | None, Parameter(help="The graph's name; may be left out when there is only one.")]
+
+
+@app.command
+def ps(*, json: Annotated[bool, Parameter(negative=(), show_default=False, help="Write JSON.")] = False) -> None:
+    """Show the graphs that are up, with each of their processes."""
+    from flowrt.cli.graphs import ps as show
+
+    raise SystemExit(show(json))
+
+
+@app.command
+def logs(
+    name: _Name = None,
+    /,
+    *,
+    follow: Annotated[
+        bool, Parameter(name=("--follow", "-f"), negative=(), show_default=False, help="Write new lines until the graph ends.")
+    ] = False,
+    tail: Annotated[int | None, Parameter(name=("--tail", "-n"), converter=read_number, help="Only the last lines. [default: all]")] = None,
+) -> None:
+    """Write the log of a graph that flowrt up has started."""
+    from flowrt.cli.graphs import logs as show
+
+    if tail is not None and tail < 0:
+        raise UserError(f"--tail is {tail}, it must be at least 0")
+    raise SystemExit(show(name, follow, tail))
+
+
+@app.command
+def drain(name: _Name = None, /) -> None:
+    """Make a graph admit no new requests, and wait until those in progress have ended. The graph stays up."""
+    from flowrt.cli.graphs import drain as drain_graph
+
+    raise SystemExit(drain_graph(name))
+
+
+@app.command
+def down(
+    name: _Name = None,
+    /,
+    *,
+    now: Annotated[bool, Parameter(negative=(), show_default=False, help="End requests in progress at once.")] = False,
+) -> None:
+    """Stop a graph. Requests in progress finish, for at most the --drain-seconds that it was started with.
+
+    Exit codes: 0 it has ended and left nothing, 1 it had to be killed.
+    """
+    from flowrt.cli.graphs import down as stop
+
+    raise SystemExit(stop(name, now))
+
+
+@app.command
 def demo(*, options: RunOptions | None = None, sampling: SamplingOptions | None = None) -> None:
     """Answer eight prompts with a small model that comes with flowrt.
 
@@ -107,7 +178,7 @@ def init(
     write_graph(folder, model)
 
 
-def _run(graph: Path, options: RunOptions, sampling: SamplingOptions) -> NoReturn:
+def _run(graph: Path | None, options: RunOptions, sampling: SamplingOptions) -> NoReturn:
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _MIN_DESCRIPTORS:
         text = f"too few open files are allowed (RLIMIT_NOFILE is {limit}, at least {_MIN_DESCRIPTORS} are needed)"
         raise UserError(f"{text}; raise it: ulimit -n 1024")
@@ -117,7 +188,14 @@ def _run(graph: Path, options: RunOptions, sampling: SamplingOptions) -> NoRetur
     for option, name in (("--prompts", options.prompts), ("--json", options.json)):
         if name is not None and name.startswith("-") and name != "-":  # let through for the sake of "-"
             raise UserError(f"{option} is followed by {name}; give it a file, or write ./{name} for one of that name")
-    raise SystemExit(run_graph(graph, options, checked_options(vars(sampling))))
+    params = checked_options(vars(sampling))
+    if options.attach is not None:
+        from flowrt.cli.attach import run_attached
+
+        raise SystemExit(run_attached(graph, options, params))
+    if graph is None:
+        raise UserError("a graph file or model directory is missing; flowrt init DIR writes a graph file")
+    raise SystemExit(run_graph(graph, options, params))
 
 
 @app.command(usage="Usage: flowrt simulate [OPTIONS] [GRAPHS...]")

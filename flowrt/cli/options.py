@@ -92,6 +92,9 @@ class RunOptions:
     trace: Annotated[
         str | None, Parameter(help="Write what each process computed, sent and received to this file, for ui.perfetto.dev.")
     ] = None
+    attach: Annotated[
+        str | None, Parameter(help="Answer with the graph of this name, which flowrt up has started, not with a new one.")
+    ] = None
     chaos: Annotated[str | None, Parameter(help='Inject faults, as "kill:experts.1@2s" or "pause:experts.0@1s+2s, kill:monitor@2s".')] = (
         None
     )
@@ -107,7 +110,11 @@ class RunOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ServeCommandOptions:
-    """Options of `flowrt serve`, with the names that vLLM's have."""
+    """Options of `flowrt serve` and `flowrt up`, with the names that vLLM's have."""
+
+    name: Annotated[
+        str | None, Parameter(help="Name for flowrt ps, logs, drain and down. [default of up: the name of the file; of serve: none]")
+    ] = None
 
     host: Annotated[str, Parameter(help="Address to listen on. Any but this machine's own needs --api-key.")] = "127.0.0.1"
     port: Annotated[int, Parameter(converter=read_number, help="Port to listen on; 0: any free one.")] = 8000

@@ -15,8 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
-from rich.console import Console
-
 import flowrt
 from flowrt.actors.control import Statistics
 from flowrt.api import RunningGraph, read_graph
@@ -27,7 +25,7 @@ from flowrt.cli.options import RunOptions
 from flowrt.cli.prompts import PromptRequest, checked_text, read_prompts
 from flowrt.cli.record import Figures, Record, degraded_sentence, record_text
 from flowrt.cli.report import RunReport, report_of
-from flowrt.cli.tables import print_tables
+from flowrt.cli.tables import new_console, print_tables
 from flowrt.cli.text import OutputStream, visible
 from flowrt.cli.view import PlainView, View
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError
@@ -46,27 +44,29 @@ from flowrt.trace.summary import summarize, summary_lines
 
 TICK_SECONDS = 0.1
 STUCK_SECONDS = STOP_SECONDS + 5.0  # after a request to end at once: longer than the time that workers have to stop and be killed
-MIN_WIDTH = 60  # that tables fit in
-PLAIN_WIDTH = 160  # of tables outside a terminal: wide enough that nothing is cut
 
 
 def run(graph: Path, options: RunOptions, params: SamplingParams) -> int:
     """Run the command; returns the exit code. Raises UserError for mistakes that are found before anything has started."""
     set_log_level(options.log_level)
-    requests = [PromptRequest(checked_text(prompt), params) for prompt in options.prompt]
-    if options.prompts is not None:
-        requests += read_prompts(options.prompts, params)
+    requests = given_requests(options, params)
     if options.json is not None:
         check_writable(options.json)
     if options.trace is not None:
         check_trace_file(options.trace)
     stdout, stderr = OutputStream(sys.stdout), OutputStream(sys.stderr)
     if stdout.is_broken and options.json in (None, STDOUT):
-        raise _lost(stdout)
+        raise lost_output(stdout)
     session = RunSession(graph, options, params, requests, stdout, stderr)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(session.run())
     return session.finish()
+
+
+def given_requests(options: RunOptions, params: SamplingParams) -> list[PromptRequest]:
+    """The requests of --prompt and --prompts. Raises UserError."""
+    requests = [PromptRequest(checked_text(prompt), params) for prompt in options.prompt]
+    return requests if options.prompts is None else requests + read_prompts(options.prompts, params)
 
 
 class RunSession:
@@ -157,7 +157,7 @@ class RunSession:
             new_console(self._stderr).print("", *trace_lines, sep="\n", markup=False, soft_wrap=True)
         self._stdout.flush()
         if self._stdout.has_lost_output and self._failure is None and self._options.json in (None, STDOUT):
-            self._failure = _lost(self._stdout)
+            self._failure = lost_output(self._stdout)
         if self._failure is not None:
             self._print_failure(self._failure)
         return self._code()
@@ -273,7 +273,7 @@ class RunSession:
     def _on_no_reader(self) -> None:
         """Handle a closed standard output; the --json file may still be written."""
         if self._options.json is None and self._stdout.has_lost_output:
-            self._failure = self._failure or _lost(self._stdout)
+            self._failure = self._failure or lost_output(self._stdout)
             self._end_now()
         elif self._options.json is None:
             self._interrupt_code = self._interrupt_code or NO_READER
@@ -331,15 +331,6 @@ class RunSession:
         self._stderr.write_now("\n".join(lines) + "\n")
 
 
-def _lost(stdout: OutputStream) -> LostOutputError:
+def lost_output(stdout: OutputStream) -> LostOutputError:
     reason = stdout.error.strerror if isinstance(stdout.error, OSError) else stdout.error
     return LostOutputError(f"standard output cannot be written ({reason}); give --json FILE, or send it elsewhere")
-
-
-def new_console(display: OutputStream) -> Console:
-    """With frames and a live view on a terminal that can move its cursor; rich heeds NO_COLOR. Plain text elsewhere."""
-    columns = os.environ.get("COLUMNS", "")
-    width = max(MIN_WIDTH, int(columns)) if columns.isdecimal() else None
-    if display.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-        return Console(file=display.as_file(), highlight=False, width=width)
-    return Console(file=display.as_file(), force_terminal=False, no_color=True, highlight=False, width=width or PLAIN_WIDTH)

@@ -1,10 +1,15 @@
-"""`flowrt serve`: opens the socket, starts the graph with its front ends, and drains it when the command is stopped."""
+"""`flowrt serve`: opens the sockets, starts the graph with its front ends, and drains it when the command is stopped. `flowrt up` does the
+same in the background (up.py)."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import ssl
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +28,7 @@ from flowrt.processes.output_tail import write_line
 from flowrt.seams import Seams
 from flowrt.serving.front_end_settings import ServeOptions
 from flowrt.serving.listener import HttpListener, open_tcp_listener, open_unix_listener
+from flowrt.serving.run_folder import MAX_LOG_BYTES, Description, RunFolder, claim
 from flowrt.signals import ending_signals
 
 MAX_NAME_CHARACTERS, MAX_KEY_CHARACTERS = 200, 1000
@@ -30,6 +36,12 @@ MAX_NAME_CHARACTERS, MAX_KEY_CHARACTERS = 200, 1000
 
 def serve(path: Path, options: ServeCommandOptions) -> int:
     """Serve until a signal. Returns the exit code. Raises UserError before anything starts."""
+    with ExitStack() as stack:
+        return open_session(path, options, options.name, stack).run()
+
+
+def open_session(path: Path, options: ServeCommandOptions, run_name: str | None, stack: ExitStack) -> ServeSession:
+    """Check everything and open the sockets; `stack` closes them. Raises UserError. `run_name`: of its folder; None: it has none."""
     if find_spec("uvicorn") is None or find_spec("httptools") is None:
         raise UserError('flowrt serve needs uvicorn and httptools: pip install "flowrt[serve]"')
     graph = read_graph(path, options.overrides, options.model)
@@ -37,24 +49,27 @@ def serve(path: Path, options: ServeCommandOptions) -> int:
         raise UserError(f"{path}: this graph serves no model; call it from Python: await graph(name=tensor)")
     name = options.served_model_name or Path(graph.model.path).name
     _check(options, name)
+    folder = None
+    if run_name is not None:
+        folder = claim(run_name)
+        stack.callback(folder.remove)
     listener = _open_listener(options)
-    try:
-        if listener.is_public and not options.api_key:
-            raise UserError(f"others may reach {listener.url}; give --api-key KEY, or --host 127.0.0.1 for this machine only")
-        serving = ServeOptions(
-            listener=listener,
-            model_name=name,
-            version=flowrt.__version__,
-            api_key=options.api_key or "",
-            max_model_len=options.max_model_len,
-            certificate=str(options.ssl_certfile or ""),
-            private_key=str(options.ssl_keyfile or ""),
-        )
-        session = ServeSession(graph, serving, options)
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            return runner.run(session.run())
-    finally:
-        listener.close()
+    stack.callback(listener.close)
+    if listener.is_public and not options.api_key:
+        raise UserError(f"others may reach {listener.url}; give --api-key KEY, or --host 127.0.0.1 for this machine only")
+    serving = ServeOptions(
+        listener=listener,
+        model_name=name,
+        version=flowrt.__version__,
+        api_key=options.api_key or "",
+        max_model_len=options.max_model_len,
+        certificate=str(options.ssl_certfile or ""),
+        private_key=str(options.ssl_keyfile or ""),
+        admin=None if folder is None else open_unix_listener(folder.socket),
+    )
+    if serving.admin is not None:
+        stack.callback(serving.admin.close)
+    return ServeSession(graph, serving, options, folder, str(path.absolute()))
 
 
 def _open_listener(options: ServeCommandOptions) -> HttpListener:
@@ -87,17 +102,30 @@ def _check(options: ServeCommandOptions, name: str) -> None:
 
 
 class ServeSession:
-    """One run of the command."""
+    """One run of the command. `folder`: of the graph; None without a name. `path`: of the graph file. `has_log`: standard error is the log
+    in the folder. `on_ready` is called once it serves."""
 
-    def __init__(self, graph: Graph, serving: ServeOptions, options: ServeCommandOptions) -> None:
-        self._serving, self._options = serving, options
-        self._graph = RunningGraph(graph, Seams(), options.log_level, self._on_event, write_line, serving=serving)
+    def __init__(self, graph: Graph, serving: ServeOptions, options: ServeCommandOptions, folder: RunFolder | None, path: str) -> None:
+        self._serving, self._options, self.folder, self._path = serving, options, folder, path
+        self._seams = Seams()
+        self._graph = RunningGraph(graph, self._seams, options.log_level, self._on_event, self._on_line, serving=serving)
+        self.has_log, self._num_logged = False, 0
+        self.on_ready: Callable[[], None] = lambda: None
         self._graph.require_tokenizer()
         self._body: asyncio.Task[Any] | None = None
         self._stop: asyncio.Future[None] | None = None  # once it serves
 
-    async def run(self) -> int:
-        """Returns the exit code. Raises UserError and WorkerDiedError."""
+    @property
+    def sentence(self) -> str:
+        return f"serving {self._serving.model_name} at {self._serving.listener.url}"
+
+    def run(self) -> int:
+        """Serve until a signal. Returns the exit code. Raises UserError."""
+        self._describe()
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(self._run())
+
+    async def _run(self) -> int:
         self._body = asyncio.current_task()
         with ending_signals(self._on_signal):
             try:
@@ -115,11 +143,40 @@ class ServeSession:
     async def _serve(self) -> None:
         async with self._graph as graph:
             processes = ", ".join(f"{name} {pid}" for name, pid in graph.pids.items())
-            _print(f"serving {self._serving.model_name} at {self._serving.listener.url} ({processes})")
+            _print(f"{self.sentence} ({processes})")
+            self._describe(is_ready=True)
+            self.on_ready()
+            _notify("READY=1")
             self._stop = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._stop, graph.launcher.opened_task()}, return_when=asyncio.FIRST_COMPLETED)
             if self._stop.done():
                 await graph.end_serving(self._options.drain_seconds)
+
+    def _describe(self, is_ready: bool = False) -> None:
+        if self.folder is not None:
+            listener, name = self._serving.listener, self._serving.model_name
+            self.folder.describe(
+                Description(
+                    name=self.folder.name,
+                    pid=os.getpid(),
+                    graph=self._path,
+                    model=name,
+                    url=listener.url,
+                    started=self._seams.wall_now(),
+                    drain_seconds=self._options.drain_seconds,
+                    max_requests=self._graph.max_requests,
+                    is_ready=is_ready,
+                    has_log=self.has_log,
+                )
+            )
+
+    def _on_line(self, process: str, line: str) -> None:
+        write_line(process, line)
+        if self.folder is not None and self.has_log:
+            self._num_logged += len(line)
+            if self._num_logged > MAX_LOG_BYTES:
+                self._num_logged = 0
+                self.folder.begin_log(sys.stdout.fileno(), sys.stderr.fileno())
 
     def _on_event(self, event: events.Event) -> None:
         if isinstance(event, events.Ready):
@@ -132,9 +189,18 @@ class ServeSession:
         if self._stop is not None and not self._stop.done():
             _print(f"stopping: requests in progress finish within {self._options.drain_seconds:g} s; once more to end at once")
             self._stop.set_result(None)
+            _notify("STOPPING=1")
         elif self._body is not None:
             _print("ending at once")
             self._body.cancel()
+
+
+def _notify(state: str) -> None:
+    """Report a state to systemd, for units of Type=notify. No-op elsewhere."""
+    if address := os.environ.get("NOTIFY_SOCKET"):
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:
+            notices.connect(f"\0{address[1:]}" if address.startswith("@") else address)
+            notices.send(state.encode())
 
 
 def _print(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from rich import box
@@ -11,11 +12,14 @@ from rich.text import Text
 
 from flowrt.cli.record import Durations, Figures
 from flowrt.cli.report import RunReport
+from flowrt.cli.text import OutputStream
 from flowrt.emulation import EmulationReport
 from flowrt.observe import duration_text, size_text
 
 NARROW = 72  # columns; in a terminal of fewer, a table leaves out a column that the record has
 MAX_EDGES = 24
+MIN_WIDTH = 60  # that tables fit in
+PLAIN_WIDTH = 160  # of tables outside a terminal: wide enough that nothing is cut
 MAX_PROCESSES = 48
 UNKNOWN = "-"
 _AFTER_COMMAS = re.compile(r",(?=\S)")  # a long list of expert ids breaks there, not within a number
@@ -27,21 +31,43 @@ def print_tables(report: RunReport, figures: Figures, console: Console) -> None:
     _print("processes", _processes(report, console), console)
     if report.edges:
         _print("between processes", _edges(report, console), console)
-    _print("latency", _latencies(figures, console), console)
-    console.print()
+    print_latency(figures, console)
     for line in _sentences(report, figures):
         console.print(Text(line))
+
+
+def print_latency(figures: Figures, console: Console) -> None:
+    _print("latency", _latencies(figures, console), console)
+    console.print()
+    ended = ", ".join(f"{num} {_ENDED[reason]}" for reason, num in figures.num_finished.items() if num)
+    console.print(Text(f"{figures.num_requests} request{'s' if figures.num_requests != 1 else ''}: {ended}"))
+    if figures.seconds is not None and figures.tokens_per_second is not None:
+        speed = f"{figures.tokens_per_second:.1f} tokens per second"
+        console.print(Text(f"{figures.num_tokens} tokens in {duration_text(figures.seconds)}: {speed}"))
 
 
 def _print(title: str, table: Table, console: Console) -> None:
     console.print()
     console.print(Text(title, "bold"))
+    print_table(table, console)
+
+
+def print_table(table: Table, console: Console) -> None:
     if console.is_terminal:
         console.print(table)
         return
     with console.capture() as capture:
         console.print(table)
     console.out("\n".join(line.rstrip() for line in capture.get().splitlines()), highlight=False)
+
+
+def new_console(display: OutputStream) -> Console:
+    """With frames and a live view on a terminal that can move its cursor; rich heeds NO_COLOR. Plain text elsewhere."""
+    columns = os.environ.get("COLUMNS", "")
+    width = max(MIN_WIDTH, int(columns)) if columns.isdecimal() else None
+    if display.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        return Console(file=display.as_file(), highlight=False, width=width)
+    return Console(file=display.as_file(), force_terminal=False, no_color=True, highlight=False, width=width or PLAIN_WIDTH)
 
 
 def new_table(console: Console, *columns: Column) -> Table:
@@ -109,10 +135,7 @@ def _durations(figures: Figures) -> tuple[tuple[str, Durations | None], ...]:
 
 
 def _sentences(report: RunReport, figures: Figures) -> list[str]:
-    ended = ", ".join(f"{num} {_ENDED[reason]}" for reason, num in figures.num_finished.items() if num)
-    lines = [f"{figures.num_requests} request{'s' if figures.num_requests != 1 else ''}: {ended}"]
-    if figures.seconds is not None and figures.tokens_per_second is not None:
-        lines.append(f"{figures.num_tokens} tokens in {duration_text(figures.seconds)}: {figures.tokens_per_second:.1f} tokens per second")
+    lines = []
     if report.start_seconds is not None:
         lines.append(f"start: {duration_text(report.start_seconds)}")
     if report.emulation is not None:

@@ -63,19 +63,56 @@ def prompt_text(record: Record) -> str:
     return f"{len(prompt)} token ids: {' '.join(str(token_id) for token_id in prompt[:64])}{' …' if len(prompt) > 64 else ''}"
 
 
-class PlainView(View):
-    """Progress on `err`, without it when `quiet`; on `out` the only answer as it comes, or each of several when it has ended: "[3] prompt"
-    and then the answer.
+class AnswerView(View):
+    """On `out` the only answer as it comes, or each of several when it has ended: "[3] prompt" and then the answer.
 
     The lines of an answer are indented, so that none of them looks like the start of another answer.
     """
 
-    def __init__(self, out: OutputStream, err: OutputStream, graph: Graph, has_tokenizer: bool, quiet: bool = False) -> None:
-        self._out, self._err, self._quiet = out, err, quiet
-        self._graph, self._has_tokenizer = graph, has_tokenizer
+    def __init__(self, out: OutputStream, err: OutputStream, has_tokenizer: bool) -> None:
+        self._out, self._err, self._has_tokenizer = out, err, has_tokenizer
         self._records: Sequence[Record] = ()
         self._streamed = False  # the only answer has begun
-        self._is_ready = False
+
+    def begin(self, records: Sequence[Record]) -> None:
+        self._records = records
+
+    def on_text(self, record: Record, new: str) -> None:
+        if len(self._records) == 1:
+            self._stream(record, new)
+        elif record.is_ended:
+            text = " ".join(filter(None, (answer_text(record, self._has_tokenizer), ending_text(record))))
+            prompt = shortened(prompt_text(record), MAX_PROMPT_CHARACTERS)
+            self._out.write_now(f"[{record.index}] {prompt}\n    " + text.replace("\n", "\n    ") + "\n")
+
+    def note(self, text: str) -> None:
+        self._err.write_now(f"flowrt: {text}\n")
+
+    def end(self) -> None:
+        if self._streamed:  # the run ended in the middle of its only answer
+            self._out.write_now("\n")
+            self._streamed = False
+
+    def _stream(self, record: Record, new: str) -> None:
+        if not self._has_tokenizer:
+            new = f" {record.token_ids[-1]}" if not record.is_ended else ""
+        text = visible(new)
+        if not self._streamed:
+            text = text.lstrip()  # models like to begin with a space or an empty line
+        if record.is_ended:
+            if ending := ending_text(record):
+                text += f" {ending}" if self._streamed or text else ending
+            text += "\n"
+        self._streamed = not record.is_ended and (self._streamed or bool(text))
+        self._out.write_now(text)
+
+
+class PlainView(AnswerView):
+    """Also progress on `err`, unless `quiet`."""
+
+    def __init__(self, out: OutputStream, err: OutputStream, graph: Graph, has_tokenizer: bool, quiet: bool = False) -> None:
+        super().__init__(out, err, has_tokenizer)
+        self._graph, self._quiet, self._is_ready = graph, quiet, False
 
     def start(self) -> None:
         importing = "" if self._graph.processes == "one" else "; the fork server is importing torch"
@@ -98,38 +135,6 @@ class PlainView(View):
     def on_line(self, process: str, line: str) -> None:
         self._err.write_now(f"[{process}] {visible(line)}\n")
 
-    def begin(self, records: Sequence[Record]) -> None:
-        self._records = records
-
-    def on_text(self, record: Record, new: str) -> None:
-        if len(self._records) == 1:
-            self._stream(record, new)
-        elif record.is_ended:
-            text = " ".join(filter(None, (answer_text(record, self._has_tokenizer), ending_text(record))))
-            prompt = shortened(prompt_text(record), MAX_PROMPT_CHARACTERS)
-            self._out.write_now(f"[{record.index}] {prompt}\n    " + text.replace("\n", "\n    ") + "\n")
-
-    def note(self, text: str) -> None:
-        self._err.write_now(f"flowrt: {text}\n")
-
     def _progress(self, text: str) -> None:
         if not self._quiet:
             self.note(text)
-
-    def end(self) -> None:
-        if self._streamed:  # the run ended in the middle of its only answer
-            self._out.write_now("\n")
-            self._streamed = False
-
-    def _stream(self, record: Record, new: str) -> None:
-        if not self._has_tokenizer:
-            new = f" {record.token_ids[-1]}" if not record.is_ended else ""
-        text = visible(new)
-        if not self._streamed:
-            text = text.lstrip()  # models like to begin with a space or an empty line
-        if record.is_ended:
-            if ending := ending_text(record):
-                text += f" {ending}" if self._streamed or text else ending
-            text += "\n"
-        self._streamed = not record.is_ended and (self._streamed or bool(text))
-        self._out.write_now(text)

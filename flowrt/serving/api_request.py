@@ -38,7 +38,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "best_of": (1,),
     "suffix": ("",),
-    "logit_bias": ({},),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "reasoning_effort": ("none",),
@@ -64,7 +63,8 @@ Prompt = str | tuple[int, ...] | Messages
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """`prompts`: texts, token ids or, of a chat, the messages. `params.logprobs` None: none are returned."""
+    """`prompts`: texts, token ids or, of a chat, the messages. `params.logprobs` None: none are returned. `has_token_ids`: the response has
+    those of the prompt and of each choice. `names_token_ids`: tokens of logprobs are written as "token_id:5" instead of their text."""
 
     is_chat: bool
     prompts: tuple[Prompt, ...]
@@ -72,6 +72,8 @@ class CompletionRequest:
     is_stream: bool = False
     includes_usage: bool = False
     echo: bool = False
+    has_token_ids: bool = False
+    names_token_ids: bool = False
 
 
 class Fields:
@@ -85,6 +87,7 @@ class Fields:
         if not isinstance(values, dict):
             raise ApiError(INVALID, "the body is not a JSON object")
         self._values: dict[str, Any] = {name: value for name, value in values.items() if value is not None}  # null: not given
+        self.nulls = values.keys() - self._values.keys()
         self._known: list[str] = []
 
     def take(self, name: str, default: Any = None) -> Any:
@@ -171,9 +174,12 @@ def _finish(
     is_stream = fields.take_bool("stream")
     includes_usage = _read_stream_options(fields.take("stream_options"), is_stream)
     echo = False if is_chat else fields.take_bool("echo")
+    has_token_ids, names_token_ids = fields.take_bool("return_token_ids"), fields.take_bool("return_tokens_as_token_ids")
     fields.refuse_rest()
-    values |= {"max_tokens": default_max_tokens if max_tokens is None else max_tokens, "logprobs": logprobs}
-    return CompletionRequest(is_chat, prompts, SamplingParams(**values), is_stream, includes_usage, echo)
+    if max_tokens is None and "max_tokens" not in fields.nulls:  # null: what fits, as in vLLM
+        max_tokens = default_max_tokens
+    values |= {"max_tokens": max_tokens, "logprobs": logprobs}
+    return CompletionRequest(is_chat, prompts, SamplingParams(**values), is_stream, includes_usage, echo, has_token_ids, names_token_ids)
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -30,12 +30,20 @@ def event(fields: Any) -> bytes:
 
 
 class ResponseBuilder:
-    """The response to one HTTP request. `created`: Unix time. `token_text` returns the text of one token, also of a special one."""
+    """The response to one HTTP request. `created`: Unix time. `token_text` returns the text of one token, also of a special one.
+    `prompts`: token ids of each choice's prompt, for a response with token ids."""
 
     def __init__(
-        self, request_id: str, created: int, model: str, is_chat: bool, includes_usage: bool, token_text: Callable[[int], str]
+        self,
+        request_id: str,
+        created: int,
+        model: str,
+        is_chat: bool,
+        includes_usage: bool,
+        token_text: Callable[[int], str],
+        prompts: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._is_chat, self._token_text = is_chat, token_text
+        self._is_chat, self._token_text, self._prompts = is_chat, token_text, prompts
         kind = ("chat.completion" if is_chat else "text_completion") + (".chunk" if is_chat else "")
         self._chunk = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}", "object": kind, "created": created, "model": model}
         self._whole = self._chunk | {"object": kind.removesuffix(".chunk")}
@@ -47,11 +55,11 @@ class ResponseBuilder:
         if self._is_chat:
             return self._event(choice, {"delta": {"role": "assistant", "content": ""}})
         self._num_characters[choice] = len(echoed)
-        return self._event(choice, {"text": echoed}) if echoed else b""
+        return self._event(choice, {"text": echoed}) if echoed or self._prompts is not None else b""
 
     def chunk(self, piece: TextPiece) -> bytes:
         """b"" for a piece with nothing to show."""
-        if not (piece.text or piece.logprobs or piece.finish_reason):
+        if not (piece.text or piece.logprobs or piece.finish_reason or self._prompts is not None):
             return b""
         if self._is_chat:
             fields: dict[str, Any] = {"delta": {"content": piece.text} if piece.text or piece.logprobs else {}}
@@ -70,11 +78,24 @@ class ResponseBuilder:
             self._num_characters[piece.choice] = len(prompt)
             text = prompt + piece.text
             fields: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
-            choices.append(_choice(piece.choice, fields | {"logprobs": self._logprobs(piece)}, piece))
-        return msgspec.json.encode(self._whole | {"choices": choices, "usage": usage.as_json()})
+            fields |= {"logprobs": self._logprobs(piece)} | self._token_ids(piece) | self._prompt(piece.choice, of_choice=True)
+            choices.append(_choice(piece.choice, fields, piece))
+        return msgspec.json.encode(self._whole | {"choices": choices, "usage": usage.as_json()} | self._prompt(0, of_choice=False))
 
     def _event(self, choice: int, fields: dict[str, Any], piece: TextPiece | None = None) -> bytes:
-        return event(self._chunk | {"choices": [_choice(choice, fields, piece)]} | self._no_usage)
+        own = _choice(choice, fields | self._token_ids(piece), piece)
+        chunk: dict[str, Any] = self._chunk | {"choices": [own]} | self._no_usage
+        if piece is None:
+            own |= self._prompt(choice, of_choice=True)
+            chunk |= self._prompt(choice, of_choice=False)
+        return event(chunk)
+
+    def _token_ids(self, piece: TextPiece | None) -> dict[str, Any]:
+        return {} if self._prompts is None else {"token_ids": [] if piece is None else piece.token_ids}
+
+    def _prompt(self, choice: int, of_choice: bool) -> dict[str, Any]:
+        """Of a chat, which has one prompt, the response has it, else each choice: the same as vLLM's."""
+        return {} if self._prompts is None or of_choice == self._is_chat else {"prompt_token_ids": self._prompts[choice]}
 
     def _logprobs(self, piece: TextPiece) -> dict[str, Any] | None:
         if not piece.logprobs:

@@ -66,17 +66,19 @@ class Completions:
                 params = msgspec.structs.replace(request.params, stop=())
                 opened.append(await self._client.reserve(params, estimated_tokens(prompt), inbox, index))
                 stack.callback(opened[-1].close)
-            texts, num_prompt_tokens = [], 0
+            texts, encoded = [], []
             for index, prompt in enumerate(request.prompts):
                 token_ids = await self._encoder.encode(prompt)
                 self._encoder.check(token_ids, request.params)
-                num_prompt_tokens += len(token_ids)
+                encoded.append(token_ids)
                 stop = opened[index].stop_choice
                 texts.append(RequestText(request.params, self._tokenizer.stream, self._eos_token_ids, index * request.params.n, stop))
                 opened[index].place(token_ids)
             echoed = [self._echoed(request, prompt) for prompt in request.prompts for _ in range(request.params.n)]
-            builder = ResponseBuilder(exchange.id, created, model, request.is_chat, request.includes_usage, self._tokenizer.token_text)
-            response = _Response(inbox, texts, builder, exchange, num_prompt_tokens)
+            token_text = "token_id:{}".format if request.names_token_ids else self._tokenizer.token_text
+            prompts = [token_ids for token_ids in encoded for _ in range(request.params.n)] if request.has_token_ids else None
+            builder = ResponseBuilder(exchange.id, created, model, request.is_chat, request.includes_usage, token_text, prompts)
+            response = _Response(inbox, texts, builder, exchange, sum(map(len, encoded)))
             if request.is_stream:
                 await response.stream(echoed, request.includes_usage, self._stream_interval)
             else:

@@ -46,6 +46,7 @@ class Exchange:
         self._receive, self._send, self._budget = receive, send, budget
         self._abort: Callable[[], None] = scope["state"]["abort"]
         self._flow: FlowControl = scope["state"]["flow"]
+        self.is_admin: bool = scope["state"]["is_admin"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.path: bytes = scope.get("raw_path") or scope["path"].encode()
         self.method: str = scope["method"]

@@ -21,7 +21,6 @@ from flowrt.actors.control import (
     Connected,
     Drain,
     Drained,
-    Failed,
     Listening,
     Peers,
     Start,
@@ -30,14 +29,13 @@ from flowrt.actors.control import (
     Stop,
     from_message,
 )
-from flowrt.actors.control_link import ControlLink, receive_start
+from flowrt.actors.control_link import ControlLink, run_controlled
 from flowrt.actors.heartbeats import send_heartbeats
-from flowrt.errors import UserError, error_text
 from flowrt.graph.model import Graph, from_json
 from flowrt.graph.recovery import is_watched
 from flowrt.seams import Seams
 from flowrt.serving.completions import Completions, PromptEncoder
-from flowrt.serving.front_end_settings import LISTENER, FrontEndSettings
+from flowrt.serving.front_end_settings import ADMIN_LISTENER, LISTENER, FrontEndSettings
 from flowrt.serving.gateway_client import GatewayClient
 from flowrt.serving.http_app import HttpApp
 from flowrt.serving.http_server import HttpServer
@@ -55,23 +53,7 @@ _PR_SET_PDEATHSIG = 1
 
 async def run_front_end(control: Channel, seams: Seams) -> None:
     """Serve until Stop, or until the control connection ends."""
-    start = await receive_start(control)
-    if start is None:
-        return
-    front_end = FrontEnd(start, control, seams)
-    try:
-        async with asyncio.TaskGroup() as group:
-            reading = group.create_task(front_end.control.run(), name=f"control of {start.name}")
-            try:
-                await front_end.run()
-            except Exception as error:
-                front_end.control.send(Failed(error_text(error), isinstance(error, UserError)))
-                await front_end.control.flush()
-                raise
-            finally:
-                reading.cancel()
-    finally:
-        await control.aclose()
+    await run_controlled(control, lambda start: FrontEnd(start, control, seams))
 
 
 class FrontEnd:
@@ -102,7 +84,9 @@ class FrontEnd:
                 return
             async with asyncio.TaskGroup() as tasks:
                 beating = tasks.create_task(self._send_heartbeats(), name=f"heartbeats of {self._start.name}")
-                await server.start(socket.socket(fileno=self._seams.descriptors[LISTENER]))
+                for name, number in self._seams.descriptors.items():
+                    if name in (LISTENER, ADMIN_LISTENER):
+                        await server.start(socket.socket(fileno=number), is_admin=name == ADMIN_LISTENER)
                 self.control.send(Connected())
                 await self._is_draining.wait()
                 await server.close(END_SECONDS)

@@ -9,13 +9,13 @@ import msgspec
 from flowrt.serving.listener import HttpListener
 
 ENTRY = "flowrt.serving.front_end:run_front_end"
-LISTENER = "listener"  # name of the descriptor of the listening socket
+LISTENER, ADMIN_LISTENER = "listener", "admin listener"  # names of descriptors of listening sockets
 
 
 @dataclass(frozen=True)
 class ServeOptions:
     """`max_model_len`: bounds the prompt and the new tokens of a request together; None: as many as the model and the graph allow.
-    `api_key` "": none. `certificate` and `private_key`: files for TLS, "" without."""
+    `api_key` "": none. `certificate` and `private_key`: files for TLS, "" without. `admin`: the socket for admin calls."""
 
     listener: HttpListener
     model_name: str
@@ -24,6 +24,7 @@ class ServeOptions:
     max_model_len: int | None = None
     certificate: str = ""
     private_key: str = ""
+    admin: HttpListener | None = None
 
 
 class FrontEndSettings(msgspec.Struct, frozen=True, kw_only=True):

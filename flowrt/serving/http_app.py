@@ -74,6 +74,10 @@ class HttpApp:
             b"/tokenize": {"POST": self._tokenize},
             b"/detokenize": {"POST": self._detokenize},
         }
+        self._admin_routes: dict[bytes, dict[str, Handler]] = {
+            b"/admin/status": {"GET": self._status},
+            b"/admin/drain": {"POST": self._drain},
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self._budget, self._new_id)
@@ -95,7 +99,7 @@ class HttpApp:
 
     async def _dispatch(self, exchange: Exchange) -> None:
         self._check_access(exchange)
-        methods = self._routes.get(exchange.path)
+        methods = self._routes.get(exchange.path) or (self._admin_routes.get(exchange.path) if exchange.is_admin else None)
         if methods is None:
             raise ApiError(NO_ROUTE, "there is no such path; docs/serve.md lists the paths")
         handler = methods.get(exchange.method)
@@ -105,8 +109,8 @@ class HttpApp:
 
     def _check_access(self, exchange: Exchange) -> None:
         """Raises ApiError. Without a key, only programs that name this machine as their host are served, so that no web page of another
-        host gets a response."""
-        if exchange.path in PUBLIC:
+        host gets a response. Only their owner reaches admin sockets."""
+        if exchange.path in PUBLIC or exchange.is_admin:
             return
         if self._key:
             if not self._has_key(exchange):
@@ -136,6 +140,13 @@ class HttpApp:
     async def _metrics(self, exchange: Exchange) -> None:
         report = await self._client.query("metrics")
         await exchange.respond(200, report.text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+    async def _status(self, exchange: Exchange) -> None:
+        await exchange.respond(200, (await self._client.query("status")).text.encode())
+
+    async def _drain(self, exchange: Exchange) -> None:
+        await self._client.query("drain")
+        await _respond_json(exchange, {"status": "draining"})
 
     async def _version(self, exchange: Exchange) -> None:
         await _respond_json(exchange, {"version": self._settings.version})

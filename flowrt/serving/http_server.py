@@ -23,21 +23,21 @@ _REFUSAL = b"HTTP/1.1 %s\r\nretry-after: 1\r\nconnection: close\r\ncontent-lengt
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. Headers have a length and a time limit; the connection is refused when there are too many."""
 
-    def __init__(self, config: Config, state: ServerState, max_connections: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, config: Config, state: ServerState, max_connections: int, is_admin: bool, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(config=config, server_state=state, app_state={}, _loop=loop)
-        self._max_connections = max_connections
+        self._max_connections, self._is_admin = max_connections, is_admin
         self._num_header_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
         self._in_headers = True
         self._is_counted = self._is_refused = False
 
     def connection_made(self, transport: Any) -> None:
-        if len(self.connections) >= self._max_connections:
+        if len(self.connections) >= self._max_connections and not self._is_admin:
             self._refuse(transport, b"503 Service Unavailable")
             return
         self._is_counted = True
         super().connection_made(transport)
-        self.app_state = {"abort": transport.abort, "flow": self.flow}  # in the scope of each request
+        self.app_state = {"abort": transport.abort, "flow": self.flow, "is_admin": self._is_admin}  # in the scope of each request
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -118,27 +118,29 @@ class HttpServer:
         self._config.load()
         self._state = ServerState()
         self._max_connections = max_connections
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
 
     @property
     def num_connections(self) -> int:
         return len(self._state.connections)
 
-    async def start(self, listener: socket.socket) -> None:
+    async def start(self, listener: socket.socket, is_admin: bool = False) -> None:
+        """Serve on a socket. `is_admin`: only its owner reaches it, who may call all routes."""
         loop = asyncio.get_running_loop()
-        ssl = self._config.ssl if self._config.is_ssl else None
-        self._server = await loop.create_server(
-            lambda: BoundedProtocol(self._config, self._state, self._max_connections, loop),
+        ssl = self._config.ssl if self._config.is_ssl and not is_admin else None
+        server = await loop.create_server(
+            lambda: BoundedProtocol(self._config, self._state, self._max_connections, is_admin, loop),
             sock=listener,
             backlog=BACKLOG,
             ssl=ssl,
             ssl_handshake_timeout=TLS_SECONDS if ssl is not None else None,
         )
+        self._servers.append(server)
 
     async def close(self, seconds: float) -> None:
         """Accept no more connections, let the responses in progress end within `seconds`, then close what is left."""
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         for connection in list(self._state.connections):
             connection.shutdown()
         try:

@@ -89,7 +89,7 @@ class World:
             new_compute=new_compute,
             transport=self.network.transport,
             new_timer=LoopTimer,
-            resident_bytes=lambda: 0,
+            resident_bytes=lambda process=0: 0,
             process_times=self.process_times,
             process_activity=self.process_activity,
             random=chance,

@@ -42,8 +42,16 @@ def test_sampling_parameters_are_read_with_the_defaults_of_the_api() -> None:
         max_tokens=9,
     )
     assert chat(max_tokens=9, max_completion_tokens=9).params.max_tokens == 9
+    assert complete(logit_bias={"30": -100, "5": 1.5}).params.logit_bias == ((5, 1.5), (30, -100.0))
     assert chat(logprobs=True).params.logprobs == 0
     assert chat(logprobs=True, top_logprobs=5).params.logprobs == complete(logprobs=5).params.logprobs == 5
+
+
+def test_what_vllm_adds_is_read() -> None:
+    assert complete(max_tokens=None).params.max_tokens is None, "as many as fit"
+    request = complete(return_token_ids=True, return_tokens_as_token_ids=True)
+    assert request.has_token_ids
+    assert request.names_token_ids
 
 
 def test_contents_may_be_lists_of_texts() -> None:
@@ -71,7 +79,10 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         ({"tools": [{}]}, "unsupported_parameter", "tools"),
         ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
         ({"chat_template": "{{ 1 }}"}, "unsupported_parameter", "chat_template"),
-        ({"logit_bias": {"5": 1}}, "unsupported_parameter", "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {str(number): 1 for number in range(1025)}}, "invalid_value", "logit_bias"),
+        ({"return_token_ids": 1}, "invalid_value", "return_token_ids"),
         ({"temprature": 1}, "unsupported_parameter", "temprature"),
         ({"stream_options": {"x": 1}, "stream": True}, "unsupported_parameter", "stream_options"),
         ({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),

@@ -30,6 +30,7 @@ SEEDS, NUM_TWICE = (*range(62), 123, 449), 20  # the last two reach what few see
 GOAL = 0.95
 _SYSTEM = "calls the system (fork, signals, pipes, sockets, mutexes, /proc, limits); run by tests/processes and tests/launcher"
 _FRONT_ENDS = "for the front ends of flowrt serve, which are not simulated; run by tests/gateway and tests/serving"
+_STATUS = "for flowrt ps"
 # File, or "file:function": why it does not run.
 EXCEPTIONS = {
     "flowrt/processes/descriptors.py": _SYSTEM,
@@ -54,6 +55,8 @@ EXCEPTIONS = {
     "flowrt/gateway/requests.py:_count": _FRONT_ENDS,
     "flowrt/launcher/events.py:print_news": "prints to stderr",
     "flowrt/launcher/fork_server_loss.py:ForkServerLoss.on_failed": "needs a new fork server that fails; at some seeds only",
+    "flowrt/launcher/health_record.py:HealthRecord.heartbeat_age": _STATUS,
+    "flowrt/launcher/health_record.py:HealthRecord.condition": _STATUS,
     "flowrt/launcher/launcher.py:Launcher.incarnations": "for callers outside the launcher",
     "flowrt/gateway/gateway.py:Gateway.groups_of": "for flowrt chaos, which notes the phases of processes",
     "flowrt/gateway/stages.py:Stages.num_waiting": _FRONT_ENDS,

@@ -1,0 +1,121 @@
+"""`flowrt run --attach NAME`: answers prompts with a graph that is up."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.text import Text
+
+import flowrt
+from flowrt.api import AttachedGraph, attach
+from flowrt.cli.options import RunOptions
+from flowrt.cli.prompts import PromptRequest
+from flowrt.cli.record import Figures, Record, degraded_sentence, record_text
+from flowrt.cli.run import given_requests, lost_output
+from flowrt.cli.tables import new_console, print_latency
+from flowrt.cli.text import OutputStream
+from flowrt.cli.view import AnswerView
+from flowrt.errors import NotRunningError, UserError, named_error
+from flowrt.exit_codes import FAILURE, INTERRUPTED, SUCCESS
+from flowrt.gateway.gateway import EndEvent, TokenEvent
+from flowrt.output_file import STDOUT, check_writable, write_file
+from flowrt.sampling_params import SamplingParams
+from flowrt.seams import RealClock
+from flowrt.signals import ending_signals
+
+
+def run_attached(path: Path | None, options: RunOptions, params: SamplingParams) -> int:
+    """Run the command; returns the exit code. Raises UserError before anything is submitted."""
+    for name, given in (
+        ("a graph file", path),
+        ("--model", options.model),
+        ("--set", options.overrides),
+        ("--trace", options.trace),
+        ("--chaos", options.chaos),
+    ):
+        if given:
+            raise UserError(f"{name} cannot be given with --attach: the graph is up already")
+    requests = given_requests(options, params)
+    if not requests:
+        raise UserError("there is no prompt; give --prompt TEXT or --prompts FILE")
+    if options.json is not None:
+        check_writable(options.json)
+    try:
+        graph = attach(options.attach)
+    except NotRunningError as error:
+        raise UserError(str(error)) from None
+    return AttachedRun(graph, options, requests).run()
+
+
+class AttachedRun:
+    """One run of the command."""
+
+    def __init__(self, graph: AttachedGraph, options: RunOptions, requests: Sequence[PromptRequest]) -> None:
+        self._graph, self._options, self._clock = graph, options, RealClock()
+        self._stdout, self._stderr = OutputStream(sys.stdout), OutputStream(sys.stderr)
+        if self._stdout.is_broken and options.json in (None, STDOUT):
+            raise lost_output(self._stdout)
+        self._records = [Record(index, each) for index, each in enumerate(requests)]
+        self._view = AnswerView(self._stderr if options.json == STDOUT else self._stdout, self._stderr, has_tokenizer=True)
+        self._failure: NotRunningError | None = None
+
+    def run(self) -> int:
+        code = asyncio.run(self._run())
+        self._view.end()
+        for record in self._records:
+            record.end("abort")
+        figures = Figures.of(self._records)
+        if self._failure is not None:
+            self._stderr.write_now(f"flowrt: error: {self._failure}\n")
+        elif not self._options.quiet:
+            console = new_console(self._stderr)
+            print_latency(figures, console)
+            if (degraded := degraded_sentence(self._records)) is not None:
+                console.print(Text(degraded), soft_wrap=True)
+        if self._options.json is not None:
+            described = self._graph.description
+            summary = {"version": flowrt.__version__, "graph": described.graph, "attached": described.name, "exit_code": code}
+            text = record_text({"requests": [record.as_json() for record in self._records], "summary": summary | asdict(figures)})
+            write_file(self._options.json, text, self._stdout.as_file())
+        return code
+
+    async def _run(self) -> int:
+        body = asyncio.current_task()
+        assert body is not None
+        self._view.begin(self._records)
+        slots = asyncio.Semaphore(self._graph.description.max_requests)
+
+        def on_signal(number: int) -> None:
+            body.cancel()
+
+        with ending_signals(on_signal):
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for record in self._records:
+                        tasks.create_task(self._follow(record, slots), name=f"request {record.index}")
+            except asyncio.CancelledError:
+                return INTERRUPTED
+            except ExceptionGroup as group:
+                if not isinstance(error := named_error(group), NotRunningError):
+                    raise
+                self._failure = error
+        is_failed = self._failure is not None or any(record.finish_reason == "error" for record in self._records)
+        return FAILURE if is_failed else SUCCESS
+
+    async def _follow(self, record: Record, slots: asyncio.Semaphore) -> None:
+        async with slots:
+            now = self._clock.now
+            record.submitted_seconds = now()
+            prompt, params = record.request.prompt, record.request.params
+            is_chat = self._options.chat and isinstance(prompt, str)
+            messages = [{"role": "user", "content": prompt}] if is_chat else None
+            request = self._graph.request(None if is_chat else prompt, params, messages=messages)
+            async for event in request.events():
+                record.prompt_token_ids = request.prompt_token_ids
+                record.add(event, now())
+                if isinstance(event, EndEvent) or (event.choice == 0 and (event.text or isinstance(event, TokenEvent))):
+                    self._view.on_text(record, event.text)

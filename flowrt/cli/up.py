@@ -1,0 +1,75 @@
+"""`flowrt up`: serves a graph in the background, and returns when it is ready or with the reason why it is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from flowrt.cli.options import ServeCommandOptions
+from flowrt.cli.serve import ServeSession, open_session
+from flowrt.exit_codes import SUCCESS
+
+_ERROR = "flowrt: error: "
+
+
+def up(path: Path, options: ServeCommandOptions) -> int:
+    """Returns the exit code, in the process that was called and in the one that serves. Raises UserError before anything starts."""
+    with ExitStack() as stack:
+        session = open_session(path, options, options.name or path.absolute().stem, stack)
+        assert session.folder is not None
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        reading, writing = os.pipe()
+        log = session.folder.open_log()
+        child = os.fork()
+        if child:
+            stack.pop_all()  # the child closes what was opened
+            os.close(writing)
+            return _await_ready(session, child, reading, log)
+        os.close(reading)
+        return _serve(session, writing, log)
+
+
+def _serve(session: ServeSession, writing: int, log: int) -> int:
+    """In the child: serve without a terminal."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(null)
+    os.close(log)
+
+    def on_ready() -> None:
+        os.write(writing, b"1")
+        os.close(writing)
+
+    session.on_ready, session.has_log = on_ready, True
+    return session.run()
+
+
+def _await_ready(session: ServeSession, child: int, reading: int, log: int) -> int:
+    assert session.folder is not None
+    name = session.folder.name
+    try:
+        is_ready = bool(os.read(reading, 1))
+    except KeyboardInterrupt:
+        os.kill(child, signal.SIGTERM)
+        is_ready = False
+    if is_ready:
+        print(f"flowrt: {name} is up, {session.sentence} (pid {child}); flowrt down {name} stops it", file=sys.stderr)
+        return SUCCESS
+    _, status = os.waitpid(child, 0)
+    session.folder.remove()  # it is still there when the child was killed
+    sys.stderr.write(_reason(log))
+    return os.waitstatus_to_exitcode(status)
+
+
+def _reason(log: int) -> str:
+    """The error in the log, and what follows it; all of the log when there is none."""
+    with os.fdopen(log, "rb") as file:
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    return text[max(0, text.rfind(_ERROR)) :]

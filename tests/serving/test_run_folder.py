@@ -1,0 +1,109 @@
+"""Folders of graphs: one owner at a time, and what a dead one leaves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flowrt.errors import NotRunningError, UserError
+from flowrt.serving.run_folder import VARIABLE, Description, RunFolder, claim, find_graph, found_graphs, remove_dead
+from flowrt.serving.socket_client import new_client
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+def described(name: str, **changes: object) -> Description:
+    fields = {"pid": 1, "graph": "/g.yaml", "model": "m", "url": "u", "started": 0.0, "drain_seconds": 1.0, "max_requests": 1}
+    return Description(name=name, **{**fields, **changes})  # type: ignore[arg-type]
+
+
+def die(folder: RunFolder) -> None:
+    """Let go of the lock, as the kernel does for a killed process."""
+    os.close(folder._lock)
+
+
+def test_folder_has_one_owner(directory: Path) -> None:
+    folder = claim("a")
+    folder.describe(described("a", pid=123))
+    assert directory.stat().st_mode & 0o777 == folder.path.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(UserError, match=r"a is up already \(pid 123\); flowrt down a stops it"):
+        claim("a")
+    assert [each.is_alive for each in found_graphs()] == [True]
+    folder.remove()
+    assert found_graphs() == []
+    claim("a").remove()
+
+
+def test_what_a_dead_process_left_is_taken_over_or_removed() -> None:
+    folder = claim("a")
+    folder.describe(described("a", is_ready=True))
+    die(folder)
+    (found,) = found_graphs()
+    assert not found.is_alive
+    with pytest.raises(NotRunningError, match="a is dead"):
+        new_client(found)
+    second = claim("a")
+    assert find_graph("a").description is None, "what the dead one wrote is gone"
+    assert not remove_dead(found), "a living process has it"
+    die(second)
+    assert remove_dead(found)
+    assert found_graphs() == []
+
+
+def test_name_may_be_left_out_for_the_only_graph() -> None:
+    with pytest.raises(UserError, match="no graph is up"):
+        find_graph(None)
+    folders = [claim("a")]
+    assert find_graph(None).name == "a"
+    folders.append(claim("b"))
+    with pytest.raises(UserError, match="several graphs are up: a, b; name one"):
+        find_graph(None)
+    with pytest.raises(UserError, match="there is no graph c; there is a, b"):
+        find_graph("c")
+    for folder in folders:
+        folder.remove()
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "x" * 33, "a b"])
+def test_wrong_name_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="cannot name a graph"):
+        claim(name)
+
+
+def test_folder_that_others_may_read_is_refused(directory: Path) -> None:
+    directory.mkdir(mode=0o755)
+    for call in (found_graphs, lambda: claim("a")):
+        with pytest.raises(UserError, match="only this user may use"):
+            call()
+
+
+def test_link_in_place_of_the_folder_is_refused(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir(mode=0o700)
+    directory.symlink_to(tmp_path / "other")
+    with pytest.raises(UserError, match="only this user may use"):
+        claim("a")
+
+
+def test_long_path_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / ("x" * 100)))
+    with pytest.raises(UserError, match="too long for the path of a socket"):
+        claim("a")
+
+
+def test_new_log_keeps_the_one_before() -> None:
+    folder = claim("a")
+    log = folder.open_log()
+    for text in (b"first\n", b"second\n", b"third\n"):
+        os.write(log, text)
+        if text != b"third\n":
+            folder.begin_log(log)
+    found = find_graph("a")
+    assert (found.old_log.read_bytes(), found.log.read_bytes()) == (b"second\n", b"third\n")
+    os.close(log)
+    folder.remove()

@@ -1,0 +1,162 @@
+"""A graph that stays up: `flowrt up`, `ps`, `logs`, `drain`, `down`, `run --attach` and `flowrt.attach`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from left_processes import left_processes
+
+import flowrt
+from flowrt.cli import graphs
+from flowrt.cli.attach import run_attached
+from flowrt.cli.options import RunOptions
+from flowrt.errors import NotRunningError, UserError
+from flowrt.sampling_params import SamplingParams
+from flowrt.serving.run_folder import VARIABLE, find_graph
+
+ROOT = Path(__file__).resolve().parents[2]
+GRAPH = ROOT / "examples" / "quickstart.yaml"
+ONE = ("--set", "deploy.processes=one", "--port", "0")
+SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+def up(*options: str) -> subprocess.CompletedProcess[str]:
+    """Not in this process, since it forks."""
+    command = [sys.executable, "-m", "flowrt", "up", str(GRAPH), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS, check=False)
+
+
+def listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert graphs.ps(is_json=True) == 0
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+def test_graph_stays_up_until_it_is_stopped(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = up("--name", "a", *ONE)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"flowrt: a is up, serving tiny-moe at http://127.0.0.1:\d+ \(pid \d+\); flowrt down a stops it\n", done.stderr)
+    pids = {process.pid for process in asyncio.run(flowrt.attach("a").status()).processes}
+    try:
+        second = up("--name", "a", *ONE)
+        assert (second.returncode, second.stderr.count("\n")) == (2, 1)
+        assert "a is up already (pid " in second.stderr
+        check_shown(capsys)
+        check_attached(capsys)
+        check_drained(capsys)
+        capsys.readouterr()
+        assert graphs.down("a", at_once=False) == 0
+        assert capsys.readouterr().err == "flowrt: a is down\n"
+    finally:
+        end("a")
+    assert not left_processes(pids)
+    assert list(directory.iterdir()) == []
+    with pytest.raises(UserError, match="there is no graph a"):
+        flowrt.attach("a")
+
+
+def end(name: str) -> None:
+    """Kill what a failed test leaves."""
+    try:
+        found = find_graph(name)
+    except UserError:
+        return
+    if found.is_alive and found.description is not None:
+        os.kill(found.description.pid, signal.SIGKILL)
+
+
+def check_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    (graph,) = listed(capsys)
+    assert (graph["name"], graph["state"], graph["model"]) == ("a", "ready", "tiny-moe")
+    states = {process["name"]: process["state"] for process in graph["processes"]}
+    assert states.keys() >= {"launcher", "attention.0", "experts.0", "front_end.0"}
+    assert set(states.values()) == {"up"}
+    graphs.ps(is_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"a  ready  tiny-moe at http://127\.0\.0\.1:\d+  pid \d+  for .*  0 of \d+ requests$", lines[0])
+    assert lines[1].split() == ["process", "state", "pid", "heartbeat", "cpu", "memory", "requests", "restarts"]
+    assert len({len(line) for line in lines[1:-1] if "launcher" in line or "attention" in line}) == 1, "aligned"
+    graphs.logs(None, follows=False, tail=None)
+    assert "serving tiny-moe" in capsys.readouterr().out
+
+
+def check_attached(capsys: pytest.CaptureFixture[str]) -> None:
+    """The answers are those of a graph that this process runs."""
+    graph, prompt = flowrt.attach(), "What is 1 + 2?"
+    drawn = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=8, logit_bias=((5, 9.0),))
+    with flowrt.start(GRAPH, overrides=["deploy.processes=one"]) as own:
+        for params in (SamplingParams(max_tokens=12, logprobs=2), drawn):
+            expected, completion = own.complete(prompt, params), asyncio.run(graph.complete(prompt, params))
+            assert completion.prompt_token_ids == expected.prompt_token_ids
+            for choice, other in zip(completion.choices, expected.choices, strict=True):
+                assert (choice.token_ids, choice.text, choice.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+                assert choice.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+                assert [dict(top).keys() for top in choice.top_logprobs] == [dict(top).keys() for top in other.top_logprobs]
+        messages = [{"role": "user", "content": prompt}]
+        assert asyncio.run(graph.complete(messages=messages)) == own.complete(messages=messages)
+    refused = asyncio.run(graph.complete([1, 2], max_tokens=100_000))
+    assert (refused.finish_reason, refused.text) == ("error", "")
+    assert "max_tokens" in str(refused.error)
+    capsys.readouterr()
+    options = RunOptions(prompt=(prompt,), chat=True, attach="a", quiet=True)
+    assert run_attached(None, options, SamplingParams()) == 0
+    assert capsys.readouterr().out == "3\n"
+    with pytest.raises(UserError, match="--set cannot be given with --attach"):
+        run_attached(None, RunOptions(prompt=(prompt,), attach="a", overrides=("x=1",)), SamplingParams())
+
+
+def check_drained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert graphs.drain("a") == 0
+    assert [graph["state"] for graph in listed(capsys)] == ["draining"]
+    completion = asyncio.run(flowrt.attach("a").complete("Once", max_tokens=2))
+    assert completion.error == "the run is draining and takes no new requests"
+
+
+def test_killed_graph_is_dead_and_its_name_free(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        assert up("--name", "a", *ONE).returncode == 0
+        status = asyncio.run(flowrt.attach("a").status())
+        launcher = next(process.pid for process in status.processes if process.name == "launcher")
+        os.kill(launcher, signal.SIGKILL)
+        assert not left_processes(process.pid for process in status.processes)
+        while find_graph("a").is_alive:  # until its last thread has ended
+            time.sleep(0.01)
+        assert [graph["state"] for graph in listed(capsys)] == ["dead"]
+        with pytest.raises(NotRunningError, match="a is dead"):
+            flowrt.attach("a")
+        assert up("--name", "a", *ONE).returncode == 0
+        assert [graph["state"] for graph in listed(capsys)] == ["ready"]
+        os.kill(find_graph("a").description.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+        monkeypatch.setattr(graphs, "STOP_SECONDS", 0.1)
+        assert graphs.down("a", at_once=True) == 1
+        assert list(directory.iterdir()) == []
+    finally:
+        end("a")
+
+
+def test_graph_that_does_not_start_leaves_nothing(directory: Path) -> None:
+    done = up("--name", "a", "--set", "reliability.recovery=nonsense")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert not directory.exists()
+    done = up("--name", "a", "--port", "0", "--ssl-certfile", str(GRAPH))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert not directory.exists() or list(directory.iterdir()) == []
