@@ -17,9 +17,6 @@
   everything that it sent completely is received. A stopped peer delays `aclose` by at most LINGER_SECONDS.
 * Sizes from a peer are checked against the limits before anything is allocated. An invalid message closes the channel
   (BrokenChannelError) and has no other effect.
-* One-sided windows: `open_window` registers memory. The peer of this channel, given the window's key, writes to it and reads from it
-  without action by this side's user, and either side sets flags in it. Every scheme has windows. With `capabilities.native_windows` a
-  write is one copy into the registered memory; otherwise messages carry it.
 * Nothing outlives the channel: no descriptor, task, thread, file, shared memory.
 """
 
@@ -31,13 +28,10 @@ from typing import ClassVar, Self
 
 import msgspec
 
-from flowrt.transports.errors import UnavailableError
 from flowrt.transports.wire.message import Message
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_COPY_THREADS = 16
-MAX_WINDOWS = 64  # that one end of a channel may have open at a time
-MAX_FLAGS = 256  # of a window
 LINGER_SECONDS = 2.0  # how long `aclose` waits for a peer to take what was sent
 
 
@@ -74,7 +68,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     aliases_sender: bool = False  # received tensors may be the sender's own memory
     borrows_sender: bool = False  # sent tensors may be read until the peer has taken them
     device_memory: bool = False  # buffers with __cuda_array_interface__ may be sent, and arrive as such without passing the host
-    native_windows: bool = False  # a peer reaches a window's memory itself, without messages
     between_processes: bool = True
     between_hosts: bool = False
 
@@ -91,61 +84,6 @@ class ChannelStatistics(msgspec.Struct):
     held_buffers: int = 0  # received buffers in use that alias the transport's memory
     messages_dropped: int = 0  # repeated messages, each dropped once
     nonsense: int = 0  # 1 when the channel broke because of an invalid or too large message of the peer
-
-
-class WindowEnd(ABC):
-    """One end of a window. Flags are words of 64 bits, initially 0; a value is from 0 to 2**64 - 1."""
-
-    nbytes: int
-    num_flags: int
-
-    @abstractmethod
-    def flag(self, flag: int) -> int:
-        """The value that this end knows. Raises WindowError when there is no such flag."""
-
-    @abstractmethod
-    async def wait_flag(self, flag: int, seen: int = 0) -> int:
-        """Waits until the flag differs from `seen`, and returns its value; values between may be missed. Any number of tasks may wait.
-
-        Raises WindowError, ClosedChannelError, BrokenChannelError.
-        """
-
-    @abstractmethod
-    async def aclose(self) -> None:
-        """The owner closes the window: later calls of the peer raise WindowError. The peer only detaches from it. Idempotent."""
-
-
-class Window(WindowEnd):
-    """Memory that this end has registered for its peer. It closes with the channel; `buffer` stays valid while it is referred to.
-
-    A flag that the peer sets with a write becomes visible after the bytes written.
-    """
-
-    key: bytes  # random; the peer needs it to attach; it opens only this window on this channel
-    buffer: memoryview  # writable, `nbytes` long, initially zero
-
-    @abstractmethod
-    def set_flag(self, flag: int, value: int) -> None:
-        """Sets the flag and wakes its waiters on the other side. Raises WindowError."""
-
-
-class RemoteWindow(WindowEnd):
-    """The peer's window, seen from this end. Offsets outside of it are WindowErrors."""
-
-    @abstractmethod
-    async def write(self, offset: int, data: object, flag: int | None = None, value: int = 1) -> None:
-        """Copies `data`, any buffer, to `offset` of the window; then sets the flag, if one is given, to `value`.
-
-        Returns after the bytes are written; `data` may change again. After a cancel some bytes may be written, but the flag is not set.
-        """
-
-    @abstractmethod
-    async def read(self, offset: int, nbytes: int) -> memoryview:
-        """A copy of the current bytes."""
-
-    @abstractmethod
-    async def set_flag(self, flag: int, value: int) -> None:
-        """Sets the flag, after all earlier writes of this side, and wakes its waiters."""
 
 
 class Closable(ABC):
@@ -193,17 +131,6 @@ class Channel(Closable):
     @abstractmethod
     def recv_nowait(self) -> Message | None:
         """The next message if one has arrived, else None. Errors as in `recv`."""
-
-    def open_window(self, nbytes: int, num_flags: int = 1) -> Window:
-        """Registers `nbytes` of this side's memory, at least one, and up to MAX_FLAGS flags.
-
-        Raises UnavailableError (no memory, or a scheme without windows), WindowError (MAX_WINDOWS), Closed- and BrokenChannelError.
-        """
-        raise UnavailableError(f"{self.scheme} has no windows")
-
-    async def attach_window(self, key: bytes) -> RemoteWindow:
-        """The peer's window with this key. Raises WindowError when there is none, Closed- and BrokenChannelError."""
-        raise UnavailableError(f"{self.scheme} has no windows")
 
     @abstractmethod
     def abort(self, reason: str) -> None:

@@ -41,7 +41,3 @@ class UnavailableError(TransportError):
 
 class InvalidMessageError(TransportError, ValueError):
     """The argument of `send` is not a valid message: an unknown dtype, a buffer of another size than its spec. Nothing was sent."""
-
-
-class WindowError(TransportError):
-    """No open window of this channel has that key, or the offset or flag is outside of it. Nothing was written or set."""

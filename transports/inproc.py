@@ -9,12 +9,11 @@ from itertools import count
 from math import prod
 from typing import ClassVar
 
-from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.channel.queued import QueuedChannel, QueuedListener
 from flowrt.transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, HandshakeError, InvalidMessageError, LimitError
 from flowrt.transports.wire.address import expect_scheme
-from flowrt.transports.wire.codec import WireError, check_limits
+from flowrt.transports.wire.codec import check_limits
 from flowrt.transports.wire.handshake import check_key
 from flowrt.transports.wire.message import DTYPE_BYTES, Message
 
@@ -27,7 +26,6 @@ class InprocChannel(QueuedChannel):
 
     scheme = "inproc"
     yields = False
-    windows_by_message = True
 
     def __init__(self, limits: Limits, peer: Identity) -> None:
         super().__init__(limits, peer)
@@ -50,9 +48,6 @@ class InprocChannel(QueuedChannel):
         size = 0
         if message.tensors or type(message.header) is bytes:
             size = self._payload_bytes(message)
-        if message.kind[:1] == RESERVED:
-            other._on_window_message(message)
-            return True
         if inbox and (len(inbox) >= self._capacity_messages or other._inbox_bytes + size > self._capacity_bytes):
             return False
         inbox.append((message, size))
@@ -77,13 +72,6 @@ class InprocChannel(QueuedChannel):
         if other._room is not None:
             other._wake_sender()
         return message
-
-    def _on_window_message(self, message: Message) -> None:
-        try:
-            if not self._closed:
-                self._message_windows().on_message(message)
-        except WireError as error:
-            self._break(str(error))
 
     def _payload_bytes(self, message: Message) -> int:
         size = 0

@@ -23,9 +23,7 @@ from flowrt.simulation.loop import VirtualLoop
 from flowrt.simulation.network_conditions import LinkState, NetworkConditions, is_hit
 from flowrt.simulation.waitables import current_node, set_error, set_result
 from flowrt.transports.channel.flow_controlled import FlowControlledChannel
-from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.channel.queued import QueuedListener
-from flowrt.transports.channel.window_base import TOKEN_BYTES
 from flowrt.transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, HandshakeError
 from flowrt.transports.wire.address import expect_scheme
@@ -145,7 +143,6 @@ class SimulatedChannel(FlowControlledChannel):
         self._other: SimulatedChannel = self
         self._last_arrival = 0.0
         self._on_the_way: deque[tuple[FrameKind, list[Part]]] = deque()  # frames to this end
-        self._new_token = lambda: network.nonce()[:TOKEN_BYTES]
 
     @classmethod
     def pair(
@@ -242,11 +239,8 @@ class SimulatedChannel(FlowControlledChannel):
         self._expected += 1
         size = message.payload_bytes
         self._receiving.arrived(size)
-        if message.kind[:1] == RESERVED:
-            self._on_window_message(message, size)
-        else:
-            self._inbox.append((message, size))
-            self._wake_receiver()
+        self._inbox.append((message, size))
+        self._wake_receiver()
 
     async def _shut(self) -> None:
         self._inbox.clear()

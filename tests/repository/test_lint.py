@@ -28,7 +28,6 @@ SEAM_FILES = {
     "transports/channel/bulk_copy.py": "measures the cost of a copy on this machine",
     "transports/wire/handshake.py": "draws nonces, which must be unpredictable",
     "transports/channel/rendezvous.py": "draws socket names, which must be unpredictable",
-    "transports/channel/window_base.py": "draws window keys, which must be unpredictable",
     "transports/zeromq": "draws socket names, which must be unpredictable",
 }
 NOWHERE = {"pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "multiprocessing", "imp"}
@@ -50,8 +49,6 @@ TASK_OWNERS: dict[str, str] = {
     "transports/conformance/connection_checks.py": "the same",
     "transports/conformance/kit.py": "the same",
     "transports/conformance/process_checks.py": "the same",
-    "transports/conformance/window_checks.py": "the same",
-    "transports/channel/message_windows.py": "the responses to the peer's calls: ended by the channel's aclose",
     "flowrt/launcher/launcher.py": "the run: ended by stop, or by leaving `async with`",
     "flowrt/simulation/world.py": "simulated processes, which are cut off without being awaited; the run fails when one is left",
     "transports/emulation/channel.py": "the reader of a channel: ended and awaited by its aclose",

@@ -47,7 +47,7 @@ def test_third_party_transport_passes_the_same_checks(installed_package: str, ki
     results = list(run_suite(installed_package, full=False, loops=[kind]))
     sys.modules.pop("flowrt_tcp", None)
     assert [f"{result.name}: {result.why}" for result in results if result.outcome != "passed"] == []
-    assert len(results) == len(plan(installed_package, full=False)) > 30
+    assert len(results) == len(plan(installed_package, full=False)) >= 30
     assert all(result.property and result.loop == kind for result in results)
 
 

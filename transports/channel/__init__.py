@@ -1,1 +1,1 @@
-"""Parts that several transports share: send queues, rendezvous, flow control, windows and copies."""
+"""Parts that several transports share: send queues, rendezvous, flow control and copies."""

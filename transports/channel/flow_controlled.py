@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections import deque
 
 from flowrt.transports.channel.flow_control import ReceiveWindow, SendWindow
-from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.contract import Identity, Limits
 from flowrt.transports.wire.codec import Envelope, Part, assemble, encode, is_repeat
@@ -18,8 +17,6 @@ from flowrt.transports.wire.message import Message
 
 class FlowControlledChannel(QueuedChannel):
     """One end with an inbox of arrived messages; subclasses send and receive the TAKEN and WAITING frames."""
-
-    windows_by_message = True
 
     def __init__(self, limits: Limits, peer: Identity) -> None:
         super().__init__(limits, peer)
@@ -52,15 +49,6 @@ class FlowControlledChannel(QueuedChannel):
         self._send_message(parts, payload_bytes)
         return True
 
-    def _on_window_message(self, message: Message, payload_bytes: int) -> None:
-        """Processes a window message at once. Its credit returns to the sender independently of what the user takes."""
-        self._counters.messages_received += 1
-        self._counters.bytes_received += payload_bytes
-        if self._receiving.took(payload_bytes):
-            self._report_taken()
-        if not self._closed:
-            self._message_windows().on_message(message)
-
     def _on_taken(self, messages: int, payload_bytes: int) -> None:
         """Applies the peer's totals. Raises WireError when they are impossible."""
         self._sending.update(messages, payload_bytes)
@@ -78,9 +66,7 @@ class FlowControlledChannel(QueuedChannel):
             self._counters.messages_dropped += 1
             return
         self._expected += 1
-        if envelope.kind[:1] == RESERVED:
-            self._on_window_message(assemble(envelope, buffers), payload_bytes)
-        elif not self._closed:
+        if not self._closed:
             self._inbox.append((assemble(envelope, buffers), payload_bytes))
             self._wake_receiver()
 

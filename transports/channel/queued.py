@@ -15,10 +15,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from flowrt.transports.channel.message_windows import MessageWindows
-from flowrt.transports.channel.window_base import WindowTable
-from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, RemoteWindow, Window
-from flowrt.transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, UnavailableError
+from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener
+from flowrt.transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel
 from flowrt.transports.wire.message import Message
 
 YIELD_AFTER = 64  # messages taken without waiting before `recv` yields to the event loop once
@@ -28,7 +26,6 @@ class QueuedChannel(Channel):
     """One end of a channel; subclasses transfer the bytes."""
 
     _copying = False  # the last sent message is not copied yet; `send` must wait for the copy
-    windows_by_message = False  # whether the subclass passes arriving window messages to `_message_windows`
     yields = True  # whether a peer in another process can send so fast that `recv` never waits
 
     def __init__(self, limits: Limits, peer: Identity) -> None:
@@ -43,9 +40,7 @@ class QueuedChannel(Channel):
         self._room: asyncio.Future[None] | None = None  # the sender at the head of the queue waits for it
         self._num_senders = 0  # in `_send_in_turn`
         self._head = asyncio.Lock()  # fair; the sender that holds it is at the head of the queue
-        self._windows: MessageWindows | None = None
-        self._new_token: Callable[[], bytes] | None = None  # makes the tokens of window keys; None: random tokens
-        self._waiting: list[asyncio.Future[None]] = []  # waits for copies, flags and responses
+        self._waiting: list[asyncio.Future[None]] = []  # waits for copies
         self._shutdown: asyncio.Future[None] | None = None
         self._streak = 0
 
@@ -109,14 +104,6 @@ class QueuedChannel(Channel):
             self._raise_unreceivable()
         return message
 
-    def open_window(self, nbytes: int, num_flags: int = 1) -> Window:
-        self._check_sendable()
-        return self._window_table().open(nbytes, num_flags)
-
-    async def attach_window(self, key: bytes) -> RemoteWindow:
-        self._check_sendable()
-        return await self._window_table().attach(key)
-
     async def recv(self) -> Message:
         if self._receiver is not None:
             raise BusyChannelError("another task is in recv of this channel")
@@ -156,8 +143,6 @@ class QueuedChannel(Channel):
         self._wake_receiver()
         self._wake_sender()
         try:
-            if self._windows is not None:
-                await self._windows.close()
             await self._shut()
         finally:
             self._shutdown.set_result(None)
@@ -184,29 +169,14 @@ class QueuedChannel(Channel):
             if not future.done():
                 future.set_result(None)
 
-    def _window_table(self) -> WindowTable:
-        """Returns the windows of this end."""
-        return self._message_windows()
-
-    def _message_windows(self) -> MessageWindows:
-        """Returns the windows that messages carry. Raises UnavailableError when this scheme does not pass window messages on."""
-        if not self.windows_by_message:
-            raise UnavailableError(f"{self.scheme} has no windows")
-        if self._windows is None:
-            self._windows = MessageWindows(self, self.limits, self._until, self._wake_sender, self._new_token)
-        return self._windows
-
-    async def _until(self, ready: Callable[[], bool], expect: Callable[[], bool] = bool) -> None:
-        """Waits until `ready()` is True; each `_wake_sender` checks it again. `expect` is called before each wait, like `_expect_room`.
-        Raises ClosedChannelError, and BrokenChannelError when the channel ends first."""
+    async def _until(self, ready: Callable[[], bool]) -> None:
+        """Waits until `ready()` is True; each `_wake_sender` checks it again. Raises ClosedChannelError, and BrokenChannelError when the
+        channel ends first."""
         while True:
             if self._closed or not ready():
                 self._check_sendable()
             else:
                 return
-            if expect():
-                await asyncio.sleep(0)
-                continue
             future: asyncio.Future[None] = self._loop.create_future()
             self._waiting.append(future)
             try:

@@ -26,7 +26,6 @@ from flowrt.transports.conformance.connection_checks import CONNECTION_CHECKS, p
 from flowrt.transports.conformance.kit import ContractViolationError, expect, num_descriptors
 from flowrt.transports.conformance.long_checks import LONG_CHECKS, NEEDED_BYTES
 from flowrt.transports.conformance.process_checks import PROCESS_CHECKS
-from flowrt.transports.conformance.window_checks import WINDOW_CHECKS
 from flowrt.transports.registry import get_transport
 from flowrt.transports.shared_memory.transport import available_bytes
 
@@ -37,7 +36,6 @@ _SETTLE_SECONDS = 20.0  # time limit for resources that end by themselves soon a
 
 GROUPS = {
     "channels": CHANNEL_CHECKS,
-    "windows": WINDOW_CHECKS,
     "other processes": PROCESS_CHECKS,
     "listening, connecting": CONNECTION_CHECKS,
     "very long, very many": LONG_CHECKS,

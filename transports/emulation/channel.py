@@ -24,13 +24,12 @@ from typing import Any
 
 import msgspec
 
-from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.contract import LINGER_SECONDS, Channel, ChannelStatistics, Limits
-from flowrt.transports.emulation.frames import PASSED, ArrivingMessage, Passed, Stamp, escaped, unescaped
+from flowrt.transports.emulation.frames import PASSED, ArrivingMessage, Passed, Stamp
 from flowrt.transports.emulation.nic import Cancellable, Nic
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, LimitError, TransportError
-from flowrt.transports.wire.codec import WireError, header_bytes
+from flowrt.transports.wire.codec import header_bytes
 from flowrt.transports.wire.message import Message
 
 
@@ -38,7 +37,6 @@ class EmulatedChannel(QueuedChannel):
     """One end of an emulated link over `inner`, which it owns. It conforms to transports/contract.py."""
 
     scheme = "emulated"
-    windows_by_message = True
 
     def __init__(self, inner: Channel, nic: Nic, limits: Limits) -> None:
         super().__init__(limits, inner.peer)
@@ -138,7 +136,7 @@ class EmulatedChannel(QueuedChannel):
         if header is not None and len(header) > self.limits.max_header_bytes:
             raise LimitError(f"the header of a {message.kind!r} message takes {len(header)} bytes of {self.limits.max_header_bytes}")
         stamp = Stamp(self._number + 1, start, self._unreported, header)
-        return Message(escaped(message.kind), message.tag, message.edge, stamp, message.tensors)
+        return Message(message.kind, message.tag, message.edge, stamp, message.tensors)
 
     def _count_sent(self, message: Message) -> None:
         self._counters.messages_sent += 1
@@ -243,7 +241,7 @@ class EmulatedChannel(QueuedChannel):
             stamp = frame.decode_header(Stamp)
             if stamp.before_seconds is not None:
                 self._has_passed(stamp.number - 1, stamp.before_seconds)
-            message = Message(unescaped(frame.kind), frame.tag, frame.edge, stamp.header, frame.tensors)
+            message = Message(frame.kind, frame.tag, frame.edge, stamp.header, frame.tensors)
             size, work, nic = message.payload_bytes, self._nic.work(message), self._nic
             arriving = ArrivingMessage(message, stamp.number, size, stamp.start_seconds, work)
             self._arriving.append(arriving)
@@ -277,10 +275,7 @@ class EmulatedChannel(QueuedChannel):
                 self._alarm = nic.timer.call_at(due, self._deliver_due)
                 break
             self._arriving.popleft()
-            if head.message.kind[:1] == RESERVED:
-                self._deliver_window_message(head)
-            else:
-                self._inbox.append(head)
+            self._inbox.append(head)
             nic.note(due - head.start, now - due + head.moved)
         if len(self._inbox) > num_before:
             self._wake_receiver()
@@ -289,15 +284,6 @@ class EmulatedChannel(QueuedChannel):
                 self._break(self._final)
             else:
                 self._end()
-
-    def _deliver_window_message(self, arriving: ArrivingMessage) -> None:
-        """Processes a window message, which took its time on the link like any other message."""
-        self._release(arriving)
-        try:
-            if not self._closed:
-                self._message_windows().on_message(arriving.message)
-        except WireError as error:
-            self._break(str(error), nonsense=True)
 
     def _on_inner_end(self, reason: str) -> None:
         """Handles the end of `inner`: arrived messages are still delivered at their times, then the end is reported."""

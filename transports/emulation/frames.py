@@ -1,4 +1,4 @@
-"""Defines the frames of an emulated link on the channel below it: stamped headers, control kinds, and escaped window calls."""
+"""Defines the frames of an emulated link on the channel below it: stamped headers and the control kind."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.wire.message import Message
 
 PASSED = "link.passed"  # the time at which a message had passed the sender's NIC
-_ESCAPE = "link"
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True):
@@ -42,12 +40,3 @@ class ArrivingMessage:
     moved: float = 0.0
     sent: float | None = None  # passed the sender's NIC
     received: float | None = None  # passed the receiver's NIC
-
-
-def escaped(kind: str) -> str:
-    """Returns the kind for the channel below, which must not mistake a window call of this link for one of its own windows."""
-    return _ESCAPE + kind if kind[:1] == RESERVED else kind
-
-
-def unescaped(kind: str) -> str:
-    return kind[len(_ESCAPE) :] if kind.startswith(_ESCAPE + RESERVED) else kind

@@ -15,7 +15,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
-from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, RemoteWindow, Transport, Window
+from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, InvalidMessageError
 from flowrt.transports.fault_injection.plan import TIMED, Direction, FaultPlan, MessageFault, parse_plan
 from flowrt.transports.wire.codec import WireError, decode, encode
@@ -146,16 +146,6 @@ class FaultyChannel(Channel):
             self._note("in", number, faults[0].kind, f"{seconds} s")
             self._due = self._loop.time() + seconds
         self._received.extend(self._apply(faults, message, "in", number))
-
-    # Windows are those of `inner`: faults do not apply to them, but the end of the channel closes them.
-
-    def open_window(self, nbytes: int, num_flags: int = 1) -> Window:
-        self._raise_if_over()
-        return self._inner.open_window(nbytes, num_flags)
-
-    async def attach_window(self, key: bytes) -> RemoteWindow:
-        self._raise_if_over()
-        return await self._inner.attach_window(key)
 
     def _apply(self, faults: list[MessageFault], message: Message, direction: Direction, number: int) -> list[Message]:
         """Injects the faults that change what is sent or received. Returns the resulting messages: none, or one or more."""

@@ -1,7 +1,6 @@
 """The memory layout of one direction of a shared-memory channel, written by one process and read by another.
 
-The protocol is XCCL's for a pair (xDeepServe section 3.1, figure 4), with its "metadata area" and "managed data area"; the "application
-area" is a window (window.py).
+The protocol is XCCL's for a pair (xDeepServe section 3.1, figure 4), with its "metadata area" and "managed data area".
 
     words    64-bit words, each written by one side only, each side's on cache lines of their own
     fields   one field of 32 bytes per copy thread and side: event id, chunk id, tail (and one word of the first for abandoned messages)
@@ -40,10 +39,9 @@ LINE_BYTES = 64
 HEAD, TAIL, TAKEN_MESSAGES, TAKEN_BYTES = 0, LINE_BYTES, LINE_BYTES + 8, LINE_BYTES + 16  # also in _records.c
 RELEASED, HELD = 2 * LINE_BYTES, 2 * LINE_BYTES + 8
 READER_SLEEPS, WRITER_SLEEPS, CLOSED = 3 * LINE_BYTES, 4 * LINE_BYTES, 5 * LINE_BYTES
-FLAGS_SLEEP, NUDGES = 6 * LINE_BYTES, 7 * LINE_BYTES  # the reader sleeps for window flags; the writer has set one
 FIELD_BYTES = 32
 EVENT, CHUNK, CHUNK_TAIL, ABANDONED = 0, 8, 16, 24  # in a field
-FIELDS = 8 * LINE_BYTES  # the writer's, in the reader's metadata area
+FIELDS = 6 * LINE_BYTES  # the writer's, in the reader's metadata area
 ACKNOWLEDGED = FIELDS + MAX_COPY_THREADS * FIELD_BYTES  # the reader's, in the writer's metadata area
 WORDS_BYTES = ACKNOWLEDGED + MAX_COPY_THREADS * FIELD_BYTES  # bytes of one direction
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from typing import ClassVar, NoReturn
 
+from flowrt.transports.channel.peer_watch import PeerWatch
 from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.channel.rendezvous import Meeting, Offer
 from flowrt.transports.channel.socket_transport import SocketTransport
@@ -24,7 +25,6 @@ from flowrt.transports.errors import BrokenChannelError, TransportError, Unavail
 from flowrt.transports.shared_memory.ring import PAGE_BYTES, RELEASED, WRITER_SLEEPS, Layout
 from flowrt.transports.shared_memory.ring_reader import RingReader
 from flowrt.transports.shared_memory.ring_writer import RingWriter
-from flowrt.transports.shared_memory.window import SEALS, SharedWindows, Sleeping, WindowSocket
 from flowrt.transports.wire.codec import WireError
 from flowrt.transports.wire.message import Message
 
@@ -35,6 +35,7 @@ except ImportError as error:
 else:
     _missing = None
 
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 RECHECK_SECONDS = 0.25  # a sleeping side checks this often by itself, and counts when that was needed
 PATIENT_CHECKS = 20  # during which a wake-up may be on its way after the peer has lowered the flag: it may wait for a processor
 
@@ -62,16 +63,7 @@ class SharedMemoryChannel(QueuedChannel):
         self._reader = RingReader(memory, self._leases, layout, incoming, meeting.limits, self._counters, peer_wake)
         self._unreadable = False
         self._num_checks = 0  # in a row that found a message without a wake-up
-        self._peer_watch = WindowSocket(meeting.sock, self._on_peer_end)
-        self._shared_windows = SharedWindows(
-            self._peer_watch,
-            Sleeping(memory, layout.words(incoming), layout.words(side), peer_wake),
-            layout.copy_threads,
-            own_wake,
-            sealed_memory,
-            self._until,
-            self._wake_sender,
-        )
+        self._peer_watch = PeerWatch(meeting.sock, self._on_peer_end)
         self._loop.add_reader(own_wake, self._on_wake)
         self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
 
@@ -86,9 +78,6 @@ class SharedMemoryChannel(QueuedChannel):
             return not self._num_senders and self._writer.send(message)
         except WireError as error:
             self._cannot_send(error)
-
-    def _window_table(self) -> SharedWindows:
-        return self._shared_windows
 
     def _transmit(self, message: Message, *, in_parts: bool = False) -> bool:
         writer = self._writer
@@ -160,9 +149,8 @@ class SharedMemoryChannel(QueuedChannel):
         self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
         unread = self._receiver is not None and self._reader.has_message()
         room = self._room is not None and self._writer.has_more_room()
-        flags = self._shared_windows.has_changes()
-        self._num_checks = self._num_checks + 1 if unread or room or flags else 0
-        is_lost = (unread and self._reader.flag_is_up()) or (room and self._writer.flag_is_up()) or flags
+        self._num_checks = self._num_checks + 1 if unread or room else 0
+        is_lost = (unread and self._reader.flag_is_up()) or (room and self._writer.flag_is_up())
         if self._num_checks > (1 if is_lost else PATIENT_CHECKS):
             self._counters.late_wakeups += 1
             self._num_checks = 0
@@ -181,7 +169,6 @@ class SharedMemoryChannel(QueuedChannel):
     async def _shut(self) -> None:
         self._timer.cancel()
         self._loop.remove_reader(self._own_wake)
-        self._shared_windows.close()
         self._writer.close(in_order=self._broken is None)
         self._reader.close()
         self._peer_watch.close()  # after the ring has the mark of the end
@@ -193,7 +180,7 @@ class SharedMemoryTransport(SocketTransport):
     """`shm://name`, between processes of one user on one Linux host."""
 
     scheme: ClassVar[str] = "shm"
-    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, native_windows=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True)
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
