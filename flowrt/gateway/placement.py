@@ -71,10 +71,11 @@ class Placement:
 
     def place_waiting(self) -> list[RequestLog]:
         """Give a group to each waiting request that fits in one. Returns these requests; a request that fits nowhere lets none overtake
-        it, except that others pass suspects."""
+        it. Others pass a suspect that waits for the end of a trial alone."""
         placed = []
         for log in list(self.waiting):
-            group = choose_group(self.loads, self._closed_groups(log))
+            closed = self._closed_groups(log)
+            group = choose_group(self.loads, closed | self._trials.keys() if log.is_suspect else closed)
             if group is not None:
                 self.waiting.remove(log)
                 self._placed[log.index] = group
@@ -83,7 +84,7 @@ class Placement:
                     self._trials[group] = log
                     log.unproven = {choice.index for choice in log.choices if choice.finish_reason is None}
                 placed.append(log)
-            elif not log.is_suspect:
+            elif closed >= self.loads.keys():
                 break
         return placed
 
@@ -146,9 +147,10 @@ class Placement:
         return "; ".join(["no attention group is left to serve the request", *(f"{group} {why}" for group, why in self._lost.items())])
 
     def _closed_groups(self, log: RequestLog) -> set[str]:
+        """The groups that are lost or have no room for the request."""
         num_choices = len(log.choices)
         full = {group for group, load in self.loads.items() if load.num_sequences and load.num_sequences + num_choices > self._capacity}
-        return full | self._lost.keys() | (self._trials.keys() if log.is_suspect else set())
+        return full | self._lost.keys()
 
     def end_trial(self, log: RequestLog) -> None:
         """The request does not run alone in its group any more. No-op for one that did not."""

@@ -434,6 +434,22 @@ def test_requests_of_a_crashed_group_run_alone_and_only_one_that_did_is_blamed()
     assert suspects == {0, 1, 4, 6, 7}, "requests that were in no step with it are no suspects"
 
 
+def test_others_pass_a_suspect_that_waits_for_a_trial_and_not_one_that_waits_for_room() -> None:
+    gateway = new_gateway()
+    first, large = place(gateway), place(gateway, n=8)  # as much as a group takes
+    gateway.lose_group(large.group, "was killed by SIGSEGV", may_recur=True)
+    assert [gateway.groups_of(index) for index in (0, 1)] == [[first.group], []], "there is no room"
+    assert admit(gateway, (1,)) is None, "a newer request would take its room, and the next one after it"
+    (moved,) = [each for each in on_ended(gateway, Ended(first.request.id, 0, "stop")) if isinstance(each, SendRequest)]
+    assert (moved.index, moved.request.is_suspect) == (1, True)
+    crashed = new_gateway()
+    for _ in range(4):
+        place(crashed)
+    crashed.lose_group("g0", "was killed by SIGSEGV", may_recur=True)
+    assert crashed.groups_of(2) == [], "a trial runs"
+    assert place(crashed).group == "g1"
+
+
 def test_a_group_that_is_killed_from_outside_makes_no_suspects() -> None:
     gateway = new_gateway()
     place(gateway)
