@@ -280,7 +280,7 @@ def _count(metrics: RequestMetrics, decision: Decision, now: float) -> None:
     match decision:
         case TokenEvent():
             metrics.add_token(decision.request, decision.choice, now)
-        case SendRequest():
+        case SendRequest() if decision.request.kv is None:  # otherwise the same attempt goes on in a group
             metrics.place(decision.index, len(decision.request.prompt_token_ids), now)
         case EndEvent():
             metrics.end(decision.request, decision.finish_reason, now)

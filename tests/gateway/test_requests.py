@@ -8,9 +8,10 @@ from random import Random
 
 import pytest
 
-from flowrt.actors.control import Cancel, Control, Ended, Submit, as_message
+from flowrt.actors.control import Cancel, Control, Ended, KvOffer, Prefilled, Submit, Token, Tokens, as_message
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import EndEvent, Gateway
+from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import MAX_UNREAD, Requests
 from flowrt.graph.model import GraphLimits
 from flowrt.reliability.health import RequestProgress
@@ -72,6 +73,19 @@ async def test_what_cannot_be_tokenized_ends_with_the_reason() -> None:
     index = await requests.submit(SamplingParams(n=2), fail)
     assert [event async for event in requests.follow(index)] == [EndEvent(index, "error", "", "the text is too long")]
     assert requests.gateway.num_unfinished == 0
+
+
+async def test_a_request_that_a_prefill_worker_passes_on_has_not_moved() -> None:
+    gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1, prefill_workers=["p"])
+    metrics = RequestMetrics()
+    requests = Requests(gateway, send_nothing, RequestProgress(), RealClock(), metrics=metrics)
+    requests.place(requests.open(SamplingParams(max_tokens=4), 2, lambda: None), (1, 2))
+    requests.on_control("p", Tokens((Token("request-0", 0, 0, (5,)),)))
+    requests.on_control("p", Prefilled("request-0", 0, KvOffer("p", "i", 1, 2)))
+    assert (gateway.groups_of(0), metrics.num_moved) == (["p", "g"], 0)
+    requests.lose_group("g", "was killed")
+    assert (gateway.groups_of(0), metrics.num_moved) == (["p"], 1)
+    await requests.aclose()
 
 
 async def test_ten_thousand_requests_without_a_reader_keep_a_bounded_number_of_logs() -> None:
