@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
 from flowrt.actors.control import ExpertsUnavailable, Heartbeat
-from flowrt.graph.model import MONITOR
+from flowrt.graph.model import MONITOR, Graph
+from flowrt.graph.recovery import attention_groups, pipelines
 from flowrt.launcher import events
 from flowrt.launcher.outage_record import OutageRecord
 from flowrt.reliability.health import STALL_SECONDS, Health, RequestProgress, ServiceState, WorkerProgress, health
 
 
 class HealthRecord:
-    """`emitting`: the workers that emit tags. Their firings count as progress of requests, since a step of a long prompt yields no token.
-    `now`: the clock, in seconds."""
+    """Firings of attention groups and prefill workers count as progress of requests, since a step of a long prompt yields no token. `now`:
+    the clock, in seconds."""
 
-    def __init__(self, emitting: Collection[str], now: Callable[[], float]) -> None:
-        self._now, self._state = now, ServiceState(groups=frozenset(emitting))
+    def __init__(self, graph: Graph, now: Callable[[], float]) -> None:
+        self._now, self._pipelines, self._state = now, frozenset(pipelines(graph)), ServiceState(groups=frozenset(attention_groups(graph)))
         self.progress = RequestProgress()
         self.outages = OutageRecord()
         self._lost_experts: dict[str, ExpertsUnavailable] = {}  # by group
@@ -46,6 +47,7 @@ class HealthRecord:
                 state.given_up.discard(name)  # the fork server was only stopped for a while
                 self._workers.pop(name, None)
                 state.suspects.pop(name, None)
+                self._lost_experts.pop(name, None)  # its next incarnation reports again
                 if name == MONITOR:
                     state.suspects.clear()  # a dead monitor clears none; its next incarnation suspects again
             case events.WorkerRestarted(name):
@@ -65,7 +67,7 @@ class HealthRecord:
         before, since, _ = self._workers.get(name, (None, now, now))
         if before is not None and heartbeat.num_firings != before.num_firings:
             since = now
-            if name in self._state.groups:
+            if name in self._pipelines:
                 self.progress.progressed(now)
         self._workers[name] = heartbeat, since, now
 

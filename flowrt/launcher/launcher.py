@@ -39,9 +39,8 @@ from flowrt.actors.control import (
 )
 from flowrt.actors.heartbeats import LAUNCHER_HEARTBEAT_SECONDS, send_heartbeats
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError, named_error
-from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph, to_json
-from flowrt.graph.recovery import standby_names
+from flowrt.graph.recovery import pipelines, standby_names
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, Announce, End, EndProcess, KillForkServer, Send, StartForkServer, StartProcess
 from flowrt.launcher.control_connection import ControlConnection
@@ -109,8 +108,7 @@ class Launcher:
         self.key = self.seams.new_key()
         self.run_id = self.seams.new_incarnation()
         graph_json = to_json(self.graph)
-        self._emitting = list(dict.fromkeys(node.process for node in self.graph.nodes.values() if node.operator == SOURCE))
-        self.health_record = HealthRecord(self._emitting, self.seams.clock.now)
+        self.health_record = HealthRecord(self.graph, self.seams.clock.now)
         self._on_event = on_event or (lambda event: None)
         self._on_control = on_control or (lambda name, control: None)
         self._farewell = farewell
@@ -213,14 +211,14 @@ class Launcher:
         responded = {name for name, response in requested.items() if response.done()}
         return {name: replace(known, has_responded=name in responded) for name, known in self._pool.statistics().items()}
 
-    async def drain(self, workers: Iterable[str] | None = None) -> None:
-        """Make workers finish what runs and admit nothing new, and wait for them all. Default: the workers that emit tags, which are the
-        attention workers.
+    async def drain(self) -> None:
+        """Make the groups and prefill workers finish what runs and admit nothing new, and wait for them all. One that starts has nothing to
+        finish.
 
         Has no time limit: cancel it, or leave the block. Raises as `send`.
         """
         task = self.check_running()
-        names = [name for name in (workers or self._emitting) if not self.state.has_ended(name)]
+        names = [name for name in pipelines(self.graph) if self.state.is_usable(name)]
         await self._wait_all(task, [self.workers[name].request(Drain()) for name in names])
 
     async def stop(self) -> dict[str, Statistics]:

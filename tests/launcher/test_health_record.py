@@ -6,7 +6,8 @@ import pytest
 
 from flowrt.actors.control import ExpertsUnavailable, Heartbeat
 from flowrt.errors import WorkerDiedError
-from flowrt.graph.model import MONITOR
+from flowrt.graph.builtin import KV_PACK, SOURCE
+from flowrt.graph.model import MONITOR, Graph, Node
 from flowrt.launcher import events
 from flowrt.launcher.health_record import HealthRecord
 
@@ -16,7 +17,8 @@ class RecordAt:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.standing = HealthRecord(["attention.0"], lambda: self.now)
+        nodes = [Node("group", SOURCE, "attention.0"), Node("prompts", SOURCE, "prefill.0"), Node("pack", KV_PACK, "prefill.0")]
+        self.standing = HealthRecord(Graph.of(nodes, []), lambda: self.now)
 
     def heartbeat(self, name: str, num_firings: int, running: str | None = None) -> None:
         self.standing.on_heartbeat(name, Heartbeat(0, 0.0, num_firings, running, 0.5, 2.0))
@@ -55,9 +57,14 @@ def test_steps_of_groups_are_progress_and_heartbeats_alone_are_not(record: Recor
     record.heartbeat("attention.0", 4)
     record.now += 4.0
     assert record.standing.health().ok, "a prompt is worked on"
+    record.heartbeat("prefill.0", 3)
+    record.now += 2.0
+    record.heartbeat("prefill.0", 4)
+    record.now += 3.5
+    assert record.standing.health().ok, "a prefill worker works on one"
     record.heartbeat("attention.0", 4)
     record.heartbeat("experts.0", 3)
-    record.now += 1.1
+    record.now += 1.6
     record.heartbeat("experts.0", 9)
     assert not record.standing.health().ok
 
@@ -119,6 +126,8 @@ def test_lost_experts_are_a_problem_or_where_output_may_be_degraded_a_warning(re
     assert (record.standing.health().ok, record.warnings) == (True, (f"{text}; output is degraded",))
     record.note(reported("attention.1", "", "wait"))
     assert record.warnings == ()
+    record.note(reported("attention.0", text, "wait"), events.WorkerLost("attention.0", "was killed"))
+    assert text not in record.standing.health().problems, "its next incarnation reports what it misses"
 
 
 def test_a_run_that_has_ended_is_not_ok(record: RecordAt) -> None:

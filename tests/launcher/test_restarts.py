@@ -85,13 +85,17 @@ class Run:
         return [what for worker, what in self.notices if worker == name and what.split()[: len(words)] == list(words)]
 
 
-async def test_drain_waits_for_no_worker_that_is_down(tmp_path: Path) -> None:
-    r = Run(graph_of(tmp_path, "server.0", "server.1", settings=ReliabilitySettings(detector=False, restarts=0)))
+@pytest.mark.parametrize("restarts", [0, 1])
+async def test_drain_waits_for_no_group_that_is_down_or_loads(tmp_path: Path, restarts: int) -> None:
+    nodes = [Node("slow.0", "source", "slow.0"), Node("server.0", "experts", "server.0")]
+    settings = ReliabilitySettings(detector=False, restarts=restarts)
+    graph = Graph.of(nodes, [Edge("slow.0", "y", "server.0", "x", transport="zmq")], reliability=settings, folder=str(tmp_path))
+    r = Run(graph)
     async with r.launcher as launcher:
-        r.kill("server.0")
-        await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
+        r.kill("slow.0")
+        await r.until(lambda: r.of(events.WorkerGivenUp, "slow.0") or len(r.of(events.WorkerStarted, "slow.0")) == 2)
         async with asyncio.timeout(20):
-            await launcher.drain(["server.0"])
+            await launcher.drain()
 
 
 @LOOPS
