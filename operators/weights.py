@@ -51,12 +51,12 @@ class Checkpoint:
 
     memory: WeightMemory | None = None
 
-    def __init__(self, directory: Path, memory: WeightMemory | None = None) -> None:
+    def __init__(self, directory: Path, memory: WeightMemory | None = None, on_read: Callable[[], None] = lambda: None) -> None:
         """Finds the files. Raises ModelError when there are none or the index is broken. Headers are read when first needed.
 
-        `memory` holds weights on the CPU that other processes of the host use too.
+        `memory` holds weights on the CPU that other processes of the host use too. `on_read` is called with each tensor that is read.
         """
-        self.directory, self.memory = Path(directory), memory
+        self.directory, self.memory, self._on_read = Path(directory), memory, on_read
         self._tensors: dict[Path, dict[str, StoredTensor]] = {}
         # One buffer for all conversions. With one buffer each, the allocator keeps holes between weights, a fifth of the loaded size.
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -117,6 +117,7 @@ class Checkpoint:
 
     def _read_piece(self, name: str, piece: Piece, num_experts: int, expert: int, shape: tuple[int, ...], out: Tensor, start: int) -> int:
         """Read one piece into out[start:]; returns its number of rows."""
+        self._on_read()
         stored = self.stored(name)
         taken, offset = stored.shape, stored.offset_bytes
         if piece.expert is not None:

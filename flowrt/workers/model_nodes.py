@@ -106,12 +106,18 @@ def build_model_nodes(
 
 
 def checkpoint_computations(
-    graph: Graph, process: str, device: torch.device | str, now: Callable[[], float], memory: WeightMemory | None = None
+    graph: Graph,
+    process: str,
+    device: torch.device | str,
+    now: Callable[[], float],
+    memory: WeightMemory | None = None,
+    on_read: Callable[[], None] = lambda: None,
 ) -> Computations:
-    """Modules with weights; those of experts are in `memory` if it is given. With strict numerics each makes its proof
-    (operators/row_blocks.py) before the worker serves requests, unless the process that filled the memory has made it."""
+    """Modules with weights; those of experts are in `memory` if it is given. `on_read` is called with each tensor that is read. With strict
+    numerics each makes its proof (operators/row_blocks.py) before the worker serves requests, unless the process that filled the memory has
+    made it."""
     config, strict = config_of(graph), graph.numerics == "strict"
-    checkpoint = Checkpoint(_directory_of(graph), memory)
+    checkpoint = Checkpoint(_directory_of(graph), memory, on_read)
     blocks = blocks_of(config, torch.get_num_threads()) if strict else WHOLE
     pages = cache(lambda: KvPages.for_model(config, graph.limits_of(process).kv_pages, graph.limits.page_size, device))
     embedding = cache(lambda: Embedding(config, checkpoint, device))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import msgspec
 import torch
@@ -65,6 +66,7 @@ from flowrt.workers.traced import TracedWorker
 log = logging.getLogger("flowrt.worker")
 
 CONTROL_MESSAGES = 1 << 16  # unread messages of the launcher before its group gives up on it
+PROGRESS_SECONDS = 10.0  # between two reports of a worker that loads; shorter than launcher.RESPONSE_SECONDS
 
 
 async def run_worker(control: Channel, seams: Seams) -> None:
@@ -269,15 +271,27 @@ class Worker:
         """Build the node functions of the worker `name`. Runs in the compute thread: reading weights takes seconds, and heartbeats continue
         meanwhile."""
 
+        now = self._seams.clock.now
+        latest, due = LoadProgress("", 0, 0), math.inf
+
+        def send(progress: LoadProgress) -> None:
+            nonlocal latest, due
+            latest, due = progress, now() + PROGRESS_SECONDS
+            self._loop.call_soon_threadsafe(self.control.send, progress)
+
         def on_built(text: str, done: int, total: int) -> None:
-            self._loop.call_soon_threadsafe(self.control.send, LoadProgress(text, done, total))
+            send(LoadProgress(text, done, total))
+
+        def on_read() -> None:
+            if now() >= due:  # the experts of a large model are one operator
+                send(latest)
 
         model = self._graph.model
         files = fingerprints(Path(model.path)) if model is not None else {}
         functions: dict[str, NodeFunction | KvUnpack] = {**check_process(self._graph, name)}
         memory = self._open_memory(name, files)
-        computations = partial(checkpoint_computations, memory=memory)
-        functions.update(build_model_nodes(self._graph, name, self._device, on_built, self._seams.clock.now, computations))
+        computations = partial(checkpoint_computations, memory=memory, on_read=on_read)
+        functions.update(build_model_nodes(self._graph, name, self._device, on_built, now, computations))
         if strict_blocks := strict_blocks_text(self._graph):
             log.info("%s: strict numerics: %s", name, strict_blocks)
         if model is not None and fingerprints(Path(model.path)) != files:
@@ -287,15 +301,25 @@ class Worker:
         return LoadedOperators.of(functions, strict_blocks, files)
 
     def _open_memory(self, name: str, files: Mapping[str, str]) -> WeightMemory | None:
-        """The memory of the weights that this worker shares with others of its host; None where it shares none."""
+        """The memory of the weights that this worker shares with others of its host; None where it shares none. Waits for another process
+        that loads them."""
         model, descriptor = self._graph.model, self._seams.descriptors.get(weight_set(self._graph, name))
         if model is None or descriptor is None:
             return None
+        waiting = asyncio.run_coroutine_threadsafe(self._report_waiting(), self._loop)
         try:
             return WeightMemory(os.dup(descriptor), repr((sorted(files.items()), model.dtype, self._graph.numerics, torch.__version__)))
         except OSError as error:
             log.warning("%s reads its own copy of the weights: %s", name, error)
             return None
+        finally:
+            waiting.cancel()
+
+    async def _report_waiting(self) -> NoReturn:
+        """Report progress until cancelled. A process that stops loading releases the memory when the launcher has ended it."""
+        while True:
+            await self._seams.clock.sleep(PROGRESS_SECONDS)
+            self.control.send(LoadProgress("weights, which another process loads", 0, 1))
 
     # --- messages -------------------------------------------------------------------------------------------------------------
 

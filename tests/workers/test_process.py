@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import itertools
 import logging
+import os
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from flowrt.actors.control import Connected, Control, Failed, Listening, Peers, Start, as_message, from_message
+from flowrt.actors.control import Connected, Control, Failed, Listening, LoadProgress, Peers, Start, Stop, as_message, from_message
+from flowrt.api import read_graph
 from flowrt.errors import UserError, leaves
 from flowrt.graph.model import Edge, Graph, Node, PortSpec, to_json
+from flowrt.graph.placement import weight_set
+from flowrt.launcher.transport_choice import choose_transports
 from flowrt.process_backend import CONTROL_LIMITS
-from flowrt.seams import Seams
+from flowrt.seams import RealClock, Seams
 from flowrt.transports.contract import Identity
 from flowrt.transports.errors import EndOfChannel
 from flowrt.transports.inproc import InprocChannel
-from flowrt.workers.process import run_worker
+from flowrt.transports.registry import unavailable_reason
+from flowrt.workers.process import PROGRESS_SECONDS, run_worker
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 PORT = {"x": PortSpec("x", ("float32[n]",))}
 
@@ -55,3 +66,46 @@ async def test_peer_that_died_before_it_was_linked_is_one_line_by_name(caplog: p
     assert [type(error) for error in leaves(caught.value)] == [UserError]
     assert [record.exc_info for record in caplog.records] == [None], "a traceback"
     await ours.aclose()
+
+
+class HurriedClock(RealClock):
+    """Each look at it finds it PROGRESS_SECONDS later."""
+
+    def __init__(self) -> None:
+        self._times = itertools.count()
+
+    def now(self) -> float:  # type: ignore[override]
+        return next(self._times) * PROGRESS_SECONDS
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory files are Linux's")
+async def test_a_worker_reports_progress_while_it_reads_weights_and_while_it_waits_for_them() -> None:
+    """Its operator may be large, and another process may load its weights: the launcher ends a worker that is silent for long."""
+    graph = choose_transports(read_graph(QUICKSTART, ["numerics=strict"]), unavailable_reason)
+    weights = os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity("gateway"), Identity("experts.0", "1"))
+
+    async def receive() -> Control:
+        return from_message(await ours.recv())
+
+    try:
+        seams = Seams(clock=HurriedClock(), descriptors={weight_set(graph, "experts.0"): weights})
+        with open(f"/proc/self/fd/{weights}", "rb") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)  # as another process that loads
+            working = asyncio.create_task(run_worker(theirs, seams))
+            await ours.send(as_message(Start("experts.0", "1", to_json(graph), b"k" * 32)))
+            waiting = await receive()
+            assert waiting == LoadProgress("weights, which another process loads", 0, 1)
+        reports: list[Control] = []
+        while isinstance(control := await receive(), LoadProgress):
+            reports.append(control)
+        assert isinstance(control, Listening)
+        assert reports.count(LoadProgress("experts.0", 0, 1)) > 1, "of one operator"
+        await ours.send(as_message(Stop()))
+        await working
+    finally:
+        await ours.aclose()
+        os.close(weights)
