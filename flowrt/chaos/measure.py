@@ -24,8 +24,9 @@ from flowrt.chaos.phases import Phases
 from flowrt.chaos.plan import check_processes, load_plan
 from flowrt.emulation import EmulationReport, emulation_report
 from flowrt.errors import UserError, WorkerDiedError
+from flowrt.graph.builtin import Keeps
 from flowrt.graph.model import Graph
-from flowrt.graph.recovery import survivable_processes
+from flowrt.graph.recovery import neighbours, rule_of, survivable_processes
 from flowrt.launcher.events import Event
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import Crash, Hang, Scenario, Stall
@@ -96,19 +97,15 @@ class ChaosResult:
 
 
 def expert_servers(graph: Graph) -> list[str]:
-    """Processes that hold experts and nothing else."""
-    names = graph.process_names()
-    return [name for name in names if {node.operator for node in graph.nodes_of(name)} == {"experts"}]
+    """Processes that hold experts, be they trampolines too, and keep nothing between two requests."""
+    processes = dict.fromkeys(node.process for node in graph.nodes.values() if node.operator == "experts")
+    return [name for name in processes if rule_of(graph, name).keeps == Keeps.NOTHING]
 
 
 def clients_of(graph: Graph) -> dict[str, set[str]]:
-    """Expert server -> the processes that send it requests."""
-    process_of = {node.name: node.process for node in graph.nodes.values()}
-    clients: dict[str, set[str]] = {name: set() for name in expert_servers(graph)}
-    for edge in graph.edges.values():
-        if (server := process_of[edge.target]) in clients:
-            clients[server].add(process_of[edge.source])
-    return clients
+    """Expert server -> the processes that are linked with it, and use it no more once it is lost."""
+    linked = neighbours(graph)
+    return {name: set(linked.get(name, ())) for name in expert_servers(graph)}
 
 
 def prepare(path: Path, options: ChaosOptions) -> PreparedRun:
@@ -124,7 +121,7 @@ def prepare(path: Path, options: ChaosOptions) -> PreparedRun:
     check_processes(graph, f"{path}: ")
     if options.kills and not survivable_processes(graph):
         hint = "use --set deploy.experts.servers=3" if graph.reliability.recovery == "fine" else "use --set reliability.recovery=fine"
-        raise UserError(f"{path}: the run survives the death of none of its processes, so there is none to kill; {hint}")
+        raise UserError(f"{path}: there is no process to kill whose death the run survives; {hint}")
     config, limits = read_model_config(Path(graph.model.path)), graph.group_limits()
     max_tokens = min(config.max_position_embeddings, limits.kv_pages * limits.page_size)
     if options.new_tokens <= limits.max_tokens and options.prompt_tokens + options.new_tokens > max_tokens:

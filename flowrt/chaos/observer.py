@@ -41,7 +41,7 @@ class InjectedFault:
 
     def explains(self, name: str, at: float, dead_seconds: float) -> bool:
         """Whether this may have caused the loss of `name` at that time: short standstills and slowness must not."""
-        if self.missed or name != self.process or at < self.at:
+        if self.missed or name not in (self.process, self.other) or at < self.at:
             return False
         return self.kind in ("crash", "reset") or (self.kind != "slow" and self.for_seconds >= dead_seconds)
 

@@ -25,7 +25,7 @@ from flowrt.graph.model import MONITOR
 from flowrt.launcher import events
 from flowrt.observe import duration_text
 
-NOTICED_SECONDS, HUNG_SECONDS, STALL_SECONDS = 0.020, 1.2, 0.150  # targets, each of a 99th percentile
+NOTICED_SECONDS, HUNG_SECONDS, MAX_STALL_SECONDS = 0.020, 1.2, 0.150  # targets, each of a 99th percentile
 WITH_SPARE, OF_THE_REST = 0.98, 0.97  # of throughput: with spare capacity; without, of what the servers left could do
 MIN_FAULTS = 6  # of a verdict on times: fewer bound not even a median
 MIN_OF_P99 = 100  # values; of fewer the 99th percentile is the worst
@@ -128,14 +128,15 @@ def _notes(found: ChaosResult, num_unsteady: int) -> list[str]:
 
 
 def lost_without_cause(found: ChaosResult) -> list[str]:
-    """The processes that were lost although no fault since their last loss must end a process."""
+    """The processes that were lost although no fault since their last loss must end them, or one that a policy restarts them with."""
     dead_seconds = found.graph.reliability.dead_seconds
     last: dict[str, float] = {}
     names = []
     for at, event in found.observer.seen:
         if isinstance(event, events.WorkerLost):
             since = last.get(event.name, -math.inf)
-            if not any(injected.at > since and injected.explains(event.name, at, dead_seconds) for injected in found.injected_faults):
+            faults = [injected for injected in found.injected_faults if injected.at > since]
+            if not any(each.explains(each.process if event.is_restarting else event.name, at, dead_seconds) for each in faults):
                 names.append(event.name)
             last[event.name] = at
     return names
@@ -169,7 +170,7 @@ def _stalls(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow
     noise = compare.extra_stalls(undisturbed, usual)
     kills = bool(done) and all(injected.kind == "crash" for injected in done)
     return [
-        _durations("longest extra pause in answers hit by a fault", stalls, STALL_SECONDS if kills else None, len(done)),
+        _durations("longest extra pause in answers hit by a fault", stalls, MAX_STALL_SECONDS if kills else None, len(done)),
         _durations("the same in answers without faults", noise, None),
     ]
 
@@ -215,7 +216,7 @@ def _moves(found: ChaosResult) -> list[ReportRow]:
         rows += [
             _durations(f"{name} until the first token of a moved request", [each.seconds for each in of_kind], None, num_faults),
             _durations("of it: replay, at the usual speed", [each.replay_seconds for each in of_kind], None, num_faults),
-            _durations("of it: extra stall", [each.stall_seconds for each in of_kind], STALL_SECONDS, num_faults),
+            _durations("of it: extra stall", [each.stall_seconds for each in of_kind], MAX_STALL_SECONDS, num_faults),
         ]
         if name == "standstill":
             rows += _after_verdicts(found, {id(each.fault): each.fault for each in of_kind}.values(), of_kind, usual)

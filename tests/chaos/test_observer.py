@@ -100,6 +100,7 @@ def test_what_came_of_a_later_fault_is_not_put_down_to_an_earlier_one() -> None:
     [
         (InjectedFault("kill", "crash", "experts.1", 1.0), True),
         (InjectedFault("reset", "reset", "experts.1", 1.0), True),
+        (InjectedFault("reset from there", "reset", "attention.0", 1.0, other="experts.1"), True),
         (InjectedFault("long pause", "pause", "experts.1", 1.0, for_seconds=2.0), True),
         (InjectedFault("short pause", "pause", "experts.1", 1.0, for_seconds=0.3), False),
         (InjectedFault("slow", "slow", "experts.1", 1.0, for_seconds=9.0), False),
@@ -194,6 +195,10 @@ def test_slots_and_credits_not_returned_are_reported() -> None:
     ]
 
 
-def test_clients_of_a_server_are_those_that_send_it_requests() -> None:
+def test_clients_of_a_server_are_the_processes_that_use_it() -> None:
+    groups, servers = {"attention.0", "attention.1"}, {f"experts.{number}" for number in range(3)}
     graph = read_graph(ROOT / "examples" / "quickstart.yaml")
-    assert clients_of(graph) == {f"experts.{number}": {"attention.0", "attention.1"} for number in range(3)}
+    assert clients_of(graph) == dict.fromkeys(servers, groups)
+    forwarding = clients_of(read_graph(ROOT / "examples" / "quickstart.yaml", ["deploy.experts.trampoline=always"]))
+    assert forwarding.keys() == servers, "a trampoline is a server too"
+    assert all(server not in clients and clients & groups for server, clients in forwarding.items())

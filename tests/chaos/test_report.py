@@ -212,6 +212,7 @@ def test_leaks_and_unexplained_losses_are_counted_and_reported() -> None:
     found.leaks.append("launcher: 11 descriptors, 10 before")
     found.observer.on_event(events.WorkerLost("experts.2", "was killed by SIGKILL"))  # no fault hit it
     found.observer.on_event(events.WorkerLost("experts.1", "was marked dead"))  # it was killed once, and had been lost for that
+    found.observer.on_event(events.WorkerLost("experts.0", "is restarted with experts.1", is_restarting=True))
     report = report_of(found, MACHINE)
     rows = rows_of(report)
     assert rows["left behind"] == ("1", "not met")
