@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import sys
 
 CAN_ADOPT = sys.platform == "linux"  # PR_SET_CHILD_SUBREAPER
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_MAX_POLLS, _POLL_MILLISECONDS = 300, 10
 
 _num_adopting = 0
 _adopted_before = False
@@ -49,10 +51,14 @@ def wait_reaped(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
-def reap_group(group: int) -> dict[int, int]:
-    """Reap all ended children of the process group. Returns pid -> exit status, as in subprocess."""
-    found: dict[int, int] = {}
-    with contextlib.suppress(ChildProcessError):
-        while (reaped := os.waitpid(-group, os.WNOHANG))[0]:
-            found[reaped[0]] = os.waitstatus_to_exitcode(reaped[1])
-    return found
+def reap_group(group: int) -> None:
+    """Reap the children of the process group, which have ended or are ending. Blocks until then, for a limited time."""
+    with contextlib.suppress(ChildProcessError):  # none is left
+        for _ in range(_MAX_POLLS):
+            while os.waitpid(-group, os.WNOHANG)[0]:
+                pass
+            _pause()
+
+
+def _pause() -> None:
+    select.poll().poll(_POLL_MILLISECONDS)

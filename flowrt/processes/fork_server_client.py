@@ -153,7 +153,7 @@ class LocalBackend:
             process.kill_and_wait(self._loop)
         if self._kill_marked():
             self._kill_marked()  # a process found before may have been forking another
-        for group in self._groups:  # what was adopted and had ended
+        for group in self._groups:  # what was adopted
             reap_group(group)
         end_adopting()
         self._weight_files.close()
