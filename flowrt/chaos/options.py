@@ -30,25 +30,28 @@ class ChaosOptions:
         int,
         Parameter(
             validator=Number(gte=0, lte=MAX_KILLS),
-            help="Instead of a plan: this many faults, each in a pair of its own.",
+            help="Instead of a plan: the number of faults, each in a stretch of its own.",
         ),
     ] = 0
     roles: Annotated[
-        str, Parameter(help="With --kills: the processes to hit, as attention,experts. all: each that the run survives the death of.")
+        str,
+        Parameter(help="With --kills: the roles to hit, such as attention,experts; all: each whose death the run survives."),
     ] = "all"
-    fault: Annotated[str, Parameter(help="With --kills: kill, pause, stall, hang or several, which take turns; all.")] = "kill"
+    fault: Annotated[str, Parameter(help="With --kills: the faults, in turn, such as kill,hang: kill, pause, stall, hang; all.")] = "kill"
     phase: Annotated[
         str,
         Parameter(
-            help="With --kills: go through all cells of role, fault and phase: start, prefill, decode, idle, replay, drain or several; "
-            "all; any: at random moments."
+            help="With --kills: go through roles and faults in these phases, such as start,drain: start, prefill, decode, idle, replay, "
+            "drain; all. any: at random moments."
         ),
     ] = "any"
     pairs: Annotated[
         Positive, Parameter(help="Run the plan this often, each time after a stretch without faults. A claim takes 20 or more.")
     ] = 1
     seed: Annotated[int, Parameter(help="Seed that chooses the processes.")] = 0
-    spare: Annotated[bool, Parameter(negative=(), help="Judge throughput against servers with spare capacity.", show_default=False)] = False
+    spare: Annotated[
+        bool, Parameter(negative=(), help="Compare throughput with the target for servers with spare capacity.", show_default=False)
+    ] = False
     requests: Annotated[Positive, Parameter(help="Number of different requests, sent in a loop; the ways of sampling take turns.")] = 16
     concurrency: Annotated[Positive, Parameter(help="Requests at a time.")] = 8
     seconds: Annotated[

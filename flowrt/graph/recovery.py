@@ -27,14 +27,13 @@ class Recovery(StrEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """`keeps`: the state of the process's operators, or the name of a process of flowrt. `is_built`: otherwise the death ends the run.
-    `restart_rank`: of processes that are restarted together, those of a lower rank start first: decode before prefill."""
+    """`keeps`: the state of the process's operators, or the name of a process of flowrt. `restart_rank`: of processes that are restarted
+    together, those of a lower rank start first: decode before prefill."""
 
     keeps: str
     lost: str
     recovery: Recovery
     effect: str
-    is_built: bool = True
     restart_rank: int = 0
 
 
@@ -93,7 +92,7 @@ def survives(graph: Graph, process: str) -> bool:
     A group is one failure unit. One whose operators are in several processes is not replayed: part of its state would survive.
     """
     rule = rule_of(graph, process)
-    if not rule.is_built or rule.recovery == Recovery.FATAL:
+    if rule.recovery == Recovery.FATAL:
         return False
     if process in (MONITOR, FORK_SERVER):
         return True

@@ -4,8 +4,8 @@ The launcher runs it over one control connection, like any worker. flowrt/reliab
 loads no torch, opens no channel and keeps no state that it cannot learn again: a restarted monitor learns the processes from PeerJoined
 messages and heartbeats.
 
-It receives Start, Peers and Stop; PeerJoined and PeerLeft; and the Heartbeat and Late messages of all processes, each with its process. The
-launcher's own Heartbeat (process `gateway`) shows whether the control connection is current. It sends DetectorReport.
+It receives Start, Peers and Stop; PeerJoined and PeerLeft; and the Heartbeat and LateResponse messages of all processes. The launcher's own
+Heartbeat (process `gateway`) shows whether the control connection is current. It sends DetectorReport.
 """
 
 from __future__ import annotations
