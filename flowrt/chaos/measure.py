@@ -121,7 +121,7 @@ def prepare(path: Path, options: ChaosOptions) -> PreparedRun:
     check_processes(graph, f"{path}: ")
     if options.kills and not survivable_processes(graph):
         hint = "use --set deploy.experts.servers=3" if graph.reliability.recovery == "fine" else "use --set reliability.recovery=fine"
-        raise UserError(f"{path}: there is no process to kill whose death the run survives; {hint}")
+        raise UserError(f"{path}: the run survives no death of a process, so there is none to kill; {hint}")
     config, limits = read_model_config(Path(graph.model.path)), graph.group_limits()
     max_tokens = min(config.max_position_embeddings, limits.kv_pages * limits.page_size)
     if options.new_tokens <= limits.max_tokens and options.prompt_tokens + options.new_tokens > max_tokens:
