@@ -13,6 +13,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from flowrt.bench.cases.options import DecodeOptions, OperatorOptions, Positive
+from flowrt.bench.load.options import LoadOptions
 from flowrt.chaos.options import RecoveryOptions
 from flowrt.errors import UserError
 
@@ -319,6 +320,19 @@ def operators(
         raise UserError(f"--top-k is {options.top_k}, more than --experts, which is {options.experts}")
     details = {"model": model.name if model is not None else None, "sizes": options.sizes, **asdict(options)}
     _run("operators", measure(model, options), 1, json, details, plot_operators, plot, model)
+
+
+@bench_app.command
+def serve(*, options: LoadOptions | None = None) -> None:
+    """Send a load to any server of OpenAI's API and measure its responses, with the options and the table of `vllm bench serve`.
+
+    The key of the server is read from OPENAI_API_KEY. Exit code 1: no request succeeded.
+    """
+    if find_spec("httptools") is None:
+        raise UserError('flowrt bench serve needs httptools: pip install "flowrt[serve]"')
+    from flowrt.bench.load.measure import bench_serve
+
+    raise SystemExit(int(not bench_serve(options or LoadOptions(), os.environ.get("OPENAI_API_KEY"))))
 
 
 @bench_app.command

@@ -107,6 +107,10 @@ class Tokenizer:
     def special_token_ids(self) -> frozenset[int]:
         return self._special_token_ids
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. TokenizerError for text with half a character, which has no bytes."""
         try:

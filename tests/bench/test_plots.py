@@ -81,6 +81,19 @@ def test_pictures_are_drawn(draw: str, report: str, texts: list[str], tmp_path: 
     assert all(each in text for each in [*texts, "2 cores of a processor"])
 
 
+def loads() -> list[dict[str, object]]:
+    times = {f"{word}_{name}_ms": 3.0 for word in ("mean", "median", "std", "p99") for name in ("ttft", "itl")}
+    return [{"request_rate": rate, "request_throughput": 3.5, "model_id": "a model", **times} for rate in ("inf", 1.0, 2.0)]
+
+
+def test_times_are_drawn_over_the_request_rate(tmp_path: Path) -> None:
+    path = tmp_path / "picture.svg"
+    _run("import sys, test_plots as t; from flowrt.bench.load.measure import plot_rates; plot_rates(t.loads(), sys.argv[1])", str(path))
+    text = path.read_text()
+    assert all(each in text for each in ("flowrt bench serve: a model", "time to first token", "inter-token latency", "p99", "median"))
+    assert "std" not in text
+
+
 COVERED = """
 import sys, test_plots as t
 from flowrt.bench.report import plots

@@ -1,0 +1,165 @@
+"""Options of `flowrt bench serve`, with the names and defaults of `vllm bench serve`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter, Token
+from cyclopts.validators import Number
+
+from flowrt.errors import UserError
+
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+
+_Positive = Annotated[int, Parameter(validator=Number(gte=1))]
+_Natural = Annotated[int, Parameter(validator=Number(gte=0))]
+_Positives = Annotated[float, Parameter(validator=Number(gt=0))]
+_SEVERAL = Parameter(negative=(), consume_multiple=True, show_default=lambda values: " ".join(f"{value:g}" for value in values))
+_PAIRS = Parameter(negative=(), consume_multiple=True, show_default=False)
+_FLAG = Parameter(negative=(), show_default=False)
+_SERVER, _PROMPTS, _LOAD = Group("Server", sort_key=1), Group("Prompts", sort_key=2), Group("Load", sort_key=3)
+_SAMPLING, _REPORT = Group("Sampling", sort_key=4), Group("Report", sort_key=5)
+
+
+def _read_object(_: Any, tokens: Sequence[Token]) -> dict[str, Any]:
+    try:
+        value = json.loads(tokens[0].value)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"--{tokens[0].keyword or 'extra-body'} must be a JSON object, as in '{{\"top_k\": 5}}'")
+    return value
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What is sent to which server, and what is reported."""
+
+    backend: Annotated[
+        Literal["openai", "vllm", "openai-chat"], Parameter(group=_SERVER, help="openai-chat sends chats, the others send texts.")
+    ] = "openai"
+    base_url: Annotated[str | None, Parameter(group=_SERVER, help="As http://127.0.0.1:8000, instead of --host and --port.")] = None
+    host: Annotated[str, Parameter(group=_SERVER, help="Host of the server.")] = "127.0.0.1"
+    port: Annotated[_Positive, Parameter(group=_SERVER, help="Port of the server.")] = 8000
+    endpoint: Annotated[
+        str | None, Parameter(group=_SERVER, help="Path of the API. [default: /v1/completions, or /v1/chat/completions for openai-chat]")
+    ] = None
+    header: Annotated[tuple[str, ...], _PAIRS, Parameter(group=_SERVER, help="NAME=VALUE of headers.")] = ()
+    insecure: Annotated[bool, _FLAG, Parameter(group=_SERVER, help="Accept any certificate.")] = False
+    model: Annotated[str | None, Parameter(group=_SERVER, help="Name of the model. [default: the server's first]")] = None
+    tokenizer: Annotated[
+        Path | None,
+        Parameter(group=_PROMPTS, help="A model directory. Without it, random prompts are token ids below 256 instead of text."),
+    ] = None
+    dataset_name: Annotated[Literal["random", "sharegpt"], Parameter(group=_PROMPTS, help="Where prompts come from.")] = "random"
+    dataset_path: Annotated[Path | None, Parameter(group=_PROMPTS, help="The JSON file of sharegpt.")] = None
+    random_input_len: Annotated[_Positive, Parameter(group=_PROMPTS, help="Tokens of a random prompt.")] = 1024
+    random_output_len: Annotated[_Positive, Parameter(group=_PROMPTS, help="Tokens of the response to it.")] = 128
+    random_range_ratio: Annotated[
+        float, Parameter(group=_PROMPTS, validator=Number(gte=0, lt=1), help="Both lengths vary by up to this part of them.")
+    ] = 0.0
+    sharegpt_output_len: Annotated[
+        _Positive | None, Parameter(group=_PROMPTS, help="Tokens of a response. [default: as many as the file's has]")
+    ] = None
+    num_prompts: Annotated[_Positive, Parameter(group=_LOAD, help="Requests of each rate.")] = 1000
+    seed: Annotated[_Natural, Parameter(group=_LOAD, help="Of prompts and arrivals.")] = 0
+    request_rate: Annotated[
+        tuple[_Positives, ...], _SEVERAL, Parameter(group=_LOAD, help="Requests per second; inf: all at once. One run for each.")
+    ] = (float("inf"),)
+    burstiness: Annotated[_Positives, Parameter(group=_LOAD, help="Shape of the gamma distribution of arrivals; 1: a Poisson process.")] = (
+        1.0
+    )
+    max_concurrency: Annotated[_Positive | None, Parameter(group=_LOAD, help="Requests at a time; the others wait here.")] = None
+    num_warmups: Annotated[_Natural, Parameter(group=_LOAD, help="Requests before the measured ones.")] = 0
+    ignore_eos: Annotated[
+        bool | None, Parameter(group=_SAMPLING, help="Do not end at the end-of-text token. [default: yes for random prompts]")
+    ] = None
+    temperature: Annotated[float | None, Parameter(group=_SAMPLING, help="As in the API, like the next two.")] = None
+    top_p: Annotated[float | None, Parameter(group=_SAMPLING)] = None
+    top_k: Annotated[int | None, Parameter(group=_SAMPLING)] = None
+    extra_body: Annotated[
+        dict[str, Any] | None,
+        Parameter(group=_SAMPLING, accepts_keys=False, n_tokens=1, converter=_read_object, help="A JSON object with more fields."),
+    ] = None
+    percentile_metrics: Annotated[str, Parameter(group=_REPORT, help="Of ttft, tpot, itl and e2el.")] = "ttft,tpot,itl"
+    metric_percentiles: Annotated[str, Parameter(group=_REPORT, help="Percentiles of these.")] = "99"
+    goodput: Annotated[
+        tuple[str, ...], _PAIRS, Parameter(group=_REPORT, help="ttft:MS, tpot:MS, e2el:MS: count the requests that are as fast.")
+    ] = ()
+    save_result: Annotated[bool, _FLAG, Parameter(group=_REPORT, help="Write a JSON file.")] = False
+    save_detailed: Annotated[bool, _FLAG, Parameter(group=_REPORT, help="With times, texts and errors of each request.")] = False
+    result_dir: Annotated[Path | None, Parameter(group=_REPORT, help="Folder of the JSON file.")] = None
+    result_filename: Annotated[str | None, Parameter(group=_REPORT, help="Its name. [default: from label, rate, model and time]")] = None
+    label: Annotated[str | None, Parameter(group=_REPORT, help="Name of the run in the file.")] = None
+    metadata: Annotated[tuple[str, ...], _PAIRS, Parameter(group=_REPORT, help="NAME=VALUE of more keys of the file.")] = ()
+    plot: Annotated[
+        str | None, Parameter(group=_REPORT, help="Draw time to first token and between tokens over the rates (.svg, .png, .pdf).")
+    ] = None
+
+    @property
+    def is_chat(self) -> bool:
+        return self.backend == "openai-chat"
+
+    @property
+    def path(self) -> str:
+        return self.endpoint or ("/v1/chat/completions" if self.is_chat else "/v1/completions")
+
+    @property
+    def percentiles(self) -> tuple[float, ...]:
+        """Raises UserError."""
+        try:
+            values = tuple(float(each) for each in self.metric_percentiles.split(","))
+        except ValueError:
+            values = (-1.0,)
+        if not all(0 <= each <= 100 for each in values):
+            raise UserError("--metric-percentiles must be numbers from 0 to 100, as in 50,90,99")
+        return values
+
+    @property
+    def latencies(self) -> tuple[str, ...]:
+        """Raises UserError."""
+        names = tuple(self.percentile_metrics.split(","))
+        if unknown := set(names) - set(LATENCIES):
+            raise UserError(f"--percentile-metrics: unknown {', '.join(sorted(unknown))}; there are {', '.join(LATENCIES)}")
+        return names
+
+    @property
+    def goodput_seconds(self) -> dict[str, float]:
+        """Raises UserError."""
+        bounds = {}
+        for pair in self.goodput:
+            name, _, milliseconds = pair.partition(":")
+            try:
+                bounds[name] = float(milliseconds) / 1000
+            except ValueError:
+                name = ""
+            if name not in ("ttft", "tpot", "e2el"):
+                raise UserError(f"--goodput {pair}: give ttft:MS, tpot:MS or e2el:MS, as in ttft:200")
+        return bounds
+
+    def check(self) -> None:
+        """Raises UserError for values that cannot be used."""
+        _ = self.percentiles, self.latencies, self.goodput_seconds, named_values("--header", self.header)
+        named_values("--metadata", self.metadata)
+        if (self.dataset_path is None) == (self.dataset_name == "sharegpt"):
+            raise UserError("--dataset-path and --dataset-name sharegpt belong together")
+        if self.tokenizer is None and self.is_chat and self.dataset_name == "random":
+            raise UserError("a chat is text; give --tokenizer DIR to make random text of a known length")
+        if self.tokenizer is None and self.dataset_name == "sharegpt" and self.sharegpt_output_len is None:
+            raise UserError("give --tokenizer DIR to count the tokens of the file's responses, or --sharegpt-output-len N")
+
+
+def named_values(option: str, pairs: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE pairs. Raises UserError."""
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip() or not pair.isprintable():
+            raise UserError(f"{option} {pair!r}: give NAME=VALUE")
+        found[name.strip()] = value.strip()
+    return found

@@ -1,0 +1,103 @@
+"""Prompts of a load: random ones of a given length, or those of a ShareGPT file. The same seed gives the same prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrt.bench.load.options import LoadOptions
+from flowrt.errors import TokenizerError, UserError
+from flowrt.serving.tokenizer import Tokenizer
+
+_PLAIN_IDS = range(16, 256)  # token ids that every vocabulary has, above the special tokens that many begin with
+_TRIES = 10  # to find text of exactly so many tokens
+# vLLM's bounds for conversations of ShareGPT.
+_MIN_TOKENS, _MAX_PROMPT_TOKENS, _MAX_TOKENS = 4, 1024, 2048
+
+
+@dataclass(frozen=True)
+class LoadPrompt:
+    """`num_tokens` of the prompt as the client counts them; 0: unknown."""
+
+    prompt: str | tuple[int, ...]
+    num_tokens: int
+    max_tokens: int
+
+
+def make_prompts(options: LoadOptions) -> list[LoadPrompt]:
+    """Raises UserError."""
+    draw = random.Random(options.seed)
+    try:
+        tokenizer = Tokenizer(options.tokenizer) if options.tokenizer is not None else None
+        if options.dataset_name == "random":
+            return [_random_prompt(options, tokenizer, draw) for _ in range(options.num_prompts)]
+        assert options.dataset_path is not None
+        return _sharegpt_prompts(options, tokenizer, draw, options.dataset_path)
+    except TokenizerError as error:
+        raise UserError(f"--tokenizer: {error}") from None
+
+
+def _random_prompt(options: LoadOptions, tokenizer: Tokenizer | None, draw: random.Random) -> LoadPrompt:
+    num_tokens, max_tokens = (_vary(length, options, draw) for length in (options.random_input_len, options.random_output_len))
+    if tokenizer is None:
+        return LoadPrompt(tuple(draw.choices(_PLAIN_IDS, k=num_tokens)), num_tokens, max_tokens)
+    text, found = _random_text(tokenizer, num_tokens, draw)
+    return LoadPrompt(text, found, max_tokens)
+
+
+def _vary(length: int, options: LoadOptions, draw: random.Random) -> int:
+    spread = options.random_range_ratio
+    return max(1, draw.randint(math.floor(length * (1 - spread)), math.ceil(length * (1 + spread))))
+
+
+def _random_text(tokenizer: Tokenizer, num_tokens: int, draw: random.Random) -> tuple[str, int]:
+    """Text of as many tokens, or nearly, and their number. Tokens of random ids do not all survive being decoded and encoded again."""
+    ids: list[int] = []
+    text = ""
+    for _ in range(_TRIES):
+        while len(ids) < num_tokens:
+            if (drawn := draw.randrange(tokenizer.vocab_size)) not in tokenizer.special_token_ids:
+                ids.append(drawn)
+        text = tokenizer.decode(ids[:num_tokens])
+        ids = tokenizer.encode(text)
+        if len(ids) == num_tokens:
+            break
+    return text, len(ids)
+
+
+def _sharegpt_prompts(options: LoadOptions, tokenizer: Tokenizer | None, draw: random.Random, path: Path) -> list[LoadPrompt]:
+    try:
+        conversations = json.loads(path.read_text(encoding="utf-8"))
+        found = list(_turns(conversations))
+    except OSError as error:
+        raise UserError(f"--dataset-path {path}: cannot be read ({error.strerror})") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise UserError(f'--dataset-path {path}: is not a list of {{"conversations": [{{"from": ..., "value": ...}}, ...]}}') from None
+    draw.shuffle(found)
+    prompts = []
+    for prompt, response in found:
+        num_tokens = len(tokenizer.encode(prompt)) if tokenizer is not None else 0
+        max_tokens = options.sharegpt_output_len or (len(tokenizer.encode(response)) if tokenizer is not None else 0)
+        is_short = tokenizer is not None and (num_tokens < _MIN_TOKENS or max_tokens < _MIN_TOKENS)
+        if not is_short and num_tokens <= _MAX_PROMPT_TOKENS and num_tokens + max_tokens <= _MAX_TOKENS:
+            prompts.append(LoadPrompt(prompt, num_tokens, max_tokens))
+        if len(prompts) == options.num_prompts:
+            return prompts
+    if not prompts:
+        raise UserError(f"--dataset-path {path}: has no conversation of {_MIN_TOKENS} to {_MAX_PROMPT_TOKENS} tokens")
+    return [prompts[number % len(prompts)] for number in range(options.num_prompts)]
+
+
+def _turns(conversations: Any) -> Iterator[tuple[str, str]]:
+    """The first prompt and response of each conversation that has both."""
+    for each in conversations:
+        turns = each["conversations"]
+        if len(turns) >= 2:
+            prompt, response = turns[0]["value"], turns[1]["value"]
+            if isinstance(prompt, str) and isinstance(response, str):
+                yield prompt, response
