@@ -26,6 +26,7 @@ from flowrt.operators.expert_products import (
 )
 from flowrt.operators.kernels.choice import kernels_for
 from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.pair_counts import PairCounts
 from flowrt.operators.products import Copied, Form, Product, can_share, form_for, lay_out
 from flowrt.operators.row_blocks import ALIGNMENT_BYTES, PROOF_ROWS, WHOLE, RowBlocks
 from flowrt.operators.weights import Checkpoint, Hold, allocate, torch_dtype
@@ -40,6 +41,7 @@ class _Held:
     expert_ids: tuple[int, ...]
     place_E: Tensor
     experts: LayerExperts
+    num_pairs_E: PairCounts
 
 
 class Experts:
@@ -81,6 +83,14 @@ class Experts:
         y_PH, place_P = self._run(layer, x_RH, row_P, expert_P)
         return y_PH.index_select(0, place_P)
 
+    def num_pairs(self) -> dict[int, dict[int, int]]:
+        """layer -> expert -> the pairs that were computed since the start."""
+        return {
+            layer: dict(zip(held.expert_ids, held.num_pairs_E.read(), strict=True))
+            for layer, held in self._layers.items()
+            if held.expert_ids
+        }
+
     def _run(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor) -> tuple[Tensor, Tensor]:
         """Results sorted by expert [P, H], and the index of each pair among them [P]."""
         held = self._layers[layer]
@@ -89,6 +99,7 @@ class Experts:
             absent = sorted(set(expert_P.tolist()) - set(held.expert_ids))
             raise ValueError(f"layer {layer}: experts {absent} were requested but are not held here; held are {sorted(held.expert_ids)}")
         sorted_PH, place_P, counts_E = found
+        held.num_pairs_E.add(counts_E)
         y_PH = self._run_in_blocks(held, sorted_PH, counts_E) if self._blocks.strict else held.experts.run(sorted_PH, counts_E)
         return y_PH, place_P
 
@@ -126,7 +137,7 @@ class Experts:
             raise ValueError(f"layer {layer}, experts {list(expert_ids)} cannot be held: {exist}")
         place = torch.zeros(config.num_experts, dtype=torch.int64)
         place[list(expert_ids)] = torch.arange(1, len(expert_ids) + 1)
-        return _Held(expert_ids, place.to(self._device), self._read_experts(checkpoint, layer, expert_ids))
+        return _Held(expert_ids, place.to(self._device), self._read_experts(checkpoint, layer, expert_ids), PairCounts(len(expert_ids)))
 
     def _read_experts(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> LayerExperts:
         """Reads each expert straight into its stack, or, for forms that copy the matrix, into a buffer that all experts share."""

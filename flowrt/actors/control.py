@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from flowrt.actors.statistics import EdgeStatistics, NodeStatistics
+from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics, NodeStatistics
 from flowrt.emulation import EmulationStatistics
 from flowrt.reliability.detector import ProcessState
 from flowrt.sampling_params import FinishReason, SamplingParams
@@ -224,6 +224,7 @@ class StatisticsRequest(Control, frozen=True):
 class Statistics(Control, frozen=True):
     edges: tuple[EdgeStatistics, ...] = ()
     nodes: tuple[NodeStatistics, ...] = ()
+    experts: tuple[ExpertStatistics, ...] = ()
     num_firings: int = 0
     compute_seconds: float = 0.0
     inline_seconds: float = 0.0  # the part of compute_seconds that ran on the event loop

@@ -14,7 +14,7 @@ from flowrt.actors.control import Control, Logprobs
 from flowrt.sampling_params import FinishReason, SamplingParams
 
 RefusalKind = Literal["overloaded", "unavailable", "invalid"]
-Topic = Literal["health", "ready", "metrics", "status", "drain"]
+Topic = Literal["health", "ready", "metrics", "status", "page", "drain"]
 
 
 class Refusal(msgspec.Struct, frozen=True):

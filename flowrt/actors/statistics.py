@@ -26,3 +26,11 @@ class NodeStatistics(msgspec.Struct, frozen=True):
     num_firings: int
     compute_seconds: float
     num_waiting: int = 0
+
+
+class ExpertStatistics(msgspec.Struct, frozen=True):
+    """The experts of one layer that this worker holds, and the (row, expert) pairs of each that it has computed."""
+
+    layer: int
+    expert_ids: tuple[int, ...]
+    num_pairs: tuple[int, ...]

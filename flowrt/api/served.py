@@ -24,6 +24,7 @@ from flowrt.reliability.health import Health
 from flowrt.serving.exposition import ServedState, exposition
 from flowrt.serving.front_end_settings import ADMIN_LISTENER, ENTRY, LISTENER, FrontEndSettings, ServeOptions
 from flowrt.serving.graph_status import GraphStatus
+from flowrt.serving.live_state import live_state
 
 STATISTICS_SECONDS = 1.0  # for all processes to respond to a scrape
 LAST_EVENTS_SECONDS = 2.0  # for all streams to get their last event
@@ -104,7 +105,10 @@ class ServedRequests:
 
     async def _report_state(self, query: StateQuery) -> StateReport:
         if query.topic == "metrics":
-            return StateReport(query.number, True, await self._metrics_text())
+            return StateReport(query.number, True, exposition(await self._state(), self._launcher.graph.serving.vllm_metrics))
+        if query.topic == "page":
+            live = live_state(self._launcher.graph, await self._state(), self._health().problems, self._launcher.seams.clock.now())
+            return StateReport(query.number, True, msgspec.json.encode(live).decode())
         if query.topic == "status":
             return StateReport(query.number, True, msgspec.json.encode(await self._status()).decode())
         if query.topic == "drain":
@@ -131,7 +135,7 @@ class ServedRequests:
         except FlowrtError:  # the run has ended: what is known of requests is reported all the same
             return {}
 
-    async def _metrics_text(self) -> str:
+    async def _state(self) -> ServedState:
         launcher, gateway, metrics = self._launcher, self._requests.gateway, self._requests.metrics
         assert metrics is not None
         for name in self._front_ends.names:
@@ -139,7 +143,7 @@ class ServedRequests:
         workers = await self._statistics()
         for name in self._front_ends.names:  # their latest numbers, perhaps of the scrape before
             workers[name] = replace(launcher.workers[name].statistics, num_restarts=launcher.state.num_restarts(name))
-        state = ServedState(
+        return ServedState(
             model_name=self._model_name,
             is_healthy=self._health().ok,
             num_active=gateway.num_unfinished,
@@ -149,4 +153,3 @@ class ServedRequests:
             outages=launcher.health_record.outages,
             down=frozenset(name for name in workers if not launcher.state.is_usable(name)),
         )
-        return exposition(state, launcher.graph.serving.vllm_metrics)

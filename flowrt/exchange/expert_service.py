@@ -45,6 +45,10 @@ class ExpertService:
                     responses[place] = {"results": Payload((y_RH,), request.header_as(PartHeader))}
         return responses
 
+    def num_pairs(self) -> dict[int, dict[int, int]]:
+        """layer -> expert -> the pairs that were computed since the start."""
+        return self._experts.num_pairs()
+
     def _batches(self, places: Sequence[int], firings: Sequence[Firing]) -> Iterator[list[int]]:
         """`places`, in order, cut so that the requests of each batch have at most `max_pairs` pairs together."""
         batch: list[int] = []

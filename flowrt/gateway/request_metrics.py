@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from flowrt.actors.front_end_messages import RefusalKind
@@ -22,16 +23,26 @@ VLLM_REQUEST_EDGES = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
     *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+MAX_ENDED = 100  # requests that are kept after their end
 _FIRST_TOKEN_EDGES = (0.0001, 0.00025, 0.0005, *VLLM_FIRST_TOKEN_EDGES)
 _TOKEN_EDGES = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, *VLLM_TOKEN_EDGES)
 _REQUEST_EDGES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, *VLLM_REQUEST_EDGES)
 
 
 @dataclass
-class _Times:
+class RequestTimes:
+    """A request, from its admission to its end or later. None: not yet. `latest`: time of the latest token, by choice."""
+
+    number: int
     arrived: float
     placed: float | None = None
-    latest: dict[int, float] = field(default_factory=dict)  # by choice: of its latest token
+    first_token: float | None = None
+    ended: float | None = None
+    reason: FinishReason | None = None
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    num_moved: int = 0
+    latest: dict[int, float] = field(default_factory=dict)
 
 
 class RequestMetrics:
@@ -43,13 +54,14 @@ class RequestMetrics:
         self.num_prompt_tokens = self.num_generation_tokens = self.num_moved = 0
         self.queue_seconds, self.request_seconds = Histogram(_REQUEST_EDGES), Histogram(_REQUEST_EDGES)
         self.first_token_seconds, self.token_seconds = Histogram(_FIRST_TOKEN_EDGES), Histogram(_TOKEN_EDGES)
-        self._times: dict[int, _Times] = {}  # by request, from its admission to its end
+        self.ended_requests: deque[RequestTimes] = deque(maxlen=MAX_ENDED)  # the latest ones
+        self._times: dict[int, RequestTimes] = {}  # by request, from its admission to its end
 
     def refuse(self, kind: RefusalKind) -> None:
         self.refused[kind] += 1
 
     def admit(self, request: int, now: float) -> None:
-        self._times[request] = _Times(now)
+        self._times[request] = RequestTimes(request, now)
 
     def place(self, request: int, num_prompt_tokens: int, now: float) -> None:
         """The request is sent to a group, perhaps not for the first time."""
@@ -57,8 +69,9 @@ class RequestMetrics:
             return
         if times.placed is not None:
             self.num_moved += 1
+            times.num_moved += 1
             return
-        times.placed = now
+        times.placed, times.num_prompt_tokens = now, num_prompt_tokens
         self.num_prompt_tokens += num_prompt_tokens
         self.queue_seconds.observe(now - times.arrived)
 
@@ -70,10 +83,18 @@ class RequestMetrics:
         if latest is not None:
             self.token_seconds.observe(now - latest)
         elif not times.latest:
+            times.first_token = now
             self.first_token_seconds.observe(now - times.arrived)
         times.latest[choice] = now
+        times.num_tokens += 1
+
+    def open_requests(self) -> Iterator[RequestTimes]:
+        """The oldest first."""
+        return iter(self._times.values())
 
     def end(self, request: int, reason: FinishReason, now: float) -> None:
         if (times := self._times.pop(request, None)) is not None:
             self.ended[reason] += 1
             self.request_seconds.observe(now - times.arrived)
+            times.ended, times.reason = now, reason
+            self.ended_requests.append(times)

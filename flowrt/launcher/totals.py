@@ -5,12 +5,14 @@ A killed incarnation counts up to its last reported statistics.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from itertools import zip_longest
 
 import msgspec
 
 from flowrt.actors.control import Statistics
-from flowrt.actors.statistics import EdgeStatistics, NodeStatistics
+from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics, NodeStatistics
 
 MAX_FALLBACKS = 64  # sentences kept of past incarnations
 _STATES = ("resident_bytes", "num_restarts", "has_responded", "num_running", "num_waiting", "num_pages", "num_free_pages")
@@ -19,6 +21,14 @@ _COUNTS = [
     for name, default in zip(Statistics.__struct_fields__, Statistics.__struct_defaults__, strict=True)
     if isinstance(default, int | float) and name not in _STATES
 ]
+
+
+def add_experts(all_experts: Iterable[ExpertStatistics]) -> dict[int, dict[int, int]]:
+    """layer -> expert -> pairs, both in order."""
+    found: dict[int, Counter[int]] = defaultdict(Counter)
+    for each in all_experts:
+        found[each.layer].update(dict(zip(each.expert_ids, each.num_pairs, strict=True)))
+    return {layer: dict(sorted(found[layer].items())) for layer in sorted(found)}
 
 
 def total(past: Statistics | None, latest: Statistics, num_restarts: int = 0) -> Statistics:
@@ -45,8 +55,10 @@ def total(past: Statistics | None, latest: Statistics, num_restarts: int = 0) ->
             before.compute_seconds + node.compute_seconds,
             node.num_waiting,
         )
+    pairs = add_experts((*past.experts, *latest.experts))
     return msgspec.structs.replace(
         latest,
+        experts=tuple(ExpertStatistics(layer, tuple(counts), tuple(counts.values())) for layer, counts in pairs.items()),
         nodes=tuple(nodes[name] for name in sorted(nodes)),
         edges=tuple(edges[name] for name in sorted(edges)),
         num_restarts=num_restarts,

@@ -40,11 +40,13 @@ from flowrt.serving.completions import Completions, PromptEncoder
 from flowrt.serving.exchange import BodyBudget, ClientLeftError, Exchange, Receive, Scope, Send
 from flowrt.serving.front_end_settings import FrontEndSettings
 from flowrt.serving.gateway_client import GatewayClient
+from flowrt.serving.page_files import HEADERS, read_page_files
 from flowrt.serving.tokenizer import Tokenizer
 
 log = logging.getLogger("flowrt.front_end")
 
 PUBLIC = frozenset({b"/health", b"/ready"})
+PAGE_FILES = read_page_files()  # a browser that loads them has no key to send
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
@@ -67,6 +69,8 @@ class HttpApp:
             b"/health": {"GET": self._health},
             b"/ready": {"GET": self._ready},
             b"/metrics": {"GET": self._metrics},
+            b"/flowrt/state": {"GET": self._live_state},
+            **{path: {"GET": self._page_file} for path in PAGE_FILES},
             b"/version": {"GET": self._version},
             b"/v1/models": {"GET": self._models},
             b"/v1/chat/completions": {"POST": self._chat},
@@ -113,7 +117,7 @@ class HttpApp:
         if exchange.path in PUBLIC or exchange.is_admin:
             return
         if self._key:
-            if not self._has_key(exchange):
+            if exchange.path not in PAGE_FILES and not self._has_key(exchange):
                 raise ApiError(UNAUTHORIZED, "the key is missing or wrong; send it as Authorization: Bearer KEY")
         elif self._settings.hosts and _host_of(exchange) not in self._settings.hosts:
             raise ApiError(FORBIDDEN, "the Host header does not name this server")
@@ -147,6 +151,13 @@ class HttpApp:
     async def _drain(self, exchange: Exchange) -> None:
         await self._client.query("drain")
         await _respond_json(exchange, {"status": "draining"})
+
+    async def _live_state(self, exchange: Exchange) -> None:
+        await exchange.respond(200, (await self._client.query("page")).text.encode())
+
+    async def _page_file(self, exchange: Exchange) -> None:
+        file = PAGE_FILES[exchange.path]
+        await exchange.respond(200, file.content, file.kind, **HEADERS)
 
     async def _version(self, exchange: Exchange) -> None:
         await _respond_json(exchange, {"version": self._settings.version})

@@ -11,7 +11,7 @@ import torch
 from flowrt.actors.control import CallFailed, ComputesAlone, Control, Start, Statistics
 from flowrt.actors.link_plan import plan_links
 from flowrt.actors.links import Links
-from flowrt.actors.statistics import EdgeStatistics, NodeStatistics
+from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics, NodeStatistics
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import NodeFunction, RoutedOutput
@@ -19,6 +19,7 @@ from flowrt.engine.engine import Engine
 from flowrt.errors import OperatorError
 from flowrt.exchange.dispatch import Dispatch
 from flowrt.exchange.expert_client import ExpertClient
+from flowrt.exchange.expert_service import ExpertService
 from flowrt.exchange.failover import Failover
 from flowrt.exchange.kv_transfer import KvPack, KvUnpack
 from flowrt.exchange.trampoline import Forwarder
@@ -88,6 +89,7 @@ class DataPath:
         self.name = name = start.name
         self._send = send
         self._graph, self._seams, self._emulated, self._strict_blocks = graph, seams, emulated, operators.strict_blocks
+        self._expert_services = [each for each in operators.functions.values() if isinstance(each, ExpertService)]
         plans = plan_links(graph, name)
         self._link_of = {edge: (plan.peer, plan.scheme) for plan in plans for edge in plan.edges}  # by edge to or from another process
         abilities = {plan.scheme: seams.transport(plan.scheme).capabilities for plan in plans}
@@ -170,6 +172,11 @@ class DataPath:
             nodes=tuple(
                 NodeStatistics(node, each.num_calls, each.num_firings, each.compute_seconds, waiting.get(node, 0))
                 for node, each in counters.nodes.items()
+            ),
+            experts=tuple(
+                ExpertStatistics(layer, tuple(pairs), tuple(pairs.values()))
+                for service in self._expert_services
+                for layer, pairs in service.num_pairs().items()
             ),
             num_firings=counters.num_firings,
             compute_seconds=counters.compute_seconds,

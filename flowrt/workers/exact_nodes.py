@@ -157,6 +157,9 @@ class ExactExperts:
         self._model = model
         self._held = {layer: frozenset(experts) for layer, experts in held.items()}
 
+    def num_pairs(self) -> dict[int, dict[int, int]]:
+        return {}
+
     def forward(self, layer: int, x_RH: torch.Tensor, row_P: torch.Tensor, expert_P: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
         y_PH = self.forward_pairs(layer, x_RH, row_P, expert_P) * weight_P[:, None]
         return torch.zeros_like(x_RH).index_add_(0, row_P, y_PH)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowrt.actors.control import Statistics
-from flowrt.actors.statistics import EdgeStatistics, NodeStatistics
+from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics, NodeStatistics
 from flowrt.launcher.totals import MAX_FALLBACKS, total
 
 
@@ -38,6 +38,12 @@ def test_counts_are_summed_and_states_are_the_last_ones() -> None:
         fallbacks=("a: shm broke",),
         num_restarts=2,
     )
+
+
+def test_pairs_of_experts_are_summed_though_an_incarnation_holds_others() -> None:
+    first = Statistics(experts=(ExpertStatistics(2, (1,), (9,)), ExpertStatistics(1, (4, 0), (10, 20))))
+    both = total(first, Statistics(experts=(ExpertStatistics(1, (4, 5), (1, 2)),)))
+    assert both.experts == (ExpertStatistics(1, (0, 4, 5), (20, 11, 2)), ExpertStatistics(2, (1,), (9,)))
 
 
 def test_sentences_of_past_incarnations_are_bounded() -> None:

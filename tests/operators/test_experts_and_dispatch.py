@@ -14,6 +14,7 @@ from flowrt.operators.combine import combine
 from flowrt.operators.dispatch import partition, repartition
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.pair_counts import KEPT_CALLS, PairCounts
 from flowrt.operators.replica_table import UNAVAILABLE, ReplicaTable
 from flowrt.operators.weights import Checkpoint
 
@@ -113,6 +114,17 @@ def test_expert_not_held_is_refused(models: Any) -> None:
     with pytest.raises(ValueError, match=r"layer 1: experts \[4\] were requested but are not held here; held are \[3, 5\]"):
         some.forward(1, x, row, torch.tensor([5, 4]), torch.ones(2))
     assert some.forward(1, x, row, torch.tensor([5, 3]), torch.ones(2)).any()
+
+
+def test_pairs_are_counted_by_layer_and_expert(models: Any) -> None:
+    some = Experts(read_model_config(models["wide"]), Checkpoint(models["wide"]), {1: (5, 3)})
+    for _ in range(2):
+        some.forward(1, torch.ones(2, 64), torch.tensor([0, 1, 1]), torch.tensor([5, 3, 5]), torch.ones(3))
+    assert some.num_pairs() == {1: {5: 4, 3: 2}}
+    counted = PairCounts(3)
+    for number in range(KEPT_CALLS + 3):
+        counted.add(torch.tensor([1, 0, number % 2]))
+    assert counted.read() == counted.read() == [KEPT_CALLS + 3, 0, KEPT_CALLS // 2 + 1]
 
 
 def test_only_experts_with_rows_are_computed(experts: Experts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,10 @@ def test_the_wheel_of_the_source_distribution_runs_the_demo(tmp_path: Path) -> N
     unpacked = next(path for path in tmp_path.glob("flowrt-*") if path.is_dir())
     run("-c", _BUILD, "build_wheel", built, folder=unpacked, CC="/bin/false")
     with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
-        assert not [name for name in archive.namelist() if name.endswith(".so")]
+        names = archive.namelist()
+        assert not [name for name in names if name.endswith(".so")]
+        pages = {path.name for path in (ROOT / "flowrt" / "serving" / "page").iterdir()}
+        assert {name.rpartition("/")[2] for name in names if name.startswith("flowrt/serving/page/")} == pages
         archive.extractall(installed)
     code = "import flowrt, flowrt.cli.app as app, sys; assert flowrt.__file__.startswith(sys.argv.pop(1)), flowrt.__file__; app.main()"
     words = ("-c", code, f"{installed}/", "demo", "--prompt", "What is 347 + 285?")

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -17,79 +16,15 @@ from typing import Any
 
 import psutil
 import pytest
+from serving.server_process import GRAPH, ROOT, SECONDS, Server, metrics_of
 
-ROOT = Path(__file__).resolve().parents[2]
-GRAPH = ROOT / "examples" / "quickstart.yaml"
+from flowrt.bench.load.measure import bench_serve
+from flowrt.bench.load.options import LoadOptions
+
 ONE = ("--set", "deploy.processes=one")
 JSON = {"content-type": "application/json"}
-CLOSING = JSON | {"connection": "close"}  # the connection ends with the response
 LONG = {"prompt": "Once upon a time", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
 SHORT = LONG | {"max_tokens": 20}
-SECONDS = 60.0  # a machine may be busy; no test waits for it when all is well
-
-
-class Server:
-    """The command while it runs."""
-
-    def __init__(self, *options: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "flowrt", "serve", str(GRAPH), "--port", "0", *options],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            text=True,
-        )
-        self.lines: list[str] = []
-        line = self.wait_for("serving ")
-        self.port = int(re.search(r":(\d+) \(", line)[1])  # type: ignore[index]
-        self.pids = {name: int(pid) for name, pid in re.findall(r"([\w.]+) (\d+)[,)]", line)}
-
-    def wait_for(self, text: str) -> str:
-        """Read standard error until a line has this text."""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if text in line:
-                return line
-        raise AssertionError(f"{text!r} never came in:\n{''.join(self.lines)}")
-
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
-
-    def request(self, path: str, body: Any = None) -> http.client.HTTPResponse:
-        connection = self.connect()
-        data = None if body is None else json.dumps(body)
-        connection.request("GET" if body is None else "POST", path, data, CLOSING)
-        return connection.getresponse()
-
-    def json(self, path: str, body: Any = None) -> Any:
-        with self.request(path, body) as response:
-            text = response.read()
-            assert response.status == 200, text
-            return json.loads(text)
-
-    def stream(self, body: Any) -> Iterator[Any]:
-        """The events of a stream, which must end with [DONE]."""
-        with self.request("/v1/completions", body | {"stream": True}) as response:
-            assert response.status == 200, response.read()
-            for line in response:
-                if line == b"data: [DONE]\n":
-                    return
-                if line.strip():
-                    yield json.loads(line.removeprefix(b"data: "))
-        raise AssertionError("the stream was cut off")
-
-    def kill(self, name: str) -> None:
-        os.kill(self.pids[name], signal.SIGKILL)
-
-    def wait_back(self, name: str) -> None:
-        self.pids[name] = int(re.search(r"pid (\d+)", self.wait_for(f"{name} is back"))[1])  # type: ignore[index]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +68,49 @@ def test_metrics_count_what_clients_got(server: Server) -> None:
         assert after[f'flowrt_process_up{{process="{name}.0",role="{name}"}}'] == 1
 
 
-def metrics_of(server: Server) -> dict[str, float]:
-    with server.request("/metrics") as response:
-        lines = response.read().decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
+def test_live_state_counts_what_the_graph_did(server: Server) -> None:
+    before = server.json("/flowrt/state")
+    server.json("/v1/completions", SHORT)
+    state = server.json("/flowrt/state")
+    assert state["num_generation_tokens"] - before["num_generation_tokens"] == 20
+    assert {each["name"] for each in state["processes"]} >= {"attention.0", "attention.1", "experts.0", "front_end.0"}
+    sent = {(each["source"].partition(".")[0], each["target"].partition(".")[0]) for each in state["edges"] if each["num_bytes"]}
+    assert sent >= {("attention", "experts"), ("experts", "attention")}
+    pairs = [sum(each["num_pairs"]) for each in state["experts"]]
+    assert len(pairs) > 1
+    assert all(pairs), "each token has experts in each layer"
+    assert (state["requests"][-1]["num_tokens"], state["requests"][-1]["reason"]) == (20, "length")
 
 
 def test_state_is_served(server: Server) -> None:
     assert server.json("/health") == server.json("/ready") == {"status": "ok"}
     assert server.json("/v1/models")["data"][0]["id"] == "tiny-moe"
+
+
+def test_bench_serve_counts_the_tokens_that_the_server_counts(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = metrics_of(server)
+    for backend, tokenizer in (("openai", None), ("openai-chat", ROOT / "examples" / "tiny-moe")):
+        options = LoadOptions(
+            backend=backend,  # type: ignore[arg-type]
+            port=server.port,
+            tokenizer=tokenizer,
+            num_prompts=4,
+            random_input_len=12,
+            random_output_len=5,
+            max_concurrency=2,
+            request_rate=(200.0, float("inf")),
+            save_result=True,
+            result_dir=tmp_path,
+            result_filename=f"{backend}.json",
+        )
+        assert bench_serve(options, None)
+    results = [json.loads(line) for path in sorted(tmp_path.iterdir()) for line in path.read_text().splitlines()]
+    after = metrics_of(server)
+    assert [(each["completed"], each["failed"], each["total_output_tokens"]) for each in results] == [(4, 0, 20)] * 4
+    assert after["flowrt_generation_tokens_total"] - before["flowrt_generation_tokens_total"] == 80
+    num_prompt = sum(each["total_input_tokens"] for each in results)
+    assert after["flowrt_prompt_tokens_total"] - before["flowrt_prompt_tokens_total"] == num_prompt
+    assert capsys.readouterr().out.count(" Serving Benchmark Result ") == 4
 
 
 def test_deaths_of_processes_and_the_end_of_the_server() -> None:

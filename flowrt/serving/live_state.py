@@ -1,0 +1,132 @@
+"""The state of a served graph as its live page shows it: processes, edges between them, experts, requests. Pure.
+
+Counters only rise; the page computes rates from two states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+
+import msgspec
+
+from flowrt.actors.control import Statistics
+from flowrt.gateway.request_metrics import RequestTimes
+from flowrt.graph.model import Graph, role_of
+from flowrt.launcher.totals import add_experts
+from flowrt.serving.exposition import ServedState
+
+MAX_OPEN = 100  # requests in progress that are shown
+
+
+class LiveProcess(msgspec.Struct, frozen=True):
+    """`busy_seconds`: time that it computed. `num_pages` 0: not an attention group."""
+
+    name: str
+    role: str
+    is_up: bool
+    busy_seconds: float
+    resident_bytes: int
+    num_restarts: int
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+
+
+class LiveEdge(msgspec.Struct, frozen=True):
+    """All edges from one process to another."""
+
+    source: str
+    target: str
+    transport: str
+    num_messages: int
+    num_bytes: int
+
+
+class LiveExperts(msgspec.Struct, frozen=True):
+    """`num_pairs`: the (row, expert) pairs that each expert of a layer has computed, by expert."""
+
+    layer: int
+    num_pairs: tuple[int, ...]
+
+
+class LiveRequest(msgspec.Struct, frozen=True):
+    """Times are of the same clock as the state's. None: not yet."""
+
+    number: int
+    arrived: float
+    placed: float | None
+    first_token: float | None
+    ended: float | None
+    reason: str | None
+    num_prompt_tokens: int
+    num_tokens: int
+    num_moved: int
+
+
+class LiveState(msgspec.Struct, frozen=True):
+    """`seconds`: when it was read. `problems`: why the graph is not healthy."""
+
+    seconds: float
+    model: str
+    is_healthy: bool
+    problems: tuple[str, ...]
+    num_active: int
+    num_waiting: int
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    num_ended: Mapping[str, int]
+    num_refused: int
+    processes: tuple[LiveProcess, ...]
+    edges: tuple[LiveEdge, ...]
+    experts: tuple[LiveExperts, ...]
+    requests: tuple[LiveRequest, ...]
+
+
+def live_state(graph: Graph, state: ServedState, problems: tuple[str, ...], now: float) -> LiveState:
+    metrics = state.metrics
+    requests = (*metrics.ended_requests, *islice(metrics.open_requests(), MAX_OPEN))
+    return LiveState(
+        seconds=now,
+        model=state.model_name,
+        is_healthy=state.is_healthy,
+        problems=problems,
+        num_active=state.num_active,
+        num_waiting=state.num_waiting,
+        num_prompt_tokens=metrics.num_prompt_tokens,
+        num_generation_tokens=metrics.num_generation_tokens,
+        num_ended={str(reason): number for reason, number in metrics.ended.items()},
+        num_refused=metrics.refused.total(),
+        processes=tuple(_process(name, each, name not in state.down) for name, each in state.workers.items()),
+        edges=tuple(_edges(graph, state.workers)),
+        experts=tuple(_experts(state.workers)),
+        requests=tuple(_request(each) for each in requests),
+    )
+
+
+def _process(name: str, found: Statistics, is_up: bool) -> LiveProcess:
+    counts = found.resident_bytes, found.num_restarts, found.num_running, found.num_waiting
+    return LiveProcess(name, role_of(name), is_up, found.compute_seconds, *counts, found.num_pages, found.num_free_pages)
+
+
+def _edges(graph: Graph, workers: Mapping[str, Statistics]) -> Iterator[LiveEdge]:
+    ends = {edge.name: graph.ends_of(edge) for edge in graph.edges.values()}
+    found: dict[tuple[str, str], LiveEdge] = {}
+    for statistics in workers.values():
+        for edge in statistics.edges:
+            source, target = ends[edge.edge]
+            before = found.get((source, target), LiveEdge(source, target, edge.transport, 0, 0))
+            counts = before.num_messages + edge.num_messages, before.num_bytes + edge.payload_bytes
+            found[source, target] = LiveEdge(source, target, edge.transport, *counts)
+    return iter(found.values())
+
+
+def _experts(workers: Mapping[str, Statistics]) -> Iterator[LiveExperts]:
+    for layer, pairs in add_experts(each for statistics in workers.values() for each in statistics.experts).items():
+        yield LiveExperts(layer, tuple(pairs.get(expert, 0) for expert in range(max(pairs) + 1)))
+
+
+def _request(times: RequestTimes) -> LiveRequest:
+    moments = times.arrived, times.placed, times.first_token, times.ended
+    return LiveRequest(times.number, *moments, times.reason, times.num_prompt_tokens, times.num_tokens, times.num_moved)
