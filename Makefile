@@ -28,7 +28,7 @@ SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py ra
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py copy_threads.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts \
+.PHONY: acceptance docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts \
 	picture clean
 
 help: ## what each target does
@@ -74,6 +74,9 @@ hostile: $(STAMP) ## what hostile users write and run in: FILES=900 mutated grap
 	@$(BIN)/python tests/graph/mutated_files.py --files $(FILES)
 	@$(BIN)/python tests/cli/environments.py
 	@$(BIN)/python tests/end_to_end/hostile_runs.py
+
+acceptance: $(STAMP) ## the openai package and AIPerf, installed in build/, against flowrt serve; then AIPerf while processes are killed
+	@PYTHONPATH=tests $(BIN)/python tests/acceptance/acceptance.py $(ARGS)
 
 notebook: $(STAMP) ## call flowrt from the cells of a real ipykernel, which this installs in .venv
 	@$(BIN)/python -m pip install --quiet -c constraints.txt ipykernel jupyter_client

@@ -21,7 +21,7 @@ import psutil
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
-from serving.test_serve_command import Server  # noqa: E402
+from serving.server_process import Server  # noqa: E402
 
 AT_ONCE = 32
 MAX_READ_BYTES = 3000  # that a client reads before it leaves

@@ -26,7 +26,7 @@ import psutil
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
-from serving.test_serve_command import Server  # noqa: E402
+from serving.server_process import Server  # noqa: E402
 
 TOKENS = 40
 
