@@ -29,12 +29,20 @@ def test_lines_override_the_options(tmp_path: Path) -> None:
         "seed": MAX_WHOLE,
         "stop": ["x", "é"],
         "ignore_eos": True,
+        "logit_bias": {"7": -1, "5": 2.5},
     }
     name = written(tmp_path, "\ufeff" + json.dumps(line), "", '{"prompt_token_ids": [1, -2, 3], "stop": "end"}', "   ", '{"prompt": ""}')
     first, second, third = read_prompts(name, DEFAULTS)
     assert first.prompt == "a"
     assert first.params == SamplingParams(
-        max_tokens=3, temperature=1.0, top_p=0.5, top_k=4, seed=MAX_WHOLE, stop=("x", "é"), ignore_eos=True
+        max_tokens=3,
+        temperature=1.0,
+        top_p=0.5,
+        top_k=4,
+        seed=MAX_WHOLE,
+        stop=("x", "é"),
+        ignore_eos=True,
+        logit_bias=((5, 2.5), (7, -1.0)),
     )
     assert second.prompt == (1, -2, 3)
     assert second.params == SamplingParams(max_tokens=9, temperature=0.5, stop=("end",))

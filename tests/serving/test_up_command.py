@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import re
@@ -93,6 +94,11 @@ def check_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.match(r"a  ready  tiny-moe at http://127\.0\.0\.1:\d+  pid \d+  for .*  0 of \d+ requests$", lines[0])
     assert lines[1].split() == ["process", "state", "pid", "heartbeat", "cpu", "memory", "requests", "restarts"]
     assert len({len(line) for line in lines[1:-1] if "launcher" in line or "attention" in line}) == 1, "aligned"
+    address = graph["url"].removeprefix("http://").split(":")
+    public = http.client.HTTPConnection(address[0], int(address[1]), timeout=SECONDS)
+    public.request("GET", "/admin/status")
+    assert public.getresponse().status == 404, "admin calls come over the socket only"
+    public.close()
     graphs.logs(None, follows=False, tail=None)
     assert "serving tiny-moe" in capsys.readouterr().out
 
