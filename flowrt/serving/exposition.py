@@ -18,6 +18,7 @@ from flowrt.gateway.request_metrics import (
 from flowrt.graph.model import role_of
 from flowrt.histogram import Histogram
 from flowrt.launcher.outage_record import OutageRecord
+from flowrt.launcher.totals import add_experts
 from flowrt.sampling_params import FinishReason
 
 Labels = Mapping[str, str]
@@ -66,6 +67,7 @@ def exposition(state: ServedState, with_vllm_names: bool) -> str:
     page = _Page()
     _add_requests(page, state)
     _add_processes(page, state)
+    _add_experts(page, state)
     _add_reliability(page, state)
     if with_vllm_names:
         _add_vllm(page, state)
@@ -127,6 +129,14 @@ def _add_processes(page: _Page, state: ServedState) -> None:
     measured = [(labels, edge) for labels, edge in edges if edge.latency_counts]
     latencies = [(labels, Histogram(LATENCY_EDGES, edge.latency_counts, edge.latency_seconds)) for labels, edge in measured]
     page.add_histograms("flowrt_edge_latency_seconds", "From a request to its response, of some requests.", latencies, LATENCY_EDGES)
+
+
+def _add_experts(page: _Page, state: ServedState) -> None:
+    layers = add_experts(each for statistics in state.workers.values() for each in statistics.experts)
+    tokens = [({"layer": str(layer), "expert": str(expert)}, num) for layer, pairs in layers.items() for expert, num in pairs.items()]
+    page.add("flowrt_expert_tokens_total", "counter", "Tokens that each expert of a layer has computed.", tokens)
+    balance = [({"layer": str(layer)}, max(pairs.values()) * len(pairs) / max(1, sum(pairs.values()))) for layer, pairs in layers.items()]
+    page.add("flowrt_layer_balance", "gauge", "Tokens of the busiest expert over their mean; 1: all have the same.", balance)
 
 
 def _add_reliability(page: _Page, state: ServedState) -> None:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from flowrt.actors.control import Statistics
-from flowrt.actors.statistics import EdgeStatistics, NodeStatistics
+from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics, NodeStatistics
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.serving.exposition import ServedState, exposition
 
@@ -25,15 +25,15 @@ def state() -> ServedState:
     group = Statistics(
         (EdgeStatistics('a "b" -> c', "shm", 3, 100, 0.5, 1.5, (1, *[0] * 12, 1)), EdgeStatistics("d -> e", "shm", 1, 1)),
         (NodeStatistics("gate", 2, 6, 0.5, 3),),
+        (ExpertStatistics(0, (0, 1, 2), (1, 2, 6)),),
         num_running=2,
         num_waiting=1,
         num_pages=10,
         num_free_pages=4,
         compute_seconds=1.5,
     )
-    return ServedState(
-        "tiny", True, 3, 1, metrics, {"attention.0": group, "experts.0": Statistics(num_restarts=2)}, frozenset({"experts.0"})
-    )
+    server = Statistics(experts=(ExpertStatistics(0, (2, 3), (2, 1)),), num_restarts=2)
+    return ServedState("tiny", True, 3, 1, metrics, {"attention.0": group, "experts.0": server}, frozenset({"experts.0"}))
 
 
 def test_each_line_is_a_comment_or_a_sample_and_each_family_comes_once() -> None:
@@ -55,6 +55,8 @@ def test_values_are_those_of_the_state() -> None:
         'flowrt_node_firings_total{process="attention.0",node="gate"} 6',
         'flowrt_kv_pages_used{process="attention.0",role="attention"} 6',
         'flowrt_node_waiting_firings{process="attention.0",node="gate"} 3',
+        'flowrt_expert_tokens_total{layer="0",expert="2"} 8',
+        'flowrt_layer_balance{layer="0"} 2.6666666666666665',
         'flowrt_edge_wait_seconds_total{edge="a \\"b\\" -> c",transport="shm"} 0.5',
         'flowrt_edge_latency_seconds_bucket{edge="a \\"b\\" -> c",transport="shm",le="1.0"} 1',
         'flowrt_edge_latency_seconds_count{edge="a \\"b\\" -> c",transport="shm"} 2',

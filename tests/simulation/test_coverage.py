@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SEEDS, NUM_TWICE = (*range(62), 123, 449), 20  # the last two reach what few seeds reach
 GOAL = 0.95
 _SYSTEM = "calls the system (fork, signals, pipes, sockets, mutexes, /proc, limits); run by tests/processes and tests/launcher"
-_FRONT_ENDS = "for the front ends of flowrt serve, which are not simulated; run by tests/gateway and tests/serving"
+_FRONT_ENDS = "for the front ends of flowrt serve; tests/serving/test_front_end_seeds.py runs them under seeds of its own"
 _STATUS = "for flowrt ps"
 # File, or "file:function": why it does not run.
 EXCEPTIONS = {
