@@ -21,6 +21,7 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_WHOLE = (1 << 63) - 1  # the largest integer of a message header
 MIN_FACTOR, MAX_NUMBER = 1e-9, 1e9  # logits times or divided by these stay finite
+MAX_SALT_CHARACTERS = 256
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 64, 1024, 1024
 MAX_BIASES, MAX_BIAS = 1024, 100
 
@@ -40,6 +41,7 @@ _BIASES = Meta(
     max_length=MAX_BIASES,
     description=f"a mapping of at most {MAX_BIASES} token ids to numbers from -{MAX_BIAS} to {MAX_BIAS}",
 )
+_SALT = Meta(max_length=MAX_SALT_CHARACTERS, description=f"a text of at most {MAX_SALT_CHARACTERS} characters")
 _FACTOR = f"a number from {MIN_FACTOR:g} to {MAX_NUMBER:g}; 1 is off"
 _PENALTY = Meta(ge=-2, le=2, description="a number from -2 to 2; 0 is off")
 
@@ -55,6 +57,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `logit_bias` is added to the logits of these tokens first; it is given as a mapping, and kept as pairs in the order of the ids. Then
     penalties apply, before the temperature: `repetition_penalty` divides positive and multiplies negative logits of tokens in the prompt
     or the output; `frequency_penalty` is subtracted once per occurrence in the output, `presence_penalty` once if there is any.
+
+    `cache_salt`: only requests with the same one share KV through the prefix cache. It changes no token.
     """
 
     max_tokens: Annotated[int, _whole(1)] | None = None
@@ -72,6 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: Annotated[bool, Meta(description="true or false")] = False
     logprobs: Annotated[int, _whole(0, MAX_LOGPROBS)] | None = None
     logit_bias: Annotated[tuple[tuple[Annotated[int, Meta(ge=0, le=MAX_WHOLE)], _BIAS], ...], _BIASES] = ()
+    cache_salt: Annotated[str, _SALT] = ""
 
     @property
     def has_penalties(self) -> bool:
@@ -96,6 +101,7 @@ class SamplingKeywords(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int | None
     logit_bias: Mapping[int, float] | None
+    cache_salt: str
 
 
 PARAMETER_TYPES: dict[str, Any] = get_type_hints(SamplingParams, include_extras=True)
@@ -122,9 +128,8 @@ def checked_value(name: str, value: object) -> Any:
         checked = msgspec.convert(value, kind, strict=True)
     except (msgspec.ValidationError, ValueError, TypeError, OverflowError):
         raise ValueError(f"is {shown(given)}, it must be {_description(kind)}") from None
-    if name == "stop":
-        for text in checked:
-            check_text(text)
+    for text in {"stop": checked, "cache_salt": (checked,)}.get(name, ()):
+        check_text(text)
     return checked
 
 

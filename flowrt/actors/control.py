@@ -147,7 +147,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 class Token(msgspec.Struct, frozen=True):
     """`token_ids` were sampled at output positions `index`, `index`+1, ... of this attempt's choice. `logprobs`: one per token, or none.
 
-    `degraded`: a result that they depend on was computed without an expert (`reliability.unavailable_expert: degrade`).
+    `degraded`: a result that they depend on was computed without an expert. `num_cached_tokens`, with the first: of the prompt, if cached.
     """
 
     request_id: str
@@ -157,6 +157,7 @@ class Token(msgspec.Struct, frozen=True):
     choice: int = 0
     logprobs: tuple[Logprobs, ...] = ()
     degraded: bool = False
+    num_cached_tokens: int = 0
 
 
 class Tokens(Control, frozen=True):
@@ -231,6 +232,8 @@ class Statistics(Control, frozen=True):
     num_steps: int = 0
     num_rows: int = 0  # of all steps
     num_preemptions: int = 0
+    num_prefix_queries: int = 0  # tokens of prompts looked up in the prefix cache
+    num_prefix_hits: int = 0  # those found
     num_running: int = 0  # sequences of a group now, and those that wait in it
     num_waiting: int = 0
     num_pages: int = 0  # of a group's KV cache
@@ -388,9 +391,7 @@ class CallFailed(Control, frozen=True):
 
 class FenceCalls(Control, frozen=True):
     """To workers of a user's graph: drop all messages of these calls, which have failed or were cancelled. The response is CallsFenced.
-
-    `processes`: the workers to which the launcher relays it.
-    """
+    `processes`: the workers to which the launcher relays it."""
 
     source: str
     steps: tuple[int, ...]

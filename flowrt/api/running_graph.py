@@ -24,6 +24,7 @@ from flowrt.gateway.completion import Completion
 from flowrt.gateway.gateway import ClientEvent, Gateway
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import Requests
+from flowrt.gateway.routing import find_policy
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
 from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events
@@ -350,6 +351,7 @@ class RunningGraph:
             now=seams.clock.now,
             lost_group_seconds=graph.reliability.lost_group_seconds,
             prefill_workers=prefill_workers(graph),
+            routing=find_policy(graph.routing),
             **bounds,
         )
 

@@ -70,7 +70,7 @@ class Phases:
 
     def _logs(self, process: str) -> list[Any]:
         logs = self._all_logs()
-        return [log for log in logs if process in self._gateway.groups_of(log.index)] if process in self._gateway.loads else logs
+        return [log for log in logs if process in self._gateway.groups_of(log.index)] if process in self._gateway.workers else logs
 
     def _all_logs(self) -> list[Any]:
         return list(self._gateway._active.values())

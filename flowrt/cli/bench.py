@@ -217,6 +217,59 @@ def recovery(
 
 
 @bench_app.command
+def prefix(
+    *,
+    model: Annotated[Path | None, Parameter(help="A Hugging Face model directory. [default: a small model with random weights]")] = None,
+    shared: Annotated[Positive, Parameter(help="Tokens with which both prompts of a pair begin.")] = 1024,
+    suffix: Annotated[Positive, Parameter(help="Further tokens of each prompt.")] = 128,
+    pairs: Pairs = 20,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for all graphs.")] = (),
+    json: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Measure the time to the first token of a prompt that begins as an earlier one, with and without the prefix cache."""
+    from flowrt.bench.cases.prefix import measure
+    from flowrt.bench.report.plots import plot_ratios
+
+    details = {"model": model.name if model is not None else None, "shared": shared, "suffix": suffix}
+    _run("prefix", measure(model, shared, suffix, overrides), pairs, json, details, plot_ratios, plot, model)
+
+
+@bench_app.command
+def routing(
+    *,
+    requests: Annotated[Positive, Parameter(help="Requests of a load.")] = 400,
+    load: Annotated[float, Parameter(validator=Number(gt=0, lt=1), help="Of what the prefill workers, or the groups, can compute.")] = 0.7,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Measure routing policies in virtual time: first tokens and inter-token latency of prompts of 1 to 4000 tokens."""
+    from flowrt.bench.cases.routing import measure
+    from flowrt.bench.report.plots import plot_ratios
+
+    os.environ["OMP_NUM_THREADS"] = "1"  # before a worker imports torch: its small products wait for no other thread
+    _run("routing", measure(requests, load), 1, json, {"requests": requests, "load": load}, plot_ratios, plot)
+
+
+@bench_app.command
+def kv_transfer(
+    *,
+    model: Annotated[Path | None, Parameter(help="A Hugging Face model directory. [default: a small model with random weights]")] = None,
+    tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 4000,
+    pairs: Pairs = 20,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for both graphs.")] = (),
+    json: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Measure how long a KV transfer delays the second token, over shared memory, beside a group that computes the prompt itself."""
+    from flowrt.bench.cases.kv_transfer import measure
+    from flowrt.bench.report.plots import plot_ratios
+
+    details = {"model": model.name if model is not None else None, "tokens": tokens}
+    _run("kv-transfer", measure(model, tokens, overrides), pairs, json, details, plot_ratios, plot, model)
+
+
+@bench_app.command
 def overlap(
     *,
     virtual: Virtual = False,

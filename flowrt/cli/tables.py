@@ -138,6 +138,9 @@ def _sentences(report: RunReport, figures: Figures) -> list[str]:
     lines = []
     if report.start_seconds is not None:
         lines.append(f"start: {duration_text(report.start_seconds)}")
+    if report.num_prefix_hits:
+        share = 100 * report.num_prefix_hits / report.num_prefix_queries
+        lines.append(f"prefix cache: {share:.0f} % of {report.num_prefix_queries} tokens of prompts")
     if report.emulation is not None:
         lines += _emulation_sentences(report.emulation, figures)
     lines += [f"transport auto: {text}" for text in report.transport_reasons]

@@ -37,12 +37,14 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Begin to pull KV into these pages, then call `pulled` or `pull_failed`. The pull is void when the attempt has ended."""
+    """Begin to pull KV into these pages, then call `pulled` or `pull_failed`. The pull is void when the attempt has ended. `first`: the
+    first token that they lack."""
 
     request_id: str
     attempt: int
     kv: KvOffer
     pages: tuple[int, ...]
+    first: int = 0
 
 
 Decision = Token | Ended | KvPulled | KvLost | Hold  # for the gateway
@@ -61,6 +63,8 @@ class EngineStatistics:
     num_rows: int  # rows of committed steps
     num_tokens: int  # tokens emitted
     num_preemptions: int
+    num_prefix_queries: int  # tokens looked up in the prefix cache
+    num_prefix_hits: int  # those found
     epoch: int
 
 
@@ -214,7 +218,8 @@ class Engine:
         pulling = {(each.request.id, each.request.attempt): each for each in self._scheduler.pulling}
         new = [key for key in pulling if key not in self._begun]
         self._begun = {*pulling}
-        return [Pull(*key, each.kv, tuple(each.pages)) for key in new if (each := pulling[key]).kv is not None]
+        found = [(key, pulling[key]) for key in new]
+        return [Pull(*key, each.kv, tuple(each.pages), each.num_computed_tokens) for key, each in found if each.kv is not None]
 
     def is_pulling(self, request_id: str, attempt: int) -> bool:
         """Whether the attempt still waits for its KV."""
@@ -280,6 +285,7 @@ class Engine:
             elif token_id is not None and token_id < 0:
                 decisions += self._redo_sequence(sequence, not_finite)
             elif token_id is not None:
+                self._scheduler.cache(sequence)
                 decisions += self._append(sequence, token_id, own)
         return decisions
 
@@ -323,13 +329,15 @@ class Engine:
         return EngineStatistics(
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
-            num_free_pages=scheduler.pages.num_free,
+            num_free_pages=scheduler.num_free_pages,
             num_pages=scheduler.pages.num_pages,
             num_requests=self._num_requests,
             num_steps=self._num_steps,
             num_rows=self._num_rows,
             num_tokens=self._num_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_prefix_queries=scheduler.num_prefix_queries,
+            num_prefix_hits=scheduler.num_prefix_hits,
             epoch=self._epoch,
         )
 
@@ -343,8 +351,10 @@ class Engine:
         own: tuple[Logprobs, ...] = ()
         if logprobs is not None:
             own = (Logprobs(logprobs.token, logprobs.top[: request.params.logprobs]),)
+        index = sequence.num_output_tokens
+        num_cached_tokens = 0 if index else sequence.num_cached_tokens
         decisions: list[Decision] = [
-            Token(request.id, request.attempt, sequence.num_output_tokens, (token_id,), sequence.choice, own, sequence.is_degraded)
+            Token(request.id, request.attempt, index, (token_id,), sequence.choice, own, sequence.is_degraded, num_cached_tokens)
         ]
         sequence.append(token_id)
         self._num_tokens += 1
@@ -368,6 +378,7 @@ class Engine:
 
     def _redo_sequence(self, sequence: Sequence, cause: str) -> list[Decision]:
         """Compute a sequence without finite logits again from its first token: an earlier row may be the reason."""
+        self._scheduler.forget(sequence)
         if redo(FaultKind.NOT_FINITE, sequence.num_redone) is Redo.SEQUENCE:
             sequence.num_redone += 1
             self._scheduler.recompute(sequence)

@@ -11,6 +11,7 @@ Every sequence makes progress, because all rules go by `order` (age):
 - When all younger sequences are in steps, it claims the next free page: until then no younger one gets any. So the oldest sequence
   always proceeds; alone it fits (validation.py), so every sequence ends.
 - A suspect, whose latest step failed, runs alone.
+- A sequence begins with the pages of the prefix cache that have its tokens. Pages that are in the cache alone count as free.
 - A sequence whose prompt's KV is elsewhere is admitted like any other, and then pulls it into its pages. It takes part in steps when it has
   arrived. Its pages, and those that are held for a group, are never taken from it.
 """
@@ -22,6 +23,7 @@ from bisect import insort
 
 from flowrt.engine.batch import Part
 from flowrt.engine.page_allocator import PageAllocator
+from flowrt.engine.prefix_cache import PrefixCache, Segment
 from flowrt.engine.sequence import Sequence, SequenceState
 from flowrt.engine.validation import num_pages_for
 from flowrt.graph.model import GraphLimits
@@ -48,12 +50,19 @@ class Scheduler:
         self.pulling: list[Sequence] = []  # in the order of admission, as `held`
         self.held: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_prefix_queries = self.num_prefix_hits = 0  # tokens looked up in the prefix cache, and those found
         self._limits = limits
         self._num_micro_batches = num_micro_batches
         self._chunk_tokens = chunk_tokens
         # Prompts are shared up to a multiple of this: in whole pages, and so that the rest is cut as without sharing.
         self._share_tokens = math.lcm(limits.page_size, chunk_tokens or 1)
+        self._cache = PrefixCache(self.pages, limits.page_size, self._share_tokens // limits.page_size)
         self._claim: Sequence | None = None
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that no sequence holds."""
+        return self.pages.num_free + self._cache.num_idle_pages
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_age)
@@ -106,19 +115,26 @@ class Scheduler:
             if shared is None:
                 at += 1
                 continue
+            cached = [] if shared or sequence.num_redone else self._cached(sequence)
             soon = min(len(sequence.tokens) + 1, sequence.max_kv_tokens)
             others = (*self.running, *self.pulling)
             headroom = sum(len(other.pages) < self._num_pages(other.max_kv_tokens) for other in others)
-            if not self._may_take_pages(sequence) or self.pages.num_free < self._num_pages(soon) - len(shared) + headroom:
+            needed = self._num_pages(soon) - len(shared) - sum(len(segment.pages) for segment in cached) + headroom
+            if not self._may_take_pages(sequence) or self.num_free_pages - self._cache.num_idle(cached) < needed:
                 return
-            own = self.pages.allocate(self._num_pages(len(sequence.tokens)) - len(shared), sequence.name, shared[-1] if shared else None)
+            sequence.is_degraded = bool(shared) and any(other.is_degraded for other in sequence.siblings)
+            pulls = sequence.kv is not None and not shared
+            if shared:
+                self.pages.share(shared, sequence.name)
+            else:
+                shared = self._cache.take(cached, sequence.name)
+                self._count_cached(sequence, len(shared) * self._limits.page_size)
+            own = self._allocate(self._num_pages(len(sequence.tokens)) - len(shared), sequence.name, shared[-1] if shared else None)
             assert own is not None
-            self.pages.share(shared, sequence.name)
             sequence.pages = shared + own
             sequence.num_computed_tokens = len(shared) * self._limits.page_size
-            sequence.is_degraded = bool(shared) and any(other.is_degraded for other in sequence.siblings)
             del self.waiting[at]
-            if sequence.kv is not None and not shared:
+            if pulls:
                 sequence.state = SequenceState.PULLING
                 self.pulling.append(sequence)
             else:
@@ -129,6 +145,30 @@ class Scheduler:
         counts = self._micro_batch_counts()
         sequence.micro_batch = counts.index(min(counts))
         insort(self.running, sequence, key=_age)
+
+    def _cached(self, sequence: Sequence) -> list[Segment]:
+        """What the prefix cache has of a sequence. At least one token is left to compute, or to pull; strict: and all of the output."""
+        only_prompt = self._chunk_tokens or sequence.kv is not None
+        num_tokens = sequence.num_prompt_tokens if only_prompt else len(sequence.tokens)
+        return self._cache.find(sequence.prefix, sequence.tokens, num_tokens - 1)
+
+    def _count_cached(self, sequence: Sequence, num_tokens: int) -> None:
+        if sequence.kv is None and not sequence.num_preemptions and not sequence.num_redone:
+            sequence.num_cached_tokens = num_tokens
+            self.num_prefix_queries += len(sequence.tokens)
+            self.num_prefix_hits += num_tokens
+
+    def cache(self, sequence: Sequence) -> None:
+        """Keep the pages of a sequence that has just got a token, which shows that their KV is finite. Strict: those of whole chunks of its
+        prompt, as output computed row by row has other bits than the same tokens in a prompt."""
+        if self._limits.enable_prefix_caching and not sequence.is_degraded:
+            num_computed, num_prompt = sequence.num_computed_tokens, sequence.num_prompt_tokens
+            num_tokens = min(num_computed, num_prompt) if self._chunk_tokens else num_computed
+            self._cache.insert(sequence.prefix, sequence.tokens, sequence.pages, num_tokens)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Keep no page of a sequence for others: its KV may be wrong."""
+        self._cache.forget(sequence.pages)
 
     def pulled(self, sequence: Sequence) -> None:
         """Run a sequence whose pages have the KV of its prompt."""
@@ -200,9 +240,9 @@ class Scheduler:
         if missing <= 0:
             return True
         if self._may_take_pages(sequence):
-            while self.pages.num_free < missing and (victim := self._youngest_idle(than=sequence)) is not None:
+            while self.num_free_pages < missing and (victim := self._youngest_idle(than=sequence)) is not None:
                 self._preempt(victim)
-            pages = self.pages.allocate(missing, sequence.name, sequence.pages[-1])
+            pages = self._allocate(missing, sequence.name, sequence.pages[-1])
             if pages is not None:
                 sequence.pages.extend(pages)
                 if self._claim is sequence:
@@ -210,6 +250,12 @@ class Scheduler:
                 return True
             self._claim = sequence
         return False
+
+    def _allocate(self, num_pages: int, holder: str, behind: int | None) -> list[int] | None:
+        """`PageAllocator.allocate`, with pages that only the prefix cache holds if there are no others."""
+        if self.pages.num_free < num_pages <= self.num_free_pages:
+            self._cache.evict(num_pages - self.pages.num_free)
+        return self.pages.allocate(num_pages, holder, behind)
 
     def _may_take_pages(self, sequence: Sequence) -> bool:
         return self._claim is None or sequence.order <= self._claim.order
@@ -232,7 +278,8 @@ class Scheduler:
         lists = {SequenceState.WAITING: self.waiting, SequenceState.PULLING: self.pulling, SequenceState.HELD: self.held}
         lists.get(sequence.state, self.running).remove(sequence)
         self.pages.free(sequence.pages, sequence.name)
-        sequence.pages = []
+        self._cache.release(sequence.pages)
+        sequence.pages, sequence.prefix.segments = [], []
         if self._claim is sequence:
             self._claim = None
 

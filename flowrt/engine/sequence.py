@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from flowrt.actors.control import KvOffer, Request
+from flowrt.engine.prefix_cache import Prefix
 from flowrt.sampling_params import FinishReason
 
 SequenceState = Enum("SequenceState", ["WAITING", "PULLING", "RUNNING", "HELD", "ENDED"])
@@ -20,8 +21,8 @@ class Sequence:
     WAITING holds no page; the others do until they have ended. PULLING waits for the KV of its prompt from a prefill worker; HELD, in a
     prefill worker, has the KV of its prompt for a group. While `in_step` its rows are being computed by `micro-batch`, and neither its
     pages nor its tokens may change. `order` is its place in the queue and never changes: a preempted sequence returns to its place.
-    `num_computed_tokens` moves only when a step commits, so rolling a step back leaves it as it is. The first pages, those of whole
-    pages of the prompt, may be held by its `siblings` too: no step writes to them any more.
+    `num_computed_tokens` moves only when a step commits, so rolling a step back leaves it as it is. The first pages may be held by
+    others too, its `siblings` or those with the same tokens there: no step writes to them any more.
     """
 
     request: Request
@@ -46,6 +47,8 @@ class Sequence:
     is_on_trial: bool = field(init=False)  # its request is a suspect: it runs alone until it has a token
     kv: KvOffer | None = field(init=False)  # where the KV of its prompt is, until it has tried to pull it
     is_degraded: bool = False  # KV in `pages` comes from a step that was computed without some expert
+    prefix: Prefix = field(init=False)  # what the prefix cache knows of its tokens
+    num_cached_tokens: int = 0  # whose KV it found in the prefix cache when it was first admitted
 
     def __post_init__(self) -> None:
         request = self.request
@@ -56,6 +59,7 @@ class Sequence:
         self.tokens = [*request.prompt_token_ids, *committed]
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.is_on_trial = request.is_suspect
+        self.prefix = Prefix(request.params.cache_salt)
         self.end_token_ids = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             self.end_token_ids |= frozenset(self.eos_token_ids)

@@ -165,10 +165,10 @@ class KvUnpack:
         """The link to the worker has ended. The transfers from it wait for `drop`, as the gateway moves their requests."""
         self._linked.pop(worker, None)
 
-    def begin(self, request_id: str, attempt: int, kv: KvOffer, pages: Sequence[int]) -> None:
-        """Pull the KV of a prompt into these pages. It waits for a worker that is not linked yet."""
+    def begin(self, request_id: str, attempt: int, kv: KvOffer, pages: Sequence[int], first_token: int = 0) -> None:
+        """Pull the KV of a prompt from `first_token` on into these pages. It waits for a worker that is not linked yet."""
         key, num_tokens, size = (request_id, attempt), kv.num_tokens, self._chunk_tokens
-        starts = range(0, num_tokens, size)
+        starts = range(first_token, num_tokens, size)
         chunks = deque((layer, first, min(size, num_tokens - first)) for layer in range(self._pages.num_layers) for first in starts)
         transfer = self._transfers[key] = _Transfer(key, kv, tuple(pages), chunks)
         self._request(transfer)

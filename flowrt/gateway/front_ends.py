@@ -184,7 +184,7 @@ class FrontEnds:
             request.num_sent += len(events)
             num_events += len(events)
             if events:
-                outputs.append(output_of(number, events))
+                outputs.append(output_of(number, events, self._requests.gateway.log(request.index).num_cached_tokens))
             if events and isinstance(events[-1], EndEvent):
                 self._close(front_end, number)
         return tuple(outputs)
@@ -199,7 +199,7 @@ async def _awaited(task: Awaitable[None]) -> None:
     await task
 
 
-def output_of(number: int, events: Iterable[ClientEvent]) -> RequestOutput:
+def output_of(number: int, events: Iterable[ClientEvent], num_cached_tokens: int = 0) -> RequestOutput:
     """The message of a request's next events."""
     token_ids: dict[int, list[int]] = {}
     logprobs: dict[int, list[Logprobs]] = {}
@@ -222,4 +222,5 @@ def output_of(number: int, events: Iterable[ClientEvent]) -> RequestOutput:
         ChoiceOutput(choice, tuple(token_ids.get(choice, ())), tuple(logprobs.get(choice, ())), choice in degraded, reasons.get(choice))
         for choice in {**token_ids, **reasons}
     )
-    return RequestOutput(number, choices) if end is None else RequestOutput(number, choices, end.finish_reason, end.error)
+    reason, error = (end.finish_reason, end.error) if end is not None else (None, None)
+    return RequestOutput(number, choices, reason, error, num_cached_tokens)

@@ -32,7 +32,7 @@ from flowrt.gateway.request_log import (
     is_stop_token,
     request_of,
 )
-from flowrt.gateway.routing import GroupLoad
+from flowrt.gateway.routing import RoutingPolicy, WorkerStatus, cache_aware
 from flowrt.gateway.stages import Stages
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits
@@ -84,8 +84,9 @@ class Gateway:
         now: Callable[[], float] = lambda: 0.0,
         lost_group_seconds: float = 30.0,
         prefill_workers: Iterable[str] = (),
+        routing: RoutingPolicy = cache_aware,
     ) -> None:
-        self._stages = Stages(groups, prefill_workers, limits.max_num_seqs, lost_group_seconds, now)
+        self._stages = Stages(groups, prefill_workers, limits, lost_group_seconds, now, routing)
         self._limits = limits
         self._max_position_embeddings = max_position_embeddings
         self._vocab_size = vocab_size
@@ -114,8 +115,8 @@ class Gateway:
         return self._stages.num_waiting
 
     @property
-    def loads(self) -> dict[str, GroupLoad]:
-        return self._stages.loads
+    def workers(self) -> dict[str, WorkerStatus]:
+        return self._stages.workers
 
     @property
     def deadline(self) -> float | None:
@@ -232,6 +233,7 @@ class Gateway:
             return []
         decisions: list[Decision] = []
         choice = log.choices[token.choice] if token.choice < len(log.choices) else None
+        log.num_cached_tokens = max(log.num_cached_tokens, token.num_cached_tokens)
         num_accepted = 1 if token.index == 0 and log.prefill_worker is not None else None
         for at, token_id in enumerate(token.token_ids[:num_accepted]):
             index = token.index + at
@@ -357,7 +359,7 @@ class Gateway:
     def end_all(self, reason: FinishReason, error: str | None = None) -> list[EndEvent]:
         """End every active request, because the run is over. Returns their EndEvents."""
         self.refuses_all = "the run has ended"
-        for group in self.loads:
+        for group in self.workers:
             self._stages.lose(group, "has ended")
         decisions = [decision for log in list(self._active.values()) for decision in self._end(log, reason, error)]
         return [decision for decision in decisions if isinstance(decision, EndEvent)]
@@ -392,13 +394,12 @@ class Gateway:
         if logprobs is not None:
             event = msgspec.structs.replace(event, logprob=logprobs.token, top_logprobs=logprobs.top)
         log.events.append(event)
-        decisions: list[Decision] = [event]
-        decisions += self._prove(log, choice)
+        decisions: list[Decision] = [event, *self._prove(log, choice)]
         return decisions + (self._end_choice(log, choice, "stop", cancels_worker=True) if stopped else [])
 
     def _prove(self, log: RequestLog, choice: ChoiceLog) -> list[Decision]:
-        """A choice has committed a token or ended: end the trial of a suspect whose choices all have."""
-        return self._place_waiting() if log.is_suspect and self._stages.prove(log, choice.index) else []
+        """A choice has committed a token or ended."""
+        return self._place_waiting() if self._stages.note_progress(log, choice.index) else []
 
     def _count_prompt(self, log: RequestLog, num_tokens: int) -> None:
         self._num_prompt_tokens += num_tokens - log.counted_tokens
@@ -432,8 +433,7 @@ class Gateway:
         else:
             events.append(EndEvent(log.index, reason, "", error))
         log.events += events
-        decisions: list[Decision] = [*events]
-        decisions += self._cancel(log, but="" if cancels_worker else self._stages.worker_of(log) or "")
+        decisions: list[Decision] = [*events, *self._cancel(log, but="" if cancels_worker else self._stages.worker_of(log) or "")]
         del self._active[log.id]
         self._count_prompt(log, 0)
         self._stages.remove(log)

@@ -1,9 +1,9 @@
 """Places requests in groups: queues what does not fit, moves requests of lost groups, and runs suspects one at a time. Pure.
 
 There is one Placement for the groups, and one for the prefill workers, which are called groups here too (stages.py).
-A request is placed when a group has room for it, the oldest first; until then it waits at the gateway. `SEQUENCES_AHEAD` lets a group
-have the next sequences at hand when one of its own ends. A request that has waited for `lost_group_seconds` while no group is left is
-given up.
+A request is placed when the routing policy gives it a group (routing.py), the oldest first; until then it waits at the gateway.
+`SEQUENCES_AHEAD` lets a group have the next sequences at hand when one of its own ends; no policy gives it more. A request that has waited
+for `lost_group_seconds` while no group is left is given up.
 
 A suspect is a request whose group crashed or hung while it ran there, so that it may be the cause. A group gets one suspect at a time, and
 its engine computes each of its choices alone until it has committed a token (Request.is_suspect). A group that crashes meanwhile proves
@@ -13,26 +13,53 @@ that this request is the cause.
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from flowrt.gateway.prefix_index import PrefixIndex, digests_of
 from flowrt.gateway.request_log import RequestLog
-from flowrt.gateway.routing import GroupLoad, choose_group
+from flowrt.gateway.routing import RoutingPolicy, WaitingRequest, WorkerStatus
+from flowrt.graph.model import GraphLimits
 
 SEQUENCES_AHEAD = 2  # sequences that a group is sent, in units of the most that it runs
+LOOKAHEAD = 64  # requests that the policy lets wait before no later one is considered
+
+
+@dataclass(slots=True)
+class _PlacedRequest:
+    """A request in a group. `num_uncomputed`: tokens of its prompt that the group has still to compute, until its next token."""
+
+    log: RequestLog
+    group: str
+    num_uncomputed: int
 
 
 class Placement:
-    """`groups` are the names of the workers that take requests. `now` returns the time in seconds."""
+    """`groups` are the names of the workers that take requests, `limits` those of each. `now` returns the time in seconds."""
 
-    def __init__(self, groups: Iterable[str], max_num_seqs: int, lost_group_seconds: float, now: Callable[[], float]) -> None:
-        self.loads = {group: GroupLoad() for group in groups}
-        self._capacity = SEQUENCES_AHEAD * max_num_seqs
+    def __init__(
+        self,
+        groups: Iterable[str],
+        limits: GraphLimits,
+        lost_group_seconds: float,
+        now: Callable[[], float],
+        policy: RoutingPolicy,
+        stage: Literal["all", "prefill"],
+    ) -> None:
+        self.groups = tuple(groups)
+        self._limits, self._policy, self._stage = limits, policy, stage
+        max_kv_tokens = limits.kv_pages * limits.page_size
+        self._idle = {group: WorkerStatus(group, limits.max_num_seqs, limits.max_num_batched_tokens, max_kv_tokens) for group in groups}
+        self._prefixes = PrefixIndex(groups, max_kv_tokens) if limits.enable_prefix_caching and len(self.groups) > 1 else None
+        self._num_placed = Counter[str]()
         self._lost_group_seconds, self._now = lost_group_seconds, now
         self._lost: dict[str, str] = {}  # group -> why
         self._restarting: set[str] = set()  # lost groups that a recovery policy restarts
         self._no_group_since = now()  # valid while no group is left
         self.waiting: list[RequestLog] = []  # the oldest first
-        self._placed: dict[int, str] = {}  # number of a request -> its group
+        self._placed: dict[int, _PlacedRequest] = {}  # by the number of the request
         self._interrupted: dict[str, RequestLog] = {}  # group that a policy restarts -> the suspect that it computed alone
         self._trials: dict[str, RequestLog] = {}  # group -> the suspect that runs there
 
@@ -45,7 +72,7 @@ class Placement:
     @property
     def has_no_group(self) -> bool:
         """Whether no group is left, and none is restarted on purpose."""
-        return self._lost.keys() >= self.loads.keys() and not self._restarting
+        return self._lost.keys() >= self._idle.keys() and not self._restarting
 
     def add(self, log: RequestLog) -> None:
         """Queue a request that has no group. `place_waiting` follows."""
@@ -56,13 +83,13 @@ class Placement:
         if log in self.waiting:
             self.waiting.remove(log)
         if self.group_of(log) is not None:
-            self._count(log, -1)
             self.end_trial(log)
             del self._placed[log.index]
 
     def group_of(self, log: RequestLog) -> str | None:
         """The group that the request is placed in."""
-        return self._placed.get(log.index)
+        placed = self._placed.get(log.index)
+        return None if placed is None else placed.group
 
     def take_waiting(self) -> list[RequestLog]:
         """Forget the requests that wait, and return them."""
@@ -70,23 +97,46 @@ class Placement:
         return waiting
 
     def place_waiting(self) -> list[RequestLog]:
-        """Give a group to each waiting request that fits in one. Returns these requests; a request that fits nowhere lets none overtake
-        it. Others pass a suspect that waits for the end of a trial alone."""
-        placed = []
+        """Give a group to each waiting request for which the policy has one. Returns these requests. A request that fits nowhere lets none
+        overtake it. Others pass a suspect that waits for the end of a trial alone, and a request that the policy lets wait for a group."""
+        placed: list[RequestLog] = []
+        num_left = 0
+        statuses = self.statuses() if self.waiting else {}
         for log in list(self.waiting):
-            closed = self._closed_groups(log)
-            group = choose_group(self.loads, closed | self._trials.keys() if log.is_suspect else closed)
-            if group is not None:
-                self.waiting.remove(log)
-                self._placed[log.index] = group
-                self._count(log, 1)
-                if log.is_suspect:
-                    self._trials[group] = log
-                    log.unproven = {choice.index for choice in log.choices if choice.finish_reason is None}
-                placed.append(log)
-            elif closed >= self.loads.keys():
+            open_groups = self._open_groups(log, statuses)
+            if not open_groups or num_left == LOOKAHEAD:
                 break
+            untried = [group for group in open_groups if not log.is_suspect or group not in self._trials]
+            workers = [self._with_cached(statuses[group], log) for group in untried]
+            group = self._policy(self._request(log), workers) if workers else None
+            if group is None:
+                num_left += 1
+                continue
+            if (worker := next((each for each in workers if each.name == group), None)) is None:
+                raise ValueError(f"the routing policy chose {group!r}, which is not among {', '.join(untried)}")
+            self._place(log, worker)
+            statuses[group] = self._status(group)
+            placed.append(log)
         return placed
+
+    def _place(self, log: RequestLog, worker: WorkerStatus) -> None:
+        self.waiting.remove(log)
+        num_uncomputed = 0 if log.kv is not None else len(log.prompt_token_ids) - worker.num_cached_tokens
+        self._placed[log.index] = _PlacedRequest(log, worker.name, num_uncomputed)
+        self._num_placed[worker.name] += 1
+        if self._prefixes is not None:
+            self._prefixes.add(worker.name, self._digests(log))
+        if log.is_suspect:
+            self._trials[worker.name] = log
+            log.unproven = {choice.index for choice in log.choices if choice.finish_reason is None}
+
+    def note_token(self, log: RequestLog) -> bool:
+        """A group has computed the prompt of the request. Returns whether another one waits, which it may get now."""
+        placed = self._placed.get(log.index)
+        if placed is None or not placed.num_uncomputed:
+            return False
+        placed.num_uncomputed = 0
+        return bool(self.waiting)
 
     def prove(self, log: RequestLog, choice: int) -> bool:
         """A choice of a suspect has committed a token or ended, so it was not the cause. Returns whether the trial is over."""
@@ -123,6 +173,8 @@ class Placement:
             if (trial := self._alone(group)) is not None:
                 self._interrupted[group] = trial
         self._lost[group] = why
+        if self._prefixes is not None:
+            self._prefixes.clear(group)
 
     def give_up(self, group: str) -> None:
         """Wait for this group no longer than for any other lost one."""
@@ -133,6 +185,7 @@ class Placement:
     def readmit(self, group: str) -> None:
         """Place requests in a lost group again. `place_waiting` follows."""
         self._lost.pop(group, None)
+        self._num_placed.clear()
         self._interrupted.pop(group, None)
         self._restarting.discard(group)
 
@@ -146,11 +199,11 @@ class Placement:
     def why_no_group(self) -> str:
         return "; ".join(["no attention group is left to serve the request", *(f"{group} {why}" for group, why in self._lost.items())])
 
-    def _closed_groups(self, log: RequestLog) -> set[str]:
-        """The groups that are lost or have no room for the request."""
-        num_choices = len(log.choices)
-        full = {group for group, load in self.loads.items() if load.num_sequences and load.num_sequences + num_choices > self._capacity}
-        return full | self._lost.keys()
+    def _open_groups(self, log: RequestLog, statuses: dict[str, WorkerStatus]) -> list[str]:
+        """The groups that are up and have room for the request."""
+        num_sequences, capacity = len(log.choices), SEQUENCES_AHEAD * self._limits.max_num_seqs
+        roomy = [name for name, status in statuses.items() if not status.num_sequences or status.num_sequences + num_sequences <= capacity]
+        return [name for name in roomy if name not in self._lost]
 
     def end_trial(self, log: RequestLog) -> None:
         """The request does not run alone in its group any more. No-op for one that did not."""
@@ -159,8 +212,33 @@ class Placement:
         if group is not None and self._trials.get(group) is log:
             del self._trials[group]
 
-    def _count(self, log: RequestLog, delta: int) -> None:
-        group = self._placed[log.index]
-        load, num_choices = self.loads[group], len(log.choices)
-        num_tokens = len(log.prompt_token_ids) + num_choices * log.max_tokens
-        self.loads[group] = GroupLoad(load.num_sequences + delta * num_choices, load.num_tokens + delta * num_tokens)
+    def _request(self, log: RequestLog) -> WaitingRequest:
+        num_choices = len(log.choices)
+        stage: Literal["all", "prefill", "decode"] = self._stage if log.kv is None else "decode"
+        return WaitingRequest(stage, len(log.prompt_token_ids), num_choices, num_choices * log.num_expected_tokens)
+
+    def statuses(self) -> dict[str, WorkerStatus]:
+        """What the groups have now, by name."""
+        return {group: self._status(group) for group in self.groups}
+
+    def _status(self, group: str) -> WorkerStatus:
+        here = [placed for placed in self._placed.values() if placed.group == group]
+        num_output = sum(len(choice.token_ids) for placed in here for choice in placed.log.choices)
+        return replace(
+            self._idle[group],
+            num_placed=self._num_placed[group],
+            num_sequences=sum(len(placed.log.choices) for placed in here),
+            num_uncomputed_tokens=sum(placed.num_uncomputed for placed in here),
+            num_kv_tokens=sum(len(placed.log.prompt_token_ids) for placed in here) + num_output,
+            num_expected_tokens=sum(placed.log.num_expected_now for placed in here),
+        )
+
+    def _with_cached(self, status: WorkerStatus, log: RequestLog) -> WorkerStatus:
+        if self._prefixes is None:
+            return status
+        return replace(status, num_cached_tokens=self._prefixes.num_cached_tokens(status.name, self._digests(log)))
+
+    def _digests(self, log: RequestLog) -> tuple[bytes, ...]:
+        if log.prefix_digests is None:
+            log.prefix_digests = digests_of(log.params.cache_salt, log.prompt_token_ids)
+        return log.prefix_digests

@@ -125,6 +125,9 @@ class RequestLog:
     attempt: int = 0
     prefill_worker: str | None = None  # of this attempt, which sends the first token of each choice; None: the group does
     kv: KvOffer | None = None  # the KV of the prompt that the prefill worker of this attempt has offered
+    num_expected_tokens: int = 0  # of output, of each choice
+    prefix_digests: tuple[bytes, ...] | None = None  # of the prompt (prefix_index.py), when they are known
+    num_cached_tokens: int = 0  # of the prompt, whose KV came from a prefix cache
     num_kv_lost: int = 0  # KV transfers that failed, in all attempts
     waits_since: float = 0.0  # time in seconds, while it waits for a group
     is_suspect: bool = False  # its group crashed while it ran there: each choice runs alone until it has committed a token
@@ -140,6 +143,12 @@ class RequestLog:
     def end(self) -> EndEvent | None:
         last = self.events[-1] if self.events else None
         return last if isinstance(last, EndEvent) else None
+
+    @property
+    def num_expected_now(self) -> int:
+        """Tokens of output that are expected to come."""
+        open_choices = (choice for choice in self.choices if choice.finish_reason is None)
+        return sum(max(0, self.num_expected_tokens - len(choice.token_ids)) for choice in open_choices)
 
     @property
     def token_ids(self) -> list[int]:

@@ -39,7 +39,7 @@ class Requests:
         self._on_change: dict[int, Callable[[], None]] = {}  # by request: called after new events
         self._in_use: set[int] = set()  # requests that a call submits or follows
         self._unread: dict[int, None] = {}  # requests that have ended and that no call uses, oldest first
-        self._outgoing: dict[str, Mailbox[SendRequest | SendCancel]] = {group: Mailbox(1 << 16) for group in gateway.loads}
+        self._outgoing: dict[str, Mailbox[SendRequest | SendCancel]] = {group: Mailbox(1 << 16) for group in gateway.workers}
         self._senders: list[asyncio.Task[None]] = []  # one per group: a stopped group does not delay the messages to others
         self._timer: asyncio.TimerHandle | None = None  # for the gateway's deadline
         self._failure: Exception | None = None

@@ -1,23 +1,89 @@
-"""Chooses the group of a request. It is pure: the gateway counts the loads and passes them in."""
+"""Routing policies: which worker gets a request that waits at the gateway, or that it waits for a better one. Pure.
+
+A policy is a function of the request and the statuses of the workers that may have it. The gateway has one queue per stage (placement.py)
+and asks the policy whenever a request waits and something has changed: the oldest request first, each with the effects of those before it.
+So no worker has a queue that another could have served sooner (xDeepServe section 4.3). A package provides a policy of its own by the
+entry point group `flowrt.routing_policies`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Literal, cast
+
+from flowrt.graph.model import ROUTING_ENTRY_POINTS
 
 
 @dataclass(frozen=True, slots=True)
-class GroupLoad:
-    """The unfinished work that the gateway has sent to a group: waiting and running together."""
+class WaitingRequest:
+    """`stage`: all = a group computes the prompt and the output; prefill = a prefill worker computes the prompt; decode = a group pulls
+    the KV of the prompt and computes the output. `num_expected_tokens`: of output, of all its choices."""
 
-    num_sequences: int = 0  # choices of requests
-    num_tokens: int = 0  # of the prompts, and the maximum of new tokens
+    stage: Literal["all", "prefill", "decode"]
+    num_prompt_tokens: int
+    num_choices: int
+    num_expected_tokens: int
 
 
-def choose_group(loads: Mapping[str, GroupLoad], avoid: Collection[str] = ()) -> str | None:
-    """The group with the fewest sequences, then the fewest tokens, then the first in the mapping's order. None: there is none.
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What the gateway knows of a worker that is up and takes requests. Tokens are those of the requests that it has now."""
 
-    Sequences before tokens: while decoding, a sequence costs a row of every step whatever its length is.
-    """
-    names = [name for name in loads if name not in avoid]
-    return min(names, key=lambda name: (loads[name].num_sequences, loads[name].num_tokens), default=None)
+    name: str
+    max_num_seqs: int  # its limits
+    max_num_batched_tokens: int
+    max_kv_tokens: int
+    num_placed: int = 0  # requests that it has been given since the workers were last changed
+    num_sequences: int = 0
+    num_uncomputed_tokens: int = 0  # of prompts without a token of output yet
+    num_kv_tokens: int = 0  # of prompts and outputs
+    num_expected_tokens: int = 0  # of output that is still to come
+    num_cached_tokens: int = 0  # of the waiting request's prompt: probably in the worker's prefix cache
+
+
+RoutingPolicy = Callable[[WaitingRequest, Sequence[WorkerStatus]], str | None]
+
+
+def round_robin(request: WaitingRequest, workers: Sequence[WorkerStatus]) -> str | None:
+    """Each worker in its turn."""
+    return min(workers, key=lambda worker: worker.num_placed).name
+
+
+def cache_aware(request: WaitingRequest, workers: Sequence[WorkerStatus]) -> str | None:
+    """The worker with the fewest rows to compute before and for this request, without those in its prefix cache. A worker that has prompts
+    for a whole step at hand gets no more: the request waits for it if it has a part of the prompt, else for the first that has room. For
+    decode: the worker with the fewest tokens in its KV pages, and expected there, of those with room for a sequence and for its KV."""
+    if request.stage == "decode":
+        roomy = [worker for worker in workers if _has_room(request, worker)] or workers
+        return min(roomy, key=lambda worker: (worker.num_kv_tokens + worker.num_expected_tokens, worker.num_sequences)).name
+
+    def num_rows(worker: WorkerStatus) -> tuple[int, int]:
+        rows = worker.num_uncomputed_tokens + request.num_prompt_tokens - worker.num_cached_tokens
+        return rows if request.stage == "prefill" else rows + worker.num_expected_tokens, worker.num_sequences
+
+    ready = [worker for worker in workers if worker.num_uncomputed_tokens < worker.max_num_batched_tokens]
+    best = min(workers, key=num_rows)
+    if best in ready or best.num_cached_tokens or not ready:
+        return best.name if best in ready else None
+    return min(ready, key=num_rows).name
+
+
+def _has_room(request: WaitingRequest, worker: WorkerStatus) -> bool:
+    num_tokens = worker.num_kv_tokens + worker.num_expected_tokens + request.num_prompt_tokens + request.num_expected_tokens
+    return worker.num_sequences + request.num_choices <= worker.max_num_seqs and num_tokens <= worker.max_kv_tokens
+
+
+_BUILT_IN: dict[str, RoutingPolicy] = {"cache_aware": cache_aware, "round_robin": round_robin}
+
+
+def find_policy(name: str) -> RoutingPolicy:
+    """The policy of this name (graph/file.py lists the known ones). Raises what the import of its package raises."""
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    (found,) = entry_points(group=ROUTING_ENTRY_POINTS, name=name)
+    policy: Any = found.load()
+    if not callable(policy):
+        raise ValueError(f"routing policy {name!r}: its entry point is {policy!r}, not a function")
+    return cast(RoutingPolicy, policy)

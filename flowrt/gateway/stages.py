@@ -7,14 +7,17 @@ computes the prompt itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from flowrt.actors.control import KvOffer
 from flowrt.gateway.placement import Placement
 from flowrt.gateway.request_log import RequestLog, Stage
-from flowrt.gateway.routing import GroupLoad
+from flowrt.gateway.routing import RoutingPolicy, WorkerStatus
+from flowrt.graph.model import GraphLimits
 
 MAX_KV_LOST = 2
+LATEST_WEIGHT = 1 / 16  # of the latest request in the mean length of outputs
 
 
 class Stages:
@@ -24,18 +27,21 @@ class Stages:
         self,
         groups: Iterable[str],
         prefill_workers: Iterable[str],
-        max_num_seqs: int,
+        limits: GraphLimits,
         lost_group_seconds: float,
         now: Callable[[], float],
+        policy: RoutingPolicy,
     ) -> None:
         self._now = now
         self._open: dict[int, RequestLog] = {}  # requests with an attempt, by number
-        self._groups = Placement(groups, max_num_seqs, lost_group_seconds, now)
-        self._prefill = Placement(prefill_workers, max_num_seqs, lost_group_seconds, now)
+        self._groups = Placement(tuple(groups), limits, lost_group_seconds, now, policy, "all")
+        self._prefill = Placement(tuple(prefill_workers), limits, lost_group_seconds, now, policy, "prefill")
+        self._mean_output_tokens: float | None = None  # of choices of the latest requests
 
     @property
-    def loads(self) -> dict[str, GroupLoad]:
-        return self._groups.loads | self._prefill.loads
+    def workers(self) -> dict[str, WorkerStatus]:
+        """The groups and the prefill workers, by name."""
+        return self._groups.statuses() | self._prefill.statuses()
 
     @property
     def num_waiting(self) -> int:
@@ -55,6 +61,7 @@ class Stages:
         """Begin an attempt. `place_waiting` follows."""
         self._open[log.index] = log
         log.kv, log.prefill_worker, log.waits_since = None, None, self._now()
+        log.num_expected_tokens = min(log.max_tokens, math.ceil(self._mean_output_tokens or log.max_tokens))
         (self._groups if self._skips_prefill(log) else self._prefill).add(log)
 
     def place_waiting(self) -> list[tuple[str, RequestLog, Stage]]:
@@ -70,8 +77,9 @@ class Stages:
 
     def prefilled(self, log: RequestLog, kv: KvOffer) -> None:
         """The prefill worker has computed the prompt and holds its KV. `place_waiting` follows."""
-        log.kv = kv
+        self._prefill.note_token(log)
         self._prefill.end_trial(log)
+        log.kv = kv
         self._groups.add(log)
 
     def pulled(self, log: RequestLog) -> None:
@@ -81,6 +89,10 @@ class Stages:
     def remove(self, log: RequestLog) -> None:
         """Forget a request that has ended, or whose attempt has."""
         self._open.pop(log.index, None)
+        if log.end is not None and log.end.finish_reason in ("stop", "length"):
+            num_tokens = sum(len(choice.token_ids) for choice in log.choices) / len(log.choices)
+            before = num_tokens if self._mean_output_tokens is None else self._mean_output_tokens
+            self._mean_output_tokens = before + LATEST_WEIGHT * (num_tokens - before)
         self._prefill.remove(log)
         self._groups.remove(log)
 
@@ -109,9 +121,11 @@ class Stages:
         cause = self._of(alone_for).alone_in(alone_for)
         return cause if cause is not None and cause.index in self._open else None
 
-    def prove(self, log: RequestLog, choice: int) -> bool:
-        """A choice of a suspect has committed a token or ended. Returns whether the trial is over."""
-        return self._stage(log).prove(log, choice)
+    def note_progress(self, log: RequestLog, choice: int) -> bool:
+        """A choice has committed a token or ended. Returns whether another request may have a place for it: `place_waiting` follows."""
+        stage = self._stage(log)
+        was_tried = log.is_suspect and stage.prove(log, choice)
+        return stage.note_token(log) or was_tried
 
     def lose(self, worker: str, why: str, *, is_restarting: bool = False) -> None:
         """Place no more requests in this worker. `is_restarting`: a recovery policy restarts it."""
@@ -139,4 +153,4 @@ class Stages:
         return self._prefill if log.prefill_worker is not None and log.kv is None else self._groups
 
     def _of(self, worker: str) -> Placement:
-        return self._prefill if worker in self._prefill.loads else self._groups
+        return self._prefill if worker in self._prefill.groups else self._groups

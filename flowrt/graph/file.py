@@ -21,7 +21,7 @@ from flowrt.graph.document import Document, Path_, apply_overrides, document_of,
 from flowrt.graph.expand import expand_deploy, trampoline_choice
 from flowrt.graph.explicit import build_explicit, role_pair
 from flowrt.graph.facts import ModelFacts
-from flowrt.graph.model import Graph, GraphLimits, ModelPart, role_of
+from flowrt.graph.model import ROUTING_ENTRY_POINTS, ROUTING_POLICIES, Graph, GraphLimits, ModelPart, role_of
 from flowrt.graph.notation import shown_value
 from flowrt.graph.problems import raise_first, refuse_unbuilt
 from flowrt.graph.schema import GraphFile, LimitsSection
@@ -128,11 +128,15 @@ def build_graph(
         emulation=file.emulate,
         reliability=file.reliability,
         serving=file.serving,
+        routing=file.routing,
         folder=str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder)),
         choices=choices,
     )
     for problem in check(graph, facts, schemes):
         document.fail(_written_path(problem.path, graph, document, is_short), problem.text)
+    known = (*ROUTING_POLICIES, *sorted(entry_points(group=ROUTING_ENTRY_POINTS).names))
+    if graph.routing not in known:
+        document.fail(("routing",), f"there is no routing policy {shown_value(graph.routing)}; known are {', '.join(known)}")
     if graph.numerics == "strict":
         # Bits depend on the number of threads, and `auto` depends on the number of processes.
         num_threads = next((number for number in graph.threads.values() if number != "auto"), 1)

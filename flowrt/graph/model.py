@@ -21,6 +21,7 @@ INPUT, OUTPUT = "input", "output"  # the pseudo-nodes of a user's graph; they li
 GATEWAY = "gateway"  # the name of the launching process as a worker
 FORK_SERVER = "fork server"  # the process that forks the workers
 MONITOR = "monitor"  # the process that watches the workers
+ROUTING_POLICIES, ROUTING_ENTRY_POINTS = ("cache_aware", "round_robin"), "flowrt.routing_policies"  # gateway/routing.py
 FRONT_END = "front_end"  # role of the processes that serve HTTP
 
 
@@ -204,6 +205,7 @@ class GraphLimits:
     max_tokens: int = _key(256, "The most new tokens of a request.", ge=1, le=1 << 20)
     max_num_batched_tokens: int = _key(512, "The most rows of a step, and with it of every message.", ge=1, le=1 << 16)
     chunk_tokens: int = _key(64, "Strict: prompts are cut at its multiples.", ge=1, le=1 << 16)
+    enable_prefix_caching: bool = _key(True, "Keep the KV of prompts for later ones that begin with the same tokens.")
     in_flight: int = _key(8, "The most tags in flight in a graph of your own.", ge=1, le=4096)
     max_message_bytes: int = _key(1 << 26, "The most payload of a message.", ge=1024, le=1 << 34)
 
@@ -295,6 +297,7 @@ class Graph:
     emulation: Emulation | None = None
     reliability: ReliabilitySettings = ReliabilitySettings()
     serving: ServingSettings = ServingSettings()
+    routing: str = ROUTING_POLICIES[0]
     folder: str = ""  # absolute folder of the file: on sys.path of workers for "module:function"
     # For errors that are found after reading: key of the explicit form -> its place ("FILE:LINE" or "--set ..") and key as written.
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict, compare=False)

@@ -24,6 +24,7 @@ from flowrt.graph.model import (
     INPUT,
     MONITOR,
     OUTPUT,
+    ROUTING_POLICIES,
     Batching,
     ComputeCost,
     Emulation,
@@ -365,6 +366,11 @@ class GraphFile(Section):
     emulate: Emulation | None = Field(default=None, description="Emulate links and computation that this machine does not have.")
     reliability: ReliabilitySettings = ReliabilitySettings()
     serving: ServingSettings = ServingSettings()
+    routing: str = Field(
+        default=ROUTING_POLICIES[0],
+        min_length=1,
+        description=f"Which worker gets a request: {', '.join(ROUTING_POLICIES)}, or of a package.",
+    )
     prompts: Prompts | None = Field(default=None, description="The prompts that `flowrt run` serves when given none: a list, or a file.")
     processes: Processes | None = Field(default=None, description="Explicit form only; else deploy.processes.")
     micro_batches: int | None = Field(default=None, ge=1, le=64, description="Explicit form only; else deploy.attention.micro_batches.")

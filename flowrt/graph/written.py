@@ -11,7 +11,7 @@ import yaml
 from flowrt.graph.builtin import BUILTIN
 from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
-from flowrt.graph.model import GATEWAY, Edge, Graph, Node, PortSpec, ServingSettings, edge_name
+from flowrt.graph.model import GATEWAY, ROUTING_POLICIES, Edge, Graph, Node, PortSpec, ServingSettings, edge_name
 from flowrt.graph.notation import link_numbers
 
 
@@ -32,6 +32,7 @@ def to_yaml(graph: Graph, origin: str = "") -> str:
         "emulate": _flow(_without_none(asdict(graph.emulation))) if graph.emulation is not None else None,
         "reliability": _flow(asdict(graph.reliability)),
         "serving": _flow(asdict(graph.serving)) if graph.serving != ServingSettings() else None,
+        "routing": graph.routing if graph.routing != ROUTING_POLICIES[0] else None,
         "prompts": [_flow(prompt) for prompt in graph.prompts] or None,
         "nodes": {_flow(node.name): _flow(_node(node)) for node in graph.nodes.values() if node.process != GATEWAY},
         "edges": {_flow(edge.name): _flow(_edge(edge)) for edge in graph.edges.values()},

@@ -18,10 +18,15 @@ DONE = b"data: [DONE]\n\n"
 class Usage:
     num_prompt_tokens: int
     num_completion_tokens: int
+    num_cached_tokens: int = 0  # of the prompts, from the prefix cache
 
-    def as_json(self) -> dict[str, int]:
-        total = self.num_prompt_tokens + self.num_completion_tokens
-        return {"prompt_tokens": self.num_prompt_tokens, "completion_tokens": self.num_completion_tokens, "total_tokens": total}
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
 
 
 def event(fields: Any) -> bytes:

@@ -98,6 +98,7 @@ class _Response:
     ) -> None:
         self._inbox, self._texts, self._builder, self._exchange = inbox, texts, builder, exchange
         self._num_prompt_tokens = num_prompt_tokens
+        self._num_cached_tokens: dict[int, int] = {}  # by prompt
 
     async def respond(self, echoed: list[str]) -> None:
         pieces: list[TextPiece] = []
@@ -140,13 +141,15 @@ class _Response:
 
     @property
     def _usage(self) -> Usage:
-        return Usage(self._num_prompt_tokens, sum(text.num_tokens for text in self._texts))
+        num_completion_tokens = sum(text.num_tokens for text in self._texts)
+        return Usage(self._num_prompt_tokens, num_completion_tokens, sum(self._num_cached_tokens.values()))
 
     async def _next_pieces(self) -> list[TextPiece]:
         """Waits for new tokens. Raises ApiError when a request has ended with an error, or was ended from the server's side."""
         pieces: list[TextPiece] = []
         for prompt, output in await self._inbox.take():
             text = self._texts[prompt]
+            self._num_cached_tokens[prompt] = output.num_cached_tokens
             if output.end in ("error", "abort") and not text.has_ended:
                 raise _failure(output.error, self._exchange.id)
             pieces += text.add(output)

@@ -112,6 +112,8 @@ def _add_processes(page: _Page, state: ServedState) -> None:
     add("group_running_sequences", "gauge", "Sequences that run.", {name: each.num_running for name, each in groups.items()})
     add("group_waiting_sequences", "gauge", "Sequences that wait in the group.", {name: each.num_waiting for name, each in groups.items()})
     add("group_preemptions_total", "counter", "Preemptions.", {name: each.num_preemptions for name, each in groups.items()})
+    add("prefix_cache_queries_total", "counter", "Tokens looked up.", {name: each.num_prefix_queries for name, each in groups.items()})
+    add("prefix_cache_hits_total", "counter", "Tokens found.", {name: each.num_prefix_hits for name, each in groups.items()})
     add("kv_pages", "gauge", "Pages of the KV cache.", {name: each.num_pages for name, each in groups.items()})
     add("kv_pages_used", "gauge", "Pages in use.", {name: each.num_pages - each.num_free_pages for name, each in groups.items()})
     nodes = [({"process": name, "node": node.node}, node) for name, each in workers.items() for node in each.nodes]
@@ -159,6 +161,8 @@ def _add_vllm(page: _Page, state: ServedState) -> None:
         ("num_requests_waiting", "gauge", "Number of requests waiting to be processed.", waiting),
         ("kv_cache_usage_perc", "gauge", "KV-cache usage. 1 means 100 percent usage.", (num_pages - num_free) / max(1, num_pages)),
         ("num_preemptions_total", "counter", "Number of preemptions.", sum(each.num_preemptions for each in workers)),
+        ("prefix_cache_queries_total", "counter", "Prefix cache queries, in tokens.", sum(each.num_prefix_queries for each in workers)),
+        ("prefix_cache_hits_total", "counter", "Prefix cache hits, in tokens.", sum(each.num_prefix_hits for each in workers)),
         ("prompt_tokens_total", "counter", "Number of prefill tokens processed.", metrics.num_prompt_tokens),
         ("generation_tokens_total", "counter", "Number of generation tokens processed.", metrics.num_generation_tokens),
     ):

@@ -259,6 +259,7 @@ def _pool(graph: Graph) -> list[SimulatedRequest]:
     config, limits, chance = config_of(graph.model.path), graph.group_limits(), random.Random("pool")
     vocabulary, max_positions = config.vocab_size, min(limits.kv_pages * limits.page_size, config.max_position_embeddings)
     max_new = min(limits.max_tokens, 12)
+    beginning = tuple(random.Random("beginning").choices(range(vocabulary), k=max_positions))
     pool = []
     for number in range(POOL):
         length = min((1, 3, 9, 17, 30, 13)[number % 6], max_positions - max_new)
@@ -276,8 +277,12 @@ def _pool(graph: Graph) -> list[SimulatedRequest]:
             ignore_eos=not stops,
             logprobs=2 if number == 8 else None,
             stop=("1 never", "0\n") if number in (6, 9) else (),
+            cache_salt="another" if number in (9, 16) else "",
         )
-        pool.append(SimulatedRequest(tuple(chance.randrange(vocabulary) for _ in range(length)), params))
+        prompt = tuple(chance.randrange(vocabulary) for _ in range(length))
+        if number % 6 in (3, 4, 5):  # some begin alike
+            prompt = beginning[: length * 2 // 3] + prompt[length * 2 // 3 :]
+        pool.append(SimulatedRequest(prompt, params))
     return pool
 
 

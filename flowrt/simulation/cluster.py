@@ -23,6 +23,7 @@ from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.placement import SEQUENCES_AHEAD
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.requests import Requests
+from flowrt.gateway.routing import find_policy
 from flowrt.graph.model import GATEWAY
 from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events
@@ -133,6 +134,7 @@ class _SimulatedRun:
             now=self._seams.clock.now,
             lost_group_seconds=graph.reliability.lost_group_seconds,
             prefill_workers=prefill_workers(graph),
+            routing=find_policy(graph.routing),
         )
         on_token = None
         if (trace := case.trace) is not None:

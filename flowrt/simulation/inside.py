@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from flowrt.actors.control import Request
+from flowrt.engine.prefix_cache import HOLDER
 from flowrt.simulation.waitables import current_node
 from flowrt.simulation.wrong_results import WrongResults
 
@@ -252,26 +253,30 @@ class WorkerInternals:
         return lines
 
     def page_faults(self) -> list[str]:
-        """I3, at any time: each page is free or held, only sibling sequences share a page, and waiting sequences hold none."""
+        """I3, at any time: each page is free or held, only sequences with the same tokens up to its end share a page, and waiting
+        sequences hold none."""
         engine = self._engine
         if engine is None:
             return []
         scheduler = engine._scheduler
         pages, faults = scheduler.pages, []
-        held: dict[int, list[str]] = {}
+        held: dict[int, list[str]] = {page: [HOLDER] for segment in scheduler._cache._segments.values() for page in segment.pages}
+        content: dict[int, tuple[object, ...]] = {}
         for sequence in (*scheduler.running, *scheduler.pulling, *scheduler.held):
             if len(set(sequence.pages)) < len(sequence.pages):
                 faults.append(f"{sequence.name} has a page twice in {sequence.pages}")
-            for page in sequence.pages:
+            for number, page in enumerate(sequence.pages, 1):
                 held.setdefault(page, []).append(sequence.name)
+                end = number * engine._limits.page_size
+                own = (sequence.request.params.cache_salt, *sequence.tokens[:end])
+                if (other := content.setdefault(page, own)) is not own and (own != other or end > len(sequence.tokens)):
+                    faults.append(f"page {page} is shared by sequences with different tokens: {sorted(held[page])}")
         faults += [f"waiting {sequence.name} has pages {sequence.pages}" for sequence in scheduler.waiting if sequence.pages]
         if len(held) + pages.num_free != pages.num_pages:
             faults.append(f"{len(held)} held and {pages.num_free} free pages of {pages.num_pages}")
         for page, names in held.items():
             if pages.holders_of(page) != frozenset(names):
                 faults.append(f"page {page} is used by {sorted(names)}, held by {sorted(pages.holders_of(page))}")
-            if len({name.split("/")[0] for name in names}) > 1:
-                faults.append(f"page {page} is shared by different requests: {sorted(names)}")
         for micro_batch, step in enumerate(engine._steps):
             for sequence, _ in step.parts if step is not None else ():
                 if sequence not in scheduler.running or sequence.micro_batch != micro_batch:
@@ -285,7 +290,8 @@ class WorkerInternals:
         found = Counter[str]()
         engine, runner, links = self._engine, self._part("runner"), self._part("links")
         if engine is not None:
-            found["preempted"] = engine.statistics().num_preemptions
+            counts = engine.statistics()
+            found["preempted"], found["tokens of the prefix cache"] = counts.num_preemptions, counts.num_prefix_hits
         if runner is not None:
             found["stale or late message dropped"] = runner.statistics.num_dropped
             found["bundle sent"] = sum(each.sent[0] for each in runner._outbound.edges.values() if each.relays == "bundles")

@@ -85,6 +85,8 @@ class Group:
             num_steps=engine.num_steps,
             num_rows=engine.num_rows,
             num_preemptions=engine.num_preemptions,
+            num_prefix_queries=engine.num_prefix_queries,
+            num_prefix_hits=engine.num_prefix_hits,
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
             num_pages=engine.num_pages,
@@ -173,7 +175,7 @@ class Group:
         if self._unpack is not None:
             self._unpack.drop_ended(self._engine.is_pulling)
             for pull in self._engine.new_pulls():
-                self._unpack.begin(pull.request_id, pull.attempt, pull.kv, pull.pages)
+                self._unpack.begin(pull.request_id, pull.attempt, pull.kv, pull.pages, pull.first)
         if self._is_draining and self._engine.drained:
             self._is_draining = False
             self._send(Drained())

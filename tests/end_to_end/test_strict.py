@@ -114,3 +114,22 @@ async def test_logprobs_and_drawn_tokens_are_the_same_between_real_processes(fam
     apart = write(family, tmp_path, {"attention": {"groups": 1}, "experts": {"servers": 2}, "processes": "many"}, "bfloat16")
     together = await serve(apart, family.prompts, range(len(LENGTHS)), **drawn)
     assert [each.choices for each in alone] == [together[2].choices, together[6].choices]
+
+
+@pytest.mark.parametrize("deploy", [{}, {"prefill": {"workers": 1}}], ids=["group", "prefill worker"])
+async def test_kv_of_the_prefix_cache_has_the_bits_of_a_prompt_alone(
+    family: Served, tmp_path: Path, hashes: Hashes, deploy: dict[str, Any]
+) -> None:
+    long = family.prompts[6]
+    prompts = [long, [*long[:70], 5, 6, 7], [*long, *family.prompts[1]], long]
+    runs: list[Hashes] = []
+    for is_cached, num_hits in ((False, 0), (True, 64 + 96 + 96)):
+        async with flowrt.open(write(family, tmp_path, deploy, enable_prefix_caching=is_cached)) as running:
+            for number, prompt in enumerate(prompts):
+                await running.complete(prompt, flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, seed=number))
+            counts = await running.statistics()
+        assert sum(each.num_prefix_hits for each in counts.values()) == num_hits
+        runs.append(dict(hashes))
+        hashes.clear()
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == len(prompts) * NEW_TOKENS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from engine.toy_group import VOCABULARY, ToyGroup, expected_output, next_token, request
@@ -373,7 +375,9 @@ def test_strict_chunks_do_not_depend_on_the_neighbours() -> None:
     requests = [request(f"r{n}", range(1, 4 + 5 * n), max_tokens=9, seed=n) for n in range(5)]
     cuts: list[dict[str, list[tuple[int, int]]]] = []
     for max_num_batched_tokens, num_micro_batches, kv_pages in ((32, 1, 64), (7, 2, 64), (4, 1, 12)):
-        limits = GraphLimits(max_num_seqs=5, kv_pages=kv_pages, page_size=4, max_tokens=16, max_num_batched_tokens=max_num_batched_tokens)
+        limits = replace(
+            SMALL, max_num_seqs=5, kv_pages=kv_pages, max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=False
+        )
         group = ToyGroup(limits, num_micro_batches, chunk_tokens=4)
         group.submit(*requests)
         group.run()

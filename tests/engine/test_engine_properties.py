@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from flowrt.graph.model import GraphLimits
 
-PROMPT = st.lists(st.integers(0, 96), min_size=1, max_size=40)
+TEXT = [(7 * number) % 97 for number in range(40)]
+BEGINNING = st.builds(lambda num_tokens, rest: [*TEXT[:num_tokens], *rest], st.integers(1, 40), st.lists(st.integers(0, 96), max_size=2))
+PROMPT = st.lists(st.integers(0, 96), min_size=1, max_size=40) | BEGINNING
 EOS = (13, 57)
 
 
@@ -20,6 +22,7 @@ def drawn_limits(draw: st.DrawFn) -> GraphLimits:
         page_size=draw(st.sampled_from([1, 2, 4, 8])),
         max_tokens=24,
         max_num_batched_tokens=draw(st.integers(1, 40)),
+        enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
     )
 
 
@@ -41,6 +44,7 @@ def test_every_schedule_gives_the_tokens_of_a_request_alone(
             n=num_choices,
             min_tokens=min(min_tokens, max_tokens),
             presence_penalty=1.0 if number % 3 == 0 else 0.0,
+            cache_salt="other" if number % 5 == 4 else "",
         )
         for number, (prompt, max_tokens, num_choices, min_tokens) in enumerate(data.draw(st.lists(drawn, min_size=1, max_size=12)))
     ]

@@ -51,8 +51,8 @@ def test_a_prefilled_prompt_keeps_its_pages_until_the_attempt_is_cancelled() -> 
 def test_held_prompts_stand_in_the_way_of_no_step_but_of_pages() -> None:
     """Held pages are not taken; the next prompt waits for them, which holds up the gateway."""
     engine = new_engine()
-    for name in ("a", "b"):
-        engine.submit(prefill_of(request(name, range(16))))
+    for name, first in (("a", 0), ("b", 20)):
+        engine.submit(prefill_of(request(name, range(first, first + 16))))
         step(engine, 5)
     engine.submit(prefill_of(request("c", range(3))))
     assert (num_free(engine), engine.next_steps()) == (0, [])

@@ -37,12 +37,14 @@ class Letters:
         return held
 
 
-def new_gateway(groups: Sequence[str] = ("g0", "g1"), text: bool = True, **more: Any) -> Gateway:
+def new_gateway(
+    groups: Sequence[str] = ("g0", "g1"), text: bool = True, limits: GraphLimits = LIMITS, num_positions: int = 64, **more: Any
+) -> Gateway:
     seeds = iter(range(1000, 2000))
     return Gateway(
         groups,
-        LIMITS,
-        64,
+        limits,
+        num_positions,
         VOCABULARY,
         draw_seed=lambda: next(seeds),
         new_detokenizer=Letters if text else None,
@@ -302,7 +304,7 @@ def test_cancelling_ends_every_choice_that_goes_on() -> None:
         ChoiceEvent(1, 1, "error"),
         EndEvent(1, "error", "", "too long"),
     ]
-    assert {(load.num_sequences, load.num_tokens) for load in gateway.loads.values()} == {(0, 0)}
+    assert {worker.num_sequences for worker in gateway.workers.values()} == {0}
 
 
 def test_a_lost_last_token_is_an_error() -> None:
@@ -341,7 +343,7 @@ def test_requests_go_to_the_least_loaded_group() -> None:
     assert isinstance(redispatched, SendRequest)
     assert redispatched.group == "g1"
     gateway.end_all("abort")
-    assert {(load.num_sequences, load.num_tokens) for load in gateway.loads.values()} == {(0, 0)}
+    assert {worker.num_sequences for worker in gateway.workers.values()} == {0}
 
 
 def test_without_a_group_requests_wait_for_one_and_end_after_a_time() -> None:
@@ -398,7 +400,7 @@ def test_what_does_not_fit_waits_the_oldest_first() -> None:
     assert (next_one.index, next_one.request.attempt) == (6, 1)
     assert [each.index for each in gateway.readmit_group("g0") if isinstance(each, SendRequest)] == [8, 10]
     gateway.end_all("abort")
-    assert {(load.num_sequences, load.num_tokens) for load in gateway.loads.values()} == {(0, 0)}
+    assert {worker.num_sequences for worker in gateway.workers.values()} == {0}
     assert len(placed) == 10
 
 
@@ -582,7 +584,7 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
         assert log.end is not None
         assert log.end.finish_reason in ("length", "abort")
     assert {engine.statistics().num_free_pages for engine in engines.values()} == {LIMITS.kv_pages}
-    assert {load.num_sequences for load in gateway.loads.values()} <= {0}
+    assert {worker.num_sequences for worker in gateway.workers.values()} <= {0}
 
 
 def test_what_no_message_could_hold_ends_at_the_gateway() -> None:

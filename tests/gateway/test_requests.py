@@ -160,7 +160,7 @@ async def test_a_request_that_is_given_up_while_it_is_tokenized_leaves_nothing(c
         with suppress(asyncio.CancelledError):
             await submitting
     assert requests.gateway.num_unfinished == 0
-    assert {load.num_sequences for load in requests.gateway.loads.values()} == {0}
+    assert {worker.num_sequences for worker in requests.gateway.workers.values()} == {0}
 
 
 def test_client_that_disconnects_while_the_connection_is_full_leaves_nothing_open() -> None:

@@ -1,14 +1,149 @@
-"""Request routing: which group receives a request."""
+"""Request routing: which worker gets a request, what waits at the gateway, and the estimate of what prefix caches have."""
 
 from __future__ import annotations
 
-from flowrt.gateway.routing import GroupLoad, choose_group
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from gateway.test_gateway import LIMITS, new_gateway, place, token_of
+from gateway.test_stages import prefill, pulled, sent_in
+
+from flowrt.errors import GraphError
+from flowrt.gateway import routing
+from flowrt.gateway.gateway import Gateway
+from flowrt.gateway.prefix_index import PIECE_TOKENS, PrefixIndex, digests_of
+from flowrt.gateway.routing import WaitingRequest, WorkerStatus, cache_aware, find_policy, round_robin
+from flowrt.graph.file import load_graph
+from flowrt.graph.model import ROUTING_POLICIES
+
+TWO_ACTORS = Path(__file__).resolve().parents[2] / "examples" / "two_actors" / "graph.yaml"
+IDLE = WorkerStatus("", max_num_seqs=4, max_num_batched_tokens=100, max_kv_tokens=1000)
+PROMPT = WaitingRequest("all", num_prompt_tokens=60, num_choices=1, num_expected_tokens=20)
 
 
-def test_group_with_min_sequences_then_min_tokens_then_first_name() -> None:
-    assert choose_group({"b": GroupLoad(), "a": GroupLoad()}) == "b"
-    assert choose_group({"a": GroupLoad(2, 10), "b": GroupLoad(1, 900)}) == "b"
-    assert choose_group({"a": GroupLoad(1, 30), "b": GroupLoad(1, 20), "c": GroupLoad(1, 20)}) == "b"
-    assert choose_group({"a": GroupLoad(9, 9), "b": GroupLoad(0, 0)}, avoid={"b"}) == "a"
-    assert choose_group({"a": GroupLoad()}, avoid={"a"}) is None
-    assert choose_group({}) is None
+def workers(**more: Sequence[int]) -> list[WorkerStatus]:
+    """Workers a, b, .. with these counts."""
+    num_workers = len(next(iter(more.values())))
+    return [replace(IDLE, name="abc"[at], **{key: values[at] for key, values in more.items()}) for at in range(num_workers)]
+
+
+def test_round_robin_gives_each_worker_its_turn() -> None:
+    assert round_robin(PROMPT, workers(num_placed=(2, 1, 1))) == "b"
+    assert round_robin(PROMPT, workers(num_placed=(0, 0, 0), num_uncomputed_tokens=(5, 5, 0))) == "a"
+
+
+@pytest.mark.parametrize("stage", ["all", "prefill"])
+def test_a_prompt_goes_where_its_first_token_comes_soonest(stage: str) -> None:
+    request = replace(PROMPT, stage=stage)
+    assert cache_aware(request, workers(num_uncomputed_tokens=(50, 30, 30))) == "b"
+    assert cache_aware(request, workers(num_uncomputed_tokens=(50, 30), num_cached_tokens=(48, 0))) == "a"
+    assert cache_aware(request, workers(num_uncomputed_tokens=(90, 30), num_cached_tokens=(48, 0))) == "b"
+    assert cache_aware(request, workers(num_sequences=(2, 1))) == "b"
+
+
+def test_a_prompt_waits_when_every_worker_has_a_whole_step_at_hand() -> None:
+    assert cache_aware(PROMPT, workers(num_uncomputed_tokens=(100, 130))) is None
+    assert cache_aware(PROMPT, workers(num_uncomputed_tokens=(100, 99))) == "b"
+    long = replace(PROMPT, num_prompt_tokens=900)
+    assert cache_aware(long, workers(num_uncomputed_tokens=(100, 0), num_cached_tokens=(800, 0))) is None, "it waits for its own pages"
+    assert cache_aware(long, workers(num_uncomputed_tokens=(100, 0), num_expected_tokens=(0, 400))) == "b"
+
+
+def test_output_that_is_expected_counts_where_it_is_computed() -> None:
+    counts = {"num_uncomputed_tokens": (0, 10), "num_expected_tokens": (80, 0)}
+    assert cache_aware(PROMPT, workers(**counts)) == "b"
+    assert cache_aware(replace(PROMPT, stage="prefill"), workers(**counts)) == "a"
+
+
+def test_decoding_goes_to_the_least_kv_with_room_for_the_output() -> None:
+    request = replace(PROMPT, stage="decode")
+    assert cache_aware(request, workers(num_kv_tokens=(300, 200), num_expected_tokens=(10, 90))) == "b"
+    assert cache_aware(request, workers(num_kv_tokens=(300, 200), num_expected_tokens=(10, 190))) == "a"
+    assert cache_aware(request, workers(num_kv_tokens=(300, 200), num_sequences=(1, 4))) == "a", "b has all sequences that it may run"
+    assert cache_aware(request, workers(num_kv_tokens=(930, 950), num_sequences=(1, 1))) == "a", "none has room: the least"
+    assert cache_aware(request, workers(num_kv_tokens=(300, 200), num_uncomputed_tokens=(0, 500))) == "b"
+
+
+def test_the_index_knows_the_latest_prompts_of_each_worker() -> None:
+    tokens = [number % 7 for number in range(5 * PIECE_TOKENS)]
+    long, short = digests_of("", tokens), digests_of("", tokens[: 2 * PIECE_TOKENS + 1])
+    assert (len(long), short) == (4, long[:2]), "one token at least is left to compute"
+    index = PrefixIndex(("a", "b"), 4 * PIECE_TOKENS)
+    index.add("a", short)
+    assert [index.num_cached_tokens(worker, long) for worker in "ab"] == [2 * PIECE_TOKENS, 0]
+    assert index.num_cached_tokens("a", digests_of("salt", tokens)) == 0
+    index.add("a", digests_of("", [9, *tokens[: 3 * PIECE_TOKENS]]))
+    assert index.num_cached_tokens("a", long) == PIECE_TOKENS, "the end of the oldest prompt is forgotten first"
+    index.clear("a")
+    assert index.num_cached_tokens("a", long) == 0
+
+
+def routed(**more: object) -> Gateway:
+    limits = replace(LIMITS, max_num_batched_tokens=8, kv_pages=4096, max_tokens=40)
+    return new_gateway(text=False, limits=limits, num_positions=4096, **more)
+
+
+def test_a_prompt_beyond_the_step_at_hand_waits_for_the_first_token_of_another() -> None:
+    gateway = routed()
+    first, second = (place(gateway, range(12), max_tokens=4) for _ in range(2))
+    assert {first.group, second.group} == {"g0", "g1"}
+    index = gateway.reserve()
+    assert gateway.place(index, (1,)) == []
+    (sent,) = sent_in(gateway.on_token("g1", token_of(second, "a")))
+    assert (sent.group, sent.request.prompt_token_ids) == ("g1", (1,))
+
+
+def test_a_prompt_that_begins_as_an_earlier_one_goes_to_its_group() -> None:
+    gateway = routed()
+    prompt = tuple(number % 5 for number in range(200))
+    first = place(gateway, prompt, max_tokens=1)
+    gateway.on_token(first.group, token_of(first, "a"))
+    for _ in range(3):
+        later = place(gateway, (*prompt, 7), max_tokens=1)
+        assert later.group == first.group
+        gateway.on_token(later.group, token_of(later, "a"))
+
+
+def test_a_lost_group_has_no_prefixes() -> None:
+    gateway = routed()
+    prompt = tuple(number % 5 for number in range(200))
+    first = place(gateway, prompt, max_tokens=1)
+    gateway.on_token(first.group, token_of(first, "a"))
+    gateway.cancel(0)
+    gateway.lose_group("g0", "was lost")
+    gateway.readmit_group("g0")
+    running = place(gateway, range(3), max_tokens=9)
+    assert running.group == "g0"
+    assert place(gateway, prompt, max_tokens=1).group == "g1"
+
+
+def test_decode_counts_the_kv_of_every_group() -> None:
+    gateway = routed(prefill_workers=("p0", "p1"))
+    long = prefill(gateway, place(gateway, range(25), max_tokens=40))
+    short = [prefill(gateway, place(gateway, (1, 2), max_tokens=3)) for _ in range(3)]
+    assert {each.group for each in short} == {"g1" if long.group == "g0" else "g0"}
+    gateway.on_transfer(long.group, pulled(long))
+    statuses = gateway.workers
+    assert statuses[long.group].num_kv_tokens == 26
+    assert sum(statuses[name].num_sequences for name in ("p0", "p1")) == 3, "they hold the KV that is not pulled yet"
+
+
+def test_a_policy_of_a_package_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("last", f"{__name__}:last_worker", "flowrt.routing_policies")
+    monkeypatch.setattr(routing, "entry_points", lambda group, name: (entry,))
+    assert place(new_gateway(text=False, routing=find_policy("last"))).group == "g1"
+    with pytest.raises(ValueError, match="chose 'nowhere', which is not among g0, g1"):
+        place(new_gateway(text=False, routing=lambda request, workers: "nowhere"))
+
+
+def last_worker(request: WaitingRequest, workers: Sequence[WorkerStatus]) -> str | None:
+    return workers[-1].name
+
+
+def test_built_in_policies_are_the_known_ones() -> None:
+    assert tuple(routing._BUILT_IN) == ROUTING_POLICIES
+    with pytest.raises(GraphError, match="there is no routing policy 'best'; known are cache_aware, round_robin"):
+        load_graph(TWO_ACTORS, ["routing=best"])

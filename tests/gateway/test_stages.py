@@ -186,7 +186,7 @@ def test_a_cancel_reaches_every_worker_that_has_the_request(stage: str) -> None:
         gateway.on_transfer("g0", pulled(placed))
     expected = {"prefill": [("p0", 0)], "pulling": [("p0", 0), ("g0", 0)], "pulled": [("g0", 0)]}
     assert cancelled_in(gateway.cancel(0)) == expected[stage]
-    assert all(not load.num_sequences for load in gateway.loads.values())
+    assert all(not worker.num_sequences for worker in gateway.workers.values())
 
 
 def test_an_end_while_pulling_frees_the_held_pages() -> None:

@@ -35,7 +35,8 @@ async def test_completion_has_text_reason_and_usage() -> None:
         num_prompt, num_tokens = len(served.tokenizer.encode("What is 1 + 2?")), len(served.tokenizer.encode(" 12 and 3"))
         assert body["object"] == "text_completion"
         assert body["choices"] == [{"index": 0, "text": " 12 and 3", "logprobs": None, "finish_reason": "length"}]
-        assert body["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
+        usage = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
+        assert body["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
         assert served.requests.gateway.num_unfinished == served.client.num_open == 0
 
 

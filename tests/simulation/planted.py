@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from simulation.planted_faults import FAULT_BUGS
 from simulation.planted_groups import GROUP_BUGS
+from simulation.planted_prefixes import PREFIX_BUGS
 from simulation.planted_standby import STANDBY_BUGS
 from simulation.planted_trampolines import TRAMPOLINE_BUGS
 from simulation.planted_transfers import TRANSFER_BUGS
@@ -72,6 +73,7 @@ BUGS: tuple[Bug, ...] = (
     *STANDBY_BUGS,
     *TRAMPOLINE_BUGS,
     *TRANSFER_BUGS,
+    *PREFIX_BUGS,
     # tags and matching
     bug("micro-batches-mixed", "rows are matched without the micro-batch", (
         MATCHING, "MatchingTable.arrive", "key = (edge.target, tag)", "key = (edge.target, Tag(tag.source, tag.epoch, 0, tag.step, tag.layer))")),

@@ -46,21 +46,21 @@ GROUP_BUGS: tuple[Bug, ...] = (
         RUN_STATE, "RunState.accepts_messages", "self.is_current(worker, incarnation) and (not self._table.workers[worker].process.is_fenced)", "self.is_current(worker, incarnation)")),
     body("stale-submit", "a request that was moved is still sent to its old group", GATEWAY, "Gateway.is_placed", "return True"),
     bug("placed-in-lost-group", "requests are placed in lost groups", (
-        PLACEMENT, "Placement._closed_groups", "full | self._lost.keys()", "full")),
+        PLACEMENT, "Placement._open_groups", "name not in self._lost", "True")),
     body("readmission-forgotten", "a restarted group gets no requests", PLACEMENT, "Placement.readmit", "pass"),
     bug("readmitted-requests-wait", "requests that wait when a group returns are not placed", (
         GATEWAY, "Gateway.readmit_group", "return self._place_waiting()", "return []")),
     bug("room-ignored", "a group is sent any number of sequences", (
-        PLACEMENT, "Placement._closed_groups", "load.num_sequences + num_choices > self._capacity", "False")),
+        PLACEMENT, "Placement._open_groups", "status.num_sequences + num_sequences <= capacity", "True")),
     bug("load-kept", "the load of a lost group is not reset", (
-        PLACEMENT, "Placement.remove", "self._count(log, -1)", "pass")),
+        PLACEMENT, "Placement.remove", "del self._placed[log.index]", "pass")),
     body("never-given-up", "requests wait for ever when no group is left", PLACEMENT, "Placement.expired", "return []"),
     bug("given-up-early", "requests wait for half the time when no group is left", (
         PLACEMENT, "Placement.__init__", "self._lost_group_seconds, self._now = (lost_group_seconds, now)", "self._lost_group_seconds, self._now = (lost_group_seconds / 2, now)")),
     bug("given-up-with-a-group", "requests are given up although a group is left", (
-        PLACEMENT, "Placement.has_no_group", "self._lost.keys() >= self.loads.keys()", "bool(self._lost)")),
+        PLACEMENT, "Placement.has_no_group", "self._lost.keys() >= self._idle.keys()", "bool(self._lost)")),
     bug("drained-early", "a drain does not wait for requests that move", (
-        REQUESTS, "Requests._note_drained", "not self.gateway.num_unfinished", "not sum(load.num_sequences for load in self.gateway.loads.values())")),
+        REQUESTS, "Requests._note_drained", "not self.gateway.num_unfinished", "not sum(worker.num_sequences for worker in self.gateway.workers.values())")),
     # what a moved request continues from
     bug("tokens-not-replayed", "a moved request begins without its committed tokens", (
         REQUEST_LOG, "request_of", "if log.attempt or log.kv else ()", "if log.attempt < 0 else tuple((() for choice in log.choices))")),

@@ -64,11 +64,11 @@ def measure(comparisons: Sequence[Comparison], virtual: bool, dilation: float) -
     """The figures of all comparisons. `dilation`: between processes; in virtual time it changes nothing."""
     if virtual:  # now: a simulation has an event loop of its own
         os.environ["OMP_NUM_THREADS"] = "1"  # before a worker imports torch: its small products wait for no other thread
-        return _given([figure for each in comparisons for figure in _simulated(each)])
+        return given([figure for each in comparisons for figure in _simulated(each)])
     return _measured(comparisons, dilation)
 
 
-async def _given(figures: Sequence[Figure]) -> AsyncIterator[Result]:
+async def given(figures: Sequence[Figure]) -> AsyncIterator[Result]:
     for figure in figures:
         yield figure
 

@@ -13,19 +13,29 @@ from pathlib import Path
 HIDDEN, WIDTH, VOCABULARY, TOP_K = 32, 16, 64, 2
 
 
-def write_small_model(directory: Path, num_layers: int, num_experts: int, top_k: int = TOP_K) -> Path:
+def write_small_model(
+    directory: Path,
+    num_layers: int,
+    num_experts: int,
+    top_k: int = TOP_K,
+    hidden: int = HIDDEN,
+    width: int = WIDTH,
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 16,
+) -> Path:
     """Write a Mixtral model with random weights, config.json and model.safetensors, into `directory`. Equal arguments, equal weights."""
     config = {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "dtype": "float32",
         "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": WIDTH,
+        "hidden_size": hidden,
+        "intermediate_size": width,
         "num_hidden_layers": num_layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
         "num_local_experts": num_experts,
         "num_experts_per_tok": top_k,
         "max_position_embeddings": 4096,
@@ -43,21 +53,21 @@ def write_small_model(directory: Path, num_layers: int, num_experts: int, top_k:
         weights[name] = shape, array("f", [chance.uniform(-1.7, 1.7) * scale for _ in range(math.prod(shape))])
 
     def ones(name: str) -> None:
-        weights[name] = (HIDDEN,), array("f", [1.0]) * HIDDEN
+        weights[name] = (hidden,), array("f", [1.0]) * hidden
 
-    draw("model.embed_tokens.weight", VOCABULARY, HIDDEN)
+    draw("model.embed_tokens.weight", VOCABULARY, hidden)
     ones("model.norm.weight")
-    draw("lm_head.weight", VOCABULARY, HIDDEN)
+    draw("lm_head.weight", VOCABULARY, hidden)
     for layer in range(num_layers):
         prefix = f"model.layers.{layer}."
         ones(f"{prefix}input_layernorm.weight")
         ones(f"{prefix}post_attention_layernorm.weight")
-        for name, rows in (("q", 32), ("k", 16), ("v", 16)):
-            draw(f"{prefix}self_attn.{name}_proj.weight", rows, HIDDEN)
-        draw(f"{prefix}self_attn.o_proj.weight", HIDDEN, 32)
-        draw(f"{prefix}block_sparse_moe.gate.weight", num_experts, HIDDEN)
+        for name, rows in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):
+            draw(f"{prefix}self_attn.{name}_proj.weight", rows, hidden)
+        draw(f"{prefix}self_attn.o_proj.weight", hidden, heads * head_dim)
+        draw(f"{prefix}block_sparse_moe.gate.weight", num_experts, hidden)
         for expert in range(num_experts):
-            for name, shape in (("w1", (WIDTH, HIDDEN)), ("w3", (WIDTH, HIDDEN)), ("w2", (HIDDEN, WIDTH))):
+            for name, shape in (("w1", (width, hidden)), ("w3", (width, hidden)), ("w2", (hidden, width))):
                 draw(f"{prefix}block_sparse_moe.experts.{expert}.{name}.weight", *shape)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")

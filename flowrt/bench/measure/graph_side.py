@@ -36,6 +36,7 @@ class GraphSide:
 
     def __init__(self, graph: RunningGraph, name: str = "flowrt") -> None:
         self.name, self.graph = name, graph
+        self._num_runs = 0
 
     def label(self, phase: str) -> str:
         return self.name
@@ -47,7 +48,9 @@ class GraphSide:
 
         Raises UserError when a request fails, or when all tokens come at once.
         """
-        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+        self._num_runs += 1
+        salt = f"run {self._num_runs}"  # every run computes its prompts
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, cache_salt=salt)
         clock = TurnClock()
         times: list[list[float]] = [[] for _ in prompts]
         tokens: list[list[int]] = [[] for _ in prompts]

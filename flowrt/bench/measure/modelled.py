@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from flowrt.actors.control import Statistics
 from flowrt.api import RunningGraph, open_graph
@@ -30,6 +31,7 @@ from flowrt.simulation.processes import ProcessConditions, SimulatedBackend
 from flowrt.simulation.simulated_seams import ComputeDelays
 from flowrt.simulation.world import World, run
 
+T = TypeVar("T")
 PROMPT_TOKENS = 2
 Stop = Callable[[], Callable[[], None]]  # stops a process, and returns what lets it go on
 IDEAL_NETWORK = NetworkConditions(min_delay_seconds=0.0, max_delay_seconds=0.0, slow_one_in=0, duplicate_one_in=0, bytes_per_second=1e15)
@@ -148,12 +150,21 @@ def stop_process(graph: RunningGraph, process: str) -> Callable[[], None]:
 def simulated_run(graph: Graph, batch: int, new_tokens: int, stopped: str = "", apart_seconds: float = 0.0) -> ModelledRun:
     """As `modelled_run`, in virtual time. `stopped`: a process that stands still meanwhile."""
 
-    async def main(world: World) -> ModelledRun:
+    async def call(world: World, running: RunningGraph) -> ModelledRun:
+        stop = partial(_stop_simulated, world, stopped) if stopped else None
+        return await modelled_run(running, batch, new_tokens, stop, apart_seconds)
+
+    return in_virtual_time(graph, call)
+
+
+def in_virtual_time(graph: Graph, call: Callable[[World, RunningGraph], Awaitable[T]]) -> T:
+    """What `call` returns of the graph, which runs in virtual time meanwhile."""
+
+    async def main(world: World) -> T:
         world.one_clock = True  # the two ends of an emulated link compare times
         backend = partial(_open_backend, world)
         async with open_graph(quiet, seams=replace(world.seams(GATEWAY), open_backend=backend)) as running:
-            stop = partial(_stop_simulated, world, stopped) if stopped else None
-            return await modelled_run(running, batch, new_tokens, stop, apart_seconds)
+            return await call(world, running)
 
     # Heartbeats are most of the events of a run without faults.
     quiet = replace(graph, reliability=replace(graph.reliability, detector=False, hedge=False))

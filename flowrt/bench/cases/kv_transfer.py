@@ -1,0 +1,110 @@
+"""What a KV transfer costs a request: from its first token, which the prefill worker sends when the prompt is computed, to its second one.
+
+The peer is a group that computes the prompt itself: there, the same time is one step. What is longer is the exposed time of the transfer.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from flowrt.api import RunningGraph, open_graph, read_graph
+from flowrt.bench.cases.small_model import write_small_model
+from flowrt.bench.measure.benchmark import Result, Trial
+from flowrt.bench.report.figures import Figure, Target
+from flowrt.bench.report.report import print_progress
+from flowrt.errors import UserError
+from flowrt.gateway.gateway import EndEvent, TokenEvent
+from flowrt.graph.model import Graph
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import ModelConfig
+from flowrt.sampling_params import SamplingParams
+
+SIZES = {
+    "num_layers": 8,
+    "num_experts": 4,
+    "hidden": 512,
+    "width": 256,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 64,
+}  # 16 KiB of KV per token
+EXPOSED = Target(0.1)  # of the time to the first token
+BANDWIDTH = Target(0.5, at_most=False)  # of one core's memcpy
+PAGE_SIZE = 16
+_BYTES = {"float32": 4, "float64": 8}  # else 2
+
+
+@dataclass(frozen=True)
+class _TokenTimes:
+    """Seconds to the first token, and from there to the second."""
+
+    first: float
+    second: float
+
+
+def kv_bytes(config: ModelConfig, num_tokens: int) -> int:
+    return config.num_layers * num_tokens * config.kv_width * _BYTES.get(config.dtype, 2)
+
+
+def read_graphs(model: Path, num_tokens: int, overrides: Sequence[str]) -> list[Graph]:
+    """With a prefill worker, and without."""
+    limits = {"kv_pages": 2 * (num_tokens // PAGE_SIZE + 1), "page_size": PAGE_SIZE}
+    keys: dict[str, Any] = {"flowrt": 1, "model": {"path": str(model.absolute())}, "limits": limits}
+    links = {"prefill-attention": {"transport": "shm"}}
+    return [read_graph({**keys, "deploy": {"prefill": {"workers": workers}, "links": links}}, overrides) for workers in (1, 0)]
+
+
+async def measure(model: Path | None, num_tokens: int, overrides: Sequence[str]) -> AsyncIterator[Result]:
+    with TemporaryDirectory(prefix="flowrt-bench-") as folder:
+        model = model or write_small_model(Path(folder), **SIZES)
+        config = read_model_config(model)
+        if num_tokens + 2 > config.max_position_embeddings:
+            raise UserError(f"{model}: the model has {config.max_position_embeddings} positions, fewer than {num_tokens} tokens need")
+        num_bytes = kv_bytes(config, num_tokens)
+        async with AsyncExitStack() as stack:
+            print_progress("loading two graphs")
+            graphs = [await stack.enter_async_context(open_graph(graph)) for graph in read_graphs(model, num_tokens, overrides)]
+            draws = [random.Random(0) for _ in graphs]
+            sides: list[Any] = [partial(_second_token, *side, config.vocab_size, num_tokens) for side in zip(graphs, draws, strict=True)]
+            source, target = np.ones(num_bytes, dtype=np.uint8), np.zeros(num_bytes, dtype=np.uint8)
+            yield Trial([*sides, partial(_copy_seconds, source, target)], partial(_figures, num_tokens, num_bytes))
+
+
+async def _second_token(graph: RunningGraph, draw: random.Random, vocab_size: int, num_tokens: int) -> _TokenTimes:
+    prompt = draw.choices(range(3, vocab_size), k=num_tokens)
+    begin, times = time.perf_counter(), []
+    async for event in graph.follow(await graph.submit(prompt, SamplingParams(max_tokens=2, ignore_eos=True))):
+        if isinstance(event, TokenEvent):
+            times.append(time.perf_counter())
+        elif isinstance(event, EndEvent) and event.finish_reason != "length":
+            raise UserError(f"a request ended with {event.finish_reason}: {event.error}")
+    return _TokenTimes(times[0] - begin, times[1] - times[0])
+
+
+async def _copy_seconds(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> float:
+    begin = time.perf_counter()
+    np.copyto(target, source)
+    return time.perf_counter() - begin
+
+
+def _figures(num_tokens: int, num_bytes: int, values: Sequence[Sequence[Any]]) -> list[Figure]:
+    apart, together, memcpy = values
+    exposed = [ours.second - theirs.second for ours, theirs in zip(apart, together, strict=True)]
+    rates = [[num_bytes / seconds / 1e9 for seconds in each] for each in (exposed, memcpy)]
+    firsts = [each.first * 1e3 for each in apart]
+    gaps = [[each.second * 1e3 for each in side] for side in (apart, together)]
+    return [
+        Figure.paired(f"first to second token, {num_tokens} tokens", "ms", gaps[0], "without prefill worker", gaps[1]),
+        Figure.paired("  exposed time of the transfer", "ms", [each * 1e3 for each in exposed], "first token", firsts, EXPOSED),
+        Figure.paired(f"  {num_bytes / 1e6:.0f} MB in that time", "GB/s", rates[0], "memcpy of one core", rates[1], BANDWIDTH),
+    ]

@@ -1,0 +1,97 @@
+"""What the prefix cache saves when a prompt begins as an earlier one, and what it costs when none does: one graph with and without it.
+
+Prompts of a pair are new to both graphs. The cache is full from the third pair on, so that each prompt evicts older ones.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from flowrt.api import RunningGraph, open_graph, read_graph
+from flowrt.bench.cases.small_model import write_small_model
+from flowrt.bench.measure.benchmark import Result, Trial
+from flowrt.bench.measure.decoding import prompts_of
+from flowrt.bench.measure.graph_side import GraphSide
+from flowrt.bench.report.figures import Figure, Target
+from flowrt.bench.report.report import print_progress
+from flowrt.errors import UserError
+from flowrt.graph.model import Graph
+from flowrt.operators.families.registry import read_model_config
+
+NAMES = "with the prefix cache", "without"
+SHARE = 0.8  # of the rows that are not computed
+COST = Target(1.03)
+BATCH, NEW_TOKENS = 8, 32  # of decoding
+SIZES = {"num_layers": 4, "num_experts": 8, "hidden": 256, "width": 256}  # of the model, when none is given
+PAGE_SIZE, CHUNK_TOKENS = 16, 64
+
+
+@dataclass(frozen=True)
+class _Prompted:
+    """Seconds to the first token of the first and of the second request of a pair, and both tokens."""
+
+    seconds: tuple[float, float]
+    tokens: tuple[tuple[int, ...], ...]
+
+
+def read_graphs(model: Path, numerics: str, num_tokens: int, overrides: Sequence[str]) -> tuple[Graph, Graph]:
+    """(with, without): one group, with pages for three prompts of so many tokens."""
+    limits = {"kv_pages": 3 * -(-num_tokens // PAGE_SIZE), "page_size": PAGE_SIZE, "chunk_tokens": CHUNK_TOKENS, "max_num_seqs": BATCH}
+    keys = {"flowrt": 1, "model": {"path": str(model.absolute())}, "numerics": numerics, "limits": limits}
+    graph = read_graph(keys, overrides)
+    return tuple(replace(graph, limits=replace(graph.limits, enable_prefix_caching=cached)) for cached in (True, False))  # type: ignore[return-value]
+
+
+async def measure(model: Path | None, prefix: int, suffix: int, overrides: Sequence[str]) -> AsyncIterator[Result]:
+    with TemporaryDirectory(prefix="flowrt-bench-") as folder:
+        model = model or write_small_model(Path(folder), **SIZES)
+        config = read_model_config(model)
+        if prefix + suffix >= config.max_position_embeddings:
+            raise UserError(f"{model}: the model has {config.max_position_embeddings} positions, fewer than {prefix} + {suffix} tokens")
+        for numerics in ("fast", "strict"):
+            async with AsyncExitStack() as stack:
+                print_progress(f"{numerics}: loading two graphs")
+                graphs = read_graphs(model, numerics, prefix + suffix, overrides)
+                running = [await stack.enter_async_context(open_graph(graph)) for graph in graphs]
+                draws = [random.Random(numerics) for _ in running]
+                prompt = partial(_prompt_twice, vocab_size=config.vocab_size, prefix=prefix, suffix=suffix)
+                sides = [partial(prompt, graph, draw) for graph, draw in zip(running, draws, strict=True)]
+                yield Trial(sides, partial(_first_token_figures, numerics, Target(suffix / (SHARE * (prefix + suffix)))))
+                decoding = [partial(_decode, GraphSide(graph), prompts_of(BATCH, suffix, config.vocab_size)) for graph in running]
+                yield Trial.paired(
+                    f"seconds per token, {BATCH} sequences, full cache, {numerics}", "us", decoding[0], NAMES[1], decoding[1], COST
+                )
+
+
+async def _prompt_twice(graph: RunningGraph, draw: random.Random, vocab_size: int, prefix: int, suffix: int) -> _Prompted:
+    """Two requests one after the other with new prompts, whose first `prefix` tokens are equal."""
+    tokens = draw.choices(range(3, vocab_size), k=prefix + 2 * suffix)
+    seconds, found = [], []
+    for prompt in (tokens[: prefix + suffix], tokens[:prefix] + tokens[prefix + suffix :]):
+        begin = time.perf_counter()
+        completion = await graph.complete(prompt, max_tokens=1, ignore_eos=True)
+        seconds.append(time.perf_counter() - begin)
+        found.append(tuple(completion.token_ids))
+    return _Prompted((seconds[0], seconds[1]), tuple(found))
+
+
+def _first_token_figures(numerics: str, target: Target, values: Sequence[Sequence[_Prompted]]) -> list[Figure]:
+    if numerics == "strict" and [each.tokens for each in values[0]] != [each.tokens for each in values[1]]:
+        raise UserError("strict numerics: tokens differ with and without the prefix cache")
+    first, second = ([[each.seconds[number] * 1e3 for each in side] for side in values] for number in (0, 1))
+    return [
+        Figure.paired(f"first token, shared beginning, {numerics}", "ms", second[0], NAMES[1], second[1], target),
+        Figure.paired(f"first token, new prompt, {numerics}", "ms", first[0], NAMES[1], first[1], COST),
+    ]
+
+
+async def _decode(side: GraphSide, prompts: list[list[int]]) -> float:
+    """Microseconds per token."""
+    return 1e6 / (await side.run(prompts, NEW_TOKENS)).speed("decode", 0)

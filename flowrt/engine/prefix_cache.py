@@ -1,0 +1,151 @@
+"""Keeps KV pages for later sequences that begin with the same tokens. Pure; only the scheduler calls it.
+
+What is kept are *segments*: a page, and with strict numerics as many as end where a chunk of a prompt does. A segment is found by its
+content: the SHA-256 of its tokens behind that of the segment before it, the first behind the `cache_salt` of the request. Its tokens and
+the salt are compared too, so two contents with one hash are never taken for each other. Only whole segments are kept, and no step writes
+to them any more. So nothing has to be copied on write: a sequence computes the rest in pages of its own.
+
+The cache is a holder of its pages (page_allocator.py). Those that no sequence holds are *idle*. They are evicted when a sequence needs
+pages, the least recently used first, and of one content its end first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from flowrt.engine.page_allocator import PageAllocator
+
+HOLDER = "the prefix cache"
+
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """Cached tokens, behind those of `parent`, and the pages with their KV."""
+
+    digest: bytes
+    salt: str
+    parent: Segment | None
+    tokens: tuple[int, ...]
+    pages: tuple[int, ...]
+    children: list[Segment] = field(default_factory=list)
+
+
+class Prefix:
+    """What the cache knows of one sequence: the digests of its segments, and its first segments as far as they are cached."""
+
+    def __init__(self, salt: str) -> None:
+        self.salt = salt
+        self.digests: list[bytes] = []
+        self.segments: list[Segment] = []
+
+
+def content_digest(before: bytes, tokens: Sequence[int]) -> bytes:
+    return sha256(before + array("q", tokens).tobytes()).digest()
+
+
+class PrefixCache:
+    """`segment_pages` is the size of a segment, `page_size` the tokens of a page."""
+
+    def __init__(self, pages: PageAllocator, page_size: int, segment_pages: int) -> None:
+        self.segment_tokens = segment_pages * page_size
+        self._pages, self._segment_pages = pages, segment_pages
+        self._segments: dict[bytes, Segment] = {}
+        self._by_page: dict[int, Segment] = {}  # by the first page of each
+        self._idle: dict[Segment, None] = {}  # the least recently used first
+
+    @property
+    def num_idle_pages(self) -> int:
+        return len(self._idle) * self._segment_pages
+
+    def find(self, prefix: Prefix, tokens: Sequence[int], num_tokens: int) -> list[Segment]:
+        """The cached segments of these tokens from the first on, of at most `num_tokens`."""
+        found: list[Segment] = []
+        for number in range(num_tokens // self.segment_tokens):
+            segment = self._segment(prefix, tokens, number, found[-1] if found else None)
+            if segment is None:
+                break
+            found.append(segment)
+        return found
+
+    def num_idle(self, segments: Sequence[Segment]) -> int:
+        """How many pages of these segments are idle."""
+        return sum(segment in self._idle for segment in segments) * self._segment_pages
+
+    def take(self, segments: Sequence[Segment], holder: str) -> list[int]:
+        """Let `holder` hold the pages of these segments. `release` follows its `free`."""
+        pages = [page for segment in segments for page in segment.pages]
+        self._pages.share(pages, holder)
+        for segment in segments:
+            self._idle.pop(segment, None)
+        return pages
+
+    def insert(self, prefix: Prefix, tokens: Sequence[int], pages: Sequence[int], num_tokens: int) -> None:
+        """Keep the segments of a sequence whose first `num_tokens` have KV in `pages`, except those that are kept already."""
+        segments = prefix.segments
+        for number in range(len(segments), num_tokens // self.segment_tokens):
+            parent = segments[-1] if segments else None
+            if parent is not None and self._segments.get(parent.digest) is not parent:
+                return  # it was dropped
+            if (segment := self._segment(prefix, tokens, number, parent)) is None:
+                digest = self._digest(prefix, tokens, number)
+                if digest in self._segments:
+                    return  # of another content
+                start = number * self._segment_pages
+                own = tuple(pages[start : start + self._segment_pages])
+                segment = Segment(digest, prefix.salt, parent, self._tokens(tokens, number), own)
+                self._pages.share(segment.pages, HOLDER)
+                self._segments[digest] = self._by_page[segment.pages[0]] = segment
+                if parent is not None:
+                    parent.children.append(segment)
+            segments.append(segment)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """A sequence has freed these pages. Those that no other holds are idle from now on."""
+        for page in reversed(pages):
+            segment = self._by_page.get(page)
+            if segment is not None and self._pages.holders_of(page) == {HOLDER}:
+                self._idle[segment] = None
+
+    def evict(self, num_pages: int) -> None:
+        """Free at least `num_pages` idle pages, or all."""
+        target = self._pages.num_free + num_pages
+        while self._idle and self._pages.num_free < target:
+            self._drop(next(iter(self._idle)))
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Keep none of these pages, nor what was computed from them: their KV may be wrong."""
+        for page in pages:
+            if (segment := self._by_page.get(page)) is not None:
+                self._drop(segment)
+
+    def _drop(self, first: Segment) -> None:
+        """Drop a segment and those behind it. Their pages are free, unless a sequence holds them."""
+        if first.parent is not None:
+            first.parent.children.remove(first)
+        dropped = [first]
+        while dropped:
+            segment = dropped.pop()
+            dropped += segment.children
+            del self._segments[segment.digest], self._by_page[segment.pages[0]]
+            self._idle.pop(segment, None)
+            self._pages.free(segment.pages, HOLDER)
+
+    def _segment(self, prefix: Prefix, tokens: Sequence[int], number: int, parent: Segment | None) -> Segment | None:
+        """The cached segment with this content, behind `parent`; None: there is none."""
+        segment = self._segments.get(self._digest(prefix, tokens, number))
+        if segment is None or segment.parent is not parent or segment.salt != prefix.salt:
+            return None
+        return segment if segment.tokens == self._tokens(tokens, number) else None
+
+    def _digest(self, prefix: Prefix, tokens: Sequence[int], number: int) -> bytes:
+        digests = prefix.digests
+        while len(digests) <= number:
+            before = digests[-1] if digests else prefix.salt.encode()
+            digests.append(content_digest(before, self._tokens(tokens, len(digests))))
+        return digests[number]
+
+    def _tokens(self, tokens: Sequence[int], number: int) -> tuple[int, ...]:
+        return tuple(tokens[number * self.segment_tokens : (number + 1) * self.segment_tokens])
