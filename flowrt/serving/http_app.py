@@ -69,7 +69,7 @@ class HttpApp:
             b"/health": {"GET": self._health},
             b"/ready": {"GET": self._ready},
             b"/metrics": {"GET": self._metrics},
-            b"/flowrt/state": {"GET": self._live_state},
+            b"/page/state": {"GET": self._live_state},
             **{path: {"GET": self._page_file} for path in PAGE_FILES},
             b"/version": {"GET": self._version},
             b"/v1/models": {"GET": self._models},

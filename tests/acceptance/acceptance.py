@@ -75,19 +75,24 @@ class AiperfRun:
         ]
         with open(folder.with_name(f"{folder.name}.log"), "w", encoding="utf-8") as log:
             subprocess.run(words, check=True, stdout=log, stderr=log, cwd=folder.parent)
-        self.records = [json.loads(line) for line in (folder / "profile_export.jsonl").read_text(encoding="utf-8").splitlines()]
-        self.errors = [record["error"] for record in self.records if record["error"]]
-        prompts = {
-            each["session_id"]: json.dumps(each["payloads"][0]["prompt"])
-            for each in json.loads((folder / "inputs.json").read_text())["data"]
-        }
-        outputs = json.loads((folder / "outputs.json").read_text(encoding="utf-8"))
+        self.records = read_lines(folder / "profile_export.jsonl")
+        self.errors = [record["error"] for record in self.records if record.get("error")]
         self.texts: dict[str, set[str]] = {}
-        for each in outputs["data"] if isinstance(outputs, dict) else outputs:
-            self.texts.setdefault(prompts[each["conversation_id"]], set()).add(each["response_text"])
+        for each in read_lines(folder / "profile_export_raw.jsonl"):
+            self.texts.setdefault(each["payload"]["prompt"], set()).add(text_of(each["responses"]))
 
     def total(self, metric: str) -> int:
-        return sum(int(record["metrics"][metric]["value"]) for record in self.records if not record["error"])
+        return sum(int(record["metrics"][metric]["value"]) for record in self.records if not record.get("error"))
+
+
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def text_of(responses: list[Any]) -> str:
+    """The text of the events of a stream."""
+    events = [packet["value"] for response in responses for packet in response["packets"] if packet["name"] == "data"]
+    return "".join(choice["text"] for event in events if event != "[DONE]" for choice in json.loads(event)["choices"])
 
 
 class Killer:
@@ -158,8 +163,8 @@ def main() -> int:
     server = Server(*GRAPH, key=KEY)
     try:
         print("| what | seen | met |\n|---|---|---|", flush=True)
-        check_clients(server, programs, folder, options, report)
-        check_kills(server, programs, folder, options, report)
+        load = check_clients(server, programs, folder, options, report)
+        check_kills(server, programs, folder, options, load.texts, report)
     finally:
         server.close()
     return int(failed)
@@ -167,7 +172,7 @@ def main() -> int:
 
 def check_clients(
     server: Server, programs: dict[str, Path], folder: Path, options: argparse.Namespace, report: Callable[[str, bool, str], None]
-) -> None:
+) -> AiperfRun:
     passed = run_openai(programs["openai"], server)
     report(f"`{CLIENTS['openai']}`: {', '.join(passed)}", True, f"{len(passed)} checks passed")
     before = counts(server)
@@ -186,18 +191,23 @@ def check_clients(
     report(
         f"`{ended}` and AIPerf's requests", after[ended] - before[ended] == num_done, f"{after[ended] - before[ended]:.0f} and {num_done}"
     )
+    return load
 
 
 def check_kills(
-    server: Server, programs: dict[str, Path], folder: Path, options: argparse.Namespace, report: Callable[[str, bool, str], None]
+    server: Server,
+    programs: dict[str, Path],
+    folder: Path,
+    options: argparse.Namespace,
+    expected: dict[str, set[str]],
+    report: Callable[[str, bool, str], None],
 ) -> None:
     """AIPerf sends the prompts of the first load again and again until all kills have happened."""
-    expected = AiperfRun(programs["aiperf"], server, folder / "before_kills", options.requests, options).texts
     killer = Killer(server, kill_plan(options))
     num_requests = num_errors = num_changed = 0
     with killer.beside():
         while not killer.is_done:
-            load = AiperfRun(programs["aiperf"], server, folder / "kills", 4 * options.requests, options)
+            load = AiperfRun(programs["aiperf"], server, folder / "kills", options.requests, options)
             num_requests += len(load.records)
             num_errors += len(load.errors)
             num_changed += sum(bool(texts - expected[prompt]) for prompt, texts in load.texts.items())

@@ -73,8 +73,8 @@ async def test_page_needs_no_key_but_its_data_do() -> None:
             assert "default-src 'none'; script-src 'self';" in policy
             assert "unsafe" not in policy
             assert b"http:" not in response.body.replace(b"http://www.w3.org/2000/svg", b""), "nothing from elsewhere"
-        assert (await served.call("GET", "/flowrt/state")).status == 401
-        assert (await served.call("GET", "/flowrt/state", authorization="Bearer secret")).status == 200
+        assert (await served.call("GET", "/page/state")).status == 401
+        assert (await served.call("GET", "/page/state", authorization="Bearer secret")).status == 200
         assert (await served.call("GET", "/page/../http_app.py")).status == 401
     async with served_app() as served:
         assert (await served.call("GET", "/", host="evil.example")).status == 403

@@ -69,9 +69,9 @@ def test_metrics_count_what_clients_got(server: Server) -> None:
 
 
 def test_live_state_counts_what_the_graph_did(server: Server) -> None:
-    before = server.json("/flowrt/state")
+    before = server.json("/page/state")
     server.json("/v1/completions", SHORT)
-    state = server.json("/flowrt/state")
+    state = server.json("/page/state")
     assert state["num_generation_tokens"] - before["num_generation_tokens"] == 20
     assert {each["name"] for each in state["processes"]} >= {"attention.0", "attention.1", "experts.0", "front_end.0"}
     sent = {(each["source"].partition(".")[0], each["target"].partition(".")[0]) for each in state["edges"] if each["num_bytes"]}

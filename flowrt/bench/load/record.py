@@ -87,7 +87,7 @@ class EventReader:
     def __init__(self, record: RequestRecord, now: Callable[[], float]) -> None:
         self._record, self._now = record, now
         self._rest = b""
-        self._is_done = False
+        self._has_ended = False
 
     def read(self, status: int, data: bytes) -> None:
         now = self._now()
@@ -107,8 +107,8 @@ class EventReader:
             record.error = f"HTTP {status}: {_error_text(self._rest)}"
             return
         self._read_line(self._rest, self._now())
-        if not record.error and not self._is_done:
-            record.error = "the stream ended without [DONE]"
+        if not record.error and not self._has_ended:  # some servers send no [DONE]
+            record.error = "the stream was cut off: it has neither [DONE] nor a finish reason"
         if not record.error and not record.times:
             record.error = "the response has no tokens"
 
@@ -118,7 +118,7 @@ class EventReader:
             return
         data = line[5:].strip()
         if data == _DONE:
-            self._is_done = True
+            self._has_ended = True
             return
         event = _decoder.decode(data)
         record = self._record
@@ -128,6 +128,7 @@ class EventReader:
             record.num_prompt_tokens = event.usage.prompt_tokens or record.num_prompt_tokens
             record.num_reported = event.usage.completion_tokens
         for choice in event.choices[:1]:
+            self._has_ended = self._has_ended or choice.finish_reason is not None
             text = choice.text or (choice.delta.content if choice.delta is not None else None) or ""
             # A token may have no text; an event that only opens or ends a choice is none.
             only_frames = choice.finish_reason is not None or (choice.delta is not None and choice.delta.role is not None)

@@ -19,7 +19,7 @@ function headers() {
 async function poll() {
   if (!document.hidden) {
     try {
-      const response = await fetch("/flowrt/state", { headers: headers(), cache: "no-store" });
+      const response = await fetch("/page/state", { headers: headers(), cache: "no-store" });
       if (response.ok) show(await response.json());
       else if (response.status === 401) askKey();
       else showHealth("bad", `HTTP ${response.status}`, await errorText(response));
