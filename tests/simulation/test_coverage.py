@@ -60,6 +60,7 @@ EXCEPTIONS = {
     "flowrt/launcher/launcher.py:Launcher.incarnations": "for callers outside the launcher",
     "flowrt/gateway/gateway.py:Gateway.groups_of": "for flowrt chaos, which notes the phases of processes",
     "flowrt/gateway/stages.py:Stages.num_waiting": _FRONT_ENDS,
+    "flowrt/gateway/routing.py:round_robin": "not the default; run by tests/gateway and flowrt bench routing",
     "flowrt/gateway/requests.py:Requests.prompt_token_ids": "for the Python API; no simulated client reads its prompt",
     "flowrt/launcher/launcher.py:Launcher.wait_failed": "needs a worker that must not be lost, and its broken link; at some seeds only",
     "flowrt/launcher/link_loss.py:LinkLoss._is_living": "needs a lost link that no death explains; at some seeds only",
