@@ -21,6 +21,7 @@ from flowrt.bench.load.prompts import LoadPrompt, make_prompts
 from flowrt.bench.load.record import RequestRecord
 from flowrt.bench.load.result import file_name, result_of, steady_state, table, without_details
 from flowrt.bench.load.send import LoadRun, arrival_offsets, first_model, open_client, request_body, send_load
+from flowrt.cli.app import app
 from flowrt.errors import UserError
 from flowrt.serving.tokenizer import Tokenizer
 
@@ -262,6 +263,17 @@ def test_sharegpt_takes_the_first_turns_and_repeats_a_short_file(tmp_path: Path)
 def test_wrong_options_are_user_errors(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         LoadOptions(**wrong).check()
+
+
+def test_command_line_is_read_as_vllm_reads_it() -> None:
+    line = "bench serve --request-rate 1 2.5 inf --num-prompts 3 --ignore-eos --top-k 5 --goodput ttft:200 tpot:50"
+    line += " --header a=b --metadata c=d e=f"
+    _, bound, *_ = app.parse_args([*line.split(), "--extra-body", '{"seed": 3, "x": {"y": [1]}}'], exit_on_error=False, print_error=False)
+    options = bound.arguments["options"]
+    assert (options.request_rate, options.num_prompts, options.ignore_eos, options.top_k) == ((1.0, 2.5, float("inf")), 3, True, 5)
+    assert (options.goodput, options.header, options.metadata) == (("ttft:200", "tpot:50"), ("a=b",), ("c=d", "e=f"))
+    assert options.extra_body == {"seed": 3, "x": {"y": [1]}}
+    options.check()
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:99999", "http://x/?a=1", "http://a\r\nb"])
