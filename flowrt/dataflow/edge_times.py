@@ -19,6 +19,10 @@ class EdgeTimes:
         self._sent = 0.0
         self._blocked: float | None = None
 
+    def reset(self) -> None:
+        """The peer has ended, or its next incarnation begins with all credits."""
+        self.measured = self._blocked = None
+
     def block(self, now: float) -> None:
         """Something waits for a credit."""
         if self._blocked is None:

@@ -62,7 +62,7 @@ class OutboundEdge:
         """
         self.closed = closed
         self.free = self.size
-        self.times.measured = None
+        self.times.reset()
         self.pending: deque[RoutedOutput] = deque()
         self.outstanding: dict[tuple[Tag, int | None], dict[str, int]] = {}
 

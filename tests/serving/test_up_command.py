@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -50,9 +51,16 @@ def listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
 
 
-def test_graph_stays_up_until_it_is_stopped(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = up("--name", "a", *ONE)
-    assert done.returncode == 0, done.stderr
+def test_graph_stays_up_until_it_is_stopped(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notices"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notices"))
+        done = up("--name", "a", *ONE)
+        assert done.returncode == 0, done.stderr
+        systemd.settimeout(SECONDS)
+        assert systemd.recv(100) == b"READY=1"
     assert re.fullmatch(r"flowrt: a is up, serving tiny-moe at http://127.0.0.1:\d+ \(pid \d+\); flowrt down a stops it\n", done.stderr)
     pids = {process.pid for process in asyncio.run(flowrt.attach("a").status()).processes}
     try:
