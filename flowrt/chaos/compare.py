@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -179,7 +180,7 @@ def usual_gaps(undisturbed: Iterable[ReceivedAnswer]) -> dict[int, float]:
 
 def extra_stalls(answers: Iterable[ReceivedAnswer], usual: Mapping[int, float], faults: Sequence[float] | None = None) -> list[float]:
     """For each request that was being answered within STALL_SECONDS after a fault: its longest gap in that time, less its usual longest
-    gap; at least 0. `faults` None: for all requests and all their gaps, which shows the noise."""
+    gap; at least 0. `faults`: their times in order; None: for all requests and all their gaps, which shows the noise."""
     stalls = []
     for answer in answers:
         gaps = [end - begin for begin, end in answer.gaps() if faults is None or _overlaps(begin, end, faults)]
@@ -189,13 +190,18 @@ def extra_stalls(answers: Iterable[ReceivedAnswer], usual: Mapping[int, float], 
 
 
 def _overlaps(begin: float, end: float, faults: Sequence[float]) -> bool:
-    return any(end >= at and begin <= at + STALL_SECONDS for at in faults)
+    place = bisect_left(faults, begin - STALL_SECONDS)
+    return place < len(faults) and faults[place] <= end
 
 
-def throughput(answers: Iterable[ReceivedAnswer], begin: float, end: float) -> float:
-    """Tokens per second received in [begin, end)."""
-    count = sum(begin <= received.at < end for answer in answers for received in answer.tokens)
-    return count / (end - begin) if end > begin else math.nan
+def token_times(answers: Iterable[ReceivedAnswer]) -> list[float]:
+    """When each token was received, in order."""
+    return sorted(received.at for answer in answers for received in answer.tokens)
+
+
+def throughput(times: Sequence[float], begin: float, end: float) -> float:
+    """Tokens per second received in [begin, end), from `token_times`."""
+    return (bisect_left(times, end) - bisect_left(times, begin)) / (end - begin) if end > begin else math.nan
 
 
 def curve(answers: Iterable[ReceivedAnswer], begin: float, end: float, width: float = BIN_SECONDS) -> list[float]:
@@ -216,6 +222,6 @@ class StretchPair(NamedTuple):
         """Whether the answer was given in the stretch without faults, from its submission to its end."""
         return self.begun <= answer.submitted and answer.ended <= self.faults_begun
 
-    def rates(self, answers: Sequence[ReceivedAnswer]) -> tuple[float, float]:
-        """Tokens per second with and without faults."""
-        return throughput(answers, self.faults_begun, self.ended), throughput(answers, self.begun, self.faults_begun)
+    def rates(self, times: Sequence[float]) -> tuple[float, float]:
+        """Tokens per second with and without faults, from `token_times`."""
+        return throughput(times, self.faults_begun, self.ended), throughput(times, self.begun, self.faults_begun)

@@ -19,7 +19,7 @@ from flowrt.bench.measure.benchmark import Result, Trial
 from flowrt.bench.report.figures import Figure, Spread, Target
 from flowrt.bench.report.plots import new_picture, save_report_picture
 from flowrt.bench.report.report import BenchmarkReport, ReportSection, print_progress
-from flowrt.chaos.compare import curve, throughput
+from flowrt.chaos.compare import curve, throughput, token_times
 from flowrt.chaos.inject import BACK_SECONDS, Injector
 from flowrt.chaos.load import Load, LoadRequest, requests_of
 from flowrt.chaos.measure import expert_servers
@@ -89,7 +89,7 @@ class RecoverySide:
         fault = observer.injected_faults[-1]
         if fault.missed:
             raise UserError(f"recovery: {self.policy}: {fault.missed}")
-        usual = throughput(load.answers, begun, fault.at)
+        usual = throughput(token_times(load.answers), begun, fault.at)
 
         def is_back() -> bool:
             """Whether all processes that were killed are back."""
@@ -101,7 +101,7 @@ class RecoverySide:
             raise UserError(f"recovery: {self.policy}: the processes are not back {BACK_SECONDS:g} s after the death of {victim}")
         ended = await self._wait_for_rate(load, usual, fault.at)
         await self._clock.sleep(max(0.0, fault.at + seconds - ended))
-        received = throughput(load.answers, fault.at, ended) * (ended - fault.at)
+        received = throughput(token_times(load.answers), fault.at, ended) * (ended - fault.at)
         return LostTokens(
             usual,
             usual * (ended - fault.at) - received,
@@ -114,7 +114,7 @@ class RecoverySide:
     async def _wait_for_rate(self, load: Load, usual: float, since: float) -> float:
         """Returns when the last second had the usual rate, at the latest BACK_SECONDS after the kill, and at which time that was."""
         while (at := self._clock.now()) < since + BACK_SECONDS and load.failure is None:
-            if at >= since + 1.0 and throughput(load.answers, at - 1.0, at) >= BACK_SHARE * usual:
+            if at >= since + 1.0 and throughput(token_times(load.answers), at - 1.0, at) >= BACK_SHARE * usual:
                 break
             await self._clock.sleep(LOOK_SECONDS)
         return at

@@ -166,7 +166,7 @@ def _done(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]:
 def _stalls(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]:
     undisturbed = found.undisturbed
     usual = compare.usual_gaps([*found.reference, *undisturbed])
-    stalls = compare.extra_stalls(found.answers, usual, [injected.at for injected in done])
+    stalls = compare.extra_stalls(found.answers, usual, sorted(injected.at for injected in done))
     noise = compare.extra_stalls(undisturbed, usual)
     kills = bool(done) and all(injected.kind == "crash" for injected in done)
     return [
@@ -291,7 +291,8 @@ def _durations(name: str, seconds: Sequence[float], bound: float | None, num_fau
 
 
 def _throughput(found: ChaosResult) -> list[ReportRow]:
-    rates = [pair.rates(found.answers) for pair in found.stretches]
+    times = compare.token_times(found.answers)
+    rates = [pair.rates(times) for pair in found.stretches]
     rates = [(under, usual) for under, usual in rates if usual > 0]
     if not rates:  # interrupted before there was anything to compare
         return []

@@ -107,7 +107,7 @@ def test_a_pair_compares_the_stretch_with_faults_to_the_one_before_it() -> None:
         0, 10.0, [ReceivedToken(place, 1, 10.0 + 0.2 * place) for place in range(50)], "length", None, 19.8
     )  # 5 per second
     pair = compare.StretchPair(0.0, 9.99, 19.99)
-    assert pair.rates([fast, slow]) == (pytest.approx(5.0, rel=0.05), pytest.approx(10.0, rel=0.05))
+    assert pair.rates(compare.token_times([fast, slow])) == (pytest.approx(5.0, rel=0.05), pytest.approx(10.0, rel=0.05))
     assert [pair.has_undisturbed(answer) for answer in (fast, slow)] == [True, False]
     assert not compare.StretchPair(0.0, 5.0, 9.0).has_undisturbed(fast), "it ended under faults"
 
