@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,12 +27,22 @@ Pairs = Annotated[int, Parameter(validator=Number(gte=1), help="Alternating pair
 JsonFile = Annotated[str | None, Parameter(help='Write figures and machine to this file as JSON; "-" for standard output.')]
 PlotFile = Annotated[str | None, Parameter(help="Draw the figures into this file (.svg, .png, .pdf).")]
 ModelOption = Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")]
-Virtual = Annotated[
-    bool, Parameter(negative=(), show_default=False, help="In virtual time, without processes: exact, and the same everywhere.")
-]
-Dilation = Annotated[float, Parameter(validator=Number(gte=1), help="Factor of all modelled times, between processes.")]
 _WITHOUT_COMPUTING = ("hop", "transports", "m2n")  # one thread of OpenMP is enough
 ModelDirectory = Annotated[Path, Parameter(help="A Hugging Face model directory.")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PatternOptions:
+    """How an exchange pattern is measured on emulated hardware."""
+
+    virtual: Annotated[
+        bool, Parameter(negative=(), show_default=False, help="In virtual time, without processes: exact, and the same everywhere.")
+    ] = False
+    dilation: Annotated[float, Parameter(validator=Number(gte=1), help="Factor of all modelled times, between processes.")] = 100.0
+    pairs: Pairs = 20
+    json: JsonFile = None
+    plot: PlotFile = None
 
 
 def _run(
@@ -269,52 +279,41 @@ def kv_transfer(
     _run("kv-transfer", measure(model, tokens, overrides), pairs, json, details, plot_ratios, plot, model)
 
 
-@bench_app.command
-def overlap(
-    *,
-    virtual: Virtual = False,
-    dilation: Dilation = 100.0,
-    pairs: Pairs = 20,
-    json: JsonFile = None,
-    plot: PlotFile = None,
+def _run_pattern(
+    name: str,
+    measure: Callable[[bool, float], AsyncIterator[Result]],
+    draw: Callable[[BenchmarkReport, str], None],
+    options: PatternOptions | None,
 ) -> None:
+    options = options or PatternOptions()
+    _run(name, measure(options.virtual, options.dilation), options.pairs, options.json, draw=draw, plot=options.plot)
+
+
+@bench_app.command
+def overlap(*, options: PatternOptions | None = None) -> None:
     """Measure what a second and a third micro-batch gain on emulated hardware, beside the equations of the ping-pong pipeline."""
     from flowrt.bench.cases.overlap import measure_overlap
     from flowrt.bench.report.plots import plot_ratios
 
-    _run("overlap", measure_overlap(virtual, dilation), pairs, json, draw=plot_ratios, plot=plot)
+    _run_pattern("overlap", measure_overlap, plot_ratios, options)
 
 
 @bench_app.command
-def domains(
-    *,
-    virtual: Virtual = False,
-    dilation: Dilation = 100.0,
-    pairs: Pairs = 20,
-    json: JsonFile = None,
-    plot: PlotFile = None,
-) -> None:
+def domains(*, options: PatternOptions | None = None) -> None:
     """Measure what domains gain on emulated hardware when attention is slow, and what a stopped domain costs the others."""
     from flowrt.bench.cases.domains import measure_domains
     from flowrt.bench.report.plots import plot_ratios
 
-    _run("domains", measure_domains(virtual, dilation), pairs, json, draw=plot_ratios, plot=plot)
+    _run_pattern("domains", measure_domains, plot_ratios, options)
 
 
 @bench_app.command
-def trampoline(
-    *,
-    virtual: Virtual = False,
-    dilation: Dilation = 100.0,
-    pairs: Pairs = 20,
-    json: JsonFile = None,
-    plot: PlotFile = None,
-) -> None:
+def trampoline(*, options: PatternOptions | None = None) -> None:
     """Measure trampolines beside the direct exchange on emulated links: messages per group, bytes, and step times by servers and groups."""
     from flowrt.bench.cases.trampoline import measure_trampoline
     from flowrt.bench.report.plots import plot_trampolines
 
-    _run("trampoline", measure_trampoline(virtual, dilation), pairs, json, draw=plot_trampolines, plot=plot)
+    _run_pattern("trampoline", measure_trampoline, plot_trampolines, options)
 
 
 @bench_app.command
