@@ -74,9 +74,12 @@ def show(
         return
     from rich.console import Console
 
+    from flowrt.graph.facts import ModelFacts
     from flowrt.graph.show import print_graph
+    from flowrt.operators.families.registry import read_model_config
 
-    print_graph(graph, file.name, Console())
+    facts = None if graph.model is None else ModelFacts.of(read_model_config(Path(graph.model.path)))
+    print_graph(graph, file.name, Console(), facts)
 
 
 def _is_probably_explicit(file: Path) -> bool:

@@ -8,21 +8,25 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from flowrt.graph.builtin import KV_UNPACK, SOURCE
+from flowrt.graph.builtin import FORWARD, KV_UNPACK, SOURCE
 from flowrt.graph.diagrams import drawn_edges, edge_properties, experts_text, is_collapsed, roles
+from flowrt.graph.facts import ModelFacts
 from flowrt.graph.fuse import Fusion, fuse_all
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import rule_of, standby_names, survives
+from flowrt.observe import size_text
+from flowrt.transports.wire.message import DTYPE_BYTES
 
 _INDENT = 6  # of the rest of a broken line
 
 
-def print_graph(graph: Graph, title: str, console: Console) -> None:
-    """Prints `graph`; on a terminal with the names of processes and edges in bold, and with long lines broken at spaces."""
+def print_graph(graph: Graph, title: str, console: Console, facts: ModelFacts | None = None) -> None:
+    """Prints `graph`; on a terminal with the names of processes and edges in bold, and with long lines broken at spaces. With the `facts`
+    of its model, expert servers have a line on the memory of the requests that they must be able to hold."""
     _print_line(Text(f"{title}: {_summary(graph)}"), console)
     for key, choice in graph.choices.items():
         _print_line(Text(f"{key}: {choice}"), console)
-    for head, rest in _lines(graph):
+    for head, rest in _lines(graph, facts):
         _print_line(Text.assemble((head, "bold" if not head.startswith(" ") else "dim"), rest), console)
 
 
@@ -69,7 +73,7 @@ def _summary(graph: Graph) -> str:
     return ", ".join(parts)
 
 
-def _lines(graph: Graph) -> Iterator[tuple[str, str]]:
+def _lines(graph: Graph, facts: ModelFacts | None) -> Iterator[tuple[str, str]]:
     """(name, rest) of each line. A large graph has a line per role and pair of roles, with the nodes of the role's first process."""
     fusions, crossing = fuse_all(graph), [edge for edge in graph.edges.values() if graph.crosses(edge)]
     role = roles(graph)
@@ -79,12 +83,12 @@ def _lines(graph: Graph) -> Iterator[tuple[str, str]]:
         for name in counts:
             first = shown[name]
             yield f"process {name if counts[name] == 1 else f'{name}, {counts[name]} processes such as {first}'}", ""
-            yield from _process_lines(graph, first, fusions[first])
+            yield from _process_lines(graph, first, fusions[first], facts)
         yield from ((f"edge {edge.source} -> {edge.target}", f": {edge.label}") for edge in drawn_edges(graph))
         return
     for process, fusion in fusions.items():
         yield f"process {process}", _process_properties(graph, process)
-        yield from _process_lines(graph, process, fusion)
+        yield from _process_lines(graph, process, fusion, facts)
     for process in standby_names(graph):
         yield f"process {process}", ", takes the place of one that dies"
         yield "  on death:", f" {rule_of(graph, process).recovery}"
@@ -100,7 +104,7 @@ def _process_properties(graph: Graph, process: str) -> str:
     return (f", {device}" if device != "cpu" else "") + (f", {counted(int(threads), 'thread')}" if threads != "auto" else "")
 
 
-def _process_lines(graph: Graph, process: str, fusion: Fusion) -> Iterator[tuple[str, str]]:
+def _process_lines(graph: Graph, process: str, fusion: Fusion, facts: ModelFacts | None) -> Iterator[tuple[str, str]]:
     """The work of a process: a line per chain, in which "->" stays within one firing; then its experts, operators and recovery."""
 
     def short(name: str) -> str:
@@ -112,6 +116,26 @@ def _process_lines(graph: Graph, process: str, fusion: Fusion) -> Iterator[tuple
         kind = "fires in batches" if graph.nodes[chain[0]].batches else "fires"
         yield f"  {kind}:", f" {' -> '.join(short(name) for name in chain)}"
     yield from (("  holds:", f" experts {experts_text(node.options['experts'])}") for node in nodes if "experts" in node.options)
+    yield from (("  slots:", f" {text}") for text in _slots_texts(graph, process, facts))
     yield from (("  calls:", f" {short(node.name)} = {node.operator}") for node in nodes if ":" in node.operator)
     rule = rule_of(graph, process)
     yield "  on death:", f" {rule.recovery if survives(graph, process) else 'ends the run'} (state: {rule.keeps})"
+
+
+def _slots_texts(graph: Graph, process: str, facts: ModelFacts | None) -> Iterator[str]:
+    """The requests of other processes that an expert server must be able to hold at once: clients x credits x the largest part."""
+    if facts is None or graph.model is None:
+        return
+    num_clients = Counter[tuple[int, int]]()  # by credits and bytes of the largest part
+    for edge in graph.edges.values():
+        if (
+            graph.crosses(edge)
+            and graph.nodes[edge.target].process == process
+            and graph.nodes[edge.target].operator in ("experts", FORWARD)
+        ):
+            rows, item_bytes = graph.limits_of(graph.nodes[edge.source].process).max_num_batched_tokens, DTYPE_BYTES[graph.model.dtype]
+            # A part has each row of a step once, and for each pair of a row and an expert their numbers and the weight.
+            num_clients[edge.credits, rows * (facts.hidden_size * item_bytes + facts.num_experts_per_token * (16 + item_bytes))] += 1
+    for (credits, part_bytes), count in num_clients.items():
+        total = size_text(count * credits * part_bytes)
+        yield f"{counted(count, 'client')} x {counted(credits, 'credit')} x {size_text(part_bytes)} = {total}"
