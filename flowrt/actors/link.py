@@ -15,6 +15,7 @@ from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, End
 from flowrt.transports.wire.message import Message
 
 LOST = (BrokenChannelError, ClosedChannelError, EndOfChannel)  # the channel has ended; any other error concerns one message
+CREDIT = "credit"  # kind of a message that returns credits of its edge
 _OVER = (None,)  # stands for the outbox of a link that has ended: it is not empty, so `post` sends nothing directly
 
 
@@ -58,8 +59,8 @@ class Link:
         return self._channel.statistics()
 
     def post(self, message: Message) -> None:
-        """Send soon, in order. Raises OverflowError for more messages than the graph's credits allow, and LimitError or
-        InvalidMessageError for a message that this channel cannot carry.
+        """Send soon, in order; returned credits overtake what waits for the channel. Raises OverflowError for more messages than the
+        graph's credits allow, and LimitError or InvalidMessageError for a message that this channel cannot carry.
 
         A broken link drops the message: its `run` has raised the error, or is about to.
         """
@@ -70,7 +71,7 @@ class Link:
             except LOST:
                 return  # `run` raises the same
         try:
-            self._outbox.post(message)
+            self._outbox.post(message, overtakes=message.kind == CREDIT)
         except MailboxClosedError:
             return
 

@@ -17,9 +17,10 @@ class MailboxClosedError(Exception):
 
 
 class Mailbox(Generic[T]):
-    """A FIFO queue of at most `capacity` items. One task takes items; any task or callback of the same loop posts them."""
+    """A FIFO queue of at most `capacity` items, in which some overtake. One task takes items; any task or callback of the same loop posts
+    them."""
 
-    __slots__ = ("_capacity", "_closed", "_emptied", "_waiter", "items")
+    __slots__ = ("_capacity", "_closed", "_emptied", "_num_overtaking", "_waiter", "items")
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -27,22 +28,31 @@ class Mailbox(Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
         self._emptied: asyncio.Future[None] | None = None
         self._closed = False
+        self._num_overtaking = 0  # items that follow the first one, before all others
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def post(self, item: T) -> None:
-        """Add an item. Raises OverflowError when the mailbox is full (a credit was counted twice) and MailboxClosedError after `close`."""
+    def post(self, item: T, overtakes: bool = False) -> None:
+        """Add an item; one that `overtakes` comes after the first one, which may be in use, and after earlier ones that overtake.
+
+        Raises OverflowError when the mailbox is full (a credit was counted twice) and MailboxClosedError after `close`.
+        """
         if self._closed:
             raise MailboxClosedError
         if len(self.items) >= self._capacity:
             raise OverflowError(f"a mailbox of {self._capacity} is full: a message was posted without a credit")
-        self.items.append(item)
+        if overtakes and self.items:
+            self._num_overtaking += 1
+            self.items.insert(self._num_overtaking, item)
+        else:
+            self.items.append(item)
         self._wake()
 
     def take_nowait(self) -> T | None:
         """The oldest item, or None."""
         item = self.items.popleft() if self.items else None
+        self._num_overtaking = max(0, self._num_overtaking - 1)
         if not self.items and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
         return item

@@ -14,7 +14,7 @@ from flowrt.transports.wire.message import Tag
 
 
 class AloneFirings:
-    """`requests`: the edges by which parts of other workers come. `report(tag, part)` sends a report; None: the call is over."""
+    """`requests`: the edges by which parts come, of other workers and of this one. `report(tag, part)` sends a report; None: it is over."""
 
     def __init__(self, requests: Collection[int], report: Callable[[Tag | None, int | None], None]) -> None:
         self._requests, self._report = requests, report
@@ -29,7 +29,12 @@ class AloneFirings:
         if header is not None and header.alone:
             self.tag = firing.tag
             self._report(firing.tag, header.part)
-        elif self.tag is not None:
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """Report that the last part is computed, unless this was reported: another firing follows, which is not of a suspect's part."""
+        if self.tag is not None:
             self.tag = None
             self._report(None, None)
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import msgspec
 import torch
 
-from flowrt.actors.link import BadMessageError
+from flowrt.actors.link import CREDIT, BadMessageError
 from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.matching import Firing, arrives_at
 from flowrt.dataflow.outbound_edges import CreditHeader, OutboundEdge, OutboundEdges
 from flowrt.dataflow.parts import FAILED, FailedHeader, PartHeader, PlanHeader
-from flowrt.dataflow.payload import Payload, from_message, from_reference
+from flowrt.dataflow.payload import TORCH_DTYPES, Payload, from_int8_rows, from_message, from_reference
 from flowrt.dataflow.schemas import MessageSchema
 from flowrt.graph.builtin import FORWARD
 from flowrt.graph.model import Edge, Graph
@@ -30,7 +30,8 @@ class InboundEdge:
     `schema` is None for an edge whose messages are not described, and for an edge within this OS process. `requests` is the outbound
     edge whose responses arrive on this edge. If it keeps its outstanding requests, each response must match one in tag, part and, where
     this edge has a schema, shape. `fences`: a response to a fenced call, or for an ended source, need not match. `responds`: the edge
-    carries responses; those that a trampoline has merged have several parts, which were sent in bundles on the edge `bundles`.
+    carries responses; those that a trampoline has merged have several parts, which were sent in bundles on the edge `bundles`. `dtype`: of
+    rows that travel as INT8.
 
     Outstanding credits: of the edge's `size` credits, `received` belong to messages that are here, and `consumed` of these messages have
     been consumed. A response has no credit of its own (`size` 0): it returns its request's. The credits of bundles (`is_bundles`) return
@@ -47,6 +48,7 @@ class InboundEdge:
         requests: OutboundEdge | None,
         fences: Fences,
         is_bundles: bool,
+        dtype: torch.dtype,
     ) -> None:
         self.edge, self.peer, self.is_bundles = edge, peer, is_bundles
         self.target, self.port, self.via = edge.target, edge.target_port, (edge.id,)
@@ -54,6 +56,7 @@ class InboundEdge:
         self.size = edge.credits if edge.request_id is None else 0
         self.half = max(1, self.size // 2)
         self.received = self.consumed = 0
+        self._dtype = dtype
         self._by_reference, self._device, self._schema, self._fences = by_reference, device, schema, fences
         has_schemas = requests is not None and requests.schema is not None and schema is not None
         self._requests = requests if requests is not None and (has_schemas or requests.relays) else None
@@ -135,7 +138,8 @@ class InboundEdge:
 
     def read(self, message: Message) -> Payload:
         """Convert a checked message to a payload."""
-        return from_reference(message) if self._by_reference else from_message(message, self._device)
+        payload = from_reference(message) if self._by_reference else from_message(message, self._device)
+        return from_int8_rows(payload, self._dtype) if self.edge.int8 else payload
 
     def _carries_layer(self, layer: int) -> bool:
         arrives = self._layers.get(layer)
@@ -168,6 +172,7 @@ class InboundEdges:
         self.ended = set[str]()
         self.edges: dict[int, InboundEdge] = {}
         bundles = bundle_edges(graph, process)
+        dtype = torch.float32 if graph.model is None else TORCH_DTYPES[graph.model.dtype]
         for edge in graph.edges.values():
             source, target = graph.ends_of(edge)
             if source != process == target:
@@ -175,7 +180,7 @@ class InboundEdges:
                 request_id = bundles[edge.id].id if edge.id in bundles else edge.request_id
                 requests = None if request_id is None else outbound.edges.get(request_id)
                 is_bundles = graph.nodes[edge.target].operator == FORWARD
-                self.edges[edge.id] = InboundEdge(edge, source, edge.id in staying, device, schema, requests, fences, is_bundles)
+                self.edges[edge.id] = InboundEdge(edge, source, edge.id in staying, device, schema, requests, fences, is_bundles, dtype)
 
     def renew(self, peer: str) -> None:
         """Forget the credits of all edges from `peer`, whose incarnation has ended."""
@@ -205,7 +210,7 @@ class InboundEdges:
             if inbound.is_bundles or (responded and (edge_id, tag) in responded):
                 inbound.received -= 1
             elif count := inbound.consume():
-                self._post(inbound.edge, Message("credit", edge=edge_id, header=CreditHeader(count)))
+                self._post(inbound.edge, Message(CREDIT, edge=edge_id, header=CreditHeader(count)))
 
 
 def _text(tag: Tag) -> str:

@@ -13,7 +13,7 @@ from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.edge_times import EdgeTimes
 from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.parts import FAILED, BundleHeader, FailedHeader, PartHeader
-from flowrt.dataflow.payload import Payload, by_reference, to_device_message, to_message
+from flowrt.dataflow.payload import Payload, by_reference, to_device_message, to_message, with_int8_rows
 from flowrt.dataflow.schemas import MessageSchema
 from flowrt.dataflow.subgraph import RoutedOutput, part_of
 from flowrt.errors import OperatorError, as_line, error_text
@@ -24,7 +24,7 @@ from flowrt.transports.wire.message import Message, Tag
 
 
 class CreditHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Header of a "credit" message: how many credits of its edge come back."""
+    """Header of a message of kind CREDIT: how many credits of its edge come back."""
 
     count: int
 
@@ -200,9 +200,10 @@ class OutboundEdges:
         return [outbound.edge for outbound in self.edges.values() if outbound.pending]
 
     def _send(self, outbound: OutboundEdge, output: RoutedOutput) -> None:
-        edge, payload, num_bytes = outbound.edge, output.payload, 0
+        edge, num_bytes = outbound.edge, 0
         requests: dict[tuple[Tag, int | None], dict[str, int]] = {}
         try:
+            payload = with_int8_rows(output.payload) if edge.int8 else output.payload
             for tensor in payload.tensors:
                 num_bytes += tensor.numel() * tensor.itemsize
             if num_bytes > outbound.max_bytes:  # before the memory of an expanded tensor is allocated

@@ -11,17 +11,18 @@ from typing import Any, TypeVar, cast
 import msgspec
 import torch
 
+from flowrt.operators.int8_rows import dequantize_rows, quantize_rows
 from flowrt.transports.wire.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
 
 H = TypeVar("H", bound=msgspec.Struct)
 
-_TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 _BYTE_TYPES = {name for name in DTYPE_BYTES if not name.startswith("complex")}  # complex tensors may be conjugated lazily
 # dtypes that numpy has too
 _NUMPY_TYPES = {name for name in DTYPE_BYTES if not name.startswith(("bfloat", "float8", "float4", "complex"))}
 # dtypes that libraries use for indices, masks, lengths or counts
 _INDEX_TYPES = {name for name in DTYPE_BYTES if name == "bool" or "int" in name}
-_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class Payload(msgspec.Struct, gc=False):
@@ -80,6 +81,23 @@ def from_message(message: Message, device: torch.device | None = None) -> Payloa
     return Payload(tensors, bytes(header) if isinstance(header, (bytearray, memoryview)) else header)
 
 
+def with_int8_rows(payload: Payload) -> Payload:
+    """The payload with its first tensor, rows, as INT8, and the scales of the rows as its last one."""
+    if not payload.tensors:  # a FailedHeader
+        return payload
+    rows, *others = payload.tensors
+    quantized, scales = quantize_rows(rows)
+    return Payload((quantized, *others, scales), payload.header)
+
+
+def from_int8_rows(payload: Payload, dtype: torch.dtype) -> Payload:
+    """The inverse of `with_int8_rows`, with rows of `dtype`."""
+    if not payload.tensors:
+        return payload
+    quantized, *others, scales = payload.tensors
+    return Payload((dequantize_rows(quantized, scales, dtype), *others), payload.header)
+
+
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """dtype and shape of a tensor. Raises TypeError for a dtype that no transport carries."""
     return _spec(tensor.dtype, tensor.shape)
@@ -135,7 +153,7 @@ def from_device_buffer(data: object) -> torch.Tensor:
 
 def _from_buffer(tensor: Tensor, device: torch.device | None = None) -> torch.Tensor:
     spec, data = tensor.spec, tensor.data
-    dtype, shape = _TORCH_DTYPES[spec.dtype], spec.shape
+    dtype, shape = TORCH_DTYPES[spec.dtype], spec.shape
     if isinstance(data, torch.Tensor):
         return data  # passed by reference
     if 0 in shape:

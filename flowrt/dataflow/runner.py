@@ -20,7 +20,7 @@ from types import MappingProxyType
 import msgspec
 import torch
 
-from flowrt.actors.link import BadMessageError
+from flowrt.actors.link import CREDIT, BadMessageError
 from flowrt.dataflow.alone import AloneFirings
 from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.inbound_edges import InboundEdges
@@ -62,7 +62,7 @@ class Runner:
     `functions` maps each node to its function; a node without one is a sink, whose firings go to `on_sink`. `post(edge, message)` passes
     a message to the link of that edge and never waits. `staying` and `on_device`: see OutboundEdges. `early`: long calls run on a separate
     thread, so outputs to other workers are sent while the rest of the firing is computed. `on_unsent` receives each output of a closed
-    edge; `on_response` receives the edge, tag and message of every response.
+    edge; `on_response` receives the edge, tag and message of every response, for one from a node of this process None.
 
     `on_failed(tag, error, has_sent)` is called when a firing of that tag fails here; `has_sent`: see CallFailed. In a model graph, a firing
     that belongs to a request of another worker is excepted: that worker receives the error as the response, and its own `on_failed` is
@@ -86,7 +86,7 @@ class Runner:
         staying: Collection[int] = (),
         early: bool = False,
         on_unsent: Callable[[RoutedOutput], None] | None = None,
-        on_response: Callable[[int, Tag, Message], None] | None = None,
+        on_response: Callable[[int, Tag, Message | None], None] | None = None,
         on_device: Collection[int] = (),
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
         on_alone: Callable[[Tag | None, int | None], None] = lambda tag, part: None,
@@ -107,11 +107,11 @@ class Runner:
         device = None if device is None or device.type == "cpu" else device
         self._inbound = InboundEdges(graph, process, post, self._outbound, staying, device, schemas, self._fences)
         self._forwarding = {node.name for node in nodes if forwards(node.operator)}
-        own = [edge for node in nodes for edge in graph.edges_from(node.name) if graph.crosses(edge) or edge.target in self._forwarding]
-        self._responses = {edge.request_id: edge for edge in own if edge.request_id is not None}
+        responses = [edge for node in nodes for edge in graph.edges_from(node.name) if edge.request_id is not None]
+        self._responses = {edge.request_id: edge for edge in responses if graph.crosses(edge) or edge.target in self._forwarding}
         reach = {node.name: [self._outbound.edges[edge] for edge in self._subgraph.reachable(node.name)] for node in nodes}
         self._is_computing = False  # in the compute thread, which also uses the order of stateful nodes
-        self._alone = AloneFirings(self._responses, on_alone)
+        self._alone = AloneFirings({edge.request_id for edge in responses if edge.request_id is not None}, on_alone)
         policies = {node.name: policy_of(node, graph.emulation, self._alone.is_alone) for node in nodes}
         self._ready = ReadyFirings(reach, policies, compute.is_short, clock.now)
         self._sleeper = Sleeper(clock, new_timer)  # for `run` when no firing is ready
@@ -134,7 +134,7 @@ class Runner:
         Raises BadMessageError when `peer` must not send this message. Then nothing has changed, except that a request may no longer be
         outstanding.
         """
-        if message.kind == "credit":
+        if message.kind == CREDIT:
             self._outbound.return_credits(peer, message)
             return
         inbound = self._inbound.edges.get(message.edge)
@@ -192,6 +192,7 @@ class Runner:
                 if batch is None:
                     break
                 start = now()
+                self._alone.end()
                 try:
                     outputs = run_inline(batch[0].node, partial(run, batch, send_early))
                 except OperatorError as error:
@@ -319,10 +320,8 @@ class Runner:
 
     def waiting(self) -> list[str]:
         """The missing inputs and credits of every unfinished tag, a line each."""
-        lines = [
-            f"{node} at step {tag.step}, layer {tag.layer} of {tag.source} waits for {', '.join(empty)}"
-            for node, tag, empty in self._table.waiting()
-        ]
+        rows = self._table.waiting()
+        lines = [f"{node} at step {tag.step}, layer {tag.layer} of {tag.source} waits for {', '.join(empty)}" for node, tag, empty in rows]
         return lines + [f"{edge} waits for credits" for edge in self._outbound.waiting()]
 
     # --- inside -----------------------------------------------------------------------------------------------------------
@@ -349,8 +348,7 @@ class Runner:
     def _fail(self, firing: Firing, error: OperatorError) -> None:
         """In a model graph: respond to a request of another worker with the error, which gives its credit back; report any other firing."""
         log.error("%s", error, exc_info=error.__cause__)
-        tag = firing.tag
-        is_stale = self._fences.is_stale(tag)
+        tag, is_stale = firing.tag, self._fences.is_stale(firing.tag)
         orphans = self._inbound.orphans((firing,))
         requests = [] if is_stale else [edge for edge in firing.via if edge in self._responses]
         for request in requests if not orphans else ():
@@ -415,6 +413,8 @@ class Runner:
 
     def _emit(self, output: RoutedOutput) -> None:
         if not self._outbound.take(output):
+            if self._on_response is not None and output.edge.request_id is not None:
+                self._on_response(output.edge.id, output.tag, None)
             for firing in self._match(output.edge, output.tag, output.payload):
                 self._fire(firing)
 

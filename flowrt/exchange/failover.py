@@ -121,10 +121,11 @@ class Failover:
         """Redispatch parts that were split by the previous map while `mark_joined` ran: their replica is back."""
         self._redispatch_from(frozenset({UNAVAILABLE}))
 
-    def on_response(self, edge: int, tag: Tag, message: Message) -> None:
-        """Record the response of a server. The runner calls this before it matches the response. The parts of a suspect go one by one."""
+    def on_response(self, edge: int, tag: Tag, message: Message | None) -> None:
+        """Record the response of a server. The runner calls this before it matches the response; without a message, if it comes from this
+        process. The parts of a suspect go one by one."""
         trampoline = self._trampoline_of.get(edge)
-        if trampoline is not None:
+        if trampoline is not None and message is not None:
             self._on_forwarded(trampoline, tag, message)
             return
         server = self._server_of.get(edge)

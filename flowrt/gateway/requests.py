@@ -191,9 +191,10 @@ class Requests:
         if group in self._outgoing:
             self._carry_out(self.gateway.lose_group(group, why, **how))
 
-    def lose_server(self, server: str, why: str, alone_for: str) -> None:
-        """Suspect the requests that a crashed server may have computed parts of; see `Gateway.lose_server`. No-op for groups."""
-        if server not in self._outgoing:
+    def lose_server(self, server: str, why: str, alone_for: str, is_colocated: bool = False) -> None:
+        """Suspect the requests that a crashed server may have computed parts of; see `Gateway.lose_server`. No-op for groups, but for those
+        that are servers too (`is_colocated`)."""
+        if is_colocated or server not in self._outgoing:
             self._carry_out(self.gateway.lose_server(server, why, alone_for))
 
     def give_up_group(self, group: str) -> None:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from flowrt.graph.builtin import BUILTIN, RETURN, SOURCE
 from flowrt.graph.document import Path_
 from flowrt.graph.facts import ModelFacts
+from flowrt.graph.int8 import check_int8
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, ReliabilitySettings, role_of
 from flowrt.graph.notation import link_numbers, nearest, specs_disagree
 from flowrt.graph.placement import Held, experts_map, held_experts
@@ -38,9 +39,9 @@ def check(graph: Graph, facts: ModelFacts | None = None, schemes: Collection[str
         yield from _check_strict(graph)
     yield from _check_schemes(graph, schemes)
     yield from _check_message_size(graph, facts)
-    yield from _check_ports(graph)
-    yield from _check_responses(graph)
-    yield from _check_transports(graph)
+    for check_part in (_check_ports, _check_responses, _check_transports):
+        yield from check_part(graph)
+    yield from (Problem(path, text) for path, text in check_int8(graph))
     flow = follow(graph)
     yield from _check_cycles(graph, flow)
     yield from _check_feeding(graph, flow)

@@ -5,6 +5,8 @@ Per group g, in process `attention.g`, and alike per prefill worker p, in proces
     source -> embed -> attention -> gate -> dispatch -> experts (on servers, or here) -> combine -> attention of the next layer
                            \\-> mlp (dense layers) ----------------------------------------/    \\-> head, after the last -> source
 
+With `servers: colocated`, process `attention.g` also holds the `experts` node of server g, to which every group dispatches.
+
 A prefill worker has `kv_pack` besides, and then each group has `kv_unpack`, which pulls the KV of prompts. Trampolines (trampoline.py)
 add nodes between dispatch, the servers and combine. Where the model has shared experts, the residual reaches `combine` through `shared`,
 which adds them. The layers of the model are one cycle whose edges advance the tag. `combine` waits for the residual, the plan, and the
@@ -20,10 +22,11 @@ from typing import Any
 from flowrt.graph.builtin import COLLECT, FORWARD, KV_PACK, KV_UNPACK, RETURN
 from flowrt.graph.document import Document
 from flowrt.graph.facts import ModelFacts
+from flowrt.graph.int8 import carries_rows
 from flowrt.graph.model import Batching, GraphLimits, edge_name
 from flowrt.graph.notation import format_ids
 from flowrt.graph.placement import Held, even_placement, experts_map, held_experts, held_option
-from flowrt.graph.schema import AttentionSection, DeploySection, EdgeSection, ExpertsSection, GraphFile, NodeSection, RoleSection
+from flowrt.graph.schema import COLOCATED, AttentionSection, DeploySection, EdgeSection, GraphFile, NodeSection, RoleSection
 from flowrt.graph.trampoline import MIN_SAVED_MESSAGES
 
 PULLS_IN_FLIGHT = 8  # chunks that a group requests ahead from each prefill worker
@@ -37,29 +40,30 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
         document.fail(("model", "path"), "the model has no layer with experts; flowrt serves Mixture-of-Experts models")
     deploy = file.deploy or DeploySection()
     _check_counts(deploy, limits, facts, document)
-    held = _held(deploy.experts, facts, document)
+    held, servers, is_colocated = _held(deploy, facts, document), _servers(deploy), _is_colocated(deploy)
     nodes: dict[str, NodeSection] = {}
     edges: dict[str, EdgeSection] = {}
     for process in (*_prefill(deploy), *_groups(deploy)):
-        _add_group(nodes, edges, process, held, bool(deploy.experts.servers), facts)
+        at = [f"{name}.experts" if is_colocated else name for name in servers] or [f"{process}.experts"]
+        _add_group(nodes, edges, process, at, held, _batches(deploy) if is_colocated else None, facts)
     _add_transfers(nodes, edges, deploy, facts)
-    for server in range(deploy.experts.servers):
-        name = f"experts.{server}"
-        nodes[name] = NodeSection(
-            operator="experts", process=name, options={"experts": held_option(held[server])}, batches=_batches(deploy)
-        )
+    only_servers = [] if is_colocated else servers
+    for name, experts in zip(only_servers, held, strict=False):
+        nodes[name] = NodeSection(operator="experts", process=name, options={"experts": held_option(experts)}, batches=_batches(deploy))
     trampolines = _servers_of_trampolines(deploy)
     _add_trampolines(nodes, edges, trampolines, deploy.attention)
-    links, servers, prefill = deploy.links, deploy.experts.servers, deploy.prefill.workers
+    _choose_int8(nodes, edges, deploy.experts.int8)
+    links, prefill = deploy.links, deploy.prefill.workers
     pairs = {
-        "attention-experts": (links.attention_experts, servers),
+        "attention-experts": (links.attention_experts, only_servers),
+        "attention-attention": (links.attention_experts, is_colocated and len(servers) > 1),
         "experts-experts": (links.attention_experts, trampolines),
-        "prefill-experts": (links.attention_experts, servers and prefill),
+        "prefill-experts": (links.attention_experts, only_servers and prefill),
         "prefill-attention": (links.prefill_attention, prefill),
     }
     by_process: dict[str, RoleSection] = dict.fromkeys(_prefill(deploy), deploy.prefill)
     by_process |= dict.fromkeys(_groups(deploy), deploy.attention)
-    by_process |= {f"experts.{server}": deploy.experts for server in range(servers)}
+    by_process |= dict.fromkeys(only_servers, deploy.experts)
     return file.model_copy(
         update={
             "nodes": nodes,
@@ -81,6 +85,15 @@ def _groups(deploy: DeploySection) -> list[str]:
     return [f"attention.{group}" for group in range(deploy.attention.groups)]
 
 
+def _is_colocated(deploy: DeploySection) -> bool:
+    return bool(deploy.experts.servers == COLOCATED)
+
+
+def _servers(deploy: DeploySection) -> list[str]:
+    """The processes that are expert servers, in the order of their numbers. None where each group holds all experts."""
+    return _groups(deploy) if _is_colocated(deploy) else [f"experts.{server}" for server in range(deploy.experts.servers)]
+
+
 def _add_transfers(nodes: dict[str, NodeSection], edges: dict[str, EdgeSection], deploy: DeploySection, facts: ModelFacts) -> None:
     """Let each group pull the KV of prompts from each prefill worker (xDeepServe section 5.1, figure 17: a full mesh)."""
     for worker in _prefill(deploy):
@@ -95,17 +108,24 @@ def _add_transfers(nodes: dict[str, NodeSection], edges: dict[str, EdgeSection],
 
 
 def _add_group(
-    nodes: dict[str, NodeSection], edges: dict[str, EdgeSection], at: str, held: Sequence[Held], remote: bool, facts: ModelFacts
+    nodes: dict[str, NodeSection],
+    edges: dict[str, EdgeSection],
+    at: str,
+    servers: Sequence[str],
+    held: Sequence[Held],
+    batches: Batching | None,
+    facts: ModelFacts,
 ) -> None:
+    """Add the pipeline of the process `at`. `servers`: the nodes with experts, of which one may be here; `held`: their experts."""
     last = facts.num_layers - 1
     moe, dense = set(facts.moe_layers), set(facts.dense_layers)
     on_moe = format_ids(moe) if dense else None  # no filter when it covers all layers
 
-    def node(operator: str, **options: Any) -> None:
-        nodes[f"{at}.{operator}"] = NodeSection(operator=operator, process=at, options=options)
+    def node(operator: str, batches: Batching | None = None, **options: Any) -> None:
+        nodes[f"{at}.{operator}"] = NodeSection(operator=operator, process=at, options=options, batches=batches)
 
     def edge(source: str, target: str, **keys: Any) -> str:
-        name = edge_name(*(end if end.startswith("experts.") and remote else f"{at}.{end}" for end in (source, target)))
+        name = edge_name(*(end if end.rpartition(".")[0] in servers else f"{at}.{end}" for end in (source, target)))
         edges[name] = EdgeSection(**keys)
         return name
 
@@ -118,8 +138,8 @@ def _add_group(
     node("dispatch", servers={str(server): held_option(by_layer) for server, by_layer in enumerate(held)})
     if facts.shared_experts:
         node("shared")
-    if not remote:
-        node("experts", experts=held_option(held[0]))
+    if (own := f"{at}.experts") in servers:
+        node("experts", batches, experts=held_option(held[servers.index(own)]))
     node("combine")
     node("head")
 
@@ -137,8 +157,7 @@ def _add_group(
     else:
         edge("attention.residual", "combine.residual", layers=on_moe)
     edge("dispatch.plan", "combine.plan")
-    for server in range(len(held)):
-        experts = f"experts.{server}" if remote else "experts"
+    for server, experts in enumerate(servers):
         request = edge(f"dispatch.server{server}", f"{experts}.rows")
         edge(f"{experts}.results", "combine.parts", response_to=request)
     if dense:
@@ -155,16 +174,18 @@ def _servers_of_trampolines(deploy: DeploySection) -> dict[int, list[int]]:
     """Trampoline -> the servers that it forwards to. A server that would forward only to itself is not a trampoline."""
     if not _choose_trampolines(deploy)[0]:
         return {}
-    servers, count = deploy.experts.servers, _groups_of_domain(deploy)
+    servers, count = len(_servers(deploy)), _groups_of_domain(deploy)
     found = {first: list(range(first, servers, count)) for first in range(count)}
     return {first: forwarded for first, forwarded in found.items() if len(forwarded) > 1}
 
 
 def _choose_trampolines(deploy: DeploySection) -> tuple[bool, str]:
     """Whether there are trampolines, and why."""
-    key, servers = deploy.experts.trampoline, deploy.experts.servers
+    key, servers = deploy.experts.trampoline, len(_servers(deploy))
     if key != "auto":
         return key == "always", ""
+    if _is_colocated(deploy):
+        return False, "colocated servers do not forward"
     groups = _groups_of_domain(deploy)
     in_turn = groups + -(-servers // groups) - 1  # of a group to its trampolines, then of a trampoline
     is_enough = servers - in_turn >= MIN_SAVED_MESSAGES
@@ -215,8 +236,15 @@ def _add_trampolines(
             edges[edge_name(f"{group}.{COLLECT}.part{place}", f"{group}.combine.parts")] = EdgeSection()
 
 
+def _choose_int8(nodes: dict[str, NodeSection], edges: dict[str, EdgeSection], choice: str) -> None:
+    for name, section in edges.items():
+        (source, port), (target, _) = (end.rpartition(".")[::2] for end in name.split(" -> "))
+        if nodes[source].process != nodes[target].process and carries_rows(nodes[source].operator, port, choice):
+            edges[name] = section.model_copy(update={"int8": True})
+
+
 def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts, document: Document) -> None:
-    attention, experts, link = deploy.attention, deploy.experts, deploy.links.attention_experts
+    attention, experts, link, servers = deploy.attention, deploy.experts, deploy.links.attention_experts, len(_servers(deploy))
     if attention.micro_batches > limits.max_num_seqs:
         maximum = limits.max_num_seqs
         text = f"{attention.micro_batches} micro-batches share {maximum} sequences; write at most {maximum}, or raise limits.max_num_seqs"
@@ -224,22 +252,29 @@ def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts,
     if attention.domains > attention.groups:
         text = f"{attention.domains} domains need as many groups, there are {attention.groups}; write at most {attention.groups}"
         document.fail(("deploy", "attention", "domains"), text)
-    if attention.domains > 1 and not experts.servers:
+    if attention.domains > 1 and not servers:
         text = "domains take turns at expert servers, and servers: 0 leaves none; write domains: 1, or deploy.experts.servers"
         document.fail(("deploy", "attention", "domains"), text)
-    if experts.replicas > max(experts.servers, 1):
-        possible = f"replicas: {experts.servers} or less" if experts.servers else "replicas: 1"
-        text = f"{experts.replicas} replicas need as many servers, there are {experts.servers}; "
+    if experts.replicas > max(servers, 1):
+        possible = f"replicas: {servers} or less" if servers else "replicas: 1"
+        text = f"{experts.replicas} replicas need as many servers, there are {servers}; "
         document.fail((*_EXPERTS, "replicas"), f"{text}write {possible}, or servers: {experts.replicas}")
     maximum = facts.num_experts * experts.replicas
-    if experts.placement is None and experts.servers > maximum:
-        text = f"{experts.servers} servers are more than {facts.num_experts} experts x {experts.replicas} replicas; write at most {maximum}"
+    if experts.placement is None and servers > maximum:
+        text = f"{servers} servers are more than {facts.num_experts} experts x {experts.replicas} replicas; write at most {maximum}"
         document.fail((*_EXPERTS, "servers"), text)
-    if experts.trampoline == "always" and experts.servers <= _groups_of_domain(deploy):
-        text = f"no server of {experts.servers} forwards to others, as {_groups_text(deploy)}; write more servers, or trampoline: auto"
+    if experts.trampoline == "always" and _is_colocated(deploy):
+        document.fail((*_EXPERTS, "trampoline"), "colocated servers do not forward; write trampoline: never, or a number of servers")
+    if experts.trampoline == "always" and servers <= _groups_of_domain(deploy):
+        text = f"no server of {servers} forwards to others, as {_groups_text(deploy)}; write more servers, or trampoline: auto"
         document.fail((*_EXPERTS, "trampoline"), text)
-    if not experts.servers and link.transport != "auto":
-        text = "servers: 0 leaves no link to the experts; write deploy.experts.servers: 1 or more, or remove the transport"
+    if _is_colocated(deploy):
+        for key in experts.model_fields_set & {"device", "threads"}:
+            document.fail((*_EXPERTS, key), f"colocated servers compute in the processes of groups; write deploy.attention.{key}")
+    if not servers and experts.int8 != "none":
+        document.fail((*_EXPERTS, "int8"), "servers: 0 leaves no rows that travel; write int8: none, or deploy.experts.servers: 1 or more")
+    if servers <= _is_colocated(deploy) and link.transport != "auto":
+        text = f"servers: {experts.servers} leaves no link to the experts; write deploy.experts.servers: 1 or more, or remove the transport"
         document.fail((*_LINK, "transport"), text)
 
 
@@ -256,20 +291,20 @@ def _batches(deploy: DeploySection) -> Batching | None:
     return replace(deploy.experts.batches or Batching(), domains=tuple(map(tuple, sources)))
 
 
-def _held(experts: ExpertsSection, facts: ModelFacts, document: Document) -> list[Held]:
+def _held(deploy: DeploySection, facts: ModelFacts, document: Document) -> list[Held]:
     """The experts that each server holds, by layer. Without servers: one entry with every expert."""
+    experts, names = deploy.experts, _servers(deploy)
     if experts.placement is None:
-        servers = even_placement(facts.num_experts, max(experts.servers, 1), experts.replicas)
-        return [dict.fromkeys(facts.moe_layers, ids) for ids in servers]
+        even = even_placement(facts.num_experts, max(len(names), 1), experts.replicas)
+        return [dict.fromkeys(facts.moe_layers, ids) for ids in even]
     path = (*_EXPERTS, "placement")
-    if not experts.servers:
+    if not names:
         document.fail(path, "servers: 0 leaves nothing to place; write deploy.experts.servers: 1 or more, or remove placement")
-    names = {f"experts.{server}": server for server in range(experts.servers)}
     for name in experts.placement:
         if name not in names:
-            document.fail((*path, name), f"there is no server {name!r}; write experts.0 to experts.{experts.servers - 1}")
+            document.fail((*path, name), f"there is no server {name!r}; write {names[0]} to {names[-1]}")
     held: dict[int, Held] = {}
-    for name, server in names.items():
+    for server, name in enumerate(names):
         if name not in experts.placement:
             document.fail(path, f"{name} is left out; write what it holds, or lower servers")
         try:
@@ -284,4 +319,4 @@ def _held(experts: ExpertsSection, facts: ModelFacts, document: Document) -> lis
             has = f"{num_replicas} replicas" if num_replicas else "no replica"
             text = f"expert {expert} has {has} in layer {layer}, expected {experts.replicas}; place it on more servers"
             document.fail(path, text)
-    return [held[server] for server in range(experts.servers)]
+    return [held[server] for server in range(len(names))]

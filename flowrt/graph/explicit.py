@@ -154,6 +154,7 @@ def _edge(
         layers=parse_layers(section.layers),
         tag=parse_tag(section.tag or ""),
         response_to=section.response_to,
+        int8=bool(section.int8),
         **link,
     )
 

@@ -137,7 +137,8 @@ class Edge:
     `name` identifies the edge in graph files and errors; by default it names both ends. `id` is what messages carry: a hash of the name,
     so it is the same in every process and does not change when other edges come or go. `layers` filters by the producer's tag; `tag`
     changes it. `credits` bounds the messages that are in flight or unconsumed. `response_to` names the edge of a request: this edge
-    carries only the result for the message that came along that edge, and a request's credit returns with its response.
+    carries only the result for the message that came along that edge, and a request's credit returns with its response. `int8`: the rows
+    of its messages travel as INT8, with a scale per row.
     """
 
     source: str
@@ -154,6 +155,7 @@ class Edge:
     fallbacks: tuple[str, ...] = ()  # the transports that take over, in this order, when an `auto` transport breaks
     why: str = ""  # why `auto` chose this transport, for people
     open: Literal["lazy", "start"] = "lazy"  # when its link opens
+    int8: bool = False
     id: int = field(init=False, compare=False, repr=False, default=0)
     request_id: int | None = field(init=False, compare=False, repr=False, default=None)  # the id of `response_to`
 

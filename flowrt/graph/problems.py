@@ -25,10 +25,6 @@ def _is_given(value: Any) -> bool:
 _HOSTS = "several machines are not built yet; remove the key: all processes run on this one"
 _UNBUILT: dict[Path_, tuple[Callable[[Any], bool], str]] = {
     ("deploy", "attention", "tensor_parallel"): (_above_one, "tensor parallelism is not built yet; write tensor_parallel: 1"),
-    ("deploy", "experts", "servers"): (
-        lambda value: value == "colocated",
-        "colocated servers are not built yet; write servers: 0 or a number",
-    ),
     ("deploy", "hosts"): (_is_given, _HOSTS),
     ("prefill",): (_is_given, "prefill workers belong under deploy; write deploy: {prefill: {workers: 1}}"),
     ("hosts",): (_is_given, _HOSTS),

@@ -102,13 +102,14 @@ def survives(graph: Graph, process: str) -> bool:
 
 
 def _is_whole_group(graph: Graph, process: str) -> bool:
-    """Whether the process is a pipeline of its own, whose peers keep nothing of its sequences. The ends of a KV transfer are two."""
+    """Whether the process is a pipeline of its own: no edge connects two nodes that keep something of its sequences, here and in another
+    process. The ends of a KV transfer are two pipelines."""
     if process not in pipelines(graph):
         return False
+    stateful = {node.name for node in graph.nodes.values() if keeps_of(node) != Keeps.NOTHING}
     transfers = {node.name for node in graph.nodes.values() if node.operator in (KV_PACK, KV_UNPACK)}
-    ends = [graph.ends_of(edge) for edge in graph.edges.values() if not {edge.source, edge.target} <= transfers]
-    others = {other for pair in ends if process in pair for other in pair if other != process}
-    return all(rule_of(graph, other).keeps == Keeps.NOTHING for other in others)
+    ends = ({edge.source, edge.target} for edge in graph.edges.values() if graph.crosses(edge) and process in graph.ends_of(edge))
+    return not any(pair <= stateful and not pair <= transfers for pair in ends)
 
 
 def pipelines(graph: Graph) -> list[str]:

@@ -48,6 +48,7 @@ from flowrt.graph.notation import (
 )
 
 MAX_THREADS = 1024
+COLOCATED = "colocated"  # expert servers in the processes of the groups
 _RESERVED = {
     GATEWAY: f"the launching process, which holds only {INPUT} and {OUTPUT}",
     FORK_SERVER: "the process that forks all others",
@@ -80,16 +81,17 @@ class Parsed:
         return self.parse(value)
 
 
-def _choice_or_number(choices: tuple[str, ...], maximum: int) -> Parsed:
-    """One of `choices`, or a whole number from 1 to `maximum`."""
-    what = f"possible; write {', '.join(choices)}, or a number from 1 to {maximum}"
+def _choice_or_number(choices: tuple[str, ...], maximum: int, minimum: int = 1) -> Parsed:
+    """One of `choices`, or a whole number from `minimum` to `maximum`."""
+    what = f"possible; write {', '.join(choices)}, or a number from {minimum} to {maximum}"
 
     def parse(value: str | int) -> str | int:
-        if value in choices if isinstance(value, str) else 1 <= value <= maximum:
+        if value in choices if isinstance(value, str) else minimum <= value <= maximum:
             return value
         raise ValueError(f"{shown_value(value)} is not {what}")
 
-    return Parsed(parse, what, (str, int), {"anyOf": [{"enum": list(choices)}, {"type": "integer", "minimum": 1, "maximum": maximum}]})
+    schema = {"anyOf": [{"enum": list(choices)}, {"type": "integer", "minimum": minimum, "maximum": maximum}]}
+    return Parsed(parse, what, (str, int), schema)
 
 
 def _layers(value: str | int) -> str:
@@ -161,6 +163,7 @@ _NAMED = _matching(is_name, "a name; use letters, digits, '_', '-', and single d
 
 Processes = Annotated[Any, _choice_or_number(("one", "many"), 4096)]
 Threads = Annotated[Any, _choice_or_number(("auto",), MAX_THREADS)]
+Servers = Annotated[Any, _choice_or_number((COLOCATED,), 1024, minimum=0)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
 Layers = Annotated[Any, Parsed(_layers, "a set of layers; write layers as '0-2,5'", (str, int), _IDS_SCHEMA)]
 Placement = Annotated[
@@ -247,16 +250,22 @@ def _batches(value: Any) -> Any:
 class ExpertsSection(RoleSection):
     """The expert servers."""
 
-    servers: int = Field(default=0, ge=0, le=1024, description="0: the attention processes hold the experts.")
+    servers: Servers = Field(
+        default=0, description="0: each group holds all experts. colocated: each group's process is also a server, with a share of them."
+    )
     replicas: int = Field(default=1, ge=1, le=1024, description="Servers that hold each expert.")
     trampoline: Literal["auto", "always", "never"] = Field(
         default="never", description="Whether some servers forward to the others; auto: where a group of a domain has many servers."
+    )
+    int8: Literal["none", "dispatch", "combine", "both"] = Field(
+        default="none", description="Rows that travel as INT8 with a scale per row: to the servers, back from them, or both."
     )
     batches: Batching | None = Field(
         default=None, description="How requests of a layer are batched: min_tags, max_wait_seconds. Default: those that wait."
     )
     placement: dict[str, Placement] | None = Field(
-        default=None, description="Uneven placement: experts.0: '0-5', or by layer. Default: even, with the given replicas."
+        default=None,
+        description="Uneven placement: by server, experts.0 or attention.0: '0-5', or by layer. Default: even, with the given replicas.",
     )
 
 
@@ -345,6 +354,7 @@ class EdgeSection(LinkSection):
     target: EdgeEnd | None = Field(default=None, alias="to", description="node.port. Default: the second end in the edge's name.")
     layers: Layers | None = Field(default=None, description="The layers that it carries, by the sender's tag.")
     tag: TagText | None = Field(default=None, description="How the tag changes: layer+1, step+1, layer=N.")
+    int8: bool | None = Field(default=None, description="Its rows travel as INT8 with a scale per row; between dispatch and experts only.")
     response_to: str | None = Field(default=None, description="The name of the edge whose requests it carries the responses to.")
 
 

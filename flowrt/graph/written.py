@@ -82,7 +82,7 @@ def _edge(edge: Edge) -> dict[str, Any]:
     link = link_numbers(edge.link or "") or edge.link
     written = {"from": source, "to": target} if edge.name != edge_name(source, target) else {}
     keys = {"layers": str(edge.layers), "tag": str(edge.tag), "transport": edge.transport, "link": link, "credits": edge.credits}
-    keys |= {"open": edge.open, "response_to": edge.response_to}
+    keys |= {"open": edge.open, "response_to": edge.response_to, "int8": edge.int8}
     return written | {key: value for key, value in keys.items() if value and (key, value) not in (("transport", "auto"), ("open", "lazy"))}
 
 

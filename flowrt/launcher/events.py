@@ -77,7 +77,8 @@ class WorkerLost:
     """Worker `name` has died and the run goes on; no more of its messages are accepted. `how` continues a sentence: "was killed by
     SIGKILL". `while_loading`: the run has not loaded yet. `may_recur`: it crashed or hung, and what it computed may be the reason.
     `is_restarting`: `recovery: restart_role` or `restart_all` restarts it, and requests wait for it until it is given up. `alone_for`: the
-    group for which it computed a part of a suspect, and nothing else; "": none."""
+    group, itself or another one, for which it computed a part of a suspect, and nothing else; "": none. `is_colocated`: it is a group and
+    an expert server."""
 
     name: str
     how: str
@@ -85,6 +86,7 @@ class WorkerLost:
     may_recur: bool = False
     is_restarting: bool = False
     alone_for: str = ""
+    is_colocated: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from flowrt.launcher import events
 def apply_group_change(event: events.Event, requests: Requests) -> None:
     """Call this with every event of the launcher."""
     match event:
-        case events.WorkerLost(name, how, while_loading, may_recur, is_restarting, alone_for) if not while_loading:
-            requests.lose_group(name, how, may_recur=may_recur, is_restarting=is_restarting)
+        case events.WorkerLost(name, how, while_loading, may_recur, is_restarting, alone_for, is_colocated) if not while_loading:
+            is_innocent = alone_for not in ("", name)  # a group that is a server too: it computed nothing of its own
+            requests.lose_group(name, how, may_recur=may_recur and not is_innocent, is_restarting=is_restarting)
             if may_recur and is_restarting:
-                requests.lose_server(name, how, alone_for)
+                requests.lose_server(name, how, alone_for, is_colocated)
         case events.WorkerGivenUp(name):
             requests.give_up_group(name)
         case events.WorkerMarkedDead(name, why, is_killed) if not is_killed:

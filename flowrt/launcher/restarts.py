@@ -54,10 +54,12 @@ class Restarts:
         how = "; ".join(each for each in (process.cause, process.how) if each) or "has ended"
         # A crash ends all workers of the process, whichever of them computed the part.
         alone = next((each.computes_alone for each in process.workers if each.computes_alone.tag is not None), ComputesAlone())
-        alone_for = "" if alone.tag is None else self._table.emits.get(alone.tag.source.partition("@")[0], "")
         for worker in process.workers:
             while_loading = self._table.phase == RunPhase.LOADING
-            self._table.announce(events.WorkerLost(worker.name, how, while_loading, process.may_recur, process.is_restarting, alone_for))
+            alone_for = self._table.process_of(worker.computes_alone.tag)
+            is_colocated = worker.name in self._table.colocated
+            lost = (process.may_recur, process.is_restarting, alone_for, is_colocated)
+            self._table.announce(events.WorkerLost(worker.name, how, while_loading, *lost))
             cause = DeathCause(worker.name, worker.incarnation, how, process.may_recur, alone.tag, alone.part)
             self._table.notify(worker, self._table.neighbours.get(worker.name, ()), cause)
 

@@ -28,6 +28,7 @@ from flowrt.launcher.events import Event, WorkerGivenUp
 from flowrt.launcher.recovery_policy import RecoveryPolicy
 from flowrt.processes.output_tail import exit_text
 from flowrt.transports.contract import Identity
+from flowrt.transports.wire.message import Tag
 
 LAST_MESSAGES_SECONDS = 0.5  # from the end of a control connection to the end of its process
 FENCE_SECONDS = 0.75  # from the first sign of a death until no more messages are accepted; longer, so that the exit status is known
@@ -195,6 +196,12 @@ class RunTable:
         self.policy = RecoveryPolicy(graph)
         self.neighbours = neighbours(graph)
         self.emits = {node.name: node.process for node in graph.nodes.values() if node.operator == SOURCE}  # source -> its process
+        serving = {
+            graph.nodes[edge.target].process
+            for edge in graph.edges.values()
+            if edge.source_port.startswith("server") and graph.crosses(edge)
+        }
+        self.colocated = serving.intersection(self.emits.values())  # groups that are expert servers too
         self.processes: dict[str, ProcessRecord] = {}
         self.workers: dict[str, WorkerRecord] = {}
         self.phase = RunPhase.LOADING
@@ -260,6 +267,10 @@ class RunTable:
                 continue
             if other.state in (WorkerState.CONNECTED, WorkerState.STOPPING) or (other.state is WorkerState.LINKING and name != MONITOR):
                 self.act(Send(name, control))
+
+    def process_of(self, tag: Tag | None) -> str:
+        """The process that emits a tag; "" for None, and for a tag that none emits."""
+        return "" if tag is None else self.emits.get(tag.source.partition("@")[0], "")
 
     def notify_monitor(self, control: PeerJoined) -> None:
         monitor = self.workers.get(MONITOR)

@@ -111,8 +111,8 @@ def _draw_poison(chance: random.Random, case: Case) -> Case:
     effects: list[Literal["crash", "hang", "part", "raise", "nan"]] = ["crash", "raise", "nan"]
     if graph.processes == "many":
         effects += ["hang", "hang"] if is_watched(graph) else []
-        servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
-        effects += ["part", "part", "part"] if servers.isdisjoint(groups) and mortal_workers(graph) >= servers else []
+        requests = [edge for edge in graph.edges.values() if graph.nodes[edge.target].operator == "experts" and graph.crosses(edge)]
+        effects += ["part", "part", "part"] if requests and mortal_workers(graph) >= set(graph.process_names()) else []
     return replace(case, scenario=scenario, poison=Poison(chance.choice(sorted(own)), chance.choice(effects)))
 
 

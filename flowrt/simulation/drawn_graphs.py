@@ -20,6 +20,7 @@ from flowrt.operators.families.registry import read_model_config
 
 MAX_GROUPS, MAX_SERVERS = 4, 6
 _TRANSPORTS = ("auto", "auto", "zmq")  # of simulated links: the latter have nothing to fall back on
+_COLOCATED = ("colocated", "colocated")
 _PAGES = ((24, 1), (16, 2), (12, 4), (24, 4))
 
 
@@ -49,14 +50,15 @@ def draw_graph(seed: int, graph: Graph) -> Graph:
 
 def draw_deploy(chance: random.Random, facts: ModelFacts, transports: Sequence[str] = _TRANSPORTS) -> dict[str, Any]:
     """The section `deploy`."""
-    groups, servers = chance.randint(1, MAX_GROUPS), chance.choice((0, *range(1, MAX_SERVERS + 1), *range(3, MAX_SERVERS + 1)))
+    groups, servers = chance.randint(1, MAX_GROUPS), chance.choice((0, *_COLOCATED, *range(1, MAX_SERVERS + 1), *range(3, MAX_SERVERS + 1)))
     attention = {"groups": groups, "domains": chance.choice((1, 1, 2, groups)), "micro_batches": chance.choice((1, 2, 2, 3))}
     experts: dict[str, Any] = {"servers": servers, "replicas": chance.choice((1, 2, 2, 3))}
     experts["trampoline"] = chance.choice(("never", "auto", "always", "always"))
     if chance.random() < 0.3:
         experts["batches"] = {"min_tags": chance.randint(1, 3), "max_wait_seconds": chance.choice((0.0, 2e-3))}
     if chance.random() < 0.3:
-        experts |= {"placement": _draw_placement(chance, facts, servers), "replicas": 1}
+        at, count = ("attention", groups) if servers in _COLOCATED else ("experts", servers)
+        experts |= {"placement": _draw_placement(chance, facts, [f"{at}.{number}" for number in range(count)]), "replicas": 1}
     link: dict[str, Any] = {"transport": chance.choice(transports), "open": chance.choice(("lazy", "lazy", "start"))}
     if chance.random() < 0.2:
         link["credits"] = chance.randint(1, 5)
@@ -65,20 +67,20 @@ def draw_deploy(chance: random.Random, facts: ModelFacts, transports: Sequence[s
     return {"prefill": prefill, "attention": attention, "experts": experts, "links": links}
 
 
-def _draw_placement(chance: random.Random, facts: ModelFacts, servers: int) -> dict[str, Any]:
+def _draw_placement(chance: random.Random, facts: ModelFacts, servers: Sequence[str]) -> dict[str, Any]:
     """By server, its experts: the same in every layer, or others in the first."""
 
-    def draw() -> dict[int, set[int]]:
-        holders = {expert: chance.sample(range(servers), chance.randint(1, min(servers, 3))) for expert in range(facts.num_experts)}
-        return {server: {expert for expert, found in holders.items() if server in found} for server in range(servers)}
+    def draw() -> dict[str, set[int]]:
+        holders = {expert: chance.sample(servers, chance.randint(1, min(len(servers), 3))) for expert in range(facts.num_experts)}
+        return {server: {expert for expert, found in holders.items() if server in found} for server in servers}
 
     if not servers:
         return {"experts.0": "0"}
     first, others = draw(), draw()
     layers = [str(layer) for layer in facts.moe_layers]
     if chance.random() < 0.5 or len(layers) < 2:
-        return {f"experts.{server}": _ids(held) for server, held in first.items()}
-    return {f"experts.{server}": {layers[0]: _ids(held), ",".join(layers[1:]): _ids(others[server])} for server, held in first.items()}
+        return {server: _ids(held) for server, held in first.items()}
+    return {server: {layers[0]: _ids(held), ",".join(layers[1:]): _ids(others[server])} for server, held in first.items()}
 
 
 def _ids(experts: set[int]) -> str:

@@ -129,7 +129,7 @@ class GroupChecks:
                 if name in self._groups:
                     self._outages.down(name, now)
                 self._died[name] = now
-                if (inside := self._inside_of(name)) is not None and self._faults.may_recur(name):
+                if (inside := self._inside_of(name)) is not None and self._faults.may_recur(name) and not inside.computes_for_others():
                     self._note_trial(name, inside.on_trial())
         for name, server in self._world.processes.items():
             if server is process and (inside := self._inside_of(name)) is not None and self._faults.may_recur(name):

@@ -209,6 +209,11 @@ class WorkerInternals:
         runner = self._part("runner")
         return None if runner is None else runner._alone.tag
 
+    def computes_for_others(self) -> bool:
+        """Whether that part is of another group."""
+        group, tag = self._part("group"), self.computes_alone()
+        return tag is not None and group is not None and bool(tag.source != group._source)
+
     def suspect_of(self, tag: Any) -> Request | None:
         """The request of which this group computes the step of `tag` alone."""
         engine = self._engine

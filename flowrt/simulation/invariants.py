@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from flowrt.gateway.completion import Completion
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
-from flowrt.graph.recovery import standby_names, survivable_processes
+from flowrt.graph.recovery import pipelines, standby_names, survivable_processes
 from flowrt.launcher.transport_choice import host_name, pack
 from flowrt.reliability.scenario import AnyFault, Duplicate, Hang, Pause, Reset, RollBack, Scenario, Skew, Stall, TinyQueues
 from flowrt.simulation.case import Case, Poison
@@ -109,8 +109,8 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
             raise InvariantError("I5", f"the failure was reported after {served.failed_seconds:.3f} s, allowed were {latest:.3f} s")
     if len(served.clients) < len(case.requests) and served.failure is None:
         raise InvariantError("I5", f"{len(served.clients)} of {len(case.requests)} requests were submitted")
-    if served.num_poisoned > MAX_VICTIMS and not scenario.faults:
-        raise InvariantError("I1", f"{served.num_poisoned} processes computed the poison, allowed are {MAX_VICTIMS}")
+    if served.num_poisoned > (allowed := max_victims(case)) and not scenario.faults:
+        raise InvariantError("I1", f"{served.num_poisoned} processes computed the poison, allowed are {allowed}")
     for index, (client, reference) in enumerate(zip(served.clients, references, strict=False)):
         if client.num_ends != 1 or client.has_events_after_end:
             raise InvariantError("I5", f"request {index} ended {client.num_ends} times, or had events after an end")
@@ -152,6 +152,14 @@ def _computes(poison: Poison | None, effect: str, client: ClientRecord, referenc
     """Whether the request computes a poison with this effect."""
     tokens = {*client.request.prompt_token_ids, *(token for choice in reference for token in choice[:-1])}
     return poison is not None and poison.effect == effect and poison.token_id in tokens
+
+
+def max_victims(case: Case) -> int:
+    """How many processes a request may end. Where groups are servers too, a poisoned part counts once by each role: its group may end over
+    its own part before it has counted those that ended at other processes."""
+    servers = {node.process for node in case.graph.nodes.values() if node.operator == "experts"}
+    is_both = case.poison is not None and case.poison.effect == "part" and not servers.isdisjoint(pipelines(case.graph))
+    return MAX_VICTIMS * 2 if is_both else MAX_VICTIMS
 
 
 def _num_server_losses(case: Case) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from flowrt.dataflow.parts import BundleHeader, PartHeader, PlanHeader
@@ -29,8 +30,16 @@ def edge_schemas(graph: Graph) -> dict[int, MessageSchema]:
         is_users = ":" in source.operator or source.operator == INPUT
         schema = schema_of((_declared(graph, edge),)) if is_users else sent.get((source.operator, edge.source_port.rstrip("0123456789")))
         if schema is not None:
-            found[edge.id] = schema
+            found[edge.id] = _as_int8(schema) if edge.int8 else schema
     return found
+
+
+def _as_int8(schema: MessageSchema) -> MessageSchema:
+    """The schema of messages whose first tensor, the rows, travels as INT8 with a scale per row at the end (payload.py)."""
+    rows, *others = schema.tensors
+    assert rows is not None
+    scales = Spec("float32", rows.dimensions[:1])
+    return replace(schema, tensors=(Spec("int8", rows.dimensions), *others, scales))
 
 
 def _declared(graph: Graph, edge: Edge) -> Spec | None:

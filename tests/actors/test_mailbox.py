@@ -14,6 +14,20 @@ async def test_items_come_out_in_order():
     assert [box.take_nowait() for _ in range(4)] == [0, 1, 2, None]
 
 
+async def test_items_that_overtake_follow_the_first_one_in_their_order():
+    box: Mailbox[str] = Mailbox(9)
+    box.post("early", overtakes=True)
+    for item in ("bulk 1", "credit 1", "bulk 2", "credit 2"):
+        box.post(item, overtakes=item.startswith("credit"))
+    assert await box.wait_item() == box.take_nowait() == "early"
+    box.post("credit 3", overtakes=True)
+    assert [box.take_nowait() for _ in range(5)] == ["credit 1", "credit 2", "credit 3", "bulk 1", "bulk 2"]
+    box.post("bulk 3")
+    box.post("credit 4", overtakes=True)
+    box.post("bulk 4")
+    assert [box.take_nowait() for _ in range(4)] == ["bulk 3", "credit 4", "bulk 4", None]
+
+
 async def test_a_full_mailbox_is_a_fault_of_the_poster():
     box: Mailbox[int] = Mailbox(1)
     box.post(1)

@@ -24,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention": {"groups": 2, "micro_batches": 2},
         "experts": {"servers": 5, "replicas": 2, "trampoline": "always"},
     },
+    "3 groups, colocated": {"attention": {"groups": 3, "micro_batches": 2}, "experts": {"servers": "colocated"}},
     "2 prefill workers, 2 groups": {"prefill": {"workers": 2}, "attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 2}},
     "experts inside": {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 0}},
 }
@@ -70,6 +71,7 @@ async def test_every_shape_over_every_transport(served: Served, tmp_path: Path, 
         ("2 groups, 5 servers, trampolines", "many", "shm"),
         ("2 groups, 5 servers, trampolines", "many", "zmq"),
         ("experts inside", "many", "auto"),
+        ("3 groups, colocated", "many", "shm"),
     ],
 )
 async def test_between_real_processes(served: Served, tmp_path: Path, shape: str, processes: Any, transport: str) -> None:

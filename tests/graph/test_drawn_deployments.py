@@ -21,19 +21,23 @@ def impossible(deploy: dict[str, Any]) -> Iterator[str]:
     """The texts of the reasons for which a deployment cannot be."""
     attention, experts, link = deploy["attention"], deploy["experts"], deploy["links"]["attention-experts"]
     groups, domains, servers = attention["groups"], attention["domains"], experts["servers"]
+    is_colocated = servers == "colocated"
+    servers = groups if is_colocated else servers
     if domains > groups:
         yield "domains need as many groups"
     if domains > 1 and not servers:
         yield "domains take turns at expert servers"
     if experts["replicas"] > max(1, servers):
         yield "replicas need as many servers"
-    if experts["trampoline"] == "always" and servers <= -(-groups // domains):
+    if experts["trampoline"] == "always" and is_colocated:
+        yield "do not forward"
+    elif experts["trampoline"] == "always" and servers <= -(-groups // domains):
         yield "forwards to others"
-    if not servers and link["transport"] != "auto":
+    if servers <= is_colocated and link["transport"] != "auto":
         yield "leaves no link to the experts"
     if not servers and "placement" in experts:
         yield "leaves nothing to place"
-    if servers and link.get("credits", 8) < attention["micro_batches"]:
+    if servers > is_colocated and link.get("credits", 8) < attention["micro_batches"]:
         yield "is too few"
     batches = experts.get("batches", {"max_wait_seconds": 0})
     num_sources = groups + deploy["prefill"]["workers"]

@@ -7,6 +7,7 @@ New mechanisms add their bugs here.
 
 from __future__ import annotations
 
+from simulation.planted_colocated import COLOCATED_BUGS
 from simulation.planted_faults import FAULT_BUGS
 from simulation.planted_groups import GROUP_BUGS
 from simulation.planted_prefixes import PREFIX_BUGS
@@ -71,6 +72,7 @@ BUGS: tuple[Bug, ...] = (
     *GROUP_BUGS,
     *FAULT_BUGS,
     *STANDBY_BUGS,
+    *COLOCATED_BUGS,
     *TRAMPOLINE_BUGS,
     *TRANSFER_BUGS,
     *PREFIX_BUGS,
@@ -175,7 +177,7 @@ BUGS: tuple[Bug, ...] = (
         "if future is not None and (not future.done()) and (self._counters.messages_received % 16 != 15):")),
     # links and channels
     bug("outbox-lost", "a message for a full channel is dropped", (
-        LINK, "Link.post", "self._outbox.post(message)", "pass")),
+        LINK, "Link.post", "self._outbox.post(message, overtakes=message.kind == CREDIT)", "pass")),
     bug("read-not-settled", "messages of one read are not settled", (
         LINK, "Link._read", "on_pause()", "pass")),
     bug("lost-link-unreported", "a worker does not report a lost peer", (

@@ -1,0 +1,33 @@
+"""Rows between dispatch and experts that travel as INT8 (xDeepServe section 3.2): which edges carry them, and where that is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flowrt.graph.builtin import FORWARD, RETURN
+from flowrt.graph.document import Path_
+from flowrt.graph.model import Edge, Graph
+
+_TO_SERVERS, _BACK = ("dispatch", FORWARD), ("experts", RETURN)
+
+
+def carries_rows(operator: str, port: str, choice: str) -> bool:
+    """Whether an output carries rows of this choice: "dispatch", "combine" or "both"."""
+    is_sent = operator in _TO_SERVERS and port != "plan"
+    return (is_sent and choice in ("dispatch", "both")) or (operator in _BACK and choice in ("combine", "both"))
+
+
+def check_int8(graph: Graph) -> Iterator[tuple[Path_, str]]:
+    """Problems of edges whose rows travel as INT8, each with its key in the explicit form."""
+    for edge in graph.edges.values():
+        if edge.int8 and (why := _fault(graph, edge)):
+            yield ("edges", edge.name, "int8"), why
+
+
+def _fault(graph: Graph, edge: Edge) -> str:
+    source = graph.nodes[edge.source]
+    if not carries_rows(source.operator, edge.source_port, "both"):
+        return "INT8 is for rows between dispatch and experts; remove the key"
+    if not graph.crosses(edge):
+        return f"both ends are in process {source.process}, where nothing travels; remove the key"
+    return "INT8 changes the numbers; write numerics: fast, or int8: none" if graph.numerics == "strict" else ""

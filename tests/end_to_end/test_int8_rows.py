@@ -1,0 +1,45 @@
+"""Rows as INT8 between workers: they take fewer bytes, on the edges that were chosen, over one hop and over two."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_models import NEW_TOKENS, Served
+
+import flowrt
+
+GREEDY = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+DEPLOYMENTS: dict[str, dict[str, Any]] = {
+    "servers": {"experts": {"servers": 2}},
+    "trampolines": {"experts": {"servers": 3, "trampoline": "always"}},
+    "colocated": {"attention": {"groups": 2}, "experts": {"servers": "colocated"}},
+}
+
+
+async def row_bytes(graph: Path, prompts: list[list[int]]) -> tuple[float, float]:
+    """Bytes per message on the edges from dispatch and back."""
+    async with flowrt.open(graph) as running, asyncio.timeout(60):
+        done = await asyncio.gather(*(running.complete(prompt, GREEDY) for prompt in prompts))
+        edges = [edge for each in (await running.statistics()).values() for edge in each.edges]
+    assert [each.finish_reason for each in done] == ["length"] * len(prompts)
+    there = [edge for edge in edges if ".dispatch." in edge.edge.partition(" -> ")[0]]
+    back = [edge for edge in edges if edge.edge.partition(" -> ")[2].endswith((".parts", ".bundle")) and edge not in there]
+    sent, received = (sum(edge.payload_bytes for edge in each) / sum(edge.num_messages for edge in each) for each in (there, back))
+    return sent, received
+
+
+@pytest.mark.parametrize("kind", DEPLOYMENTS)
+async def test_rows_take_fewer_bytes_where_they_are_int8(served: Served, tmp_path: Path, kind: str) -> None:
+    deploy = {**DEPLOYMENTS[kind], "processes": "one"}
+    found = {}
+    for choice in ("none", "dispatch", "combine"):
+        experts = {**deploy["experts"], "int8": choice}
+        found[choice] = await row_bytes(served.write(tmp_path, {**deploy, "experts": experts}), served.prompts[:2])
+    (sent, received), (sent_int8, received_exact), (sent_exact, received_int8) = (found[each] for each in ("none", "dispatch", "combine"))
+    assert sent_int8 < 0.5 * sent
+    assert received_int8 < 0.4 * received
+    assert sent_exact == pytest.approx(sent, rel=0.2)  # other tokens, other parts
+    assert received_exact == pytest.approx(received, rel=0.2)
