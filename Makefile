@@ -113,7 +113,7 @@ crowd: $(STAMP) ## an hour of eight computing processes per core; the detector m
 chaos: $(STAMP) ## kill random processes of every role under load, one after another (KILLS=1000); no token may change, nothing may be left behind
 	@$(BIN)/flowrt chaos $(GRAPH) --set numerics=strict --roles all --kills $(KILLS) --seconds 0.2 $(ARGS)
 
-overload: $(STAMP) ## 1x to 5x the load that a server can serve, with kills: goodput, refusals, memory (ARGS="--seconds 60"); on a quiet machine
+overload: $(STAMP) ## 1x to 5x the load that a server can serve, with kills: goodput, refusals, memory (ARGS="--seconds 20" for less); on a quiet machine
 	@$(BIN)/python tests/serving/overload.py $(ARGS)
 
 aborts: $(STAMP) ## open 10,000 connections and abort each at a random point, beside slow clients; nothing may be left

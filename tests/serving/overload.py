@@ -33,10 +33,12 @@ TOKENS = 40
 
 @dataclass
 class Load:
-    """What one load gave."""
+    """What one load gave until its `end`; later requests that are complete count in `num_late`."""
 
+    end: float
     num_tokens: int = 0
     num_complete: int = 0
+    num_late: int = 0
     num_failed: int = 0
     refusal_seconds: list[float] = field(default_factory=list)
     announced_seconds: list[float] = field(default_factory=list)
@@ -64,6 +66,9 @@ async def send(port: int, number: int, load: Load) -> None:
     if status in (b"429", b"503"):
         load.refusal_seconds.append(time.monotonic() - began)
     elif status == b"200" and b"[DONE]" in data and b'"error"' not in data:
+        if time.monotonic() > load.end:
+            load.num_late += 1
+            return
         load.num_complete += 1
         load.num_tokens += TOKENS
     else:
@@ -110,10 +115,10 @@ async def kill_servers(announcements: Announcements, load: Load, servers: int, r
 
 async def run_load(server: Server, announcements: Announcements, seconds: float, rate: float | None, clients: int, kills: bool) -> Load:
     """`rate` None: a closed loop of `clients`."""
-    load, numbers, end = Load(), itertools.count(), time.monotonic() + seconds
+    load, numbers = Load(time.monotonic() + seconds), itertools.count()
 
     async def client() -> None:
-        while time.monotonic() < end:
+        while time.monotonic() < load.end:
             await send(server.port, next(numbers), load)
 
     async with asyncio.TaskGroup() as tasks:
@@ -123,7 +128,7 @@ async def run_load(server: Server, announcements: Announcements, seconds: float,
         else:
             async with asyncio.TaskGroup() as requests:
                 due = time.monotonic()
-                while due < end:
+                while due < load.end:
                     requests.create_task(send(server.port, next(numbers), load))
                     due += 1 / rate
                     await asyncio.sleep(max(0.0, due - time.monotonic()))
@@ -144,9 +149,8 @@ async def measure(server: Server, seconds: float, clients: int) -> None:
         load = await run_load(server, announcements, seconds, times * rate, clients, kills)
         good = load.num_tokens / seconds
         refused, announced = load.refusal_seconds, load.announced_seconds
-        parts = [
-            f"{times}x: {good:.0f} tokens/s ({good / goodput:.0%} of the peak), {load.num_complete} complete, {load.num_failed} failed"
-        ]
+        counts = f"{load.num_complete} complete in time, {load.num_late} late, {load.num_failed} failed"
+        parts = [f"{times}x: {good:.0f} tokens/s ({good / goodput:.0%} of the peak), {counts}"]
         parts.append(f"{len(refused)} refused, p99 {percentile(refused, 0.99) * 1e3:.0f} ms")
         if kills:
             parts.append(f"{len(announced)} deaths announced, p99 {percentile(announced, 0.99) * 1e3:.1f} ms")
@@ -155,7 +159,7 @@ async def measure(server: Server, seconds: float, clients: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="many times what a request takes")
     parser.add_argument("--clients", type=int, default=32, help="also serving.max_requests")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
