@@ -74,6 +74,8 @@ def test_show_in_every_form(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "process attention.1\n" in plain
     assert "  fires: combine -> attention -> gate -> dispatch -> head\n" in plain
     assert "edge attention.0.dispatch.server1 <-> experts.1.rows: auto, 2 credits\n" in plain
+    # 512 rows of a step, each with 128 float32 values and, for 2 experts, two 8-byte numbers and a weight
+    assert plain.count("  slots: 2 clients x 2 credits x 276.0 KiB = 1.1 MiB\n") == 3
     assert "\x1b" not in plain
     assert call("show", str(QUICKSTART), "--mermaid") == 0
     assert capsys.readouterr().out.startswith("flowchart LR\n")
