@@ -50,7 +50,7 @@ def test_without_v_a_line_per_group_adds_up_to_all_checks() -> None:
     shown = Console(width=80, file=(out := io.StringIO()))
     print_results("inproc", results, shown)
     lines = out.getvalue().splitlines()
-    assert len(lines) == 1 + 5 + 1, "the head, five groups, the sum"
+    assert len(lines) == 1 + 4 + 1, "the head, four groups, the sum"
     per_loop = [int(number) for line in lines[1:-1] for number in re.findall(r"(\d+) passed", line)]
     assert sum(per_loop) == len(results)
     assert f"{len(results)} passed in" in lines[-1]

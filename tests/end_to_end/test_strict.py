@@ -58,7 +58,8 @@ def hashes(monkeypatch: pytest.MonkeyPatch) -> Hashes:
 def write(family: Served, folder: Path, deploy: dict[str, Any], dtype: str = "float32", **limits: int) -> Path:
     model = {"path": str(family.directory), "dtype": dtype}
     limits = {"max_num_batched_tokens": 128, "chunk_tokens": 32, "page_size": 8, "max_tokens": NEW_TOKENS, **limits}
-    return family.write(folder, ALONE | deploy, model=model, numerics="strict", limits=limits)
+    # Groups get all requests at once, so that few pages make the scheduler preempt.
+    return family.write(folder, ALONE | deploy, model=model, numerics="strict", routing="round_robin", limits=limits)
 
 
 async def serve(graph: Path, prompts: Sequence[Sequence[int]], numbers: Sequence[int], **settings: Any) -> list[flowrt.Completion]:

@@ -36,7 +36,10 @@ def test_names_with_dots_and_places_in_lists(load) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("deploy.experts.servers=two", "--set deploy.experts.servers=two: deploy.experts.servers: 'two' is not a whole number; write one"),
+        (
+            "deploy.experts.servers=two",
+            "--set deploy.experts.servers=two: deploy.experts.servers: 'two' is not possible; write colocated, or a number from 0 to 1024",
+        ),
         ("deploy.experts.server=2", "--set deploy.experts.server=2: deploy.experts.server: unknown key 'server'; did you mean 'servers'?"),
         (
             "deploy.experts={servers: 1, replicas: 2}",
@@ -63,7 +66,7 @@ def test_errors_name_the_override(load, override: str, message: str) -> None:
 
 
 def test_an_error_of_the_file_still_names_the_file(load) -> None:
-    with pytest.raises(GraphError, match=r"g\.yaml:4: deploy\.experts\.servers: -1 is too small"):
+    with pytest.raises(GraphError, match=r"g\.yaml:4: deploy\.experts\.servers: -1 is not possible"):
         load(MODEL.replace("servers: 1", "servers: -1"), "limits.kv_pages=7")
 
 
