@@ -5,6 +5,7 @@ Which servers are alive and hold replicas is decided in flowrt/reliability; part
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,9 +46,20 @@ def partition(expert_ids_TA: Tensor, weights_TA: Tensor, positions_T: Tensor, re
     return _by_server(None, expert_P, weight_P, positions_T, num_active, replicas)
 
 
-def repartition(part: Part, positions_T: Tensor, num_active: int, replicas: ReplicaTable) -> list[Part]:
-    """Partitions the pairs of `part` by another table, to redispatch them when its server is lost or late."""
-    return _by_server(part.pair_P, part.expert_P, part.weight_P, positions_T, num_active, replicas)
+def repartition(part: Part, positions_T: Tensor, num_active: int, replicas: ReplicaTable, row_counts: Sequence[int] = ()) -> list[Part]:
+    """Partitions the pairs of `part` by another table, to redispatch them when its server is lost or late. `row_counts`: of the sequences
+    of the step; then each new part has rows of one sequence."""
+    if not row_counts:
+        return _by_server(part.pair_P, part.expert_P, part.weight_P, positions_T, num_active, replicas)
+    ends_S = torch.tensor(row_counts, device=part.pair_P.device).cumsum(0)
+    pairs_S = torch.bincount(torch.bucketize(part.pair_P // num_active, ends_S, right=True)).tolist()
+    pieces = zip(part.pair_P.split(pairs_S), part.expert_P.split(pairs_S), part.weight_P.split(pairs_S), strict=True)
+    return [
+        new
+        for pair_P, expert_P, weight_P in pieces
+        if len(pair_P)
+        for new in _by_server(pair_P, expert_P, weight_P, positions_T, num_active, replicas)
+    ]
 
 
 def _by_server(

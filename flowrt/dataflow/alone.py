@@ -1,4 +1,7 @@
-"""Firings that compute a part of a suspect: each needs a call of its own, which is reported first, because it may end the process."""
+"""Firings that compute a part alone, of a suspect or the hedge of a late one.
+
+Each needs a call of its own, which is reported first, because it may end the process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class AloneFirings:
 
     def __init__(self, requests: Collection[int], report: Callable[[Tag | None, int | None], None]) -> None:
         self._requests, self._report = requests, report
-        self.tag: Tag | None = None  # of the part that is reported
+        self.reported: tuple[Tag, int] | None = None
 
     def is_alone(self, firing: Firing) -> bool:
         return (header := self._header(firing)) is not None and header.alone
@@ -27,15 +30,15 @@ class AloneFirings:
         """Call this before each batch, with its first firing; one that is alone has no other beside it."""
         header = self._header(firing)
         if header is not None and header.alone:
-            self.tag = firing.tag
+            self.reported = firing.tag, header.part
             self._report(firing.tag, header.part)
         else:
             self.end()
 
     def end(self) -> None:
-        """Report that the last part is computed, unless this was reported: another firing follows, which is not of a suspect's part."""
-        if self.tag is not None:
-            self.tag = None
+        """Report that the last part is computed, unless this was reported: another firing follows, which is not of a part alone."""
+        if self.reported is not None:
+            self.reported = None
             self._report(None, None)
 
     def _header(self, firing: Firing) -> PartHeader | None:

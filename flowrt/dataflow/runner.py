@@ -62,7 +62,7 @@ class Runner:
     `functions` maps each node to its function; a node without one is a sink, whose firings go to `on_sink`. `post(edge, message)` passes
     a message to the link of that edge and never waits. `staying` and `on_device`: see OutboundEdges. `early`: long calls run on a separate
     thread, so outputs to other workers are sent while the rest of the firing is computed. `on_unsent` receives each output of a closed
-    edge; `on_response` receives the edge, tag and message of every response, for one from a node of this process None.
+    edge; `on_response` receives the edge, tag and message of every response; that of a node of this process has no tensors.
 
     `on_failed(tag, error, has_sent)` is called when a firing of that tag fails here; `has_sent`: see CallFailed. In a model graph, a firing
     that belongs to a request of another worker is excepted: that worker receives the error as the response, and its own `on_failed` is
@@ -86,7 +86,7 @@ class Runner:
         staying: Collection[int] = (),
         early: bool = False,
         on_unsent: Callable[[RoutedOutput], None] | None = None,
-        on_response: Callable[[int, Tag, Message | None], None] | None = None,
+        on_response: Callable[[int, Tag, Message], None] | None = None,
         on_device: Collection[int] = (),
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
         on_alone: Callable[[Tag | None, int | None], None] = lambda tag, part: None,
@@ -414,7 +414,8 @@ class Runner:
     def _emit(self, output: RoutedOutput) -> None:
         if not self._outbound.take(output):
             if self._on_response is not None and output.edge.request_id is not None:
-                self._on_response(output.edge.id, output.tag, None)
+                message = Message("data", output.tag, output.edge.id, output.payload.header)
+                self._on_response(output.edge.id, output.tag, message)
             for firing in self._match(output.edge, output.tag, output.payload):
                 self._fire(firing)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from itertools import accumulate
 
 from flowrt.actors.control import Ended, KvLost, KvOffer, KvPulled, Logprobs, Request, Token
 from flowrt.engine.batch import Batch, Part, build_batch, produces_token
@@ -316,6 +317,21 @@ class Engine:
                 decisions += self._fail(sequence.request, error)
             sequence.is_suspect = True
         return decisions
+
+    def fail_row(self, micro_batch: int, step: int, row: int, error: str) -> list[Decision]:
+        """Roll back, and end the request to which this row of the running step belongs. The rows of the others are computed again."""
+        running = self._steps[micro_batch]
+        if running is None or running.number != step:
+            return []
+        ends = accumulate(num_rows for _, num_rows in running.parts)
+        sequence = next(sequence for (sequence, _), end in zip(running.parts, ends, strict=True) if row < end)
+        decisions = self.roll_back()
+        return decisions if sequence.cancelled else decisions + self._fail(sequence.request, error)
+
+    def row_counts(self, micro_batch: int, step: int) -> list[int]:
+        """The number of rows of each sequence of a step; none for one that does not run."""
+        running = self._steps[micro_batch]
+        return [] if running is None or running.number != step else [num_rows for _, num_rows in running.parts]
 
     def fail_all(self, error: str) -> list[Decision]:
         """Roll back, and end every request with this error."""

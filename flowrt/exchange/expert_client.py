@@ -22,10 +22,11 @@ from torch import Tensor
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.exchange.omitted_experts import OmittedExperts
+from flowrt.exchange.replica_tables import ReplicaTables
 from flowrt.exchange.trampoline import Trampolines, bundle
 from flowrt.operators.dispatch import Part, repartition
 from flowrt.operators.replica_table import UNAVAILABLE, ReplicaTable
-from flowrt.reliability.expert_map import ExpertMap, Replicas
+from flowrt.reliability.expert_map import ExpertMap
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.reliability.hedging import OVERDUE_SECONDS, HedgingPolicy
 from flowrt.transports.wire.message import Tag
@@ -45,9 +46,10 @@ class OutstandingTag:
     parts: list[Part]
     num_first: int  # parts before any redispatch
     losses: dict[int, int] = field(default_factory=dict)  # by id of a part: servers that were lost with it, or with what it replaces
-    in_flight: int | None = None  # of a suspect: the one part that was sent, and
-    unsent: list[int] = field(default_factory=list)  # the parts that are sent after it
+    in_flight: int | None = None  # of parts that are computed alone: the one that was sent, and
+    unsent: list[int] = field(default_factory=list)  # those that are sent after it
     hedged: set[int] = field(default_factory=set)  # ids of parts that were also sent to another server
+    hedges: dict[int, int] = field(default_factory=dict)  # id of a part that was sent for a late one -> the server that is late
     via: dict[int, int] = field(default_factory=dict)  # id of a part -> the trampoline through which it travels
     responded: set[int] = field(default_factory=set)  # trampolines
 
@@ -59,27 +61,6 @@ class Redispatch:
     part: int
     by: tuple[int, ...]
     outputs: dict[str, Payload]
-
-
-class ReplicaTables:
-    """Replica tables by layer for one state of the map, made at their first use. Equal layers share one."""
-
-    def __init__(self, expert_map: ExpertMap, avoided: frozenset[int], num_servers: int, device: torch.device | str) -> None:
-        self._map, self._avoided, self._num_servers, self._device = expert_map, avoided, num_servers, device
-        self._by_layer: dict[int, ReplicaTable] = {}
-        self._made: dict[Replicas, ReplicaTable] = {}
-
-    def of(self, layer: int) -> ReplicaTable:
-        table = self._by_layer.get(layer)
-        if table is None:
-            replicas = self._map.table(layer)
-            if self._avoided:
-                replicas = tuple(tuple(server for server in servers if server not in self._avoided) or servers for servers in replicas)
-            table = self._made.get(replicas)
-            if table is None:
-                table = self._made[replicas] = ReplicaTable.from_lists(replicas, self._num_servers, self._device)
-            self._by_layer[layer] = table
-        return table
 
 
 class ExpertClient:
@@ -252,21 +233,25 @@ class ExpertClient:
             entry.in_flight = None
         return self._split(entry, number, self._tables_avoiding(self._avoided).of(tag.layer))
 
-    def _split(self, entry: OutstandingTag, number: int, table: ReplicaTable) -> Redispatch:
-        new = repartition(entry.parts[number], entry.positions_T, entry.num_active, table)
+    def _split(self, entry: OutstandingTag, number: int, table: ReplicaTable, row_counts: Sequence[int] = ()) -> Redispatch:
+        new = repartition(entry.parts[number], entry.positions_T, entry.num_active, table, row_counts)
         first = len(entry.parts)
+        ids = range(first, first + len(new))
         entry.parts.extend(new)
         if losses := entry.losses.get(number):
-            entry.losses.update(dict.fromkeys(range(first, first + len(new)), losses))
-        return Redispatch(number, tuple(range(first, first + len(new))), self._requests(entry, first))
+            entry.losses.update(dict.fromkeys(ids, losses))
+        if row_counts or number in entry.hedges:
+            entry.hedges.update(dict.fromkeys(ids, entry.hedges.get(number, entry.parts[number].server)))
+        return Redispatch(number, tuple(ids), self._requests(entry, first))
 
     def _requests(self, entry: OutstandingTag, first: int, may_forward: bool = False) -> dict[str, Payload]:
-        """The requests of the parts from number `first` on, by output port. A suspect ends one server at a time: only its next one.
+        """The requests of the parts from number `first` on, by output port. Parts of a suspect, and all that are sent once some part was
+        late, go one by one: they end one server at a time.
 
         Only the first parts of a tag travel through trampolines: what is sent again goes directly, past a trampoline that may be at fault.
         """
         numbers = [number for number, part in enumerate(entry.parts[first:], first) if part.server != UNAVAILABLE]
-        if self.computes_alone:
+        if self.computes_alone or entry.hedges:
             entry.unsent += numbers
             numbers = []
             if entry.in_flight is None and entry.unsent:
@@ -279,27 +264,35 @@ class ExpertClient:
             return bundles | {f"server{entry.parts[each].server}": self._request(entry, each) for each in numbers if each not in entry.via}
         return {f"server{entry.parts[number].server}": self._request(entry, number) for number in numbers}
 
-    def take_unsent(self, server: int, tag: Tag, numbers: Collection[int]) -> list[int]:
-        """Those of these parts that were not sent yet to this server, which is lost."""
+    def take_unsent(self, server: int, tag: Tag, missing: Collection[int]) -> list[int]:
+        """Those of the `missing` parts that were not sent yet to this server, which is lost."""
         entry = self._outstanding.get(tag)
         if entry is None:
             return []
-        found = [number for number in entry.unsent if number in numbers and entry.parts[number].server == server]
+        found = [number for number in entry.unsent if number in missing and entry.parts[number].server == server]
         entry.unsent = [number for number in entry.unsent if number not in found]
         return found
 
-    def next_request(self, tag: Tag) -> dict[str, Payload]:
-        """The next request of a suspect, by output port; none when all are sent."""
+    def in_flight(self, tag: Tag) -> int | None:
+        """The part that was sent, of parts that go one by one."""
         entry = self._outstanding.get(tag)
-        if entry is None or entry.in_flight is None:
+        return None if entry is None else entry.in_flight
+
+    def next_request(self, tag: Tag, missing: Collection[int]) -> dict[str, Payload]:
+        """The next request of parts that go one by one, by output port, once the one in flight has its response, or needs none; none when
+        all are sent. A hedge that is not `missing` any more is not sent: the late response has arrived."""
+        entry = self._outstanding.get(tag)
+        if entry is None:
             return {}
         entry.in_flight = None
+        entry.unsent = [number for number in entry.unsent if number in missing or number not in entry.hedges]
         return self._requests(entry, len(entry.parts))
 
     def _request(self, entry: OutstandingTag, number: int) -> Payload:
         part, x_TH = entry.parts[number], entry.x_TH
         rows_RH = x_TH if len(part.rows_R) == len(x_TH) else x_TH.index_select(0, part.rows_R)  # each row once, in order
-        return Payload((rows_RH, part.row_P, part.expert_P, part.weight_P), PartHeader(number, self.computes_alone))
+        alone = self.computes_alone or bool(entry.hedges)
+        return Payload((rows_RH, part.row_P, part.expert_P, part.weight_P), PartHeader(number, alone))
 
     def record_response(self, server: int, tag: Tag) -> None:
         """Record how long a server took. Redispatched parts began later than their tag and do not count."""
@@ -346,8 +339,22 @@ class ExpertClient:
         entry = self._outstanding.get(tag)
         return None if entry is None else entry.parts[number].server
 
-    def hedge(self, tag: Tag, missing: Sequence[int]) -> list[Redispatch]:
+    def hedged_row(self, tag: Tag, number: int) -> int | None:
+        """A row of the one sequence of this part, if it is the hedge of a late one; None otherwise."""
+        entry = self._outstanding.get(tag)
+        return int(entry.parts[number].rows_R[0]) if entry is not None and number in entry.hedges else None
+
+    def awaits_hedges(self, servers: Collection[int], tag: Tag, missing: Sequence[int], unsettled: Collection[int]) -> bool:
+        """Whether hedges of parts that one of `servers` was late with are at other servers: living, or lost for a cause not known yet."""
+        entry = self._outstanding.get(tag)
+        hedges = [] if entry is None else [entry.parts[number] for number in missing if entry.hedges.get(number) in servers]
+        return any(part.server != UNAVAILABLE and (part.server not in self.lost or part.server in unsettled) for part in hedges)
+
+    def hedge(self, tag: Tag, missing: Sequence[int], row_counts: Callable[[], Sequence[int]]) -> list[Redispatch]:
         """Send late parts among `missing` to other servers too, if these hold replicas of all needed experts and the budget allows.
+
+        A late part may be why its server is late, and end the next one, too. So each hedge has rows of one sequence (`row_counts`: of all
+        sequences of the step), they go one by one, and a server computes each alone.
 
         The late response still counts if it comes first. Until it arrives, other replicas are preferred to its server: a server that
         stands still delays one tag, not every next one. The same holds for a late trampoline; past it, the same server may compute the
@@ -366,10 +373,10 @@ class ExpertClient:
                 continue
             trampoline, is_server_suspect = self._late_hop(entry, number)
             others = self._tables_avoiding(self._avoided | ({part.server} if is_server_suspect else set())).of(tag.layer)
-            if trampoline is None and (others.servers_EB[part.expert_P] == part.server).any():
-                continue  # it alone holds some of them
+            if (trampoline is None and (others.servers_EB[part.expert_P] == part.server).any()) or not (counts := row_counts()):
+                continue  # it alone holds some of them, or the step is over
             self.hedging.spend()
-            redispatch = self._split(entry, number, others)
+            redispatch = self._split(entry, number, others, counts)
             entry.hedged.update((number, *redispatch.by))
             if trampoline is not None:
                 self.trampolines.late.add(trampoline)

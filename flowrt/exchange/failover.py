@@ -8,11 +8,12 @@ All calls are synchronous and on the loop. A server is identified by its process
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 from flowrt.actors.control import DeathCause
-from flowrt.dataflow.parts import FAILED, BundleHeader, FailedHeader, PlanHeader
+from flowrt.dataflow.parts import FAILED, BundleHeader, FailedHeader, PartHeader, PlanHeader
 from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import RoutedOutput, part_of
 from flowrt.exchange.expert_client import ExpertClient, Redispatch
@@ -23,11 +24,24 @@ from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.transports.wire.message import Message, Tag
 
 
-class Failover:
-    """Failover of one client. `dispatch` names its dispatch node.
+class Steps(Protocol):
+    """The running steps of the group."""
 
-    `fail_steps(tags, error)`: the steps of these tags may be the reason why a server was lost.
-    """
+    def fail_steps(self, tags: Collection[Tag], error: str) -> None:
+        """The steps of these tags may be the reason why a server was lost."""
+        ...
+
+    def fail_row(self, tag: Tag, row: int, error: str) -> None:
+        """The sequence with this row of the step is the reason."""
+        ...
+
+    def row_counts(self, tag: Tag) -> Sequence[int]:
+        """The number of rows of each sequence of the step."""
+        ...
+
+
+class Failover:
+    """Failover of one client. `dispatch` names its dispatch node."""
 
     def __init__(
         self,
@@ -35,10 +49,11 @@ class Failover:
         dispatch: str,
         client: ExpertClient,
         runner: Runner,
-        fail_steps: Callable[[Collection[Tag], str], None],
+        steps: Steps,
     ) -> None:
-        self._dispatch, self.client, self._runner, self._fail_steps = dispatch, client, runner, fail_steps
+        self._dispatch, self.client, self._runner, self._steps = dispatch, client, runner, steps
         self._unsettled: set[str] = set()  # lost servers of which the cause of the death is not known
+        self._after_hedges: dict[str, DeathCause] = {}  # those that are settled once the hedges of their late parts are computed
         edges = [edge for edge in graph.edges.values() if edge.source == dispatch]
         (self._combine, self._gather), *_ = [
             (edge.target, port.name)
@@ -77,8 +92,12 @@ class Failover:
         for server in self._servers.get(process, []):
             self.client.remove_server(server)
             for tag in self.client.tags:  # a tag whose plan has not arrived finds its edge closed when the turn of the part comes
-                for part in self.client.take_unsent(server, tag, self._runner.missing(self._combine, self._gather, tag)):
+                missing = self._missing(tag)
+                for part in self.client.take_unsent(server, tag, missing):
                     self._redispatch(tag, part)
+                in_flight = self.client.in_flight(tag)
+                if in_flight is not None and self.client.server_of(tag, in_flight) == server and in_flight not in missing:
+                    self._send_next(tag)  # a hedge whose late part has its response, which may come before its plan
         if any(self._missing_at(frozenset(self._servers.get(process, [])))):
             self._unsettled.add(process)
         if (trampoline := self._trampolines.get(process)) is not None:
@@ -90,24 +109,35 @@ class Failover:
         """Redo the pending parts of a lost server, now that the cause of its death is known, or (None) has not come in time.
 
         If a server that crashed or hung had named the part that it computed alone, this part is the cause, and no other one. Otherwise the
-        part of a suspect may be the cause, too: it goes to a replica, and the loss counts.
+        part of a suspect may be the cause, too: it goes to a replica, and the loss counts. While hedges of parts that the server was late
+        with are computed, each alone, one of these may prove to be the cause.
         """
         if process not in self._unsettled:
             return
-        self._unsettled.discard(process)
+        servers = frozenset(self._servers[process])
+        self._after_hedges.pop(process, None)
         may_recur = cause is not None and cause.may_recur
         named = (cause.tag, cause.part) if cause is not None and may_recur and cause.tag is not None else None
+        if cause is not None and may_recur and named is None and self._awaits_hedges(servers):
+            self._after_hedges[process] = cause
+            return
+        self._unsettled.discard(process)
+        how = cause.how if cause is not None else ""
+        alone = f"{process} {how} while it computed this request alone; the request is not tried again"
+        missing = list(self._missing_at(servers))
+        if named in missing and (row := self.client.hedged_row(*named)) is not None:
+            self._steps.fail_row(named[0], row, alone)
+            return
         crashed, lost = [], []
-        for tag, part in list(self._missing_at(frozenset(self._servers[process]))):
+        for tag, part in missing:
             if (tag, part) == named or (may_recur and named is None and not self.client.computes_alone):
                 crashed.append(tag)
             elif named is not None or redo(FaultKind.LOST_SERVER, self.client.record_loss(tag, part) - 1) is Redo.PART:
                 self._redispatch(tag, part)
             else:
                 lost.append(tag)
-        how = cause.how if cause is not None else ""
-        self._fail_steps(crashed, f"{process} {how} while it computed this request alone; the request is not tried again")
-        self._fail_steps(lost, "expert servers died or hung again and again while they computed a part of this request")
+        self._steps.fail_steps(crashed, alone)
+        self._steps.fail_steps(lost, "expert servers died or hung again and again while they computed a part of this request")
 
     def mark_joined(self, process: str) -> None:
         """Use a new incarnation of the server, whose edges are open, and dispatch the parts that waited for a replica."""
@@ -121,32 +151,35 @@ class Failover:
         """Redispatch parts that were split by the previous map while `mark_joined` ran: their replica is back."""
         self._redispatch_from(frozenset({UNAVAILABLE}))
 
-    def on_response(self, edge: int, tag: Tag, message: Message | None) -> None:
-        """Record the response of a server. The runner calls this before it matches the response; without a message, if it comes from this
-        process. The parts of a suspect go one by one."""
+    def on_response(self, edge: int, tag: Tag, message: Message) -> None:
+        """Record the response of a server, and send the next one of parts that go one by one. The runner calls this before it matches the
+        response."""
         trampoline = self._trampoline_of.get(edge)
-        if trampoline is not None and message is not None:
+        if trampoline is not None:
             self._on_forwarded(trampoline, tag, message)
             return
         server = self._server_of.get(edge)
         if server is None:
             return  # of a KV transfer
         self.client.record_response(server, tag)
-        if requests := self.client.next_request(tag):
-            self._runner.emit(self._dispatch, tag, requests)
+        in_flight = self.client.in_flight(tag)
+        if in_flight is not None and message.kind != FAILED and message.decode_header(PartHeader).part == in_flight:
+            self._send_next(tag)
 
     def hedge(self) -> None:
         """Send late parts to other servers as well. The caller repeats this every few milliseconds."""
         self.client.hedging.update_avoided()
         for tag in self.client.tags:
-            for redispatch in self.client.hedge(tag, self._runner.missing(self._combine, self._gather, tag)):
+            for redispatch in self.client.hedge(tag, self._missing(tag), partial(self._steps.row_counts, tag)):
                 self._send(tag, redispatch)
+        for process, cause in list(self._after_hedges.items()):
+            self.settle(process, cause)
 
     def overdue(self) -> dict[str, tuple[float, float]]:
         """Expert servers whose response is long overdue: process -> (seconds waited, usual maximum in seconds)."""
         found: dict[str, tuple[float, float]] = {}
         for tag in self.client.tags:
-            for process, late in self.client.overdue(tag, partial(self._runner.missing, self._combine, self._gather, tag)).items():
+            for process, late in self.client.overdue(tag, partial(self._missing, tag)).items():
                 found[process] = max(late, found.get(process, late))
         return found
 
@@ -188,8 +221,19 @@ class Failover:
         server = self.client.server_of(tag, part)
         if server is None or self.client.processes[server] in self._unsettled:
             return
-        if part in self._runner.missing(self._combine, self._gather, tag):
+        if part in self._missing(tag):
             self._redispatch(tag, part)
+
+    def _send_next(self, tag: Tag) -> None:
+        if requests := self.client.next_request(tag, self._missing(tag)):
+            self._runner.emit(self._dispatch, tag, requests)
+
+    def _awaits_hedges(self, servers: frozenset[int]) -> bool:
+        others = {server for process in self._unsettled - self._after_hedges.keys() for server in self._servers[process]} - servers
+        return any(self.client.awaits_hedges(servers, tag, self._missing(tag), others) for tag in self.client.tags)
+
+    def _missing(self, tag: Tag) -> list[int]:
+        return self._runner.missing(self._combine, self._gather, tag)
 
     def _redispatch_from(self, servers: frozenset[int]) -> None:
         for tag, part in self._missing_at(servers):
@@ -197,8 +241,7 @@ class Failover:
 
     def _missing_at(self, servers: frozenset[int]) -> Iterator[tuple[Tag, int]]:
         for tag in self.client.tags:
-            missing = self._runner.missing(self._combine, self._gather, tag)
-            for part in self.client.parts_at(servers, tag, missing):
+            for part in self.client.parts_at(servers, tag, self._missing(tag)):
                 yield tag, part
 
     def _redispatch(self, tag: Tag, part: int) -> None:

@@ -56,11 +56,11 @@ class SimulatedCall:
 
 @dataclass(frozen=True)
 class Poison:
-    """A token and the effect of computing it: its group crashes or hangs, its `part` crashes an expert server, its operator raises, or its
-    values are not numbers."""
+    """A token and the effect of computing it: its group crashes or hangs, its part crashes (`part`) or hangs (`hung_part`) an expert
+    server, its operator raises, or its values are not numbers."""
 
     token_id: int
-    effect: Literal["crash", "hang", "part", "raise", "nan"] = "crash"
+    effect: Literal["crash", "hang", "part", "hung_part", "raise", "nan"] = "crash"
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from flowrt.simulation.inside import EXACT_MODEL
 from flowrt.simulation.invariants import Reference, check
 from flowrt.simulation.invariants import mortal as mortal_workers
 from flowrt.simulation.network_conditions import CALM, NetworkConditions
+from flowrt.simulation.outages import holders_of
 from flowrt.simulation.processes import ProcessConditions
 from flowrt.simulation.simulated_seams import ComputeDelays
 from flowrt.simulation.world import Outcome
@@ -36,6 +37,7 @@ USERS_SHARE = 0.16  # of the seeds, where there are model graphs too
 NUM_VALUES = 24  # of the inputs of calls; few, so that each is computed alone once
 DRAIN_SHARE = 0.1
 POISON_SHARE = 0.18  # of the seeds with a model graph
+HUNG_PART_SHARE = 0.08
 GLITCH_SHARE = 0.12
 GLITCHED = frozenset({"embed", "attention", "gate", "experts", "mlp", "shared", "combine", "head"})
 POOL = 18  # different requests; few, so that their references are computed once for all seeds
@@ -87,7 +89,8 @@ def draw(
         case = replace(case, drain_seconds=10 ** drains.uniform(-3, 0))
     if not exact or not drawn:
         return case
-    return _draw_glitch(random.Random(f"glitch {seed}"), _draw_poison(random.Random(f"poison {seed}"), case))
+    case = _draw_glitch(random.Random(f"glitch {seed}"), _draw_poison(random.Random(f"poison {seed}"), case))
+    return _draw_hung_part(random.Random(f"hung {seed}"), case)
 
 
 def _draw_poison(chance: random.Random, case: Case) -> Case:
@@ -98,11 +101,7 @@ def _draw_poison(chance: random.Random, case: Case) -> Case:
     if chance.random() >= POISON_SHARE or not mortal_workers(graph) >= groups or not case.requests:
         return case
     victim = chance.randrange(len(case.requests))
-    computed = [
-        {*request.prompt_token_ids, *(token for choice in reference for token in choice[:-1])}
-        for request, reference in zip(case.requests, references_of(case), strict=True)
-    ]
-    own = computed[victim].difference(*(tokens for number, tokens in enumerate(computed) if number != victim))
+    own = _own_tokens(case, victim)
     if len(references_of(case)[victim]) > 1:  # one choice alone, if possible
         own = own.difference(case.requests[victim].prompt_token_ids) or own
     if not own:
@@ -111,9 +110,44 @@ def _draw_poison(chance: random.Random, case: Case) -> Case:
     effects: list[Literal["crash", "hang", "part", "raise", "nan"]] = ["crash", "raise", "nan"]
     if graph.processes == "many":
         effects += ["hang", "hang"] if is_watched(graph) else []
-        requests = [edge for edge in graph.edges.values() if graph.nodes[edge.target].operator == "experts" and graph.crosses(edge)]
-        effects += ["part", "part", "part"] if requests and mortal_workers(graph) >= set(graph.process_names()) else []
+        effects += ["part", "part", "part"] if _may_lose_servers(graph) else []
     return replace(case, scenario=scenario, poison=Poison(chance.choice(sorted(own)), chance.choice(effects)))
+
+
+def _own_tokens(case: Case, victim: int) -> set[int]:
+    """The tokens that no other request computes."""
+    computed = [
+        {*request.prompt_token_ids, *(token for choice in reference for token in choice[:-1])}
+        for request, reference in zip(case.requests, references_of(case), strict=True)
+    ]
+    return computed[victim].difference(*(tokens for number, tokens in enumerate(computed) if number != victim))
+
+
+def _may_lose_servers(graph: Graph) -> bool:
+    """Whether some group sends parts to other processes, and every process may die."""
+    requests = [edge for edge in graph.edges.values() if graph.nodes[edge.target].operator == "experts" and graph.crosses(edge)]
+    return bool(requests) and mortal_workers(graph) >= set(graph.process_names())
+
+
+def _draw_hung_part(chance: random.Random, case: Case) -> Case:
+    """In some cases a token of one request hangs each server that gets its part, without any other fault. A hung server is late first. So
+    the token is produced while others run, when response times are known. Policies other than `fine` end the server that has the hedge;
+    where experts are omitted, another request may produce the token."""
+    reliability = replace(case.graph.reliability, detector=True, hedge=True, recovery="fine", restarts=3, unavailable_expert="error")
+    limits = replace(case.graph.limits, max_num_seqs=12, kv_pages=96)  # several requests in a batch
+    graph = replace(case.graph, processes="many", reliability=reliability, limits=limits)
+    if chance.random() >= HUNG_PART_SHARE or not _may_lose_servers(graph):
+        return case
+    assert graph.model is not None
+    config, params = config_of(graph.model.path), SamplingParams(max_tokens=6, ignore_eos=True)
+    if any(len(servers) < 2 for holders in holders_of(graph, config).values() for servers in holders):
+        return case  # no server takes hedges
+    apart = [0.0] * chance.randint(8, 12) + [10 ** chance.uniform(-2.5, -1.2)]
+    prompts = chance.sample(range(config.vocab_size), len(apart))
+    requests = tuple(SimulatedRequest((token,), params, after_seconds=each) for token, each in zip(prompts, apart, strict=True))
+    drawn = Case(graph, requests, seed=case.seed)
+    own = sorted(_own_tokens(drawn, len(requests) - 1).difference(prompts))
+    return replace(drawn, poison=Poison(chance.choice(own), "hung_part")) if own else case
 
 
 def _draw_glitch(chance: random.Random, case: Case) -> Case:

@@ -140,11 +140,11 @@ class GroupChecks:
         log = self._log_of(request_id)
         return [len(choice.token_ids) for choice in log.choices] if log is not None else []
 
-    def _note_part(self, tag: Any) -> None:
-        """Note a request of which a server computes a part alone."""
-        for group in sorted(self._workers) if tag is not None else ():
+    def _note_part(self, alone: tuple[Any, int] | None) -> None:
+        """Note a request of which a server computes a part, by tag and id, alone."""
+        for group in sorted(self._workers) if alone is not None else ():
             inside = self._inside_of(group)
-            if inside is not None and (request := inside.suspect_of(tag)) is not None:
+            if alone is not None and inside is not None and (request := inside.request_of(*alone)) is not None:
                 self.ran_alone.add(request.id)
 
     def _note_trial(self, group: str, trial: tuple[Request, int] | None) -> None:

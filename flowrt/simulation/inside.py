@@ -204,23 +204,27 @@ class WorkerInternals:
         in_steps = {sequence.name for step in engine._steps if step is not None for sequence, _ in step.parts}
         return (trial.request, trial.choice) if in_steps <= {trial.name} else None
 
-    def computes_alone(self) -> Any:
-        """The tag of the part of a suspect that this server computes alone now, or computed last; None for none."""
+    def computes_alone(self) -> tuple[Any, int] | None:
+        """Tag and id of the part that this server computes alone now, or computed last; None for none."""
         runner = self._part("runner")
-        return None if runner is None else runner._alone.tag
+        return None if runner is None else runner._alone.reported
 
     def computes_for_others(self) -> bool:
         """Whether that part is of another group."""
-        group, tag = self._part("group"), self.computes_alone()
-        return tag is not None and group is not None and bool(tag.source != group._source)
+        group, alone = self._part("group"), self.computes_alone()
+        return alone is not None and group is not None and bool(alone[0].source != group._source)
 
-    def suspect_of(self, tag: Any) -> Request | None:
-        """The request of which this group computes the step of `tag` alone."""
+    def request_of(self, tag: Any, part: int) -> Request | None:
+        """The request of this group that a server computes alone: a suspect, or the one of a hedge."""
         engine = self._engine
         if engine is None or tag.source != self._part("group")._source or tag.epoch != engine.epoch:
             return None
         step = engine._steps[tag.micro_batch]
-        return step.parts[0][0].request if step is not None and step.number == tag.step and step.parts[0][0].runs_alone else None
+        if step is None or step.number != tag.step:
+            return None
+        row, first = self._part("failover").client.hedged_row(tag, part), step.parts[0][0]
+        rows = [sequence for sequence, num_rows in step.parts for _ in range(num_rows)]
+        return rows[row].request if row is not None else first.request if first.runs_alone else None
 
     def kept_of_ended(self) -> list[str]:
         """At any time: what the worker keeps of clients whose incarnation it knows to have ended. A running call may add rows to its

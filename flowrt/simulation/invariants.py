@@ -158,7 +158,7 @@ def max_victims(case: Case) -> int:
     """How many processes a request may end. Where groups are servers too, a poisoned part counts once by each role: its group may end over
     its own part before it has counted those that ended at other processes."""
     servers = {node.process for node in case.graph.nodes.values() if node.operator == "experts"}
-    is_both = case.poison is not None and case.poison.effect == "part" and not servers.isdisjoint(pipelines(case.graph))
+    is_both = case.poison is not None and case.poison.effect in ("part", "hung_part") and not servers.isdisjoint(pipelines(case.graph))
     return MAX_VICTIMS * 2 if is_both else MAX_VICTIMS
 
 

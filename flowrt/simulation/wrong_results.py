@@ -18,19 +18,19 @@ class WrongResults:
         self._poison, self._glitch, self._on_glitch = poison, glitch, on_glitch
         self._num_left = 0 if glitch is None else glitch.number
         self._rows: set[tuple[Any, ...]] = set()  # (source, epoch, micro-batch, step, row) of the poison
-        self._pairs: set[tuple[bytes, int]] = set()  # (row, expert) that crash a server
+        self._pairs: set[tuple[bytes, int]] = set()  # (row, expert) that end a server
 
     @property
     def hangs(self) -> bool:
-        return self._poison is not None and self._poison.effect == "hang"
+        return self._poison is not None and self._poison.effect in ("hang", "hung_part")
 
     def wrap(self, node: Node, function: Any, end_process: Callable[[], None]) -> Any:
         """The function of a node, with its wrong results. `end_process` ends the process, or its compute thread."""
         poison, operator = self._poison, node.operator
         if poison is not None and operator == "embed":
             function = self._poisoned(function, poison, end_process)
-        if poison is not None and poison.effect == "part" and operator in ("dispatch", "experts"):
-            function = {"dispatch": self._marking, "experts": self._crashing}[operator](function, end_process)
+        if poison is not None and poison.effect in ("part", "hung_part") and operator in ("dispatch", "experts"):
+            function = {"dispatch": self._marking, "experts": self._ending}[operator](function, end_process)
         if self._glitch is not None and operator == self._glitch.operator:
             function = self._glitched(function, self._glitch)
         return function
@@ -69,8 +69,8 @@ class WrongResults:
 
         return run
 
-    def _crashing(self, function: Any, end_process: Callable[[], None]) -> Any:
-        """Experts: a part with such a pair crashes the server."""
+    def _ending(self, function: Any, end_process: Callable[[], None]) -> Any:
+        """Experts: a part with such a pair ends the server."""
 
         def run(firings: Any) -> Any:
             for firing in firings:

@@ -161,7 +161,7 @@ class DataPath:
             if client is not None:
                 bundles = {int(edge.source_port.removeprefix("via")): edge.id for edge in bundle_edges(graph, name).values()}
                 client.trampolines.num_outstanding = lambda trampoline: self.runner.num_outstanding(bundles[trampoline])
-                failover = self.failover = Failover(graph, dispatch, client, self.runner, group.fail_steps)
+                failover = self.failover = Failover(graph, dispatch, client, self.runner, group)
 
     def statistics(self) -> Statistics:
         counters = self.runner.statistics

@@ -122,6 +122,15 @@ class Group:
         if steps:
             self._begin_epoch(self._engine.fail_steps(steps, error))
 
+    def fail_row(self, tag: Tag, row: int, error: str) -> None:
+        """End the request of which this row of a step, computed alone, has ended a server, and compute the step of the others again."""
+        if tag.source == self._source and tag.epoch == self._engine.epoch:
+            self._begin_epoch(self._engine.fail_row(tag.micro_batch, tag.step, row, error))
+
+    def row_counts(self, tag: Tag) -> ListLike[int]:
+        """The number of rows of each sequence of this running step."""
+        return self._engine.row_counts(tag.micro_batch, tag.step) if tag.epoch == self._engine.epoch else ()
+
     def refuse(self, error: str) -> None:
         """End every request with this error, and each new one until `accept`. A repeated call replaces the error."""
         refusing, self._refusal = self._refusal is not None, error

@@ -1,16 +1,14 @@
-"""Loss of attention groups with real processes: requests wait for a group, end when none returns, and none of them ends a group twice."""
+"""Loss of attention groups with real processes: requests wait for a group, and end when none returns."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from end_to_end.test_expert_failover import Story
-from end_to_end.test_poisoned_requests import fail_with, poison  # noqa: F401 fixtures
 from served_models import NEW_TOKENS, Served
 
 import flowrt
@@ -55,35 +53,6 @@ async def test_a_stopped_group_is_replaced_and_its_requests_move(served: Served,
         assert not running.health().warnings
         statistics = await running.statistics()
         assert statistics["attention.1"].num_steps > 0
-
-
-@pytest.mark.parametrize("fault", ["abort", "hang"])
-async def test_a_request_that_ends_its_group_has_two_victims_at_most(
-    served: Served,
-    tmp_path: Path,
-    poison: tuple[Path, list[int]],  # noqa: F811 the fixture
-    fail_with: Callable[[str], None],  # noqa: F811
-    fault: str,
-) -> None:
-    fail_with(fault)
-    story, (directory, prompt) = Story(), poison
-    deploy = {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 2, "replicas": 2}}
-    graph = served.write(tmp_path, deploy, limits={"max_tokens": 64}, numerics="strict")
-    params = flowrt.SamplingParams(max_tokens=24, ignore_eos=True)
-    async with asyncio.timeout(200), flowrt.open(graph, model=directory, on_event=story.note) as running:
-        prompts = [*served.prompts[:5], prompt, *[served.prompts[number % 8] for number in range(26)]]
-        done = await asyncio.gather(*(running.complete(each, params) for each in prompts))
-        bad = done.pop(5)
-        expected = [*served.expected[:5], *[served.expected[number % 8] for number in range(26)]]
-        assert [each.error for each in done] == [None] * 31
-        assert [list(each.token_ids) for each in done] == [tokens[:24] for tokens in expected]
-        assert bad.finish_reason == "error"
-        assert bad.error is not None
-        assert bad.error.endswith(" while it computed this request alone; the request is not tried again")
-        assert 1 <= len(story.lost) <= 2
-        assert {name.partition(".")[0] for name in story.lost} == {"attention"}
-        await story.until(lambda story: len(story.back) == len(story.lost))
-        assert (await running.complete(served.prompts[0], params)).token_ids == tuple(served.expected[0][:24])
 
 
 async def test_without_recovery_a_killed_group_ends_the_run_with_its_name(served: Served, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class Client:
         self.graph = graph()
         self.client = ExpertClient(ExpertMap(servers_by_expert(SERVERS, NUM_EXPERTS)), [f"experts.{server}" for server in SERVERS])
         self.requested = {server: deque() for server in SERVERS}
-        self.ends, self.suspects, self.failures = [], [], []
+        self.ends, self.suspects, self.blamed, self.failures = [], [], [], []
         functions = {"dispatch": Dispatch(self.client, strict), "combine": Combine(self.client, strict)}
         self.runner = Runner(
             self.graph,
@@ -100,7 +100,7 @@ class Client:
             on_response=lambda edge, tag, message: self.failover.on_response(edge, tag, message),
             schemas=schemas(self),
         )
-        self.failover = Failover(self.graph, "dispatch", self.client, self.runner, self.fail_steps)
+        self.failover = Failover(self.graph, "dispatch", self.client, self.runner, self)
         if not fences:
             self.client.record_loss = lambda tag, number: 1
 
@@ -149,6 +149,16 @@ class Client:
         for tag in tags:
             self.runner.roll_back(tag.source, tag.epoch + 1)
             self.client.roll_back(tag.source, tag.epoch + 1)
+
+    def fail_row(self, tag, row, error):
+        """As a group: the step is given up."""
+        self.blamed.append((tag, row))
+        self.runner.roll_back(tag.source, tag.epoch + 1)
+        self.client.roll_back(tag.source, tag.epoch + 1)
+
+    def row_counts(self, tag):
+        """The first two rows are of one sequence, each other one is of its own."""
+        return [2, *[1] * (ROWS - 2)]
 
     def die(self, server, **cause):
         """`cause`: fields of the launcher's DeathCause; without them it does not come in time."""
@@ -413,6 +423,82 @@ def test_hedge_of_a_dead_server_is_redispatched():
     client.join(1)
     client.serve_all()
     client.check()
+
+
+def in_flight(client, steps=(0,)):
+    """(server, header) of each request of these steps that no server has computed."""
+    requests = [(server, request) for server, each in client.requested.items() for request in each if request.tag.step in steps]
+    return [(server, from_message(request).header_as(PartHeader)) for server, request in requests]
+
+
+def late(client, clock):
+    """Server 1 is late with its part of step 0, and has one of step 1. The hedge that was sent: (server, header)."""
+    client.begin()
+    for server in (0, 2):
+        client.serve(server)
+    clock[0] = 0.1
+    client.begin(1)
+    client.requested[1].popleft()
+    client.failover.hedge()
+    (sent,) = in_flight(client)
+    return sent
+
+
+def test_hedges_of_a_late_part_go_one_by_one_each_of_one_sequence_alone():
+    client, clock = timed(0.01, 0.01, 0.01)
+    sent, sequences = [late(client, clock)], []
+    while sent:
+        ((server, header),) = sent
+        assert header.alone
+        (part,) = client.client.parts(Tag("s@1"), [header.part])
+        sequences.append({max(row, 1) for row in part.rows_R.tolist()})
+        client.requested[server].rotate(1)  # before what the server has of step 1
+        client.serve(server)
+        sent = in_flight(client)
+    assert len(sequences) > 1
+    assert all(len(rows) == 1 for rows in sequences)
+    client.serve_all()
+    client.check((0, 1))
+
+
+def test_hedge_that_ends_its_server_blames_its_sequence_also_after_the_end_of_the_late_server():
+    client, clock = timed(0.01, 0.01, 0.01)
+    server, header = late(client, clock)
+    (part,) = client.client.parts(Tag("s@1"), [header.part])
+    client.die(1, may_recur=True)
+    client.failover.hedge()
+    assert client.suspects == []
+    client.die(server, may_recur=True, tag=Tag("s@1"), part=header.part)
+    client.failover.hedge()
+    assert (client.blamed, client.suspects) == ([(Tag("s@1"), part.rows_R[0])], [])
+    assert not client.client.tags
+
+
+def test_hedge_blames_its_sequence_when_both_servers_are_lost_before_a_cause_is_known():
+    client, clock = timed(0.01, 0.01, 0.01)
+    server, header = late(client, clock)
+    lost = ("experts.1", f"experts.{server}")
+    for name in lost:
+        client.runner.end_peer(name)
+        client.failover.mark_lost(name)
+    client.failover.settle(lost[0], DeathCause(lost[0], "1", "hung", may_recur=True))
+    assert (client.blamed, client.suspects) == ([], [])
+    client.failover.settle(lost[1], DeathCause(lost[1], "1", "hung", may_recur=True, tag=Tag("s@1"), part=header.part))
+    client.failover.hedge()
+    assert [tag for tag, _ in client.blamed] == [Tag("s@1")]
+    assert client.suspects == []
+
+
+def test_other_parts_of_a_crashed_server_are_suspects_once_all_hedges_are_computed():
+    client, clock = timed(0.01, 0.01, 0.01)
+    late(client, clock)
+    client.die(1, may_recur=True)
+    while in_flight(client):
+        client.failover.hedge()
+        assert client.suspects == []
+        client.serve(in_flight(client)[0][0])
+    client.failover.hedge()
+    assert (client.blamed, client.suspects) == ([], [(Tag("s@1", step=1), False)])
 
 
 def test_slow_server_is_avoided_where_others_hold_a_replica():

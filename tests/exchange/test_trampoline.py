@@ -115,11 +115,17 @@ class Group:
             on_response=lambda edge, tag, message: self.failover.on_response(edge, tag, message),
         )  # fmt: skip
         self.client.trampolines.num_outstanding = lambda number: self.runner.num_outstanding(self.via(number))
-        self.failover = Failover(self.graph, "dispatch", self.client, self.runner, self.fail_steps)
+        self.failover = Failover(self.graph, "dispatch", self.client, self.runner, self)
         self.failover.incarnations = dict.fromkeys(self.sent, "1")
 
     def fail_steps(self, tags: Collection[Tag], error: str) -> None:
         assert not tags, error
+
+    def fail_row(self, tag: Tag, row: int, error: str) -> None:
+        raise AssertionError(error)
+
+    def row_counts(self, tag: Tag) -> list[int]:
+        return [len(X_TH)]
 
     def via(self, trampoline: int) -> int:
         return self.graph.edges[f"dispatch.via{trampoline} -> experts.{trampoline}.forward.bundle"].id

@@ -43,6 +43,7 @@ PROCESS = "flowrt.workers.process"
 SERVICE = "flowrt.exchange.expert_service"
 DISPATCH = "flowrt.exchange.dispatch"
 CLIENT = "flowrt.exchange.expert_client"
+REPLICA_TABLES = "flowrt.exchange.replica_tables"
 FAILOVER = "flowrt.exchange.failover"
 MEMBERSHIP = "flowrt.workers.membership"
 DETECTOR = "flowrt.reliability.detector"
@@ -228,7 +229,7 @@ BUGS: tuple[Bug, ...] = (
     bug("others-restored", "when one server is back, others that are down are in the map again", (
         CLIENT, "ExpertClient.restore_server", "left = left.without_server(lost)", "left = left")),
     bug("slow-replica-unavailable", "an expert whose only replica is on a slow server is unavailable", (
-        CLIENT, "ReplicaTables.of", "or servers for servers in replicas", "for servers in replicas")),
+        REPLICA_TABLES, "ReplicaTables.of", "or servers for servers in replicas", "for servers in replicas")),
     bug("hedge-without-replica", "a late part is hedged to servers that do not hold all its experts", (
         CLIENT, "ExpertClient.hedge", "self._tables_avoiding(self._avoided | ({part.server} if is_server_suspect else set()))", "ReplicaTables(self.map.without_server(part.server), frozenset(), self._num_servers, self._device)"), (
         FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),

@@ -11,7 +11,7 @@ MEMBERSHIP = "flowrt.workers.membership"
 
 COLOCATED_BUGS: tuple[Bug, ...] = (
     bug("local-response-unseen", "the next part of a suspect waits for ever when its own group has computed the last one", (
-        RUNNER, "Runner._emit", "self._on_response(output.edge.id, output.tag, None)", "pass")),
+        RUNNER, "Runner._emit", "self._on_response(output.edge.id, output.tag, message)", "pass")),
     bug("server-suspects-own", "requests of a group that crashed over a part of another group's suspect are suspects", (
         CHANGES, "apply_group_change", "is_innocent = alone_for not in ('', name)", "is_innocent = False")),
     bug("alone-for-ever", "a group that has computed a suspect's part counts as computing it while it computes its own", (

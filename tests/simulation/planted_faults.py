@@ -51,7 +51,7 @@ FAULT_BUGS: tuple[Bug, ...] = (
     bug("crash-suspects-none", "steps with parts at a crashed server are not suspected", (
         FAILOVER, "Failover.settle", "may_recur = cause is not None and cause.may_recur", "may_recur = False")),
     bug("part-not-alone", "parts of a suspect are not marked", (
-        CLIENT, "ExpertClient._request", "PartHeader(number, self.computes_alone)", "PartHeader(number)")),
+        CLIENT, "ExpertClient._request", "self.computes_alone or bool(entry.hedges)", "bool(entry.hedges)")),
     bug("part-alone-unreported", "a server does not report that it computes a suspect's part", (
         DATA_PATH, "DataPath.__init__", "on_alone=lambda tag, part: send(ComputesAlone(tag, part))", "on_alone=lambda tag, part: None")),
     bug("part-in-company", "a suspect's part is computed together with others", (
@@ -61,5 +61,14 @@ FAULT_BUGS: tuple[Bug, ...] = (
     bug("suspect-not-blamed", "a suspect whose part crashed a server alone is computed again", (
         FAILOVER, "Failover.settle", "(tag, part) == named or ", "")),
     bug("next-part-unsent", "the second part of a suspect is never sent", (
-        FAILOVER, "Failover.on_response", "self._runner.emit(self._dispatch, tag, requests)", "pass")),
+        FAILOVER, "Failover._send_next", "self._runner.emit(self._dispatch, tag, requests)", "pass")),
+    # hedges of parts at a server that hangs
+    bug("hedge-of-several", "a hedge has the rows of all sequences of the late part", (
+        CLIENT, "ExpertClient.hedge", "self._split(entry, number, others, counts)", "self._split(entry, number, others, [sum(counts)])")),
+    bug("hedge-not-alone", "hedges are not marked", (
+        CLIENT, "ExpertClient._request", "self.computes_alone or bool(entry.hedges)", "self.computes_alone")),
+    bug("hedge-not-blamed", "a request whose hedge ended a server alone is computed again", (
+        FAILOVER, "Failover.settle", "self.client.hedged_row(*named)", "None")),
+    bug("hedge-blames-first", "the first sequence of the step is blamed for the hedge that ended a server", (
+        FAILOVER, "Failover.settle", "self._steps.fail_row(named[0], row, alone)", "self._steps.fail_row(named[0], 0, alone)")),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from simulation.outcomes import errors, finish_reasons
@@ -104,7 +105,8 @@ def test_hung_operation_costs_its_process_and_what_it_computed(process: str, uni
 
 
 @pytest.mark.parametrize(
-    ("effect", "text", "victims"), [("raise", FAILED_TEXT, 0), ("nan", NOT_FINITE_TEXT, 0), ("part", ALONE_TEXT, MAX_VICTIMS)]
+    ("effect", "text", "victims"),
+    [("raise", FAILED_TEXT, 0), ("nan", NOT_FINITE_TEXT, 0), ("part", ALONE_TEXT, MAX_VICTIMS)],
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_poison_ends_its_request_alone(seed: int, effect: str, text: str, victims: int) -> None:
@@ -117,3 +119,30 @@ def test_poison_ends_its_request_alone(seed: int, effect: str, text: str, victim
     assert text in (errors(outcome.result)[0] or "")
     assert finish_reasons(outcome.result)[1:] == ("length",) * 7
     assert outcome.num_faults["poisoned"] <= victims
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_hedge_of_a_part_that_hangs_its_server_blames_its_request_alone(
+    seed: int, redone: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request comes while others run, when response times are known: its part is late before its server is marked dead."""
+    blamed: list[tuple[object, ...]] = []
+    fail_row = Engine.fail_row
+
+    def noted(engine: Engine, *named: Any) -> Any:
+        blamed.append(named)
+        return fail_row(engine, *named)
+
+    monkeypatch.setattr(Engine, "fail_row", noted)
+    *others, last = requests(8, apart=1e-3)
+    case = Case(load("2x3.yaml", detector=True), (*others, last), seed=seed + 1)
+    computed = {token for request in others for token in request.prompt_token_ids}
+    computed |= {token for reference in references_of(case)[:-1] for choice in reference for token in choice}
+    token_id = max({*range(60)} - computed)
+    last = replace(last, prompt_token_ids=(token_id,), after_seconds=0.06)
+    outcome = run_case(replace(case, requests=(*others, last), poison=Poison(token_id, "hung_part")))
+    assert ALONE_TEXT in (errors(outcome.result)[-1] or "")
+    assert finish_reasons(outcome.result)[:-1] == ("length",) * 7
+    assert outcome.num_faults["poisoned"] == MAX_VICTIMS
+    assert len(blamed) == 1
+    assert redone["late part"]
