@@ -1,6 +1,6 @@
 """The folders of graphs that are up: each has a graph's socket, its log and its description, and only this user may read it.
 
-The process that serves a graph holds a lock on its folder (flock) for as long as it lives. So a folder without a lock is what a killed
+The process that serves a graph holds a lock on its folder (flock) for as long as it runs. So a folder without a lock is what a killed
 process left behind, and no process id has to be trusted. The lock of the folder above is held for moments only: while one of its folders
 is looked at, claimed or removed.
 """

@@ -33,7 +33,8 @@ class Server:
         )
         self.lines: list[str] = []
         line = self.wait_for("serving ")
-        self.port = int(re.search(r":(\d+) \(", line)[1])  # type: ignore[index]
+        (port,) = re.findall(r":(\d+) \(", line)
+        self.port = int(port)
         self.pids = {name: int(pid) for name, pid in re.findall(r"([\w.]+) (\d+)[,)]", line)}
 
     def wait_for(self, text: str) -> str:
@@ -75,7 +76,8 @@ class Server:
         os.kill(self.pids[name], signal.SIGKILL)
 
     def wait_back(self, name: str) -> None:
-        self.pids[name] = int(re.search(r"pid (\d+)", self.wait_for(f"{name} is back"))[1])  # type: ignore[index]
+        (pid,) = re.findall(r"pid (\d+)", self.wait_for(f"{name} is back"))
+        self.pids[name] = int(pid)
 
     def close(self) -> None:
         self.process.kill()

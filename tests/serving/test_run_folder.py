@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flowrt.errors import NotRunningError, UserError
@@ -19,8 +20,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def described(name: str, **changes: object) -> Description:
-    fields = {"pid": 1, "graph": "/g.yaml", "model": "m", "url": "u", "started": 0.0, "drain_seconds": 1.0, "max_requests": 1}
-    return Description(name=name, **{**fields, **changes})  # type: ignore[arg-type]
+    plain = Description(name=name, pid=1, graph="/g.yaml", model="m", url="u", started=0.0, drain_seconds=1.0, max_requests=1)
+    return msgspec.structs.replace(plain, **changes)
 
 
 def die(folder: RunFolder) -> None:

@@ -48,7 +48,8 @@ def up(*options: str) -> subprocess.CompletedProcess[str]:
 def listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     capsys.readouterr()
     assert graphs.ps(is_json=True) == 0
-    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+    shown: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return shown
 
 
 def test_graph_stays_up_until_it_is_stopped(
@@ -159,7 +160,9 @@ def test_killed_graph_is_dead_and_its_name_free(
             flowrt.attach("a")
         assert up("--name", "a", *ONE).returncode == 0
         assert [graph["state"] for graph in listed(capsys)] == ["ready"]
-        os.kill(find_graph("a").description.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+        description = find_graph("a").description
+        assert description is not None
+        os.kill(description.pid, signal.SIGSTOP)
         monkeypatch.setattr(graphs, "STOP_SECONDS", 0.1)
         assert graphs.down("a", at_once=True) == 1
         assert list(directory.iterdir()) == []

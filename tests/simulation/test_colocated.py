@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from simulation.outcomes import errors, finish_reasons
@@ -37,12 +38,12 @@ def test_a_death_changes_no_token_and_both_roles_are_used_again(seed: int, fault
 
 @pytest.mark.parametrize("effect", ["crash", "part"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_poison_ends_alone_after_few_victims(seed: int, effect: str) -> None:
+def test_poison_ends_alone_after_few_victims(seed: int, effect: Literal["crash", "part"]) -> None:
     first, *others = requests(4, apart=1e-3)
     first = replace(first, prompt_token_ids=tuple(range(40, 60)))
     case = Case(load(FILE), (first, *others), seed=seed)
     computed = {token for reference in references_of(case)[1:] for choice in reference for token in choice}
-    case = replace(case, poison=Poison(max({*range(40, 60)} - computed), effect))  # type: ignore[arg-type]
+    case = replace(case, poison=Poison(max({*range(40, 60)} - computed), effect))
     outcome = run_case(case)
     assert ALONE_TEXT in (errors(outcome.result)[0] or "")
     assert finish_reasons(outcome.result)[1:] == ("length",) * 3

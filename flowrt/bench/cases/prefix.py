@@ -46,7 +46,8 @@ def read_graphs(model: Path, numerics: str, num_tokens: int, overrides: Sequence
     limits = {"kv_pages": 3 * -(-num_tokens // PAGE_SIZE), "page_size": PAGE_SIZE, "chunk_tokens": CHUNK_TOKENS, "max_num_seqs": BATCH}
     keys = {"flowrt": 1, "model": {"path": str(model.absolute())}, "numerics": numerics, "limits": limits}
     graph = read_graph(keys, overrides)
-    return tuple(replace(graph, limits=replace(graph.limits, enable_prefix_caching=cached)) for cached in (True, False))  # type: ignore[return-value]
+    cached, uncached = (replace(graph, limits=replace(graph.limits, enable_prefix_caching=each)) for each in (True, False))
+    return cached, uncached
 
 
 async def measure(model: Path | None, prefix: int, suffix: int, overrides: Sequence[str]) -> AsyncIterator[Result]:
