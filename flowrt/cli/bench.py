@@ -308,6 +308,15 @@ def domains(*, options: PatternOptions | None = None) -> None:
 
 
 @bench_app.command
+def dispatch(*, options: PatternOptions | None = None) -> None:
+    """Measure what a stalled client costs the others on emulated hardware, beside an exchange that waits for counts of all ranks."""
+    from flowrt.bench.cases.dispatch import measure_dispatch
+    from flowrt.bench.report.plots import plot_ratios
+
+    _run_pattern("dispatch", measure_dispatch, plot_ratios, options)
+
+
+@bench_app.command
 def trampoline(*, options: PatternOptions | None = None) -> None:
     """Measure trampolines beside the direct exchange on emulated links: messages per group, bytes, and step times by servers and groups."""
     from flowrt.bench.cases.trampoline import measure_trampoline

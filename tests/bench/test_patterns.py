@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowrt.api import read_graph
-from flowrt.bench.cases import domains, overlap, trampoline
+from flowrt.bench.cases import dispatch, domains, overlap, trampoline
 from flowrt.bench.cases.patterns import Runs
 from flowrt.bench.cases.small_model import TOP_K, write_small_model
 from flowrt.bench.measure.benchmark import run_benchmark
@@ -74,6 +74,17 @@ def test_domains_keep_the_experts_busy_and_a_stopped_one_slows_no_other(monkeypa
     assert turns.ratio is not None
     assert turns.ratio.median >= 1.0
     assert [busy.verdict, stopped.verdict] == ["met", "met"]
+
+
+def test_a_stalled_client_delays_others_only_when_counts_of_all_ranks_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "NUM_LAYERS", 2)
+    monkeypatch.setattr(dispatch, "NEW_TOKENS", 6)
+    report = run_benchmark("dispatch", dispatch.measure_dispatch(virtual=True, dilation=1.0), 1)
+    per_client, all_ranks, undisturbed = report.figures
+    assert per_client.verdict == "met"
+    assert all_ranks.ours.median == pytest.approx((dispatch.STALL_SECONDS * 1e6) / 5, rel=0.1)  # the stall, in 5 steps
+    assert undisturbed.ratio is not None
+    assert undisturbed.ratio.median == pytest.approx(1.0, abs=0.02)
 
 
 def test_trampolines_save_messages_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from simulation.planted_prefixes import PREFIX_BUGS
 from simulation.planted_standby import STANDBY_BUGS
 from simulation.planted_trampolines import TRAMPOLINE_BUGS
 from simulation.planted_transfers import TRANSFER_BUGS
-from simulation.planting import Bug, body, bug
+from simulation.planting import Bug, body, bug, with_graphs
 
 MATCHING = "flowrt.dataflow.matching"
 PARTS = "flowrt.dataflow.parts"
@@ -73,9 +73,9 @@ BUGS: tuple[Bug, ...] = (
     *GROUP_BUGS,
     *FAULT_BUGS,
     *STANDBY_BUGS,
-    *COLOCATED_BUGS,
-    *TRAMPOLINE_BUGS,
-    *TRANSFER_BUGS,
+    *with_graphs("colocated", COLOCATED_BUGS),
+    *with_graphs("trampoline.yaml", TRAMPOLINE_BUGS),
+    *with_graphs("prefill.yaml", TRANSFER_BUGS),
     *PREFIX_BUGS,
     # tags and matching
     bug("micro-batches-mixed", "rows are matched without the micro-batch", (

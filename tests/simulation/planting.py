@@ -10,7 +10,7 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType
@@ -35,11 +35,16 @@ class Edit:
 
 @dataclass(frozen=True)
 class Bug:
-    """`name` for the command line, `what` for the table."""
+    """`name` for the command line, `what` for the table. `graphs`: the file or folder of tests/simulation/graphs that has the code."""
 
     name: str
     what: str
     edits: tuple[Edit, ...]
+    graphs: str = ""
+
+
+def with_graphs(graphs: str, bugs: Sequence[Bug]) -> tuple[Bug, ...]:
+    return tuple(replace(bug, graphs=graphs) for bug in bugs)
 
 
 def bug(name: str, what: str, *edits: tuple[str, str, str, str]) -> Bug:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -26,14 +27,15 @@ Runs = Sequence[Sequence[ModelledRun]]  # by variant, then by pair
 
 @dataclass(frozen=True)
 class Variant:
-    """One graph, as the keys of a graph file without its model, and the batch that it decodes, while the process `stopped` stands still.
-    All variants of a comparison have one model. `apart_seconds`: from the first request of a group to that of the next, so that groups do
-    not take their steps at the same time."""
+    """One graph, as the keys of a graph file without its model, and the batch that it decodes, while the process `stopped` stands still
+    for `stop_seconds` of modelled time. All variants of a comparison have one model. `apart_seconds`: from the first request of a group to
+    that of the next, so that groups do not take their steps at the same time."""
 
     name: str
     keys: Mapping[str, Any]
     batch: int
     stopped: str = ""
+    stop_seconds: float = math.inf
     apart_seconds: float = 0.0
 
 
@@ -78,7 +80,9 @@ def _simulated(comparison: Comparison) -> Sequence[Figure]:
     with _graphs_of(comparison, VIRTUAL_DILATION) as graphs:
         for variant, graph in zip(comparison.variants, graphs, strict=True):
             print_progress(f"{variant.name}, in virtual time")
-            runs.append([simulated_run(graph, variant.batch, comparison.new_tokens, variant.stopped, variant.apart_seconds)])
+            runs.append(
+                [simulated_run(graph, variant.batch, comparison.new_tokens, variant.stopped, variant.stop_seconds, variant.apart_seconds)]
+            )
     return [exact(figure) for figure in comparison.figures(runs)]
 
 
@@ -95,6 +99,7 @@ async def _measured(comparisons: Sequence[Comparison], dilation: float) -> Async
                     variant.batch,
                     comparison.new_tokens,
                     partial(stop_process, each, variant.stopped) if variant.stopped else None,
+                    variant.stop_seconds,
                     variant.apart_seconds,
                 )
                 for each, variant in zip(running, comparison.variants, strict=True)

@@ -7,6 +7,7 @@ without faults (flowrt/simulation), where computing and sending cost nothing but
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
@@ -66,12 +67,13 @@ class ModelledRun:
 
 
 async def modelled_run(
-    graph: RunningGraph, batch: int, new_tokens: int, stop: Stop | None = None, apart_seconds: float = 0.0
+    graph: RunningGraph, batch: int, new_tokens: int, stop: Stop | None = None, stop_seconds: float = math.inf, apart_seconds: float = 0.0
 ) -> ModelledRun:
     """Decode `batch` sequences of `new_tokens` new tokens, of which those count that come while all sequences run.
 
-    `stop` stops a process meanwhile; the sequences that then get no tokens do not count. `apart_seconds`: from the first request of a
-    group to that of the next, in modelled time. Raises UserError for a graph without emulation, a failed request, and too few tokens.
+    `stop` stops a process meanwhile, for `stop_seconds` of modelled time or to the end; the sequences that then get no tokens do not
+    count. `apart_seconds`: from the first request of a group to that of the next, in modelled time. Raises UserError for a graph without
+    emulation, a failed request, and too few tokens.
     """
     emulation, model = graph.graph.emulation, graph.graph.model
     if emulation is None or model is None:
@@ -94,6 +96,13 @@ async def modelled_run(
                 if event.finish_reason != "length":
                     raise UserError(f"a request ended with {event.finish_reason}: {event.error}")
 
+    async def stand_still(stop: Stop) -> None:
+        go_on = stop()
+        try:
+            await graph.launcher.seams.clock.sleep(stop_seconds * emulation.dilation)
+        finally:
+            go_on()
+
     idle = await graph.statistics()
     async with asyncio.TaskGroup() as tasks:
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
@@ -103,11 +112,11 @@ async def modelled_run(
                 await graph.launcher.seams.clock.sleep(apart_seconds * emulation.dilation)
         await began.wait()
         first, before = clock.now(), await graph.statistics()
-        go_on = stop() if stop is not None else None
+        standstill = tasks.create_task(stand_still(stop)) if stop is not None else None
         await ended.wait()
         last = clock.now()
-        if go_on is not None:
-            go_on()
+        if standstill is not None:
+            standstill.cancel()
         after = await graph.statistics()
     within = [[seconds for seconds in each if first <= seconds <= last] for each in times]
     if stop is not None:
@@ -147,12 +156,14 @@ def stop_process(graph: RunningGraph, process: str) -> Callable[[], None]:
     return partial(os.kill, pid, signal.SIGCONT)
 
 
-def simulated_run(graph: Graph, batch: int, new_tokens: int, stopped: str = "", apart_seconds: float = 0.0) -> ModelledRun:
+def simulated_run(
+    graph: Graph, batch: int, new_tokens: int, stopped: str = "", stop_seconds: float = math.inf, apart_seconds: float = 0.0
+) -> ModelledRun:
     """As `modelled_run`, in virtual time. `stopped`: a process that stands still meanwhile."""
 
     async def call(world: World, running: RunningGraph) -> ModelledRun:
         stop = partial(_stop_simulated, world, stopped) if stopped else None
-        return await modelled_run(running, batch, new_tokens, stop, apart_seconds)
+        return await modelled_run(running, batch, new_tokens, stop, stop_seconds, apart_seconds)
 
     return in_virtual_time(graph, call)
 
