@@ -182,7 +182,7 @@ class RunState:
             if table.timers.pop((kind, subject), None) is not None:  # an earlier one may have cancelled it
                 self._timer_events[kind](subject)
         silent = [worker for worker in self._awaited_workers() if worker.last_message_seconds + self.response_seconds <= now]
-        for worker in silent[:1]:
+        for worker in sorted(silent, key=lambda each: each.name not in self._fenced)[:1]:  # the others may wait for a dead one
             worker.last_message_seconds = now
             doing = "connecting" if worker.state is WorkerState.LINKING else "loading"
             reason = f"sent nothing for {self.response_seconds:g} s while {doing}"

@@ -436,6 +436,15 @@ def test_incarnation_that_dies_is_introduced_to_no_peer() -> None:
     assert not [action for action in actions if isinstance(action, Send)]
 
 
+def test_a_start_that_takes_too_long_names_the_worker_that_was_marked_dead() -> None:
+    """SERVER is silent too, because it waits for CLIENT."""
+    driver = Driver(packed={name: [name] for name in (SERVER, CLIENT, OTHER)})
+    driver.connect()
+    driver.do(driver.state.on_detector_report, DetectorReport(CLIENT, driver.state.incarnations[CLIENT], ProcessState.DEAD, "stopped"))
+    end = end_of(driver.pass_time(driver.state.response_seconds + 2 * SETTLE_SECONDS))
+    assert end == f"{CLIENT} sent nothing for 60 s while connecting"
+
+
 def test_dead_worker_that_is_not_killed_is_announced_as_such() -> None:
     driver = Driver()
     driver.begin()
