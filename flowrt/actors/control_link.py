@@ -44,6 +44,11 @@ class ControlLink:
     def send(self, control: Control) -> None:
         self._link.post(as_message(control))
 
+    def when_sent(self, call: Callable[[], None]) -> None:
+        """Call once when all messages have left: now, or as soon as the launcher has room. The launcher reads them even if this process
+        crashes then."""
+        self._link.when_sent(call)
+
     async def run(self) -> None:
         """Read and write until the connection ends."""
         try:

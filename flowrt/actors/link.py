@@ -46,6 +46,7 @@ class Link:
         self._on_pause = on_pause or _nothing
         self._outbox: Mailbox[Message] = Mailbox(capacity_messages)
         self._waiting: Collection[Message] | tuple[None] = self._outbox.items
+        self._once_sent: dict[Callable[[], None], None] = {}  # calls that wait for an empty outbox, in order
 
     @property
     def peer(self) -> Identity:
@@ -74,6 +75,13 @@ class Link:
             self._outbox.post(message, overtakes=message.kind == CREDIT)
         except MailboxClosedError:
             return
+
+    def when_sent(self, call: Callable[[], None]) -> None:
+        """Call once when the channel has taken all messages: now, or as soon as none waits. An equal call that waits is called once."""
+        if self._waiting:
+            self._once_sent[call] = None
+        else:
+            call()
 
     async def run(self) -> None:
         lost: BaseExceptionGroup[TransportError | BadMessageError] | None = None
@@ -124,6 +132,10 @@ class Link:
                 await self._channel.send(message)
                 self._outbox.take_nowait()
                 del message  # while this sleeps it must hold no tensor
+                if self._once_sent and not self._waiting:
+                    calls, self._once_sent = self._once_sent, {}
+                    for call in calls:
+                        self.when_sent(call)
         except MailboxClosedError:
             return
 

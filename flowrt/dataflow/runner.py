@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from flowrt.actors.link import CREDIT, BadMessageError
-from flowrt.dataflow.alone import AloneFirings
+from flowrt.dataflow.alone import AloneFirings, unreported
 from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.inbound_edges import InboundEdges
 from flowrt.dataflow.matching import Firing, MatchingTable
@@ -89,14 +89,13 @@ class Runner:
         on_response: Callable[[int, Tag, Message], None] | None = None,
         on_device: Collection[int] = (),
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
-        on_alone: Callable[[Tag | None, int | None], None] = lambda tag, part: None,
+        on_alone: Callable[[Tag | None, int | None], Awaitable[None]] = unreported,
         new_timer: Callable[[], Timer] = LoopTimer,
     ) -> None:
         nodes = graph.nodes_of(process)
         self._sinks = {node.name for node in nodes if node.name not in functions}
         fused = frozenset(fuse(graph, process).fused) - self._sinks
-        self._early = early
-        self._compute, self._clock, self._post = compute, clock, post
+        self._early, self._compute, self._clock, self._post = early, compute, clock, post
         self._on_sink, self._on_response, self._on_failed = on_sink, on_response, on_failed
         self._fences = Fences()
         self._isolates = graph.model is None
@@ -184,6 +183,8 @@ class Runner:
         ready = self._ready
         if not ready or self._failure is not None:
             return
+        if not self._alone.is_over:
+            return self._wake()
         now, run_inline, run = self._clock.now, self._compute.run_inline, self._subgraph.run
         send_early = self._send_early if self._early else None
         try:
@@ -192,7 +193,6 @@ class Runner:
                 if batch is None:
                     break
                 start = now()
-                self._alone.end()
                 try:
                     outputs = run_inline(batch[0].node, partial(run, batch, send_early))
                 except OperatorError as error:
@@ -301,8 +301,8 @@ class Runner:
 
     async def _run_batch(self, batch: Sequence[Firing], short: bool, send_early: SendEarly | None) -> None:
         """Fire in one call. If that fails, fire each tag in its own, so that only tags with an error fail."""
+        await self._alone.report(batch[0])
         node, start = batch[0].node, self._clock.now()
-        self._alone.report(batch[0])
         self._is_computing = not short
         try:
             outputs = await self._compute.run(node, partial(self._subgraph.run, batch, send_early))

@@ -111,7 +111,9 @@ def _draw_poison(chance: random.Random, case: Case) -> Case:
     if graph.processes == "many":
         effects += ["hang", "hang"] if is_watched(graph) else []
         effects += ["part", "part", "part"] if _may_lose_servers(graph) else []
-    return replace(case, scenario=scenario, poison=Poison(chance.choice(sorted(own)), chance.choice(effects)))
+    case = replace(case, scenario=scenario, poison=Poison(chance.choice(sorted(own)), chance.choice(effects)))
+    # With channels of a single message, tokens and reports wait in the process that the poison is about to end.
+    return replace(case, conditions=replace(case.conditions, tiny_one_in=chance.choice((case.conditions.tiny_one_in, 1))))
 
 
 def _own_tokens(case: Case, victim: int) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -70,8 +71,8 @@ class LoadedOperators:
 
 
 class DataPath:
-    """Complete once created. `on_sink` takes the firings of nodes without a function, in place of a group; `on_lost` the lost peers;
-    `traced` records what it does."""
+    """Complete once created. `send`, `when_sent`: see ControlLink. `on_sink` takes the firings of nodes without a function, in place of a
+    group; `on_lost` the lost peers; `traced` records what it does."""
 
     def __init__(
         self,
@@ -82,12 +83,13 @@ class DataPath:
         emulated: EmulatedWorker | None,
         operators: LoadedOperators,
         send: Callable[[Control], None],
+        when_sent: Callable[[Callable[[], None]], None],
         on_sink: Callable[[Firing], None] | None,
         on_lost: Callable[[Identity, str], None],
         traced: TracedWorker | None = None,
     ) -> None:
         self.name = name = start.name
-        self._send = send
+        self._send, self._when_sent = send, when_sent
         self._graph, self._seams, self._emulated, self._strict_blocks = graph, seams, emulated, operators.strict_blocks
         self._expert_services = [each for each in operators.functions.values() if isinstance(each, ExpertService)]
         plans = plan_links(graph, name)
@@ -121,7 +123,7 @@ class DataPath:
             on_device={edge.id for edge in graph.edges.values() if edge.transport in abilities and abilities[edge.transport].device_memory},
             schemas=edge_schemas(graph),
             new_timer=seams.new_timer,
-            on_alone=lambda tag, part: send(ComputesAlone(tag, part)),
+            on_alone=self._report_alone,
         )
         self.peers = {plan.peer for plan in plans}
         wrap = {"wrap": emulated.links.wrap} if emulated is not None else {}
@@ -152,7 +154,17 @@ class DataPath:
                 chunk_tokens=graph.limits.chunk_tokens if graph.numerics == "strict" else 0,
             )
             group = self.group = Group(
-                sources[0], start.incarnation, engine, self.runner, send, graph.limits.page_size, device, client, operators.pack, unpack
+                sources[0],
+                start.incarnation,
+                engine,
+                self.runner,
+                send,
+                when_sent,
+                graph.limits.page_size,
+                device,
+                client,
+                operators.pack,
+                unpack,
             )
             if unpack is not None:
                 ports = {graph.nodes[edge.target].process: edge.source_port for edge in graph.edges_from(unpacks)}
@@ -213,6 +225,12 @@ class DataPath:
             self.forwarder.fail(tag, error)
         else:
             raise error
+
+    async def _report_alone(self, tag: Tag | None, part: int | None) -> None:
+        sent = asyncio.Event()
+        self._send(ComputesAlone(tag, part))
+        self._when_sent(sent.set)
+        await sent.wait()
 
     def _on_call_failed(self, tag: Tag, error: OperatorError, has_sent: bool) -> None:
         self._send(CallFailed(tag.source, tag.step, str(error), error.node, has_sent))

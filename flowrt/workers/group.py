@@ -7,6 +7,7 @@ any other process (xDeepServe section 4.2).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListLike
 
@@ -52,6 +53,7 @@ class Group:
         engine: Engine,
         runner: Runner,
         send: Callable[[Control], None],
+        when_sent: Callable[[Callable[[], None]], None],
         page_size: int,
         device: torch.device,
         client: ExpertClient | None = None,
@@ -63,11 +65,12 @@ class Group:
         self._num_layers: int = node.options["num_layers"]
         self._engine = engine
         self._runner = runner
-        self._send = send
+        self._send, self._when_sent = send, when_sent
         self._page_size = page_size
         self._device = device
         self._client, self._pack, self._unpack = client, pack, unpack
         self._is_draining = False
+        self._starts: deque[StartStep] = deque()  # steps that wait until all messages have left
         self._on_trial: Sequence | None = None  # the latest choice of a suspect that was reported
         self.on_begin: Callable[[], None] = lambda: None  # called with each step that begins
         self._refusal: str | None = None
@@ -139,6 +142,7 @@ class Group:
         self._begin_epoch(self._engine.fail_all(error))
 
     def _begin_epoch(self, decisions: ListLike[Decision]) -> None:
+        self._starts.clear()
         self._runner.roll_back(self._source, self._engine.epoch)
         if self._client is not None:
             self._client.roll_back(self._source, self._engine.epoch)
@@ -179,15 +183,29 @@ class Group:
                     self._send(each)
                 case Hold():
                     self._offer(each)
-        for start in self._engine.next_steps():
-            self._emit(start)
         if self._unpack is not None:
             self._unpack.drop_ended(self._engine.is_pulling)
-            for pull in self._engine.new_pulls():
-                self._unpack.begin(pull.request_id, pull.attempt, pull.kv, pull.pages, pull.first)
+        self._when_sent(self._start_steps)
         if self._is_draining and self._engine.drained:
             self._is_draining = False
             self._send(Drained())
+
+    def _start_steps(self) -> None:
+        """Start the next steps, now that all messages have left. A step may crash this process. Then the gateway has every token that the
+        step was computed from, so a trial computes them again. It also knows whether the step was of a suspect alone."""
+        if not self._starts:
+            self._starts.extend(self._engine.next_steps())
+            if self._unpack is not None:
+                for pull in self._engine.new_pulls():
+                    self._unpack.begin(pull.request_id, pull.attempt, pull.kv, pull.pages, pull.first)
+        while self._starts:
+            trial = self._starts[0].on_trial
+            if trial is not None and trial is not self._on_trial:
+                self._on_trial = trial
+                self._send(RunsAlone(trial.request.id, trial.request.attempt))
+                self._when_sent(self._start_steps)
+                return
+            self._emit(self._starts.popleft())
 
     def _offer(self, hold: Hold) -> None:
         if self._pack is None:
@@ -197,16 +215,10 @@ class Group:
         self._send(Prefilled(hold.request_id, hold.attempt, kv))
 
     def _emit(self, start: StartStep) -> None:
-        """Emit a step's tags: the layout for every layer, the sampling rows, and last the tokens, which start the step.
-
-        A suspect is reported first: the step may kill this process.
-        """
+        """Emit a step's tags: the layout for every layer, the sampling rows, and last the tokens, which start the step."""
         self.on_begin()
         if self._client is not None:
             self._client.computes_alone = start.is_alone
-        if start.on_trial is not None and start.on_trial is not self._on_trial:
-            self._on_trial = start.on_trial
-            self._send(RunsAlone(start.on_trial.request.id, start.on_trial.request.attempt))
         payloads = batch_payloads(start.batch, self._page_size, self._device)
         tags = [Tag(self._source, start.epoch, start.micro_batch, start.step, layer) for layer in range(self._num_layers)]
         for tag in tags:

@@ -218,6 +218,7 @@ class Worker:
             self._emulated,
             operators,
             self.control.send,
+            self.control.when_sent,
             self._on_sink,
             self._on_lost,
             None if self.trace_ring is None else TracedWorker(self._graph, self.trace_ring, self._emulated),

@@ -15,7 +15,7 @@ COLOCATED_BUGS: tuple[Bug, ...] = (
     bug("server-suspects-own", "requests of a group that crashed over a part of another group's suspect are suspects", (
         CHANGES, "apply_group_change", "is_innocent = alone_for not in ('', name)", "is_innocent = False")),
     bug("alone-for-ever", "a group that has computed a suspect's part counts as computing it while it computes its own", (
-        ALONE, "AloneFirings.end", "self._report(None, None)", "pass")),
+        ALONE, "AloneFirings.report", "alone is not None or self.reported is not None", "alone is not None")),
     bug("lost-as-group-only", "the parts at a dead group are not redispatched", (
         MEMBERSHIP, "Membership._lose", "if self._failover.mark_lost(process):", "if process not in self._failover.processes:")),
 )  # fmt: skip

@@ -53,7 +53,9 @@ FAULT_BUGS: tuple[Bug, ...] = (
     bug("part-not-alone", "parts of a suspect are not marked", (
         CLIENT, "ExpertClient._request", "self.computes_alone or bool(entry.hedges)", "bool(entry.hedges)")),
     bug("part-alone-unreported", "a server does not report that it computes a suspect's part", (
-        DATA_PATH, "DataPath.__init__", "on_alone=lambda tag, part: send(ComputesAlone(tag, part))", "on_alone=lambda tag, part: None")),
+        DATA_PATH, "DataPath._report_alone", "self._send(ComputesAlone(tag, part))", "pass")),
+    bug("part-before-report", "a server computes a part alone before its report has left", (
+        DATA_PATH, "DataPath._report_alone", "await sent.wait()", "pass")),
     bug("part-in-company", "a suspect's part is computed together with others", (
         SELECTION, "BoundedWait.select", "self._is_alone(firing)", "False")),
     bug("waiting-suspect-blamed", "a suspect whose part waits at a crashed server is blamed", (
@@ -69,6 +71,8 @@ FAULT_BUGS: tuple[Bug, ...] = (
         CLIENT, "ExpertClient._request", "self.computes_alone or bool(entry.hedges)", "self.computes_alone")),
     bug("hedge-not-blamed", "a request whose hedge ended a server alone is computed again", (
         FAILOVER, "Failover.settle", "self.client.hedged_row(*named)", "None")),
+    bug("hedges-not-awaited", "all requests of a late server that crashed are suspects before their hedges have responded", (
+        FAILOVER, "Failover.settle", "self._awaits_hedges(servers)", "False")),
     bug("hedge-blames-first", "the first sequence of the step is blamed for the hedge that ended a server", (
         FAILOVER, "Failover.settle", "self._steps.fail_row(named[0], row, alone)", "self._steps.fail_row(named[0], 0, alone)")),
 )  # fmt: skip

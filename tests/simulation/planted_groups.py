@@ -76,7 +76,11 @@ GROUP_BUGS: tuple[Bug, ...] = (
         REQUEST_LOG, "request_of", "seed=log.seed", "seed=log.seed + log.attempt")),
     # suspects
     bug("alone-unreported", "a group does not report that it computes a suspect alone", (
-        GROUP, "Group._emit", "self._send(RunsAlone(start.on_trial.request.id, start.on_trial.request.attempt))", "pass")),
+        GROUP, "Group._start_steps", "self._send(RunsAlone(trial.request.id, trial.request.attempt))", "pass")),
+    bug("step-before-tokens", "a group begins a step before its last tokens have left", (
+        GROUP, "Group._carry_out", "self._when_sent(self._start_steps)", "self._start_steps()")),
+    bug("trial-before-report", "a group begins to compute a suspect alone before its report has left", (
+        GROUP, "Group._start_steps", "self._when_sent(self._start_steps)", "self._start_steps()")),
     bug("suspect-in-company", "a suspect is computed beside other requests", (
         SEQUENCE, "Sequence.runs_alone", "return self.is_suspect or self.is_on_trial", "return self.is_suspect")),
     bug("proven-by-one-choice", "a suspect is cleared by the token of one of its choices", (
