@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from flowrt.actors.control import Ended, KvLost, KvOffer, KvPulled, Logprobs, Request, Token
 from flowrt.engine.batch import Batch, Part, build_batch, produces_token
+from flowrt.engine.micro_batches import MicroBatchCount
 from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence, SequenceState
 from flowrt.engine.validation import num_pages_for, refusal
@@ -111,6 +112,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         self._scheduler = Scheduler(limits, num_micro_batches, chunk_tokens)
+        self._micro_batches = MicroBatchCount(num_micro_batches) if limits.dynamic_micro_batches else None
         self._alive: dict[str, list[Sequence]] = {}  # by request: the choices that have not ended of its one attempt that has not
         self._ended: dict[tuple[str, int], bool] = {}  # (request, attempt) -> its ends were sent; oldest first, bounded
         self._steps: list[_Step | None] = [None] * num_micro_batches
@@ -253,11 +255,13 @@ class Engine:
         logprobs: ListLike[Logprobs] = (),
         degraded: bool = False,
         not_finite: str = "",
+        now: float = 0.0,
     ) -> list[Decision]:
         """Commit a step: its KV counts, and `token_ids` (one per sample row, in order) are its sequences' next tokens. `logprobs` has
         one entry for each of these sequences that requests them. `degraded`: it was computed without some expert, and so is what
         later steps of its sequences read of it. A negative token id means that the row's logits were not finite: its sequence alone is
         computed again, and a second time in a row ends its request with an error. `not_finite`: the first part that was not, as text.
+        `now`, in seconds, is for the choice of micro-batches by the load.
 
         A step that is not running (repeated, or rolled back) is ignored. ValueError for a wrong number of tokens or logprobs.
         """
@@ -288,6 +292,11 @@ class Engine:
             elif token_id is not None:
                 self._scheduler.cache(sequence)
                 decisions += self._append(sequence, token_id, own)
+        if self._micro_batches is not None:
+            num_rows = sum(rows for _, rows in running.parts)
+            is_decode = num_rows == running.num_samples
+            num_running = len(self._scheduler.running)
+            self._scheduler.used_micro_batches = self._micro_batches.step_done(now, num_rows, num_running, is_decode)
         return decisions
 
     def roll_back(self) -> list[Decision]:

@@ -53,6 +53,7 @@ class Scheduler:
         self.num_prefix_queries = self.num_prefix_hits = 0  # tokens looked up in the prefix cache, and those found
         self._limits = limits
         self._num_micro_batches = num_micro_batches
+        self.used_micro_batches = num_micro_batches  # sequences are in the first ones; see micro_batches.py
         self._chunk_tokens = chunk_tokens
         # Prompts are shared up to a multiple of this: in whole pages, and so that the rest is cut as without sharing.
         self._share_tokens = math.lcm(limits.page_size, chunk_tokens or 1)
@@ -142,7 +143,7 @@ class Scheduler:
 
     def _run(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.RUNNING
-        counts = self._micro_batch_counts()
+        counts = self._micro_batch_counts()[: self.used_micro_batches]
         sequence.micro_batch = counts.index(min(counts))
         insort(self.running, sequence, key=_age)
 
@@ -207,16 +208,21 @@ class Scheduler:
         return None if running else []
 
     def _balance(self) -> None:
-        """Move sequences that are in no step from the fullest micro-batch to the emptiest, until the counts differ by one at most."""
-        counts = self._micro_batch_counts()
-        while max(counts) - min(counts) > 1:
-            fullest, emptiest = counts.index(max(counts)), counts.index(min(counts))
+        """Move sequences that are in no step from the fullest micro-batch to the emptiest, until the counts differ by one at most, and all
+        from those that are out of use."""
+        used = self._micro_batch_counts()[: self.used_micro_batches]
+        for sequence in self.running:
+            if sequence.micro_batch >= len(used) and not sequence.in_step:
+                sequence.micro_batch = used.index(min(used))
+                used[sequence.micro_batch] += 1
+        while max(used) - min(used) > 1:
+            fullest, emptiest = used.index(max(used)), used.index(min(used))
             idle = [sequence for sequence in self.running if sequence.micro_batch == fullest and not sequence.in_step]
             if not idle:
                 return
             idle[-1].micro_batch = emptiest
-            counts[fullest] -= 1
-            counts[emptiest] += 1
+            used[fullest] -= 1
+            used[emptiest] += 1
 
     def _micro_batch_counts(self) -> list[int]:
         counts = [0] * self._num_micro_batches

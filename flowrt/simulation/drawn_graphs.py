@@ -39,6 +39,7 @@ def draw_graph(seed: int, graph: Graph) -> Graph:
             "max_tokens": chance.choice((8, 16)),
             "max_num_batched_tokens": chance.choice((8, 16, 24)),
             "chunk_tokens": 4,
+            "dynamic_micro_batches": chance.random() < 0.3,
         }
         keys["numerics"] = chance.choice(("fast", "fast", "strict"))
         try:

@@ -165,6 +165,7 @@ class DataPath:
                 client,
                 operators.pack,
                 unpack,
+                seams.clock.now,
             )
             if unpack is not None:
                 ports = {graph.nodes[edge.target].process: edge.source_port for edge in graph.edges_from(unpacks)}

@@ -59,6 +59,7 @@ class Group:
         client: ExpertClient | None = None,
         pack: KvPack | None = None,
         unpack: KvUnpack | None = None,
+        now: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._node, self._process, self._incarnation = node.name, node.process, incarnation
         self._source = f"{node.name}@{incarnation}"
@@ -69,6 +70,7 @@ class Group:
         self._page_size = page_size
         self._device = device
         self._client, self._pack, self._unpack = client, pack, unpack
+        self._now = now
         self._is_draining = False
         self._starts: deque[StartStep] = deque()  # steps that wait until all messages have left
         self._on_trial: Sequence | None = None  # the latest choice of a suspect that was reported
@@ -167,7 +169,7 @@ class Group:
         is_degraded, not_finite = False, ""
         if self._client is not None:
             is_degraded, not_finite = self._client.omitted.take_degraded(step), self._client.take_not_finite(step)
-        self._carry_out(self._engine.step_done(tag.micro_batch, step.step, tokens, values, is_degraded, not_finite))
+        self._carry_out(self._engine.step_done(tag.micro_batch, step.step, tokens, values, is_degraded, not_finite, self._now()))
 
     def _carry_out(self, decisions: ListLike[Decision]) -> None:
         tokens = tuple(each for each in decisions if isinstance(each, Token))

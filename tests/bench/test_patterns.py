@@ -58,6 +58,8 @@ def test_figures_of_the_overlap_benchmark_follow_from_its_runs() -> None:
 def test_the_benchmark_runs_in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "EXCHANGE_SHARES", (0.28,))
     monkeypatch.setattr(overlap, "NUM_LAYERS", 4)
+    monkeypatch.setattr(overlap, "DYNAMIC_LAYERS", 1)
+    monkeypatch.setattr(overlap, "DYNAMIC_TOKENS", 40)
     report = run_benchmark("overlap", overlap.measure_overlap(virtual=True, dilation=1.0), 1)
     second, third, *_ = report.figures
     assert [second.verdict, third.verdict] == ["met", "met"]

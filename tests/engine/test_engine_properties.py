@@ -23,6 +23,7 @@ def drawn_limits(draw: st.DrawFn) -> GraphLimits:
         max_tokens=24,
         max_num_batched_tokens=draw(st.integers(1, 40)),
         enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+        dynamic_micro_batches=draw(st.booleans()),
     )
 
 

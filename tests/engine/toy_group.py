@@ -80,6 +80,7 @@ class ToyGroup:
         self.engine = Engine(limits, num_micro_batches, 100, VOCABULARY, eos_token_ids, chunk_tokens=chunk_tokens)
         self.memory: list[int | None] = [None] * (limits.kv_pages * limits.page_size)
         self.running: dict[int, StartStep] = {}
+        self.now = 0.0
         self.batches: list[tuple[int, Batch]] = []
         # By (request, attempt), or (request, attempt, choice) behind the first choice.
         self.tokens: dict[tuple[str | int, ...], list[int]] = {}
@@ -169,7 +170,8 @@ class ToyGroup:
             ends = zip(step.batch.sequence_names, accumulate(step.batch.query_lengths), strict=True)
             names = [name for name, end in ends if end - 1 in step.batch.sample_rows]
             sampled = [-1 if name.startswith(broken) else token for name, token in zip(names, sampled, strict=True)]
-        self.take(self.engine.step_done(micro_batch, step.step, sampled))
+        self.now += 1.0 + micro_batch  # fewer micro-batches are faster
+        self.take(self.engine.step_done(micro_batch, step.step, sampled, now=self.now))
         return sampled.count(-1)
 
     def fail(self, micro_batch: int) -> list[str]:

@@ -380,6 +380,8 @@ BUGS: tuple[Bug, ...] = (
         SCHEDULER, "Scheduler._release", "if self._claim is sequence:\n        self._claim = None", "pass")),
     bug("moved-in-step", "a sequence changes its micro_batch while its step runs", (
         SCHEDULER, "Scheduler._balance", "sequence.micro_batch == fullest and (not sequence.in_step)", "sequence.micro_batch == fullest")),
+    bug("unused-moved-in-step", "a micro-batch that goes out of use gives away a sequence while its step runs", (
+        SCHEDULER, "Scheduler._balance", "sequence.micro_batch >= len(used) and (not sequence.in_step)", "sequence.micro_batch >= len(used)")),
     bug("micro-batch-starves", "only the first micro_batch gets steps when something happens", (
         ENGINE, "Engine.next_steps", "for micro_batch in range(len(self._steps))", "for micro_batch in range(1)")),
     bug("step-never-over", "a sequence stays marked as in a step when the step ends without a token", (

@@ -3,27 +3,36 @@
 One group and one expert server compute for the same time per micro-batch. All micro-batches have one sequence each, so their size does
 not change with their number. No step waits for the last one to end, so a step takes L periods of the pipeline, and the equation, which
 fills and empties the pipeline in each step, exceeds it by up to (m - 1) T_f.
+
+A second comparison has a batch of fixed size, and lets the group choose the number of micro-batches by the load (xDeepServe section 4.1).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from flowrt.bench.cases.patterns import Comparison, Runs, Variant, measure, one_link, one_row
 from flowrt.bench.measure.benchmark import Result
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.planning.ping_pong import PingPong
 
+Compute = Mapping[str, Mapping[str, float]]  # `emulate.compute`
 COMPUTE_SECONDS = 100e-6  # T_f
 EXCHANGE_SHARES = (0.1, 0.28, 0.38)  # T_c / T_f
 THIRD_TARGETS = {0.1: 1.08, 0.28: 1.22, 0.38: 1.30}
 SECOND_TARGET, DEVIATION_TARGET, EXPOSED_TARGET = 1.8, 0.05, 0.1
 NUM_LAYERS = 16
 MICRO_BATCHES = (1, 2, 3)
+BATCH = 12  # of the dynamic number
+DYNAMIC_TARGET = 0.95
+DYNAMIC_LAYERS, DYNAMIC_TOKENS = 4, 250
+ROWS_COST: Compute = {"attention": {"row_seconds": 25e-6}, "experts": {"row_seconds": 12.5e-6}}  # each expert gets a row of each token
+CALLS_COST: Compute = {"attention": {"fixed_seconds": 100e-6}, "experts": {"fixed_seconds": 20e-6}}
 
 
 def measure_overlap(virtual: bool, dilation: float) -> AsyncIterator[Result]:
-    return measure([_comparison(share) for share in EXCHANGE_SHARES], virtual, dilation)
+    dynamic = [_dynamic("computing by rows", ROWS_COST), _dynamic("computing by calls", CALLS_COST)]
+    return measure([*map(_comparison, EXCHANGE_SHARES), *dynamic], virtual, dilation)
 
 
 def _comparison(share: float) -> Comparison:
@@ -44,6 +53,29 @@ def _variant(times: PingPong, micro_batches: int) -> Variant:
     }
     exchange = times.exchange_seconds / times.compute_seconds
     return Variant(f"{micro_batches} micro-batches, exchange {exchange:g} of computing", keys, micro_batches)
+
+
+def _dynamic(name: str, compute: Compute) -> Comparison:
+    def variant(micro_batches: int, is_dynamic: bool) -> Variant:
+        keys = {
+            "deploy": {
+                "attention": {"groups": 1, "micro_batches": micro_batches},
+                "experts": {"servers": 1},
+                "links": one_link(EXCHANGE_SHARES[-1] * COMPUTE_SECONDS),
+            },
+            "emulate": {"compute": compute},
+            "limits": {"max_num_seqs": BATCH, "dynamic_micro_batches": is_dynamic},
+        }
+        return Variant(f"{name}, {'up to ' * is_dynamic}{micro_batches} micro-batches", keys, BATCH)
+
+    def figures(runs: Runs) -> Sequence[Figure]:
+        *fixed, dynamic = ([run.tokens_per_second for run in each] for each in runs)
+        best = max(range(len(fixed)), key=lambda number: sum(fixed[number]))
+        label, target = f"{name}: a dynamic number", Target(DYNAMIC_TARGET, at_most=False)
+        return [Figure.paired(label, "tokens/s", dynamic, f"the best, {MICRO_BATCHES[best]}", fixed[best], target)]
+
+    variants = [*(variant(number, is_dynamic=False) for number in MICRO_BATCHES), variant(MICRO_BATCHES[-1], is_dynamic=True)]
+    return Comparison(variants, figures, DYNAMIC_LAYERS, new_tokens=DYNAMIC_TOKENS)
 
 
 def _figures(times: PingPong, share: float, runs: Runs) -> Sequence[Figure]:
