@@ -48,7 +48,6 @@ _LONG_SECONDS = 5e-3  # the expected time takes a call of this length at once
 BOUND_SECONDS = 60.0  # bound of a call without a declared bound ...
 _TIMES_LONGEST = 20.0  # ... or this many times the longest call of its label, if that is more
 STILL_SECONDS = 0.75  # a computing call needs a processor: one that has been neither running nor runnable for this long is hung
-FIRST_STILL_SECONDS = 5.0  # the first call of a label may read from disks
 
 
 class Clock(Protocol):
@@ -144,7 +143,7 @@ class ThreadCompute:
             self._since_seconds,
             max(BOUND_SECONDS, _TIMES_LONGEST * self._longest_seconds.get(label, 0.0)),
             None if clock is None else time.clock_gettime(clock),
-            STILL_SECONDS if label in self._expected_seconds else FIRST_STILL_SECONDS,
+            STILL_SECONDS,
             other_threads_want_processor,
             thread_queued_seconds(self._thread_id),
         )

@@ -77,6 +77,8 @@ class Start(Control, frozen=True):
 
     A standby process gets two. The first names the processes whose operators it `loads`; it responds with Listening, without addresses.
     The second makes it a worker of the graph, for which it uses the operators that it has loaded as `loaded_as`.
+
+    `ended`: operations of which a call has ended in the run, see Heartbeat.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Start(Control, frozen=True):
     loaded_as: str = ""
     is_traced: bool = False
     settings: bytes = b""
+    ended: tuple[str, ...] = ()
 
 
 class LoadProgress(Control, frozen=True):
@@ -327,7 +330,8 @@ class Heartbeat(Control, frozen=True):
     """From the loop of a worker, at even intervals while it turns: relayed to the monitor.
 
     `sequence` counts the heartbeats of this incarnation. `lag_seconds`: how late the loop made this one. `running` names the running
-    operation, `running_seconds` its duration so far, `bound_seconds` its bound (0: none is declared).
+    operation, `running_seconds` its duration so far, `bound_seconds` its bound (0: none is declared). `ended`: operations of which the
+    first call in the run has ended since the last heartbeat.
     """
 
     sequence: int
@@ -339,6 +343,7 @@ class Heartbeat(Control, frozen=True):
     incarnation: str = ""
     process: str = ""  # filled in by the launcher, which relays it
     pid: int = 0  # the same; 0: not on this machine, or not known
+    ended: tuple[str, ...] = ()
 
 
 class LateResponse(Control, frozen=True):

@@ -6,7 +6,7 @@ continue while the loop is blocked. flowrt/reliability/detector.py draws the con
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import NoReturn
 
 from flowrt.actors.control import Control, Heartbeat
@@ -16,6 +16,7 @@ from flowrt.seams import Clock, Running
 HEARTBEAT_SECONDS = 0.1
 LAUNCHER_HEARTBEAT_SECONDS = 0.05  # silence counts up to its latest heartbeat, so a process is marked dead later by this much
 STILL_SHARE = 0.01  # of the time: an operation that uses less of a processor only checks whether it may continue
+FIRST_STILL_SECONDS = 5.0  # while no call of the operation has ended in the run
 REPORTED_SECONDS = 0.3  # a longer standstill is reported
 
 
@@ -26,15 +27,19 @@ async def send_heartbeats(
     send: Callable[[Control], None],
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
     process: str = "",
+    ended: Collection[str] = (),
+    ended_before: Iterable[str] = (),
 ) -> NoReturn:
     """Pass a Heartbeat to `send` every `heartbeat_seconds` until cancelled, the first one at once. `send` must not wait. `read` returns
-    the number of firings and the running operation."""
-    watch = OperationWatch(heartbeat_seconds)
+    the number of firings and the running operation. `ended`: a view of the operations of which a call has ended here; `ended_before`:
+    elsewhere in the run."""
+    watch = OperationWatch(heartbeat_seconds, ended_before)
     sequence, now = 0, clock.now()
     due = now
     while True:
         lag = now - due
         num_firings, running = read()
+        first_ended = watch.note_ended(ended)
         label, running_seconds, bound_seconds = watch.look(now, running)
         send(
             Heartbeat(
@@ -46,6 +51,7 @@ async def send_heartbeats(
                 bound_seconds=bound_seconds,
                 incarnation=incarnation,
                 process=process,
+                ended=first_ended,
             )
         )
         sequence += 1
@@ -61,13 +67,21 @@ class OperationWatch:
 
     The limit counts only time in which the operation could run. It excludes waiting for a processor, and time without looks, in which this
     process was stopped or had no processor. An operation that neither computes nor waits for a processor stands still. It may stand still
-    for `still_seconds`: its limit is then at most its time until it stood still plus `still_seconds`.
+    for `still_seconds`: its limit is then at most its time until it stood still plus `still_seconds`. This is FIRST_STILL_SECONDS for an
+    operation of which no call has ended in the run (`ended`): it may read libraries and weights, which are in memory from then on.
     """
 
-    def __init__(self, look_seconds: float = HEARTBEAT_SECONDS) -> None:
+    def __init__(self, look_seconds: float = HEARTBEAT_SECONDS, ended: Iterable[str] = ()) -> None:
+        self._ended = set(ended)
         self._max_between = 1.5 * look_seconds
         self._operation: tuple[str, float] | None = None
         self._looked = self._computed = self._queued = self._seconds = self._still = 0.0
+
+    def note_ended(self, operations: Collection[str]) -> tuple[str, ...]:
+        """A call of each of these has ended. Returns those that are new."""
+        new = tuple(operation for operation in operations if operation not in self._ended)
+        self._ended.update(new)
+        return new
 
     def look(self, now: float, running: Running | None) -> tuple[str | None, float, float]:
         """Returns (description of the operation, seconds it has run, its bound in seconds). To be called every `look_seconds`."""
@@ -88,5 +102,7 @@ class OperationWatch:
         self._looked, self._computed, self._queued = now, computed or 0.0, running.queued_seconds
         seconds, still = self._seconds, self._still
         label = repr(running.label) if still < REPORTED_SECONDS else f"{running.label!r}, which has not computed for {still:.2f} s,"
-        bound = running.bound_seconds
-        return label, seconds, bound if not still else min(bound, seconds - still + running.still_seconds)
+        bound, still_seconds = running.bound_seconds, running.still_seconds
+        if running.label not in self._ended:
+            still_seconds = max(still_seconds, FIRST_STILL_SECONDS)
+        return label, seconds, bound if not still else min(bound, seconds - still + still_seconds)

@@ -109,6 +109,7 @@ class Launcher:
         self.run_id = self.seams.new_incarnation()
         graph_json = to_json(self.graph)
         self.health_record = HealthRecord(self.graph, self.seams.clock.now)
+        self._ended_operations: set[str] = set()  # operations of which a call has ended
         self._on_event = on_event or (lambda event: None)
         self._on_control = on_control or (lambda name, control: None)
         self._farewell = farewell
@@ -125,7 +126,8 @@ class Launcher:
             loaded = tuple(dict.fromkeys(loads.values())) if name in standbys else ()
             settings = services[name].settings if name in services else b""
             loaded_as = loads[name] if was_standby else ""
-            return Start(name, incarnation, graph_json, self.key, log_level, loaded, loaded_as, is_traced, settings)
+            ended = tuple(sorted(self._ended_operations))
+            return Start(name, incarnation, graph_json, self.key, log_level, loaded, loaded_as, is_traced, settings, ended)
 
         self.state = RunState(
             self.graph,
@@ -345,6 +347,7 @@ class Launcher:
         match control:
             case Heartbeat():
                 self.health_record.on_heartbeat(name, control)
+                self._ended_operations.update(control.ended)
                 if self.state.is_usable(name):
                     self._send_to_monitor(replace(control, process=name, pid=worker.pid))
             case LateResponse():

@@ -250,7 +250,8 @@ class Worker:
             tasks.create_task(self._run_links(data_path.links), name=f"links of {name}")
             if is_watched(self._graph):
                 counters, compute = data_path.runner.statistics, self._compute
-                heartbeats = send_heartbeats(self.incarnation, lambda: (counters.num_firings, compute.running), clock, send)
+                read, before = lambda: (counters.num_firings, compute.running), self._start.ended
+                heartbeats = send_heartbeats(self.incarnation, read, clock, send, ended=counters.nodes.keys(), ended_before=before)
                 tasks.create_task(heartbeats, name=f"heartbeats of {name}")
 
     async def report_error(self, error: BaseException) -> None:

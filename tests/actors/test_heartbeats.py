@@ -11,10 +11,10 @@ from collections.abc import Callable
 import pytest
 
 from flowrt.actors.control import Control, Heartbeat
-from flowrt.actors.heartbeats import HEARTBEAT_SECONDS, OperationWatch, send_heartbeats
+from flowrt.actors.heartbeats import FIRST_STILL_SECONDS, HEARTBEAT_SECONDS, OperationWatch, send_heartbeats
 from flowrt.process_status import other_threads_want_processor
 from flowrt.reliability.scenario import Scenario, Stall
-from flowrt.seams import BOUND_SECONDS, FIRST_STILL_SECONDS, STILL_SECONDS, Running, Seams, ThreadCompute
+from flowrt.seams import BOUND_SECONDS, STILL_SECONDS, Running, Seams, ThreadCompute
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.world import World, run
 
@@ -73,7 +73,7 @@ Look = tuple[float, float | None]  # when, processor time
 
 def looks(rows: list[Look], bound: float = 60.0, still: float = STILL_SECONDS) -> list[float]:
     """Of each look at one operation: by how much it is beyond its bound (below 0: it is not)."""
-    watch = OperationWatch()
+    watch = OperationWatch(ended=["call"])
     beyond = []
     for now, computed in rows:
         _, seconds, most = watch.look(now, Running("call", 7.0, bound, computed, still))
@@ -107,7 +107,7 @@ def test_hung_and_long_operations_are_distinguished(name: str, rows: list[Look],
 
 
 def test_time_in_the_run_queue_and_time_without_looks_extend_the_bound() -> None:
-    watch = OperationWatch()
+    watch = OperationWatch(ended=["call"])
     for tenth in range(5000):  # nine tenths of it in the run queue
         _, seconds, bound = watch.look(tenth / 10, Running("call", 7.0, 60.0, 0.01 * tenth, STILL_SECONDS, queued_seconds=0.09 * tenth))
         assert seconds < bound
@@ -115,7 +115,7 @@ def test_time_in_the_run_queue_and_time_without_looks_extend_the_bound() -> None
 
 
 def test_waiting_for_a_processor_is_not_a_standstill() -> None:
-    watch = OperationWatch()
+    watch = OperationWatch(ended=["call"])
     wants = True
     running = Running("call", 7.0, 60.0, 1.0, STILL_SECONDS, lambda: wants)
     for i in range(50):
@@ -127,12 +127,21 @@ def test_waiting_for_a_processor_is_not_a_standstill() -> None:
 
 
 def test_another_call_restarts_the_measurement_and_a_declared_wait_is_allowed() -> None:
-    watch = OperationWatch()
+    watch = OperationWatch(ended=["call"])
     for i in range(100):  # calls that stand still for 0.5 s each
         _, seconds, bound = watch.look(i / 10, Running("call", float(i // 5), 60.0, 1.0, STILL_SECONDS))
         assert seconds < bound
     assert max(looks([(i / 10, 1.0) for i in range(590)], still=math.inf)) < 0
     assert watch.look(10.0, None) == (None, 0.0, 0.0)
+
+
+def test_operation_of_which_no_call_has_ended_in_the_run_may_stand_still_for_longer() -> None:
+    watch = OperationWatch(ended=["before"])
+    assert watch.note_ended(["here", "before"]) == ("here",)
+    assert watch.note_ended(["here", "before"]) == ()
+    for label, still in (("before", STILL_SECONDS), ("here", STILL_SECONDS), ("new", FIRST_STILL_SECONDS)):
+        bounds = [watch.look(0.1 * number, Running(label, 7.0, 60.0, 1.0, STILL_SECONDS))[2] for number in range(3)]
+        assert bounds[-1] == pytest.approx(still)
 
 
 def test_standstill_is_named_in_the_label() -> None:
@@ -201,9 +210,7 @@ async def test_bounds_are_declared_or_found() -> None:
         return running
 
     first = await look_at("call")
-    assert (first.bound_seconds, first.still_seconds) == (BOUND_SECONDS, FIRST_STILL_SECONDS)  # it may read from disks
-    assert (await look_at("call")).still_seconds == STILL_SECONDS
-    assert (await look_at("other")).still_seconds == FIRST_STILL_SECONDS
+    assert (first.bound_seconds, first.still_seconds) == (BOUND_SECONDS, STILL_SECONDS)
     compute._longest_seconds["call"] = 10.0
     assert (await look_at("call")).bound_seconds == 200.0  # 20 times the longest
     declared = await look_at("call", 3600.0)

@@ -191,7 +191,8 @@ def test_server_lost_by_the_launcher_is_started_again(seed: int) -> None:
     [
         (Pause(process="experts.0", at_seconds=0.02, for_seconds=3.0), 1, 1),
         (Stall(process="experts.0", at_seconds=0.02, for_seconds=3.0), 1, 1),
-        (Hang(process="experts.0", at_seconds=0.02, for_seconds=4.0), 1, 1),
+        (Hang(process="experts.0", at_seconds=0.02, for_seconds=4.0), 0, 0),  # in its first call, which may read from disks
+        (Hang(process="experts.0", at_seconds=1.0, for_seconds=4.0), 1, 1),
         (Pause(process="experts.0", at_seconds=0.02, for_seconds=0.3), 0, 0),
         (
             Slow(process="experts.0", at_seconds=0.02, for_seconds=3.0, factor=50.0),
@@ -210,6 +211,12 @@ def test_process_marked_dead_by_the_monitor(fault: Fault, num_marked_dead: int, 
     outcome = serve_under(0, graph, requests(8, apart=0.6), fault)
     assert finish_reasons(outcome.result) == ("length",) * 8
     assert (outcome.num_faults["marked dead"], outcome.num_faults["restarted"]) == (num_marked_dead, started_again)
+
+
+def test_first_call_of_a_restarted_process_has_no_longer_bound() -> None:
+    faults = Crash(process="experts.0", at_seconds=1.0), Hang(process="experts.0", at_seconds=1.1, for_seconds=4.0)
+    outcome = serve_under(0, load("2x3.yaml", detector=True), requests(8, apart=0.6), *faults)
+    assert (outcome.num_faults["marked dead"], outcome.num_faults["restarted"]) == (1, 2)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

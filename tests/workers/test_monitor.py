@@ -74,7 +74,7 @@ async def work(control: Channel, seams: Seams) -> None:
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(calls()),
-            group.create_task(send_heartbeats("1", read, seams.clock, lambda heartbeat: link.post(as_message(heartbeat)))),
+            group.create_task(send_heartbeats("1", read, seams.clock, lambda heartbeat: link.post(as_message(heartbeat)), ended=("call",))),
         ]
         await link.run()
         for task in tasks:

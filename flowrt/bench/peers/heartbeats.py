@@ -76,7 +76,7 @@ async def run_worker(control: Channel, seams: Seams) -> None:
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(worker.work(), name="work"),
-            group.create_task(send_heartbeats(start.incarnation, read, seams.clock, send), name="heartbeats"),
+            group.create_task(send_heartbeats(start.incarnation, read, seams.clock, send, ended=("experts",)), name="heartbeats"),
         ]
         await connection.run()
         for task in tasks:
