@@ -302,7 +302,7 @@ class Gateway:
         logs = [log for log in self._active.values() if group in self._stages.workers_of(log)]
         cause = self._stages.suspect(group, logs) if may_recur else None
         decisions: list[Decision] = []
-        for log in logs:
+        for log in sorted(logs, key=lambda log: log is cause):  # last, as its end places what waits: the oldest of all
             if is_alive:
                 decisions.append(SendCancel(group, Cancel(log.id, log.attempt)))
             if redo(FaultKind.CRASHED_GROUP, int(log is cause)) is Redo.END:

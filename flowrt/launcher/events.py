@@ -78,7 +78,7 @@ class WorkerLost:
     SIGKILL". `while_loading`: the run has not loaded yet. `may_recur`: it crashed or hung, and what it computed may be the reason.
     `is_restarting`: `recovery: restart_role` or `restart_all` restarts it, and requests wait for it until it is given up. `alone_for`: the
     group, itself or another one, for which it computed a part of a suspect, and nothing else; "": none. `is_colocated`: it is a group and
-    an expert server."""
+    an expert server. `ends_groups`: the policy restarts groups with it."""
 
     name: str
     how: str
@@ -87,6 +87,7 @@ class WorkerLost:
     is_restarting: bool = False
     alone_for: str = ""
     is_colocated: bool = False
+    ends_groups: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,12 @@ class WorkerCleared:
 @dataclass(frozen=True)
 class WorkerMarkedDead:
     """The monitor marks `name` dead. A worker that the run can lose is killed (`is_killed`). Otherwise, if it is a group, its requests move
-    to other groups until it is cleared."""
+    to other groups until it is cleared. `may_recur`: it hangs, and what it computes may be the reason."""
 
     name: str
     why: str
     is_killed: bool = True
+    may_recur: bool = False
 
 
 @dataclass(frozen=True)

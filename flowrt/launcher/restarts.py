@@ -52,13 +52,15 @@ class Restarts:
             return
         process.is_fenced = True
         how = "; ".join(each for each in (process.cause, process.how) if each) or "has ended"
+        dying = (process, *self._table.restarted_with(process)) if process.is_restarting else ()
+        ends_groups = any(name in self._table.emits.values() for each in dying for name in each.names)
         # A crash ends all workers of the process, whichever of them computed the part.
         alone = next((each.computes_alone for each in process.workers if each.computes_alone.tag is not None), ComputesAlone())
         for worker in process.workers:
             while_loading = self._table.phase == RunPhase.LOADING
             alone_for = self._table.process_of(worker.computes_alone.tag)
             is_colocated = worker.name in self._table.colocated
-            lost = (process.may_recur, process.is_restarting, alone_for, is_colocated)
+            lost = (process.may_recur, process.is_restarting, alone_for, is_colocated, ends_groups)
             self._table.announce(events.WorkerLost(worker.name, how, while_loading, *lost))
             cause = DeathCause(worker.name, worker.incarnation, how, process.may_recur, alone.tag, alone.part)
             self._table.notify(worker, self._table.neighbours.get(worker.name, ()), cause)

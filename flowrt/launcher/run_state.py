@@ -353,7 +353,7 @@ class RunState:
                 found.process.has_failed |= not report.is_stopped
                 if not is_killed:
                     self._fenced.add(worker)
-                self._table.announce(events.WorkerMarkedDead(worker, report.why, is_killed))
+                self._table.announce(events.WorkerMarkedDead(worker, report.why, is_killed, not report.is_stopped))
                 self._table.fence(worker, f"was marked dead ({report.why})")
 
     def on_stop_sent(self, worker: str) -> None:

@@ -55,6 +55,8 @@ class GroupChecks:
         now = self._world.loop.time()
         match event:
             case events.WorkerLost(name, while_loading=False) | events.WorkerMarkedDead(name, is_killed=False) if name in self._workers:
+                if isinstance(event, events.WorkerMarkedDead):
+                    self._note_trial_of(name)
                 self._placed = {key: placed for key, placed in self._placed.items() if placed[0] != name}
                 unread = self._world.processes[name].num_unread()
                 if isinstance(event, events.WorkerLost) and unread and now < self._died.get(name, -math.inf) + FENCE_SECONDS:
@@ -129,11 +131,15 @@ class GroupChecks:
                 if name in self._groups:
                     self._outages.down(name, now)
                 self._died[name] = now
-                if (inside := self._inside_of(name)) is not None and self._faults.may_recur(name) and not inside.computes_for_others():
-                    self._note_trial(name, inside.on_trial())
+                self._note_trial_of(name)
         for name, server in self._world.processes.items():
             if server is process and (inside := self._inside_of(name)) is not None and self._faults.may_recur(name):
                 self._note_part(inside.computes_alone())
+
+    def _note_trial_of(self, group: str) -> None:
+        inside = self._inside_of(group)
+        if inside is not None and self._faults.may_recur(group) and not inside.computes_for_others():
+            self._note_trial(group, inside.on_trial())
 
     def _committed(self, request_id: str) -> list[int]:
         """The number of committed tokens of each choice; none when the log is gone."""

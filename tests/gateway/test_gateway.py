@@ -13,6 +13,7 @@ from flowrt.actors.control import Cancel, Ended, Logprobs, RunsAlone, Token
 from flowrt.engine.engine import Decision as EngineDecision
 from flowrt.engine.engine import Engine
 from flowrt.gateway.gateway import ChoiceEvent, Decision, EndEvent, Gateway, SendCancel, SendRequest, TokenEvent
+from flowrt.gateway.routing import WaitingRequest, WorkerStatus
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import SamplingParams
@@ -434,6 +435,26 @@ def test_requests_of_a_crashed_group_run_alone_and_only_one_that_did_is_blamed()
     assert end == EndEvent(3, "error", "", error)
     suspects = {log.index for log in map(gateway.log, range(9)) if log.is_suspect and log.end is None}
     assert suspects == {0, 1, 4, 6, 7}, "requests that were in no step with it are no suspects"
+
+
+def test_requests_of_a_crashed_group_come_before_newer_ones_that_waited_for_it() -> None:
+    favourite = ["g0"]
+
+    def choose(request: WaitingRequest, workers: Sequence[WorkerStatus]) -> str | None:
+        by_name = {worker.name: worker.num_sequences for worker in workers}
+        name, room = (favourite[0], 3) if favourite[0] in by_name else (min(by_name), 1)
+        return name if by_name[name] < room else None
+
+    gateway = new_gateway(routing=choose)
+    place(gateway)
+    (alone,) = [each for each in gateway.lose_group("g0", "was killed by SIGSEGV", may_recur=True) if isinstance(each, SendRequest)]
+    gateway.readmit_group("g0")
+    gateway.on_runs_alone("g1", RunsAlone(alone.request.id, alone.request.attempt))
+    favourite[0] = "g1"
+    assert [place(gateway).group, place(gateway).group, admit(gateway, (1,))] == ["g1", "g1", None]
+    decisions = gateway.lose_group("g1", "was killed by SIGSEGV", may_recur=True)
+    assert [each.request for each in decisions if isinstance(each, EndEvent)] == [0]
+    assert [each.index for each in decisions if isinstance(each, SendRequest)] == [1]
 
 
 def test_others_pass_a_suspect_that_waits_for_a_trial_and_not_one_that_waits_for_room() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 from launcher.run_driver import KILLED, Driver, announced
@@ -13,6 +14,7 @@ from flowrt.graph.builtin import Keeps
 from flowrt.graph.model import MONITOR, Edge, Graph, Node, ReliabilitySettings
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, End, EndProcess, Send, StartProcess
+from flowrt.launcher.group_changes import apply_group_change
 from flowrt.launcher.run_table import REAP_SECONDS
 from flowrt.processes.output_tail import exit_text
 
@@ -220,6 +222,21 @@ def test_a_worker_that_is_killed_on_purpose_is_not_blamed() -> None:
         ("attention.1", False, True),
     ]
     assert lost[1].how == f"is restarted with attention.0; {KILLED}"
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_requests_of_a_group_that_hangs_and_is_not_killed_are_suspects(hangs: bool) -> None:
+    requests = Mock()
+    apply_group_change(events.WorkerMarkedDead("attention.0", "no progress", is_killed=False, may_recur=hangs), requests)
+    requests.lose_group.assert_called_once_with("attention.0", "was marked dead: no progress", may_recur=hangs, is_alive=True)
+
+
+@pytest.mark.parametrize(("policy", "ends_groups"), [("fine", False), ("restart_role", False), ("restart_all", True)])
+def test_loss_of_a_server_says_whether_groups_end_with_it(policy: str, ends_groups: bool) -> None:
+    run = Run(policy)
+    crash = run.do(run.state.on_exited, "experts.0", exit_text(-11)) + run.do(run.state.on_connection_closed, "experts.0")
+    (lost,) = [event for event in announced(crash) if isinstance(event, events.WorkerLost)]
+    assert (lost.name, lost.may_recur, lost.ends_groups) == ("experts.0", True, ends_groups)
 
 
 def test_groups_learn_which_servers_are_restarted_on_purpose() -> None:

@@ -440,7 +440,9 @@ async def test_incarnation_marked_dead_is_killed_and_no_later_one(tmp_path: Path
         await r.until(lambda: r.of(events.WorkerSuspected, "server.0"))
         (tmp_path / "verdict").write_text(f"dead client.0 {launcher.incarnations['client.0']}")
         await r.until(lambda: r.of(events.WorkerMarkedDead, "client.0"))
-        assert r.of(events.WorkerMarkedDead, "client.0") == [events.WorkerMarkedDead("client.0", "no sign of it", is_killed=False)]
+        assert r.of(events.WorkerMarkedDead, "client.0") == [
+            events.WorkerMarkedDead("client.0", "no sign of it", is_killed=False, may_recur=True)
+        ]
         await r.submit("client.0", "hello")
         await r.until(lambda: r.received("client.0", "done", "hello"))
         assert len(r.of(events.WorkerLost, "server.0")) == 1

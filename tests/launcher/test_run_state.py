@@ -451,7 +451,7 @@ def test_dead_worker_that_is_not_killed_is_announced_as_such() -> None:
     driver.do(driver.state.stop)
     incarnation = driver.state.incarnations[SERVER]
     actions = driver.do(driver.state.on_detector_report, DetectorReport(SERVER, incarnation, ProcessState.DEAD, "stopped"))
-    assert announced(actions) == [events.WorkerMarkedDead(SERVER, "stopped", False)]
+    assert announced(actions) == [events.WorkerMarkedDead(SERVER, "stopped", False, may_recur=True)]
     assert not [action for action in actions if isinstance(action, EndProcess)]
 
 

@@ -26,7 +26,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("lost-twice", "the loss of one incarnation is announced twice", (
         RESTARTS, "Restarts.fence", "process.is_fenced or ", "")),
     bug("marked-dead-keeps-requests", "a group that is marked dead and must not be killed keeps its requests", (
-        GROUP_CHANGES, "apply_group_change", "requests.lose_group(name, f'was marked dead: {why}', is_alive=True)", "pass")),
+        GROUP_CHANGES, "apply_group_change", "requests.lose_group(name, f'was marked dead: {why}', may_recur=may_recur, is_alive=True)", "pass")),
     bug("peers-name-dead", "a new incarnation is told to link with a peer that has died", (
         RUN_STATE, "RunState._send_peers", "WorkerState.LINKING <= each.state <= WorkerState.STOPPING", "each.name in self._addresses")),
     bug("earlier-loss-kills", "the loss of a link to an earlier incarnation ends a living process", (
@@ -86,7 +86,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("proven-by-one-choice", "a suspect is cleared by the token of one of its choices", (
         PLACEMENT, "Placement.prove", "if log.unproven:", "if False:")),
     bug("restart-forgets-crash", "a policy that restarts the groups with a crashed server restarts what crashed it, too", (
-        "flowrt.launcher.group_changes", "apply_group_change", "if may_recur and is_restarting:", "if False:")),
+        "flowrt.launcher.group_changes", "apply_group_change", "if may_recur and ends_groups:", "if False:")),
     bug("interrupted-trial-forgotten", "a request that ran alone in a group that a policy ended is never the cause", (
         PLACEMENT, "Placement.alone_in", "self._alone(group) or self._interrupted.get(group)", "None")),
     bug("trial-never-over", "the trial of a suspect that has ended is never over", (
