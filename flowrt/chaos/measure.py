@@ -24,9 +24,8 @@ from flowrt.chaos.phases import Phases
 from flowrt.chaos.plan import check_processes, load_plan
 from flowrt.emulation import EmulationReport, emulation_report
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.builtin import Keeps
 from flowrt.graph.model import Graph
-from flowrt.graph.recovery import neighbours, rule_of, survivable_processes
+from flowrt.graph.recovery import neighbours, survivable_processes, survives
 from flowrt.launcher.events import Event
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import Crash, Hang, Scenario, Stall
@@ -97,9 +96,10 @@ class ChaosResult:
 
 
 def expert_servers(graph: Graph) -> list[str]:
-    """Processes that hold experts, be they trampolines too, and keep nothing between two requests."""
-    processes = dict.fromkeys(node.process for node in graph.nodes.values() if node.operator == "experts")
-    return [name for name in processes if rule_of(graph, name).keeps == Keeps.NOTHING]
+    """Processes that compute experts for others, be they trampolines or groups too, and that the run can lose."""
+    ends = [(graph.nodes[edge.target], graph.ends_of(edge)) for edge in graph.edges.values()]
+    processes = dict.fromkeys(node.process for node, (source, target) in ends if node.operator == "experts" and source != target)
+    return [name for name in processes if survives(graph, name)]
 
 
 def clients_of(graph: Graph) -> dict[str, set[str]]:
