@@ -103,9 +103,11 @@ def expert_servers(graph: Graph) -> list[str]:
 
 
 def clients_of(graph: Graph) -> dict[str, set[str]]:
-    """Expert server -> the processes that are linked with it, and use it no more once it is lost."""
-    linked = neighbours(graph)
-    return {name: set(linked.get(name, ())) for name in expert_servers(graph)}
+    """Expert server -> the processes that are linked with it, and use it no more once it is lost. Group -> the expert servers that hold its
+    rows."""
+    linked, servers = neighbours(graph), set(expert_servers(graph))
+    held = {name: servers.intersection(linked.get(name, ())) for name in processes_by_role(graph).get("attention", ())}
+    return held | {name: set(linked.get(name, ())) for name in servers}
 
 
 def prepare(path: Path, options: ChaosOptions) -> PreparedRun:

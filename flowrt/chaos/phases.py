@@ -26,7 +26,7 @@ class Phases:
     def __init__(self, running: RunningGraph, clock: Clock, answers: Callable[[], Iterable[ReceivedAnswer]]) -> None:
         self._running, self._clock, self._answers = running, clock, answers
         self._num_at_move: dict[str, int] = {}  # request id -> tokens that its latest attempt replays
-        self._attempts: dict[int, int] = {}  # request -> its latest attempt
+        self._num_moves: dict[int, int] = {}  # by request
         self.is_draining = False
 
     def phase_of(self, process: str) -> Phase | None:
@@ -62,8 +62,9 @@ class Phases:
         now = self._clock.now()
         answers = {answer.index: answer for answer in self._answers() if answer.index >= 0 and answer.finish_reason is None}
         for log in self._all_logs():
-            if log.attempt > self._attempts.get(log.index, 0):
-                self._attempts[log.index] = log.attempt
+            num_moves = log.attempt - log.num_kv_lost  # a KV transfer that failed begins an attempt, too
+            if num_moves > self._num_moves.get(log.index, 0):
+                self._num_moves[log.index] = num_moves
                 self._num_at_move[log.id] = num_tokens(log)
                 if log.index in answers:
                     answers[log.index].moves.append(Move(now, event.name, max((len(each.token_ids) for each in log.choices), default=0)))

@@ -193,6 +193,10 @@ def _times(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]
                 rows.append(_durations(f"{name} until {what}", list(map(seconds_of, of_servers)), target))
         if of_groups := [injected for injected in injected_faults if injected.process in groups]:
             rows.append(_durations(f"{name} until the requests of the group move", list(map(observer.lost_seconds, of_groups)), bound))
+            if servers:
+                rows.append(
+                    _durations(f"{name} until no expert server holds rows of the group", list(map(observer.left_seconds, of_groups)), bound)
+                )
             rows.append(_durations(f"{name} until the group is back", list(map(observer.back_seconds, of_groups)), None))
     if monitors:
         rows.append(_durations("kill until the monitor is back", list(map(observer.back_seconds, monitors)), None))
