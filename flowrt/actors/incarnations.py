@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from functools import partial
+
 from flowrt.transports.contract import Identity
+
+MAX_ENDED = 64  # remembered per process: no notice about an older incarnation comes
 
 
 class Incarnations:
@@ -10,7 +15,7 @@ class Incarnations:
 
     def __init__(self) -> None:
         self._current: dict[str, Identity] = {}  # by process
-        self._ended: set[Identity] = set()  # a restart budget bounds their number
+        self._ended: defaultdict[str, deque[str]] = defaultdict(partial(deque, maxlen=MAX_ENDED))  # by process
 
     def current(self, process: str) -> Identity | None:
         """The current incarnation of `process`, or None."""
@@ -18,21 +23,22 @@ class Incarnations:
 
     def begin(self, identity: Identity) -> bool:
         """Make `identity` the current incarnation of its process. Returns False, without effect, when it has already ended."""
-        if identity in self._ended:
+        if self.has_ended(identity):
             return False
         before = self.current(identity.name)
         if before is not None and before != identity:
-            self._ended.add(before)
+            self._ended[before.name].append(before.incarnation)
         self._current[identity.name] = identity
         return True
 
     def end(self, identity: Identity) -> bool:
         """Mark `identity` as ended, whether or not it had begun. True when it was current until now."""
-        self._ended.add(identity)
+        if not self.has_ended(identity):
+            self._ended[identity.name].append(identity.incarnation)
         if self._current.get(identity.name) != identity:
             return False
         del self._current[identity.name]
         return True
 
     def has_ended(self, identity: Identity) -> bool:
-        return identity in self._ended
+        return identity.incarnation in self._ended[identity.name]

@@ -158,7 +158,7 @@ class WorkerInternals:
 
     def has_ended(self, server: str, incarnation: str) -> bool:
         membership = self._worker._membership
-        return membership is not None and (server, incarnation) in membership._ended
+        return membership is not None and incarnation in membership._ended._ended.get(server, ())
 
     def uses(self, server: str, incarnation: str) -> bool:
         """Whether the worker sends parts to this incarnation of the server."""
@@ -230,9 +230,10 @@ class WorkerInternals:
         """At any time: what the worker keeps of clients whose incarnation it knows to have ended. A running call may add rows to its
         end."""
         runner, membership = self._part("runner"), self._worker._membership
-        if runner is None or membership is None or not membership._ended:
+        if runner is None or membership is None:
             return []
-        ended = {f"{source}@{end}" for process, end in membership._ended for source in membership._sources.get(process, ())}
+        by_process = membership._ended._ended.items()
+        ended = {f"{source}@{end}" for process, ends in by_process for end in ends for source in membership._sources.get(process, ())}
         found = {"ready firings": {firing.tag.source for firings in runner._ready.values() for firing in firings}}
         if not self.computes:
             found["rows"] = {tag.source for _, tag in runner._table._rows} | {key[1] for key in runner._table._held}

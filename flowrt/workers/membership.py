@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 
 from flowrt.actors.control import Control, DeathCause, ExpertsUnavailable, LateResponse, LinkLost, PeerJoined, PeerLeft
+from flowrt.actors.incarnations import Incarnations
 from flowrt.exchange.failover import Failover
 from flowrt.graph.model import Graph
 from flowrt.graph.reach import emits
@@ -51,7 +52,7 @@ class Membership:
         self._incarnations = dict(incarnations)  # process -> its current incarnation
         if self._failover is not None:
             self._failover.incarnations = self._incarnations
-        self._ended: set[tuple[str, str]] = set()  # (process, incarnation)
+        self._ended = Incarnations()
         self._settle_at: dict[str, float] = {}  # lost server with pending parts -> until when the cause of its death is awaited
         self._restarting = set(restarting)  # by a recovery policy; meanwhile, no unavailable expert is given up
         self._lost_since = 0.0  # time since which an expert has had no replica
@@ -87,9 +88,10 @@ class Membership:
 
     def _end(self, process: str, incarnation: str) -> bool:
         """Mark an incarnation as ended. Returns False when it had already ended."""
-        if (process, incarnation) in self._ended:
+        identity = Identity(process, incarnation)
+        if self._ended.has_ended(identity):
             return False
-        self._ended.add((process, incarnation))
+        self._ended.end(identity)
         self._lose(process, incarnation)
         return True
 

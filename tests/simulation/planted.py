@@ -241,7 +241,7 @@ BUGS: tuple[Bug, ...] = (
     bug("left-ignored", "a worker ignores the notice of a server's death", (
         MEMBERSHIP, "Membership.on_control", "self._end(control.process, control.incarnation)", "pass")),
     bug("link-end-ignored", "a worker whose link has ended waits for the notice of the death", (
-        MEMBERSHIP, "Membership.on_lost", "self._end(peer.name, peer.incarnation)", "self._ended.add((peer.name, peer.incarnation))")),
+        MEMBERSHIP, "Membership.on_lost", "self._end(peer.name, peer.incarnation)", "self._ended.end(peer)")),
     bug("never-refused", "requests that need an unavailable expert wait for ever", (
         MEMBERSHIP, "Membership._watch_parts", "self._clock.now() - self._lost_since >= self._unavailable_expert_seconds", "False")),
     bug("refused-at-once", "requests end as soon as an expert is unavailable", (
