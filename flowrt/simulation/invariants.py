@@ -109,7 +109,7 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
             raise InvariantError("I5", f"the failure was reported after {served.failed_seconds:.3f} s, allowed were {latest:.3f} s")
     if len(served.clients) < len(case.requests) and served.failure is None:
         raise InvariantError("I5", f"{len(served.clients)} of {len(case.requests)} requests were submitted")
-    if served.num_poisoned > (allowed := max_victims(case)) and not scenario.faults:
+    if served.num_poisoned > (allowed := max_victims(case) * _num_poisoned(case, served)) and not scenario.faults:
         raise InvariantError("I1", f"{served.num_poisoned} processes computed the poison, allowed are {allowed}")
     for index, (client, reference) in enumerate(zip(served.clients, references, strict=False)):
         if client.num_ends != 1 or client.has_events_after_end:
@@ -152,6 +152,12 @@ def _computes(poison: Poison | None, effect: str, client: ClientRecord, referenc
     """Whether the request computes a poison with this effect."""
     tokens = {*client.request.prompt_token_ids, *(token for choice in reference for token in choice[:-1])}
     return poison is not None and poison.effect == effect and poison.token_id in tokens
+
+
+def _num_poisoned(case: Case, served: Served) -> int:
+    """How many requests have the poison, at least one. Without an expert others may produce it, too."""
+    tokens = [{*client.request.prompt_token_ids}.union(*client.choices) for client in served.clients]
+    return max(1, sum(case.poison is not None and case.poison.token_id in each for each in tokens))
 
 
 def max_victims(case: Case) -> int:

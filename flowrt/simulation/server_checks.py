@@ -84,7 +84,8 @@ class ServerChecks:
                 self._retry_at[FORK_SERVER] = now + retry_seconds
             case events.ForkServerRestarted():
                 del self._retry_at[FORK_SERVER]
-                self._retry_at |= {name: now for name in self.down - self._retry_at.keys() - {MONITOR}}  # they have waited for it
+                waiting = (self.down & self._lost) - self._retry_at.keys() - {MONITOR}
+                self._retry_at |= dict.fromkeys(waiting, now)
             case events.WorkerListening(name) if name in self._launcher.state.standby_names:
                 self._ready_standbys.add(name)
             case events.WorkerStarted(name):
