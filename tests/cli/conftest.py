@@ -7,11 +7,16 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from checkpoints import make_checkpoint
+
+from flowrt.cli.app import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PLENTY_SECONDS = 100.0  # a machine may be busy; no test waits for it when all is well
@@ -51,6 +56,18 @@ def flowrt(*words: str | Path, **changes: str) -> subprocess.CompletedProcess[st
         timeout=PLENTY_SECONDS,
         check=False,
     )
+
+
+def flowrt_here(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command, called in this process, which has imported torch already. For graphs whose workers are in the command's own process."""
+    arguments = ["flowrt", *map(str, words)]
+    changed = mock.patch.object(sys, "argv", arguments), mock.patch.dict(os.environ, COLUMNS="")
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        with redirect_stdout(out), redirect_stderr(err), changed[0], changed[1], pytest.raises(SystemExit) as end:
+            main()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(arguments, int(end.value.code or 0), out.read(), err.read())
 
 
 class Started:

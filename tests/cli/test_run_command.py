@@ -1,4 +1,4 @@
-"""`flowrt run`, the real command in a process of its own: answers, the JSON record, exit codes, interrupts, plain lines and a terminal."""
+"""`flowrt run`: answers, the JSON record, exit codes, interrupts, plain lines and a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import psutil
 import pytest
-from cli.conftest import PLENTY_SECONDS, ROOT, Started, environment, flowrt
+from cli.conftest import PLENTY_SECONDS, ROOT, Started, environment, flowrt, flowrt_here
 from reference_model import ReferenceModel
 
 from flowrt.actors.control import Statistics
@@ -43,7 +43,7 @@ def plain(graph_file: Path, model: Path, tmp_path_factory: pytest.TempPathFactor
     record = tmp_path_factory.mktemp("plain") / "record.json"
     record.write_text("of an earlier run")
     words = ("--max-tokens", "12", "--model", model, "--set", "deploy.experts.servers=3", "--json", record)
-    return flowrt("run", graph_file, *words), record
+    return flowrt_here("run", graph_file, *words), record
 
 
 def test_a_run_answers_and_ends_well(plain: tuple[subprocess.CompletedProcess[str], Path], model: Path) -> None:
@@ -100,24 +100,24 @@ def test_plain_lines_outside_a_terminal(plain: tuple[subprocess.CompletedProcess
 
 def test_quiet_prints_the_answer_alone(graph_file: Path) -> None:
     words = ("run", graph_file, "--prompt", "one and one", "--max-tokens", "12")
-    whole, quiet = flowrt(*words), flowrt(*words, "--quiet")
+    whole, quiet = flowrt_here(*words), flowrt_here(*words, "--quiet")
     assert (quiet.returncode, quiet.stderr, quiet.stdout) == (0, "", whole.stdout)
     assert "time to first token" in whole.stderr
     stop = re.findall("[A-Z]", whole.stdout)[-1]
-    ended = flowrt(*words, "--quiet", "--stop", stop, "--stop", "never there", "--ignore-eos")
+    ended = flowrt_here(*words, "--quiet", "--stop", stop, "--stop", "never there", "--ignore-eos")
     assert ended.stdout.strip() == whole.stdout[: whole.stdout.index(stop)].strip()
 
 
 def test_a_text_file_has_a_prompt_per_line(graph_file: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\r\n\n{two}\n")
-    done = flowrt("run", graph_file, "--prompts", prompts, "--max-tokens", "2", "--quiet", "--json", tmp_path / "record.json")
+    done = flowrt_here("run", graph_file, "--prompts", prompts, "--max-tokens", "2", "--quiet", "--json", tmp_path / "record.json")
     assert done.returncode == 0, done.stderr
     assert [request["prompt"] for request in requests_of(tmp_path / "record.json")] == ["one", "{two}"]
 
 
 def test_a_record_that_cannot_be_written_is_a_failure_with_one_line(graph_file: Path) -> None:
-    done = flowrt("run", graph_file, "--prompt", "one", "--max-tokens", "2", "--quiet", "--json", "/dev/full")
+    done = flowrt_here("run", graph_file, "--prompt", "one", "--max-tokens", "2", "--quiet", "--json", "/dev/full")
     assert done.returncode == 1, "bad input is what is found before anything starts"
     assert done.stderr == "flowrt: error: --json /dev/full: cannot be written (No space left on device); give another path\n"
     assert done.stdout, "the answer is there"
@@ -145,7 +145,7 @@ def test_requests_that_fail_leave_the_others_untouched(
     ]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = flowrt("run", graph_file, "--prompts", prompts, "--max-tokens", "12", "--json", "-")
+    done = flowrt_here("run", graph_file, "--prompts", prompts, "--max-tokens", "12", "--json", "-")
     assert done.returncode == 1, done.stderr
     requests = json.loads(done.stdout)["requests"]
     assert requests[0]["token_ids"] == before["token_ids"]

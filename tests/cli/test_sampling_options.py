@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli.conftest import flowrt as run_flowrt
+from cli.conftest import flowrt_here
 
 from flowrt.cli.prompts import PromptRequest, checked_options
 from flowrt.cli.record import Figures, Record
@@ -19,7 +19,7 @@ def test_choices_and_logprobs_are_in_the_record(graph_file: Path, tmp_path: Path
     path, lines = tmp_path / "record.json", tmp_path / "prompts.jsonl"
     lines.write_text('{"prompt": "one", "n": 3, "temperature": 1.0, "seed": 4}\n{"prompt": "two", "ignore_eos": true}\n')
     words = ("--prompts", lines, "--max-tokens", "6", "--min-tokens", "6", "--logprobs", "2", "--repetition-penalty", "1.3", "--json", path)
-    done = run_flowrt("run", graph_file, *words)
+    done = flowrt_here("run", graph_file, *words)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     drawn, greedy = record["requests"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from cli.conftest import flowrt
+from cli.conftest import flowrt_here
 from traces.perfetto_reader import check_flows, read_trace
 
 NUM_TOKENS, NUM_LAYERS = 6, 2
@@ -14,7 +14,7 @@ WORDS = ("--prompt", "one and one", "--max-tokens", NUM_TOKENS, "--ignore-eos", 
 
 def test_the_trace_of_a_run_has_every_layer_of_every_step(graph_file: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.pftrace"
-    done = flowrt("run", graph_file, *map(str, WORDS), "--trace", file)
+    done = flowrt_here("run", graph_file, *map(str, WORDS), "--trace", file)
     assert done.returncode == 0, done.stderr
     trace = read_trace(file.read_bytes())
     processes = {process.split()[0]: process for process, _ in trace.tracks}
@@ -40,13 +40,13 @@ def test_the_trace_of_a_run_has_every_layer_of_every_step(graph_file: Path, tmp_
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_start(graph_file: Path, tmp_path: Path) -> None:
-    done = flowrt("run", graph_file, "--trace", tmp_path / "none" / "run.pftrace")
+    done = flowrt_here("run", graph_file, "--trace", tmp_path / "none" / "run.pftrace")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--trace" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_trace_that_is_lost_at_the_end_is_a_failure_with_one_line(graph_file: Path) -> None:
-    done = flowrt("run", graph_file, *map(str, WORDS), "--quiet", "--trace", "/dev/full")
+    done = flowrt_here("run", graph_file, *map(str, WORDS), "--quiet", "--trace", "/dev/full")
     assert done.returncode == 1
     assert done.stderr == "flowrt: error: --trace /dev/full: cannot be written (No space left on device); give another path\n"
