@@ -72,22 +72,16 @@ async def test_short_standstills_change_no_token_and_end_no_process(tmp_path: Pa
     assert not any(isinstance(event, events.WorkerLost) for _, event in found.observer.seen)
 
 
-async def test_stretches_without_faults_alternate_with_the_plan(tmp_path: Path) -> None:
-    found = await found_of(tmp_path, "{fault: pause, process: experts.1, at_seconds: 0.1, for_seconds: 0.1}", seconds=0.3, pairs=2)
+async def test_killed_servers_are_replaced_and_stretches_without_faults_alternate_with_the_plan(tmp_path: Path) -> None:
+    found = await found_of(tmp_path, "{fault: crash, process: experts.1, at_seconds: 0.1}", seconds=0.3, pairs=2)
     assert_right(found)
     assert len(found.injected_faults) == len(found.stretches) == found.num_faults == 2
     for pair, injected, following in zip(found.stretches, found.injected_faults, [*found.stretches[1:], None], strict=True):
         assert pair.begun < pair.faults_begun < injected.at < pair.ended
         assert following is None or pair.ended <= following.begun
-
-
-async def test_a_killed_server_is_replaced_and_no_token_changes(tmp_path: Path) -> None:
-    found = await found_of(tmp_path, "{fault: crash, process: experts.1, at_seconds: 0.3}", seconds=0.5)
-    assert_right(found)
-    (injected,) = found.injected_faults
-    assert found.observer.lost_seconds(injected) < math.inf
-    assert found.observer.left_seconds(injected) < math.inf
-    assert found.observer.back_seconds(injected) < math.inf
+        assert found.observer.lost_seconds(injected) < math.inf
+        assert found.observer.left_seconds(injected) < math.inf
+        assert found.observer.back_seconds(injected) < math.inf
 
 
 @asynccontextmanager
@@ -107,12 +101,16 @@ async def running() -> AsyncIterator[tuple[RunningGraph, Injector, RunObserver, 
         yield graph, injector, observer, lines
 
 
-async def test_pauses_end_with_their_faults_and_missing_targets_are_reported() -> None:
-    async with running() as (graph, injector, observer, _):
+async def test_each_fault_affects_its_target_alone_and_is_reported() -> None:
+    """Pauses, a reset, then kills, in one graph."""
+    async with running() as (graph, injector, observer, lines):
         await assert_idle_workers_hold_nothing(graph, injector, observer)
         await assert_cancelled_pause_wakes(graph, injector)
         assert [injected.text for injected in observer.injected_faults] == ["pause experts.1 for 60 s"]
         await assert_later_of_two_pauses_wakes(graph, injector)
+        await assert_reset_ends_connections_between_the_two_and_no_process(graph, injector, observer, lines)
+        observer.injected_faults.clear()
+        await assert_progress_shows_each_fault(graph, observer)
         observer.injected_faults.clear()
         scenario = parse_faults("kill:experts.1@0s", graph.graph)
         graph.launcher.pids["experts.1"] = 1 << 22
@@ -150,25 +148,24 @@ async def assert_later_of_two_pauses_wakes(graph: RunningGraph, injector: Inject
     assert state(pid) != "T"
 
 
-async def test_progress_shows_each_fault_and_an_incarnation_is_killed_once() -> None:
-    async with running() as (graph, _, observer, _):
-        logged: list[str] = []
-        injector = Injector(graph, observer, Seams().clock, logged.append)
-        injector.so_far = lambda: "so far all is well"
-        await injector.run(parse_faults("pause:experts.1@50ms+10ms,kill:experts.0@0s", graph.graph), Seams().clock.now())
-        pids = [injected.pid for injected in observer.injected_faults]
-        assert logged == [
-            "2 faults, the first at 0 s, the last at 0.05 s",
-            f"kill experts.0 (1 of 2), pid {pids[0]}; next at 0.05 s; so far all is well",
-            f"pause experts.1 for 0.01 s (2 of 2), pid {pids[1]}; the last; so far all is well",
-        ]
-        assert await observer.wait_until(lambda: observer.back_seconds(observer.injected_faults[0]) < math.inf, PLENTY_SECONDS)
-        logged.clear()
-        await injector.run(parse_faults("kill:experts.1@0s", graph.graph), Seams().clock.now())
-        assert await injector.wait_back(since=0.0)
-        assert [line.partition(", pid")[0] for line in logged[:1]] == ["kill experts.1"]
-        assert sorted(line.partition(" after ")[0] for line in logged[1:]) == ["experts.0 is back", "experts.1 is back"]
-        await assert_incarnation_is_killed_once(graph, injector, observer)
+async def assert_progress_shows_each_fault(graph: RunningGraph, observer: RunObserver) -> None:
+    logged: list[str] = []
+    injector = Injector(graph, observer, Seams().clock, logged.append)
+    injector.so_far = lambda: "so far all is well"
+    await injector.run(parse_faults("pause:experts.1@50ms+10ms,kill:experts.0@0s", graph.graph), Seams().clock.now())
+    pids = [injected.pid for injected in observer.injected_faults]
+    assert logged == [
+        "2 faults, the first at 0 s, the last at 0.05 s",
+        f"kill experts.0 (1 of 2), pid {pids[0]}; next at 0.05 s; so far all is well",
+        f"pause experts.1 for 0.01 s (2 of 2), pid {pids[1]}; the last; so far all is well",
+    ]
+    assert await observer.wait_until(lambda: observer.back_seconds(observer.injected_faults[0]) < math.inf, PLENTY_SECONDS)
+    logged.clear()
+    await injector.run(parse_faults("kill:experts.1@0s", graph.graph), Seams().clock.now())
+    assert await injector.wait_back(since=0.0)
+    assert [line.partition(", pid")[0] for line in logged[:1]] == ["kill experts.1"]
+    assert sorted(line.partition(" after ")[0] for line in logged[1:]) == ["experts.0 is back", "experts.1 is back"]
+    await assert_incarnation_is_killed_once(graph, injector, observer)
 
 
 async def assert_incarnation_is_killed_once(graph: RunningGraph, injector: Injector, observer: RunObserver) -> None:
@@ -213,17 +210,18 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-async def test_a_reset_ends_connections_between_the_two_and_no_process() -> None:
-    async with running() as (graph, injector, observer, lines):
-        before = dict(graph.pids)
-        await graph.complete([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))  # links open when they have something to carry
-        await injector.run(parse_faults("reset:attention.0-experts.0@0s", graph.graph), Seams().clock.now())
-        assert await observer.wait_until(lambda: any(note.what == "reset" for _, note in observer.notes), PLENTY_SECONDS)
-        completion = await graph.complete([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
-        assert len(completion.token_ids) == 8
-        assert {name: graph.pids[name] for name in before} == before
-        while not any(line.startswith("attention.0: ") and "on the link to experts.0" in line for line in lines):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # the line has its own way here
+async def assert_reset_ends_connections_between_the_two_and_no_process(
+    graph: RunningGraph, injector: Injector, observer: RunObserver, lines: list[str]
+) -> None:
+    before = dict(graph.pids)
+    await graph.complete([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))  # links open when they have something to carry
+    await injector.run(parse_faults("reset:attention.0-experts.0@0s", graph.graph), Seams().clock.now())
+    assert await observer.wait_until(lambda: any(note.what == "reset" for _, note in observer.notes), PLENTY_SECONDS)
+    completion = await graph.complete([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert len(completion.token_ids) == 8
+    assert {name: graph.pids[name] for name in before} == before
+    while not any(line.startswith("attention.0: ") and "on the link to experts.0" in line for line in lines):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)  # the line has its own way here
     assert not any("experts.1" in line for line in lines), lines
 
 
