@@ -85,6 +85,7 @@ BUILTIN: dict[str, BuiltinOperator] = {
     "combine": BuiltinOperator(("residual", "plan", "parts"), ("y",), gathers=(("parts", "plan"),)),
     "head": BuiltinOperator(("x", "sampling"), ("tokens",)),
 }
+WITH_WEIGHTS = frozenset({"embed", "attention", "gate", "mlp", "shared", "head"})  # and "experts", of which a process holds some
 
 
 def forwards(operator: str) -> bool:

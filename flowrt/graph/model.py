@@ -267,7 +267,7 @@ class ReliabilitySettings:
         "error", "degrade: after unavailable_expert_seconds continue without the expert and mark every token."
     )
     standby: int = _key(0, "Processes with weights ready, each of which takes the place of one that dies.", ge=0, le=16)
-    share_weights: bool = _key(True, "Processes of one host that hold the same experts share their weights, also over restarts.")
+    share_weights: bool = _key(True, "Processes of one host share equal experts, and proofs of equal weights, also over restarts.")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flowrt.graph.builtin import WITH_WEIGHTS
 from flowrt.graph.model import Graph
 from flowrt.graph.notation import format_ids, parse_ids
 from flowrt.reliability.expert_map import ExpertMap, Replicas, servers_by_expert
@@ -62,12 +63,14 @@ def _held_by_layer(option: Mapping[Any, Any], moe_layers: Sequence[int]) -> Held
 
 
 def weight_set(graph: Graph, process: str) -> str:
-    """Names the experts that a process holds: processes of one host whose names are equal can share the memory of their weights. Empty
-    where the process shares none: it has no experts, computes on another device, or the graph file says so."""
+    """Names the weights of a process: processes of one host whose names are equal can share the memory of their experts, and what the
+    first one has found out about the weights. Empty where the process shares nothing: it has no weights, computes on another device, or
+    the graph file says so."""
     if graph.model is None or not graph.reliability.share_weights or graph.devices.get(process, "cpu") != "cpu":
         return ""
-    held = [str(node.options["experts"]) for node in graph.nodes_of(process) if node.operator == "experts"]
-    return "; ".join(held)
+    nodes = graph.nodes_of(process)
+    others = {node.operator for node in nodes}.intersection(WITH_WEIGHTS)
+    return "; ".join([*sorted(others), *(str(node.options["experts"]) for node in nodes if node.operator == "experts")])
 
 
 def held_option(held: Held) -> str | dict[str, str]:

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,14 @@ from flowrt.errors import UserError, leaves
 from flowrt.graph.model import Edge, Graph, Node, PortSpec, to_json
 from flowrt.graph.placement import weight_set
 from flowrt.launcher.transport_choice import choose_transports
+from flowrt.operators.weight_memory import WeightMemory
 from flowrt.process_backend import CONTROL_LIMITS
 from flowrt.seams import RealClock, Seams
 from flowrt.transports.contract import Identity
 from flowrt.transports.errors import EndOfChannel
 from flowrt.transports.inproc import InprocChannel
 from flowrt.transports.registry import unavailable_reason
+from flowrt.workers import model_nodes
 from flowrt.workers.process import PROGRESS_SECONDS, run_worker
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -109,3 +112,20 @@ async def test_a_worker_reports_progress_while_it_reads_weights_and_while_it_wai
     finally:
         await ours.aclose()
         os.close(weights)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory files are Linux's")
+def test_a_group_uses_the_proof_of_an_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = read_graph(QUICKSTART, ["numerics=strict"])
+    assert weight_set(graph, "attention.0") == weight_set(graph, "attention.1") != weight_set(graph, "experts.0")
+    proofs: list[str] = []
+    monkeypatch.setattr(model_nodes, "prove", lambda module, *rest: proofs.append(type(module).__name__))
+    file = os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        for group in ("attention.0", "attention.1"):
+            memory = WeightMemory(os.dup(file), "content")
+            model_nodes.checkpoint_computations(graph, group, "cpu", time.monotonic, memory)(graph.nodes[f"{group}.gate"])
+            memory.seal()
+    finally:
+        os.close(file)
+    assert proofs == ["Gate"]
