@@ -1,6 +1,7 @@
 """An expert server that sends bad messages: it alone is fenced and started again, and every request gets its exact tokens.
 
-A `sitecustomize` makes the first incarnation of one real expert server send one bad message of each kind in the middle of a run.
+A `sitecustomize` makes each of the first incarnations of one real expert server send one bad message in the middle of a run, each of
+another kind.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import os
 import msgspec
 from flowrt.dataflow.outbound_edges import OutboundEdges
 
-marker, sent = {marker!r}, [0]
+markers, kinds, sent = {markers!r}, {kinds!r}, [0]
 init = OutboundEdges.__init__
 
 def replace(message, **fields):
     return msgspec.structs.replace(message, **fields)
 
 def bad_messages(message, edge):
-    kind, tag = {kind!r}, message.tag
+    kind, tag = kinds[len(os.listdir(markers))], message.tag
     if kind == "wrong edge":
         return [replace(message, edge=edge.request_id)]
     if kind == "double response":
@@ -41,9 +42,10 @@ def bad_messages(message, edge):
 def begin(self, edges, staying, post, *more):
     def post_bad(edge, message):
         sent[0] += message.kind == "data" and edge.source == "experts.0"
-        if sent[0] == 20 and edge.source == "experts.0" and not os.path.exists(marker):
-            open(marker, "w").close()
-            for each in bad_messages(message, edge):
+        if sent[0] == 20 and edge.source == "experts.0" and len(os.listdir(markers)) < len(kinds):
+            bad = bad_messages(message, edge)
+            open(os.path.join(markers, str(os.getpid())), "w").close()
+            for each in bad:
                 post(edge, each)
         else:
             post(edge, message)
@@ -54,25 +56,30 @@ OutboundEdges.__init__ = begin
 KINDS = ("wrong edge", "double response", "stale tag", "wrong shape")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_bad_message_fences_its_sender_alone(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    folder, marker = tmp_path / "custom", tmp_path / "sent"
+async def test_bad_message_fences_its_sender_alone(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, markers = tmp_path / "custom", tmp_path / "markers"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(CUSTOM.format(kind=kind, marker=str(marker)))
+    markers.mkdir()
+    (folder / "sitecustomize.py").write_text(CUSTOM.format(kinds=KINDS, markers=str(markers)))
     monkeypatch.syspath_prepend(folder)
-    lost: list[events.WorkerLost] = []
-    is_lost = asyncio.Event()
+    lost: list[str] = []
+    changed = asyncio.Event()
 
     def on_event(event: events.Event) -> None:
         if isinstance(event, events.WorkerLost):
-            lost.append(event)
-            is_lost.set()
+            lost.append(event.name)
+        changed.set()
 
     deploy = {"attention": {"groups": 1}, "experts": {"servers": 3, "replicas": 2}}
-    graph = served.write(tmp_path, deploy, limits={"max_tokens": 64})
+    graph = served.write(tmp_path, deploy, limits={"max_tokens": 64}, reliability={"restarts": len(KINDS)})
     parameters = flowrt.SamplingParams(max_tokens=24, ignore_eos=True)
+    expected = [(None, tokens[:24]) for tokens in served.expected[:4]]
     async with asyncio.timeout(100), flowrt.open(graph, on_event=on_event) as running:
-        done = await asyncio.gather(*(running.complete(prompt, parameters) for prompt in served.prompts[:4]))
-        await is_lost.wait()
-    assert [(each.error, list(each.token_ids)) for each in done] == [(None, expected[:24]) for expected in served.expected[:4]]
-    assert [event.name for event in lost] == ["experts.0"]
+        for number in range(1, len(KINDS) + 1):
+            while len(list(markers.iterdir())) < number:
+                done = await asyncio.gather(*(running.complete(prompt, parameters) for prompt in served.prompts[:4]))
+                assert [(each.error, list(each.token_ids)) for each in done] == expected
+            while len(lost) < number:
+                changed.clear()
+                await changed.wait()
+    assert lost == ["experts.0"] * len(KINDS)
