@@ -52,8 +52,9 @@ install: $(STAMP) ## make .venv and install flowrt in it, with what tests, bench
 run: $(RUNS) ## answer eight prompts with the quickstart's graph (GRAPH=... for another)
 	@$(BIN)/flowrt run $(GRAPH) $(ARGS)
 
+# Hundreds of processes import the same sources: each would compile them anew where the environment keeps Python from writing bytecode.
 test: $(STAMP) ## the whole test suite (ARGS="tests/graph -k cycle" for a part)
-	@$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and format
 	@$(BIN)/ruff check .
