@@ -17,7 +17,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +26,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 from serving.server_process import Server  # noqa: E402
+
+from flowrt.bench.report.figures import nearest_rank  # noqa: E402
 
 TOKENS = 40
 
@@ -43,10 +44,6 @@ class Load:
     refusal_seconds: list[float] = field(default_factory=list)
     announced_seconds: list[float] = field(default_factory=list)
     mebibytes: int = 0
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
 async def send(port: int, number: int, load: Load) -> None:
@@ -151,9 +148,9 @@ async def measure(server: Server, seconds: float, clients: int) -> None:
         refused, announced = load.refusal_seconds, load.announced_seconds
         counts = f"{load.num_complete} complete in time, {load.num_late} late, {load.num_failed} failed"
         parts = [f"{times}x: {good:.0f} tokens/s ({good / goodput:.0%} of the peak), {counts}"]
-        parts.append(f"{len(refused)} refused, p99 {percentile(refused, 0.99) * 1e3:.0f} ms")
-        if kills:
-            parts.append(f"{len(announced)} deaths announced, p99 {percentile(announced, 0.99) * 1e3:.1f} ms")
+        for values, what in ((refused, "refused"), (announced, "deaths announced")):
+            if values:
+                parts.append(f"{len(values)} {what}, p99 {nearest_rank(values, 0.99) * 1e3:.1f} ms")
         print(", ".join([*parts, f"{load.mebibytes} MiB"]), flush=True)
 
 
