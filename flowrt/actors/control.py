@@ -20,13 +20,15 @@ from flowrt.transports.wire.message import Message, Tag
 
 
 class KvOffer(msgspec.Struct, frozen=True):
-    """The KV of a prompt, which an incarnation of a prefill worker holds for a group to pull. `number` counts its offers."""
+    """The KV of a prompt, which an incarnation of a prefill worker holds for a group to pull. `number` counts its offers. `is_complete`:
+    else the worker still computes it, and `is_degraded` is not known yet."""
 
     worker: str
     incarnation: str
     number: int
     num_tokens: int
     is_degraded: bool = False
+    is_complete: bool = True
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,9 +73,8 @@ class Control(msgspec.Struct, frozen=True):
 class Start(Control, frozen=True):
     """First message to a worker: its name, the whole expanded graph (JSON), the run's key, and the log verbosity.
 
-    `is_traced`: the worker records what it does; the launcher collects the records by TraceRequest.
-
-    `settings`: of a service (launcher/service.py), in its own form.
+    `is_traced`: the worker records what it does; the launcher collects the records by TraceRequest. `settings`: of a service
+    (launcher/service.py), in its own form.
 
     A standby process gets two. The first names the processes whose operators it `loads`; it responds with Listening, without addresses.
     The second makes it a worker of the graph, for which it uses the operators that it has loaded as `loaded_as`.
@@ -114,12 +115,11 @@ class Listening(Control, frozen=True):
 
 
 class Peers(Control, frozen=True):
-    """Addresses (process -> scheme -> address) and incarnations of the processes that are up. PeerJoined follows for each other one.
-    `restarting`: processes that a recovery policy restarts now."""
+    """Addresses (process -> scheme -> address) and incarnations of the processes that are up; PeerJoined follows for each other one."""
 
     addresses: dict[str, dict[str, str]]
     incarnations: dict[str, str]
-    restarting: tuple[str, ...] = ()
+    restarting: tuple[str, ...] = ()  # processes that a recovery policy restarts now
 
 
 class Connected(Control, frozen=True):
@@ -176,12 +176,29 @@ class RunsAlone(Control, frozen=True):
     attempt: int
 
 
+class Prefilling(Control, frozen=True):
+    """From a prefill worker, when the first step of the attempt begins: a group may pull what is computed of the prompt."""
+
+    request_id: str
+    attempt: int
+    kv: KvOffer
+
+
 class Prefilled(Control, frozen=True):
     """From a prefill worker, after the first tokens of the attempt: it holds the KV of the prompt until the attempt is cancelled."""
 
     request_id: str
     attempt: int
     kv: KvOffer
+
+
+class KvCompleted(Control, frozen=True):
+    """To a group that pulls an incomplete offer: it is complete now. The group goes on behind these tokens when it has the KV."""
+
+    request_id: str
+    attempt: int
+    kv: KvOffer
+    committed_token_ids: tuple[int, ...]
 
 
 class KvPulled(Control, frozen=True):
@@ -200,10 +217,8 @@ class KvLost(Control, frozen=True):
 
 
 class Ended(Control, frozen=True):
-    """The end of a choice. With reason "error" it ends all choices of the attempt, and `error` is the user-visible cause.
-
-    `num_tokens` counts its output, including earlier attempts; None: not known.
-    """
+    """The end of a choice. With reason "error" it ends all choices of the attempt, and `error` is the user-visible cause. `num_tokens`
+    counts its output, including earlier attempts; None: not known."""
 
     request_id: str
     attempt: int
@@ -315,9 +330,7 @@ class ComputesAlone(Control, frozen=True):
 
 class PeerJoined(Control, frozen=True):
     """To a worker: a new incarnation of `process` listens at these addresses (scheme -> address). The worker links with it, then uses it.
-
-    It comes after PeerLeft for every earlier incarnation. The connecting end is the same as at the start.
-    """
+    It comes after PeerLeft for every earlier incarnation. The connecting end is the same as at the start."""
 
     process: str
     incarnation: str
@@ -347,10 +360,8 @@ class Heartbeat(Control, frozen=True):
 
 
 class LateResponse(Control, frozen=True):
-    """From a client: a server's response takes longer than usual. Relayed to the monitor, which suspects the server for a while.
-
-    At most one per server and second. `incarnation`: the server's. `by`: the client; filled in by the launcher.
-    """
+    """From a client: a server's response takes longer than usual. Relayed to the monitor, which suspects the server for a while. At most
+    one per server and second. `incarnation`: the server's. `by`: the client; filled in by the launcher."""
 
     process: str
     incarnation: str
@@ -361,8 +372,7 @@ class LateResponse(Control, frozen=True):
 
 class DetectorReport(Control, frozen=True):
     """From the monitor: the new state of an incarnation. SUSPECT and ALIVE have no effect but a log line. DEAD: the launcher notifies
-    its peers that it has left, then kills it, which fences it. `is_stopped`: it is dead because another process has stopped it.
-    """
+    its peers that it has left, then kills it, which fences it. `is_stopped`: it is dead because another process has stopped it."""
 
     process: str
     incarnation: str

@@ -127,6 +127,13 @@ class Runner:
             self._emit(output)
         self._wake()
 
+    def respond(self, firing: Firing, outputs: Mapping[str, Payload]) -> None:
+        """Send the response of a request that `on_sink` has kept; once per request. No-op when its sender has ended."""
+        if not self._fences.is_stale(firing.tag):
+            for output in self._subgraph.route(firing, outputs):
+                self._emit(output)
+            self._inbound.consume(firing.via, firing.tag, [(edge, firing.tag) for edge in firing.via])
+
     def accept(self, peer: str, message: Message) -> None:
         """Accept a message from another process: data, or returned credits. Nothing is fired before `settle`.
 
@@ -176,10 +183,8 @@ class Runner:
             self._fire(firing)
 
     def settle(self) -> None:
-        """Run the firings that are expected to be short, and wake `run` for the rest. Called after all arrived messages are accepted.
-
-        A node that batches several tags is left to `run`: more tags may arrive until its turn.
-        """
+        """Run the firings that are expected to be short, and wake `run` for the rest. Called after all arrived messages are accepted. A
+        node that batches several tags is left to `run`: more tags may arrive until its turn."""
         ready = self._ready
         if not ready or self._failure is not None:
             return
@@ -209,19 +214,14 @@ class Runner:
             self._wake()
 
     def roll_back(self, source: str, epoch: int) -> int:
-        """Invalidate all tags of `source` older than `epoch`.
-
-        Deletes older rows and waiting firings and returns their credits; a firing that runs now ends without effect. Returns how many rows
-        and firings were deleted.
-        """
+        """Invalidate all tags of `source` older than `epoch`: delete their rows and waiting firings, and return their credits. A firing
+        that runs now ends without effect. Returns how many rows and firings were deleted."""
         self._fences.begin_epoch(source, epoch)
         return self._drop_stale()
 
     def fence(self, source: str, steps: Collection[int]) -> None:
-        """Drop everything of these calls of a user's graph, now and when it arrives later, and return its credits.
-
-        Stateful nodes do not wait for the calls. What these compute now ends without effect. No-op for fenced calls.
-        """
+        """Drop everything of these calls of a user's graph, now and when it arrives later, and return its credits. Stateful nodes do not
+        wait for the calls. What these compute now ends without effect. No-op for fenced calls."""
         if self._fences.fail(source, steps):
             self._drop_stale()
             self._outbound.drop(self._fences)
@@ -404,7 +404,7 @@ class Runner:
     def _fire(self, firing: Firing) -> None:
         node = firing.node
         if node in self._sinks:
-            self._inbound.consume(firing.via)
+            self._inbound.consume([edge for edge in firing.via if edge not in self._responses])
             self._on_sink(firing)
         elif (firings := self._ready.get(node)) is not None:
             firings.append(firing)

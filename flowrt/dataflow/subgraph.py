@@ -18,7 +18,7 @@ from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.errors import OperatorError, as_line, error_text
-from flowrt.graph.builtin import forwards
+from flowrt.graph.builtin import KV_PROGRESS, forwards
 from flowrt.graph.model import Edge, Graph
 from flowrt.transports.wire.message import Tag
 
@@ -85,13 +85,15 @@ class FusedSubgraph:
             self._out.setdefault((edge.source, edge.source_port), []).append(edge)
         # Responses go with the rest: with them goes the credit of the request, which is consumed only when the firing ends.
         self._crossing = {edge.id for edge in self._edges if graph.crosses(edge) and edge.request_id is None}
+        progress = {edge.id for edge in self._edges if graph.nodes[edge.target].operator == KV_PROGRESS}
+        self._early = self._crossing | progress  # edges whose outputs do not wait for the end of the firing
         self._urgent = _leading_to(self._crossing, [edge for edge in self._edges if edge.source in fused])
 
     def run(self, firings: Sequence[Firing], send_early: SendEarly | None = None) -> list[RoutedOutput]:
         """Run `firings` (all of one node; several only if it has `batches`) and the nodes fused behind them.
 
         Nodes with outputs to other workers run first. Calls `send_early(outputs)` with the outputs collected so far when they include
-        outputs to other workers and the firing continues.
+        outputs to other workers, or the progress of prompts, and the firing continues.
 
         Raises OperatorError at the first error in a model graph. In a user's graph an error ends only its call; FailedFiringsError then
         follows at the end.
@@ -153,7 +155,7 @@ class FusedSubgraph:
                     raise FailedFiringsError(errors.values(), kept, is_interrupted)
                 else:
                     return outgoing
-                if send_early is not None and any(output.edge.id in self._crossing for output in outgoing):
+                if send_early is not None and any(output.edge.id in self._early for output in outgoing):
                     # Includes all earlier outputs: a response may arrive before this firing ends, and its plan must be known by then.
                     early = [output for output in outgoing if output.edge.request_id is None]
                     outgoing = [output for output in outgoing if output.edge.request_id is not None]

@@ -11,42 +11,21 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from itertools import accumulate
 
-from flowrt.actors.control import Ended, KvLost, KvOffer, KvPulled, Logprobs, Request, Token
+from flowrt.actors.control import Ended, KvCompleted, KvLost, KvPulled, Logprobs, Request, Token
 from flowrt.engine.batch import Batch, Part, build_batch, produces_token
 from flowrt.engine.micro_batches import MicroBatchCount
 from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence, SequenceState
-from flowrt.engine.validation import num_pages_for, refusal
+from flowrt.engine.transfers import Hold, Pull, offered_prompts
+from flowrt.engine.validation import refusal
 from flowrt.graph.model import GraphLimits
+from flowrt.offered_prompt import OfferedPrompt
 from flowrt.reliability.fault_table import STEP_AGAIN, FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason
 
 MAX_REMEMBERED = 4096  # ended or cancelled attempts: a repeated Submit or Cancel of one does nothing
 
 NOT_FINITE = "the model's logits for output token {} were not finite (NaN or infinity) twice{}; check the weights, or run in a wider dtype"
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Decision: offer the KV of this prompt. `pages` keep it until the attempt is cancelled."""
-
-    request_id: str
-    attempt: int
-    pages: tuple[int, ...]
-    num_tokens: int
-    is_degraded: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """Begin to pull KV into these pages, then call `pulled` or `pull_failed`. The pull is void when the attempt has ended. `first`: the
-    first token that they lack."""
-
-    request_id: str
-    attempt: int
-    kv: KvOffer
-    pages: tuple[int, ...]
-    first: int = 0
 
 
 Decision = Token | Ended | KvPulled | KvLost | Hold  # for the gateway
@@ -95,7 +74,8 @@ class _Step:
 
 
 class Engine:
-    """`max_num_seqs`, `kv_pages` and so on of `limits` are this group's; `chunk_tokens` > 0 is for strict numerics (scheduler.py)."""
+    """`max_num_seqs`, `kv_pages` and so on of `limits` are this group's; `chunk_tokens` > 0 is for strict numerics (scheduler.py).
+    `streams`: groups may pull the KV of a prompt while this prefill worker computes it."""
 
     def __init__(
         self,
@@ -106,8 +86,9 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         *,
         chunk_tokens: int = 0,
+        streams: bool = False,
     ) -> None:
-        self._limits = limits
+        self._limits, self._streams = limits, streams
         self._max_position_embeddings = max_position_embeddings
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
@@ -175,10 +156,7 @@ class Engine:
 
     def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> list[Decision]:
         """End an attempt, or one choice of it, with reason "abort". No-op after the attempt ended. A cancel that arrives before its Submit
-        is remembered.
-
-        Its pages are free at once, or when the step that it takes part in is over.
-        """
+        is remembered. Its pages are free at once, or when the step that it takes part in is over."""
         siblings = self._alive.get(request_id, [])
         if siblings and siblings[0].request.attempt == attempt:
             if choice is not None and all(sequence.state is SequenceState.HELD for sequence in siblings):
@@ -232,8 +210,29 @@ class Engine:
         """The KV of a prompt is in the pages of the attempt, all of it checked. No-op for an attempt that does not wait for it."""
         if (sequence := self._pulling(request_id, attempt)) is None:
             return []
+        sequence.is_pulled = True
+        return self._use_pulled(sequence)
+
+    def complete_kv(self, completed: KvCompleted) -> list[Decision]:
+        """The prefill worker has computed the prompt of an attempt that pulls it. No-op for an attempt that knows this or has ended."""
+        sequence = next(iter(self._alive.get(completed.request_id, ())), None)
+        if sequence is None or sequence.request.attempt != completed.attempt or sequence.kv is None or sequence.kv.is_complete:
+            return []
+        if sequence.state is SequenceState.PULLING and sequence.kv.number != completed.kv.number:
+            return self.pull_failed(completed.request_id, completed.attempt, f"{completed.kv.worker} has computed the prompt again")
+        sequence.kv = completed.kv
+        for token_id in completed.committed_token_ids[sequence.num_output_tokens :]:
+            sequence.append(token_id)
+        if (reason := sequence.end_reason()) is not None:
+            return [self._end(sequence, reason)]
+        return self._use_pulled(sequence)
+
+    def _use_pulled(self, sequence: Sequence) -> list[Decision]:
+        """Let a sequence decode that has the KV of its prompt, and the first token behind it."""
+        if not sequence.is_pulled or sequence.kv is None or not sequence.kv.is_complete:
+            return []
         self._scheduler.pulled(sequence)
-        return [KvPulled(request_id, attempt)]
+        return [KvPulled(sequence.request.id, sequence.request.attempt)]
 
     def pull_failed(self, request_id: str, attempt: int, why: str) -> list[Decision]:
         """Drop an attempt whose KV did not arrive. No-op for one that does not wait for it."""
@@ -242,6 +241,11 @@ class Engine:
         for each in list(sequence.siblings):
             self._end(each, "abort")
         return [KvLost(request_id, attempt, why)]
+
+    def offered_prompts(self) -> list[OfferedPrompt]:
+        """The prompts of this prefill worker that groups may pull now, and how far they are computed."""
+        running = {(self._epoch, at, step.number): step.parts for at, step in enumerate(self._steps) if step is not None}
+        return offered_prompts(self._alive.values(), running, self._epoch, self._limits.page_size, self._streams)
 
     def _pulling(self, request_id: str, attempt: int) -> Sequence | None:
         waiting = (each for each in self._alive.get(request_id, ()) if each.state is SequenceState.PULLING)
@@ -397,9 +401,7 @@ class Engine:
         first, *others = siblings
         for sequence in others:
             self._end(sequence, "abort")
-        num_tokens = first.num_prompt_tokens
-        pages = tuple(first.pages[: num_pages_for(num_tokens, self._limits.page_size)])
-        return [Hold(request_id, first.request.attempt, pages, num_tokens, first.is_degraded)]
+        return [Hold(request_id, first.request.attempt, first.num_prompt_tokens, first.is_degraded)]
 
     def _redo_sequence(self, sequence: Sequence, cause: str) -> list[Decision]:
         """Compute a sequence without finite logits again from its first token: an earlier row may be the reason."""

@@ -177,7 +177,7 @@ class Scheduler:
         self.pulling.remove(sequence)
         sequence.num_computed_tokens = sequence.kv.num_tokens
         sequence.is_degraded = sequence.kv.is_degraded
-        sequence.kv = None
+        sequence.kv, sequence.is_pulled = None, False
         self._run(sequence)
 
     def hold(self, sequence: Sequence) -> None:

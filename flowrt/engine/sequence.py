@@ -46,6 +46,7 @@ class Sequence:
     is_suspect: bool = False  # its latest step failed: it runs alone until a step of it commits
     is_on_trial: bool = field(init=False)  # its request is a suspect: it runs alone until it has a token
     kv: KvOffer | None = field(init=False)  # where the KV of its prompt is, until it has tried to pull it
+    is_pulled: bool = False  # that KV is in its pages
     is_degraded: bool = False  # KV in `pages` comes from a step that was computed without some expert
     prefix: Prefix = field(init=False)  # what the prefix cache knows of its tokens
     num_cached_tokens: int = 0  # whose KV it found in the prefix cache when it was first admitted

@@ -1,13 +1,19 @@
-"""KV transfer: moves the KV of a prompt from the prefill worker that computed it into the pages of a group (xDeepServe section 5.1).
+"""KV transfer: moves the KV of a prompt from the prefill worker that computes it into the pages of a group (xDeepServe section 5.1).
 
-`KvPack` is the function of a `kv_pack` node, in the prefill worker: it keeps the offers and responds to pulls. `KvUnpack` is the sink of
+`KvPack` is the sink of a `kv_pack` node, in the prefill worker: it keeps the offers and responds to pulls. `KvUnpack` is the sink of
 a `kv_unpack` node, in the group: it emits the pulls, a tag each, and writes the chunks that arrive into the group's pages.
 docs/kv-transfer.md has the steps, and says who owns a page at each moment.
 
-The group decides when and what it pulls, so no process writes into another's pages. A chunk is some tokens of one layer. It names
-the offer and the tokens that it is of, and has a hash of its bytes, which the group computes again from its own pages after it has
-written them. Until every chunk has arrived and fits, no step reads these pages. Anything else ends the transfer: the prompt is computed
-again.
+The group decides when it pulls, so no process writes into another's pages. A pull requests the next chunk of an offer, some tokens of one
+layer. The worker chooses it among those that are computed, and keeps the pull while there is none: so KV moves while the worker still
+computes the prompt, layer by layer and step by step. Each layer's tokens move in their order.
+
+Fail closed:
+- A chunk names the offer, its layer and tokens, and has a hash of its bytes. The group computes the hash again from its own pages.
+- A chunk of a step that runs may be void, as the step may be rolled back. A chunk names the worker's epoch and the tokens that are
+  committed. At the first chunk of a newer epoch, both sides forget the tokens behind the committed ones; the worker sends them again.
+- The last chunk is sent when the prompt is complete and committed. Until it has arrived and all tokens of all layers with it, no step
+  reads the pages. Anything else ends the transfer: the prompt is computed again.
 
 Legend: T = tokens of a chunk, K = KV heads, D = their width.
 """
@@ -26,28 +32,37 @@ from torch import Tensor
 from flowrt.actors.control import KvOffer
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
+from flowrt.errors import error_text
+from flowrt.offered_prompt import OfferedPrompt
 from flowrt.operators.kv_pages import KvPages
 from flowrt.transports.wire.message import Tag
 
-Outputs = dict[str, Payload]
 CHUNK_BYTES = 1 << 20
-WINDOW = 8  # chunks that a transfer waits for at a time
+WINDOW = 8  # pulls that a transfer has in flight at most; one while the prefill worker has no chunk
 
 
 class PullHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Requests tokens `first` .. `first + num_tokens - 1` of the layer of the tag, of offer `number`."""
+    """Requests the next chunk of offer `number`, whose tokens from `first` on the group lacks."""
 
     request_id: str
     attempt: int
     number: int
-    first: int
-    num_tokens: int
+    first: int = 0
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
-    """The response to a pull, which it repeats. `digest`: xxh3_64 of the tensors' bytes. `refusal`: why there is none, and no row."""
+    """The response to a pull, which it repeats: tokens `first` .. `first + num_tokens - 1` of a layer. `digest`: xxh3_64 of the tensors'
+    bytes. `num_committed`: tokens of the prompt that no roll back computes again, as of `epoch`. `num_ready`: chunks that are computed and
+    not sent. `refusal`: why there is no chunk, and no row."""
 
     pull: PullHeader
+    layer: int = 0
+    first: int = 0
+    num_tokens: int = 0
+    epoch: int = 0
+    num_committed: int = 0
+    num_ready: int = 0
+    is_last: bool = False
     digest: int = 0
     refusal: str = ""
 
@@ -66,65 +81,166 @@ def slots_of(pages: Sequence[int], page_size: int, first: int, num_tokens: int) 
     return torch.tensor(pages)[tokens_T // page_size] * page_size + tokens_T % page_size
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldPrompt:
+def chunk_tokens_of(pages: KvPages) -> int:
+    """The most tokens of a chunk."""
+    return max(1, CHUNK_BYTES // sum(tensor[0, 0].nbytes for tensor in pages.blocks(0)))
+
+
+@dataclass(eq=False, slots=True)
+class _PromptOffer:
+    """`num_written`: layers of the running step whose KV is in the pages. `sent`: by layer, the first token that is not sent; none before
+    the first pull, whose tokens begin at `first` and have the source `puller`. `waiting`: pulls without a response."""
+
     number: int
-    pages: tuple[int, ...]
-    num_tokens: int
+    prompt: OfferedPrompt
+    num_layers: int
+    num_written: int = 0
+    first: int = 0
+    puller: str = ""
+    sent: list[int] = field(default_factory=list)
+    waiting: deque[tuple[Firing, PullHeader]] = field(default_factory=deque)
+
+    def advance(self, prompt: OfferedPrompt) -> None:
+        """The prompt is computed up to here. A new epoch makes what was sent of uncommitted steps void."""
+        if prompt.epoch != self.prompt.epoch:
+            self.sent = [max(self.first, min(each, prompt.num_committed)) for each in self.sent]
+        if prompt.step != self.prompt.step:
+            self.num_written = 0
+        self.prompt = prompt
+
+    def next_chunk(self, size: int) -> tuple[int, int, int, bool] | None:
+        """Layer, first token and number of tokens of a chunk that can be sent, and whether it is the last; None: none can be. The last one
+        waits until the prompt is committed."""
+        layers = [layer for layer, sent in enumerate(self.sent) if sent < self._num_computed(layer)]
+        if not layers:
+            return None
+        layer = min(layers, key=self.sent.__getitem__)
+        first = self.sent[layer]
+        end = min(first + size, self._num_computed(layer))
+        num_left = sum(self.prompt.num_tokens - sent for sent in self.sent)
+        is_last = num_left == end - first
+        return None if is_last and not self.prompt.is_complete else (layer, first, end - first, is_last)
+
+    def num_ready(self, size: int) -> int:
+        return sum(-(-max(0, self._num_computed(layer) - sent) // size) for layer, sent in enumerate(self.sent))
+
+    def _num_computed(self, layer: int) -> int:
+        return self.prompt.num_in_step if layer < self.num_written else self.prompt.num_committed
 
 
 class KvPack:
-    """Offers the KV of prompts in `pages`. Port in: `pull`. Out: `chunk`, the copies of the tokens' KV, [T,K,D] each."""
+    """Offers the KV of prompts in `pages`. Port in: `pull`. Out: `chunk`, the copies of the tokens' KV, [T,K,D] each. `connect` it before
+    its first use.
+
+    All methods run on the loop of the worker: so no page is given to another sequence while it is read.
+    """
 
     def __init__(self, pages: KvPages) -> None:
         self._pages = pages
-        self._offers: dict[tuple[str, int], _HeldPrompt] = {}  # by request and attempt
+        self._chunk_tokens = chunk_tokens_of(pages)
+        self._offers: dict[tuple[str, int], _PromptOffer] = {}  # by request and attempt
         self._num_offers = 0
 
-    def offer(self, request_id: str, attempt: int, pages: Sequence[int], num_tokens: int) -> int:
-        """Respond to pulls of this KV until `drop`. Returns the number of the offer."""
-        self._num_offers += 1
-        self._offers[request_id, attempt] = _HeldPrompt(self._num_offers, tuple(pages), num_tokens)
-        return self._num_offers
+    def connect(self, respond: Callable[[Firing, Mapping[str, Payload]], None]) -> None:
+        """`respond` sends the outputs of the firing of a pull."""
+        self._respond = respond
 
-    def drop(self, request_id: str, attempt: int) -> None:
-        """The pages are about to be free. No-op without an offer."""
-        self._offers.pop((request_id, attempt), None)
+    def update(self, prompts: Sequence[OfferedPrompt]) -> list[tuple[OfferedPrompt, int]]:
+        """Offer these prompts, and end the offers of others: their pages are, or will be, those of other sequences. Returns the prompts
+        that are new, with the numbers of their offers."""
+        by_key = {(prompt.request_id, prompt.attempt): prompt for prompt in prompts}
+        for key, offer in list(self._offers.items()):
+            if key not in by_key or by_key[key].pages != offer.prompt.pages:
+                del self._offers[key]
+                self._refuse_waiting(offer, "the offer has ended")
+        new = []
+        for key, prompt in by_key.items():
+            if key not in self._offers:
+                self._num_offers += 1
+                self._offers[key] = _PromptOffer(self._num_offers, prompt, self._pages.num_layers)
+                new.append((prompt, self._num_offers))
+            else:
+                self._offers[key].advance(prompt)
+                self._serve(self._offers[key])
+        return new
 
-    def __call__(self, firings: Sequence[Firing]) -> list[Outputs]:
-        return [{"chunk": self._chunk(firing.tag.layer, firing.inputs["pull"].header_as(PullHeader))} for firing in firings]
+    def number_of(self, request_id: str, attempt: int) -> int:
+        """The number of this offer."""
+        return self._offers[request_id, attempt].number
 
-    def _chunk(self, layer: int, pull: PullHeader) -> Payload:
-        key = (pull.request_id, pull.attempt)
-        offer = self._offers.get(key)
-        refusal = self._refusal(offer, layer, pull)
-        if offer is not None and not refusal:
-            slots_T = slots_of(offer.pages, self._pages.page_size, pull.first, pull.num_tokens)
-            tensors = tuple(tensor.cpu() for tensor in self._pages.copy(layer, slots_T))
-            if self._offers.get(key) is offer:  # this may run beside the loop, which drops offers
-                return Payload(tensors, ChunkHeader(pull, digest_of(tensors)))
-        nothing = tuple(tensor.cpu() for tensor in self._pages.copy(0, torch.empty(0, dtype=torch.int64)))
-        return Payload(nothing, ChunkHeader(pull, refusal=refusal or "the offer has ended"))
+    def on_written(self, firing: Firing) -> None:
+        """The step of this tag has written the KV of its layer, and of those before it."""
+        tag = firing.tag
+        for offer in self._offers.values():
+            if offer.prompt.step == (tag.epoch, tag.micro_batch, tag.step):
+                offer.num_written = max(offer.num_written, tag.layer + 1)
+                self._serve(offer)
 
-    def _refusal(self, offer: _HeldPrompt | None, layer: int, pull: PullHeader) -> str:
+    def on_pull(self, firing: Firing) -> None:
+        """Respond to a pull, now or when there is a chunk for it."""
+        pull = firing.inputs["pull"].header_as(PullHeader)
+        offer = self._offers.get((pull.request_id, pull.attempt))
         if offer is None or offer.number != pull.number:
-            return "there is no such offer"
-        if not 0 <= layer < self._pages.num_layers:
-            return f"there is no layer {layer}"
-        if pull.first < 0 or pull.num_tokens < 1 or pull.first + pull.num_tokens > offer.num_tokens:
-            return f"tokens {pull.first} to {pull.first + pull.num_tokens - 1} are not among the {offer.num_tokens} of the offer"
-        return ""
+            self._refuse(firing, pull, "there is no such offer")
+        elif not 0 <= pull.first < offer.prompt.num_tokens:
+            self._refuse(firing, pull, f"token {pull.first} is not among the {offer.prompt.num_tokens} of the offer")
+        elif offer.sent and (offer.puller, offer.first) != (firing.tag.source, pull.first):
+            self._refuse(firing, pull, f"{offer.puller} pulls the offer from token {offer.first} on")
+        else:
+            if not offer.sent:
+                offer.puller, offer.first = firing.tag.source, pull.first
+                offer.sent = [pull.first] * offer.num_layers
+            offer.waiting.append((firing, pull))
+            self._serve(offer)
+
+    def _serve(self, offer: _PromptOffer) -> None:
+        size = self._chunk_tokens
+        while offer.waiting and (chunk := offer.next_chunk(size)) is not None:
+            (firing, pull), (layer, first, num_tokens, is_last) = offer.waiting.popleft(), chunk
+            slots_T = slots_of(offer.prompt.pages, self._pages.page_size, first, num_tokens)
+            try:
+                tensors = tuple(tensor.cpu() for tensor in self._pages.copy(layer, slots_T))
+                digest = digest_of(tensors)
+            except Exception as error:  # such as memory: it ends this transfer, not the worker
+                self._refuse(firing, pull, error_text(error))
+                continue
+            offer.sent[layer] += num_tokens
+            prompt, num_ready = offer.prompt, offer.num_ready(size)
+            header = ChunkHeader(pull, layer, first, num_tokens, prompt.epoch, prompt.num_committed, num_ready, is_last, digest)
+            self._respond(firing, {"chunk": Payload(tensors, header)})
+            if is_last:
+                self._refuse_waiting(offer, "the offer has no more chunks")
+
+    def _refuse_waiting(self, offer: _PromptOffer, why: str) -> None:
+        while offer.waiting:
+            self._refuse(*offer.waiting.popleft(), why)
+
+    def _refuse(self, firing: Firing, pull: PullHeader, why: str) -> None:
+        nothing = tuple(tensor.cpu() for tensor in self._pages.copy(0, torch.empty(0, dtype=torch.int64)))
+        self._respond(firing, {"chunk": Payload(nothing, ChunkHeader(pull, refusal=why))})
 
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """`waiting`: the chunks that are not requested yet, (layer, first token, number of tokens) each."""
+    """`received`: by layer, the first token that has not arrived. `epoch`: that of the latest chunk."""
 
     key: tuple[str, int]  # request and attempt
     kv: KvOffer
     pages: tuple[int, ...]
-    waiting: deque[tuple[int, int, int]]
+    first: int
+    received: list[int]
+    epoch: int = -1
+    num_ready: int = 1  # chunks that the prefill worker can send now, as far as is known; it sends none that it has not
     outstanding: set[int] = field(default_factory=set)  # steps of its pulls
+
+    @property
+    def has_all(self) -> bool:
+        return min(self.received) == self.kv.num_tokens
+
+    def begin_epoch(self, epoch: int, num_committed: int) -> None:
+        """The prefill worker has rolled back: it sends the tokens behind the committed ones again."""
+        self.epoch = epoch
+        self.received = [max(self.first, min(each, num_committed)) for each in self.received]
 
 
 class KvUnpack:
@@ -136,9 +252,9 @@ class KvUnpack:
 
     def __init__(self, pages: KvPages) -> None:
         self._pages = pages
-        self._chunk_tokens = max(1, CHUNK_BYTES // sum(tensor[0, 0].nbytes for tensor in pages.blocks(0)))
+        self._chunk_tokens = chunk_tokens_of(pages)
         self._transfers: dict[tuple[str, int], _Transfer] = {}  # by request and attempt
-        self._by_step: dict[int, tuple[_Transfer, int, PullHeader]] = {}  # outstanding pulls, with their layers
+        self._by_step: dict[int, tuple[_Transfer, PullHeader]] = {}  # outstanding pulls
         self._num_pulls = 0
         self._linked: dict[str, str] = {}  # prefill worker -> the incarnation that this group is linked with
 
@@ -167,10 +283,8 @@ class KvUnpack:
 
     def begin(self, request_id: str, attempt: int, kv: KvOffer, pages: Sequence[int], first_token: int = 0) -> None:
         """Pull the KV of a prompt from `first_token` on into these pages. It waits for a worker that is not linked yet."""
-        key, num_tokens, size = (request_id, attempt), kv.num_tokens, self._chunk_tokens
-        starts = range(first_token, num_tokens, size)
-        chunks = deque((layer, first, min(size, num_tokens - first)) for layer in range(self._pages.num_layers) for first in starts)
-        transfer = self._transfers[key] = _Transfer(key, kv, tuple(pages), chunks)
+        key, received = (request_id, attempt), [first_token] * self._pages.num_layers
+        transfer = self._transfers[key] = _Transfer(key, kv, tuple(pages), first_token, received)
         self._request(transfer)
 
     def drop_ended(self, is_pulling: Callable[[str, int], bool]) -> None:
@@ -180,64 +294,76 @@ class KvUnpack:
 
     def on_chunk(self, firing: Firing) -> None:
         """Handle the response to a pull."""
-        transfer, layer, pull = self._by_step.pop(firing.tag.step, (None, 0, None))
+        transfer, pull = self._by_step.pop(firing.tag.step, (None, None))
         if transfer is None or pull is None:
             return  # dropped
         transfer.outstanding.discard(firing.tag.step)
-        if fault := self._write(transfer, layer, pull, firing):
-            self._fail(transfer, f"{transfer.kv.worker} sent a chunk of layer {layer} that does not fit: {fault}")
-        elif transfer.waiting or transfer.outstanding:
-            self._request(transfer)
-        else:
+        worker, payload = transfer.kv.worker, firing.inputs["chunk"]
+        try:
+            header = payload.header_as(ChunkHeader)
+        except msgspec.DecodeError as error:
+            return self._fail(transfer, f"{worker} sent a chunk that does not fit: its header cannot be read: {error}")
+        if header.refusal:
+            return self._fail(transfer, f"{worker} sent no chunk: {header.refusal}")
+        if fault := self._write(transfer, pull, header, payload.tensors):
+            return self._fail(transfer, f"{worker} sent a chunk of layer {header.layer} that does not fit: {fault}")
+        if header.is_last:
             self._drop(transfer.key)
-            self._on_pulled(*transfer.key)
+            return self._on_pulled(*transfer.key)
+        transfer.num_ready = max(1, header.num_ready)
+        self._request(transfer)
 
     def on_error(self, tag: Tag, error: str) -> bool:
         """Handle an error in place of a chunk. False: the tag is not that of a pull."""
         if tag.source != self._source:
             return False
-        transfer, layer, _ = self._by_step.pop(tag.step, (None, 0, None))
+        transfer, _ = self._by_step.pop(tag.step, (None, None))
         if transfer is not None:
             transfer.outstanding.discard(tag.step)
-            self._fail(transfer, f"{transfer.kv.worker} could not send a chunk of layer {layer}: {error}")
+            self._fail(transfer, f"{transfer.kv.worker} could not send a chunk: {error}")
         return True
 
     def _fail(self, transfer: _Transfer, why: str) -> None:
         self._drop(transfer.key)
         self._on_failed(*transfer.key, why)
 
-    def _write(self, transfer: _Transfer, layer: int, pull: PullHeader, firing: Firing) -> str:
+    def _write(self, transfer: _Transfer, pull: PullHeader, header: ChunkHeader, tensors: Sequence[Tensor]) -> str:
         """Write a chunk into the pages. Returns what is wrong with it; then what was written is never read."""
-        payload: Payload = firing.inputs["chunk"]
-        try:
-            header = payload.header_as(ChunkHeader)
-        except msgspec.DecodeError as error:
-            return f"its header cannot be read: {error}"
-        if header.refusal:
-            return header.refusal
-        if header.pull != pull or firing.tag.layer != layer:
-            return "it is not the one that was requested"
-        if [tensor.shape[1:] for tensor in payload.tensors] != [tensor.shape[2:] for tensor in self._pages.blocks(layer)]:
+        layer, first, num_tokens = header.layer, header.first, header.num_tokens
+        if header.pull != pull or not 0 <= layer < len(transfer.received):
+            return "it is not of the offer that was requested"
+        if header.epoch < transfer.epoch:
+            return f"it is of epoch {header.epoch}, which epoch {transfer.epoch} has made void"
+        if header.epoch > transfer.epoch:
+            transfer.begin_epoch(header.epoch, header.num_committed)
+        if first != transfer.received[layer] or not 1 <= num_tokens <= min(self._chunk_tokens, transfer.kv.num_tokens - first):
+            return f"tokens {first} to {first + num_tokens - 1} do not follow token {transfer.received[layer] - 1}"
+        if [tensor.shape[1:] for tensor in tensors] != [tensor.shape[2:] for tensor in self._pages.blocks(layer)]:
             return "its rows have another size"
-        if any(len(tensor) != pull.num_tokens for tensor in payload.tensors):
-            return f"it has {len(payload.tensors[0])} tokens, expected {pull.num_tokens}"
-        slots_T = slots_of(transfer.pages, self._pages.page_size, pull.first, pull.num_tokens)
-        self._pages.write(layer, slots_T, *payload.tensors)
+        if any(len(tensor) != num_tokens for tensor in tensors):
+            return f"it has {len(tensors[0])} tokens, expected {num_tokens}"
+        slots_T = slots_of(transfer.pages, self._pages.page_size, first, num_tokens)
+        self._pages.write(layer, slots_T, *tensors)
         # The sender can still write into the message, but not into the pages.
-        return "" if digest_of(self._pages.copy(layer, slots_T)) == header.digest else "its bytes do not match their hash"
+        if digest_of(self._pages.copy(layer, slots_T)) != header.digest:
+            return "its bytes do not match their hash"
+        transfer.received[layer] += num_tokens
+        return "" if header.is_last == transfer.has_all else f"it is {'' if header.is_last else 'not '}the last one"
 
     def _request(self, transfer: _Transfer) -> None:
         """Emit the next pulls of a transfer whose worker is linked."""
         kv = transfer.kv
-        while self._linked.get(kv.worker) == kv.incarnation and transfer.waiting and len(transfer.outstanding) < WINDOW:
-            layer, first, num_tokens = transfer.waiting.popleft()
+        while self._linked.get(kv.worker) == kv.incarnation and len(transfer.outstanding) < min(WINDOW, transfer.num_ready):
             step = self._num_pulls
             self._num_pulls += 1
-            header = PullHeader(*transfer.key, kv.number, first, num_tokens)
-            self._by_step[step] = (transfer, layer, header)
+            header = PullHeader(*transfer.key, kv.number, transfer.first)
+            self._by_step[step] = (transfer, header)
             transfer.outstanding.add(step)
-            self._emit(Tag(self._source, 0, 0, step, layer), {self._ports[kv.worker]: Payload((), header)})
+            self._emit(Tag(self._source, 0, 0, step, 0), {self._ports[kv.worker]: Payload((), header)})
 
     def _drop(self, key: tuple[str, int]) -> None:
         for step in self._transfers.pop(key).outstanding:
             del self._by_step[step]
+
+
+TransferEnd = KvPack | KvUnpack

@@ -14,13 +14,13 @@ tokens (xDeepServe section 6; DESIGN section 7).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
-from flowrt.actors.control import Cancel, Ended, KvLost, KvPulled, Logprobs, Prefilled, Request, RunsAlone, Token
+from flowrt.actors.control import Cancel, Ended, KvLost, KvPulled, Logprobs, Prefilled, Prefilling, Request, RunsAlone, Token
 from flowrt.actors.front_end_messages import Refusal
 from flowrt.engine.validation import max_new_tokens, prompt_refusal, refusal
+from flowrt.gateway.decisions import Decision, SendCancel, SendCompleted, SendRequest
 from flowrt.gateway.request_log import (
     ChoiceEvent,
     ChoiceLog,
@@ -39,27 +39,7 @@ from flowrt.graph.model import GraphLimits
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason, SamplingParams
 
-__all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "SendCancel", "SendRequest", "TokenEvent"]
-
-
-@dataclass(frozen=True, slots=True)
-class SendRequest:
-    """Decision: send `request` to the group, or prefill worker, as a Submit."""
-
-    group: str
-    request: Request
-    index: int  # the request's number at this gateway, as in its events
-
-
-@dataclass(frozen=True, slots=True)
-class SendCancel:
-    """Decision: send `cancel` to the group, or prefill worker."""
-
-    group: str
-    cancel: Cancel
-
-
-Decision = ClientEvent | SendRequest | SendCancel
+__all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "TokenEvent"]
 
 
 class Gateway:
@@ -259,26 +239,33 @@ class Gateway:
         The request also ends with an error when the number of committed tokens differs from the number that the group reports.
         """
         log = self._active.get(ended.request_id)
-        if log is None or ended.attempt != log.attempt or self._stages.worker_of(log) != group:
+        if log is None or ended.attempt != log.attempt or group not in (self._stages.worker_of(log), self._stages.group_of(log)):
             return []
+        cancels_worker = group != self._stages.worker_of(log)  # a group that pulls ends it while the prefill worker computes
         if ended.reason == "error":
-            return self._end(log, "error", ended.error)
+            return self._end(log, "error", ended.error, cancels_worker=cancels_worker)
         choice = log.choices[ended.choice] if ended.choice < len(log.choices) else None
         if choice is None or choice.finish_reason is not None:
             return []
         if ended.num_tokens is not None and ended.num_tokens != len(choice.token_ids):
             error = f"{group} ended {log.id} after {ended.num_tokens} tokens, {len(choice.token_ids)} were committed"
             return self._end(log, "error", error, cancels_worker=True)
-        return self._end_choice(log, choice, ended.reason)
+        return self._end_choice(log, choice, ended.reason, cancels_worker)
 
-    def on_transfer(self, group: str, control: Prefilled | KvPulled | KvLost) -> list[Decision]:
+    def on_transfer(self, group: str, control: Prefilling | Prefilled | KvPulled | KvLost) -> list[Decision]:
         """Handle the offer of a prompt's KV, its arrival in a group, or its loss, which begins a new attempt."""
         log = self._active.get(control.request_id)
-        if log is None or control.attempt != log.attempt or self._stages.worker_of(log) != group:
+        if log is None or control.attempt != log.attempt:
+            return []
+        sender = self._stages.group_of(log) if isinstance(control, KvLost) else self._stages.worker_of(log)
+        if sender != group:
             return []
         match control:
+            case Prefilling(kv=kv):
+                self._stages.offer(log, kv)
             case Prefilled(kv=kv):
-                self._stages.prefilled(log, kv)
+                completed = self._stages.complete(log, kv)
+                return [*([SendCompleted(*completed)] if completed is not None else []), *self._place_waiting()]
             case KvPulled():
                 decisions = self._cancel(log, but=group)
                 self._stages.pulled(log)

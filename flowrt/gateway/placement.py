@@ -20,7 +20,7 @@ from typing import Literal
 
 from flowrt.gateway.prefix_index import PrefixIndex, digests_of
 from flowrt.gateway.request_log import RequestLog
-from flowrt.gateway.routing import RoutingPolicy, WaitingRequest, WorkerStatus
+from flowrt.gateway.routing import RoutingPolicy, WaitingRequest, WorkerStatus, has_room
 from flowrt.graph.model import GraphLimits
 
 SEQUENCES_AHEAD = 2  # sequences that a group is sent, in units of the most that it runs
@@ -107,8 +107,10 @@ class Placement:
             if not open_groups or num_left == LOOKAHEAD:
                 break
             untried = [group for group in open_groups if not log.is_suspect or group not in self._trials]
-            workers = [self._with_cached(statuses[group], log) for group in untried]
-            group = self._policy(self._request(log), workers) if workers else None
+            workers, request = [self._with_cached(statuses[group], log) for group in untried], self._request(log)
+            if log.kv is not None and not log.kv.is_complete:  # no group keeps it in its queue before it can be computed
+                workers = [worker for worker in workers if has_room(request, worker)]
+            group = self._policy(request, workers) if workers else None
             if group is None:
                 num_left += 1
                 continue

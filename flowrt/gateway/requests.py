@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 
-from flowrt.actors.control import Control, Ended, KvLost, KvPulled, Prefilled, RunsAlone, Submit, Tokens
+from flowrt.actors.control import Control, Ended, KvLost, KvPulled, Prefilled, Prefilling, RunsAlone, Submit, Tokens
 from flowrt.actors.mailbox import Mailbox
 from flowrt.errors import UserError, shown
-from flowrt.gateway.gateway import ClientEvent, Decision, EndEvent, Gateway, SendCancel, SendRequest, TokenEvent
+from flowrt.gateway.decisions import Decision, ForWorker, SendCancel, SendCompleted, SendRequest
+from flowrt.gateway.gateway import ClientEvent, EndEvent, Gateway, TokenEvent
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
@@ -39,7 +40,7 @@ class Requests:
         self._on_change: dict[int, Callable[[], None]] = {}  # by request: called after new events
         self._in_use: set[int] = set()  # requests that a call submits or follows
         self._unread: dict[int, None] = {}  # requests that have ended and that no call uses, oldest first
-        self._outgoing: dict[str, Mailbox[SendRequest | SendCancel]] = {group: Mailbox(1 << 16) for group in gateway.workers}
+        self._outgoing: dict[str, Mailbox[ForWorker]] = {group: Mailbox(1 << 16) for group in gateway.workers}
         self._senders: list[asyncio.Task[None]] = []  # one per group: a stopped group does not delay the messages to others
         self._timer: asyncio.TimerHandle | None = None  # for the gateway's deadline
         self._failure: Exception | None = None
@@ -183,7 +184,7 @@ class Requests:
                 self._carry_out(self.gateway.on_ended(group, control))
             case RunsAlone():
                 self.gateway.on_runs_alone(group, control)
-            case Prefilled() | KvPulled() | KvLost():
+            case Prefilling() | Prefilled() | KvPulled() | KvLost():
                 self._carry_out(self.gateway.on_transfer(group, control))
 
     def lose_group(self, group: str, why: str, **how: bool) -> None:
@@ -235,7 +236,7 @@ class Requests:
         for decision in decisions:
             if metrics is not None:
                 _count(metrics, decision, now)
-            if isinstance(decision, SendRequest | SendCancel):
+            if isinstance(decision, ForWorker):
                 self._outgoing[decision.group].post(decision)
                 continue
             if isinstance(decision, TokenEvent):
@@ -269,6 +270,8 @@ class Requests:
             outgoing.take_nowait()
             if isinstance(decision, SendCancel):
                 control: Control = decision.cancel
+            elif isinstance(decision, SendCompleted):
+                control = decision.completed
             elif self.gateway.is_placed(decision.request, group):
                 control = Submit(decision.request)
             else:  # it has ended, or the group was lost meanwhile

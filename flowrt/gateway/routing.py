@@ -56,7 +56,7 @@ def cache_aware(request: WaitingRequest, workers: Sequence[WorkerStatus]) -> str
     for a whole step at hand gets no more: the request waits for it if it has a part of the prompt, else for the first that has room. For
     decode: the worker with the fewest tokens in its KV pages, and expected there, of those with room for a sequence and for its KV."""
     if request.stage == "decode":
-        roomy = [worker for worker in workers if _has_room(request, worker)] or workers
+        roomy = [worker for worker in workers if has_room(request, worker)] or workers
         return min(roomy, key=lambda worker: (worker.num_kv_tokens + worker.num_expected_tokens, worker.num_sequences)).name
 
     def num_rows(worker: WorkerStatus) -> tuple[int, int]:
@@ -70,7 +70,8 @@ def cache_aware(request: WaitingRequest, workers: Sequence[WorkerStatus]) -> str
     return min(ready, key=num_rows).name
 
 
-def _has_room(request: WaitingRequest, worker: WorkerStatus) -> bool:
+def has_room(request: WaitingRequest, worker: WorkerStatus) -> bool:
+    """Whether the group has room for the sequences, the KV and the expected output of the request."""
     num_tokens = worker.num_kv_tokens + worker.num_expected_tokens + request.num_prompt_tokens + request.num_expected_tokens
     return worker.num_sequences + request.num_choices <= worker.max_num_seqs and num_tokens <= worker.max_kv_tokens
 

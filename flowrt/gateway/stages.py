@@ -1,8 +1,8 @@
 """The stages of a request: a prefill worker computes its prompt, then a group computes its tokens. Pure.
 
 An attempt goes through both stages if there are prefill workers (xDeepServe section 5.1), else a group does all. While its group pulls the
-KV of the prompt, a request is placed in both. When no prefill worker is left, or a request's KV was lost MAX_KV_LOST times, the group
-computes the prompt itself.
+KV of the prompt, a request is placed in both; the group may have it before the prompt is computed. When no prefill
+worker is left, or a request's KV was lost MAX_KV_LOST times, the group computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from flowrt.actors.control import KvOffer
+from flowrt.actors.control import KvCompleted, KvOffer
 from flowrt.gateway.placement import Placement
 from flowrt.gateway.request_log import RequestLog, Stage
 from flowrt.gateway.routing import RoutingPolicy, WorkerStatus
@@ -75,12 +75,21 @@ class Stages:
             found.append((log.prefill_worker, log, "prefill"))
         return found + [(self._groups.group_of(log) or "", log, "all") for log in self._groups.place_waiting()]
 
-    def prefilled(self, log: RequestLog, kv: KvOffer) -> None:
-        """The prefill worker has computed the prompt and holds its KV. `place_waiting` follows."""
+    def offer(self, log: RequestLog, kv: KvOffer) -> None:
+        """The prefill worker offers the KV of the prompt. `place_waiting` follows."""
+        if log.kv is None:
+            self._groups.add(log)
+        log.kv = kv
+
+    def complete(self, log: RequestLog, kv: KvOffer) -> tuple[str, KvCompleted] | None:
+        """The prefill worker has computed the prompt and holds its KV. Returns the group that pulls it already, and the message for it.
+        `place_waiting` follows."""
         self._prefill.note_token(log)
         self._prefill.end_trial(log)
-        log.kv = kv
-        self._groups.add(log)
+        self.offer(log, kv)
+        if (group := self.group_of(log)) is None:
+            return None
+        return group, KvCompleted(log.id, log.attempt, kv, tuple(log.token_ids))
 
     def pulled(self, log: RequestLog) -> None:
         """The group has the KV. The prefill worker has room for others: `place_waiting` follows."""
@@ -103,6 +112,10 @@ class Stages:
     def worker_of(self, log: RequestLog) -> str | None:
         """The worker that computes the request now; None while it waits for one."""
         return self._stage(log).group_of(log)
+
+    def group_of(self, log: RequestLog) -> str | None:
+        """The group that has the request, be its prompt computed or not."""
+        return self._groups.group_of(log)
 
     def sender_of(self, log: RequestLog, index: int) -> str | None:
         """The only worker whose token at this index of the output may be committed: the prefill worker of the attempt sends the first."""
@@ -150,7 +163,8 @@ class Stages:
         return self._prefill.has_no_group or log.num_kv_lost >= MAX_KV_LOST
 
     def _stage(self, log: RequestLog) -> Placement:
-        return self._prefill if log.prefill_worker is not None and log.kv is None else self._groups
+        is_prefilled = log.kv is not None and log.kv.is_complete
+        return self._groups if log.prefill_worker is None or is_prefilled else self._prefill
 
     def _of(self, worker: str) -> Placement:
         return self._prefill if worker in self._prefill.groups else self._groups

@@ -10,7 +10,7 @@ from flowrt.graph.model import Batching, PortSpec
 
 SOURCE = "source"
 FORWARD, RETURN, COLLECT = "forward", "return", "collect"
-KV_PACK, KV_UNPACK = "kv_pack", "kv_unpack"
+KV_PACK, KV_UNPACK, KV_PROGRESS = "kv_pack", "kv_unpack", "kv_progress"
 
 
 class Keeps(StrEnum):
@@ -81,6 +81,8 @@ BUILTIN: dict[str, BuiltinOperator] = {
     COLLECT: BuiltinOperator(("bundle",), ("part*",), takes_each=True),
     # KV transfer (flowrt/exchange/kv_transfer.py): a group requests the KV of a prompt, chunk by chunk, from the worker that computed it.
     KV_PACK: BuiltinOperator(("pull",), ("chunk",), keeps=Keeps.PROMPTS, takes_each=True),
+    # In the same process: which layers of a running step have their KV, so that it can be pulled before the step ends.
+    KV_PROGRESS: BuiltinOperator(("rows",), (), keeps=Keeps.PROMPTS, takes_each=True),
     KV_UNPACK: BuiltinOperator(("chunk",), ("pull*",), options=("num_layers",)),
     "combine": BuiltinOperator(("residual", "plan", "parts"), ("y",), gathers=(("parts", "plan"),)),
     "head": BuiltinOperator(("x", "sampling"), ("tokens",)),

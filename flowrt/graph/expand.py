@@ -7,10 +7,10 @@ Per group g, in process `attention.g`, and alike per prefill worker p, in proces
 
 With `servers: colocated`, process `attention.g` also holds the `experts` node of server g, to which every group dispatches.
 
-A prefill worker has `kv_pack` besides, and then each group has `kv_unpack`, which pulls the KV of prompts. Trampolines (trampoline.py)
-add nodes between dispatch, the servers and combine. Where the model has shared experts, the residual reaches `combine` through `shared`,
-which adds them. The layers of the model are one cycle whose edges advance the tag. `combine` waits for the residual, the plan, and the
-number of parts in the plan.
+A prefill worker has `kv_pack` and `kv_progress` besides, and then each group has `kv_unpack`, which pulls the KV of prompts. Trampolines
+(trampoline.py) add nodes between dispatch, the servers and combine. Where the model has shared experts, the residual reaches `combine`
+through `shared`, which adds them. The layers of the model are one cycle whose edges advance the tag. `combine` waits for the residual, the
+plan, and the number of parts in the plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from flowrt.graph.builtin import COLLECT, FORWARD, KV_PACK, KV_UNPACK, RETURN
+from flowrt.graph.builtin import COLLECT, FORWARD, KV_PACK, KV_PROGRESS, KV_UNPACK, RETURN
 from flowrt.graph.document import Document
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import carries_rows
@@ -98,6 +98,10 @@ def _add_transfers(nodes: dict[str, NodeSection], edges: dict[str, EdgeSection],
     """Let each group pull the KV of prompts from each prefill worker (xDeepServe section 5.1, figure 17: a full mesh)."""
     for worker in _prefill(deploy):
         nodes[f"{worker}.{KV_PACK}"] = NodeSection(operator=KV_PACK, process=worker)
+        if deploy.prefill.stream:
+            progress = f"{worker}.{KV_PROGRESS}"
+            nodes[progress] = NodeSection(operator=KV_PROGRESS, process=worker)
+            edges[edge_name(f"{worker}.attention.normed", f"{progress}.rows")] = EdgeSection()
     for group in _groups(deploy) if deploy.prefill.workers else ():
         unpack = f"{group}.{KV_UNPACK}"
         nodes[unpack] = NodeSection(operator=KV_UNPACK, process=group, options={"num_layers": facts.num_layers})

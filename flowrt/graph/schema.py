@@ -226,6 +226,7 @@ class PrefillSection(RoleSection):
     """Prefill workers, which compute prompts and first tokens for the attention groups."""
 
     workers: int = Field(default=0, ge=0, le=256, description="0: every group computes the prompts of its own requests.")
+    stream: bool = Field(default=True, description="Groups pull the KV of a prompt while it is computed. false: when it is complete.")
 
 
 class AttentionSection(RoleSection):

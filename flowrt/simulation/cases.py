@@ -11,8 +11,9 @@ from typing import Any, Literal, cast
 import msgspec
 
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import Gateway, SendRequest
-from flowrt.graph.builtin import SOURCE
+from flowrt.gateway.decisions import SendRequest
+from flowrt.gateway.gateway import Gateway
+from flowrt.graph.builtin import KV_PROGRESS, SOURCE
 from flowrt.graph.model import FORK_SERVER, Graph
 from flowrt.graph.recovery import is_watched
 from flowrt.launcher.fork_server_loss import FORK_SECONDS
@@ -68,6 +69,7 @@ def draw(
     if scenario is None:
         graph = _draw_reliability(random.Random(f"reliability {seed}"), graph)
         graph, processes, faults_from_launch = _draw_processes(random.Random(f"processes {seed}"), graph)
+        graph = _draw_transfers(random.Random(f"transfers {seed}"), graph)
     requests = _draw_requests(random.Random(f"requests {seed}"), graph)
     conditions, cost = _draw_conditions(chance), chance.choice(_COSTS)
     if scenario is None:
@@ -216,6 +218,15 @@ def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
             standby=chance.choice((0, 0, 1, 2)),
         ),
     )
+
+
+def _draw_transfers(chance: random.Random, graph: Graph) -> Graph:
+    """In some cases, groups pull the KV of prompts when it is complete, as with `stream: false`."""
+    progress = {node.name for node in graph.nodes.values() if node.operator == KV_PROGRESS}
+    if not progress or chance.random() < 0.7:
+        return graph
+    nodes = {name: node for name, node in graph.nodes.items() if name not in progress}
+    return replace(graph, nodes=nodes, edges={name: edge for name, edge in graph.edges.items() if edge.target not in progress})
 
 
 # Calls of graphs of user operators

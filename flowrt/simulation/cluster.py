@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from flowrt.actors.control import Control, Statistics, Submit
+from flowrt.actors.control import Control, KvCompleted, Statistics, Submit
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.placement import SEQUENCES_AHEAD
@@ -244,6 +244,8 @@ class _SimulatedRun:
             late_seconds = SLOWED_SECONDS if now < self._first_seconds + self._slow_until else NEWS_SECONDS
             self._open[control.request.id] = group, now - late_seconds
             self._group_checks.on_submit(group, control)
+        elif isinstance(control, KvCompleted):
+            self._group_checks.on_completed(group, control)
         await self._launcher.send(group, control)
 
     def _note_ends(self) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowrt.actors.control import Control, KvPulled, Request, Submit, Token, Tokens
+from flowrt.actors.control import Control, KvCompleted, KvLost, KvPulled, Request, Submit, Token, Tokens
 from flowrt.gateway.request_log import RequestLog, Stage
 from flowrt.graph.model import GATEWAY
 from flowrt.launcher import events
@@ -82,7 +82,9 @@ class GroupChecks:
         key = (request.id, request.stage)
         if request.attempt <= self._attempts.get(key, -1):
             self._wrong.append(InvariantError("I2", f"attempt {request.attempt} of {request.id} is sent to {group}, and was sent before"))
-        if (request.attempt or request.kv) and [*map(len, request.committed_token_ids)] != self._committed(request.id):
+        is_early = request.kv is not None and not request.kv.is_complete  # on_completed checks its tokens
+        counts = [*map(len, request.committed_token_ids)]
+        if (request.attempt or request.kv) and not is_early and counts != self._committed(request.id):
             self._wrong.append(InvariantError("I2", f"{request.id} is sent to {group} without its committed tokens"))
         if request.stage == "prefill":
             self._placed.pop((request.id, "all"), None)
@@ -91,15 +93,22 @@ class GroupChecks:
         if len(here) > 1 and (count := sum(len(log.choices) for log in here)) > self._room:
             self._wrong.append(InvariantError("I6", f"{count} sequences are at {group}, which has room for {self._room}"))
 
+    def on_completed(self, group: str, control: KvCompleted) -> None:
+        """Check that a group gets all committed tokens with the offer that it pulls (I2)."""
+        if (committed := self._committed(control.request_id)) and committed != [len(control.committed_token_ids)]:
+            self._wrong.append(InvariantError("I2", f"the KV of {control.request_id} is completed in {group} without its committed tokens"))
+
     def tokens_before(self, control: Control) -> dict[str, list[int]]:
         """For `check_tokens`: the committed tokens of the requests of a message."""
         return {token.request_id: self._committed(token.request_id) for token in _tokens_of(control)}
 
     def check_tokens(self, worker: str, control: Control, before: dict[str, list[int]]) -> None:
-        """Check that the message has changed no request but of the worker and attempt that have it (I2): the first token of a choice comes
-        from the prefill worker if there is one, the others from the group."""
+        """Check that KV arrives as it was sent, and that the message has changed no request but of the worker and attempt that have it
+        (I2): the first token of a choice comes from the prefill worker if there is one, the others from the group."""
         if isinstance(control, KvPulled) and self._placed.get((control.request_id, "all")) == (worker, control.attempt):
             self._placed.pop((control.request_id, "prefill"), None)  # it may have others in its place
+        if isinstance(control, KvLost) and "does not fit" in control.why:  # no fault of the simulation changes a chunk
+            raise InvariantError("I2", f"{worker} lost the KV of {control.request_id}: {control.why}")
         for token in _tokens_of(control):
             stage: Stage = "prefill" if token.index == 0 and self._attempts.get((token.request_id, "prefill")) == token.attempt else "all"
             placed = self._placed.get((token.request_id, stage))

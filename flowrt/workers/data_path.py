@@ -22,9 +22,9 @@ from flowrt.exchange.dispatch import Dispatch
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.expert_service import ExpertService
 from flowrt.exchange.failover import Failover
-from flowrt.exchange.kv_transfer import KvPack, KvUnpack
+from flowrt.exchange.kv_transfer import KvPack, KvUnpack, TransferEnd
 from flowrt.exchange.trampoline import Forwarder
-from flowrt.graph.builtin import RETURN, SOURCE
+from flowrt.graph.builtin import KV_PROGRESS, RETURN, SOURCE
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.recovery import survivable_processes
 from flowrt.graph.trampoline import bundle_edges
@@ -41,24 +41,26 @@ from flowrt.workers.traced import TracedWorker
 @dataclass(frozen=True)
 class LoadedOperators:
     """The functions of a process's nodes, the clients of expert servers among them by dispatch node, and the ends of KV transfers: the
-    function `pack`, or the sink `unpack` with its node.
+    sink `pack` or `unpack`, with its node.
 
     `strict_blocks`: the row blocks of strict numerics, as text. `files`: fingerprints of the model's files.
     """
 
     functions: Mapping[str, NodeFunction]
     clients: Mapping[str, ExpertClient]
-    pack: KvPack | None = None
+    pack: tuple[str, KvPack] | None = None
     unpack: tuple[str, KvUnpack] | None = None
     strict_blocks: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, loaded: Mapping[str, NodeFunction | KvUnpack], strict_blocks: str = "", files: Mapping[str, str] = {}) -> LoadedOperators:
+    def of(
+        cls, loaded: Mapping[str, NodeFunction | TransferEnd], strict_blocks: str = "", files: Mapping[str, str] = {}
+    ) -> LoadedOperators:
         """`loaded`: what build_model_nodes returned, and the functions of users."""
-        functions = {node: each for node, each in loaded.items() if not isinstance(each, KvUnpack)}
+        functions = {node: each for node, each in loaded.items() if not isinstance(each, KvPack | KvUnpack)}
         clients = {node: each.client for node, each in functions.items() if isinstance(each, Dispatch)}
-        pack = next((each for each in functions.values() if isinstance(each, KvPack)), None)
+        pack = next(((node, each) for node, each in loaded.items() if isinstance(each, KvPack)), None)
         unpack = next(((node, each) for node, each in loaded.items() if isinstance(each, KvUnpack)), None)
         return cls(functions, clients, pack, unpack, strict_blocks, files)
 
@@ -66,8 +68,9 @@ class LoadedOperators:
         """For the nodes `names[node]` of another process, whose operators are equal."""
         functions = {names[node]: function for node, function in self.functions.items()}
         clients = {names[node]: client for node, client in self.clients.items()}
+        pack = None if self.pack is None else (names[self.pack[0]], self.pack[1])
         unpack = None if self.unpack is None else (names[self.unpack[0]], self.unpack[1])
-        return replace(self, functions=functions, clients=clients, unpack=unpack)
+        return replace(self, functions=functions, clients=clients, pack=pack, unpack=unpack)
 
 
 class DataPath:
@@ -99,7 +102,12 @@ class DataPath:
         can_hedge = client is not None and (client.has_replicas or bool(client.trampolines)) and {*client.processes} != {name}
         self.hedges = can_hedge and graph.reliability.hedge
         device = torch.device(graph.devices.get(name, "cpu"))
+        packs, pack = operators.pack or ("", None)
         unpacks, unpack = operators.unpack or ("", None)
+        progress = [node.name for node in graph.nodes_of(name) if node.operator == KV_PROGRESS]
+        sinks: dict[str, Callable[[Firing], None]] = {} if unpack is None else {unpacks: unpack.on_chunk}
+        if pack is not None:
+            sinks |= {packs: pack.on_pull} | dict.fromkeys(progress, pack.on_written)
         functions = operators.functions if emulated is None else emulated.charged(operators.functions)
         post: Callable[[Edge, Message], None] = self._post
         if traced is not None:
@@ -113,7 +121,7 @@ class DataPath:
             compute,
             seams.clock,
             post,
-            on_sink or (lambda firing: unpack.on_chunk(firing) if unpack and firing.node == unpacks else group.on_step_end(firing)),
+            on_sink or (lambda firing: (sinks.get(firing.node) or group.on_step_end)(firing)),
             self._on_failed if graph.model is not None else self._on_call_failed,
             device,
             {edge.id for edge in graph.edges.values() if edge.transport in abilities and not abilities[edge.transport].between_processes},
@@ -152,6 +160,7 @@ class DataPath:
                 config.vocab_size,
                 config.eos_token_ids,
                 chunk_tokens=graph.limits.chunk_tokens if graph.numerics == "strict" else 0,
+                streams=bool(progress),
             )
             group = self.group = Group(
                 sources[0],
@@ -163,10 +172,12 @@ class DataPath:
                 graph.limits.page_size,
                 device,
                 client,
-                operators.pack,
+                pack,
                 unpack,
                 seams.clock.now,
             )
+            if pack is not None:
+                pack.connect(self.runner.respond)
             if unpack is not None:
                 ports = {graph.nodes[edge.target].process: edge.source_port for edge in graph.edges_from(unpacks)}
                 emit = partial(self.runner.emit, unpacks)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from flowrt.actors.control import Request
 from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.engine.batch import SampleSpec
-from flowrt.exchange.kv_transfer import KvUnpack
+from flowrt.exchange.kv_transfer import TransferEnd
 from flowrt.graph.model import Graph, Node
 from flowrt.graph.placement import held_experts
 from flowrt.operators.kv_pages import KvPages
@@ -120,7 +120,7 @@ def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
     return found
 
 
-def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lambda: 0.0) -> dict[str, NodeFunction | KvUnpack]:
+def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lambda: 0.0) -> dict[str, NodeFunction | TransferEnd]:
     """A function for each node of `process`: those of build_model_nodes with the computations of an ExactModel."""
     return build_model_nodes(graph, process, "cpu", lambda name, done, total: None, now, _exact_computations)
 

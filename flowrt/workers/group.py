@@ -20,11 +20,13 @@ from flowrt.actors.control import (
     Drain,
     Drained,
     Ended,
+    KvCompleted,
     KvLost,
     KvOffer,
     KvPulled,
     Logprobs,
     Prefilled,
+    Prefilling,
     RunsAlone,
     Statistics,
     Submit,
@@ -33,8 +35,9 @@ from flowrt.actors.control import (
 )
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
-from flowrt.engine.engine import Decision, Engine, Hold, StartStep
+from flowrt.engine.engine import Decision, Engine, StartStep
 from flowrt.engine.sequence import Sequence
+from flowrt.engine.transfers import Hold
 from flowrt.errors import OperatorError
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.kv_transfer import KvPack, KvUnpack
@@ -99,7 +102,7 @@ class Group:
         )
 
     def on_control(self, control: Control) -> None:
-        """Handle Submit, Cancel and Drain; ignore all other messages."""
+        """Handle Submit, Cancel, KvCompleted and Drain; ignore all other messages."""
         match control:
             case Submit(request) if self._refusal is not None:
                 self._send(Ended(request.id, request.attempt, "error", self._refusal))
@@ -107,6 +110,8 @@ class Group:
                 self._carry_out(self._engine.submit(request))
             case Cancel(request_id, attempt, choice):
                 self._carry_out(self._engine.cancel(request_id, attempt, choice))
+            case KvCompleted():
+                self._carry_out(self._engine.complete_kv(control))
             case Drain():
                 self._engine.drain()
                 self._is_draining = True
@@ -177,14 +182,12 @@ class Group:
             self._send(Tokens(tokens))
         for each in decisions:
             match each:
-                case Ended(request_id, attempt):
-                    if self._pack is not None:
-                        self._pack.drop(request_id, attempt)
-                    self._send(each)
-                case KvPulled() | KvLost():
+                case Ended() | KvPulled() | KvLost():
                     self._send(each)
                 case Hold():
                     self._offer(each)
+        if self._pack is not None:
+            self._update_offers(self._pack)
         if self._unpack is not None:
             self._unpack.drop_ended(self._engine.is_pulling)
         self._when_sent(self._start_steps)
@@ -208,13 +211,22 @@ class Group:
                 self._when_sent(self._start_steps)
                 return
             self._emit(self._starts.popleft())
+        if self._pack is not None:
+            self._update_offers(self._pack)
 
     def _offer(self, hold: Hold) -> None:
         if self._pack is None:
             raise ValueError(f"{self._node}: {hold.request_id} is for a prefill worker")
-        number = self._pack.offer(hold.request_id, hold.attempt, hold.pages, hold.num_tokens)
+        self._update_offers(self._pack)
+        number = self._pack.number_of(hold.request_id, hold.attempt)
         kv = KvOffer(self._process, self._incarnation, number, hold.num_tokens, hold.is_degraded)
         self._send(Prefilled(hold.request_id, hold.attempt, kv))
+
+    def _update_offers(self, pack: KvPack) -> None:
+        for prompt, number in pack.update(self._engine.offered_prompts()):
+            if not prompt.is_complete:
+                kv = KvOffer(self._process, self._incarnation, number, prompt.num_tokens, is_complete=False)
+                self._send(Prefilling(prompt.request_id, prompt.attempt, kv))
 
     def _emit(self, start: StartStep) -> None:
         """Emit a step's tags: the layout for every layer, the sampling rows, and last the tokens, which start the step."""

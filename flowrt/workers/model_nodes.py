@@ -19,9 +19,9 @@ from flowrt.engine.batch import Batch, SampleSpec
 from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.expert_service import ExpertService
-from flowrt.exchange.kv_transfer import KvPack, KvUnpack
+from flowrt.exchange.kv_transfer import KvPack, KvUnpack, TransferEnd
 from flowrt.exchange.trampoline import Collect, Return, Trampolines, forward
-from flowrt.graph.builtin import SOURCE
+from flowrt.graph.builtin import KV_PROGRESS, SOURCE
 from flowrt.graph.model import INPUT, OUTPUT, Graph, GraphLimits, Node
 from flowrt.graph.placement import expert_map_of, held_experts
 from flowrt.graph.trampoline import forwarded_servers, group_ports, window_of
@@ -57,14 +57,15 @@ def build_model_nodes(
     on_built: Callable[[str, int, int], None],
     now: Callable[[], float],
     computations: Callable[[Graph, str, torch.device | str, Callable[[], float]], Computations] | None = None,
-) -> dict[str, NodeFunction | KvUnpack]:
+) -> dict[str, NodeFunction | TransferEnd]:
     """A function, or a sink, for each node of `process` with a built-in operator. `on_built(name, done, total)` reports the loading
     progress; `now` returns seconds, for the profile of products (operators/expert_products.py). `computations` replaces those of the
     checkpoint.
 
     Raises ModelError when the checkpoint lacks a tensor or a proof fails, ValueError for an operator that is not built in.
     """
-    nodes = [node for node in graph.nodes_of(process) if ":" not in node.operator and node.operator not in (SOURCE, INPUT, OUTPUT)]
+    others = (SOURCE, INPUT, OUTPUT, KV_PROGRESS)
+    nodes = [node for node in graph.nodes_of(process) if ":" not in node.operator and node.operator not in others]
     if not nodes:
         return {}
     if graph.model is None:
@@ -72,7 +73,7 @@ def build_model_nodes(
     config, strict = config_of(graph), graph.numerics == "strict"
     computation_of = (computations or checkpoint_computations)(graph, process, device, now)
     clients = [_expert_client(graph, node, config, device, now) for node in nodes if node.operator == "dispatch"]  # a group has one at most
-    functions: dict[str, NodeFunction | KvUnpack] = {}
+    functions: dict[str, NodeFunction | TransferEnd] = {}
     for done, node in enumerate(nodes):
         on_built(node.name, done, len(nodes))
         match node.operator:

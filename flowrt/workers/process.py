@@ -45,7 +45,7 @@ from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.errors import OperatorError, UserError, leaves
-from flowrt.exchange.kv_transfer import KvUnpack
+from flowrt.exchange.kv_transfer import TransferEnd
 from flowrt.graph.model import Graph, from_json
 from flowrt.graph.placement import weight_set
 from flowrt.graph.recovery import is_watched
@@ -290,7 +290,7 @@ class Worker:
 
         model = self._graph.model
         files = fingerprints(Path(model.path)) if model is not None else {}
-        functions: dict[str, NodeFunction | KvUnpack] = {**check_process(self._graph, name)}
+        functions: dict[str, NodeFunction | TransferEnd] = {**check_process(self._graph, name)}
         memory = self._open_memory(name, files)
         computations = partial(checkpoint_computations, memory=memory, on_read=on_read)
         functions.update(build_model_nodes(self._graph, name, self._device, on_built, now, computations))

@@ -41,12 +41,15 @@ def test_loads_are_the_same_for_each_policy_and_within_the_limits() -> None:
 
 
 def test_exposed_time_is_what_the_transfer_adds_to_the_second_token(model: Path) -> None:
-    apart, together = kv_transfer.read_graphs(model, 100, [])
-    assert [name for name in apart.process_names() if name not in together.process_names()] == ["prefill.0"]
+    streamed, complete, together = kv_transfer.read_graphs(model, 100, [])
+    for apart in (streamed, complete):
+        assert [name for name in apart.process_names() if name not in together.process_names()] == ["prefill.0"]
+    assert [any(node.operator == "kv_progress" for node in each.nodes.values()) for each in (streamed, complete)] == [True, False]
     config = read_model_config(model)
     num_bytes = kv_transfer.kv_bytes(config, 100)
     assert num_bytes == 100 * config.num_layers * 2 * config.num_kv_heads * config.head_dim * 4
-    times = [[kv_transfer._TokenTimes(1.0, 0.3)], [kv_transfer._TokenTimes(1.1, 0.1)], [0.1]]
-    second, exposed, rate = kv_transfer._figures(100, 2_000_000_000, times)
-    assert (second.ours.median, exposed.ours.median) == (300.0, pytest.approx(200.0))
-    assert (rate.ours.median, rate.unit) == (pytest.approx(10.0), "GB/s")
+    firsts = [kv_transfer._TokenTimes(*each) for each in ((1.0, 0.15), (1.0, 0.3), (1.1, 0.1))]
+    figures = kv_transfer._figures(100, 2_000_000_000, [*([each] for each in firsts), [0.1]])
+    expected = [150.0, 50.0, 0.05, 300.0, 200.0, 0.2, 10.0, 1150.0]
+    assert [each.ours.median for each in figures] == [pytest.approx(each) for each in expected]
+    assert [each.verdict is not None for each in figures] == [False, False, True, False, False, False, True, False]

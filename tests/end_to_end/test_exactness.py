@@ -26,6 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "3 groups, colocated": {"attention": {"groups": 3, "micro_batches": 2}, "experts": {"servers": "colocated"}},
     "2 prefill workers, 2 groups": {"prefill": {"workers": 2}, "attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 2}},
+    "KV of complete prompts": {"prefill": {"workers": 2, "stream": False}, "attention": {"groups": 2}, "experts": {"servers": 2}},
     "experts inside": {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 0}},
 }
 
@@ -54,7 +55,7 @@ BETWEEN_PROCESSES: list[tuple[str, Any, str]] = [
     ("2 groups, 3 servers, 2 lanes", 2, "auto"),
     ("4 groups, 1 server", "many", "auto"),
     ("2 prefill workers, 2 groups", "many", "shm"),
-    ("2 prefill workers, 2 groups", "many", "zmq"),
+    ("KV of complete prompts", "many", "zmq"),
     ("uneven placement", "many", "auto"),
     ("2 groups, 5 servers, trampolines", "many", "shm"),
     ("2 groups, 5 servers, trampolines", "many", "zmq"),
@@ -65,6 +66,7 @@ BETWEEN_PROCESSES: list[tuple[str, Any, str]] = [
 IN_ONE_PROCESS = [
     (shape, transport)
     for shape in SHAPES
+    if shape != "KV of complete prompts"
     for transport in (("inproc",) if shape == "experts inside" else ("inproc", "shm", "zmq"))
     if (shape, "many", transport) not in BETWEEN_PROCESSES
 ]

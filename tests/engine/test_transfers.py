@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from engine.toy_group import VOCABULARY, request
 
-from flowrt.actors.control import Ended, KvLost, KvOffer, KvPulled, Request, Token
-from flowrt.engine.engine import Decision, Engine, Hold, StartStep
+from flowrt.actors.control import Ended, KvCompleted, KvLost, KvOffer, KvPulled, Request, Token
+from flowrt.engine.engine import Decision, Engine, StartStep
+from flowrt.engine.transfers import Hold
 from flowrt.graph.model import GraphLimits
 
 LIMITS = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=4, max_tokens=8, max_num_batched_tokens=16)
 
 
-def new_engine(limits: GraphLimits = LIMITS, **more: int) -> Engine:
+def new_engine(limits: GraphLimits = LIMITS, **more: Any) -> Engine:
     return Engine(limits, 1, 100, VOCABULARY, **more)
 
 
@@ -39,7 +42,8 @@ def test_a_prefilled_prompt_keeps_its_pages_until_the_attempt_is_cancelled() -> 
     engine = new_engine()
     assert engine.submit(prefill_of(request("a", range(6), max_tokens=8))) == []
     start, decisions = step(engine, 42)
-    assert decisions == [Token("a", 0, 0, (42,)), Hold("a", 0, tuple(start.batch.page_tables[0]), 6, False)]
+    assert decisions == [Token("a", 0, 0, (42,)), Hold("a", 0, 6, False)]
+    assert [(each.pages, each.is_complete) for each in engine.offered_prompts()] == [(tuple(start.batch.page_tables[0]), True)]
     assert (num_free(engine), engine.idle, engine.next_steps()) == (6, False, [])
     assert engine.cancel("a", 1) == []
     assert engine.cancel("a", 0, choice=0) == [], "its pages are for the group, whatever the client does with a choice"
@@ -205,3 +209,81 @@ def test_an_offer_of_another_length_is_refused() -> None:
     (ended,) = engine.submit(pulling(request("a", range(6)), num_tokens=5))
     assert isinstance(ended, Ended)
     assert ended.error == "the KV of 5 tokens is offered for a prompt of 6"
+
+
+def test_a_prompt_is_offered_from_its_first_step_on() -> None:
+    engine = new_engine(GraphLimits(max_num_seqs=4, kv_pages=8, page_size=4, max_tokens=8, max_num_batched_tokens=4), streams=True)
+    engine.submit(prefill_of(request("a", range(6))))
+    assert engine.offered_prompts() == []
+    (start,) = engine.next_steps()
+    (offered,) = engine.offered_prompts()
+    assert (offered.num_committed, offered.num_in_step, offered.step, offered.is_complete) == (0, 4, (0, 0, 0), False)
+    assert offered.pages == tuple(start.batch.page_tables[0]) + offered.pages[1:]
+    engine.step_done(0, 0, ())
+    (offered,) = engine.offered_prompts()
+    assert (offered.num_committed, offered.num_in_step) == (4, 4)
+    engine.next_steps()
+    engine.roll_back()
+    engine.next_steps()
+    (offered,) = engine.offered_prompts()
+    assert (offered.epoch, offered.num_committed, offered.num_in_step, offered.step) == (1, 4, 6, (1, 0, 2))
+    engine.step_done(0, 2, (42,))
+    (offered,) = engine.offered_prompts()
+    assert (offered.num_committed, offered.is_complete) == (6, True)
+    engine.cancel("a", 0)
+    assert engine.offered_prompts() == []
+
+
+@pytest.mark.parametrize("which", ["baseline", "choices", "suspect", "computed again"])
+def test_prompts_that_are_offered_when_they_are_complete(which: str) -> None:
+    engine = new_engine(streams=which != "baseline")
+    each = prefill_of(request("a", range(6), n=2 if which == "choices" else 1))
+    engine.submit(msgspec.structs.replace(each, is_suspect=which == "suspect"))
+    if which == "computed again":
+        step(engine, -1)
+    (start,) = engine.next_steps()
+    assert engine.offered_prompts() == []
+    engine.step_done(start.micro_batch, start.step, (42,))
+    assert len(engine.offered_prompts()) == (which != "choices")
+
+
+def streaming(each: Request) -> Request:
+    return msgspec.structs.replace(each, kv=KvOffer("prefill.0", "i", 1, len(each.prompt_token_ids), is_complete=False))
+
+
+def completed(number: int = 1, is_degraded: bool = False) -> KvCompleted:
+    return KvCompleted("a", 0, KvOffer("prefill.0", "i", number, 6, is_degraded), (42,))
+
+
+@pytest.mark.parametrize("first", ["kv", "token"])
+def test_a_group_that_pulls_early_waits_for_the_kv_and_the_first_token(first: str) -> None:
+    engine = new_engine()
+    engine.submit(streaming(request("a", range(6))))
+    engine.next_steps()
+    assert [pull.kv.is_complete for pull in engine.new_pulls()] == [False]
+    decisions = engine.pulled("a", 0) if first == "kv" else engine.complete_kv(completed(is_degraded=True))
+    assert (decisions, engine.next_steps()) == ([], [])
+    decisions = engine.complete_kv(completed(is_degraded=True)) if first == "kv" else engine.pulled("a", 0)
+    assert decisions == [KvPulled("a", 0)]
+    assert engine.complete_kv(completed()) == []
+    start, decisions = step(engine, 43)
+    assert (start.batch.token_ids, start.batch.kv_lengths) == ([42], [7])
+    assert decisions == [Token("a", 0, 1, (43,), degraded=True)]
+
+
+def test_a_prompt_that_is_complete_before_the_group_has_pages_is_pulled_whole() -> None:
+    engine = new_engine()
+    engine.submit(streaming(request("a", range(6))))
+    assert engine.complete_kv(completed(number=2)) == []
+    engine.next_steps()
+    assert [(pull.kv.number, pull.kv.is_complete) for pull in engine.new_pulls()] == [(2, True)]
+    assert engine.pulled("a", 0) == [KvPulled("a", 0)]
+
+
+def test_a_pull_ends_when_the_prompt_was_computed_again() -> None:
+    engine = new_engine()
+    engine.submit(streaming(request("a", range(6))))
+    engine.next_steps()
+    assert engine.complete_kv(completed(number=2)) == [KvLost("a", 0, "prefill.0 has computed the prompt again")]
+    assert engine.complete_kv(completed()) == []
+    assert num_free(engine) == 8

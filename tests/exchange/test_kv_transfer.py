@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 
+import msgspec
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.exchange import kv_transfer
 from flowrt.exchange.kv_transfer import ChunkHeader, KvPack, KvUnpack, PullHeader, digest_of
+from flowrt.offered_prompt import NO_STEP, OfferedPrompt
 from flowrt.operators.kv_pages import KvPages
 from flowrt.transports.wire.message import Tag
 
@@ -25,7 +27,8 @@ def pages_of(page_size: int, dtype: torch.dtype = torch.float32, shared_values: 
 
 
 class Pair:
-    """A prefill worker that holds TOKENS tokens in pages 5, 3, ..., and a group linked with it."""
+    """A prefill worker with TOKENS tokens in pages 5, 3, ..., and a group linked with it. The prompt is complete unless `compute` is called
+    first."""
 
     def __init__(self, page_sizes: tuple[int, int] = (4, 4), dtype: torch.dtype = torch.float32, shared_values: bool = False) -> None:
         self.held, self.own = (pages_of(size, dtype, shared_values) for size in page_sizes)
@@ -35,34 +38,53 @@ class Pair:
             values = [torch.randn(TOKENS, 2, 4).to(dtype) for _ in self.held.blocks(layer)]
             self.held.write(layer, slots, *values)
         self.pack, self.unpack = KvPack(self.held), KvUnpack(self.own)
-        self.pulls: deque[tuple[Tag, Payload]] = deque()
+        self.pulls: deque[Firing] = deque()  # on their way to the worker
+        self.chunks: deque[Firing] = deque()  # and to the group
+        self.pack.connect(lambda firing, outputs: self.chunks.append(Firing("g.kv_unpack", firing.tag, dict(outputs))))
         self.ends: list[tuple[str, int, str]] = []
         self.unpack.connect(
             "g.kv_unpack@1", {"p": "pull0"}, self._emit, lambda *key: self.ends.append((*key, "")), lambda *end: self.ends.append(end)
         )
-        self.number = self.pack.offer("a", 0, self.held_pages, TOKENS)
-        self.offer = KvOffer("p", "i", self.number, TOKENS)
+        self.offer = KvOffer("p", "i", 1, TOKENS)
+
+    def compute(self, num_committed: int, num_in_step: int = 0, epoch: int = 0, step: int = 0, is_complete: bool = False) -> None:
+        """The worker has computed the prompt up to here; a step computes the tokens up to `num_in_step`."""
+        running = (epoch, 0, step) if num_in_step else NO_STEP
+        pages, end = tuple(self.held_pages), max(num_committed, num_in_step)
+        self.pack.update([OfferedPrompt("a", 0, pages, TOKENS, epoch, num_committed, end, running, is_complete)])
+
+    def complete(self, epoch: int = 0) -> None:
+        self.compute(TOKENS, epoch=epoch, is_complete=True)
+
+    def write_layers(self, *layers: int, epoch: int = 0, step: int = 0) -> None:
+        """The running step has written the KV of these layers."""
+        for layer in layers:
+            self.pack.on_written(Firing("p.kv_progress", Tag("p.source@1", epoch, 0, step, layer), {}))
 
     def _emit(self, tag: Tag, outputs: Mapping[str, Payload]) -> None:
-        self.pulls.append((tag, outputs["pull0"]))
+        self.pulls.append(Firing("p.kv_pack", tag, {"pull": outputs["pull0"]}))
 
-    def begin(self, linked: str = "i") -> None:
+    def begin(self, linked: str = "i", first_token: int = 0) -> None:
+        if not self.pack._offers:
+            self.complete()
         self.unpack.on_joined("p", linked)
-        self.unpack.begin("a", 0, self.offer, self.own_pages)
+        self.unpack.begin("a", 0, self.offer, self.own_pages, first_token)
 
     def respond(self, change: Change = lambda chunk: chunk) -> None:
-        """The prefill worker responds to the oldest pull."""
-        tag, pull = self.pulls.popleft()
-        (outputs,) = self.pack([Firing("p.kv_pack", tag, {"pull": pull})])
-        self.unpack.on_chunk(Firing("g.kv_unpack", tag, {"chunk": change(outputs["chunk"])}))
+        """The oldest message arrives: a chunk if there is one, else a pull."""
+        if not self.chunks:
+            self.pack.on_pull(self.pulls.popleft())
+        if self.chunks:
+            firing = self.chunks.popleft()
+            self.unpack.on_chunk(Firing(firing.node, firing.tag, {"chunk": change(firing.inputs["chunk"])}))
 
     def run(self) -> None:
-        while self.pulls:
+        while self.pulls or self.chunks:
             self.respond()
 
-    def is_equal(self) -> bool:
-        slots = [kv_transfer.slots_of(pages, each.page_size, 0, TOKENS) for pages, each in self._sides()]
-        values = [[each.copy(layer, own) for layer in range(LAYERS)] for (_, each), own in zip(self._sides(), slots, strict=True)]
+    def is_equal(self, first: int = 0, layers: int = LAYERS) -> bool:
+        slots = [kv_transfer.slots_of(pages, each.page_size, first, TOKENS - first) for pages, each in self._sides()]
+        values = [[each.copy(layer, own) for layer in range(layers)] for (_, each), own in zip(self._sides(), slots, strict=True)]
         return all(torch.equal(a, b) for one, two in zip(*values, strict=True) for a, b in zip(one, two, strict=True))
 
     def _sides(self) -> list[tuple[list[int], KvPages]]:
@@ -85,18 +107,106 @@ def test_every_token_arrives_between_pages_of_any_size(page_sizes: tuple[int, in
     assert pair.ends == [("a", 0, "")]
 
 
-def test_a_transfer_waits_for_few_chunks_at_a_time() -> None:
+def test_a_transfer_pulls_as_many_chunks_at_a_time_as_there_are() -> None:
     pair = Pair()
     pair.begin()
-    assert len(pair.pulls) == kv_transfer.WINDOW < LAYERS * 3
+    assert len(pair.pulls) == 1
     pair.respond()
-    assert len(pair.pulls) == kv_transfer.WINDOW
+    assert len(pair.pulls) == kv_transfer.WINDOW == LAYERS * 3 - 1
     pair.run()
     assert pair.ends == [("a", 0, "")]
 
 
-def _with(header: ChunkHeader | None = None, tensors: tuple[torch.Tensor, ...] | None = None) -> Change:
-    return lambda chunk: Payload(chunk.tensors if tensors is None else tensors, chunk.header_as(ChunkHeader) if header is None else header)
+@pytest.mark.parametrize("first", [0, 4, 8])
+def test_kv_moves_while_the_prompt_is_computed(first: int) -> None:
+    """Layer by layer of a running step, and each layer in the order of its tokens; the last chunk when the prompt is complete."""
+    pair = Pair()
+    pair.compute(0, 6)
+    pair.begin(first_token=first)
+    pair.run()
+    assert not any(pair.unpack._transfers["a", 0].outstanding for _ in pair.pulls), "the pull waits in the worker"
+    for layer in range(LAYERS):
+        pair.write_layers(layer)
+        pair.run()
+        received = [max(6, first) if each <= layer else first for each in range(LAYERS)]
+        assert pair.unpack._transfers["a", 0].received == received
+    pair.compute(6, TOKENS, step=1)
+    pair.write_layers(*range(LAYERS), step=0)  # late, of the step before
+    pair.run()
+    assert pair.unpack._transfers["a", 0].received == [max(6, first)] * LAYERS
+    pair.write_layers(*range(LAYERS), step=1)
+    pair.run()
+    assert pair.unpack._transfers["a", 0].received[:-1] == [TOKENS] * (LAYERS - 1)
+    assert pair.ends == [], "the step may be rolled back"
+    pair.complete()
+    pair.run()
+    assert pair.ends == [("a", 0, "")]
+    assert pair.is_equal(first)
+
+
+def test_a_roll_back_makes_the_chunks_of_its_steps_void() -> None:
+    pair = Pair()
+    pair.compute(4, TOKENS)
+    pair.begin()
+    pair.run()
+    for layer in range(LAYERS):  # what the step computes is wrong
+        pair.held.write(layer, kv_transfer.slots_of(pair.held_pages, 4, 8, 3), *[torch.full((3, 2, 4), 7.0)] * 2)
+    pair.write_layers(0, 1)
+    pair.run()
+    assert pair.unpack._transfers["a", 0].received == [TOKENS, TOKENS, 4]
+    pair.compute(4, TOKENS, epoch=1, step=1)
+    pair.write_layers(0, 1, 2, epoch=0)  # late, of the step that was rolled back
+    pair.run()
+    assert pair.unpack._transfers["a", 0].epoch == 0, "there is nothing to send in the new epoch"
+    for layer in range(LAYERS):
+        pair.held.write(layer, kv_transfer.slots_of(pair.held_pages, 4, 8, 3), *[torch.full((3, 2, 4), 5.0)] * 2)
+    pair.write_layers(0, 1, 2, epoch=1, step=1)
+    pair.complete(epoch=1)
+    pair.run()
+    assert pair.ends == [("a", 0, "")]
+    assert pair.is_equal()
+
+
+def test_a_late_chunk_of_an_older_epoch_ends_the_transfer() -> None:
+    pair = Pair()
+    pair.compute(8, epoch=1)
+    pair.begin()
+    pair.respond()
+    pair.respond(lambda chunk: Payload(chunk.tensors, msgspec.structs.replace(chunk.header_as(ChunkHeader), epoch=0)))
+    ((_, _, why),) = pair.ends
+    assert "it is of epoch 0, which epoch 1 has made void" in why
+
+
+def test_pulls_that_wait_are_refused_when_the_offer_ends() -> None:
+    """Their credits come back, and the group begins a new attempt."""
+    pair = Pair()
+    pair.compute(0, TOKENS)
+    pair.begin()
+    pair.run()
+    assert not pair.chunks
+    pair.pack.update([])
+    pair.run()
+    assert pair.ends == [("a", 0, "p sent no chunk: the offer has ended")]
+
+
+def test_an_offer_whose_pages_have_changed_is_another_one() -> None:
+    pair = Pair()
+    pair.compute(4)
+    pair.begin()
+    pair.run()
+    pair.held_pages = pair.held_pages[::-1]
+    pair.complete()
+    pair.run()
+    assert pair.ends == [("a", 0, "p sent no chunk: the offer has ended")]
+    assert pair.pack.number_of("a", 0) == 2
+
+
+def _with(tensors: tuple[torch.Tensor, ...]) -> Change:
+    return lambda chunk: Payload(tensors, chunk.header)
+
+
+def _header(**changes: object) -> Change:
+    return lambda chunk: Payload(chunk.tensors, msgspec.structs.replace(chunk.header_as(ChunkHeader), **changes))
 
 
 def _flipped(chunk: Payload) -> Payload:
@@ -106,15 +216,18 @@ def _flipped(chunk: Payload) -> Payload:
 WRONG: dict[str, tuple[Change, str]] = {
     "a byte": (_flipped, "its bytes do not match their hash"),
     "keys for values": (lambda chunk: Payload(chunk.tensors[::-1], chunk.header), "its bytes do not match"),
-    "fewer tokens": (_with(tensors=(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))), "it has 1 tokens, expected 4"),
-    "other heads": (_with(tensors=(torch.zeros(4, 1, 4), torch.zeros(4, 2, 4))), "its rows have another size"),
-    "one tensor": (_with(tensors=(torch.zeros(4, 2, 4),)), "its rows have another size"),
-    "another request": (_with(ChunkHeader(PullHeader("b", 0, 1, 0, 4))), "not the one that was requested"),
-    "another attempt": (_with(ChunkHeader(PullHeader("a", 1, 1, 0, 4))), "not the one that was requested"),
-    "another offer": (_with(ChunkHeader(PullHeader("a", 0, 2, 0, 4))), "not the one that was requested"),
-    "other tokens": (_with(ChunkHeader(PullHeader("a", 0, 1, 4, 4))), "not the one that was requested"),
+    "fewer rows": (_with((torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))), "it has 1 tokens, expected 4"),
+    "other heads": (_with((torch.zeros(4, 1, 4), torch.zeros(4, 2, 4))), "its rows have another size"),
+    "one tensor": (_with((torch.zeros(4, 2, 4),)), "its rows have another size"),
+    "another request": (_header(pull=PullHeader("b", 0, 1)), "not of the offer that was requested"),
+    "another attempt": (_header(pull=PullHeader("a", 1, 1)), "not of the offer that was requested"),
+    "another offer": (_header(pull=PullHeader("a", 0, 2)), "not of the offer that was requested"),
+    "another layer": (_header(layer=LAYERS), "not of the offer that was requested"),
+    "later tokens": (_header(first=4), "tokens 4 to 7 do not follow token -1"),
+    "no tokens": (_header(num_tokens=0), "tokens 0 to -1 do not follow"),
+    "more tokens": (_header(num_tokens=5), "tokens 0 to 4 do not follow"),
+    "the last too soon": (_header(is_last=True), "it is the last one"),
     "no header": (lambda chunk: Payload(chunk.tensors, b"\xc1"), "its header cannot be read"),
-    "a refusal": (_with(ChunkHeader(PullHeader("a", 0, 1, 0, 4), refusal="the offer has ended")), "the offer has ended"),
 }
 
 
@@ -126,7 +239,7 @@ def test_a_wrong_chunk_ends_the_transfer(wrong: str) -> None:
     pair.respond(change)
     ((request_id, attempt, why),) = pair.ends
     assert (request_id, attempt) == ("a", 0)
-    assert why.startswith("p sent a chunk of layer 0 that does not fit: ")
+    assert why.startswith("p sent a chunk")
     assert text in why
     pair.run()  # late chunks
     assert len(pair.ends) == 1
@@ -167,43 +280,45 @@ def test_a_transfer_waits_until_the_group_is_linked_with_the_incarnation() -> No
 def test_an_error_in_place_of_a_chunk_ends_the_transfer() -> None:
     pair = Pair()
     pair.begin()
-    tag, _ = pair.pulls.popleft()
+    tag = pair.pulls.popleft().tag
     assert not pair.unpack.on_error(Tag("g.source@1", 0, 0, 0, 0), "of a step")
     assert pair.unpack.on_error(tag, "out of memory")
-    assert pair.ends == [("a", 0, "p could not send a chunk of layer 0: out of memory")]
+    assert pair.ends == [("a", 0, "p could not send a chunk: out of memory")]
 
 
 @pytest.mark.parametrize(
-    ("pull", "layer", "refusal"),
+    ("pull", "source", "refusal"),
     [
-        (PullHeader("a", 0, 2, 0, 4), 0, "there is no such offer"),
-        (PullHeader("a", 1, 1, 0, 4), 0, "there is no such offer"),
-        (PullHeader("a", 0, 1, 8, 4), 0, "tokens 8 to 11 are not among the 11 of the offer"),
-        (PullHeader("a", 0, 1, -1, 4), 0, "tokens -1 to 2 are not among the 11 of the offer"),
-        (PullHeader("a", 0, 1, 0, 0), 0, "tokens 0 to -1 are not among the 11 of the offer"),
-        (PullHeader("a", 0, 1, 0, 1 << 62), 0, "are not among the 11 of the offer"),
-        (PullHeader("a", 0, 1, 0, 4), LAYERS, "there is no layer 3"),
-        (PullHeader("a", 0, 1, 0, 4), -1, "there is no layer -1"),
+        (PullHeader("a", 0, 2), "g", "there is no such offer"),
+        (PullHeader("a", 1, 1), "g", "there is no such offer"),
+        (PullHeader("a", 0, 1, -1), "g", "token -1 is not among the 11 of the offer"),
+        (PullHeader("a", 0, 1, TOKENS), "g", "token 11 is not among the 11 of the offer"),
+        (PullHeader("a", 0, 1, 4), "g", "g.kv_unpack@1 pulls the offer from token 0 on"),
+        (PullHeader("a", 0, 1), "h", "g.kv_unpack@1 pulls the offer from token 0 on"),
     ],
 )
-def test_a_pull_that_fits_no_offer_is_refused(pull: PullHeader, layer: int, refusal: str) -> None:
+def test_a_pull_that_fits_no_offer_is_refused(pull: PullHeader, source: str, refusal: str) -> None:
     pair = Pair()
-    (outputs,) = pair.pack([Firing("p.kv_pack", Tag("g.kv_unpack@1", 0, 0, 0, layer), {"pull": Payload((), pull)})])
-    header = outputs["chunk"].header_as(ChunkHeader)
+    pair.begin()
+    pair.respond()
+    pair.chunks.clear()
+    pair.pack.on_pull(Firing("p.kv_pack", Tag(f"{source}.kv_unpack@1", 0, 0, 0, 0), {"pull": Payload((), pull)}))
+    (firing,) = pair.chunks
+    header = firing.inputs["chunk"].header_as(ChunkHeader)
     assert refusal in header.refusal
     assert header.pull == pull
-    assert [len(tensor) for tensor in outputs["chunk"].tensors] == [0, 0]
+    assert [len(tensor) for tensor in firing.inputs["chunk"].tensors] == [0, 0]
 
 
 def test_an_offer_ends_with_its_attempt() -> None:
     pair = Pair()
-    pair.pack.drop("a", 0)
-    pair.pack.drop("a", 0)
-    pair.begin()
+    pair.complete()
+    pair.pack.update([])
+    pair.unpack.on_joined("p", "i")
+    pair.unpack.begin("a", 0, pair.offer, pair.own_pages)
     pair.respond()
     ((_, _, why),) = pair.ends
     assert "there is no such offer" in why
-    assert pair.pack.offer("a", 0, [1], 1) != pair.number
 
 
 def test_the_hash_is_of_all_bytes() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from flowrt.actors.control import Ended, Token
 from flowrt.gateway.completion import Completion
-from flowrt.gateway.gateway import Gateway, SendRequest, TokenEvent
+from flowrt.gateway.decisions import SendRequest
+from flowrt.gateway.gateway import Gateway, TokenEvent
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import SamplingParams
 

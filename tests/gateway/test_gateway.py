@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from flowrt.actors.control import Cancel, Ended, Logprobs, RunsAlone, Token
 from flowrt.engine.engine import Decision as EngineDecision
 from flowrt.engine.engine import Engine
-from flowrt.gateway.gateway import ChoiceEvent, Decision, EndEvent, Gateway, SendCancel, SendRequest, TokenEvent
+from flowrt.gateway.decisions import Decision, SendCancel, SendRequest
+from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Gateway, TokenEvent
 from flowrt.gateway.routing import WaitingRequest, WorkerStatus
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from gateway.test_gateway import new_gateway, place, token_of
 
-from flowrt.actors.control import Ended, KvLost, KvOffer, KvPulled, Prefilled, RunsAlone
-from flowrt.gateway.gateway import Decision, EndEvent, Gateway, SendCancel, SendRequest, TokenEvent
+from flowrt.actors.control import Ended, KvCompleted, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone
+from flowrt.gateway.decisions import Decision, SendCancel, SendCompleted, SendRequest
+from flowrt.gateway.gateway import EndEvent, Gateway, TokenEvent
 from flowrt.gateway.stages import MAX_KV_LOST
 
 
@@ -32,6 +34,11 @@ def prefill(gateway: Gateway, placed: SendRequest, text: str = "a") -> SendReque
     gateway.on_token(placed.group, token_of(placed, text))
     (sent,) = sent_in(gateway.on_transfer(placed.group, Prefilled(placed.request.id, placed.request.attempt, offer(placed))))
     return sent
+
+
+def begin_prefill(gateway: Gateway, placed: SendRequest) -> list[Decision]:
+    kv = msgspec.structs.replace(offer(placed), is_complete=False)
+    return gateway.on_transfer(placed.group, Prefilling(placed.request.id, placed.request.attempt, kv))
 
 
 def pulled(placed: SendRequest) -> KvPulled:
@@ -240,3 +247,69 @@ def test_a_crash_of_a_prefill_worker_suspects_what_it_computed_and_not_what_it_h
     prefill(gateway, held)
     moved = sent_in(gateway.lose_group("p0", "crashed", may_recur=True))
     assert {each.index: each.request.is_suspect for each in moved} == {0: False, 2: True}
+
+
+def test_a_group_gets_a_request_when_its_prefill_begins_and_the_first_token_later() -> None:
+    gateway = staged()
+    first = place(gateway, (1, 2), max_tokens=4)
+    (early,) = sent_in(begin_prefill(gateway, first))
+    assert (early.group, early.request.committed_token_ids) == ("g0", ((),))
+    assert early.request.kv is not None
+    assert not early.request.kv.is_complete
+    assert gateway.on_token("g0", token_of(early, "c")) == []
+    assert gateway.on_transfer("g0", pulled(early)) == [], "the prompt is not computed"
+    assert tokens_in(gateway.on_token("p0", token_of(first, "a"))) == [0]
+    decisions = gateway.on_transfer("p0", Prefilled("request-0", 0, offer(first)))
+    assert decisions == [SendCompleted("g0", KvCompleted("request-0", 0, offer(first), (0,)))]
+    assert cancelled_in(gateway.on_transfer("g0", pulled(early))) == [("p0", 0)]
+    assert tokens_in(gateway.on_token("g0", token_of(early, "b", 1))) == [1]
+
+
+def test_a_request_waits_at_the_gateway_until_a_group_has_room_or_its_prompt_is_computed() -> None:
+    gateway = staged()
+    early = [(first, sent_in(begin_prefill(gateway, first))) for first in (place(gateway, max_tokens=4) for _ in range(9))]
+    assert [len(sent) for _, sent in early] == [1] * 8 + [0], "a group runs four sequences"
+    last = early[-1][0]
+    gateway.on_token(last.group, token_of(last, "a"))
+    (sent,) = sent_in(gateway.on_transfer(last.group, Prefilled(last.request.id, 0, offer(last))))
+    assert sent.request.committed_token_ids == ((0,),)
+
+
+def test_a_group_may_find_that_the_output_is_whole_while_the_prompt_is_computed_again() -> None:
+    """A pull was refused because the first token ended the attempt, and the loss of the KV arrived before this end."""
+    gateway = staged()
+    first = place(gateway, max_tokens=1)
+    begin_prefill(gateway, first)
+    gateway.on_token("p0", token_of(first, "a"))
+    (moved,) = sent_in(gateway.on_transfer("g0", KvLost("request-0", 0, "the offer has ended")))
+    (early,) = sent_in(begin_prefill(gateway, moved))
+    assert ("p0", 1) in cancelled_in(gateway.on_ended(early.group, Ended("request-0", 1, "length", None, 0, 1)))
+
+
+@pytest.mark.parametrize("ends", ["group is lost", "group lost it", "prefill worker is lost", "cancel", "group errs", "first token"])
+def test_what_is_placed_twice_ends_in_both(ends: str) -> None:
+    gateway = staged()
+    first = place(gateway, max_tokens=4)
+    begin_prefill(gateway, first)
+    cancelled = {"cancel": [("p0", 0), ("g0", 0)], "group errs": [("p0", 0), ("g0", 0)]}
+    match ends:
+        case "group is lost":
+            decisions = gateway.lose_group("g0", "was killed", may_recur=True)
+        case "group lost it":
+            decisions = gateway.on_transfer("g0", KvLost("request-0", 0, "a byte was wrong"))
+        case "prefill worker is lost":
+            decisions = gateway.lose_group("p0", "was killed")
+        case "cancel":
+            decisions = gateway.cancel(0)
+        case "group errs":
+            decisions = gateway.on_ended("g0", Ended("request-0", 0, "error", "no replica is left"))
+        case _:
+            gateway.on_token("p0", token_of(first, "a"))
+            decisions = gateway.on_ended("p0", Ended("request-0", 0, "stop", None, 0, 1))
+    in_group = ends in ("prefill worker is lost", "first token")
+    assert cancelled_in(decisions) == cancelled.get(ends, [("g0", 0)] if in_group else [("p0", 0)])
+    moved = sent_in(decisions)
+    assert [(each.request.attempt, each.request.is_suspect) for each in moved] == (
+        [(1, False)] if ends.endswith(("lost", "lost it")) else []
+    )
+    assert all(not worker.num_sequences for worker in gateway.workers.values()) or moved

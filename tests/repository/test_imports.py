@@ -18,6 +18,7 @@ LEAVES = (
     "flowrt.config",
     "flowrt.errors",
     "flowrt.histogram",
+    "flowrt.offered_prompt",
     "flowrt.output_file",
     "flowrt.signals",
     "flowrt.exit_codes",

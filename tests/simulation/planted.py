@@ -411,6 +411,6 @@ BUGS: tuple[Bug, ...] = (
     bug("ends-with-one-choice", "a request ends with the first of its choices", (
         GATEWAY, "Gateway._end_choice", "if all((each.finish_reason is not None for each in log.choices)):", "if True:")),
     bug("ended-twice", "the end of a cancelled request is reported again when the worker reports it", (
-        GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt or self._stages.worker_of(log) != group:\n        return []",
+        GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt or group not in (self._stages.worker_of(log), self._stages.group_of(log)):\n        return []",
         "if log is None:\n        log = self._logs[int(ended.request_id.split('-')[1])]\n        log.events.append(EndEvent(log.index, ended.reason))\n        return []")),
 )  # fmt: skip

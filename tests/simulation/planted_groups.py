@@ -42,7 +42,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
         GATEWAY, "Gateway.on_token", "if log is None or token.attempt != log.attempt or self._stages.sender_of(log, token.index) != group:", "if log is None:"), (
         RUN_STATE, "RunState.accepts_messages", "self.is_current(worker, incarnation) and (not self._table.workers[worker].process.is_fenced)", "self.is_current(worker, incarnation)")),
     bug("old-ends-count", "ends of any attempt and group are accepted", (
-        GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt or self._stages.worker_of(log) != group:", "if log is None:"), (
+        GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt or group not in (self._stages.worker_of(log), self._stages.group_of(log)):", "if log is None:"), (
         RUN_STATE, "RunState.accepts_messages", "self.is_current(worker, incarnation) and (not self._table.workers[worker].process.is_fenced)", "self.is_current(worker, incarnation)")),
     body("stale-submit", "a request that was moved is still sent to its old group", GATEWAY, "Gateway.is_placed", "return True"),
     bug("placed-in-lost-group", "requests are placed in lost groups", (

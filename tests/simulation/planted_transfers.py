@@ -7,7 +7,6 @@ from __future__ import annotations
 from simulation.planting import Bug, bug
 
 TRANSFER = "flowrt.exchange.kv_transfer"
-GROUP = "flowrt.workers.group"
 ENGINE = "flowrt.engine.engine"
 SCHEDULER = "flowrt.engine.scheduler"
 GATEWAY = "flowrt.gateway.gateway"
@@ -17,9 +16,23 @@ TRANSFER_BUGS: tuple[Bug, ...] = (
     bug("late-chunk-written", "the chunks of an attempt that has ended are written into pages that others have by then", (
         TRANSFER, "KvUnpack.drop_ended", "if not is_pulling(*key)", "if False")),
     bug("offer-kept", "a prefill worker keeps the offers of ended attempts", (
-        GROUP, "Group._carry_out", "if self._pack is not None:", "if False:")),
+        TRANSFER, "KvPack.update", "if key not in by_key or by_key[key].pages != offer.prompt.pages:", "if False:")),
     bug("pulled-too-soon", "a group uses KV while the last chunks are on their way", (
-        TRANSFER, "KvUnpack.on_chunk", "elif transfer.waiting or transfer.outstanding:", "elif transfer.waiting:")),
+        TRANSFER, "KvUnpack.on_chunk", "if header.is_last:", "if header.is_last or transfer.received[0] == transfer.kv.num_tokens:")),
+    bug("chunk-before-its-layer", "a pull is answered with tokens of layers that the running step has not computed", (
+        TRANSFER, "_PromptOffer._num_computed", "self.prompt.num_in_step if layer < self.num_written else self.prompt.num_committed", "self.prompt.num_in_step")),
+    bug("layers-of-the-step-before", "the layers that a step has written count for the next step", (
+        TRANSFER, "_PromptOffer.advance", "if prompt.step != self.prompt.step:", "if False:")),
+    bug("void-chunk-not-resent", "a prefill worker does not send again what a step has computed that was rolled back", (
+        TRANSFER, "_PromptOffer.advance", "if prompt.epoch != self.prompt.epoch:", "if False:")),
+    bug("void-chunk-kept", "a group keeps the chunks of an old epoch", (
+        TRANSFER, "KvUnpack._write", "if header.epoch > transfer.epoch:", "if False:")),
+    bug("hold-freed-under-pulls", "an offer ends and the pulls that wait for it get no response", (
+        TRANSFER, "KvPack.update", "self._refuse_waiting(offer, 'the offer has ended')", "pass")),
+    bug("kv-without-first-token", "a group decodes when it has the KV, before it knows the first token", (
+        ENGINE, "Engine._use_pulled", "if not sequence.is_pulled or sequence.kv is None or (not sequence.kv.is_complete):", "if not sequence.is_pulled or sequence.kv is None:")),
+    bug("completion-unsent", "a group that pulls early does not learn that the prompt is computed", (
+        GATEWAY, "Gateway.on_transfer", "if completed is not None", "if False")),
     bug("held-pages-kept", "a prefill worker is not told that the KV was pulled", (
         GATEWAY, "Gateway.on_transfer", "decisions = self._cancel(log, but=group)", "decisions = []")),
     bug("moved-pages-kept", "the worker that did not die keeps the pages of a moved request", (

@@ -1,6 +1,7 @@
 """What a KV transfer costs a request: from its first token, which the prefill worker sends when the prompt is computed, to its second one.
 
 The peer is a group that computes the prompt itself: there, the same time is one step. What is longer is the exposed time of the transfer.
+KV that is pulled while the prompt is computed is measured, and KV that is pulled when the prompt is complete.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ SIZES = {
 EXPOSED = Target(0.1)  # of the time to the first token
 BANDWIDTH = Target(0.5, at_most=False)  # of one core's memcpy
 PAGE_SIZE = 16
+MIN_SECONDS = 1e-6  # of a transfer: two measured times may differ by less than nothing
 _BYTES = {"float32": 4, "float64": 8}  # else 2
 
 
@@ -57,11 +59,12 @@ def kv_bytes(config: ModelConfig, num_tokens: int) -> int:
 
 
 def read_graphs(model: Path, num_tokens: int, overrides: Sequence[str]) -> list[Graph]:
-    """With a prefill worker, and without."""
+    """With a prefill worker whose KV is pulled while it computes, with one whose KV is pulled when it is complete, and without."""
     limits = {"kv_pages": 2 * (num_tokens // PAGE_SIZE + 1), "page_size": PAGE_SIZE}
     keys: dict[str, Any] = {"flowrt": 1, "model": {"path": str(model.absolute())}, "limits": limits}
     links = {"prefill-attention": {"transport": "shm"}}
-    return [read_graph({**keys, "deploy": {"prefill": {"workers": workers}, "links": links}}, overrides) for workers in (1, 0)]
+    variants: list[dict[str, Any]] = [{"workers": 1}, {"workers": 1, "stream": False}, {"workers": 0}]
+    return [read_graph({**keys, "deploy": {"prefill": prefill, "links": links}}, overrides) for prefill in variants]
 
 
 async def measure(model: Path | None, num_tokens: int, overrides: Sequence[str]) -> AsyncIterator[Result]:
@@ -72,7 +75,7 @@ async def measure(model: Path | None, num_tokens: int, overrides: Sequence[str])
             raise UserError(f"{model}: the model has {config.max_position_embeddings} positions, fewer than {num_tokens} tokens need")
         num_bytes = kv_bytes(config, num_tokens)
         async with AsyncExitStack() as stack:
-            print_progress("loading two graphs")
+            print_progress("loading three graphs")
             graphs = [await stack.enter_async_context(open_graph(graph)) for graph in read_graphs(model, num_tokens, overrides)]
             draws = [random.Random(0) for _ in graphs]
             sides: list[Any] = [partial(_second_token, *side, config.vocab_size, num_tokens) for side in zip(graphs, draws, strict=True)]
@@ -98,13 +101,21 @@ async def _copy_seconds(source: np.ndarray[Any, Any], target: np.ndarray[Any, An
 
 
 def _figures(num_tokens: int, num_bytes: int, values: Sequence[Sequence[Any]]) -> list[Figure]:
-    apart, together, memcpy = values
-    exposed = [ours.second - theirs.second for ours, theirs in zip(apart, together, strict=True)]
-    rates = [[num_bytes / seconds / 1e9 for seconds in each] for each in (exposed, memcpy)]
-    firsts = [each.first * 1e3 for each in apart]
-    gaps = [[each.second * 1e3 for each in side] for side in (apart, together)]
+    streamed, complete, together, memcpy = values
+    figures: list[Figure] = []
+    for name, apart, target in (("while it is computed", streamed, EXPOSED), ("when it is complete", complete, None)):
+        exposed = [ours.second - theirs.second for ours, theirs in zip(apart, together, strict=True)]
+        gaps = [[each.second * 1e3 for each in side] for side in (apart, together)]
+        shares = [each / ours.first for each, ours in zip(exposed, apart, strict=True)]
+        figures += [
+            Figure.paired(f"first to second token, {num_tokens} tokens, pulled {name}", "ms", gaps[0], "without prefill worker", gaps[1]),
+            Figure.alone("  exposed time of the transfer", "ms", [each * 1e3 for each in exposed]),
+            Figure.alone("  of the time to the first token", "", shares, target),
+        ]
+    rates = [[num_bytes / max(each, MIN_SECONDS) / 1e9 for each in side] for side in (exposed, memcpy)]
+    seconds = [[(each.first + each.second) * 1e3 for each in side] for side in (streamed, complete)]
     return [
-        Figure.paired(f"first to second token, {num_tokens} tokens", "ms", gaps[0], "without prefill worker", gaps[1]),
-        Figure.paired("  exposed time of the transfer", "ms", [each * 1e3 for each in exposed], "first token", firsts, EXPOSED),
+        *figures,
         Figure.paired(f"  {num_bytes / 1e6:.0f} MB in that time", "GB/s", rates[0], "memcpy of one core", rates[1], BANDWIDTH),
+        Figure.paired("second token, pulled while it is computed", "ms", seconds[0], "when it is complete", seconds[1]),
     ]
