@@ -15,29 +15,36 @@ import flowrt
 from flowrt.launcher import fork_server_loss
 
 
-@pytest.mark.parametrize("cause", [signal.SIGKILL, signal.SIGSTOP])
-async def test_lost_fork_server_changes_no_token_and_is_replaced(
-    served: Served, tmp_path: Path, cause: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lost_fork_server_changes_no_token_and_is_replaced(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed; then the next one is stopped."""
     monkeypatch.setattr(fork_server_loss, "FORK_SECONDS", 1.0)
-    story, prompts = Story(), served.prompts[:4]
+    story = Story()
+    pids: set[int] = set()
     async with flowrt.open(write(served, tmp_path, COPIES), on_event=story.note) as running:
-        expected = served.expected[:4]
-        fork_server, first, lost = running.launcher.fork_server_pid(), dict(running.pids), []
+        for cause in (signal.SIGKILL, signal.SIGSTOP):
+            pids |= {running.launcher.fork_server_pid(), *running.pids.values()}
+            story.back.clear()
+            await assert_fork_server_is_replaced(running, story, served, cause)
+        pids.update(running.pids.values())
+    assert not left_processes(pids)
 
-        def lose(count: int) -> None:
-            if count >= 20 and not lost:
-                lost.append("fork server")
-                os.kill(fork_server, cause)
-            if count >= 40 and len(lost) == 1:
-                lost.append("experts.1")
-                os.kill(running.pids["experts.1"], signal.SIGKILL)
 
-        assert await tokens_of(running, prompts, lose) == expected
-        await story.until(lambda story: "experts.1" in story.back)
-        assert await tokens_of(running, prompts, lambda count: None) == expected
-        assert running.launcher.fork_server_pid() not in (0, fork_server)
-        assert {name for name in first if running.pids[name] != first[name]} == {"experts.1"}
-        assert running.health().ok
-        assert not [each for each in running.health().warnings if "fork server" in each]
-    assert not left_processes([fork_server, *first.values(), *running.pids.values()])
+async def assert_fork_server_is_replaced(running: flowrt.RunningGraph, story: Story, served: Served, cause: signal.Signals) -> None:
+    prompts, expected = served.prompts[:4], served.expected[:4]
+    fork_server, first, lost = running.launcher.fork_server_pid(), dict(running.pids), []
+
+    def lose(count: int) -> None:
+        if count >= 20 and not lost:
+            lost.append("fork server")
+            os.kill(fork_server, cause)
+        if count >= 40 and len(lost) == 1:
+            lost.append("experts.1")
+            os.kill(running.pids["experts.1"], signal.SIGKILL)
+
+    assert await tokens_of(running, prompts, lose) == expected
+    await story.until(lambda story: "experts.1" in story.back)
+    assert await tokens_of(running, prompts, lambda count: None) == expected
+    assert running.launcher.fork_server_pid() not in (0, fork_server)
+    assert {name for name in first if running.pids[name] != first[name]} == {"experts.1"}
+    assert running.health().ok
+    assert not [each for each in running.health().warnings if "fork server" in each]

@@ -28,30 +28,41 @@ def settings(policy: str, **more: object) -> dict[str, object]:
     return {"recovery": policy, **IMPATIENT, **more}
 
 
-@pytest.mark.parametrize("victim", ["experts.1", "attention.0"])
 @pytest.mark.parametrize("policy", ["restart_role", "restart_all"])
-async def test_a_kill_restarts_the_role_or_all_and_changes_no_token(served: Served, tmp_path: Path, policy: str, victim: str) -> None:
+async def test_a_kill_restarts_the_role_or_all_and_changes_no_token(served: Served, tmp_path: Path, policy: str) -> None:
+    """A server is killed, then a group."""
     story = Story()
+    pids: set[int] = set()
     async with flowrt.open(write(served, tmp_path, DEPLOY, reliability=settings(policy)), on_event=story.note) as running:
-        expected = served.expected[:4]
-        before, first = dict(running.launcher.incarnations), dict(running.pids)
+        for victim in ("experts.1", "attention.0"):
+            pids.update(running.pids.values())
+            story.lost.clear()
+            story.back.clear()
+            await assert_kill_restarts(running, story, served, victim, WORKERS if policy == "restart_all" else role_of(victim))
+        pids.update(running.pids.values())
+    assert not left_processes(pids)
 
-        killed: list[int] = []
 
-        def kill(count: int) -> None:
-            if count >= 20 and not killed:
-                killed.append(first[victim])
-                os.kill(first[victim], signal.SIGKILL)
+def role_of(name: str) -> set[str]:
+    return next(role for role in ROLES if name in role)
 
-        assert await tokens_of(running, served.prompts[:4], kill) == expected
-        together = WORKERS if policy == "restart_all" else next(role for role in ROLES if victim in role)
-        await story.until(lambda story: set(story.back) == together)
-        assert sorted(story.lost) == sorted(story.back) == sorted(together), "each once"
-        renewed = {name for name, incarnation in running.launcher.incarnations.items() if incarnation != before[name]}
-        assert renewed & WORKERS == together
-        assert await tokens_of(running, served.prompts[:4], lambda count: None) == expected
-        last = set(running.pids.values())
-    assert not left_processes({*first.values(), *last})
+
+async def assert_kill_restarts(running: flowrt.RunningGraph, story: Story, served: Served, victim: str, together: set[str]) -> None:
+    expected = served.expected[:4]
+    before, pid = dict(running.launcher.incarnations), running.pids[victim]
+    killed: list[int] = []
+
+    def kill(count: int) -> None:
+        if count >= 20 and not killed:
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+
+    assert await tokens_of(running, served.prompts[:4], kill) == expected
+    await story.until(lambda story: set(story.back) == together)
+    assert sorted(story.lost) == sorted(story.back) == sorted(together), "each once"
+    renewed = {name for name, incarnation in running.launcher.incarnations.items() if incarnation != before[name]}
+    assert renewed & WORKERS == together
+    assert await tokens_of(running, served.prompts[:4], lambda count: None) == expected
 
 
 @pytest.mark.parametrize("second", ["experts.0", "attention.1"])
