@@ -24,7 +24,7 @@ from flowrt.exit_codes import FAILURE, SUCCESS
 from flowrt.observe import duration_text, size_text
 from flowrt.seams import RealClock, Seams
 from flowrt.serving.graph_status import GraphStatus, ProcessStatus
-from flowrt.serving.run_folder import Description, FoundGraph, find_graph, found_graphs, remove_dead
+from flowrt.serving.run_folder import Description, FoundGraph, begin_stop, find_graph, found_graphs, remove_dead
 from flowrt.serving.socket_client import new_client
 
 POLL_SECONDS = 0.2
@@ -157,7 +157,7 @@ async def _follow(found: FoundGraph, output: OutputStream) -> None:
             *lines, rest = (rest + data).split(b"\n")
             output.write_now("".join(map(_shown, lines)))
             if not data:
-                if not any(each.name == name and each.is_alive for each in found_graphs()):
+                if not _is_alive(name):
                     return
                 if found.log.stat().st_ino != os.fstat(file.fileno()).st_ino:  # a new log has begun
                     file.close()
@@ -192,12 +192,13 @@ def down(name: str | None, at_once: bool) -> int:
     if found.is_alive:
         if (described := found.description) is None:
             raise UserError(f"{found.name} has just begun to start; try again")
-        process = os.pidfd_open(described.pid)
-        try:
-            if not _end(process, found, described, at_once):
-                code, how = FAILURE, "did not stop in time and was killed"
-        finally:
-            os.close(process)
+        with suppress(ProcessLookupError):  # it has just ended
+            process = os.pidfd_open(described.pid)
+            try:
+                if not _end(process, found, described, at_once):
+                    code, how = FAILURE, "did not stop in time and was killed"
+            finally:
+                os.close(process)
     else:
         how = "was dead; what it left is removed"
     remove_dead(found)
@@ -206,17 +207,24 @@ def down(name: str | None, at_once: bool) -> int:
 
 
 def _end(process: int, found: FoundGraph, described: Description, at_once: bool) -> bool:
-    """Stop the process; False when it had to be killed. It is the right one while it holds the lock: its id has not been given away."""
-    if not find_graph(found.name).is_alive:
+    """Stop the process; False when it had to be killed. It is the right one while it holds the lock: its id has not been given away.
+    Another `flowrt down` may have asked it to stop already."""
+    if not _is_alive(found.name):
         return True
-    signal.pidfd_send_signal(process, signal.SIGTERM)
-    if at_once:
+    is_first = begin_stop(found)
+    if is_first or at_once:
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+    if is_first and at_once:
         signal.pidfd_send_signal(process, signal.SIGINT)
     if _has_ended(process, STOP_SECONDS + (0.0 if at_once else described.drain_seconds)):
         return True
     signal.pidfd_send_signal(process, signal.SIGKILL)
     _has_ended(process, END_SECONDS)
     return False
+
+
+def _is_alive(name: str) -> bool:
+    return any(each.name == name and each.is_alive for each in found_graphs())
 
 
 def _has_ended(process: int, seconds: float) -> bool:

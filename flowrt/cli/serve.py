@@ -109,7 +109,7 @@ class ServeSession:
         self._serving, self._options, self.folder, self._path = serving, options, folder, path
         self._seams = Seams()
         self._graph = RunningGraph(graph, self._seams, options.log_level, self._on_event, self._on_line, serving=serving)
-        self.has_log, self._num_logged = False, 0
+        self.has_log, self._num_logged, self._is_ready = False, 0, False
         self.on_ready: Callable[[], None] = lambda: None
         self._graph.require_tokenizer()
         self._body: asyncio.Task[Any] | None = None
@@ -122,6 +122,7 @@ class ServeSession:
     def run(self) -> int:
         """Serve until a signal. Returns the exit code. Raises UserError."""
         self._describe()
+        _print(f"starting {len(self._graph.graph.process_names())} workers for {self._serving.model_name}")
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(self._run())
 
@@ -179,13 +180,19 @@ class ServeSession:
                 self.folder.begin_log(sys.stdout.fileno(), sys.stderr.fileno())
 
     def _on_event(self, event: events.Event) -> None:
-        if isinstance(event, events.Ready):
-            _print(f"ready in {event.seconds:.1f} s")
-        else:
-            events.print_news(event)
+        match event:
+            case events.WorkerListening(name=name) if not self._is_ready:
+                _print(f"{name} loaded")
+            case events.Ready(seconds):
+                self._is_ready = True
+                _print(f"ready in {seconds:.1f} s")
+            case _:
+                events.print_news(event)
 
     def _on_signal(self, number: int) -> None:
         """The first signal drains the server; the second one, or one before it serves, ends it at once."""
+        if self.folder is not None:
+            self.folder.mark_stopping()
         if self._stop is not None and not self._stop.done():
             _print(f"stopping: requests in progress finish within {self._options.drain_seconds:g} s; once more to end at once")
             self._stop.set_result(None)

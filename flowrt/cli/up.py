@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import FrameType
 
 from flowrt.cli.options import ServeCommandOptions
 from flowrt.cli.serve import ServeSession, open_session
-from flowrt.exit_codes import SUCCESS
+from flowrt.errors import WorkerDiedError
+from flowrt.exit_codes import INTERRUPTED, SUCCESS
 
 _ERROR = "flowrt: error: "
 
@@ -51,20 +53,33 @@ def _serve(session: ServeSession, writing: int, log: int) -> int:
 
 
 def _await_ready(session: ServeSession, child: int, reading: int, log: int) -> int:
+    """A signal meanwhile ends the child, too."""
     assert session.folder is not None
     name = session.folder.name
-    try:
-        is_ready = bool(os.read(reading, 1))
-    except KeyboardInterrupt:
-        os.kill(child, signal.SIGTERM)
-        is_ready = False
-    if is_ready:
+    signals: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, on_signal)
+    print(f"flowrt: starting {name}; flowrt logs {name} shows how far it is", file=sys.stderr, flush=True)
+    if os.read(reading, 1) and not signals:
         print(f"flowrt: {name} is up, {session.sentence} (pid {child}); flowrt down {name} stops it", file=sys.stderr)
         return SUCCESS
     _, status = os.waitpid(child, 0)
     session.folder.remove()  # it is still there when the child was killed
+    if signals:
+        sys.stderr.write("flowrt: interrupted\n")
+        return INTERRUPTED
     sys.stderr.write(_reason(log))
-    return os.waitstatus_to_exitcode(status)
+    if (code := os.waitstatus_to_exitcode(status)) >= 0:
+        return code
+    print(f"{_ERROR}{name} was killed by {signal.Signals(-code).name} while it started; flowrt up starts it again", file=sys.stderr)
+    return WorkerDiedError.exit_code
 
 
 def _reason(log: int) -> str:

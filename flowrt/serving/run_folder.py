@@ -25,7 +25,7 @@ VARIABLE = "FLOWRT_RUNTIME_DIR"
 MAX_LOG_BYTES = 16 << 20  # then a new file is begun, and the one before it is kept
 MAX_SOCKET_PATH = 107  # of a unix socket, on Linux
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
-_SOCKET, _LOG, _OLD_LOG, _DESCRIPTION = "socket", "log", "log.1", "graph.json"
+_SOCKET, _LOG, _OLD_LOG, _DESCRIPTION, _STOPPING = "socket", "log", "log.1", "graph.json", "stopping"
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +94,11 @@ class RunFolder:
                 os.dup2(new, descriptor)
             os.close(new)
 
+    def mark_stopping(self) -> None:
+        """`flowrt down` sends no second signal, which would end the requests in progress."""
+        with suppress(OSError):
+            (self.path / _STOPPING).touch()
+
     def remove(self) -> None:
         with _locked(self.path.parent):
             if self.path.exists() and self.path.stat().st_ino == os.fstat(self._lock).st_ino:  # else it is another process's by now
@@ -132,7 +137,7 @@ def found_graphs() -> list[FoundGraph]:
         return []
     _check_private(above)
     with _locked(above):
-        return [_found(path) for path in sorted(above.iterdir()) if path.is_dir()]
+        return [_found(path) for path in sorted(above.iterdir()) if path.is_dir() and not path.is_symlink()]
 
 
 def find_graph(name: str | None) -> FoundGraph:
@@ -146,6 +151,18 @@ def find_graph(name: str | None) -> FoundGraph:
             return each
     known = f"; there is {names}" if found else "; flowrt up GRAPH starts one"
     raise UserError(f"there is no graph {name}{known}" if name is not None else "no graph is up; flowrt up GRAPH starts one")
+
+
+def begin_stop(found: FoundGraph) -> bool:
+    """True for the first caller while the graph is alive: only that one may signal it, since a second signal ends the requests in
+    progress."""
+    marker = found.folder / _STOPPING
+    with _locked(found.folder.parent):
+        if not found.folder.exists() or not _found(found.folder).is_alive or marker.exists():
+            return False
+        with suppress(OSError):  # a full disk
+            marker.touch()
+        return True
 
 
 def remove_dead(found: FoundGraph) -> bool:
@@ -177,7 +194,7 @@ def _make_private(path: Path) -> None:
 def _check_private(path: Path) -> None:
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise UserError(f"{path} must be a folder that only this user may use (mode 700); remove it, or set {VARIABLE} to another one")
+        raise UserError(f"{path} must be a folder that only this user may use (mode 700); set {VARIABLE} to a folder of your own")
 
 
 @contextmanager

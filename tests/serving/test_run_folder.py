@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from flowrt.errors import NotRunningError, UserError
-from flowrt.serving.run_folder import VARIABLE, Description, RunFolder, claim, find_graph, found_graphs, remove_dead
+from flowrt.serving.run_folder import VARIABLE, Description, RunFolder, begin_stop, claim, find_graph, found_graphs, remove_dead
 from flowrt.serving.socket_client import new_client
 
 
@@ -55,6 +55,18 @@ def test_what_a_dead_process_left_is_taken_over_or_removed() -> None:
     die(second)
     assert remove_dead(found)
     assert found_graphs() == []
+
+
+def test_only_the_first_caller_stops_a_graph() -> None:
+    folder = claim("a")
+    found = find_graph("a")
+    assert [begin_stop(found), begin_stop(found)] == [True, False]
+    folder.remove()
+    assert not begin_stop(found)
+    folder = claim("a")
+    folder.mark_stopping()
+    assert not begin_stop(find_graph("a")), "it has had a signal"
+    folder.remove()
 
 
 def test_name_may_be_left_out_for_the_only_graph() -> None:

@@ -62,7 +62,9 @@ def test_graph_stays_up_until_it_is_stopped(
         assert done.returncode == 0, done.stderr
         systemd.settimeout(SECONDS)
         assert systemd.recv(100) == b"READY=1"
-    assert re.fullmatch(r"flowrt: a is up, serving tiny-moe at http://127.0.0.1:\d+ \(pid \d+\); flowrt down a stops it\n", done.stderr)
+    starting, is_up = done.stderr.splitlines()
+    assert starting == "flowrt: starting a; flowrt logs a shows how far it is"
+    assert re.fullmatch(r"flowrt: a is up, serving tiny-moe at http://127.0.0.1:\d+ \(pid \d+\); flowrt down a stops it", is_up)
     pids = {process.pid for process in asyncio.run(flowrt.attach("a").status()).processes}
     try:
         second = up("--name", "a", *ONE)
@@ -177,3 +179,23 @@ def test_graph_that_does_not_start_leaves_nothing(directory: Path) -> None:
     done = up("--name", "a", "--port", "0", "--ssl-certfile", str(GRAPH))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert not directory.exists() or list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "text"),
+    [(signal.SIGTERM, 130, "flowrt: interrupted\n"), (signal.SIGKILL, 3, "a was killed by SIGKILL while it started")],
+)
+def test_start_that_is_ended_leaves_nothing(directory: Path, sent: signal.Signals, code: int, text: str) -> None:
+    """SIGTERM reaches the command, SIGKILL the process that it has started."""
+    command = [sys.executable, "-m", "flowrt", "up", str(GRAPH), "--name", "a", *ONE]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        process.stderr.readline()  # it has begun
+        while (description := find_graph("a").description) is None:
+            time.sleep(0.01)
+        os.kill(process.pid if sent == signal.SIGTERM else description.pid, sent)
+        assert text in process.stderr.read()
+        assert process.wait(SECONDS) == code
+    assert not left_processes({description.pid})
+    assert list(directory.iterdir()) == []
