@@ -120,7 +120,7 @@ def checked_value(name: str, value: object) -> Any:
     elif name in ("stop", "stop_token_ids"):
         if value is None:
             value = ()
-        elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        elif isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
             value = tuple(value)
     elif name == "logit_bias":
         value = _biases(value)

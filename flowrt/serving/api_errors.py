@@ -1,4 +1,7 @@
-"""The errors of the HTTP API: a fixed list, in the shape that OpenAI's clients read. No text of an exception reaches a client."""
+"""The errors of the HTTP API: a fixed list, in the shape that OpenAI's clients read.
+
+No text of an internal exception reaches a client.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,10 @@ FORBIDDEN = ErrorKind(403, "invalid_request_error", "unknown_host")
 NO_MODEL = ErrorKind(404, "invalid_request_error", "model_not_found")
 NO_ROUTE = ErrorKind(404, "invalid_request_error", "unknown_url")
 WRONG_METHOD = ErrorKind(405, "invalid_request_error", "method_not_allowed")
-SLOW_BODY = ErrorKind(408, "invalid_request_error", "request_timeout")
+SLOW_REQUEST = ErrorKind(408, "invalid_request_error", "request_timeout")
 LARGE_BODY = ErrorKind(413, "invalid_request_error", "request_too_large")
 WRONG_TYPE = ErrorKind(415, "invalid_request_error", "unsupported_media_type")
+LARGE_HEADERS = ErrorKind(431, "invalid_request_error", "headers_too_large")
 OVERLOADED = ErrorKind(429, "rate_limit_error", "rate_limit_exceeded", retry_seconds=1)
 INTERNAL = ErrorKind(500, "server_error", "internal_error")
 UNAVAILABLE = ErrorKind(503, "server_error", "service_unavailable", retry_seconds=1)

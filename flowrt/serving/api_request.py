@@ -82,8 +82,8 @@ class Fields:
     def __init__(self, body: bytes) -> None:
         try:
             values = msgspec.json.decode(body)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            raise ApiError(INVALID, "the body is not JSON") from None
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise ApiError(INVALID, f"the body is not JSON: {error}") from None
         if not isinstance(values, dict):
             raise ApiError(INVALID, "the body is not a JSON object")
         self._values: dict[str, Any] = {name: value for name, value in values.items() if value is not None}  # null: not given
@@ -274,7 +274,7 @@ def read_token_ids(values: Any, name: str) -> tuple[int, ...]:
     """Token ids of any vocabulary. Raises ApiError."""
     if not isinstance(values, list) or len(values) > MAX_PROMPT_TOKENS:
         raise invalid(name, f"must be a list of at most {MAX_PROMPT_TOKENS} token ids")
-    if not set(map(type, values)) <= {int} or not all(0 <= value < 1 << 31 for value in values):
+    if not set(map(type, values)) <= {int} or not 0 <= min(values, default=0) <= max(values, default=0) < 1 << 31:
         raise invalid(name, "has an item that is not a token id")
     return tuple(values)
 

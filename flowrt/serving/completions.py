@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from contextlib import ExitStack
 
@@ -20,6 +21,8 @@ from flowrt.serving.exchange import Exchange
 from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcess
+
+log = logging.getLogger("flowrt.front_end")
 
 MAX_WRITE_BYTES = 64 << 10  # of events at once: then it waits for a client that reads slowly
 
@@ -158,5 +161,6 @@ class _Response:
 
 def _failure(error: str | None, request_id: str) -> ApiError:
     if error is None:
-        return ApiError(UNAVAILABLE, "the server has ended this request, because it is shutting down")
+        return ApiError(UNAVAILABLE, "the server has ended before this request; send it again when /ready answers 200")
+    log.warning("request %s failed: %s", request_id, error)
     return internal_error(request_id)

@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from flowrt.serving.api_errors import LARGE_BODY, OVERLOADED, SLOW_BODY, WRONG_TYPE, ApiError
+from flowrt.serving.api_errors import LARGE_BODY, OVERLOADED, SLOW_REQUEST, WRONG_TYPE, ApiError
 from flowrt.serving.api_response import DONE
 from flowrt.serving.listener import WRITE_SECONDS
 
@@ -74,7 +74,7 @@ class Exchange:
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
-            raise ApiError(SLOW_BODY, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+            raise ApiError(SLOW_REQUEST, f"the body did not arrive within {BODY_SECONDS:g} s") from None
         finally:
             self._budget.add(-len(body))
 
@@ -97,7 +97,7 @@ class Exchange:
         headers = {} if error.kind.retry_seconds is None else {"retry-after": str(error.kind.retry_seconds)}
         if error.kind.status == 401:
             headers["www-authenticate"] = "Bearer"
-        if error.kind in (LARGE_BODY, SLOW_BODY, WRONG_TYPE):
+        if error.kind in (LARGE_BODY, SLOW_REQUEST, WRONG_TYPE):
             headers["connection"] = "close"  # the rest of the body is not read
         await self.respond(error.kind.status, error.body, **headers)
 

@@ -176,7 +176,7 @@ class GatewayClient:
                 reserved.set_exception(ApiError(UNAVAILABLE, error))
         for number, request in list(self._requests.items()):
             self.forget(number)
-            request.inbox.put(request.prompt, RequestOutput(number, (), "error", error))
+            request.inbox.put(request.prompt, RequestOutput(number, (), "abort"))
 
     def _bound_inboxes(self) -> None:
         """Drop what the slowest clients have not read, while all inboxes together are too large."""

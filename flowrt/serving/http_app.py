@@ -195,7 +195,7 @@ class HttpApp:
         except* ClientLeftError:
             pass
         if error is not None:
-            if error.kind.status >= 500:
+            if error.kind is UNAVAILABLE:
                 log.warning("request %s: %s", exchange.id, error.message)
             raise error
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from flowrt.serving.api_errors import INVALID, LARGE_HEADERS, SLOW_REQUEST, UNAVAILABLE, ApiError
 from flowrt.serving.listener import BACKLOG
 
 MAX_HEADER_BYTES = 32 << 10
 HEADER_SECONDS = 10.0  # from the connection, or from the first byte of a later request, to the end of its headers
 IDLE_SECONDS = 75  # between two requests of a connection
 TLS_SECONDS = 10.0
-_REFUSAL = b"HTTP/1.1 %s\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_LARGE_HEADERS = ApiError(LARGE_HEADERS, f"the headers are longer than {MAX_HEADER_BYTES >> 10} KiB")
+_TOO_MANY = ApiError(UNAVAILABLE, "too many connections; close idle ones, or raise serving.max_connections")
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -33,7 +36,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         if len(self.connections) >= self._max_connections and not self._is_admin:
-            self._refuse(transport, b"503 Service Unavailable")
+            self._refuse(transport, _TOO_MANY)
             return
         self._is_counted = True
         super().connection_made(transport)
@@ -53,7 +56,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._await_headers()
         super().data_received(data)
         if self._in_headers and self._num_header_bytes > MAX_HEADER_BYTES:
-            self._refuse(self.transport, b"431 Request Header Fields Too Large")
+            self._refuse(self.transport, _LARGE_HEADERS)
 
     def on_headers_complete(self) -> None:
         self._cancel_timer()
@@ -61,7 +64,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._num_header_bytes > MAX_HEADER_BYTES:  # perhaps with a part of the body
             length = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if length > MAX_HEADER_BYTES:
-                self._refuse(self.transport, b"431 Request Header Fields Too Large")
+                self._refuse(self.transport, _LARGE_HEADERS)
                 return
         super().on_headers_complete()
 
@@ -79,20 +82,31 @@ class BoundedProtocol(HttpToolsProtocol):
             self._header_timer = self.loop.call_later(HEADER_SECONDS, self._on_slow_headers)
 
     def _on_slow_headers(self) -> None:
-        self._refuse(self.transport, b"408 Request Timeout")
+        self._refuse(self.transport, ApiError(SLOW_REQUEST, f"the headers did not arrive within {HEADER_SECONDS:g} s"))
 
     def _cancel_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _refuse(self, transport: asyncio.Transport, status: bytes) -> None:
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self.transport, ApiError(INVALID, "the request is not HTTP/1.1"))
+
+    def _refuse(self, transport: asyncio.Transport, error: ApiError) -> None:
         self._is_refused = True
         is_responding = self.cycle is not None and not self.cycle.response_complete
         if not transport.is_closing():
             if not is_responding:
-                transport.write(_REFUSAL % status)
+                transport.write(_response(error))
             transport.close()
+
+
+def _response(error: ApiError) -> bytes:
+    """A response that closes its connection, for what never becomes a request."""
+    kind, body = error.kind, error.body
+    retry = "" if kind.retry_seconds is None else f"retry-after: {kind.retry_seconds}\r\n"
+    head = f"HTTP/1.1 {kind.status} {HTTPStatus(kind.status).phrase}\r\ncontent-type: application/json\r\n{retry}connection: close\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 class HttpServer:

@@ -95,6 +95,7 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         ({"seed": -1}, "invalid_value", "seed"),
         ({"stop": ["a"] * 65}, "invalid_value", "stop"),
         ({"stop": [""]}, "invalid_value", "stop"),
+        ({"stop": {"a": 1}}, "invalid_value", "stop"),
         ({"max_tokens": 0}, "invalid_value", "max_tokens"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "invalid_value", "max_completion_tokens"),
         ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),

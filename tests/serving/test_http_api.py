@@ -240,7 +240,7 @@ async def test_unread_outputs_are_bounded_in_size(monkeypatch: pytest.MonkeyPatc
             assert (output.end, output.error) == ("error", "the client reads too slowly")
 
 
-async def test_failed_stream_ends_with_an_error_event() -> None:
+async def test_failed_stream_ends_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
     async with served_app() as served:
         connection = await served.connect()
         connection.send("POST", CHAT, HELLO | {"stream": True})
@@ -250,6 +250,7 @@ async def test_failed_stream_ends_with_an_error_event() -> None:
         *_, last = await connection.events_after_head()
         assert last["error"]["code"] == "internal_error"
         assert "0x7f" not in last["error"]["message"]
+        assert "experts.0 <object at 0x7f> failed" in caplog.text, "the log has the reason"
         await connection.close()
 
 
@@ -263,7 +264,7 @@ async def test_front_end_that_dies_cancels_its_requests() -> None:
         await until(lambda: served.cancelled)
         assert served.cancelled[0].request_id == request.id
         served.client.end("the server has ended")
-        assert (await connection.events_after_head())[-1]["error"]["code"] == "internal_error"
+        assert (await connection.events_after_head())[-1]["error"]["code"] == "service_unavailable"
         await connection.close()
 
 
@@ -282,7 +283,7 @@ async def test_body_header_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch)
         for headers in ({"x_long": "a" * 33_000}, {f"x{number}": "a" * 20 for number in range(2_000)}):
             connection = await served.connect()
             connection.send("GET", "/ready", **headers)
-            assert (await connection.head()).status == 431
+            assert (await connection.response()).error[:2] == (431, "headers_too_large")
             await connection.close()
         connection = await served.connect()
         connection.writer.write(b"GET /ready HTTP/1.1\r\nx: " + b"a" * 40_000)
@@ -297,12 +298,16 @@ async def test_slow_headers_and_idle_connections_are_bounded(monkeypatch: pytest
         slow.writer.write(b"GET /ready HTTP/1.1\r\n")
         await until(lambda: served.server.num_connections == 2)
         refused = await served.connect()
-        assert (await refused.head()).status in (503, 408)
-        assert (await silent.head()).status == (await slow.head()).status == 408
+        assert (await refused.response()).error[0] in (503, 408)
+        assert (await silent.response()).error[:2] == (await slow.response()).error[:2] == (408, "request_timeout")
         for connection in (silent, slow, refused):
             await connection.close()
         await until(lambda: not served.server.num_connections)
         assert (await served.call("GET", "/ready")).status == 200
+        garbage = await served.connect()
+        garbage.writer.write(b"\x16\x03\x01\r\n\r\n")
+        assert (await garbage.response()).error[:2] == (400, "invalid_value")
+        await garbage.close()
 
 
 async def test_aborted_connections_leave_nothing() -> None:
