@@ -232,7 +232,7 @@ def test_requests_of_a_group_that_hangs_and_is_not_killed_are_suspects(hangs: bo
 
 
 @pytest.mark.parametrize(("policy", "ends_groups"), [("fine", False), ("restart_role", False), ("restart_all", True)])
-def test_loss_of_a_server_says_whether_groups_end_with_it(policy: str, ends_groups: bool) -> None:
+def test_loss_of_a_server_reports_whether_groups_end_with_it(policy: str, ends_groups: bool) -> None:
     run = Run(policy)
     crash = run.do(run.state.on_exited, "experts.0", exit_text(-11)) + run.do(run.state.on_connection_closed, "experts.0")
     (lost,) = [event for event in announced(crash) if isinstance(event, events.WorkerLost)]
