@@ -23,10 +23,6 @@ TRANSFER_BUGS: tuple[Bug, ...] = (
         TRANSFER, "_PromptOffer._num_computed", "self.prompt.num_in_step if layer < self.num_written else self.prompt.num_committed", "self.prompt.num_in_step")),
     bug("layers-of-the-step-before", "the layers that a step has written count for the next step", (
         TRANSFER, "_PromptOffer.advance", "if prompt.step != self.prompt.step:", "if False:")),
-    bug("void-chunk-not-resent", "a prefill worker does not send again what a step has computed that was rolled back", (
-        TRANSFER, "_PromptOffer.advance", "if prompt.epoch != self.prompt.epoch:", "if False:")),
-    bug("void-chunk-kept", "a group keeps the chunks of an old epoch", (
-        TRANSFER, "KvUnpack._write", "if header.epoch > transfer.epoch:", "if False:")),
     bug("hold-freed-under-pulls", "an offer ends and the pulls that wait for it get no response", (
         TRANSFER, "KvPack.update", "self._refuse_waiting(offer, 'the offer has ended')", "pass")),
     bug("kv-without-first-token", "a group decodes when it has the KV, before it knows the first token", (
