@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 
 from flowrt.errors import UserError
 
 FORMAT = "%(levelname)s %(message)s"
 LEVELS = ("debug", "info", "warning", "error")
 ROOT = "flowrt"
+
+
+def print_line(text: str) -> None:
+    """Write a line to stderr. Never raises: a full disk, or a reader that has left, must not end what only reports."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def set_log_level(level: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from flowrt.errors import ArgumentError, error_text, shortened, shown
+from flowrt.observe import print_line
 
 
 def guarded(name: str, function: Callable[..., None] | None) -> Callable[..., None] | None:
@@ -32,4 +32,4 @@ class Callback:
                 frame = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{shortened(error_text(error), 400)} ({frame.filename}:{frame.lineno})"
                 text = f"{self._name} raised {where}; the run goes on, and its later errors are not printed"
-                print(f"flowrt: error: {text}", file=sys.stderr, flush=True)
+                print_line(f"flowrt: error: {text}")

@@ -24,6 +24,7 @@ from flowrt.errors import UserError, WorkerDiedError
 from flowrt.exit_codes import INTERRUPTED, SUCCESS
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
+from flowrt.observe import print_line
 from flowrt.processes.output_tail import write_line
 from flowrt.seams import Seams
 from flowrt.serving.front_end_settings import ServeOptions
@@ -136,7 +137,7 @@ class ServeSession:
             except WorkerDiedError as error:
                 _print(f"error: {visible(str(error))}")
                 for line in error.output_tail:
-                    print(f"  {visible(line)}", file=sys.stderr)
+                    print_line(f"  {visible(line)}")
                 return error.exit_code
         _print("stopped")
         return SUCCESS
@@ -211,4 +212,4 @@ def _notify(state: str) -> None:
 
 
 def _print(text: str) -> None:
-    print(f"flowrt: {text}", file=sys.stderr, flush=True)
+    print_line(f"flowrt: {text}")

@@ -75,8 +75,13 @@ def _await_ready(session: ServeSession, child: int, reading: int, log: int) -> i
     if signals:
         sys.stderr.write("flowrt: interrupted\n")
         return INTERRUPTED
-    sys.stderr.write(_reason(log))
+    reason = _reason(log)
+    sys.stderr.write(reason)
     if (code := os.waitstatus_to_exitcode(status)) >= 0:
+        if not reason:
+            print(
+                f"{_ERROR}{name} ended with code {code} and could not write its log; is {session.folder.path.parent} full?", file=sys.stderr
+            )
         return code
     print(f"{_ERROR}{name} was killed by {signal.Signals(-code).name} while it started; flowrt up starts it again", file=sys.stderr)
     return WorkerDiedError.exit_code

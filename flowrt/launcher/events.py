@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 from flowrt.actors.control import ExpertsUnavailable
+from flowrt.observe import print_line
 
 
 @dataclass(frozen=True)
@@ -207,4 +207,4 @@ def print_news(event: Event) -> None:
     """Write the news of an event to stderr: the default event handler."""
     text = news(event)
     if text is not None:
-        print(f"flowrt: {text}", file=sys.stderr, flush=True)
+        print_line(f"flowrt: {text}")

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable
+
+from flowrt.observe import print_line
 
 OUTPUT_TAIL_LINES = 50
 _MAX_LINE_CHARACTERS = 4096
@@ -28,7 +29,7 @@ def exit_text(status: int | None) -> str:
 
 def write_line(name: str, line: str) -> None:
     """Write a line of a process to stderr as "[name] line": the default output handler."""
-    print(f"[{name}] {line}", file=sys.stderr, flush=True)
+    print_line(f"[{name}] {line}")
 
 
 class OutputTail:

@@ -1,12 +1,14 @@
 """Log lines, and numbers formatted for people."""
 
 import logging
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from flowrt.errors import UserError
-from flowrt.observe import ROOT, duration_text, set_log_level, size_text
+from flowrt.observe import ROOT, duration_text, print_line, set_log_level, size_text
 
 
 @pytest.fixture
@@ -48,3 +50,11 @@ def test_sizes() -> None:
 
 def test_durations() -> None:
     assert [duration_text(seconds) for seconds in (25e-5, 0.0123, 4.56, 200.0)] == ["250 us", "12.3 ms", "4.56 s", "3 min 20 s"]
+
+
+def test_line_that_cannot_be_written_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with suppress(OSError), open("/dev/full", "w", encoding="utf-8") as full:  # as a full disk; closing it fails, too
+        monkeypatch.setattr(sys, "stderr", full)
+        print_line("experts.0 was killed by SIGKILL; the run goes on without it")
+        monkeypatch.setattr(sys, "stderr", None)
+        print_line("as with 2>&-")
