@@ -83,7 +83,7 @@ class Fields:
         try:
             values = msgspec.json.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise ApiError(INVALID, f"the body is not JSON: {error}") from None
+            raise ApiError(INVALID, f"the body is not JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
         if not isinstance(values, dict):
             raise ApiError(INVALID, "the body is not a JSON object")
         self._values: dict[str, Any] = {name: value for name, value in values.items() if value is not None}  # null: not given
