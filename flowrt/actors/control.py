@@ -47,6 +47,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     committed_token_ids: tuple[tuple[int, ...], ...] = ()
     ended_choices: tuple[int, ...] = ()  # choices that ended in an earlier attempt: not computed again
     is_suspect: bool = False  # a group crashed while it ran there: it runs alone until it has a token
+    replays_alone: bool = False  # of a suspect: its committed tokens, too
     stage: Literal["all", "prefill"] = "all"  # prefill: compute the prompt and the first token of each choice, and offer the KV
     kv: KvOffer | None = None  # pull the KV of the prompt instead of computing it
 

@@ -186,7 +186,8 @@ class Engine:
         num_logprobs = sum(each.params.logprobs is not None for each in batch.samples)
         self._steps[micro_batch] = _Step(number, parts, len(batch.samples), num_logprobs)
         first = parts[0][0]
-        return StartStep(self._epoch, micro_batch, number, batch, first if first.is_on_trial else None, first.runs_alone)
+        is_alone = first.runs_alone
+        return StartStep(self._epoch, micro_batch, number, batch, first if is_alone and first.is_on_trial else None, is_alone)
 
     def next_steps(self) -> list[StartStep]:
         """Begin a step in every free micro-batch that has something to do. Call it after every event: one micro-batch may wait for pages

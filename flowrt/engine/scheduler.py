@@ -10,7 +10,7 @@ Every sequence makes progress, because all rules go by `order` (age):
   sequence goes back to its place in the queue and is computed again later.
 - When all younger sequences are in steps, it claims the next free page: until then no younger one gets any. So the oldest sequence
   always proceeds; alone it fits (validation.py), so every sequence ends.
-- A suspect, whose latest step failed, runs alone.
+- A suspect, whose latest step failed, runs alone. One whose group crashed replays beside others what it had computed, then runs alone.
 - A sequence begins with the pages of the prefix cache that have its tokens. Pages that are in the cache alone count as free.
 - A sequence whose prompt's KV is elsewhere is admitted like any other, and then pulls it into its pages. It takes part in steps when it has
   arrived. Its pages, and those that are held for a group, are never taken from it.
@@ -232,6 +232,8 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, free_rows: int) -> int:
         """The number of rows of a sequence with several uncomputed tokens that fit into this step; 0: none."""
+        if sequence.is_on_trial and not sequence.runs_alone:
+            free_rows = min(free_rows, sequence.num_proven_tokens - sequence.num_computed_tokens)
         if not self._chunk_tokens:
             return min(sequence.num_missing_tokens, free_rows)
         start = sequence.num_computed_tokens

@@ -44,7 +44,8 @@ class Sequence:
     num_preemptions: int = 0
     num_redone: int = 0  # times that it was computed again for logits that were not finite, since its latest token
     is_suspect: bool = False  # its latest step failed: it runs alone until a step of it commits
-    is_on_trial: bool = field(init=False)  # its request is a suspect: it runs alone until it has a token
+    is_on_trial: bool = field(init=False)  # its request is a suspect: it runs alone from `num_proven_tokens` on until it has a token
+    num_proven_tokens: int = field(init=False)  # that a group has computed without crashing or hanging
     kv: KvOffer | None = field(init=False)  # where the KV of its prompt is, until it has tried to pull it
     is_pulled: bool = False  # that KV is in its pages
     is_degraded: bool = False  # KV in `pages` comes from a step that was computed without some expert
@@ -60,6 +61,7 @@ class Sequence:
         self.tokens = [*request.prompt_token_ids, *committed]
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.is_on_trial = request.is_suspect
+        self.num_proven_tokens = len(self.tokens) - 1 if committed and not request.replays_alone else 0
         self.prefix = Prefix(request.params.cache_salt)
         self.end_token_ids = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
@@ -75,7 +77,7 @@ class Sequence:
 
     @property
     def runs_alone(self) -> bool:
-        return self.is_suspect or self.is_on_trial
+        return self.is_suspect or (self.is_on_trial and self.num_computed_tokens >= self.num_proven_tokens)
 
     @property
     def num_output_tokens(self) -> int:

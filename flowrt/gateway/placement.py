@@ -1,13 +1,14 @@
-"""Places requests in groups: queues what does not fit, moves requests of lost groups, and runs suspects one at a time. Pure.
+"""Places requests in groups: queues what does not fit, moves requests of lost groups, and blames suspects. Pure.
 
 There is one Placement for the groups, and one for the prefill workers, which are called groups here too (stages.py).
 A request is placed when the routing policy gives it a group (routing.py), the oldest first; until then it waits at the gateway.
 `SEQUENCES_AHEAD` lets a group have the next sequences at hand when one of its own ends; no policy gives it more. A request that has waited
 for `lost_group_seconds` while no group is left is given up.
 
-A suspect is a request whose group crashed or hung while it ran there, so that it may be the cause. A group gets one suspect at a time, and
-its engine computes each of its choices alone until it has committed a token (Request.is_suspect). A group that crashes meanwhile proves
-that this request is the cause.
+A suspect is a request whose group crashed or hung while it ran there, so that it may be the cause. Its next group replays its committed
+tokens beside others, as an earlier group has computed them, and then computes each of its choices alone until it has committed a token
+(Request.is_suspect). A group that crashes meanwhile proves that this request is the cause. If it crashes while no request runs alone, its
+suspects replay alone, too.
 """
 
 from __future__ import annotations
@@ -61,7 +62,6 @@ class Placement:
         self.waiting: list[RequestLog] = []  # the oldest first
         self._placed: dict[int, _PlacedRequest] = {}  # by the number of the request
         self._interrupted: dict[str, RequestLog] = {}  # group that a policy restarts -> the suspect that it computed alone
-        self._trials: dict[str, RequestLog] = {}  # group -> the suspect that runs there
 
     def deadline(self, waiting: Sequence[RequestLog]) -> float | None:
         """When the next of these requests is given up; None while a group is left."""
@@ -82,9 +82,8 @@ class Placement:
         """Forget a request that ends or leaves its group. Its room is free for others."""
         if log in self.waiting:
             self.waiting.remove(log)
-        if self.group_of(log) is not None:
-            self.end_trial(log)
-            del self._placed[log.index]
+        if self._placed.pop(log.index, None) is not None:
+            log.ran_alone = False
 
     def group_of(self, log: RequestLog) -> str | None:
         """The group that the request is placed in."""
@@ -98,7 +97,7 @@ class Placement:
 
     def place_waiting(self) -> list[RequestLog]:
         """Give a group to each waiting request for which the policy has one. Returns these requests. A request that fits nowhere lets none
-        overtake it. Others pass a suspect that waits for the end of a trial alone, and a request that the policy lets wait for a group."""
+        overtake it. Others pass a request that the policy lets wait for a group."""
         placed: list[RequestLog] = []
         num_left = 0
         statuses = self.statuses() if self.waiting else {}
@@ -106,8 +105,7 @@ class Placement:
             open_groups = self._open_groups(log, statuses)
             if not open_groups or num_left == LOOKAHEAD:
                 break
-            untried = [group for group in open_groups if not log.is_suspect or group not in self._trials]
-            workers, request = [self._with_cached(statuses[group], log) for group in untried], self._request(log)
+            workers, request = [self._with_cached(statuses[group], log) for group in open_groups], self._request(log)
             if log.kv is not None and not log.kv.is_complete:  # no group keeps it in its queue before it can be computed
                 workers = [worker for worker in workers if has_room(request, worker)]
             group = self._policy(request, workers) if workers else None
@@ -115,7 +113,7 @@ class Placement:
                 num_left += 1
                 continue
             if (worker := next((each for each in workers if each.name == group), None)) is None:
-                raise ValueError(f"the routing policy chose {group!r}, which is not among {', '.join(untried)}")
+                raise ValueError(f"the routing policy chose {group!r}, which is not among {', '.join(open_groups)}")
             self._place(log, worker)
             statuses[group] = self._status(group)
             placed.append(log)
@@ -129,7 +127,6 @@ class Placement:
         if self._prefixes is not None:
             self._prefixes.add(worker.name, self._digests(log))
         if log.is_suspect:
-            self._trials[worker.name] = log
             log.unproven = {choice.index for choice in log.choices if choice.finish_reason is None}
 
     def note_token(self, log: RequestLog) -> bool:
@@ -140,22 +137,19 @@ class Placement:
         placed.num_uncomputed = 0
         return bool(self.waiting)
 
-    def prove(self, log: RequestLog, choice: int) -> bool:
-        """A choice of a suspect has committed a token or ended, so it was not the cause. Returns whether the trial is over."""
+    def prove(self, log: RequestLog, choice: int) -> None:
+        """A choice of a suspect has committed a token or ended, so it was not the cause."""
         log.ran_alone = False
         log.unproven.discard(choice)
-        if log.unproven:
-            return False
-        log.is_suspect = False
-        self.end_trial(log)
-        return True
+        if not log.unproven:
+            log.is_suspect = log.replays_alone = False
 
     def suspect(self, group: str, logs: Iterable[RequestLog]) -> RequestLog | None:
         """Handle a crash of the group with these requests. Returns the request that caused it, if one ran alone; else all are suspects."""
         if (trial := self._alone(group)) is not None:
             return trial
         for log in logs:
-            log.is_suspect = True
+            log.is_suspect, log.replays_alone = True, log.is_suspect
         return None
 
     def alone_in(self, group: str) -> RequestLog | None:
@@ -163,8 +157,7 @@ class Placement:
         return self._alone(group) or self._interrupted.get(group)
 
     def _alone(self, group: str) -> RequestLog | None:
-        trial = self._trials.get(group)
-        return trial if trial is not None and trial.ran_alone else None
+        return next((placed.log for placed in self._placed.values() if placed.group == group and placed.log.ran_alone), None)
 
     def lose(self, group: str, why: str, *, is_restarting: bool = False) -> None:
         """Place no more requests in this group. `is_restarting`: a recovery policy restarts it."""
@@ -206,13 +199,6 @@ class Placement:
         num_sequences, capacity = len(log.choices), SEQUENCES_AHEAD * self._limits.max_num_seqs
         roomy = [name for name, status in statuses.items() if not status.num_sequences or status.num_sequences + num_sequences <= capacity]
         return [name for name in roomy if name not in self._lost]
-
-    def end_trial(self, log: RequestLog) -> None:
-        """The request does not run alone in its group any more. No-op for one that did not."""
-        log.ran_alone = False
-        group = self.group_of(log)
-        if group is not None and self._trials.get(group) is log:
-            del self._trials[group]
 
     def _request(self, log: RequestLog) -> WaitingRequest:
         num_choices = len(log.choices)

@@ -131,6 +131,7 @@ class RequestLog:
     num_kv_lost: int = 0  # KV transfers that failed, in all attempts
     waits_since: float = 0.0  # time in seconds, while it waits for a group
     is_suspect: bool = False  # its group crashed while it ran there: each choice runs alone until it has committed a token
+    replays_alone: bool = False  # as a suspect: another group has crashed, while no request ran alone there
     unproven: set[int] = field(default_factory=set)  # of a suspect in a group: the choices without a token since
     ran_alone: bool = False  # as a suspect: the group computes a choice alone, and no token has come since
     events: list[ClientEvent] = field(default_factory=list)
@@ -173,6 +174,7 @@ def request_of(log: RequestLog, stage: Stage = "all") -> Request:
         committed_token_ids=tuple(tuple(choice.token_ids) for choice in log.choices) if log.attempt or log.kv else (),
         ended_choices=tuple(choice.index for choice in log.choices if choice.finish_reason is not None),
         is_suspect=log.is_suspect,
+        replays_alone=log.replays_alone,
         stage=stage,
         kv=log.kv,
     )

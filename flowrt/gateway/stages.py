@@ -85,7 +85,7 @@ class Stages:
         """The prefill worker has computed the prompt and holds its KV. Returns the group that pulls it already, and the message for it.
         `place_waiting` follows."""
         self._prefill.note_token(log)
-        self._prefill.end_trial(log)
+        log.ran_alone = False
         self.offer(log, kv)
         if (group := self.group_of(log)) is None:
             return None
@@ -130,15 +130,17 @@ class Stages:
         """Let every request that a worker has or had run alone until it has a token. Groups that end with a server forget what it computed
         for them. Returns the request that runs alone in the worker `alone_for`, or did when this was ended."""
         for log in self._open.values():
-            log.is_suspect |= log.attempt > 0 or bool(self.workers_of(log))
+            if log.attempt > 0 or self.workers_of(log):
+                log.is_suspect, log.replays_alone = True, log.is_suspect
         cause = self._of(alone_for).alone_in(alone_for)
         return cause if cause is not None and cause.index in self._open else None
 
     def note_progress(self, log: RequestLog, choice: int) -> bool:
         """A choice has committed a token or ended. Returns whether another request may have a place for it: `place_waiting` follows."""
         stage = self._stage(log)
-        was_tried = log.is_suspect and stage.prove(log, choice)
-        return stage.note_token(log) or was_tried
+        if log.is_suspect:
+            stage.prove(log, choice)
+        return stage.note_token(log)
 
     def lose(self, worker: str, why: str, *, is_restarting: bool = False) -> None:
         """Place no more requests in this worker. `is_restarting`: a recovery policy restarts it."""

@@ -425,6 +425,34 @@ def test_a_step_that_fails_is_computed_once_more() -> None:
         assert group.tokens[(each.id, 0)] == expected_output(each)
 
 
+@pytest.mark.parametrize("replays_alone", [False, True])
+def test_a_suspect_replays_beside_others_and_runs_alone_for_its_next_token(replays_alone: bool) -> None:
+    group = engine(ROOMY, num_micro_batches=2)
+    group.submit(request("other", (1, 2), max_tokens=9))
+    (step,) = group.next_steps()
+    moved = msgspec.structs.replace(request("moved", (5, 6), max_tokens=9), attempt=1, committed_token_ids=((7, 8, 9),))
+    group.submit(msgspec.structs.replace(moved, is_suspect=True, replays_alone=replays_alone))
+    (replay,) = group.next_steps() or [None]
+    if replays_alone:
+        assert replay is None, "a step of another request runs"
+        group.step_done(step.micro_batch, step.step, [3])
+        (trial,) = group.next_steps()
+        assert trial.batch.token_ids == [5, 6, 7, 8, 9]
+    else:
+        assert replay is not None
+        assert (replay.batch.token_ids, replay.batch.samples, replay.on_trial) == ([5, 6, 7, 8], [], None)
+        assert group.step_done(replay.micro_batch, replay.step, []) == []
+        assert group.next_steps() == [], "a step of another request runs"
+        group.step_done(step.micro_batch, step.step, [3])
+        (trial,) = group.next_steps()
+        assert trial.batch.token_ids == [9]
+    assert trial.is_alone
+    assert trial.on_trial is not None
+    assert trial.on_trial.request.id == "moved"
+    assert group.step_done(trial.micro_batch, trial.step, [4]) == [Token("moved", 1, 3, (4,))]
+    assert len(group.next_steps()) == 2
+
+
 def test_sequences_of_a_failed_step_run_alone_and_only_the_one_that_fails_again_ends() -> None:
     group = ToyGroup(ROOMY, num_micro_batches=2)
     requests = [request(f"r{n}", (n + 1, n + 2), max_tokens=6, seed=n) for n in range(6)]

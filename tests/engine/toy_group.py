@@ -98,8 +98,9 @@ class ToyGroup:
                     self.tokens[key].extend(token_ids)
                 case Ended() as ended:
                     key = (ended.request_id, ended.attempt, ended.choice)[: 3 if ended.choice else 2]
-                    assert key not in self.ends, f"{key} ended twice"
-                    self.ends[key] = ended
+                    # An error ends all choices of a request, of which some may have ended.
+                    assert key not in self.ends or ended.reason == "error", f"{key} ended twice"
+                    self.ends.setdefault(key, ended)
 
     def submit(self, *requests: Request) -> None:
         for each in requests:

@@ -420,14 +420,13 @@ def test_requests_of_a_crashed_group_run_alone_and_only_one_that_did_is_blamed()
     placed = [place(gateway) for _ in range(9)]
     assert [each.index for each in placed if each.group == "g0"] == [0, 3, 6]
     moved = [each for each in gateway.lose_group("g0", "was killed by SIGSEGV", may_recur=True) if isinstance(each, SendRequest)]
-    assert [(each.index, each.group, each.request.is_suspect) for each in moved] == [(0, "g1", True), (3, "g2", True)], "one per group"
-    (third,) = on_token(gateway, token_of(moved[0], "a"))[1:]
-    assert isinstance(third, SendRequest)
-    assert (third.index, third.request.is_suspect) == (6, True)
-    assert not gateway.log(0).is_suspect
+    assert [(each.index, each.group, each.request.is_suspect) for each in moved] == [(0, "g1", True), (3, "g2", True), (6, "g1", True)]
+    on_token(gateway, token_of(moved[0], "a"))
+    assert [gateway.log(each.index).is_suspect for each in moved] == [False, True, True]
     # The group crashes before it computes the suspect alone: its requests are suspects too.
     gateway.lose_group("g1", "was killed by SIGSEGV", may_recur=True)
     assert {log.index for log in map(gateway.log, range(9)) if log.is_suspect} == {0, 1, 3, 4, 6, 7}
+    assert [log.index for log in map(gateway.log, range(9)) if log.replays_alone] == [6], "it was a suspect before"
     gateway.on_runs_alone("g1", RunsAlone(moved[1].request.id, 1))
     assert not gateway.log(3).ran_alone, "g1 does not have it"
     gateway.on_runs_alone("g2", RunsAlone(moved[1].request.id, 1))
@@ -458,7 +457,7 @@ def test_requests_of_a_crashed_group_come_before_newer_ones_that_waited_for_it()
     assert [each.index for each in decisions if isinstance(each, SendRequest)] == [1]
 
 
-def test_others_pass_a_suspect_that_waits_for_a_trial_and_not_one_that_waits_for_room() -> None:
+def test_no_request_passes_a_suspect_that_waits_for_room() -> None:
     gateway = new_gateway()
     first, large = place(gateway), place(gateway, n=8)  # as much as a group takes
     gateway.lose_group(large.group, "was killed by SIGSEGV", may_recur=True)
@@ -466,12 +465,6 @@ def test_others_pass_a_suspect_that_waits_for_a_trial_and_not_one_that_waits_for
     assert admit(gateway, (1,)) is None, "a newer request would take its room, and the next one after it"
     (moved,) = [each for each in on_ended(gateway, Ended(first.request.id, 0, "stop")) if isinstance(each, SendRequest)]
     assert (moved.index, moved.request.is_suspect) == (1, True)
-    crashed = new_gateway()
-    for _ in range(4):
-        place(crashed)
-    crashed.lose_group("g0", "was killed by SIGSEGV", may_recur=True)
-    assert crashed.groups_of(2) == [], "a trial runs"
-    assert place(crashed).group == "g1"
 
 
 def test_a_group_that_is_killed_from_outside_makes_no_suspects() -> None:
@@ -649,15 +642,14 @@ def test_requests_that_a_policy_restarts_after_a_crash_run_alone(is_first: bool)
             gateway.lose_group(group, "is restarted", is_restarting=True)
         gateway.lose_server("experts.0", "was killed by SIGSEGV", "")
         waiting = [each for group in ("g0", "g1") for each in gateway.readmit_group(group) if isinstance(each, SendRequest)]
-    assert [each.request.is_suspect for each in waiting[-2:]] == [True, True]
-    assert {each.group for each in waiting[-2:]} == {"g0", "g1"}, "one in each group, the third waits"
+    assert {each.index: each.request.is_suspect for each in waiting[-3:]} == {0: True, 1: True, 2: True}
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_request_that_ran_alone_in_the_group_of_the_part_is_the_cause(is_first: bool) -> None:
     gateway = new_gateway()
-    place(gateway)
-    place(gateway)
+    place(gateway, n=8)  # as much as a group takes
+    place(gateway, n=8)
     gateway.lose_server("experts.0", "crashed", "")
     alone = {each.group: each for each in restarted(gateway, "g0", "g1")}
     for group, each in alone.items():

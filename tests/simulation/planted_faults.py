@@ -23,7 +23,7 @@ FAULT_BUGS: tuple[Bug, ...] = (
     bug("failed-step-ends-requests", "a step that fails once ends its requests", (
         ENGINE, "Engine.fail_steps", "STEP_AGAIN[sequence.is_suspect]", "STEP_AGAIN[1]")),
     bug("suspects-together", "the sequences of a failed step run together", (
-        SEQUENCE, "Sequence.runs_alone", "return self.is_suspect or self.is_on_trial", "return self.is_on_trial")),
+        SEQUENCE, "Sequence.runs_alone", "return self.is_suspect or (self.is_on_trial and self.num_computed_tokens >= self.num_proven_tokens)", "return self.is_on_trial")),
     bug("suspect-for-ever", "a suspect whose step commits still ends with its next failure, and runs alone", (
         ENGINE, "Engine.step_done", "sequence.is_suspect = False", "pass")),
     bug("failed-epoch-kept", "the rows of a failed step stay in the runner", (

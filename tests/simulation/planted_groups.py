@@ -18,6 +18,7 @@ LINK_LOSS = "flowrt.launcher.link_loss"
 RUNNER = "flowrt.dataflow.runner"
 MEMBERSHIP = "flowrt.workers.membership"
 GROUP = "flowrt.workers.group"
+SCHEDULER = "flowrt.engine.scheduler"
 SEQUENCE = "flowrt.engine.sequence"
 
 GROUP_BUGS: tuple[Bug, ...] = (
@@ -82,15 +83,19 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("trial-before-report", "a group begins to compute a suspect alone before its report has left", (
         GROUP, "Group._start_steps", "self._when_sent(self._start_steps)", "self._start_steps()")),
     bug("suspect-in-company", "a suspect is computed beside other requests", (
-        SEQUENCE, "Sequence.runs_alone", "return self.is_suspect or self.is_on_trial", "return self.is_suspect")),
+        SEQUENCE, "Sequence.runs_alone", "return self.is_suspect or (self.is_on_trial and self.num_computed_tokens >= self.num_proven_tokens)", "return self.is_suspect")),
     bug("proven-by-one-choice", "a suspect is cleared by the token of one of its choices", (
-        PLACEMENT, "Placement.prove", "if log.unproven:", "if False:")),
+        PLACEMENT, "Placement.prove", "if not log.unproven:", "if True:")),
+    bug("latest-token-proven", "a suspect computes its latest token beside others", (
+        SEQUENCE, "Sequence.__post_init__", "len(self.tokens) - 1 if", "len(self.tokens) if")),
+    bug("replay-goes-on", "the replay of a suspect goes on behind the tokens that were computed before", (
+        SCHEDULER, "Scheduler._chunk", "if sequence.is_on_trial and (not sequence.runs_alone):", "if False:")),
     bug("restart-forgets-crash", "a policy that restarts the groups with a crashed server restarts what crashed it, too", (
         "flowrt.launcher.group_changes", "apply_group_change", "if may_recur and ends_groups:", "if False:")),
     bug("interrupted-trial-forgotten", "a request that ran alone in a group that a policy ended is never the cause", (
         PLACEMENT, "Placement.alone_in", "self._alone(group) or self._interrupted.get(group)", "None")),
-    bug("trial-never-over", "the trial of a suspect that has ended is never over", (
-        PLACEMENT, "Placement.end_trial", "del self._trials[group]", "pass")),
+    bug("trial-never-over", "a suspect that has got a token is blamed for the next crash of its group", (
+        PLACEMENT, "Placement.prove", "log.ran_alone = False", "pass")),
     bug("innocent-blamed", "the oldest request of a crashed group is blamed", (
         PLACEMENT, "Placement.suspect", "if (trial := self._alone(group)) is not None:\n        return trial", "return next(iter(logs), None)")),
     body("kill-blames", "a suspect whose group is killed from outside is blamed", RUN_TABLE, "ProcessRecord.may_recur", "return True"),
