@@ -299,8 +299,7 @@ class Engine:
                 decisions += self._append(sequence, token_id, own)
         if self._micro_batches is not None:
             num_rows = sum(rows for _, rows in running.parts)
-            is_decode = num_rows == running.num_samples
-            num_running = len(self._scheduler.running)
+            num_running, is_decode = len(self._scheduler.running), num_rows == running.num_samples
             self._scheduler.used_micro_batches = self._micro_batches.step_done(now, num_rows, num_running, is_decode)
         return decisions
 

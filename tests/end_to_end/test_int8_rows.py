@@ -41,5 +41,6 @@ async def test_rows_take_fewer_bytes_where_they_are_int8(served: Served, tmp_pat
     (sent, received), (sent_int8, received_exact), (sent_exact, received_int8) = (found[each] for each in ("none", "dispatch", "combine"))
     assert sent_int8 < 0.5 * sent
     assert received_int8 < 0.4 * received
-    assert sent_exact == pytest.approx(sent, rel=0.2)  # other tokens, other parts
-    assert received_exact == pytest.approx(received, rel=0.2)
+    # Other tokens make other parts, and parts pass a trampoline that is late.
+    assert 0.5 * sent < sent_exact < 2 * sent
+    assert 0.5 * received < received_exact < 2 * received

@@ -54,7 +54,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("room-ignored", "a group is sent any number of sequences", (
         PLACEMENT, "Placement._open_groups", "status.num_sequences + num_sequences <= capacity", "True")),
     bug("load-kept", "the load of a lost group is not reset", (
-        PLACEMENT, "Placement.remove", "del self._placed[log.index]", "pass")),
+        PLACEMENT, "Placement.remove", "self._placed.pop(log.index, None)", "self._placed.get(log.index)")),
     body("never-given-up", "requests wait for ever when no group is left", PLACEMENT, "Placement.expired", "return []"),
     bug("given-up-early", "requests wait for half the time when no group is left", (
         PLACEMENT, "Placement.__init__", "self._lost_group_seconds, self._now = (lost_group_seconds, now)", "self._lost_group_seconds, self._now = (lost_group_seconds / 2, now)")),
