@@ -16,9 +16,9 @@ GREEDY = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 SHAPES: dict[str, dict[str, Any]] = {
     "1 group, 1 server": {},
     "1 group, 3 servers": {"experts": {"servers": 3, "replicas": 2}},
-    "2 groups, 3 servers, 2 lanes": {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 3, "replicas": 2}},
+    "2 groups, 3 servers, 2 micro-batches": {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 3, "replicas": 2}},
     "4 groups, 1 server": {"attention": {"groups": 4}},
-    "3 groups, 2 servers, 3 lanes": {"attention": {"groups": 3, "micro_batches": 3}, "experts": {"servers": 2}},
+    "3 groups, 2 servers, 3 micro-batches": {"attention": {"groups": 3, "micro_batches": 3}, "experts": {"servers": 2}},
     "uneven placement": {"experts": {"servers": 3, "placement": {"experts.0": "0-5", "experts.1": "6", "experts.2": "5-7"}}},
     "2 groups, 5 servers, trampolines": {
         "attention": {"groups": 2, "micro_batches": 2},
@@ -50,9 +50,9 @@ async def answers(graph: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 BETWEEN_PROCESSES: list[tuple[str, Any, str]] = [
-    ("2 groups, 3 servers, 2 lanes", "many", "shm"),
-    ("2 groups, 3 servers, 2 lanes", "many", "zmq"),
-    ("2 groups, 3 servers, 2 lanes", 2, "auto"),
+    ("2 groups, 3 servers, 2 micro-batches", "many", "shm"),
+    ("2 groups, 3 servers, 2 micro-batches", "many", "zmq"),
+    ("2 groups, 3 servers, 2 micro-batches", 2, "auto"),
     ("4 groups, 1 server", "many", "auto"),
     ("2 prefill workers, 2 groups", "many", "shm"),
     ("KV of complete prompts", "many", "zmq"),
@@ -84,7 +84,7 @@ async def test_between_real_processes(served: Served, tmp_path: Path, shape: str
     assert await answers(served.write(tmp_path, deploy_of(shape, processes, transport)), served.prompts) == served.expected
 
 
-@pytest.mark.parametrize("shape", ["2 groups, 3 servers, 2 lanes", "experts inside"])
+@pytest.mark.parametrize("shape", ["2 groups, 3 servers, 2 micro-batches", "experts inside"])
 async def test_dense_layers_among_the_others(mixed: Served, tmp_path: Path, shape: str) -> None:
     assert await answers(mixed.write(tmp_path, deploy_of(shape, "one")), mixed.prompts) == mixed.expected
 
@@ -100,5 +100,5 @@ def expand(graph: Path) -> Path:
 
 async def test_few_pages_and_small_steps_change_no_token(served: Served, tmp_path: Path) -> None:
     limits = {"kv_pages": 20, "page_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
-    graph = served.write(tmp_path, deploy_of("2 groups, 3 servers, 2 lanes", "one"), limits=limits)
+    graph = served.write(tmp_path, deploy_of("2 groups, 3 servers, 2 micro-batches", "one"), limits=limits)
     assert await answers(graph, served.prompts) == served.expected

@@ -37,10 +37,11 @@ async def test_rows_take_fewer_bytes_where_they_are_int8(served: Served, tmp_pat
     found = {}
     for choice in ("none", "dispatch", "combine"):
         experts = {**deploy["experts"], "int8": choice}
-        found[choice] = await row_bytes(served.write(tmp_path, {**deploy, "experts": experts}), served.prompts[:2])
+        # Late parts would pass their trampoline, in messages of another size.
+        graph = served.write(tmp_path, {**deploy, "experts": experts}, reliability={"hedge": False})
+        found[choice] = await row_bytes(graph, served.prompts[:2])
     (sent, received), (sent_int8, received_exact), (sent_exact, received_int8) = (found[each] for each in ("none", "dispatch", "combine"))
     assert sent_int8 < 0.5 * sent
     assert received_int8 < 0.4 * received
-    # Other tokens make other parts, and parts pass a trampoline that is late.
-    assert 0.5 * sent < sent_exact < 2 * sent
-    assert 0.5 * received < received_exact < 2 * received
+    assert sent_exact == pytest.approx(sent, rel=0.2)  # other tokens, other parts
+    assert received_exact == pytest.approx(received, rel=0.2)

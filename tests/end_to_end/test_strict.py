@@ -27,7 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1 group, 1 server": {"experts": {"servers": 1}},
     "2 groups, 3 servers, 2 copies": {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}},
     "4 groups, 1 server": {"attention": {"groups": 4}, "experts": {"servers": 1}},
-    "2 lanes": {"attention": {"micro_batches": 2}, "experts": {"servers": 2}},
+    "2 micro-batches": {"attention": {"micro_batches": 2}, "experts": {"servers": 2}},
 }
 Hashes = dict[tuple[int, int], str]
 
@@ -101,7 +101,7 @@ async def test_chunks_beside_others_and_recomputing_change_no_bit(
     monkeypatch.setattr(Scheduler, "_preempt", lambda self, sequence: (preempted.append(sequence.name), preempt(self, sequence)))
     truth = await each_alone(family, tmp_path, hashes, dtype)
     for limits in ({"max_num_batched_tokens": 40}, {"kv_pages": 18, "max_num_batched_tokens": 33, "max_num_seqs": 6}):
-        await serve(write(family, tmp_path, SHAPES["2 lanes"], dtype, **limits), family.prompts, range(len(LENGTHS)))
+        await serve(write(family, tmp_path, SHAPES["2 micro-batches"], dtype, **limits), family.prompts, range(len(LENGTHS)))
         assert hashes == truth, limits
         hashes.clear()
     assert preempted
