@@ -253,7 +253,7 @@ class Gateway:
         return self._end_choice(log, choice, ended.reason, cancels_worker)
 
     def on_transfer(self, group: str, control: Prefilling | Prefilled | KvPulled | KvLost) -> list[Decision]:
-        """Handle the offer of a prompt's KV, its arrival in a group, or its loss, which begins a new attempt."""
+        """Handle the offer of a prompt's KV, its arrival in a group, or its loss, which begins a new attempt when the prompt is computed."""
         log = self._active.get(control.request_id)
         if log is None or control.attempt != log.attempt:
             return []
@@ -263,6 +263,8 @@ class Gateway:
         match control:
             case Prefilling(kv=kv):
                 self._stages.offer(log, kv)
+            case Prefilled() if log.kv_was_lost:
+                return self._move(log) + self._place_waiting()
             case Prefilled(kv=kv):
                 completed = self._stages.complete(log, kv)
                 return [*([SendCompleted(*completed)] if completed is not None else []), *self._place_waiting()]
@@ -270,8 +272,7 @@ class Gateway:
                 decisions = self._cancel(log, but=group)
                 self._stages.pulled(log)
                 return decisions + self._place_waiting()
-            case KvLost():
-                log.num_kv_lost += 1
+            case KvLost() if self._stages.lose_kv(log):
                 return self._move(log, but=group) + self._place_waiting()
         return self._place_waiting()
 
@@ -308,7 +309,7 @@ class Gateway:
         error = f"{server} {why} while it computed this request alone; the request is not tried again"
         return self._end(cause, "error", error, cancels_worker=True)
 
-    def _move(self, log: RequestLog, but: str) -> list[Decision]:
+    def _move(self, log: RequestLog, but: str = "") -> list[Decision]:
         """Begin a new attempt, and cancel the old one in every worker but this one."""
         decisions = self._cancel(log, but)
         self._stages.remove(log)

@@ -82,8 +82,7 @@ class Placement:
         """Forget a request that ends or leaves its group. Its room is free for others."""
         if log in self.waiting:
             self.waiting.remove(log)
-        if self._placed.pop(log.index, None) is not None:
-            log.ran_alone = False
+        self._placed.pop(log.index, None)
 
     def group_of(self, log: RequestLog) -> str | None:
         """The group that the request is placed in."""

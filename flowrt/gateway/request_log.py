@@ -125,6 +125,7 @@ class RequestLog:
     attempt: int = 0
     prefill_worker: str | None = None  # of this attempt, which sends the first token of each choice; None: the group does
     kv: KvOffer | None = None  # the KV of the prompt that the prefill worker of this attempt has offered
+    kv_was_lost: bool = False  # a group lost it while the prefill worker computed the prompt; the next attempt begins after the prompt
     num_expected_tokens: int = 0  # of output, of each choice
     prefix_digests: tuple[bytes, ...] | None = None  # of the prompt (prefix_index.py), when they are known
     num_cached_tokens: int = 0  # of the prompt, whose KV came from a prefix cache

@@ -60,7 +60,8 @@ class Stages:
     def queue(self, log: RequestLog) -> None:
         """Begin an attempt. `place_waiting` follows."""
         self._open[log.index] = log
-        log.kv, log.prefill_worker, log.waits_since = None, None, self._now()
+        log.kv, log.kv_was_lost, log.prefill_worker, log.waits_since = None, False, None, self._now()
+        log.ran_alone = False
         log.num_expected_tokens = min(log.max_tokens, math.ceil(self._mean_output_tokens or log.max_tokens))
         (self._groups if self._skips_prefill(log) else self._prefill).add(log)
 
@@ -80,6 +81,16 @@ class Stages:
         if log.kv is None:
             self._groups.add(log)
         log.kv = kv
+
+    def lose_kv(self, log: RequestLog) -> bool:
+        """The group has lost the KV that it pulled. Returns whether another attempt begins now. One whose prompt is still computed stays
+        in its prefill worker, which may end or crash for the same reason as its KV is lost: it is to be blamed, not hidden by an attempt
+        elsewhere."""
+        log.num_kv_lost += 1
+        log.kv_was_lost = self._stage(log) is self._prefill
+        if log.kv_was_lost:
+            self._groups.remove(log)
+        return not log.kv_was_lost
 
     def complete(self, log: RequestLog, kv: KvOffer) -> tuple[str, KvCompleted] | None:
         """The prefill worker has computed the prompt and holds its KV. Returns the group that pulls it already, and the message for it.

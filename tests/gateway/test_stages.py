@@ -276,14 +276,54 @@ def test_a_request_waits_at_the_gateway_until_a_group_has_room_or_its_prompt_is_
 
 
 def test_a_group_may_find_that_the_output_is_whole_while_the_prompt_is_computed_again() -> None:
-    """A pull was refused because the first token ended the attempt, and the loss of the KV arrived before this end."""
+    """The prefill worker crashed between the first token and the end."""
     gateway = staged()
     first = place(gateway, max_tokens=1)
     begin_prefill(gateway, first)
     gateway.on_token("p0", token_of(first, "a"))
-    (moved,) = sent_in(gateway.on_transfer("g0", KvLost("request-0", 0, "the offer has ended")))
+    (moved,) = sent_in(gateway.lose_group("p0", "was killed", may_recur=True))
     (early,) = sent_in(begin_prefill(gateway, moved))
-    assert ("p0", 1) in cancelled_in(gateway.on_ended(early.group, Ended("request-0", 1, "length", None, 0, 1)))
+    assert ("p1", 1) in cancelled_in(gateway.on_ended(early.group, Ended("request-0", 1, "length", None, 0, 1)))
+
+
+LOST = KvLost("request-0", 0, "the offer has ended")
+
+
+@pytest.mark.parametrize("why", ["error", "crash", "crash alone", "end"])
+def test_the_end_of_a_prefill_worker_counts_also_behind_the_loss_of_what_it_streamed(why: str) -> None:
+    """A group may report lost KV before the prefill worker's end arrives, which has the same cause."""
+    gateway = staged()
+    first = place(gateway, max_tokens=2)
+    if why == "crash alone":
+        (first,) = sent_in(gateway.lose_group("p0", "crashed", may_recur=True))
+        gateway.on_runs_alone(first.group, RunsAlone("request-0", 1))
+    begin_prefill(gateway, first)
+    assert gateway.on_transfer("g0", msgspec.structs.replace(LOST, attempt=first.request.attempt)) == []
+    match why:
+        case "error":
+            decisions = gateway.on_ended("p0", Ended("request-0", 0, "error", "a part crashed two servers"))
+        case "end":
+            decisions = gateway.on_ended("p0", Ended("request-0", 0, "stop", None, 0, 0))
+        case _:
+            decisions = gateway.lose_group(first.group, "crashed", may_recur=True)
+    if why == "crash":
+        (moved,) = sent_in(decisions)
+        assert moved.request.is_suspect
+    else:
+        (end,) = [each for each in decisions if isinstance(each, EndEvent)]
+        assert end.finish_reason == ("stop" if why == "end" else "error")
+
+
+def test_kv_lost_while_the_prompt_is_computed_begins_another_attempt_behind_the_prompt() -> None:
+    gateway = staged()
+    first = place(gateway, max_tokens=4)
+    begin_prefill(gateway, first)
+    assert gateway.on_transfer("g0", LOST) == []
+    assert tokens_in(gateway.on_token("p0", token_of(first, "a"))) == [0]
+    decisions = gateway.on_transfer("p0", Prefilled("request-0", 0, offer(first)))
+    (moved,) = sent_in(decisions)
+    assert (moved.request.attempt, moved.request.committed_token_ids) == (1, ((0,),))
+    assert cancelled_in(decisions) == [("p0", 0)]
 
 
 @pytest.mark.parametrize("ends", ["group is lost", "group lost it", "prefill worker is lost", "cancel", "group errs", "first token"])
@@ -296,7 +336,8 @@ def test_what_is_placed_twice_ends_in_both(ends: str) -> None:
         case "group is lost":
             decisions = gateway.lose_group("g0", "was killed", may_recur=True)
         case "group lost it":
-            decisions = gateway.on_transfer("g0", KvLost("request-0", 0, "a byte was wrong"))
+            gateway.on_transfer("g0", LOST)
+            decisions = gateway.on_transfer("p0", Prefilled("request-0", 0, offer(first)))
         case "prefill worker is lost":
             decisions = gateway.lose_group("p0", "was killed")
         case "cancel":
