@@ -144,7 +144,8 @@ def draw_standby_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
         case "pause":
             faults.append(kinds.Pause(at_seconds=max(0.0, near), process=name, for_seconds=10 ** chance.uniform(-2, 0.7)))
         case "hold":
-            faults.append(kinds.Pause(at_seconds=max(0.0, near), process=name, for_seconds=PERMANENT_SECONDS))
+            lasts = PERMANENT_SECONDS if is_watched(graph) else 10.0  # nothing but the detector notices one that is in use by then
+            faults.append(kinds.Pause(at_seconds=max(0.0, near), process=name, for_seconds=lasts))
         case "again":
             faults.append(kinds.Crash(at_seconds=at + chance.uniform(0.0, 3.0), process=victim))
         case "late":  # it becomes ready while there is no fork server

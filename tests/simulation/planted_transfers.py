@@ -11,6 +11,7 @@ ENGINE = "flowrt.engine.engine"
 SCHEDULER = "flowrt.engine.scheduler"
 GATEWAY = "flowrt.gateway.gateway"
 REQUEST_LOG = "flowrt.gateway.request_log"
+STAGES = "flowrt.gateway.stages"
 
 TRANSFER_BUGS: tuple[Bug, ...] = (
     bug("late-chunk-written", "the chunks of an attempt that has ended are written into pages that others have by then", (
@@ -33,6 +34,8 @@ TRANSFER_BUGS: tuple[Bug, ...] = (
         GATEWAY, "Gateway.on_transfer", "decisions = self._cancel(log, but=group)", "decisions = []")),
     bug("moved-pages-kept", "the worker that did not die keeps the pages of a moved request", (
         GATEWAY, "Gateway._move", "decisions = self._cancel(log, but)", "decisions = []")),
+    bug("loss-before-blame", "KV that is lost while its prompt is computed begins an attempt elsewhere, before the prefill worker's end arrives", (
+        STAGES, "Stages.lose_kv", "self._stage(log) is self._prefill", "False")),
     bug("offered-after-one-choice", "a prompt is offered when its first choice has a token", (
         ENGINE, "Engine._offer", "any((sequence.state is not SequenceState.HELD for sequence in siblings))", "siblings[0].state is not SequenceState.HELD")),
     bug("first-token-forgotten", "a group is not told the tokens of the prefill worker", (
