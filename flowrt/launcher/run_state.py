@@ -427,10 +427,10 @@ class RunState:
         stopped or got no processor time has read no responses either; it finds them when it runs again.
         """
         monitor = self._table.workers[MONITOR]
-        if monitor.is_usable:
+        if monitor.is_open:  # also while it starts: nothing else notices there that it was stopped
             monitor.silent_seconds += min(self._table.now - self._polled, 1.5 * POLL_SECONDS)
             if monitor.silent_seconds >= MONITOR_SECONDS:
                 self._table.fence(MONITOR, f"sent nothing for {MONITOR_SECONDS:g} s")
-            else:
+            elif monitor.is_usable:
                 self._table.act(Send(MONITOR, StatisticsRequest()))
         self._set_poll()

@@ -564,6 +564,16 @@ def test_monitor_that_does_not_respond_is_ended() -> None:
     assert announced(driver.die(MONITOR)) == [events.WorkerLost(MONITOR, f"sent nothing for {MONITOR_SECONDS:g} s; {KILLED}")]
 
 
+def test_monitor_that_is_stopped_while_it_starts_is_ended() -> None:
+    driver = MonitoredDriver()
+    driver.die(MONITOR)
+    driver.pass_time(0.0)
+    assert driver.polls(NUM_POLLS) == [], "it is forked later"
+    driver.do(driver.state.on_forked, MONITOR, 9)
+    assert driver.polls(NUM_POLLS - 1) == []
+    assert EndProcess(MONITOR) in driver.polls(1)
+
+
 def test_any_message_and_a_new_incarnation_restart_the_silence_of_the_monitor() -> None:
     driver = MonitoredDriver()
     driver.polls(NUM_POLLS - 1)
