@@ -253,7 +253,7 @@ class Gateway:
         return self._end_choice(log, choice, ended.reason, cancels_worker)
 
     def on_transfer(self, group: str, control: Prefilling | Prefilled | KvPulled | KvLost) -> list[Decision]:
-        """Handle the offer of a prompt's KV, its arrival in a group, or its loss, which begins a new attempt when the prompt is computed."""
+        """Handle the offer of a prompt's KV, its arrival in a group, or its loss, which begins a new attempt behind the prompt."""
         log = self._active.get(control.request_id)
         if log is None or control.attempt != log.attempt:
             return []
