@@ -242,6 +242,7 @@ class ExpertClient:
             entry.losses.update(dict.fromkeys(ids, losses))
         if row_counts or number in entry.hedges:
             entry.hedges.update(dict.fromkeys(ids, entry.hedges.get(number, entry.parts[number].server)))
+            entry.hedged.update(ids)
         return Redispatch(number, tuple(ids), self._requests(entry, first))
 
     def _requests(self, entry: OutstandingTag, first: int, may_forward: bool = False) -> dict[str, Payload]:
@@ -377,7 +378,7 @@ class ExpertClient:
                 continue  # it alone holds some of them, or the step is over
             self.hedging.spend()
             redispatch = self._split(entry, number, others, counts)
-            entry.hedged.update((number, *redispatch.by))
+            entry.hedged.add(number)
             if trampoline is not None:
                 self.trampolines.late.add(trampoline)
             if is_server_suspect:

@@ -53,7 +53,8 @@ class Failover:
     ) -> None:
         self._dispatch, self.client, self._runner, self._steps = dispatch, client, runner, steps
         self._unsettled: set[str] = set()  # lost servers of which the cause of the death is not known
-        self._after_hedges: dict[str, DeathCause] = {}  # those that are settled once the hedges of their late parts are computed
+        # lost servers -> parts there whose steps fail once the hedges of the server's late parts are computed, and the error
+        self._after_hedges: dict[str, tuple[list[tuple[Tag, int]], str]] = {}
         edges = [edge for edge in graph.edges.values() if edge.source == dispatch]
         (self._combine, self._gather), *_ = [
             (edge.target, port.name)
@@ -108,35 +109,34 @@ class Failover:
     def settle(self, process: str, cause: DeathCause | None) -> None:
         """Redo the pending parts of a lost server, now that the cause of its death is known, or (None) has not come in time.
 
-        If a server that crashed or hung had named the part that it computed alone, this part is the cause, and no other one. Otherwise the
-        part of a suspect may be the cause, too: it goes to a replica, and the loss counts. While hedges of parts that the server was late
-        with are computed, each alone, one of these may prove to be the cause.
+        If a server that crashed or hung had named the part that it computed alone, this part is the cause, and no other one. If it named
+        none, the steps of its parts fail. But a part that goes alone, of a suspect or a hedge, goes to a replica, as after any other loss:
+        the server would have named it. The loss counts.
         """
         if process not in self._unsettled:
             return
-        servers = frozenset(self._servers[process])
+        self._unsettled.discard(process)
         self._after_hedges.pop(process, None)
         may_recur = cause is not None and cause.may_recur
         named = (cause.tag, cause.part) if cause is not None and may_recur and cause.tag is not None else None
-        if cause is not None and may_recur and named is None and self._awaits_hedges(servers):
-            self._after_hedges[process] = cause
-            return
-        self._unsettled.discard(process)
         how = cause.how if cause is not None else ""
         alone = f"{process} {how} while it computed this request alone; the request is not tried again"
-        missing = list(self._missing_at(servers))
-        if named in missing and (row := self.client.hedged_row(*named)) is not None:
-            self._steps.fail_row(named[0], row, alone)
+        missing = list(self._missing_at(frozenset(self._servers[process])))
+        if named in missing:  # in both cases the group computes all its steps again
+            if (row := self.client.hedged_row(*named)) is not None:
+                self._steps.fail_row(named[0], row, alone)
+            else:
+                self._steps.fail_steps([named[0]], alone)
             return
         crashed, lost = [], []
         for tag, part in missing:
-            if (tag, part) == named or (may_recur and named is None and not self.client.computes_alone):
-                crashed.append(tag)
+            if may_recur and named is None and part != self.client.in_flight(tag):
+                crashed.append((tag, part))
             elif named is not None or redo(FaultKind.LOST_SERVER, self.client.record_loss(tag, part) - 1) is Redo.PART:
                 self._redispatch(tag, part)
             else:
                 lost.append(tag)
-        self._steps.fail_steps(crashed, alone)
+        self._fail_after_hedges(process, crashed, alone)
         self._steps.fail_steps(lost, "expert servers died or hung again and again while they computed a part of this request")
 
     def mark_joined(self, process: str) -> None:
@@ -172,8 +172,8 @@ class Failover:
         for tag in self.client.tags:
             for redispatch in self.client.hedge(tag, self._missing(tag), partial(self._steps.row_counts, tag)):
                 self._send(tag, redispatch)
-        for process, cause in list(self._after_hedges.items()):
-            self.settle(process, cause)
+        for process, (parts, error) in list(self._after_hedges.items()):
+            self._fail_after_hedges(process, parts, error)
 
     def overdue(self) -> dict[str, tuple[float, float]]:
         """Expert servers whose response is long overdue: process -> (seconds waited, usual maximum in seconds)."""
@@ -217,20 +217,29 @@ class Failover:
             self._redispatch_forwarded(tag, header.part)
 
     def _redispatch_forwarded(self, tag: Tag, part: int) -> None:
-        """Redispatch a part that a trampoline did not deliver, unless the cause of its server's death is awaited: `settle` follows."""
+        """Redispatch a part that a trampoline did not deliver, unless `settle` decides on it, or has decided that its step is to fail."""
         server = self.client.server_of(tag, part)
-        if server is None or self.client.processes[server] in self._unsettled:
+        if server is None or (process := self.client.processes[server]) in self._unsettled:
             return
-        if part in self._missing(tag):
+        if part in self._missing(tag) and (tag, part) not in self._after_hedges.get(process, ([], ""))[0]:
             self._redispatch(tag, part)
 
     def _send_next(self, tag: Tag) -> None:
         if requests := self.client.next_request(tag, self._missing(tag)):
             self._runner.emit(self._dispatch, tag, requests)
 
+    def _fail_after_hedges(self, process: str, parts: list[tuple[Tag, int]], error: str) -> None:
+        """Fail the steps of these parts of a lost server. While hedges of parts that it was late with are computed, each alone, one of
+        these may prove to be the cause."""
+        if parts and self._awaits_hedges(frozenset(self._servers[process])):
+            self._after_hedges[process] = parts, error
+            return
+        self._after_hedges.pop(process, None)
+        self._steps.fail_steps([tag for tag, part in parts if part in self._missing(tag)], error)
+
     def _awaits_hedges(self, servers: frozenset[int]) -> bool:
-        others = {server for process in self._unsettled - self._after_hedges.keys() for server in self._servers[process]} - servers
-        return any(self.client.awaits_hedges(servers, tag, self._missing(tag), others) for tag in self.client.tags)
+        unsettled = {server for process in self._unsettled for server in self._servers[process]}
+        return any(self.client.awaits_hedges(servers, tag, self._missing(tag), unsettled) for tag in self.client.tags)
 
     def _missing(self, tag: Tag) -> list[int]:
         return self._runner.missing(self._combine, self._gather, tag)

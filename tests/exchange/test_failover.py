@@ -501,6 +501,39 @@ def test_other_parts_of_a_crashed_server_are_suspects_once_all_hedges_are_comput
     assert (client.blamed, client.suspects) == ([], [(Tag("s@1", step=1), False)])
 
 
+def test_parts_of_the_next_incarnation_are_not_suspects_of_the_crash():
+    client, clock = timed(0.01, 0.01, 0.01)
+    late(client, clock)
+    for server in (0, 2):
+        client.serve(server)  # of step 1
+    client.die(1, may_recur=True)
+    client.join(1)
+    client.begin(2)
+    while hedges := in_flight(client):
+        client.serve(hedges[0][0])
+    assert client.requested[1]
+    client.failover.hedge()
+    assert client.suspects == [(Tag("s@1", step=1), False)]
+
+
+def test_hedge_that_waits_at_a_crashed_server_goes_to_a_replica():
+    """The server would have named it, had it computed it."""
+    client, clock = timed(0.01, 0.01, 0.01)
+    server, header = late(client, clock)
+    for each in SERVERS:
+        client.serve(each)  # of step 1, before the hedge
+    client.die(server, may_recur=True)
+    ((other, redispatched),) = in_flight(client)
+    assert other != server
+    assert redispatched.alone
+    assert redispatched.part != header.part
+    client.join(server)
+    clock[0] = 1.0
+    client.failover.hedge()
+    assert client.client.hedging.num_hedged == 1  # late as it is, no third server gets it
+    assert (client.blamed, client.suspects) == ([], [])
+
+
 def test_slow_server_is_avoided_where_others_hold_a_replica():
     client, _ = timed(0.01, 0.05, 0.01)
     client.failover.hedge()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from exchange.test_failover import ACTIVE, IDS_TA, POSITIONS_T, WEIGHTS_TA, X_TH, Inline, expected, respond
 
+from flowrt.actors.control import DeathCause
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.parts import FAILED, BundledPart, BundleHeader, FailedHeader, PartHeader, PlanHeader
@@ -163,12 +164,13 @@ class Group:
         while waiting := [process for process, messages in self.sent.items() if messages]:
             self.serve(waiting[0])
 
-    def lose(self, number: int) -> None:
+    def lose(self, number: int, cause: Mapping[str, bool] | None = None) -> None:
+        """`cause`: fields of the launcher's DeathCause; None: it does not come in time."""
         process = f"experts.{number}"
         self.sent[process].clear()
         self.runner.end_peer(process)
         self.failover.mark_lost(process)
-        self.failover.settle(process, None)
+        self.failover.settle(process, DeathCause(process, "1", "died", **cause) if cause else None)
 
     def join(self, number: int, incarnation: str = "2") -> None:
         process = f"experts.{number}"
@@ -403,6 +405,26 @@ def test_late_server_behind_a_trampoline_is_blamed_alone(group):
     group.check()
     group.accept("experts.0", merge([late]), "experts.0.return.group0 -> collect.bundle", bundled.tag)
     assert not group.client._late_servers
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_hedges_go_on_when_the_first_one_waits_at_the_late_server_that_crashes(group, is_back, monkeypatch):
+    """Past a late trampoline, the same server may get the hedge: it is lost with the part that hangs the server."""
+    clock = [0.0]
+    group.client._now = lambda: clock[0]
+    monkeypatch.setattr(group, "row_counts", lambda tag: [1] * len(X_TH))
+    group.begin()
+    group.sent["experts.0"].popleft()
+    group.serve("experts.1")
+    clock[0] = 2.0
+    group.failover.hedge()
+    assert [process for process, messages in group.sent.items() if messages] == ["experts.0"]
+    group.lose(0, {"may_recur": True})
+    if is_back:
+        group.join(0)
+    group.failover.hedge()
+    group.serve_all()
+    group.check()
 
 
 class Relay:

@@ -59,9 +59,9 @@ FAULT_BUGS: tuple[Bug, ...] = (
     bug("part-in-company", "a suspect's part is computed together with others", (
         SELECTION, "BoundedWait.select", "self._is_alone(firing)", "False")),
     bug("waiting-suspect-blamed", "a suspect whose part waits at a crashed server is blamed", (
-        FAILOVER, "Failover.settle", " and (not self.client.computes_alone)", "")),
+        FAILOVER, "Failover.settle", " and (part != self.client.in_flight(tag))", "")),
     bug("suspect-not-blamed", "a suspect whose part crashed a server alone is computed again", (
-        FAILOVER, "Failover.settle", "(tag, part) == named or ", "")),
+        FAILOVER, "Failover.settle", "self._steps.fail_steps([named[0]], alone)", "self._redispatch(*named)")),
     bug("next-part-unsent", "the second part of a suspect is never sent", (
         FAILOVER, "Failover._send_next", "self._runner.emit(self._dispatch, tag, requests)", "pass")),
     # hedges of parts at a server that hangs
@@ -72,7 +72,7 @@ FAULT_BUGS: tuple[Bug, ...] = (
     bug("hedge-not-blamed", "a request whose hedge ended a server alone is computed again", (
         FAILOVER, "Failover.settle", "self.client.hedged_row(*named)", "None")),
     bug("hedges-not-awaited", "all requests of a late server that crashed are suspects before their hedges have responded", (
-        FAILOVER, "Failover.settle", "self._awaits_hedges(servers)", "False")),
+        FAILOVER, "Failover._fail_after_hedges", "parts and self._awaits_hedges(frozenset(self._servers[process]))", "False")),
     bug("hedge-blames-first", "the first sequence of the step is blamed for the hedge that ended a server", (
         FAILOVER, "Failover.settle", "self._steps.fail_row(named[0], row, alone)", "self._steps.fail_row(named[0], 0, alone)")),
 )  # fmt: skip
