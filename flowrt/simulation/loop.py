@@ -21,7 +21,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context, copy_context
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 from flowrt.simulation.errors import DeadlockError, ForeignThreadError, LivelockError, UnhandledError
 from flowrt.simulation.waitables import OUTSIDE, VirtualFuture, VirtualHandle, VirtualTask, chain_of, current_node, name_of
@@ -49,6 +50,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._parked: dict[str, deque[VirtualHandle]] = {}  # the same of nodes that do not run now
         self._timers: list[tuple[float, int, VirtualHandle]] = []
         self._num_timers = self._num_waitables = self._num_jumps = 0
+        self._tasks = WeakSet[VirtualTask[Any]]()  # asyncio.all_tasks() looks at those of all loops of this process
         self._trace: list[str] = []  # steps that are not in the digest yet
         self._instant = self._now.hex()
         self._instant_began = 0  # num_steps when time last moved
@@ -174,7 +176,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._num_waitables += 1
         number = self._num_waitables
         name = f"{node}/{number}" if name is None else str(name)
-        return VirtualTask(number, node, coro, loop=self, name=name, context=context, **options)
+        task = VirtualTask(number, node, coro, loop=self, name=name, context=context, **options)
+        self._tasks.add(task)
+        return task
 
     # running
 
@@ -186,8 +190,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _unfinished(self) -> list[VirtualTask[Any]]:
         """Tasks that are not done, of living nodes, oldest first."""
-        tasks = cast("set[VirtualTask[Any]]", asyncio.all_tasks(self))
-        return sorted((task for task in tasks if task.node not in self._dead), key=hash)
+        return sorted((task for task in self._tasks if not task.done() and task.node not in self._dead), key=hash)
 
     def _end(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
         async def end() -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from flowrt.process_status import Activity, ProcessTimes
@@ -219,8 +220,8 @@ def run(
     gc.disable()
     gc.freeze()  # exclude older objects from the collection of the run's own garbage
     try:
-        loop = VirtualLoop(seed, max_seconds=max_seconds, max_steps=max_steps)
-        return _run(seed, main, conditions or NetworkConditions(), cost or ComputeDelays(), loop)
+        loop = partial(VirtualLoop, seed, max_seconds=max_seconds, max_steps=max_steps)
+        return _run(seed, main, conditions or NetworkConditions(), cost or ComputeDelays(), loop())  # no name here keeps the loop
     finally:
         gc.collect()  # the loop itself and the objects of dead processes, before `unfreeze` mixes them with older objects
         gc.unfreeze()
