@@ -277,7 +277,7 @@ class ServingSettings:
     front_ends: int = _key(1, "Processes that serve HTTP, tokenize prompts and decode tokens.", ge=1, le=64)
     max_requests: int = _key(1024, "The most active requests; others get status 429.", ge=1, le=1 << 20)
     max_prompt_tokens: int = _key(1 << 20, "The most tokens in the prompts of all active requests.", ge=1, le=1 << 40)
-    max_connections: int = _key(1024, "The most open connections of a front end.", ge=1, le=1 << 16)
+    max_connections: int = _key(2048, "The most open connections of a front end.", ge=1, le=1 << 16)
     stream_interval: int = _key(1, "Tokens per event of a stream; the first is always sent at once.", ge=1, le=1024)
     vllm_metrics: bool = _key(False, "Export the metrics under vLLM's names too, for dashboards that query these.")
 

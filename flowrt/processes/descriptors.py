@@ -1,4 +1,4 @@
-"""Checks the limit of open files (RLIMIT_NOFILE) of a launching process, and writes the error for a limit that is too low."""
+"""Checks or raises the limit of open files (RLIMIT_NOFILE) of a process, and writes the error for a limit that is too low."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 # Of the launcher: event loop, connection to the fork server, a file being read. Per process: control connection, output, pidfd, exit lock,
 # links, memory file of weights.
 _LAUNCHER, _PER_PROCESS = 16, 8
+_FRONT_END = 64  # but for its connections
 
 
 def check_descriptors(num_processes: int) -> None:
@@ -19,6 +20,17 @@ def check_descriptors(num_processes: int) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         raise UserError(too_few_descriptors(needed))
+
+
+def allow_connections(most: int) -> int:
+    """Raise the soft limit of this process for as many connections, within the hard limit. Returns how many fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = most + _FRONT_END
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return most
+    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(soft - _FRONT_END, 1)
 
 
 def too_few_descriptors(needed: int | None = None) -> str:

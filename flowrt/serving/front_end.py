@@ -33,6 +33,7 @@ from flowrt.actors.control_link import ControlLink, run_controlled
 from flowrt.actors.heartbeats import send_heartbeats
 from flowrt.graph.model import Graph, from_json
 from flowrt.graph.recovery import is_watched
+from flowrt.processes.descriptors import allow_connections
 from flowrt.seams import Seams
 from flowrt.serving.completions import Completions, PromptEncoder
 from flowrt.serving.front_end_settings import ADMIN_LISTENER, LISTENER, FrontEndSettings
@@ -76,7 +77,8 @@ class FrontEnd:
         encoder = PromptEncoder(process, self._graph.group_limits(), settings.max_model_len, settings.vocab_size)
         completions = Completions(self.client, encoder, tokenizer, settings.eos_token_ids, self._graph.serving.stream_interval)
         application = HttpApp(settings, self.client, completions, encoder, tokenizer, self._seams)
-        server = HttpServer(application, self._graph.serving.max_connections, settings.certificate, settings.private_key)
+        max_connections = allow_connections(self._graph.serving.max_connections)
+        server = HttpServer(application, max_connections, settings.certificate, settings.private_key)
         try:
             self.control.send(Listening({}, self._seams.resident_bytes()))
             await self._has_peers.wait()

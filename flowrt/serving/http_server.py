@@ -24,11 +24,20 @@ _TOO_MANY = ApiError(UNAVAILABLE, "too many connections; close idle ones, or rai
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. Headers have a length and a time limit; the connection is refused when there are too many."""
+    """One connection. Headers have a length and a time limit. `waiting`: the connections of the server on which a request, or the rest of
+    one, has yet to arrive, longest wait first: when there are too many connections, a new one takes the place of the first of these."""
 
-    def __init__(self, config: Config, state: ServerState, max_connections: int, is_admin: bool, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        config: Config,
+        state: ServerState,
+        max_connections: int,
+        waiting: dict[BoundedProtocol, None],
+        is_admin: bool,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         super().__init__(config=config, server_state=state, app_state={}, _loop=loop)
-        self._max_connections, self._is_admin = max_connections, is_admin
+        self._max_connections, self._waiting, self._is_admin = max_connections, waiting, is_admin
         self._num_header_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
         self._in_headers = True
@@ -36,15 +45,19 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         if len(self.connections) >= self._max_connections and not self._is_admin:
-            self._refuse(transport, _TOO_MANY)
-            return
+            if not self._waiting:
+                self._refuse(transport, _TOO_MANY)
+                return
+            next(iter(self._waiting))._give_way()
         self._is_counted = True
         super().connection_made(transport)
+        self._note_wait()
         self.app_state = {"abort": transport.abort, "flow": self.flow, "is_admin": self._is_admin}  # in the scope of each request
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        self._waiting.pop(self, None)
         if self._is_counted:
             super().connection_lost(exc)
 
@@ -75,7 +88,27 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self._is_refused:
             super().on_message_complete()
+            self._note_wait()
         self._in_headers, self._num_header_bytes = True, 0
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note_wait()
+
+    def _note_wait(self) -> None:
+        """Put the connection at the end of those that wait, or take it from there when a whole request has arrived."""
+        self._waiting.pop(self, None)
+        has_request = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        if not (has_request or self._is_admin or self.transport.is_closing()):
+            self._waiting[self] = None
+
+    def _give_way(self) -> None:
+        """Close the connection now, with output that its client does not read. Without a part of a request there is no response."""
+        del self._waiting[self]
+        self.connections.discard(self)
+        if self._num_header_bytes:
+            self._refuse(self.transport, _TOO_MANY)
+        self.transport.abort()
 
     def _await_headers(self) -> None:
         if self._header_timer is None:
@@ -132,6 +165,7 @@ class HttpServer:
         self._config.load()
         self._state = ServerState()
         self._max_connections = max_connections
+        self._waiting: dict[BoundedProtocol, None] = {}
         self._servers: list[asyncio.Server] = []
 
     @property
@@ -143,7 +177,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         ssl = self._config.ssl if self._config.is_ssl and not is_admin else None
         server = await loop.create_server(
-            lambda: BoundedProtocol(self._config, self._state, self._max_connections, is_admin, loop),
+            lambda: BoundedProtocol(self._config, self._state, self._max_connections, self._waiting, is_admin, loop),
             sock=listener,
             backlog=BACKLOG,
             ssl=ssl,

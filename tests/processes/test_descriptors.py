@@ -14,7 +14,7 @@ import pytest
 from processes.backend_checks import Owner, close, spec
 
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.processes.descriptors import check_descriptors
+from flowrt.processes.descriptors import allow_connections, check_descriptors
 from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.processes.frames import Forked, Loaded, encode
 
@@ -26,6 +26,27 @@ def test_the_need_is_known_before_anything_starts(monkeypatch: pytest.MonkeyPatc
         check_descriptors(5)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     check_descriptors(5000)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "most", "raised"),
+    [
+        (1024, 4096, 2048, 2112),
+        (1024, 1024, 960, 1024),
+        (10, 10, 1, 10),
+        (1024, resource.RLIM_INFINITY, 2048, 2112),
+        (4096, 4096, 2048, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 2048, None),
+    ],
+)
+def test_front_end_accepts_what_its_limit_allows(
+    soft: int, hard: int, most: int, raised: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: changed.append(limits))
+    assert allow_connections(2048) == most
+    assert changed == ([] if raised is None else [(raised, hard)])
 
 
 class Server:

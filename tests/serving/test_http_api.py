@@ -297,10 +297,8 @@ async def test_slow_headers_and_idle_connections_are_bounded(monkeypatch: pytest
         silent, slow = await served.connect(), await served.connect()
         slow.writer.write(b"GET /ready HTTP/1.1\r\n")
         await until(lambda: served.server.num_connections == 2)
-        refused = await served.connect()
-        assert (await refused.response()).error[0] in (503, 408)
         assert (await silent.response()).error[:2] == (await slow.response()).error[:2] == (408, "request_timeout")
-        for connection in (silent, slow, refused):
+        for connection in (silent, slow):
             await connection.close()
         await until(lambda: not served.server.num_connections)
         assert (await served.call("GET", "/ready")).status == 200
@@ -308,6 +306,43 @@ async def test_slow_headers_and_idle_connections_are_bounded(monkeypatch: pytest
         garbage.writer.write(b"\x16\x03\x01\r\n\r\n")
         assert (await garbage.response()).error[:2] == (400, "invalid_value")
         await garbage.close()
+
+
+async def test_connection_without_a_request_gives_way_to_a_new_one() -> None:
+    """The longest wait first: nothing was sent, a part of the headers, a part of the body, or the last response is complete."""
+    async with served_app(connections=4) as served:
+        _, headers, body, idle = waiting = [await served.connect() for _ in range(4)]
+        headers.writer.write(b"GET /ready HTTP/1.1\r\n")
+        body.send("POST", CHAT, b"{", content_length="10", expect="100-continue")
+        assert (await body.head()).status == 100
+        idle.send("GET", "/ready")
+        assert (await idle.response()).status == 200
+        await until(lambda: sum(each._num_header_bytes == 21 for each in served.server._waiting) == 1)
+        seen, new = [], [await served.connect() for _ in waiting]
+        for closed, connection in zip(waiting, new, strict=True):
+            connection.send("GET", "/health")
+            assert (await connection.response()).status == 200
+            seen.append((await closed.reader.read()).split(b"\r\n")[0])
+        assert seen == [b"", b"HTTP/1.1 503 Service Unavailable", b"", b""]
+        for connection in (*waiting, *new):
+            await connection.close()
+        await until(lambda: not served.server.num_connections)
+        assert not served.server._waiting
+
+
+async def test_connections_with_requests_do_not_give_way() -> None:
+    async with served_app(connections=2) as served:
+        streams = [await served.connect() for _ in range(2)]
+        for connection in streams:
+            connection.send("POST", CHAT, HELLO | {"stream": True})
+        requests = [await served.submitted.get() for _ in streams]
+        assert (await served.call("GET", "/health")).error[:2] == (503, "service_unavailable")
+        for request, connection in zip(requests, streams, strict=True):
+            served.finish(request)
+            await connection.events_after_head()
+        assert (await served.call("GET", "/health")).status == 200, "their responses are complete"
+        for connection in streams:
+            await connection.close()
 
 
 async def test_aborted_connections_leave_nothing() -> None:
