@@ -176,7 +176,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._num_waitables += 1
         number = self._num_waitables
         name = f"{node}/{number}" if name is None else str(name)
-        task = VirtualTask(number, node, coro, loop=self, name=name, context=context, **options)
+        task: VirtualTask[T] = VirtualTask(number, node, coro, loop=self, name=name, context=context, **options)
         self._tasks.add(task)
         return task
 
