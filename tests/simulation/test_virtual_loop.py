@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -189,6 +190,21 @@ def test_a_task_left_running_ends_the_run() -> None:
 
     with pytest.raises(UnhandledError, match="forgotten"):
         run(0, main)
+
+
+def test_nothing_of_a_run_is_left_behind_it() -> None:
+    kept: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+
+    async def main(world: World) -> None:
+        async def wait() -> None:
+            await asyncio.sleep(1e6)
+
+        kept.append(weakref.ref(world.loop))
+        world.start("worker", lambda seams: wait())
+        world.kill(world.processes["worker"])
+
+    run(0, main)
+    assert kept[0]() is None
 
 
 def test_real_sockets_are_not_available() -> None:
