@@ -27,7 +27,7 @@ class ForkServerLoss:
     def __init__(self, table: RunTable, root_cause: RootCause, settings: ReliabilitySettings) -> None:
         self._table, self._root_cause = table, root_cause
         self._budget = RestartPolicy(settings.restarts, settings.restart_window_seconds)
-        self._is_up = True
+        self.is_up = True  # and serves
         self._lost_seconds: float | None = None  # when it was lost; None: it is up
         self._why_down: str | None = None  # its restarts are used up
         self._num_starts, self._pid = 0, 0  # of all fork servers; of the present one, where it is a process
@@ -40,11 +40,11 @@ class ForkServerLoss:
 
     def can_fork(self, process: ProcessRecord) -> bool:
         """Whether the process can be forked now. Otherwise it is forked when the fork server is back."""
-        if not self._is_up:
+        if not self.is_up:
             self.waiting[process.name] = None
             if self._why_down is not None:
                 self._table.give_up(process, self._why_down)
-        return self._is_up
+        return self.is_up
 
     # Events.
 
@@ -61,7 +61,7 @@ class ForkServerLoss:
 
     def on_ready(self, pid: int) -> None:
         """A new fork server serves. `pid`: 0 where it is no process of this host."""
-        self._is_up, self._why_down, self._why_killed, self._pid = True, None, "", pid
+        self.is_up, self._why_down, self._why_killed, self._pid = True, None, "", pid
         self._num_starts += 1
         self.introduce()
         if self._table.phase != RunPhase.RUNNING or self._lost_seconds is None:
@@ -74,11 +74,11 @@ class ForkServerLoss:
 
     def introduce(self) -> None:
         """Notify the monitor of the fork server. It sends no heartbeats: like a process that starts, it is dead when it stays stopped."""
-        if self._is_up and self._pid and self._table.phase == RunPhase.RUNNING:
+        if self.is_up and self._pid and self._table.phase == RunPhase.RUNNING:
             self._table.notify_monitor(PeerJoined(FORK_SERVER, self._incarnation, {}, self._pid, is_starting=True))
 
     def on_marked_dead(self, report: DetectorReport) -> None:
-        if self._is_up and report.incarnation == self._incarnation and report.state is ProcessState.DEAD:
+        if self.is_up and report.incarnation == self._incarnation and report.state is ProcessState.DEAD:
             self._why_killed = f"was marked dead ({report.why})"
             self._kill()
 
@@ -91,7 +91,7 @@ class ForkServerLoss:
                 reason = f"has not responded for {LAUNCH_FORK_SECONDS:g} s: is it stopped, or the machine overloaded?"
                 self._table.act(End(WorkerDiedError(FORK_SERVER, reason), FORK_SERVER))
             return
-        if self._is_up:
+        if self.is_up:
             self._kill()
         self.await_fork(process)
 
@@ -112,11 +112,11 @@ class ForkServerLoss:
         return str(self._num_starts)
 
     def _kill(self) -> None:
-        self._is_up = False
+        self.is_up = False
         self._table.act(KillForkServer())
 
     def _start_again(self, how: str) -> None:
-        self._is_up = False
+        self.is_up = False
         if self._table.phase != RunPhase.RUNNING:
             return
         decision = self._budget.on_death(FORK_SERVER, self._table.now)

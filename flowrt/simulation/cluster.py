@@ -27,6 +27,7 @@ from flowrt.gateway.routing import find_policy
 from flowrt.graph.model import GATEWAY
 from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events
+from flowrt.launcher.fork_server_loss import IMPORT_SECONDS
 from flowrt.launcher.group_changes import apply_group_change
 from flowrt.launcher.launcher import STATISTICS_SECONDS, WORKER, Launcher
 from flowrt.operators.families.registry import read_model_config
@@ -367,7 +368,9 @@ class _SimulatedRun:
         progress = sum(inside.num_firings for inside in insides) + self._checks.counts.total()
         if progress != self._progress or now < self._first_seconds + self._case.scenario.ends_seconds:
             self._progress, self._progress_seconds = progress, now
-        elif now > self._progress_seconds + STUCK_SECONDS + self._lost_group_seconds and self._gateway.num_unfinished:
+            return
+        patience = STUCK_SECONDS + self._lost_group_seconds + (0.0 if self._launcher.state.fork_server.is_up else IMPORT_SECONDS)
+        if now > self._progress_seconds + patience and self._gateway.num_unfinished:
             raise DeadlockError(f"nothing for {STUCK_SECONDS:g} s at {now:.6f} s but heartbeats:\n{self._world.loop.describe_waiting()}")
 
     def _living_inside(self, name: str) -> WorkerInternals | None:

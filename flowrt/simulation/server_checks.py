@@ -197,8 +197,9 @@ class ServerChecks:
             raise InvariantError("I5", f"{min(waiting)} waits for the fork server, and a standby process is ready")
 
     def _look_for_stopped(self, now: float) -> None:
-        """Check that no process that the run can lose stays stopped, also while it starts (I5)."""
-        names = {*self.mortal, *self._launcher.state.standby_names, *([FORK_SERVER] if self._is_ready else [])}
+        """Check that no process that the run can lose stays stopped, also while it starts (I5). A new fork server has a time limit."""
+        fork_server = [FORK_SERVER] if self._is_ready and self._launcher.state.fork_server.is_up else []
+        names = {*self.mortal, *self._launcher.state.standby_names, *fork_server}
         stopped = {name for name in names if self._is_stopped(name)}
         self._stopped = {name: self._stopped.get(name, now) for name in stopped}
         for name, since in self._stopped.items():

@@ -303,7 +303,7 @@ BUGS: tuple[Bug, ...] = (
     bug("met-end-forgotten", "a process whose fork met the end of the fork server is not forked again", (
         FORK_SERVER_LOSS, "ForkServerLoss.await_fork", "self._table.set_timer(TimerKind.RESTART, RETRY_SECONDS, process.name)", "pass")),
     bug("silent-not-killed", "a fork server that does not respond is not killed", (
-        FORK_SERVER_LOSS, "ForkServerLoss.on_silent", "self._kill()", "self._is_up = False")),
+        FORK_SERVER_LOSS, "ForkServerLoss.on_silent", "self._kill()", "self.is_up = False")),
     bug("silent-restart-forgotten", "the process whose fork timed out is not forked again", (
         FORK_SERVER_LOSS, "ForkServerLoss.on_silent", "self.await_fork(process)", "process.phase = ProcessPhase.DEAD")),
     body("stopped-fork-server-kept", "a fork server that the monitor marks dead is not killed", FORK_SERVER_LOSS, "ForkServerLoss.on_marked_dead", "pass"),
