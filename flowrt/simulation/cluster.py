@@ -100,16 +100,14 @@ _latest_run: ContextVar[_SimulatedRun] = ContextVar("_latest_run")
 class _SimulatedRun:
     def __init__(self, world: World, case: Case) -> None:
         graph = case.graph
-        if graph.model is None:
+        if (model := graph.model) is None:
             raise ValueError("only a graph with a model has requests to serve")
-        model = graph.model
         if case.exact:  # its whole numbers are float64, and the schemas of edges follow the graph's dtype
             graph = replace(graph, model=replace(model, dtype="float64"))
         self._world, self._case = world, case
         _latest_run.set(self)
-        self._slow_until = max(
-            (fault.ends_seconds + NEWS_SECONDS for fault in case.scenario.faults if fault.ends_seconds > fault.at_seconds), default=0.0
-        )
+        ends = [fault.ends_seconds for fault in case.scenario.faults if fault.ends_seconds > fault.at_seconds]
+        self._slow_until = max(ends) + NEWS_SECONDS if ends else 0.0
         world.one_clock = graph.emulation is not None  # the two ends of an emulated link compare times
         self._seams = replace(world.seams(GATEWAY), open_backend=self._open_backend)
         self._insides: dict[str, WorkerInternals] = {}  # of the latest incarnation of each worker
@@ -122,10 +120,10 @@ class _SimulatedRun:
             worker=case.worker,
             unavailable_reason=lambda scheme: None,  # the network stands in for all of them
         )
-        config = config_of(model.path)
+        config, limits = config_of(model.path), graph.group_limits()
         self._gateway = Gateway(
             attention_groups(graph),
-            graph.group_limits(),
+            limits,
             config.max_position_embeddings,
             config.vocab_size,
             draw_seed=self._seams.new_seed,
@@ -147,7 +145,7 @@ class _SimulatedRun:
         self._faults = Faults(world, case.scenario, self._living_inside, harmless, case.processes.segfault_one_in)
         self._wrong_results = WrongResults(case.poison, case.glitch, lambda: world.num_faults.update(["glitch"]))
         patience = self._lost_group_seconds = graph.reliability.lost_group_seconds
-        room = SEQUENCES_AHEAD * graph.group_limits().max_num_seqs
+        room = SEQUENCES_AHEAD * limits.max_num_seqs
         self._group_checks = GroupChecks(
             world, attention_groups(graph), prefill_workers(graph), patience, room, self._living_inside, self._log, self._faults
         )
@@ -366,11 +364,10 @@ class _SimulatedRun:
         self._note_ends()
         now = self._world.loop.time()
         progress = sum(inside.num_firings for inside in insides) + self._checks.counts.total()
+        patience = self._lost_group_seconds + (STUCK_SECONDS if self._launcher.state.fork_server.is_up else STUCK_SECONDS + IMPORT_SECONDS)
         if progress != self._progress or now < self._first_seconds + self._case.scenario.ends_seconds:
             self._progress, self._progress_seconds = progress, now
-            return
-        patience = STUCK_SECONDS + self._lost_group_seconds + (0.0 if self._launcher.state.fork_server.is_up else IMPORT_SECONDS)
-        if now > self._progress_seconds + patience and self._gateway.num_unfinished:
+        elif now > self._progress_seconds + patience and self._gateway.num_unfinished:
             raise DeadlockError(f"nothing for {STUCK_SECONDS:g} s at {now:.6f} s but heartbeats:\n{self._world.loop.describe_waiting()}")
 
     def _living_inside(self, name: str) -> WorkerInternals | None:
