@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Collection
 from contextlib import ExitStack
@@ -14,11 +15,12 @@ from flowrt.errors import TokenizerError
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import SamplingParams
 from flowrt.serving.api_errors import INVALID, UNAVAILABLE, ApiError, internal_error
-from flowrt.serving.api_request import CompletionRequest, Prompt, estimated_tokens
+from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.api_response import ResponseBuilder, Usage, merged
 from flowrt.serving.choice_text import RequestText, TextPiece
 from flowrt.serving.exchange import Exchange
 from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
+from flowrt.serving.json_body import Prompt, TokenIds, estimated_tokens, invalid
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcess
 
@@ -35,8 +37,11 @@ class PromptEncoder:
 
     async def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ApiError."""
-        if isinstance(prompt, tuple):
-            return prompt
+        if isinstance(prompt, TokenIds):
+            await asyncio.sleep(0)  # other clients are served between the prompts of a request
+            if prompt.num_tokens <= self.max_model_len:
+                return prompt.read()
+            raise invalid("prompt", f"of {prompt.num_tokens} tokens is longer than the {self.max_model_len} that this graph can hold")
         try:
             return tuple(await self._process.encode(prompt, max_tokens=self.max_model_len))
         except TokenizerError as error:
@@ -77,7 +82,8 @@ class Completions:
                 stop = opened[index].stop_choice
                 texts.append(RequestText(request.params, self._tokenizer.stream, self._eos_token_ids, index * request.params.n, stop))
                 opened[index].place(token_ids)
-            echoed = [self._echoed(request, prompt) for prompt in request.prompts for _ in range(request.params.n)]
+            both = zip(request.prompts, encoded, strict=True)
+            echoed = [self._echoed(request, *prompt) for prompt in both for _ in range(request.params.n)]
             token_text = "token_id:{}".format if request.names_token_ids else self._tokenizer.token_text
             prompts = [token_ids for token_ids in encoded for _ in range(request.params.n)] if request.has_token_ids else None
             builder = ResponseBuilder(exchange.id, created, model, request.is_chat, request.includes_usage, token_text, prompts)
@@ -87,10 +93,10 @@ class Completions:
             else:
                 await response.respond(echoed)
 
-    def _echoed(self, request: CompletionRequest, prompt: Prompt) -> str:
+    def _echoed(self, request: CompletionRequest, prompt: Prompt, token_ids: tuple[int, ...]) -> str:
         if not request.echo:
             return ""
-        return self._tokenizer.decode(prompt) if isinstance(prompt, tuple) else str(prompt)
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids)
 
 
 class _Response:

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from flowrt.actors.front_end_messages import Topic
-from flowrt.sampling_params import check_text
 from flowrt.seams import Seams
 from flowrt.serving.api_errors import (
     FORBIDDEN,
@@ -27,19 +26,12 @@ from flowrt.serving.api_errors import (
     ApiError,
     internal_error,
 )
-from flowrt.serving.api_request import (
-    CompletionRequest,
-    Fields,
-    invalid,
-    read_chat_request,
-    read_completion_request,
-    read_messages,
-    read_token_ids,
-)
+from flowrt.serving.api_request import CompletionRequest, read_chat_request, read_completion_request
 from flowrt.serving.completions import Completions, PromptEncoder
 from flowrt.serving.exchange import BodyBudget, ClientLeftError, Exchange, Receive, Scope, Send
 from flowrt.serving.front_end_settings import FrontEndSettings
 from flowrt.serving.gateway_client import GatewayClient
+from flowrt.serving.json_body import Fields, TokenIds, invalid
 from flowrt.serving.page_files import HEADERS, read_page_files
 from flowrt.serving.tokenizer import Tokenizer
 
@@ -202,26 +194,20 @@ class HttpApp:
     async def _tokenize(self, exchange: Exchange) -> None:
         fields = Fields(await exchange.read_body())
         fields.check_model(self._settings.model_name)
-        prompt, messages = fields.take("prompt"), fields.take("messages")
+        prompts = (*fields.take_prompts(), *fields.take_messages())
         fields.refuse_rest()
-        if (prompt is None) == (messages is None):
-            raise ApiError(INVALID, "give prompt or messages", "prompt")
-        if messages is None:
-            if not isinstance(prompt, str):
-                raise invalid("prompt", "must be a text")
-            try:
-                check_text(prompt)
-            except ValueError as error:
-                raise invalid("prompt", str(error)) from None
-        token_ids = await self._encoder.encode(prompt if messages is None else read_messages(messages))
+        if len(prompts) != 1 or isinstance(prompts[0], TokenIds):
+            raise ApiError(INVALID, "give either prompt, which is a text, or messages", "prompt")
+        token_ids = await self._encoder.encode(prompts[0])
         await _respond_json(exchange, {"tokens": token_ids, "count": len(token_ids), "max_model_len": self._settings.max_model_len})
 
     async def _detokenize(self, exchange: Exchange) -> None:
         fields = Fields(await exchange.read_body())
         fields.check_model(self._settings.model_name)
-        token_ids = read_token_ids(fields.take("tokens"), "tokens")
+        tokens = fields.take_token_ids("tokens")
         fields.refuse_rest()
-        if len(token_ids) > self._settings.max_model_len or max(token_ids, default=0) >= self._settings.vocab_size:
+        token_ids = tokens.read() if tokens.num_tokens <= self._settings.max_model_len else None
+        if token_ids is None or max(token_ids, default=0) >= self._settings.vocab_size:
             bounds = f"at most {self._settings.max_model_len} token ids below {self._settings.vocab_size}"
             raise invalid("tokens", f"must be {bounds}")
         await _respond_json(exchange, {"prompt": self._tokenizer.decode(token_ids)})

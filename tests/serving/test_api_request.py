@@ -9,7 +9,8 @@ import pytest
 
 from flowrt.sampling_params import SamplingParams
 from flowrt.serving.api_errors import ApiError
-from flowrt.serving.api_request import CompletionRequest, estimated_tokens, read_chat_request, read_completion_request
+from flowrt.serving.api_request import CompletionRequest, read_chat_request, read_completion_request
+from flowrt.serving.json_body import TokenIds, estimated_tokens
 
 USER = {"role": "user", "content": "hello"}
 
@@ -20,6 +21,10 @@ def chat(**fields: Any) -> CompletionRequest:
 
 def complete(**fields: Any) -> CompletionRequest:
     return read_completion_request(json.dumps({"prompt": "hello"} | fields).encode(), "tiny")
+
+
+def prompts_of(**fields: Any) -> list[Any]:
+    return [prompt.read() if isinstance(prompt, TokenIds) else prompt for prompt in complete(**fields).prompts]
 
 
 def test_sampling_parameters_are_read_with_the_defaults_of_the_api() -> None:
@@ -61,10 +66,29 @@ def test_contents_may_be_lists_of_texts() -> None:
 
 
 def test_prompts_may_be_texts_and_token_ids() -> None:
-    assert complete(prompt=["a", [1, 2]]).prompts == ("a", (1, 2))
-    assert complete(prompt=[1, 2]).prompts == ((1, 2),)
-    assert complete(prompt="").prompts == ("",)
-    assert [estimated_tokens(prompt) for prompt in ("abcd", (1, 2), [USER])] == [2, 2, 5]
+    assert prompts_of(prompt=["a", [1, 2]]) == ["a", (1, 2)]
+    assert prompts_of(prompt=[1, 2]) == [(1, 2)]
+    assert prompts_of(prompt=[]) == prompts_of(prompt=[[]]) == [()]
+    assert prompts_of(prompt="") == [""]
+    with pytest.raises(ApiError, match="prompt holds bytes that are not UTF-8"):
+        read_completion_request(b'{"prompt": "\xff"}', "tiny")
+    ids, none, two = complete(prompt=[[1, 2, 3], [], [1, 2]]).prompts
+    assert [estimated_tokens(prompt) for prompt in ("abcd", [USER], ids, none, two)] == [2, 5, 3, 0, 2]
+
+
+def test_what_is_too_long_is_not_decoded() -> None:
+    """JSON that is wrong at its end shows it: the error is about the length."""
+    user, ids = b'"messages":[{"role":"user","content":""}]', b"0," * 150_000
+    for field, body, text in (
+        ("prompt", b'"prompt":["",%s5]' % (b"[5]," * 129), "more than 128"),
+        ("messages", b'"messages":[%s5]' % (b'{"role":"user","content":""},' * 4097), "at most 4096 messages"),
+        ("messages[0]", b'"messages":[{"role":"user","content":[%s5]}]' % (b'{"type":"text","text":""},' * 1025), "at most length 1024"),
+        *((name, user + b',"%s":[%s{}]' % (name.encode(), ids), "is longer than 256 KiB") for name in ("tools", "stop", "logit_bias")),
+    ):
+        read = read_completion_request if field == "prompt" else read_chat_request
+        with pytest.raises(ApiError, match=text) as caught:
+            read(b"{%s}" % body, "")
+        assert caught.value.param == field
 
 
 def test_fields_that_ask_for_nothing_are_taken() -> None:
@@ -110,6 +134,8 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "unsupported_parameter", "messages[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "unsupported_parameter", "messages[0]"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_value", None),
+        ({"messages": [{"role": "user", "content": "", "x": 1}]}, "unsupported_parameter", "messages[0]"),
+        ({"messages": [USER, None]}, "invalid_value", "messages[1]"),
         ({"model": "other"}, "model_not_found", "model"),
     ],
 )
@@ -139,11 +165,11 @@ def test_wrong_field_of_a_chat_is_named(fields: dict[str, Any], code: str, param
 )
 def test_wrong_field_of_a_completion_is_named(fields: dict[str, Any], code: str, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        complete(**fields)
+        prompts_of(**fields)
     assert (caught.value.kind.code, caught.value.param) == (code, param)
 
 
-@pytest.mark.parametrize("body", [b"", b"5", b"[]", b"{", b'{"prompt": NaN}', b"\xff", b'{"a":' * 50_000])
+@pytest.mark.parametrize("body", [b"", b"5", b"[]", b"{", b'{"prompt": NaN}', b"\xff", b'{"a":' * 50_000, b'{"x\xff": 1}'])
 def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError, match="is not"):
         read_completion_request(body, "tiny")

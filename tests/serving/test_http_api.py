@@ -94,7 +94,10 @@ async def test_tokens_become_texts_and_back() -> None:
         assert found == {"tokens": served.tokenizer.encode("12 and 3"), "count": len(found["tokens"]), "max_model_len": 512}
         assert (await served.call("POST", "/detokenize", {"tokens": found["tokens"]})).json() == {"prompt": "12 and 3"}
         assert (await served.call("POST", "/tokenize", HELLO)).json()["tokens"] == served.tokenizer.encode("hello")
-        assert (await served.call("POST", "/detokenize", {"tokens": [768]})).error == (400, "invalid_value", "tokens")
+        for tokens in ([768], [1] * 513, ["a"], 5):
+            assert (await served.call("POST", "/detokenize", {"tokens": tokens})).error == (400, "invalid_value", "tokens")
+        for body in ({}, HELLO | {"prompt": "a"}, {"prompt": [1]}, {"prompt": ["a", "b"]}):
+            assert (await served.call("POST", "/tokenize", body)).error == (400, "invalid_value", "prompt")
 
 
 async def test_state_models_and_version() -> None:
@@ -114,7 +117,8 @@ async def test_request_that_cannot_be_served_leaves_nothing() -> None:
         for body, error in (
             ({"prompt": "a", "max_tokens": 129}, (400, "invalid_value", None)),
             ({"prompt": [1, 768]}, (400, "invalid_value", None)),
-            ({"prompt": [1] * 513}, (400, "invalid_value", None)),
+            ({"prompt": [1] * 513 + ["not decoded"]}, (400, "invalid_value", "prompt")),
+            ({"prompt": [1, "a"]}, (400, "invalid_value", "prompt")),
             ({"prompt": "a", "model": "other"}, (404, "model_not_found", "model")),
         ):
             assert (await served.call("POST", COMPLETE, body)).error == error
@@ -166,7 +170,7 @@ async def test_too_long_prompts_together_are_refused() -> None:
     async with served_app(max_prompt_tokens=100) as served:
         call = asyncio.create_task(served.call("POST", COMPLETE, {"prompt": [5] * 60}))
         request = await served.submitted.get()
-        assert (await served.call("POST", COMPLETE, {"prompt": [5] * 60})).status == 429
+        assert (await served.call("POST", COMPLETE, {"prompt": [5] * 60 + ["not decoded"]})).status == 429
         served.finish(request)
         await call
         await completed(served, COMPLETE, {"prompt": [5] * 60})
