@@ -170,7 +170,7 @@ class Failover:
         """Send late parts to other servers as well. The caller repeats this every few milliseconds."""
         self.client.hedging.update_avoided()
         for tag in self.client.tags:
-            for redispatch in self.client.hedge(tag, self._missing(tag), partial(self._steps.row_counts, tag)):
+            for redispatch in self.client.hedge(tag, self._awaited(tag), partial(self._steps.row_counts, tag)):
                 self._send(tag, redispatch)
         for process, (parts, error) in list(self._after_hedges.items()):
             self._fail_after_hedges(process, parts, error)
@@ -179,7 +179,7 @@ class Failover:
         """Expert servers whose response is long overdue: process -> (seconds waited, usual maximum in seconds)."""
         found: dict[str, tuple[float, float]] = {}
         for tag in self.client.tags:
-            for process, late in self.client.overdue(tag, partial(self._missing, tag)).items():
+            for process, late in self.client.overdue(tag, partial(self._awaited, tag)).items():
                 found[process] = max(late, found.get(process, late))
         return found
 
@@ -219,9 +219,9 @@ class Failover:
     def _redispatch_forwarded(self, tag: Tag, part: int) -> None:
         """Redispatch a part that a trampoline did not deliver, unless `settle` decides on it, or has decided that its step is to fail."""
         server = self.client.server_of(tag, part)
-        if server is None or (process := self.client.processes[server]) in self._unsettled:
+        if server is None or self.client.processes[server] in self._unsettled:
             return
-        if part in self._missing(tag) and (tag, part) not in self._after_hedges.get(process, ([], ""))[0]:
+        if part in self._awaited(tag):
             self._redispatch(tag, part)
 
     def _send_next(self, tag: Tag) -> None:
@@ -243,6 +243,11 @@ class Failover:
 
     def _missing(self, tag: Tag) -> list[int]:
         return self._runner.missing(self._combine, self._gather, tag)
+
+    def _awaited(self, tag: Tag) -> list[int]:
+        """The missing parts without those whose steps are to fail: no response to these comes, also when their server is back."""
+        failing = {each for parts, _ in self._after_hedges.values() for each in parts}
+        return [part for part in self._missing(tag) if (tag, part) not in failing]
 
     def _redispatch_from(self, servers: frozenset[int]) -> None:
         for tag, part in self._missing_at(servers):

@@ -508,6 +508,9 @@ def test_parts_of_the_next_incarnation_are_not_suspects_of_the_crash():
         client.serve(server)  # of step 1
     client.die(1, may_recur=True)
     client.join(1)
+    clock[0] = 1.0
+    client.failover.hedge()
+    assert client.client.hedging.num_hedged == 1  # the part that was lost is not late
     client.begin(2)
     while hedges := in_flight(client):
         client.serve(hedges[0][0])
