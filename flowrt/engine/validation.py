@@ -1,4 +1,4 @@
-"""Validates a request against a model and a graph: each check returns one line of error text, or None.
+"""Validates a request against a model and a graph: each check returns what is wrong, with one line of error text, or None.
 
 The gateway checks a request before it sends it to a group; the group checks it again. Bounds that hold for every model
 are those of SamplingParams (flowrt/sampling_params.py).
@@ -7,9 +7,18 @@ are those of SamplingParams (flowrt/sampling_params.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from flowrt.actors.control import Request
 from flowrt.graph.model import GraphLimits
+
+
+class RequestProblem(NamedTuple):
+    """`param`: the parameter that is wrong; "prompt" when prompt and output together are too long for the model or the graph."""
+
+    param: str
+    text: str
+    is_too_long: bool = False
 
 
 def num_pages_for(num_tokens: int, page_size: int) -> int:
@@ -34,34 +43,42 @@ def prompt_refusal(num_prompt_tokens: int, limits: GraphLimits, max_position_emb
 
 def refusal(request: Request, limits: GraphLimits, max_position_embeddings: int, vocab_size: int) -> str | None:
     """The reason why this request cannot be served, as one line for the user, or None."""
+    problem = find_problem(request, limits, max_position_embeddings, vocab_size)
+    return None if problem is None else problem.text
+
+
+def find_problem(request: Request, limits: GraphLimits, max_position_embeddings: int, vocab_size: int) -> RequestProblem | None:
+    """Why this request cannot be served, or None."""
     params, new, num_prompt = request.params, request.max_tokens, len(request.prompt_token_ids)
     if (error := prompt_refusal(num_prompt, limits, max_position_embeddings)) is not None:
-        return error
+        return RequestProblem("prompt", error, is_too_long=num_prompt > 0)
     if (error := _token_refusal("prompt", request.prompt_token_ids, vocab_size)) is not None:
-        return error
+        return RequestProblem("prompt", error)
     for committed in request.committed_token_ids:
         if (error := _token_refusal("committed", committed, vocab_size)) is not None:
-            return error
+            return RequestProblem("committed_token_ids", error)
         if len(committed) > new:
-            return f"{len(committed)} committed tokens are more than max_tokens {new}"
+            return RequestProblem("committed_token_ids", f"{len(committed)} committed tokens are more than max_tokens {new}")
     if new < 1:
-        return f"max_tokens is {new}, it must be at least 1"
+        return RequestProblem("max_tokens", f"max_tokens is {new}, it must be at least 1")
     if new > limits.max_tokens:
-        return f"max_tokens {new} is more than the graph allows ({limits.max_tokens}, limits.max_tokens)"
+        return RequestProblem("max_tokens", f"max_tokens {new} is more than the graph allows ({limits.max_tokens}, limits.max_tokens)")
     if params.min_tokens > new:
-        return f"min_tokens is {params.min_tokens}, it must be from 0 to max_tokens ({new})"
+        return RequestProblem("min_tokens", f"min_tokens is {params.min_tokens}, it must be from 0 to max_tokens ({new})")
     if set(request.ended_choices) >= set(range(params.n)):
-        return f"all {params.n} choices have ended already"
+        return RequestProblem("ended_choices", f"all {params.n} choices have ended already")
     if (error := _token_refusal("stop", params.stop_token_ids, vocab_size)) is not None:
-        return error
+        return RequestProblem("stop_token_ids", error)
     if (error := _token_refusal("logit_bias", [token_id for token_id, _ in params.logit_bias], vocab_size)) is not None:
-        return error
+        return RequestProblem("logit_bias", error)
     if request.kv is not None and request.kv.num_tokens != num_prompt:
-        return f"the KV of {request.kv.num_tokens} tokens is offered for a prompt of {num_prompt}"
+        return RequestProblem("kv", f"the KV of {request.kv.num_tokens} tokens is offered for a prompt of {num_prompt}")
     if request.stage == "prefill":
         return None  # the other tokens are computed elsewhere
     needed = f"prompt of {num_prompt} tokens and {new} new tokens need"
-    return _capacity_refusal(needed, num_prompt + new - 1, limits, max_position_embeddings)
+    if (error := _capacity_refusal(needed, num_prompt + new - 1, limits, max_position_embeddings)) is not None:
+        return RequestProblem("prompt", error, is_too_long=True)
+    return None
 
 
 def _token_refusal(which: str, token_ids: Sequence[int], vocab_size: int) -> str | None:

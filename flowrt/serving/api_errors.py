@@ -21,6 +21,7 @@ class ErrorKind:
 
 
 INVALID = ErrorKind(400, "invalid_request_error", "invalid_value")
+TOO_LONG = ErrorKind(400, "invalid_request_error", "context_length_exceeded")
 UNSUPPORTED = ErrorKind(400, "invalid_request_error", "unsupported_parameter")
 UNAUTHORIZED = ErrorKind(401, "invalid_request_error", "invalid_api_key")
 FORBIDDEN = ErrorKind(403, "invalid_request_error", "unknown_host")

@@ -22,7 +22,8 @@ _SAMPLING = tuple(name for name in PARAMETER_TYPES if name not in ("max_tokens",
 @dataclass(frozen=True)
 class CompletionRequest:
     """`prompts`: texts, token ids or, of a chat, the messages. `params.logprobs` None: none are returned. `has_token_ids`: the response has
-    those of the prompt and of each choice. `names_token_ids`: tokens of logprobs are written as "token_id:5" instead of their text."""
+    those of the prompt and of each choice. `names_token_ids`: tokens of logprobs are written as "token_id:5" instead of their text.
+    `max_tokens_name`: the field that has max_tokens."""
 
     is_chat: bool
     prompts: tuple[Prompt, ...]
@@ -32,6 +33,11 @@ class CompletionRequest:
     echo: bool = False
     has_token_ids: bool = False
     names_token_ids: bool = False
+    max_tokens_name: str = "max_tokens"
+
+    @property
+    def prompt_name(self) -> str:
+        return "messages" if self.is_chat else "prompt"
 
 
 def read_chat_request(body: bytes, model: str) -> CompletionRequest:
@@ -87,7 +93,9 @@ def _finish(
     if max_tokens is None and "max_tokens" not in fields.nulls:  # null: what fits, as in vLLM
         max_tokens = default_max_tokens
     values |= {"max_tokens": max_tokens, "logprobs": logprobs}
-    return CompletionRequest(is_chat, prompts, SamplingParams(**values), is_stream, includes_usage, echo, has_token_ids, names_token_ids)
+    name = "max_tokens" if newer is None else "max_completion_tokens"
+    params = SamplingParams(**values)
+    return CompletionRequest(is_chat, prompts, params, is_stream, includes_usage, echo, has_token_ids, names_token_ids, name)
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -10,19 +10,18 @@ from contextlib import ExitStack
 import msgspec
 
 from flowrt.actors.control import Request
-from flowrt.engine.validation import max_new_tokens, refusal
+from flowrt.engine.validation import find_problem, max_new_tokens
 from flowrt.errors import TokenizerError
 from flowrt.graph.model import GraphLimits
-from flowrt.sampling_params import SamplingParams
-from flowrt.serving.api_errors import INVALID, UNAVAILABLE, ApiError, internal_error
+from flowrt.serving.api_errors import INVALID, TOO_LONG, UNAVAILABLE, ApiError, internal_error
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.api_response import ResponseBuilder, Usage, merged
 from flowrt.serving.choice_text import RequestText, TextPiece
 from flowrt.serving.exchange import Exchange
 from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
-from flowrt.serving.json_body import Prompt, TokenIds, estimated_tokens, invalid
+from flowrt.serving.json_body import Prompt, TokenIds, estimated_tokens
 from flowrt.serving.tokenizer import Tokenizer
-from flowrt.serving.tokenizer_process import TokenizerProcess
+from flowrt.serving.tokenizer_process import LongPromptError, TokenizerProcess
 
 log = logging.getLogger("flowrt.front_end")
 
@@ -37,23 +36,28 @@ class PromptEncoder:
 
     async def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ApiError."""
-        if isinstance(prompt, TokenIds):
-            await asyncio.sleep(0)  # other clients are served between the prompts of a request
-            if prompt.num_tokens <= self.max_model_len:
-                return prompt.read()
-            raise invalid("prompt", f"of {prompt.num_tokens} tokens is longer than the {self.max_model_len} that this graph can hold")
         try:
-            return tuple(await self._process.encode(prompt, max_tokens=self.max_model_len))
+            if not isinstance(prompt, TokenIds):
+                return tuple(await self._process.encode(prompt, max_tokens=self.max_model_len))
+            if prompt.num_tokens > self.max_model_len:
+                raise LongPromptError(
+                    f"prompt of {prompt.num_tokens} tokens is longer than the {self.max_model_len} that this graph can hold"
+                )
+            await asyncio.sleep(0)  # other clients are served between the prompts of a request
+            return prompt.read()
         except TokenizerError as error:
-            raise ApiError(INVALID, str(error), "prompt" if isinstance(prompt, str) else "messages") from None
+            kind = TOO_LONG if isinstance(error, LongPromptError) else INVALID
+            raise ApiError(kind, str(error), "messages" if isinstance(prompt, list) else "prompt") from None
 
-    def check(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
+    def check(self, token_ids: tuple[int, ...], request: CompletionRequest) -> None:
         """Check a request as the gateway does. Raises ApiError."""
+        params = request.params
         room = max_new_tokens(len(token_ids), self._limits, self.max_model_len)
         max_tokens = max(room, 1) if params.max_tokens is None else params.max_tokens
-        request = Request(id="", attempt=0, prompt_token_ids=token_ids, max_tokens=max_tokens, params=params)
-        if (reason := refusal(request, self._limits, self.max_model_len, self._vocab_size)) is not None:
-            raise ApiError(INVALID, reason)
+        whole = Request(id="", attempt=0, prompt_token_ids=token_ids, max_tokens=max_tokens, params=params)
+        if (problem := find_problem(whole, self._limits, self.max_model_len, self._vocab_size)) is not None:
+            param = {"prompt": request.prompt_name, "max_tokens": request.max_tokens_name}.get(problem.param, problem.param)
+            raise ApiError(TOO_LONG if problem.is_too_long else INVALID, problem.text, param)
 
 
 class Completions:
@@ -77,7 +81,7 @@ class Completions:
             texts, encoded = [], []
             for index, prompt in enumerate(request.prompts):
                 token_ids = await self._encoder.encode(prompt)
-                self._encoder.check(token_ids, request.params)
+                self._encoder.check(token_ids, request)
                 encoded.append(token_ids)
                 stop = opened[index].stop_choice
                 texts.append(RequestText(request.params, self._tokenizer.stream, self._eos_token_ids, index * request.params.n, stop))

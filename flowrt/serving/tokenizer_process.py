@@ -31,6 +31,10 @@ MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
 _PR_SET_PDEATHSIG = 1
 
 
+class LongPromptError(TokenizerError):
+    """The prompt has more tokens than the call allows."""
+
+
 class _Encode(msgspec.Struct, array_like=True):
     """`prompt`: text, or the messages of a chat."""
 
@@ -125,7 +129,7 @@ class TokenizerProcess:
         if encoded.error is not None:
             raise TokenizerError(encoded.error)
         if encoded.num_tokens > max_tokens:
-            raise TokenizerError(f"prompt of {encoded.num_tokens} tokens is longer than the {max_tokens} that this graph can hold")
+            raise LongPromptError(f"prompt of {encoded.num_tokens} tokens is longer than the {max_tokens} that this graph can hold")
         return encoded.token_ids
 
     def close(self) -> None:

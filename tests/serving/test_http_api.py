@@ -114,14 +114,22 @@ async def test_state_models_and_version() -> None:
 
 async def test_request_that_cannot_be_served_leaves_nothing() -> None:
     async with served_app() as served:
-        for body, error in (
-            ({"prompt": "a", "max_tokens": 129}, (400, "invalid_value", None)),
-            ({"prompt": [1, 768]}, (400, "invalid_value", None)),
-            ({"prompt": [1] * 513 + ["not decoded"]}, (400, "invalid_value", "prompt")),
-            ({"prompt": [1, "a"]}, (400, "invalid_value", "prompt")),
-            ({"prompt": "a", "model": "other"}, (404, "model_not_found", "model")),
+        for body, code, param in (
+            ({"prompt": "a", "max_tokens": 129}, "invalid_value", "max_tokens"),
+            (HELLO | {"max_completion_tokens": 129}, "invalid_value", "max_completion_tokens"),
+            ({"prompt": "a", "min_tokens": 17}, "invalid_value", "min_tokens"),
+            ({"prompt": "a", "stop_token_ids": [768]}, "invalid_value", "stop_token_ids"),
+            ({"prompt": "a", "logit_bias": {"768": 1}}, "invalid_value", "logit_bias"),
+            ({"prompt": [1, 768]}, "invalid_value", "prompt"),
+            ({"prompt": [1, "a"]}, "invalid_value", "prompt"),
+            ({"prompt": ""}, "invalid_value", "prompt"),
+            ({"prompt": [1] * 513 + ["not decoded"]}, "context_length_exceeded", "prompt"),
+            ({"prompt": [1] * 500}, "context_length_exceeded", "prompt"),
+            ({"messages": [{"role": "user", "content": "0 " * 600}]}, "context_length_exceeded", "messages"),
         ):
-            assert (await served.call("POST", COMPLETE, body)).error == error
+            response = await served.call("POST", CHAT if "messages" in body else COMPLETE, body)
+            assert response.error == (400, code, param)
+        assert (await served.call("POST", COMPLETE, {"prompt": "a", "model": "other"})).error == (404, "model_not_found", "model")
         assert served.requests.gateway.num_unfinished == served.client.num_open == served.gateway.num_logs == 0
 
 
