@@ -179,10 +179,10 @@ def drain(name: str | None) -> int:
 
 
 async def _drain(found: FoundGraph) -> None:
-    client = new_client(found)
+    client, clock = new_client(found), RealClock()
     await client.call("POST", "/admin/drain")
     while msgspec.convert(await client.call("GET", "/admin/status"), GraphStatus).num_active:
-        pass  # the response takes a moment
+        await clock.sleep(POLL_SECONDS)
 
 
 def down(name: str | None, at_once: bool) -> int:
