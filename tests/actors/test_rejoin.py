@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from flowrt.actors import link_channel
-from flowrt.actors.incarnations import Incarnations
+from flowrt.actors.incarnations import MAX_ENDED, Incarnations
 from flowrt.actors.link import BadMessageError
 from flowrt.actors.link_plan import LinkPlan
 from flowrt.actors.links import LinkLostError, Links
@@ -432,3 +432,12 @@ def test_incarnation_ends_once_and_never_returns() -> None:
     assert incarnations.end(three)
     assert not incarnations.end(three)
     assert incarnations.current("b") is None
+
+
+def test_a_bounded_number_of_ended_incarnations_is_remembered() -> None:
+    incarnations = Incarnations()
+    identities = [Identity("server", f"{number:04x}") for number in range(MAX_ENDED + 1)]
+    for identity in identities:
+        incarnations.end(identity)
+    assert [incarnations.has_ended(each) for each in (identities[0], identities[1], identities[-1])] == [False, True, True]
+    assert not incarnations.begin(identities[1]), "it has ended"
