@@ -18,9 +18,9 @@ class UsualTimes(NamedTuple):
     first_seconds: float
     token_seconds: float
 
-    def replay_seconds(self, num_tokens: int) -> float:
-        """The prompt, and one step for each token that was given out (strict numerics)."""
-        return self.first_seconds + num_tokens * self.token_seconds
+    def replay_seconds(self, num_tokens: int, chunk_tokens: int) -> float:
+        """The prompt, and one step for as many of the tokens given out as a step computes again (strict numerics)."""
+        return self.first_seconds + -(-num_tokens // chunk_tokens) * self.token_seconds
 
 
 class MovedRequest(NamedTuple):
@@ -52,9 +52,9 @@ def usual_times(undisturbed: Iterable[ReceivedAnswer]) -> dict[int, UsualTimes]:
 
 
 def moved_requests(
-    answers: Iterable[ReceivedAnswer], faults: Sequence[InjectedFault], usual: Mapping[int, UsualTimes]
+    answers: Iterable[ReceivedAnswer], faults: Sequence[InjectedFault], usual: Mapping[int, UsualTimes], chunk_tokens: int
 ) -> list[MovedRequest]:
-    """Every move whose request had a token before it moved again."""
+    """Every move whose request had a token before it moved again. `chunk_tokens`: of the graph's limits."""
     moved = []
     for answer in answers:
         for number, move in enumerate(answer.moves):
@@ -64,7 +64,7 @@ def moved_requests(
             if first is None or not causes or answer.number not in usual:
                 continue
             cause = max(causes, key=lambda injected: injected.at)
-            replay = min(usual[answer.number].replay_seconds(move.num_tokens), first - move.at)
+            replay = min(usual[answer.number].replay_seconds(move.num_tokens, chunk_tokens), first - move.at)
             moved.append(MovedRequest(cause, move.at - cause.at, replay, first - move.at - replay))
     return moved
 

@@ -205,7 +205,8 @@ def _times(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]
 
 def _moved(found: ChaosResult) -> tuple[list[MovedRequest], dict[int, UsualTimes]]:
     usual = usual_times([*found.reference, *found.undisturbed])
-    return [each for each in moved_requests(found.answers, found.injected_faults, usual) if each.fault.phase != "start"], usual
+    moved = moved_requests(found.answers, found.injected_faults, usual, found.graph.group_limits().chunk_tokens)
+    return [each for each in moved if each.fault.phase != "start"], usual
 
 
 def _moves(found: ChaosResult) -> list[ReportRow]:

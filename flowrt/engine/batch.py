@@ -2,6 +2,10 @@
 
 Legend: rows = tokens computed in this step over all its sequences; S = sequences in the step; samples = sequences that get a token
 from this step (a chunk that does not reach the end of its sequence yields none).
+
+With strict numerics output is computed in decode rows, also when it is replayed: then several rows of one sequence count as that many
+sequences with the same pages. A layer stores the keys and values of all rows before any row reads them, so each row has the bits that it
+had in a step of its own.
 """
 
 from __future__ import annotations
@@ -57,17 +61,19 @@ def produces_token(sequence: Sequence, num_rows: int) -> bool:
     return sequence.num_missing_tokens == num_rows
 
 
-def build_batch(parts: Iterable[Part], page_size: int) -> Batch:
+def build_batch(parts: Iterable[Part], page_size: int, *, is_strict: bool = False) -> Batch:
     """The next `num_rows` uncomputed tokens of each sequence. Its pages must already cover them."""
     batch = Batch([], [], [], [], [], [], [])
     for sequence, num_rows in parts:
         start = sequence.num_computed_tokens
         end = start + num_rows
         batch.token_ids.extend(sequence.tokens[start:end])
-        batch.query_lengths.append(num_rows)
-        batch.kv_lengths.append(end)
-        batch.page_tables.append(sequence.pages[: -(-end // page_size)])
-        batch.sequence_names.append(sequence.name)
+        query_length = 1 if is_strict and start >= sequence.num_prompt_tokens else num_rows
+        for kv_length in range(start + query_length, end + 1, query_length):
+            batch.query_lengths.append(query_length)
+            batch.kv_lengths.append(kv_length)
+            batch.page_tables.append(sequence.pages[: -(-kv_length // page_size)])
+            batch.sequence_names.append(sequence.name)
         if end == len(sequence.tokens):
             batch.sample_rows.append(len(batch.token_ids) - 1)
             batch.samples.append(

@@ -34,8 +34,8 @@ def _age(sequence: Sequence) -> int:
 
 
 class Scheduler:
-    """`chunk_tokens` > 0 (strict numerics) cuts prompts at its multiples from position 0 and replays output tokens one per step, so that
-    the cuts do not depend on other sequences; 0 cuts wherever the step is full."""
+    """`chunk_tokens` > 0 (strict numerics) cuts prompts at its multiples from position 0, so that the cuts do not depend on other
+    sequences, and never puts tokens of prompt and output into one step (batch.py); 0 cuts wherever the step is full."""
 
     def __init__(self, limits: GraphLimits, num_micro_batches: int, chunk_tokens: int = 0) -> None:
         if num_micro_batches < 1:
@@ -238,7 +238,7 @@ class Scheduler:
             return min(sequence.num_missing_tokens, free_rows)
         start = sequence.num_computed_tokens
         if start >= sequence.num_prompt_tokens:
-            return min(1, free_rows)
+            return min(sequence.num_missing_tokens, free_rows, self._chunk_tokens)
         end = min(sequence.num_prompt_tokens, (start // self._chunk_tokens + 1) * self._chunk_tokens)
         return end - start if end - start <= free_rows else 0
 

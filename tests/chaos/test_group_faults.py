@@ -51,7 +51,7 @@ async def test_a_lost_group_changes_no_answer(groups: int, transport: str) -> No
     found = await found_of(3, f"deploy.attention.groups={groups}", link, fault="kill,pause,hang")
     assert_right(found)
     assert sorted(injected.kind for injected in found.injected_faults) == ["crash", "hang", "pause"]
-    moved = moved_requests(found.answers, found.injected_faults, usual_times(found.reference))
+    moved = moved_requests(found.answers, found.injected_faults, usual_times(found.reference), 64)
     lost = [event.name for _, event in found.observer.seen if isinstance(event, events.WorkerLost)]
     assert lost == [injected.process for injected in found.injected_faults], "the servers go on without it"
     for injected in found.injected_faults:

@@ -20,7 +20,7 @@ def test_the_time_to_the_next_token_is_split() -> None:
     assert usual[0].token_seconds == pytest.approx(0.01)
     fault = InjectedFault("kill attention.0", "crash", "attention.0", 1.0)
     other = InjectedFault("kill attention.1", "crash", "attention.1", 1.005)
-    moved = moved_requests([answer(0.9, 1.015, 1.3, moves=(Move(1.02, "attention.0", 2),))], [fault, other], usual)
+    moved = moved_requests([answer(0.9, 1.015, 1.3, moves=(Move(1.02, "attention.0", 5),))], [fault, other], usual, 4)
     (each,) = moved
     assert each.fault is fault
     assert each.detection_seconds == pytest.approx(0.02)
@@ -33,8 +33,8 @@ def test_a_request_that_moves_again_before_its_token_counts_from_the_last_move()
     usual = usual_times([answer(0.05, 0.06)])
     faults = [InjectedFault("kill", "crash", f"attention.{number}", 1.0 + number) for number in range(2)]
     moves = (Move(1.01, "attention.0", 1), Move(2.01, "attention.1", 1))
-    assert [each.fault for each in moved_requests([answer(0.9, 2.1, moves=moves)], faults, usual)] == [faults[1]]
-    assert moved_requests([answer(0.9, moves=moves)], faults, usual) == []
+    assert [each.fault for each in moved_requests([answer(0.9, 2.1, moves=moves)], faults, usual, 4)] == [faults[1]]
+    assert moved_requests([answer(0.9, moves=moves)], faults, usual, 4) == []
 
 
 def test_new_requests_stall_beyond_the_usual_time_to_their_first_token() -> None:
