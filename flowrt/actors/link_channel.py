@@ -295,9 +295,11 @@ class LinkChannel(Channel):
     # Closing.
 
     def abort(self, reason: str) -> None:
+        """Break the channel in use, so that the link falls back if it can. No-op while it does; one that is not open yet is lost."""
         if self._channel is not None:
             self._channel.abort(reason)
-        self._fail(reason)
+        if not self._can_fall_back or (self._channel is None and self._recovery is None):
+            self._fail(reason)
 
     async def aclose(self) -> None:
         self._closed = True

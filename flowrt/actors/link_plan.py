@@ -6,7 +6,7 @@ links.py opens the links; flowrt/launcher/transport_choice.py chooses the transp
 from __future__ import annotations
 
 from flowrt.actors.links import LinkPlan
-from flowrt.graph.builtin import RETURN
+from flowrt.graph.builtin import KV_UNPACK, RETURN
 from flowrt.graph.model import GATEWAY, Edge, Graph
 from flowrt.graph.trampoline import window_of
 from flowrt.transports.contract import Limits
@@ -34,6 +34,7 @@ def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
             min((edge.fallbacks for edge in edges), key=len),  # an edge whose transport the file names has none, nor has its link
             all(edge.open == "lazy" for edge in edges),
             tuple(edge.id for edge in edges),
+            any(graph.nodes[edge.target].operator == KV_UNPACK for edge in edges),
         )
         for (peer, scheme), edges in shared.items()
     ]

@@ -19,6 +19,7 @@ from flowrt.actors.incarnations import Incarnations
 from flowrt.actors.lazy_opener import LazyOpener, connect_with_retries
 from flowrt.actors.link import LOST, Link, LinkLostError
 from flowrt.actors.link_channel import LinkChannel, reopener
+from flowrt.actors.probed_link import ProbedLink
 from flowrt.transports.contract import Channel, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, BrokenChannelError, TransportError
 from flowrt.transports.wire.message import Message
@@ -39,6 +40,7 @@ class LinkPlan:
     fallbacks: tuple[str, ...] = ()  # schemes to fall back to, in this order, when the channel breaks
     is_lazy: bool = False  # the first sender opens it; both ends plan alike
     edges: tuple[int, ...] = ()  # ids of the edges that it carries
+    is_probed: bool = False  # its channel may break without an error; both ends plan alike
 
 
 class Links:
@@ -175,6 +177,12 @@ class Links:
     def drop(self, process: str, incarnation: str) -> None:
         """End this incarnation as if it were lost now, but without calling `on_lost`. Idempotent; also valid before it joins."""
         self._end(Identity(process, incarnation))
+
+    def check(self, process: str, is_waiting: bool) -> None:
+        """Call once per PROBE_SECONDS for each peer with a probed link. `is_waiting`: a response of this peer is outstanding."""
+        for (peer, _), link in self._links.items():
+            if peer == process and isinstance(link, ProbedLink):
+                link.check(is_waiting)
 
     async def aclose(self) -> None:
         """Close every link and listener. Idempotent."""
@@ -322,7 +330,9 @@ class Links:
         return channel
 
     def _add_link(self, plan: LinkPlan, channel: Channel) -> None:
-        self._links[plan.peer, plan.scheme] = Link(channel, plan.capacity_messages, partial(self._on_message, plan.peer), self._on_pause)
+        new_link = ProbedLink if plan.is_probed else Link
+        on_message = partial(self._on_message, plan.peer)
+        self._links[plan.peer, plan.scheme] = new_link(channel, plan.capacity_messages, on_message, self._on_pause)
 
 
 def _widest(limits: list[Limits]) -> Limits:

@@ -281,6 +281,10 @@ class KvUnpack:
         """The link to the worker has ended. The transfers from it wait for `drop`, as the gateway moves their requests."""
         self._linked.pop(worker, None)
 
+    def is_waiting_for(self, worker: str) -> bool:
+        """Whether a pull from this worker has no response yet."""
+        return any(transfer.kv.worker == worker for transfer, _ in self._by_step.values())
+
     def begin(self, request_id: str, attempt: int, kv: KvOffer, pages: Sequence[int], first_token: int = 0) -> None:
         """Pull the KV of a prompt from `first_token` on into these pages. It waits for a worker that is not linked yet."""
         key, received = (request_id, attempt), [first_token] * self._pages.num_layers

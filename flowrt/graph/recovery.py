@@ -37,22 +37,23 @@ class Rule:
     restart_rank: int = 0
 
 
+# From the least state to the most: of two processes with a broken link, the run ends the one that keeps less.
 RULES: dict[str, Rule] = {
     rule.keeps: rule
     for rule in (
         Rule(Keeps.NOTHING, "nothing", Recovery.REDISPATCH, "clients send its pending requests to replicas; it restarts and rejoins"),
-        Rule(
-            Keeps.SEQUENCES,
-            "KV cache of its sequences",
-            Recovery.REPLAY,
-            "other groups replay its requests' prompts and tokens; it rejoins",
-        ),
         Rule(
             Keeps.PROMPTS,
             "KV that no group has pulled yet",
             Recovery.REPLAY,
             "other prefill workers, or groups if none is left, compute its prompts again; it rejoins",
             restart_rank=1,
+        ),
+        Rule(
+            Keeps.SEQUENCES,
+            "KV cache of its sequences",
+            Recovery.REPLAY,
+            "other groups replay its requests' prompts and tokens; it rejoins",
         ),
         Rule(Keeps.UNKNOWN, "state that only the process has", Recovery.FATAL, "the run ends"),
         Rule(MONITOR, "nothing", Recovery.RESTART, "it restarts"),

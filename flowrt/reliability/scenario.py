@@ -121,6 +121,10 @@ class Cut(_OfLinkForATime, frozen=True, kw_only=True, tag="cut"):
 
     direction: Literal["both", "there", "back"] = "both"
 
+    @property
+    def heals(self) -> bool:
+        return self.for_seconds < PERMANENT_SECONDS
+
 
 class Reset(_OfLink, frozen=True, kw_only=True, tag="reset"):
     """The connections between the two processes are lost, with all messages in flight (F4)."""

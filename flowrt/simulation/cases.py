@@ -24,7 +24,7 @@ from flowrt.simulation.calls import AnyServed, Result, check_calls, simulate_cal
 from flowrt.simulation.case import Case, Glitch, Poison, SimulatedCall, SimulatedRequest
 from flowrt.simulation.cluster import config_of, simulate
 from flowrt.simulation.drawn_graphs import draw_graph
-from flowrt.simulation.fault_draws import draw_early_deaths, draw_early_stop, draw_faults, draw_standby_faults
+from flowrt.simulation.fault_draws import draw_broken_link, draw_early_deaths, draw_early_stop, draw_faults, draw_standby_faults
 from flowrt.simulation.inside import EXACT_MODEL
 from flowrt.simulation.invariants import Reference, check
 from flowrt.simulation.invariants import mortal as mortal_workers
@@ -78,6 +78,7 @@ def draw(
         if faults_from_launch and servers:
             faults += draw_early_deaths(random.Random(f"early {seed}"), graph, servers)
         faults += draw_standby_faults(random.Random(f"standby {seed}"), graph)
+        faults += draw_broken_link(random.Random(f"broken {seed}"), graph)
         if faults_from_launch and servers and graph.processes != "one" and (stop := random.Random(f"early stop {seed}")).random() < 0.4:
             graph = replace(graph, reliability=replace(graph.reliability, detector=True))
             faults = draw_early_stop(stop, servers)

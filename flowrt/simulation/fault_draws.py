@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
@@ -16,6 +17,8 @@ _KINDS = {
     "tiny_queues": 6, "swizzle": 5, "roll_back": 8, "deaths": 36, "slow_servers": 20, "fork_server": 9, "permanent": 8, "group_deaths": 24,
     "lost_links": 6,
 }  # fmt: skip
+
+BROKEN_SHARE = 0.15  # of the seeds with prefill workers
 
 
 def _draw_time(chance: random.Random, highest_exponent: float = -0.5) -> float:
@@ -153,6 +156,17 @@ def draw_standby_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
             faults += [kinds.Crash(at_seconds=0.05 * number, process=FORK_SERVER) for number in range(1, 4)]
             faults[0] = kinds.Crash(at_seconds=chance.uniform(0.0, 1.0), process=victim)
     return faults
+
+
+def draw_broken_link(chance: random.Random, graph: Graph) -> list[AnyFault]:
+    """In some cases nothing passes between a group and a prefill worker any more, in one direction or in both, and neither dies. Probes
+    of the link notice it."""
+    processes = {node.name: node.process for node in graph.nodes.values()}
+    links = sorted({(processes[edge.source], processes[edge.target]) for edge in graph.edges.values() if edge.source_port == "chunk"})
+    if not links or graph.processes != "many" or graph.emulation is not None or chance.random() >= BROKEN_SHARE:
+        return []
+    direction: Literal["both", "there", "back"] = chance.choice(("both", "there", "back"))
+    return [kinds.Cut(at_seconds=_draw_time(chance), between=chance.choice(links), for_seconds=PERMANENT_SECONDS, direction=direction)]
 
 
 def _draw_fork_server(chance: random.Random, graph: Graph, mortal: list[str]) -> list[AnyFault]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
+from flowrt.actors.probed_link import LOST_AFTER, PROBE_SECONDS
 from flowrt.errors import UserError
 from flowrt.graph.model import GATEWAY
 from flowrt.reliability import scenario as kinds
@@ -204,7 +205,8 @@ class Faults:
 
     def _silences(self, fault: AnyFault) -> bool:
         if isinstance(fault, kinds.Cut | kinds.SlowLink):
-            return GATEWAY in fault.between
+            breaks_link = isinstance(fault, kinds.Cut) and fault.for_seconds >= LOST_AFTER * PROBE_SECONDS
+            return breaks_link or GATEWAY in fault.between
         return isinstance(fault, kinds.Crash | kinds.Pause | kinds.Stall | kinds.Hang | kinds.Reset) and fault not in self._harmless
 
 

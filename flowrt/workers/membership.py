@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Mapping
 
 from flowrt.actors.control import Control, DeathCause, ExpertsUnavailable, LateResponse, LinkLost, PeerJoined, PeerLeft
 from flowrt.actors.incarnations import Incarnations
+from flowrt.actors.probed_link import PROBE_SECONDS
 from flowrt.exchange.failover import Failover
+from flowrt.exchange.kv_transfer import KvUnpack
 from flowrt.graph.model import Graph
 from flowrt.graph.reach import emits
 from flowrt.seams import Clock
@@ -66,6 +68,8 @@ class Membership:
             self._lose(process, "")
         for process in sorted(data_path.peers & incarnations.keys()):
             self._use(process)
+        if data_path.unpack is not None and graph.emulation is None:  # modelled links may take as long as they please
+            tasks.create_task(self._watch_transfers(data_path.unpack), name=f"transfers of {data_path.name}")
         if data_path.failover is not None and data_path.group is not None and data_path.failover.processes:
             data_path.group.on_begin = self._is_needed.set
             tasks.create_task(self._watch_parts(data_path.failover, data_path.group), name=f"parts of {data_path.name}")
@@ -125,6 +129,12 @@ class Membership:
     def _use(self, process: str) -> None:
         if self._unpack is not None:
             self._unpack.on_joined(process, self._incarnations[process])
+
+    async def _watch_transfers(self, unpack: KvUnpack) -> None:
+        while True:
+            await self._clock.sleep(PROBE_SECONDS)
+            for process in self._sources:
+                self._links.check(process, unpack.is_waiting_for(process))
 
     async def _watch_parts(self, failover: Failover, group: Group) -> None:
         while True:

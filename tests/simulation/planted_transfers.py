@@ -12,6 +12,8 @@ SCHEDULER = "flowrt.engine.scheduler"
 GATEWAY = "flowrt.gateway.gateway"
 REQUEST_LOG = "flowrt.gateway.request_log"
 STAGES = "flowrt.gateway.stages"
+PROBED_LINK = "flowrt.actors.probed_link"
+LINK_CHANNEL = "flowrt.actors.link_channel"
 
 TRANSFER_BUGS: tuple[Bug, ...] = (
     bug("late-chunk-written", "the chunks of an attempt that has ended are written into pages that others have by then", (
@@ -42,4 +44,8 @@ TRANSFER_BUGS: tuple[Bug, ...] = (
         REQUEST_LOG, "request_of", "if log.attempt or log.kv else ()", "if log.attempt else ()")),
     bug("first-token-skipped", "a group takes the first token for one whose KV it has pulled", (
         SCHEDULER, "Scheduler.pulled", "sequence.num_computed_tokens = sequence.kv.num_tokens", "sequence.num_computed_tokens = sequence.kv.num_tokens + 1")),
+    bug("broken-link-kept", "a link is used on that has not carried a probe", (
+        PROBED_LINK, "ProbedLink.check", "elif self._num_silent == LOST_AFTER:", "elif False:")),
+    bug("unopened-link-kept", "a link that cannot be opened is waited for", (
+        LINK_CHANNEL, "LinkChannel.abort", "if not self._can_fall_back or (self._channel is None and self._recovery is None):", "if not self._can_fall_back:")),
 )  # fmt: skip

@@ -1,0 +1,102 @@
+"""A link on which no response arrives: a probe shows whether the peer is busy or the link carries nothing any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from flowrt.actors.link import LinkLostError
+from flowrt.actors.link_channel import LinkChannel, reopener
+from flowrt.actors.probed_link import LOST_AFTER, ProbedLink
+from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
+from flowrt.transports.conformance.kit import numbered, until
+from flowrt.transports.contract import Channel
+from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.wire.message import Message
+
+
+class End:
+    def __init__(self, channel: Channel) -> None:
+        self.received: list[Message] = []
+        self.channel = channel
+        self.link = ProbedLink(channel, 64, self.received.append)
+        self.task = asyncio.get_running_loop().create_task(self.link.run())
+
+    @property
+    def num_received(self) -> int:
+        return self.link.statistics().messages_received
+
+    async def aclose(self) -> None:
+        self.task.cancel()
+        with suppress(asyncio.CancelledError, LinkLostError):
+            await self.task
+        await self.link.aclose()
+
+
+@asynccontextmanager
+async def linked(scheme: str, *others: str) -> AsyncIterator[tuple[End, End]]:
+    """Two ends over `scheme`; with `others` to fall back to."""
+    transport = get_transport(scheme)
+    async with await transport.listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
+        one = await transport.connect(listener.address, SMALL, KEY, THERE)
+        two = await listener.accept()
+    channels = [one, two]
+    if others:
+        over = (
+            LinkChannel(HERE, scheme, SMALL, others, reopener(True, get_transport, SMALL, KEY, THERE, HERE)),
+            LinkChannel(THERE, scheme, SMALL, others, reopener(False, get_transport, SMALL, KEY, HERE, THERE)),
+        )
+        for each, channel in zip(over, channels, strict=True):
+            each.open_over(channel)
+        channels = [*over]
+    ends = End(channels[0]), End(channels[1])
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            await end.aclose()
+
+
+async def test_a_peer_that_responds_to_probes_is_waited_for() -> None:
+    async with linked("inproc") as (one, two):
+        for number in range(1, 2 * LOST_AFTER):
+            one.link.check(is_waiting=True)
+            await until(lambda number=number: one.num_received == number, "the peer responds to the probe")  # type: ignore[misc]
+            one.link.check(is_waiting=True)  # it has: the next turn without a message begins
+        assert not one.task.done()
+        assert (one.received, two.received) == ([], []), "no node gets a probe"
+
+
+async def test_no_probe_is_sent_while_nothing_is_awaited() -> None:
+    async with linked("inproc") as (one, two):
+        for _ in range(2 * LOST_AFTER):
+            one.link.check(is_waiting=False)
+        two.link.post(numbered(0))
+        await until(lambda: one.received, "the message arrives")
+        assert (one.num_received, two.num_received) == (1, 0)
+
+
+async def test_a_link_that_carries_nothing_is_lost() -> None:
+    async with linked("faulty+inproc?cut@0") as (one, two):
+        for _ in range(LOST_AFTER - 1):
+            one.link.check(is_waiting=True)
+            await asyncio.sleep(0)
+        assert not one.task.done()
+        one.link.check(is_waiting=True)
+        with pytest.raises(LinkLostError, match="has not responded to a probe for 7 s"):
+            await one.task
+        with pytest.raises(LinkLostError):
+            await two.task
+
+
+@pytest.mark.skipif(unavailable_reason("shm") is not None, reason="needs shm")
+async def test_a_link_that_carries_nothing_falls_back() -> None:
+    async with linked("faulty+inproc?cut@0", "shm") as (one, two):
+        two.link.post(numbered(0))
+        for _ in range(LOST_AFTER):
+            one.link.check(is_waiting=True)
+        await until(lambda: one.received, "the lost message arrives over the other transport")
+        assert (one.link.scheme, two.link.scheme) == ("shm", "shm")
