@@ -6,6 +6,7 @@ The engine decides which sequence owns a page. A KV transfer moves a sequence pa
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from flowrt.operators.weights import torch_dtype
 class KvPages:
     """Keys and values of all layers, [num_pages, page_size, K, D] each. One page of one layer is one block of memory.
 
-    With `shared_values` a token's value is (the beginning of) its key, as in latent attention, and only keys are kept.
+    With `shared_values` a token's value is (the beginning of) its key, as in latent attention, and only keys are kept. `rope_width`: of
+    such a key, the end that depends on the token's position.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class KvPages:
         device: torch.device | str = "cpu",
         *,
         shared_values: bool = False,
+        rope_width: int = 0,
     ) -> None:
         self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
         self.shared_values = shared_values
@@ -39,6 +42,7 @@ class KvPages:
         kinds = [[torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(1 if shared_values else 2)]
         self.keys_GCKD, self.values_GCKD = kinds[0], kinds[-1]
         self._slots = [tuple(tensor.flatten(0, 1) for tensor in self.blocks(layer)) for layer in range(num_layers)]
+        self._rope_width = rope_width
 
     @classmethod
     def for_model(cls, config: ModelConfig, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> KvPages:
@@ -54,7 +58,10 @@ class KvPages:
             raise ModelError(f"{needed}, and this machine has {memory_bytes / (1 << 30):.3g}; use fewer pages")
         heads, head_width = (1, config.kv_width) if shared else (config.num_kv_heads, config.head_dim)
         try:
-            return cls(config.num_layers, num_pages, page_size, heads, head_width, dtype, device, shared_values=shared)
+            rope_width = config.latent.rope_width if config.latent is not None else 0
+            return cls(
+                config.num_layers, num_pages, page_size, heads, head_width, dtype, device, shared_values=shared, rope_width=rope_width
+            )
         except RuntimeError as error:  # the allocator's: a bound on this process, or the device's memory
             raise ModelError(f"{needed}, which {device} does not have; use fewer pages") from error
 
@@ -71,9 +78,22 @@ class KvPages:
         if v_TKD is not None:
             slots[-1].index_copy_(0, slots_T, v_TKD)
 
-    def copy(self, layer: int, slots_L: Tensor) -> tuple[Tensor, ...]:
-        """Copies of what `write` stored in these slots, [L, K, D] each: keys and values, or keys alone where values are shared."""
-        return tuple(slots.index_select(0, slots_L.to(slots.device)) for slots in self._slots[layer])
+    def parts(self, layer: int) -> tuple[Tensor, ...]:
+        """Views of all slots of a layer, [slots, K, D] each: first what does not depend on positions, then the rest. Values and keys, or
+        latents and rotary keys."""
+        slots = self._slots[layer]
+        if not self._rope_width:
+            return slots[::-1]
+        return slots[0][..., : -self._rope_width], slots[0][..., -self._rope_width :]
+
+    def copy_parts(self, layer: int, slots_L: Tensor) -> tuple[Tensor, ...]:
+        """Copies of the parts of these slots, [L, K, D] each."""
+        return tuple(part.index_select(0, slots_L.to(part.device)) for part in self.parts(layer))
+
+    def write_parts(self, layer: int, slots_L: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Store the parts of these slots, as `copy_parts` returns them."""
+        for part, tensor in zip(self.parts(layer), tensors, strict=True):
+            part.index_copy_(0, slots_L.to(part.device), tensor.to(part.device))
 
     @property
     def token_bytes(self) -> int:

@@ -82,8 +82,8 @@ def from_message(message: Message, device: torch.device | None = None) -> Payloa
 
 
 def with_int8_rows(payload: Payload) -> Payload:
-    """The payload with its first tensor, rows, as INT8, and the scales of the rows as its last one."""
-    if not payload.tensors:  # a FailedHeader
+    """The payload with its first tensor, rows, as INT8, and the scales of the rows as its last one. No-op if they are INT8 already."""
+    if not payload.tensors or payload.tensors[0].dtype is torch.int8:  # none: a FailedHeader
         return payload
     rows, *others = payload.tensors
     quantized, scales = quantize_rows(rows)

@@ -21,7 +21,7 @@ Legend: T = tokens of a chunk, K = KV heads, D = their width.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from flowrt.actors.control import KvOffer
 from flowrt.dataflow.matching import Firing
-from flowrt.dataflow.payload import Payload
+from flowrt.dataflow.payload import Payload, from_int8_rows, with_int8_rows
 from flowrt.errors import error_text
 from flowrt.offered_prompt import OfferedPrompt
 from flowrt.operators.kv_pages import KvPages
@@ -129,14 +129,14 @@ class _PromptOffer:
 
 
 class KvPack:
-    """Offers the KV of prompts in `pages`. Port in: `pull`. Out: `chunk`, the copies of the tokens' KV, [T,K,D] each. `connect` it before
-    its first use.
+    """Offers the KV of prompts in `pages`. Port in: `pull`. Out: `chunk`, the copies of the tokens' KV, [T,K,D] each: what does not depend
+    on positions first, as INT8 in response to the pulls of the edges `int8_pulls`. `connect` it before its first use.
 
     All methods run on the loop of the worker: so no page is given to another sequence while it is read.
     """
 
-    def __init__(self, pages: KvPages) -> None:
-        self._pages = pages
+    def __init__(self, pages: KvPages, int8_pulls: Collection[int] = ()) -> None:
+        self._pages, self._int8_pulls = pages, frozenset(int8_pulls)
         self._chunk_tokens = chunk_tokens_of(pages)
         self._offers: dict[tuple[str, int], _PromptOffer] = {}  # by request and attempt
         self._num_offers = 0
@@ -199,7 +199,11 @@ class KvPack:
             (firing, pull), (layer, first, num_tokens, is_last) = offer.waiting.popleft(), chunk
             slots_T = slots_of(offer.prompt.pages, self._pages.page_size, first, num_tokens)
             try:
-                tensors = tuple(tensor.cpu() for tensor in self._pages.copy(layer, slots_T))
+                tensors = tuple(tensor.cpu() for tensor in self._pages.copy_parts(layer, slots_T))
+                payload = Payload(tensors)
+                if not self._int8_pulls.isdisjoint(firing.via):
+                    payload = with_int8_rows(payload)
+                    tensors = from_int8_rows(payload, tensors[0].dtype).tensors  # what the group will have
                 digest = digest_of(tensors)
             except Exception as error:  # such as memory: it ends this transfer, not the worker
                 self._refuse(firing, pull, error_text(error))
@@ -207,7 +211,7 @@ class KvPack:
             offer.sent[layer] += num_tokens
             prompt, num_ready = offer.prompt, offer.num_ready(size)
             header = ChunkHeader(pull, layer, first, num_tokens, prompt.epoch, prompt.num_committed, num_ready, is_last, digest)
-            self._respond(firing, {"chunk": Payload(tensors, header)})
+            self._respond(firing, {"chunk": Payload(payload.tensors, header)})
             if is_last:
                 self._refuse_waiting(offer, "the offer has no more chunks")
 
@@ -216,7 +220,7 @@ class KvPack:
             self._refuse(*offer.waiting.popleft(), why)
 
     def _refuse(self, firing: Firing, pull: PullHeader, why: str) -> None:
-        nothing = tuple(tensor.cpu() for tensor in self._pages.copy(0, torch.empty(0, dtype=torch.int64)))
+        nothing = tuple(tensor.cpu() for tensor in self._pages.copy_parts(0, torch.empty(0, dtype=torch.int64)))
         self._respond(firing, {"chunk": Payload(nothing, ChunkHeader(pull, refusal=why))})
 
 
@@ -342,14 +346,14 @@ class KvUnpack:
             transfer.begin_epoch(header.epoch, header.num_committed)
         if first != transfer.received[layer] or not 1 <= num_tokens <= min(self._chunk_tokens, transfer.kv.num_tokens - first):
             return f"tokens {first} to {first + num_tokens - 1} do not follow token {transfer.received[layer] - 1}"
-        if [tensor.shape[1:] for tensor in tensors] != [tensor.shape[2:] for tensor in self._pages.blocks(layer)]:
+        if [tensor.shape[1:] for tensor in tensors] != [part.shape[1:] for part in self._pages.parts(layer)]:
             return "its rows have another size"
         if any(len(tensor) != num_tokens for tensor in tensors):
             return f"it has {len(tensors[0])} tokens, expected {num_tokens}"
         slots_T = slots_of(transfer.pages, self._pages.page_size, first, num_tokens)
-        self._pages.write(layer, slots_T, *tensors)
+        self._pages.write_parts(layer, slots_T, tensors)
         # The sender can still write into the message, but not into the pages.
-        if digest_of(self._pages.copy(layer, slots_T)) != header.digest:
+        if digest_of(self._pages.copy_parts(layer, slots_T)) != header.digest:
             return "its bytes do not match their hash"
         transfer.received[layer] += num_tokens
         return "" if header.is_last == transfer.has_all else f"it is {'' if header.is_last else 'not '}the last one"

@@ -108,7 +108,9 @@ def _add_transfers(nodes: dict[str, NodeSection], edges: dict[str, EdgeSection],
         for number, worker in enumerate(_prefill(deploy)):
             pull = edge_name(f"{unpack}.pull{number}", f"{worker}.{KV_PACK}.pull")
             edges[pull] = EdgeSection(credits=max(PULLS_IN_FLIGHT, deploy.attention.micro_batches))
-            edges[edge_name(f"{worker}.{KV_PACK}.chunk", f"{unpack}.chunk")] = EdgeSection(response_to=pull)
+            edges[edge_name(f"{worker}.{KV_PACK}.chunk", f"{unpack}.chunk")] = EdgeSection(
+                response_to=pull, int8=deploy.prefill.int8 or None
+            )
 
 
 def _add_group(

@@ -1,10 +1,10 @@
-"""Rows between dispatch and experts that travel as INT8 (xDeepServe section 3.2): which edges carry them, and where that is possible."""
+"""Rows between dispatch and experts, and KV, that travel as INT8 (xDeepServe section 3.2): which edges carry them, and where."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flowrt.graph.builtin import FORWARD, RETURN
+from flowrt.graph.builtin import FORWARD, KV_PACK, RETURN
 from flowrt.graph.document import Path_
 from flowrt.graph.model import Edge, Graph
 
@@ -26,8 +26,8 @@ def check_int8(graph: Graph) -> Iterator[tuple[Path_, str]]:
 
 def _fault(graph: Graph, edge: Edge) -> str:
     source = graph.nodes[edge.source]
-    if not carries_rows(source.operator, edge.source_port, "both"):
-        return "INT8 is for rows between dispatch and experts; remove the key"
+    if not (carries_rows(source.operator, edge.source_port, "both") or source.operator == KV_PACK):
+        return "INT8 is for rows between dispatch and experts, and for KV; remove the key"
     if not graph.crosses(edge):
         return f"both ends are in process {source.process}, where nothing travels; remove the key"
-    return "INT8 changes the numbers; write numerics: fast, or int8: none" if graph.numerics == "strict" else ""
+    return "INT8 changes the numbers; write numerics: fast, or no int8" if graph.numerics == "strict" else ""

@@ -227,6 +227,7 @@ class PrefillSection(RoleSection):
 
     workers: int = Field(default=0, ge=0, le=256, description="0: every group computes the prompts of its own requests.")
     stream: bool = Field(default=True, description="Groups pull the KV of a prompt while it is computed. false: when it is complete.")
+    int8: bool = Field(default=False, description="The part of KV that does not depend on positions travels as INT8 with a scale per row.")
 
 
 class AttentionSection(RoleSection):
@@ -355,7 +356,9 @@ class EdgeSection(LinkSection):
     target: EdgeEnd | None = Field(default=None, alias="to", description="node.port. Default: the second end in the edge's name.")
     layers: Layers | None = Field(default=None, description="The layers that it carries, by the sender's tag.")
     tag: TagText | None = Field(default=None, description="How the tag changes: layer+1, step+1, layer=N.")
-    int8: bool | None = Field(default=None, description="Its rows travel as INT8 with a scale per row; between dispatch and experts only.")
+    int8: bool | None = Field(
+        default=None, description="Its rows travel as INT8 with a scale per row; between dispatch and experts, and for KV."
+    )
     response_to: str | None = Field(default=None, description="The name of the edge whose requests it carries the responses to.")
 
 

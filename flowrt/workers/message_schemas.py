@@ -38,7 +38,7 @@ def _as_int8(schema: MessageSchema) -> MessageSchema:
     """The schema of messages whose first tensor, the rows, travels as INT8 with a scale per row at the end (payload.py)."""
     rows, *others = schema.tensors
     assert rows is not None
-    scales = Spec("float32", rows.dimensions[:1])
+    scales = Spec("float32", rows.dimensions[:-1])
     return replace(schema, tensors=(Spec("int8", rows.dimensions), *others, scales))
 
 
@@ -62,7 +62,10 @@ def _sent_by_operators(config: ModelConfig, strict: bool, schema_of: Callable[..
     index = parse_spec("int64[any]")
     part = schema_of(specs(f"[rows,{hidden}]", "int64[pairs]", "int64[pairs]", "[pairs]"), header=PartHeader)
     responses = specs(f"[{'pairs' if strict else 'rows'},{hidden}]")
-    kv = [f"[tokens,1,{config.kv_width}]"] if config.latent else [f"[tokens,{config.num_kv_heads},{config.head_dim}]"] * 2
+    latent = config.latent
+    kv = [f"[tokens,{config.num_kv_heads},{config.head_dim}]"] * 2
+    if latent is not None:
+        kv = [f"[tokens,1,{latent.rank}]", f"[tokens,1,{latent.rope_width}]"]
     weighted = schema_of(specs(f"[rows,{active}]"), repeated=index, header=PlanHeader)
     return {
         (SOURCE, "tokens"): schema_of(specs("int64[rows]")),

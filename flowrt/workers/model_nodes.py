@@ -88,7 +88,8 @@ def build_model_nodes(
             case "collect":
                 functions[node.name] = Collect(clients[0].parts, strict)
             case "kv_pack":
-                functions[node.name] = KvPack(computation_of(node))
+                int8_pulls = [edge.request_id for edge in graph.edges_from(node.name) if edge.int8 and edge.request_id is not None]
+                functions[node.name] = KvPack(computation_of(node), int8_pulls)
             case "kv_unpack":
                 functions[node.name] = KvUnpack(computation_of(node))
             case "experts":

@@ -1,4 +1,4 @@
-"""Rows as INT8 between workers: they take fewer bytes, on the edges that were chosen, over one hop and over two."""
+"""Rows and KV as INT8 between workers: they take fewer bytes, on the edges that were chosen, over one hop and over two."""
 
 from __future__ import annotations
 
@@ -45,3 +45,15 @@ async def test_rows_take_fewer_bytes_where_they_are_int8(served: Served, tmp_pat
     assert received_int8 < 0.4 * received
     assert sent_exact == pytest.approx(sent, rel=0.2)  # other tokens, other parts
     assert received_exact == pytest.approx(received, rel=0.2)
+
+
+async def test_kv_takes_fewer_bytes_where_it_is_int8(served: Served, tmp_path: Path) -> None:
+    num_bytes = []
+    for int8 in (False, True):
+        graph = served.write(tmp_path, {"prefill": {"workers": 1, "int8": int8}, "processes": "one"})
+        async with flowrt.open(graph) as running, asyncio.timeout(60):
+            done = await running.complete(served.prompts[0], GREEDY)
+            edges = [edge for each in (await running.statistics()).values() for edge in each.edges if ".chunk -> " in edge.edge]
+        assert done.finish_reason == "length"
+        num_bytes.append(sum(edge.payload_bytes for edge in edges))
+    assert 0 < num_bytes[1] < 0.8 * num_bytes[0]

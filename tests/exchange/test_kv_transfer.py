@@ -11,7 +11,7 @@ import torch
 
 from flowrt.actors.control import KvOffer
 from flowrt.dataflow.matching import Firing
-from flowrt.dataflow.payload import Payload
+from flowrt.dataflow.payload import Payload, from_int8_rows
 from flowrt.exchange import kv_transfer
 from flowrt.exchange.kv_transfer import ChunkHeader, KvPack, KvUnpack, PullHeader, digest_of
 from flowrt.offered_prompt import NO_STEP, OfferedPrompt
@@ -22,22 +22,28 @@ LAYERS, TOKENS = 3, 11
 Change = Callable[[Payload], Payload]
 
 
+INT8_PULL = 7  # id of an edge
+
+
 def pages_of(page_size: int, dtype: torch.dtype = torch.float32, shared_values: bool = False) -> KvPages:
-    return KvPages(LAYERS, 16, page_size, 2, 4, dtype, shared_values=shared_values)
+    return KvPages(LAYERS, 16, page_size, 2, 4, dtype, shared_values=shared_values, rope_width=1 if shared_values else 0)
 
 
 class Pair:
     """A prefill worker with TOKENS tokens in pages 5, 3, ..., and a group linked with it. The prompt is complete unless `compute` is called
     first."""
 
-    def __init__(self, page_sizes: tuple[int, int] = (4, 4), dtype: torch.dtype = torch.float32, shared_values: bool = False) -> None:
+    def __init__(
+        self, page_sizes: tuple[int, int] = (4, 4), dtype: torch.dtype = torch.float32, shared_values: bool = False, int8: bool = False
+    ) -> None:
+        self.via = (INT8_PULL,) if int8 else ()
         self.held, self.own = (pages_of(size, dtype, shared_values) for size in page_sizes)
         self.held_pages, self.own_pages = ([5, 3, 9, 2, 12, 1][: -(-TOKENS // size)] for size in page_sizes)
         slots = kv_transfer.slots_of(self.held_pages, page_sizes[0], 0, TOKENS)
         for layer in range(LAYERS):
             values = [torch.randn(TOKENS, 2, 4).to(dtype) for _ in self.held.blocks(layer)]
             self.held.write(layer, slots, *values)
-        self.pack, self.unpack = KvPack(self.held), KvUnpack(self.own)
+        self.pack, self.unpack = KvPack(self.held, {INT8_PULL}), KvUnpack(self.own)
         self.pulls: deque[Firing] = deque()  # on their way to the worker
         self.chunks: deque[Firing] = deque()  # and to the group
         self.pack.connect(lambda firing, outputs: self.chunks.append(Firing("g.kv_unpack", firing.tag, dict(outputs))))
@@ -62,7 +68,7 @@ class Pair:
             self.pack.on_written(Firing("p.kv_progress", Tag("p.source@1", epoch, 0, step, layer), {}))
 
     def _emit(self, tag: Tag, outputs: Mapping[str, Payload]) -> None:
-        self.pulls.append(Firing("p.kv_pack", tag, {"pull": outputs["pull0"]}))
+        self.pulls.append(Firing("p.kv_pack", tag, {"pull": outputs["pull0"]}, self.via))
 
     def begin(self, linked: str = "i", first_token: int = 0) -> None:
         if not self.pack._offers:
@@ -76,7 +82,10 @@ class Pair:
             self.pack.on_pull(self.pulls.popleft())
         if self.chunks:
             firing = self.chunks.popleft()
-            self.unpack.on_chunk(Firing(firing.node, firing.tag, {"chunk": change(firing.inputs["chunk"])}))
+            chunk = change(firing.inputs["chunk"])
+            if self.via:  # as the edge does
+                chunk = from_int8_rows(chunk, self.own.keys_GCKD[0].dtype)
+            self.unpack.on_chunk(Firing(firing.node, firing.tag, {"chunk": chunk}))
 
     def run(self) -> None:
         while self.pulls or self.chunks:
@@ -84,7 +93,7 @@ class Pair:
 
     def is_equal(self, first: int = 0, layers: int = LAYERS) -> bool:
         slots = [kv_transfer.slots_of(pages, each.page_size, first, TOKENS - first) for pages, each in self._sides()]
-        values = [[each.copy(layer, own) for layer in range(layers)] for (_, each), own in zip(self._sides(), slots, strict=True)]
+        values = [[each.copy_parts(layer, own) for layer in range(layers)] for (_, each), own in zip(self._sides(), slots, strict=True)]
         return all(torch.equal(a, b) for one, two in zip(*values, strict=True) for a, b in zip(one, two, strict=True))
 
     def _sides(self) -> list[tuple[list[int], KvPages]]:
@@ -105,6 +114,33 @@ def test_every_token_arrives_between_pages_of_any_size(page_sizes: tuple[int, in
     pair.run()
     assert pair.is_equal()
     assert pair.ends == [("a", 0, "")]
+
+
+@pytest.mark.parametrize(("dtype", "shared_values"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_what_does_not_depend_on_positions_may_be_int8(dtype: torch.dtype, shared_values: bool) -> None:
+    """Each number is within half a step of its row, and a little more where bfloat16 rounds it; keys with positions are exact."""
+    pair = Pair(dtype=dtype, shared_values=shared_values, int8=True)
+    pair.begin()
+    pair.run()
+    assert pair.ends == [("a", 0, "")]
+    for layer in range(LAYERS):
+        held, own = (each.copy_parts(layer, kv_transfer.slots_of(pages, 4, 0, TOKENS)) for pages, each in pair._sides())
+        assert torch.equal(held[1], own[1])
+        steps = held[0].float().abs().amax(dim=-1, keepdim=True) / 127
+        assert 0 < ((held[0].float() - own[0].float()).abs() / steps).max() < (1.1 if dtype is torch.bfloat16 else 0.51)
+
+
+def test_a_flipped_bit_of_int8_is_found() -> None:
+    pair = Pair(int8=True)
+    pair.begin()
+
+    def flip(chunk: Payload) -> Payload:
+        rows = chunk.tensors[0].clone()
+        rows[0, 0, 0] ^= 1
+        return Payload((rows, *chunk.tensors[1:]), chunk.header)
+
+    pair.respond(flip)
+    assert [why for *_, why in pair.ends] == ["p sent a chunk of layer 0 that does not fit: its bytes do not match their hash"]
 
 
 def test_a_transfer_pulls_as_many_chunks_at_a_time_as_there_are() -> None:

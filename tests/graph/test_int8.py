@@ -42,6 +42,16 @@ def test_rows_that_stay_in_their_process_are_exact(load) -> None:
     assert sum(edge.int8 for edge in graph.edges.values()) == 4
 
 
+def test_kv_travels_as_int8_if_the_file_says_so(load) -> None:
+    text = "flowrt: 1\nmodel: {path: m}\ndeploy: {prefill: {workers: 2, int8: true}, attention: {groups: 2}}\n"
+    graph = load(text)
+    assert int8_ports(graph) == {"chunk"}
+    assert sum(edge.int8 for edge in graph.edges.values()) == 4
+    assert load(to_yaml(graph)) == graph
+    with pytest.raises(GraphError, match="INT8 changes the numbers; write numerics: fast"):
+        load(text + "numerics: strict\n")
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
