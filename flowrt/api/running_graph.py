@@ -352,6 +352,7 @@ class RunningGraph:
             lost_group_seconds=graph.reliability.lost_group_seconds,
             prefill_workers=prefill_workers(graph),
             routing=find_policy(graph.routing),
+            limits_of=graph.limits_of,
             **bounds,
         )
 

@@ -45,8 +45,9 @@ __all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "TokenEvent"]
 class Gateway:
     """`groups` and `prefill_workers` are the names of the workers that take requests; a call that names a group takes either.
 
-    `max_requests` bounds the requests that have not ended, and `max_prompt_tokens` their prompts together. `now` returns the time in
-    seconds; requests wait for `lost_group_seconds` when no group is left.
+    `limits` are those that each request must fit; `limits_of` returns those of a worker, by default the same. `max_requests` bounds the
+    requests that have not ended, and `max_prompt_tokens` their prompts together. `now` returns the time in seconds; requests wait for
+    `lost_group_seconds` when no group is left.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class Gateway:
         lost_group_seconds: float = 30.0,
         prefill_workers: Iterable[str] = (),
         routing: RoutingPolicy = cache_aware,
+        limits_of: Callable[[str], GraphLimits] | None = None,
     ) -> None:
-        self._stages = Stages(groups, prefill_workers, limits, lost_group_seconds, now, routing)
+        self._stages = Stages(groups, prefill_workers, limits_of or (lambda worker: limits), lost_group_seconds, now, routing)
         self._limits = limits
         self._max_position_embeddings = max_position_embeddings
         self._vocab_size = vocab_size

@@ -38,22 +38,26 @@ class _PlacedRequest:
 
 
 class Placement:
-    """`groups` are the names of the workers that take requests, `limits` those of each. `now` returns the time in seconds."""
+    """`groups` are the names of the workers that take requests, `limits_of` returns those of each. `now` returns the time in seconds."""
 
     def __init__(
         self,
         groups: Iterable[str],
-        limits: GraphLimits,
+        limits_of: Callable[[str], GraphLimits],
         lost_group_seconds: float,
         now: Callable[[], float],
         policy: RoutingPolicy,
         stage: Literal["all", "prefill"],
     ) -> None:
         self.groups = tuple(groups)
-        self._limits, self._policy, self._stage = limits, policy, stage
-        max_kv_tokens = limits.kv_pages * limits.page_size
-        self._idle = {group: WorkerStatus(group, limits.max_num_seqs, limits.max_num_batched_tokens, max_kv_tokens) for group in groups}
-        self._prefixes = PrefixIndex(groups, max_kv_tokens) if limits.enable_prefix_caching and len(self.groups) > 1 else None
+        self._policy, self._stage = policy, stage
+        limits = {group: limits_of(group) for group in self.groups}
+        self._idle = {
+            group: WorkerStatus(group, each.max_num_seqs, each.max_num_batched_tokens, each.kv_pages * each.page_size)
+            for group, each in limits.items()
+        }
+        cached = {group: self._idle[group].max_kv_tokens if each.enable_prefix_caching else 0 for group, each in limits.items()}
+        self._prefixes = PrefixIndex(cached) if len(cached) > 1 and any(cached.values()) else None
         self._num_placed = Counter[str]()
         self._lost_group_seconds, self._now = lost_group_seconds, now
         self._lost: dict[str, str] = {}  # group -> why
@@ -195,8 +199,11 @@ class Placement:
 
     def _open_groups(self, log: RequestLog, statuses: dict[str, WorkerStatus]) -> list[str]:
         """The groups that are up and have room for the request."""
-        num_sequences, capacity = len(log.choices), SEQUENCES_AHEAD * self._limits.max_num_seqs
-        roomy = [name for name, status in statuses.items() if not status.num_sequences or status.num_sequences + num_sequences <= capacity]
+        roomy = [
+            name
+            for name, status in statuses.items()
+            if not status.num_sequences or status.num_sequences + len(log.choices) <= SEQUENCES_AHEAD * status.max_num_seqs
+        ]
         return [name for name in roomy if name not in self._lost]
 
     def _request(self, log: RequestLog) -> WaitingRequest:

@@ -6,7 +6,7 @@ estimate costs time alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from flowrt.engine.prefix_cache import content_digest
 
@@ -22,18 +22,18 @@ def digests_of(salt: str, tokens: Sequence[int]) -> tuple[bytes, ...]:
 
 
 class PrefixIndex:
-    """`max_kv_tokens`: tokens that fit in the pages of a worker."""
+    """`max_kv_tokens`: of each worker, the tokens that its cache may hold."""
 
-    def __init__(self, workers: Iterable[str], max_kv_tokens: int) -> None:
-        self._max_pieces = max_kv_tokens // PIECE_TOKENS
-        self._pieces: dict[str, dict[bytes, None]] = {worker: {} for worker in workers}  # the latest last
+    def __init__(self, max_kv_tokens: Mapping[str, int]) -> None:
+        self._max_pieces = {worker: num_tokens // PIECE_TOKENS for worker, num_tokens in max_kv_tokens.items()}
+        self._pieces: dict[str, dict[bytes, None]] = {worker: {} for worker in max_kv_tokens}  # the latest last
 
     def add(self, worker: str, digests: Sequence[bytes]) -> None:
         pieces = self._pieces[worker]
         for digest in reversed(digests):  # the end of a prompt is forgotten first
             pieces.pop(digest, None)
             pieces[digest] = None
-        while len(pieces) > self._max_pieces:
+        while len(pieces) > self._max_pieces[worker]:
             del pieces[next(iter(pieces))]
 
     def num_cached_tokens(self, worker: str, digests: Sequence[bytes]) -> int:

@@ -21,21 +21,21 @@ LATEST_WEIGHT = 1 / 16  # of the latest request in the mean length of outputs
 
 
 class Stages:
-    """`groups` and `prefill_workers` are names of workers; `now` returns the time in seconds."""
+    """`groups` and `prefill_workers` are names of workers, `limits_of` returns the limits of each; `now` returns the time in seconds."""
 
     def __init__(
         self,
         groups: Iterable[str],
         prefill_workers: Iterable[str],
-        limits: GraphLimits,
+        limits_of: Callable[[str], GraphLimits],
         lost_group_seconds: float,
         now: Callable[[], float],
         policy: RoutingPolicy,
     ) -> None:
         self._now = now
         self._open: dict[int, RequestLog] = {}  # requests with an attempt, by number
-        self._groups = Placement(tuple(groups), limits, lost_group_seconds, now, policy, "all")
-        self._prefill = Placement(tuple(prefill_workers), limits, lost_group_seconds, now, policy, "prefill")
+        self._groups = Placement(tuple(groups), limits_of, lost_group_seconds, now, policy, "all")
+        self._prefill = Placement(tuple(prefill_workers), limits_of, lost_group_seconds, now, policy, "prefill")
         self._mean_output_tokens: float | None = None  # of choices of the latest requests
 
     @property

@@ -134,6 +134,7 @@ class _SimulatedRun:
             lost_group_seconds=graph.reliability.lost_group_seconds,
             prefill_workers=prefill_workers(graph),
             routing=find_policy(graph.routing),
+            limits_of=graph.limits_of,
         )
         on_token = None
         if (trace := case.trace) is not None:
@@ -145,9 +146,15 @@ class _SimulatedRun:
         self._faults = Faults(world, case.scenario, self._living_inside, harmless, case.processes.segfault_one_in)
         self._wrong_results = WrongResults(case.poison, case.glitch, lambda: world.num_faults.update(["glitch"]))
         patience = self._lost_group_seconds = graph.reliability.lost_group_seconds
-        room = SEQUENCES_AHEAD * limits.max_num_seqs
         self._group_checks = GroupChecks(
-            world, attention_groups(graph), prefill_workers(graph), patience, room, self._living_inside, self._log, self._faults
+            world,
+            attention_groups(graph),
+            prefill_workers(graph),
+            patience,
+            lambda worker: SEQUENCES_AHEAD * graph.limits_of(worker).max_num_seqs,
+            self._living_inside,
+            self._log,
+            self._faults,
         )
         self._outages = Outages(holders_of(self._launcher.graph, config))
         fastest, refuses = fastest_clock(case.scenario), case.processes.refuses_first

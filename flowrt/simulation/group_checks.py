@@ -21,8 +21,8 @@ LATE_SECONDS = 1.0  # a request that has waited too long for a group ends this m
 
 
 class GroupChecks:
-    """Checks one run. `inside_of` returns the latest worker of a name, `log_of` the log of a request that the gateway keeps. `room`: the
-    most sequences that a group may be sent at once."""
+    """Checks one run. `inside_of` returns the latest worker of a name, `log_of` the log of a request that the gateway keeps. `room_of`
+    returns the most sequences that a worker may be sent at once."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class GroupChecks:
         groups: Sequence[str],
         prefill_workers: Sequence[str],
         lost_group_seconds: float,
-        room: int,
+        room_of: Callable[[str], int],
         inside_of: Callable[[str], WorkerInternals | None],
         log_of: Callable[[str], RequestLog | None],
         faults: Faults,
     ) -> None:
         self._world, self._groups, self._faults = world, frozenset(groups), faults
         self._workers = self._groups | {*prefill_workers}
-        self._lost_group_seconds, self._room = lost_group_seconds, room
+        self._lost_group_seconds, self._room_of = lost_group_seconds, room_of
         self._inside_of, self._log_of = inside_of, log_of
         self._outages = Outages({GATEWAY: frozenset({self._groups})})  # while no group lives, and none is restarted by a policy
         self._known = Outages({GATEWAY: frozenset({self._groups})})  # as announced, and no group is restarted by a policy
@@ -89,9 +89,10 @@ class GroupChecks:
         if request.stage == "prefill":
             self._placed.pop((request.id, "all"), None)
         self._placed[key], self._attempts[key] = (group, request.attempt), request.attempt
+        self._world.num_faults["KV transfer"] += request.kv is not None
         here = [log for (name, _), (place, _) in self._placed.items() if place == group and (log := self._log_of(name)) and log.end is None]
-        if len(here) > 1 and (count := sum(len(log.choices) for log in here)) > self._room:
-            self._wrong.append(InvariantError("I6", f"{count} sequences are at {group}, which has room for {self._room}"))
+        if len(here) > 1 and (count := sum(len(log.choices) for log in here)) > (room := self._room_of(group)):
+            self._wrong.append(InvariantError("I6", f"{count} sequences are at {group}, which has room for {room}"))
 
     def on_completed(self, group: str, control: KvCompleted) -> None:
         """Check that a group gets all committed tokens with the offer that it pulls (I2)."""

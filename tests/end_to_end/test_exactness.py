@@ -10,6 +10,7 @@ import pytest
 from served_models import NEW_TOKENS, Served
 
 import flowrt
+from flowrt.transports.registry import unavailable_reason
 
 GREEDY = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
@@ -26,9 +27,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "3 groups, colocated": {"attention": {"groups": 3, "micro_batches": 2}, "experts": {"servers": "colocated"}},
     "2 prefill workers, 2 groups": {"prefill": {"workers": 2}, "attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 2}},
-    "KV of complete prompts": {"prefill": {"workers": 2, "stream": False}, "attention": {"groups": 2}, "experts": {"servers": 2}},
+    "KV of complete prompts": {
+        "prefill": {"workers": 2, "stream": False, "threads": 1},
+        "attention": {"groups": 2, "threads": 2},
+        "experts": {"servers": 2},
+    },
     "experts inside": {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 0}},
 }
+OF_ROLES = {"prefill": {"max_num_seqs": 2, "kv_pages": 20, "max_num_batched_tokens": 96}, "attention": {"max_num_seqs": 6}}
+LIMITS: dict[str, dict[str, Any]] = {"KV of complete prompts": {"limits": {"kv_pages": 64, "roles": OF_ROLES}}}
 
 
 def deploy_of(shape: str, processes: Any, transport: str = "auto") -> dict[str, Any]:
@@ -55,7 +62,7 @@ BETWEEN_PROCESSES: list[tuple[str, Any, str]] = [
     ("2 groups, 3 servers, 2 micro-batches", 2, "auto"),
     ("4 groups, 1 server", "many", "auto"),
     ("2 prefill workers, 2 groups", "many", "shm"),
-    ("KV of complete prompts", "many", "zmq"),
+    ("KV of complete prompts", "many", "ucx" if unavailable_reason("ucx") is None else "zmq"),
     ("uneven placement", "many", "auto"),
     ("2 groups, 5 servers, trampolines", "many", "shm"),
     ("2 groups, 5 servers, trampolines", "many", "zmq"),
@@ -81,7 +88,8 @@ async def test_in_one_process(served: Served, tmp_path: Path, shape: str, transp
 
 @pytest.mark.parametrize(("shape", "processes", "transport"), BETWEEN_PROCESSES)
 async def test_between_real_processes(served: Served, tmp_path: Path, shape: str, processes: Any, transport: str) -> None:
-    assert await answers(served.write(tmp_path, deploy_of(shape, processes, transport)), served.prompts) == served.expected
+    graph = served.write(tmp_path, deploy_of(shape, processes, transport), **LIMITS.get(shape, {}))
+    assert await answers(graph, served.prompts) == served.expected
 
 
 @pytest.mark.parametrize("shape", ["2 groups, 3 servers, 2 micro-batches", "experts inside"])

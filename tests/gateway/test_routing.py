@@ -71,7 +71,7 @@ def test_the_index_knows_the_latest_prompts_of_each_worker() -> None:
     tokens = [number % 7 for number in range(5 * PIECE_TOKENS)]
     long, short = digests_of("", tokens), digests_of("", tokens[: 2 * PIECE_TOKENS + 1])
     assert (len(long), short) == (4, long[:2]), "one token at least is left to compute"
-    index = PrefixIndex(("a", "b"), 4 * PIECE_TOKENS)
+    index = PrefixIndex({"a": 4 * PIECE_TOKENS, "b": 4 * PIECE_TOKENS})
     index.add("a", short)
     assert [index.num_cached_tokens(worker, long) for worker in "ab"] == [2 * PIECE_TOKENS, 0]
     assert index.num_cached_tokens("a", digests_of("salt", tokens)) == 0

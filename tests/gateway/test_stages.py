@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
-from gateway.test_gateway import new_gateway, place, token_of
+from gateway.test_gateway import LIMITS, new_gateway, place, token_of
 
 from flowrt.actors.control import Ended, KvCompleted, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone
 from flowrt.gateway.decisions import Decision, SendCancel, SendCompleted, SendRequest
@@ -19,6 +20,18 @@ class Clock:
 
     def now(self) -> float:
         return self.seconds
+
+
+def test_each_stage_has_the_limits_of_its_workers() -> None:
+    of_prefill, of_groups = replace(LIMITS, max_num_seqs=1, kv_pages=4), replace(LIMITS, max_num_seqs=3)
+    gateway = new_gateway(
+        text=False, groups=["g0"], prefill_workers=["p0"], limits_of=lambda worker: of_prefill if worker == "p0" else of_groups
+    )
+    found = {name: (status.max_num_seqs, status.max_kv_tokens // LIMITS.page_size) for name, status in gateway.workers.items()}
+    assert found == {"g0": (3, LIMITS.kv_pages), "p0": (1, 4)}
+    placed = [place(gateway) for _ in range(2)]
+    assert {each.group for each in placed} == {"p0"}
+    assert gateway.place(gateway.reserve(), (1, 2)) == [], "a prefill worker is sent twice the sequences that it runs"
 
 
 def staged(**more: object) -> Gateway:
