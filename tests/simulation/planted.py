@@ -396,6 +396,8 @@ BUGS: tuple[Bug, ...] = (
         ENGINE, "Engine.step_done", "sequence.num_computed_tokens += num_rows", "sequence.num_computed_tokens += max(1, num_rows - 1)")),
     bug("noise-repeats", "the noise of a draw does not depend on the token index", (
         BATCH, "build_batch", "sequence.num_output_tokens", "0")),
+    bug("replay-misplaced", "rows of output that are replayed together all stand at the place of the last one", (
+        BATCH, "build_batch", "batch.kv_lengths.append(kv_length)", "batch.kv_lengths.append(end)")),
     bug("choices-alike", "all choices draw with the first one's noise", (
         BATCH, "build_batch", "sequence.choice", "0")),
     bug("penalties-behind", "penalties do not count the output tokens", (
