@@ -14,6 +14,7 @@ GRAPH ?= examples/quickstart.yaml
 SEEDS ?= 1000
 PLANT_SEEDS ?= 500
 SWEEP ?= 100000
+RECORD ?= seeds
 PROCESSES ?= 2
 SIMULATED ?= tests/simulation/graphs
 ARGS ?=
@@ -23,13 +24,15 @@ MESSAGES ?= 1000000
 FILES ?= 900
 CROWD_SECONDS ?= 3600
 KILLS ?= 1000
+ABORTS ?= 1000
+TRANSFER_SEEDS ?= 24000
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py racing_indices.py products.py) tests/exchange/test_writing_peer.py \
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py copy_threads.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
 .PHONY: acceptance docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts \
-	picture clean
+	picture transfers clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -98,11 +101,16 @@ simulate: $(STAMP) ## small graphs under SEEDS=1000 seeds of virtual time, fault
 
 # Blocks of 1000 seeds; the record of a commit holds the seeds that have run, so that a repeated call goes on after an interruption.
 sweep: $(STAMP) ## SWEEP=100000 seeds of this commit in PROCESSES=2 processes, with a record in build/
-	@mkdir -p build; record=build/seeds-$$(git describe --always --dirty --abbrev=12).jsonl; \
+	@mkdir -p build; record=build/$(RECORD)-$$(git describe --always --dirty --abbrev=12).jsonl; \
 	seq 0 1000 $$(($(SWEEP) - 1)) | xargs -P $(PROCESSES) -I{} $(BIN)/flowrt simulate $(SIMULATED) --first {} --seeds 1000 --record $$record $(ARGS)
 
 cancel: $(STAMP) ## cancel more than 10,000 requests at random moments of virtual time, faults and all
 	@$(BIN)/flowrt simulate $(SIMULATED) --seeds 600 --cancel 30 $(ARGS)
+
+# More than 4 transfers per seed; each block of seeds prints how many.
+transfers: $(STAMP) ## 100,000 simulated KV transfers with faults and cancels, then ABORTS=1000 real requests aborted while their KV moves
+	@$(MAKE) --no-print-directory sweep SWEEP=$(TRANSFER_SEEDS) RECORD=transfers SIMULATED=$(SIMULATED)/prefill.yaml ARGS="--cancel 100 $(ARGS)"
+	@$(BIN)/python tests/end_to_end/transfer_aborts.py --aborts $(ABORTS)
 
 plant: $(STAMP) ## plant each bug of a list and see how many seeds it takes to find it
 	@$(BIN)/python tests/simulation/plant.py --seeds $(PLANT_SEEDS) $(ARGS)
