@@ -20,7 +20,6 @@ from typing import Any
 from flowrt.actors.control import Control, KvCompleted, Statistics, Submit
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.gateway.gateway import Gateway
-from flowrt.gateway.placement import SEQUENCES_AHEAD
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.requests import Requests
 from flowrt.gateway.routing import find_policy
@@ -145,17 +144,8 @@ class _SimulatedRun:
         harmless = [fault for fault in case.scenario.faults if falls_back(resolved, fault)]
         self._faults = Faults(world, case.scenario, self._living_inside, harmless, case.processes.segfault_one_in)
         self._wrong_results = WrongResults(case.poison, case.glitch, lambda: world.num_faults.update(["glitch"]))
-        patience = self._lost_group_seconds = graph.reliability.lost_group_seconds
-        self._group_checks = GroupChecks(
-            world,
-            attention_groups(graph),
-            prefill_workers(graph),
-            patience,
-            lambda worker: SEQUENCES_AHEAD * graph.limits_of(worker).max_num_seqs,
-            self._living_inside,
-            self._log,
-            self._faults,
-        )
+        self._lost_group_seconds = graph.reliability.lost_group_seconds
+        self._group_checks = GroupChecks(world, graph, self._living_inside, self._log, self._faults)
         self._outages = Outages(holders_of(self._launcher.graph, config))
         fastest, refuses = fastest_clock(case.scenario), case.processes.refuses_first
         self._checks = ServerChecks(world, self._launcher.graph, self._launcher, self._outages, self._faults, fastest, refuses)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from flowrt.actors.control import Control, KvCompleted, KvLost, KvPulled, Request, Submit, Token, Tokens
+from flowrt.gateway.placement import SEQUENCES_AHEAD
 from flowrt.gateway.request_log import RequestLog, Stage
-from flowrt.graph.model import GATEWAY
+from flowrt.graph.model import GATEWAY, Graph
+from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events
 from flowrt.launcher.run_table import FENCE_SECONDS
 from flowrt.simulation.errors import InvariantError
@@ -21,23 +23,19 @@ LATE_SECONDS = 1.0  # a request that has waited too long for a group ends this m
 
 
 class GroupChecks:
-    """Checks one run. `inside_of` returns the latest worker of a name, `log_of` the log of a request that the gateway keeps. `room_of`
-    returns the most sequences that a worker may be sent at once."""
+    """Checks one run. `inside_of` returns the latest worker of a name, `log_of` the log of a request that the gateway keeps."""
 
     def __init__(
         self,
         world: World,
-        groups: Sequence[str],
-        prefill_workers: Sequence[str],
-        lost_group_seconds: float,
-        room_of: Callable[[str], int],
+        graph: Graph,
         inside_of: Callable[[str], WorkerInternals | None],
         log_of: Callable[[str], RequestLog | None],
         faults: Faults,
     ) -> None:
-        self._world, self._groups, self._faults = world, frozenset(groups), faults
-        self._workers = self._groups | {*prefill_workers}
-        self._lost_group_seconds, self._room_of = lost_group_seconds, room_of
+        self._world, self._graph, self._groups, self._faults = world, graph, frozenset(attention_groups(graph)), faults
+        self._workers = self._groups | {*prefill_workers(graph)}
+        self._lost_group_seconds = graph.reliability.lost_group_seconds
         self._inside_of, self._log_of = inside_of, log_of
         self._outages = Outages({GATEWAY: frozenset({self._groups})})  # while no group lives, and none is restarted by a policy
         self._known = Outages({GATEWAY: frozenset({self._groups})})  # as announced, and no group is restarted by a policy
@@ -91,7 +89,9 @@ class GroupChecks:
         self._placed[key], self._attempts[key] = (group, request.attempt), request.attempt
         self._world.num_faults["KV transfer"] += request.kv is not None
         here = [log for (name, _), (place, _) in self._placed.items() if place == group and (log := self._log_of(name)) and log.end is None]
-        if len(here) > 1 and (count := sum(len(log.choices) for log in here)) > (room := self._room_of(group)):
+        if len(here) > 1 and (count := sum(len(log.choices) for log in here)) > (
+            room := SEQUENCES_AHEAD * self._graph.limits_of(group).max_num_seqs
+        ):
             self._wrong.append(InvariantError("I6", f"{count} sequences are at {group}, which has room for {room}"))
 
     def on_completed(self, group: str, control: KvCompleted) -> None:

@@ -42,7 +42,7 @@ def test_rows_that_stay_in_their_process_are_exact(load) -> None:
     assert sum(edge.int8 for edge in graph.edges.values()) == 4
 
 
-def test_kv_travels_as_int8_if_the_file_says_so(load) -> None:
+def test_kv_travels_as_int8_where_the_file_has_the_key(load) -> None:
     text = "flowrt: 1\nmodel: {path: m}\ndeploy: {prefill: {workers: 2, int8: true}, attention: {groups: 2}}\n"
     graph = load(text)
     assert int8_ports(graph) == {"chunk"}
