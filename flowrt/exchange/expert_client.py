@@ -171,8 +171,8 @@ class ExpertClient:
     @property
     def has_waiting_parts(self) -> bool:
         """Whether some part waits for a replica, or may wait for one once it is split."""
-        cutting = self._tables_in_use
-        if cutting is not None and cutting not in list(self._tables.values()):
+        splitting = self._tables_in_use
+        if splitting is not None and splitting not in list(self._tables.values()):
             return True
         return any(
             part.server == UNAVAILABLE for tag in self.tags if (entry := self._outstanding.get(tag)) is not None for part in entry.parts

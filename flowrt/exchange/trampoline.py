@@ -42,10 +42,10 @@ def bundle(x_TH: Tensor, parts: Mapping[int, Part]) -> Payload:
 
 def forward(firings: Sequence[Firing]) -> list[Outputs]:
     """The function of a `forward` node. Port in: `bundle`. Out: `server<s>`, the part that dispatch would have sent to server s."""
-    return [cut(firing.inputs["bundle"]) for firing in firings]
+    return [split_bundle(firing.inputs["bundle"]) for firing in firings]
 
 
-def cut(payload: Payload) -> Outputs:
+def split_bundle(payload: Payload) -> Outputs:
     """The parts of a bundle, by output port. Raises ValueError, IndexError or RuntimeError for a bundle that contradicts itself."""
     header = payload.header_as(BundleHeader)
     x_RH, row_S, *pairs = payload.tensors
@@ -149,7 +149,7 @@ class Trampolines:
 
 
 class Forwarder:
-    """Notices of the trampoline in this process to the groups: servers that it has lost, and bundles that it cannot cut."""
+    """Notices of the trampoline in this process to the groups: servers that it has lost, and bundles that it cannot split."""
 
     def __init__(self, graph: Graph, process: str, runner: Runner) -> None:
         self._returning = next(node.name for node in graph.nodes_of(process) if node.operator == RETURN)
@@ -171,7 +171,7 @@ class Forwarder:
             self._notify(output.tag, self._process_of[output.edge.target], part)
 
     def fail(self, tag: Tag, error: OperatorError) -> None:
-        """Report a bundle that cannot be cut."""
+        """Report a bundle that cannot be split."""
         self._send(tag, FailedHeader(str(error)))
 
     def _notify(self, tag: Tag, process: str, part: int) -> None:

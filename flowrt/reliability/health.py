@@ -98,7 +98,7 @@ def health(state: ServiceState, stall_seconds: float = STALL_SECONDS) -> Health:
         problems.append(state.lost_experts)
     if state.num_open and state.idle_seconds > stall_seconds:
         requests = "1 request is" if state.num_open == 1 else f"{state.num_open} requests are"
-        problems.append(f"{requests} open, and nothing has come of any for {state.idle_seconds:.1f} s")
+        problems.append(f"{requests} open, and none has made progress for {state.idle_seconds:.1f} s")
     problems += [
         f"{process} has run {each.running} for {each.running_seconds:.1f} s, its bound is {each.bound_seconds:.1f} s"
         for process, each in sorted(state.workers.items())

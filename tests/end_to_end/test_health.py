@@ -41,7 +41,7 @@ async def test_run_is_unhealthy_while_a_request_waits_for_a_paused_server(served
             request = asyncio.create_task(running.complete(served.prompts[0], PARAMS))
             await until(lambda: not is_ok())
             (problem,) = running.health(STALL_SECONDS).problems
-            assert problem.startswith("1 request is open, and nothing has come of any for")
+            assert problem.startswith("1 request is open, and none has made progress for")
         finally:
             os.kill(running.pids["experts.1"], signal.SIGCONT)
         await until(is_ok)

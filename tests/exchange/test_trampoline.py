@@ -1,4 +1,4 @@
-"""Trampolines without channels: bundles are cut into the direct parts, and a client survives the loss of each hop.
+"""Trampolines without channels: bundles are split into the direct parts, and a client survives the loss of each hop.
 
 Two groups' worth of messages are not needed: one client, four servers, of which server 0 forwards to 0 and 2, and server 1 to 1 and 3.
 """
@@ -23,7 +23,7 @@ from flowrt.dataflow.selection import Siblings
 from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.failover import Failover
-from flowrt.exchange.trampoline import Collect, Forwarder, Return, Trampolines, bundle, cut, forward, merge
+from flowrt.exchange.trampoline import Collect, Forwarder, Return, Trampolines, bundle, forward, merge, split_bundle
 from flowrt.graph.model import Edge, Graph, ModelPart, Node, PortSpec
 from flowrt.operators.dispatch import partition
 from flowrt.operators.replica_table import ReplicaTable
@@ -139,7 +139,7 @@ class Group:
     def responses(self, message: Message) -> dict[int, Payload]:
         """The responses to the parts of a bundle, or to a direct part."""
         payload = from_message(message)
-        requests = cut(payload) if isinstance(payload.header, BundleHeader) else {"": payload}
+        requests = split_bundle(payload) if isinstance(payload.header, BundleHeader) else {"": payload}
         return {
             request.header_as(PartHeader).part: Payload((respond(*request.tensors, self.strict),), request.header)
             for request in requests.values()
@@ -202,7 +202,7 @@ def test_bundle_is_cut_into_the_parts_that_dispatch_sends_directly():
     direct = ExpertClient(ExpertMap(PLACEMENT), ["a", "b", "c", "d"]).add_tag(TAG, X_TH, POSITIONS_T, ACTIVE, list(parts.values()))
     sent = from_message(to_message(bundle(X_TH, parts), 1, TAG))
     assert len(sent.tensors[0]) == len(X_TH), "each row once"
-    forwarded = cut(sent)
+    forwarded = split_bundle(sent)
     assert forwarded.keys() == direct.keys()
     for port, payload in forwarded.items():
         assert payload.header_as(PartHeader).part == direct[port].header_as(PartHeader).part
@@ -218,7 +218,7 @@ def test_bundle_that_contradicts_itself_is_refused(change):
     row_P = torch.zeros(3 if change == "pairs" else 2, dtype=torch.int64)
     bad = Payload((torch.zeros(2, 4), row_S, row_P, row_P, row_P.float()), header)
     with pytest.raises((ValueError, IndexError, RuntimeError)):
-        cut(bad)
+        split_bundle(bad)
 
 
 def test_responses_are_merged_for_the_group_that_emitted_their_tag():
@@ -270,7 +270,7 @@ def test_credit_of_a_bundle_returns_with_the_last_response_to_its_parts(group):
 
 
 def test_lost_trampoline_is_bypassed_until_it_is_back(group):
-    """Its parts go directly, to the same living servers or to replicas; the bundle may have been held, cut, or half returned."""
+    """Its parts go directly, to the same living servers or to replicas; the bundle may have been held, split, or half returned."""
     for is_half_returned in (False, True):
         group.begin(step := len(group.ends))
         (message,) = group.sent["experts.0"]

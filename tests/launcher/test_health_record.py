@@ -44,7 +44,7 @@ def reported(group: str, text: str, follows: str) -> events.ExpertsReported:
 def test_open_requests_without_progress_are_not_ok_until_something_comes(record: RecordAt) -> None:
     record.standing.progress.opened(record.now)
     record.now += 5.1
-    assert record.standing.health().problems == ("1 request is open, and nothing has come of any for 5.1 s",)
+    assert record.standing.health().problems == ("1 request is open, and none has made progress for 5.1 s",)
     assert record.standing.health(6.0).ok
     record.standing.progress.progressed(record.now)
     assert record.standing.health().ok

@@ -19,7 +19,7 @@ def test_requests_without_progress_are_unhealthy() -> None:
     progress.opened(1e6)
     assert health(state_of(progress, 1e6 + STALL_SECONDS)).ok  # it counts from the first that waits
     assert health(state_of(progress, 1e6 + STALL_SECONDS + 0.1)) == Health(
-        False, ("1 request is open, and nothing has come of any for 5.1 s",)
+        False, ("1 request is open, and none has made progress for 5.1 s",)
     )
     progress.opened(1e6 + 6)  # a new request is not progress
     assert not health(state_of(progress, 1e6 + 6)).ok
@@ -27,7 +27,7 @@ def test_requests_without_progress_are_unhealthy() -> None:
     assert health(state_of(progress, 1e6 + 8)).ok
     progress.ended(1e6 + 20)
     assert health(state_of(progress, 1e6 + 21)).ok  # an end, even an error, is something that came
-    assert health(state_of(progress, 1e6 + 30)).problems == ("1 request is open, and nothing has come of any for 10.0 s",)
+    assert health(state_of(progress, 1e6 + 30)).problems == ("1 request is open, and none has made progress for 10.0 s",)
     progress.ended(1e6 + 31)
     assert health(state_of(progress, 1e6 + 99)).ok
     with pytest.raises(ValueError, match="more requests ended"):
@@ -39,7 +39,7 @@ def test_requests_without_progress_are_unhealthy() -> None:
     [
         (ServiceState(), Health(True)),
         (ServiceState(num_open=7, idle_seconds=4.9), Health(True)),
-        (ServiceState(num_open=7, idle_seconds=9.0), Health(False, ("7 requests are open, and nothing has come of any for 9.0 s",))),
+        (ServiceState(num_open=7, idle_seconds=9.0), Health(False, ("7 requests are open, and none has made progress for 9.0 s",))),
         (ServiceState(failure="fork server was killed"), Health(False, ("the run has ended: fork server was killed",))),
         (ServiceState(lost_experts="no copy of expert 3 is left"), Health(False, ("no copy of expert 3 is left",))),
         (

@@ -356,7 +356,7 @@ BUGS: tuple[Bug, ...] = (
     bug("done-before-proof", "the connector is done when it has read the listener's hello", (
         HANDSHAKE, "Handshake._take", "self._read_hello(body)", "self._read_hello(body)\n        self.done = self.role == 'connector'")),
     # hedging
-    bug("hedged-ids-reused", "a part cut a second time gets the ids of the first cut", (
+    bug("hedged-ids-reused", "a part that is split a second time gets the ids of the first split", (
         CLIENT, "ExpertClient._split", "first = len(entry.parts)", "first = entry.num_first")),
     # the engine
     bug("page-freed-early", "a cancelled sequence's pages are free while its step still writes to them", (

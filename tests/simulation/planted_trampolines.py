@@ -13,7 +13,7 @@ INBOUND = "flowrt.dataflow.inbound_edges"
 
 TRAMPOLINE_BUGS: tuple[Bug, ...] = (
     bug("bundle-rows-mixed", "a trampoline gives each server the first rows of a bundle", (
-        TRAMPOLINE, "cut", "x_RH if len(own_rows) == len(x_RH) else x_RH.index_select(0, own_rows)", "x_RH[:len(own_rows)]")),
+        TRAMPOLINE, "split_bundle", "x_RH if len(own_rows) == len(x_RH) else x_RH.index_select(0, own_rows)", "x_RH[:len(own_rows)]")),
     bug("merged-ids-sorted", "merged responses are listed by part id, and their rows by arrival", (
         TRAMPOLINE, "merge", "ids = tuple((response.header_as(PartHeader).part for response in responses))",
         "ids = tuple(sorted((response.header_as(PartHeader).part for response in responses)))")),
@@ -24,7 +24,7 @@ TRAMPOLINE_BUGS: tuple[Bug, ...] = (
     bug("siblings-for-ever", "a response waits at its trampoline for the others of its bundle without a bound", (
         SELECTION, "Siblings.select", "or now + ROUNDING_SECONDS >= since[tag] + self._max_wait_seconds", ""), (
         SELECTION, "Siblings.select", "return min(since.values()) + self._max_wait_seconds", "return now + 1000.0")),
-    bug("stalled-server-blocks", "a trampoline cuts a bundle only when each server behind it has a credit", (
+    bug("stalled-server-blocks", "a trampoline splits a bundle only when each server behind it has a credit", (
         SUBGRAPH, "FusedSubgraph.reachable", "[] if entry in self._forwarding else [entry]", "[entry]")),
     bug("bundles-not-redispatched", "the parts that a dead trampoline held are not redispatched", (
         FAILOVER, "Failover.mark_lost", "self._redispatch_forwarded(tag, part)", "pass")),
