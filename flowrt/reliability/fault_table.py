@@ -6,7 +6,6 @@ before, the code that handles the fault looks it up (`redo`, `STEP_AGAIN`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -41,50 +40,23 @@ class FaultKind(StrEnum):
 STEP_AGAIN = (Redo.STEP, Redo.END)  # of a step that failed: beside others, and alone
 
 
-@dataclass(frozen=True)
-class FaultRule:
-    """`redone`: for the first time, the second, and so on, without progress in between; the last entry holds for all later times."""
-
-    kind: FaultKind
-    redone: tuple[Redo, ...]
-    effect: str
-
-
-RULES: dict[FaultKind, FaultRule] = {
-    rule.kind: rule
-    for rule in (
-        FaultRule(
-            FaultKind.OPERATOR_ERROR,
-            STEP_AGAIN,
-            "the sequences of the step run one by one; one whose step fails again ends its request",
-        ),
-        FaultRule(
-            FaultKind.NOT_FINITE,
-            (Redo.SEQUENCE, Redo.END),
-            "the other sequences of the step get their tokens; the server of the part is avoided for 2 s",
-        ),
-        FaultRule(FaultKind.LATE_PART, (Redo.PART, Redo.NOTHING), "the first response counts"),
-        FaultRule(FaultKind.OUT_OF_PAGES, (Redo.SEQUENCE,), "the youngest sequence waits for pages"),
-        FaultRule(FaultKind.LOST_SERVER, (Redo.PART, *STEP_AGAIN), "its pending parts go to replicas; it restarts"),
-        FaultRule(
-            FaultKind.CRASHED_SERVER,
-            STEP_AGAIN,
-            "steps with pending parts there are suspects; a request ends whose part it computed alone",
-        ),
-        FaultRule(FaultKind.LOST_GROUP, (Redo.GROUP,), "its requests move to other groups; it restarts"),
-        FaultRule(FaultKind.CRASHED_GROUP, (Redo.GROUP, Redo.END), "its requests are suspects; one that ran alone ends"),
-        FaultRule(FaultKind.STANDSTILL, (Redo.PROCESS,), "after its bound; then as for a crash, or as for a loss if it was stopped"),
-        FaultRule(
-            FaultKind.LOST_LINK,
-            (Redo.PROCESS,),
-            "unless another transport carries on, and sends lost messages again: the end that keeps less state restarts",
-        ),
-        FaultRule(FaultKind.CHANGED_WEIGHTS, (Redo.PROCESS,), "it stays down until the file is as it was when the run began"),
-    )
+# What is redone for the first time, the second, and so on, without progress in between; the last entry holds for all later times.
+RULES: dict[FaultKind, tuple[Redo, ...]] = {
+    FaultKind.OPERATOR_ERROR: STEP_AGAIN,
+    FaultKind.NOT_FINITE: (Redo.SEQUENCE, Redo.END),
+    FaultKind.LATE_PART: (Redo.PART, Redo.NOTHING),
+    FaultKind.OUT_OF_PAGES: (Redo.SEQUENCE,),
+    FaultKind.LOST_SERVER: (Redo.PART, *STEP_AGAIN),
+    FaultKind.CRASHED_SERVER: STEP_AGAIN,
+    FaultKind.LOST_GROUP: (Redo.GROUP,),
+    FaultKind.CRASHED_GROUP: (Redo.GROUP, Redo.END),
+    FaultKind.STANDSTILL: (Redo.PROCESS,),
+    FaultKind.LOST_LINK: (Redo.PROCESS,),
+    FaultKind.CHANGED_WEIGHTS: (Redo.PROCESS,),
 }
 
 
 def redo(kind: FaultKind, times_before: int = 0) -> Redo:
     """What is done again when a fault of this kind hits something for the first time, or `times_before` times before."""
-    redone = RULES[kind].redone
+    redone = RULES[kind]
     return redone[min(times_before, len(redone) - 1)]
