@@ -303,7 +303,7 @@ class Engine:
             self._scheduler.used_micro_batches = self._micro_batches.step_done(now, num_rows, num_running, is_decode)
         return decisions
 
-    def roll_back(self) -> list[Decision]:
+    def roll_back(self) -> None:
         """Drop the steps of all micro-batches and begin a new epoch. Committed tokens stay; the dropped rows are computed again.
 
         KV written by a dropped step lies beyond the committed length of its sequences: it is overwritten and never read. Call it when no
@@ -316,7 +316,6 @@ class Engine:
                 sequence.in_step = False
                 if sequence.cancelled:
                     self._scheduler.remove(sequence)
-        return []
 
     def fail_steps(self, steps: Collection[tuple[int, int]], error: str) -> list[Decision]:
         """Steps (micro_batch, step) have failed, or may have ended a server: roll back, and compute them again. Their sequences become
@@ -324,7 +323,8 @@ class Engine:
         running = [found for micro_batch, step in sorted(steps) if (found := self._steps[micro_batch]) is not None and found.number == step]
         if not running:
             return []
-        decisions = self.roll_back()
+        self.roll_back()
+        decisions: list[Decision] = []
         for sequence, _ in (part for found in running for part in found.parts):
             if STEP_AGAIN[sequence.is_suspect] is Redo.END and not sequence.cancelled:
                 decisions += self._fail(sequence.request, error)
@@ -338,8 +338,8 @@ class Engine:
             return []
         ends = accumulate(num_rows for _, num_rows in running.parts)
         sequence = next(sequence for (sequence, _), end in zip(running.parts, ends, strict=True) if row < end)
-        decisions = self.roll_back()
-        return decisions if sequence.cancelled else decisions + self._fail(sequence.request, error)
+        self.roll_back()
+        return [] if sequence.cancelled else self._fail(sequence.request, error)
 
     def row_counts(self, micro_batch: int, step: int) -> list[int]:
         """The number of rows of each sequence of a step; none for one that does not run."""
@@ -348,10 +348,8 @@ class Engine:
 
     def fail_all(self, error: str) -> list[Decision]:
         """Roll back, and end every request with this error."""
-        decisions = self.roll_back()
-        for siblings in list(self._alive.values()):
-            decisions += self._fail(siblings[0].request, error)
-        return decisions
+        self.roll_back()
+        return [ended for siblings in list(self._alive.values()) for ended in self._fail(siblings[0].request, error)]
 
     def statistics(self) -> EngineStatistics:
         scheduler = self._scheduler

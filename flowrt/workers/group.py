@@ -119,7 +119,8 @@ class Group:
 
     def roll_back(self) -> None:
         """Drop the running steps and compute their rows again in a new epoch."""
-        self._begin_epoch(self._engine.roll_back())
+        self._engine.roll_back()
+        self._begin_epoch([])
 
     def fail_step(self, tag: Tag, error: OperatorError) -> None:
         """Handle a failed step of this group: compute it once more, then end its requests."""

@@ -187,7 +187,7 @@ class ToyGroup:
             for micro_batch in self.running:
                 self.compute(micro_batch)
         self.running.clear()
-        self.take(self.engine.roll_back())
+        self.engine.roll_back()
 
     def run(self, choose: Callable[[list[int]], int] = min, max_steps: int = 10_000) -> None:
         """Until nothing is left to do; `choose` picks the micro-batch that finishes next."""
