@@ -18,13 +18,11 @@ MAX_QUEUED = 1 << 12  # messages queued for one worker; a worker this far behind
 
 
 class ControlConnection:
-    """The control connection of one incarnation of a worker. `last_message_seconds`: when its latest message was received (loop time).
-    `statistics`: the latest that it has sent. `on_overflow(name, incarnation)` is called soon after a message found MAX_QUEUED others
-    waiting: that message is lost, so the worker must be ended."""
+    """The control connection of one incarnation of a worker. `statistics`: the latest that it has sent. `on_overflow(name, incarnation)` is
+    called soon after a message found MAX_QUEUED others waiting: that message is lost, so the worker must be ended."""
 
     def __init__(self, name: str, incarnation: str, pid: int, control: Channel, on_overflow: Callable[[str, str], None]) -> None:
         self.name, self.incarnation, self.pid, self._control, self._on_overflow = name, incarnation, pid, control, on_overflow
-        self.last_message_seconds = asyncio.get_running_loop().time()
         self.statistics = Statistics()
         self._requests: dict[type[StatisticsRequest | Drain], asyncio.Future[None]] = {}  # the latest of each kind
         self._queued: Mailbox[tuple[Message, asyncio.Future[None] | None]] = Mailbox(MAX_QUEUED)
@@ -90,7 +88,6 @@ class ControlConnection:
             try:
                 while True:
                     message = await self._control.recv()
-                    self.last_message_seconds = asyncio.get_running_loop().time()
                     try:
                         control = from_message(message)
                     except msgspec.ValidationError as error:

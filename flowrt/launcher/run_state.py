@@ -389,7 +389,7 @@ class RunState:
             self._table.set_timer(TimerKind.NO_STATUS, STATUS_SECONDS, name)
 
     def _send_peers(self, workers: Collection[WorkerRecord]) -> None:
-        """Send the workers whom they can link with now. One that starts or has died is left out: its PeerJoined will come."""
+        """Send these workers the peers that they can link with now. One that starts or has died is left out: its PeerJoined follows."""
         for worker in workers:
             worker.advance(WorkerState.LINKING)
             worker.last_message_seconds = self._table.now

@@ -262,7 +262,7 @@ class WorkerPool:
             connection.give_up_requests()
             return
         if reason is not None:
-            self._step(self._state.on_bad_message, name, f"sent nonsense on its control connection: {reason}")
+            self._step(self._state.on_bad_message, name, f"sent a message on its control connection that cannot be decoded: {reason}")
         if self._state.can_lose(name):
             connection.give_up_requests()
         self._step(self._state.on_connection_closed, name)

@@ -319,7 +319,6 @@ async def test_reason_read_after_the_exit_notice_is_reported(tmp_path: Path, mon
     r = Run(graph_of(tmp_path, "server.0"))
     async with r.launcher as launcher:
         line = launcher.workers["server.0"]
-        before = line.last_message_seconds
         recv = line._control.recv
 
         async def recv_late() -> object:
@@ -329,7 +328,7 @@ async def test_reason_read_after_the_exit_notice_is_reported(tmp_path: Path, mon
 
         monkeypatch.setattr(line._control, "recv", recv_late)
         await r.submit("server.0", "heartbeat")  # worker listens already is in the recv of before
-        await r.until(lambda: line.last_message_seconds > before)
+        await r.until(lambda: launcher.health_record.heartbeat_age("server.0") is not None)
         await r.submit("server.0", "fail")
         await r.until_back("server.0")
         assert r.of(events.WorkerLost, "server.0") == [

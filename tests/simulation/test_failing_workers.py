@@ -13,7 +13,7 @@ FAILURES = {
     "fail_to_load": "failed: no weights",
     "load_other_weights": "has changed since the run began; restore the file, or start the run again",
     "be_silent": "sent nothing for 120 s while loading",
-    "send_unknown_message": "sent nonsense on its control connection: 'unknown' is not a control message",
+    "send_unknown_message": "sent a message on its control connection that cannot be decoded: 'unknown' is not a control message",
 }
 
 
