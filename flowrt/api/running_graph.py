@@ -18,7 +18,7 @@ from typing import Any, Self, Unpack
 from flowrt.actors.control import Control, Statistics, TraceRecords
 from flowrt.actors.emulated_links import check_machine
 from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt, each_input
-from flowrt.api.served import ServedRequests, front_end_services, max_model_len
+from flowrt.api.served import StateReports, front_end_services, max_model_len
 from flowrt.errors import NotRunningError, TokenizerError, UserError
 from flowrt.gateway.completion import Completion
 from flowrt.gateway.gateway import ClientEvent, Gateway
@@ -31,6 +31,7 @@ from flowrt.launcher import events
 from flowrt.launcher.group_changes import apply_group_change
 from flowrt.launcher.launcher import Launcher
 from flowrt.launcher.model_check import check_weights
+from flowrt.launcher.served_requests import ServedRequests
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
@@ -88,7 +89,8 @@ class RunningGraph:
             self._requests = Requests(gateway, self.launcher.send, self._progress, seams.clock, on_token, metrics)
         self._served: ServedRequests | None = None
         if serving is not None:
-            self._served = ServedRequests(self.launcher, self._of_model(), serving.model_name, self.health)
+            reports = StateReports(self.launcher, self._of_model(), serving.model_name, self.health)
+            self._served = ServedRequests(self.launcher, self._of_model(), reports.report)
         self._opened = False
         self._failure: Exception | None = None
         self.final_statistics: dict[str, Statistics] = {}

@@ -1,22 +1,18 @@
-"""The front ends of a graph that is served: their settings, their requests at the gateway, and the responses to their queries."""
+"""The front ends of a graph that is served: their settings, and the responses to their queries."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 
 import msgspec
 from msgspec.structs import replace
 
-from flowrt.actors.control import Control, Drain, Statistics, StatisticsRequest
+from flowrt.actors.control import Statistics, StatisticsRequest
 from flowrt.actors.front_end_messages import StateQuery, StateReport
 from flowrt.api.status import read_processes
 from flowrt.errors import FlowrtError
-from flowrt.gateway.front_ends import FrontEnds
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import Graph, front_end_names
-from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
 from flowrt.launcher.service import Service
 from flowrt.operators.model_config import ModelConfig
@@ -27,7 +23,6 @@ from flowrt.serving.graph_status import GraphStatus
 from flowrt.serving.live_state import live_state
 
 STATISTICS_SECONDS = 1.0  # for all processes to respond to a scrape
-LAST_EVENTS_SECONDS = 2.0  # for all streams to get their last event
 
 
 def max_model_len(graph: Graph, config: ModelConfig, options: ServeOptions) -> int:
@@ -57,53 +52,14 @@ def front_end_services(graph: Graph, config: ModelConfig, options: ServeOptions)
     return dict.fromkeys(front_end_names(graph), service)
 
 
-class ServedRequests:
-    """The requests that come by way of front ends."""
+class StateReports:
+    """The responses to queries of front ends."""
 
     def __init__(self, launcher: Launcher, requests: Requests, model_name: str, health: Callable[[], Health]) -> None:
         self._launcher, self._requests, self._model_name, self._health = launcher, requests, model_name, health
-        self._front_ends = FrontEnds(front_end_names(launcher.graph), requests, self._send, self._post, self._report_state)
+        self._front_ends = front_end_names(launcher.graph)
 
-    def begin(self) -> None:
-        self._front_ends.begin()
-
-    async def aclose(self) -> None:
-        await self._front_ends.aclose()
-
-    def on_control(self, worker: str, control: Control) -> None:
-        self._front_ends.on_control(worker, control)
-
-    def note(self, event: events.Event) -> None:
-        if isinstance(event, events.WorkerLost):
-            self._front_ends.lose(event.name)
-
-    async def drain(self, seconds: float) -> None:
-        """Admit no new requests and wait until all have ended. After `seconds` end those that are left; then each stream gets its end."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._requests.drain()
-        self._requests.end_all()
-        await self._flush()
-
-    async def fail(self, error: Exception) -> None:
-        """The run has failed: each stream gets an error as its last event."""
-        self._front_ends.fail(str(error))
-        await self._flush()
-
-    async def _flush(self) -> None:
-        """Wait until the front ends have sent all that they were given; they take no more connections."""
-        await self._front_ends.wait_sent()
-        names = [name for name in self._front_ends.names if self._launcher.state.is_usable(name)]
-        if drained := [self._launcher.workers[name].request(Drain()) for name in names]:
-            await asyncio.wait(drained, timeout=LAST_EVENTS_SECONDS)
-
-    async def _send(self, name: str, control: Control) -> None:
-        await self._launcher.workers[name].send(control)
-
-    def _post(self, name: str, control: Control) -> None:
-        self._launcher.workers[name].post(control)
-
-    async def _report_state(self, query: StateQuery) -> StateReport:
+    async def report(self, query: StateQuery) -> StateReport:
         if query.topic == "metrics":
             return StateReport(query.number, True, exposition(await self._state(), self._launcher.graph.serving.vllm_metrics))
         if query.topic == "page":
@@ -138,10 +94,10 @@ class ServedRequests:
     async def _state(self) -> ServedState:
         launcher, gateway, metrics = self._launcher, self._requests.gateway, self._requests.metrics
         assert metrics is not None
-        for name in self._front_ends.names:
+        for name in self._front_ends:
             launcher.workers[name].request(StatisticsRequest())
         workers = await self._statistics()
-        for name in self._front_ends.names:  # their latest numbers, perhaps of the scrape before
+        for name in self._front_ends:  # their latest numbers, perhaps of the scrape before
             workers[name] = replace(launcher.workers[name].statistics, num_restarts=launcher.state.num_restarts(name))
         return ServedState(
             model_name=self._model_name,

@@ -1,21 +1,14 @@
-"""A front end: a process that serves HTTP, tokenizes prompts and decodes tokens, so that the launcher's loop sees token ids only.
+"""A front end as the launcher sees it: starts, sends heartbeats, drains and stops; its clients' requests go to the gateway.
 
-The launcher starts it as a service (launcher/service.py) and watches it like any worker. All front ends share one listening socket. When
-one dies, its connections close and the gateway cancels its requests. When the launcher ends or fails, each stream gets a last error event.
+The launcher starts it as a service (launcher/service.py) and watches it like any worker. When it dies, its connections close and the
+gateway cancels its requests. When the launcher ends or fails, each stream gets a last error event. Not here: HTTP (http_front_end.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import logging
-import signal
-import socket
-import sys
 from collections.abc import Callable
-from pathlib import Path
-
-import msgspec
+from typing import Protocol
 
 from flowrt.actors.control import (
     Connected,
@@ -29,56 +22,43 @@ from flowrt.actors.control import (
     Stop,
     from_message,
 )
-from flowrt.actors.control_link import ControlLink, run_controlled
+from flowrt.actors.control_link import ControlLink
 from flowrt.actors.heartbeats import send_heartbeats
 from flowrt.graph.model import Graph, from_json
 from flowrt.graph.recovery import is_watched
-from flowrt.processes.descriptors import allow_connections
 from flowrt.seams import Seams
-from flowrt.serving.completions import Completions, PromptEncoder
-from flowrt.serving.front_end_settings import ADMIN_LISTENER, LISTENER, FrontEndSettings
 from flowrt.serving.gateway_client import GatewayClient
-from flowrt.serving.http_app import HttpApp
-from flowrt.serving.http_server import HttpServer
-from flowrt.serving.tokenizer import Tokenizer
-from flowrt.serving.tokenizer_process import TokenizerProcess
 from flowrt.transports.contract import Channel
 from flowrt.transports.wire.message import Message
 
-log = logging.getLogger("flowrt.front_end")
-
 MAX_MESSAGES = 1 << 16  # that the launcher may be behind
 END_SECONDS = 1.0  # for the last events of all streams
-_PR_SET_PDEATHSIG = 1
 
 
-async def run_front_end(control: Channel, seams: Seams) -> None:
-    """Serve until Stop, or until the control connection ends."""
-    await run_controlled(control, lambda start: FrontEnd(start, control, seams))
+class ClientServer(Protocol):
+    """Serves the clients of one front end. `close` takes no more, and lets those in progress end within `seconds`. `end` follows."""
+
+    async def accept(self) -> None: ...
+
+    async def close(self, seconds: float) -> None: ...
+
+    def end(self) -> None: ...
 
 
 class FrontEnd:
-    """One incarnation of a front end. Created by `run_front_end`."""
+    """One incarnation of a front end. `new_server` makes what serves its clients, of the graph and the settings in Start."""
 
-    def __init__(self, start: Start, control: Channel, seams: Seams) -> None:
-        self._start, self._seams = start, seams
+    def __init__(
+        self, start: Start, control: Channel, seams: Seams, new_server: Callable[[Graph, bytes, GatewayClient, Seams], ClientServer]
+    ) -> None:
+        self._start, self._seams, self._new_server = start, seams, new_server
         self._graph: Graph = from_json(start.graph)
-        self._settings = msgspec.json.decode(start.settings, type=FrontEndSettings)
         self._stopped, self._has_peers, self._is_draining = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.control = ControlLink(start.name, control, MAX_MESSAGES, self._on_message, self._on_launcher_end)
+        self.control = ControlLink(start.name, control, MAX_MESSAGES, self._on_message, self.on_launcher_end)
         self.client = GatewayClient(self.control.send)
 
     async def run(self) -> None:
-        settings = self._settings
-        _end_gently_with_launcher(self._on_launcher_end)
-        directory = Path(settings.model_dir)
-        tokenizer, process = Tokenizer(directory), TokenizerProcess(directory)
-        process.start()  # it loads meanwhile
-        encoder = PromptEncoder(process, self._graph.group_limits(), settings.max_model_len, settings.vocab_size)
-        completions = Completions(self.client, encoder, tokenizer, settings.eos_token_ids, self._graph.serving.stream_interval)
-        application = HttpApp(settings, self.client, completions, encoder, tokenizer, self._seams)
-        max_connections = allow_connections(self._graph.serving.max_connections)
-        server = HttpServer(application, max_connections, settings.certificate, settings.private_key)
+        server = self._new_server(self._graph, self._start.settings, self.client, self._seams)
         try:
             self.control.send(Listening({}, self._seams.resident_bytes()))
             await self._has_peers.wait()
@@ -86,9 +66,7 @@ class FrontEnd:
                 return
             async with asyncio.TaskGroup() as tasks:
                 beating = tasks.create_task(self._send_heartbeats(), name=f"heartbeats of {self._start.name}")
-                for name, number in self._seams.descriptors.items():
-                    if name in (LISTENER, ADMIN_LISTENER):
-                        await server.start(socket.socket(fileno=number), is_admin=name == ADMIN_LISTENER)
+                await server.accept()
                 self.control.send(Connected())
                 await self._is_draining.wait()
                 await server.close(END_SECONDS)
@@ -98,7 +76,7 @@ class FrontEnd:
             self.control.send(Statistics(resident_bytes=self._seams.resident_bytes()))
             await self.control.flush()
         finally:
-            process.close()
+            server.end()
 
     async def _send_heartbeats(self) -> None:
         if is_watched(self._graph):
@@ -117,17 +95,10 @@ class FrontEnd:
             case _:
                 self.client.on_control(control)
 
-    def _on_launcher_end(self) -> None:
+    def on_launcher_end(self) -> None:
         self.client.end("the server has ended")
         self._end()
 
     def _end(self) -> None:
         for event in (self._stopped, self._has_peers, self._is_draining):
             event.set()
-
-
-def _end_gently_with_launcher(on_end: Callable[[], None]) -> None:
-    """Get SIGTERM instead of SIGKILL when the launcher dies, so that every stream gets its last event."""
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_end)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

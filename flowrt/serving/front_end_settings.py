@@ -8,7 +8,7 @@ import msgspec
 
 from flowrt.serving.listener import HttpListener
 
-ENTRY = "flowrt.serving.front_end:run_front_end"
+ENTRY = "flowrt.serving.http_front_end:run_front_end"
 LISTENER, ADMIN_LISTENER = "listener", "admin listener"  # names of descriptors of listening sockets
 
 

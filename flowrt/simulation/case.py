@@ -77,7 +77,8 @@ class Case:
     """The graph (expanded), its requests or calls, and the conditions. The number of a fault, request or call is its index here.
 
     exact: use the integer model (flowrt/workers/exact_nodes.py) instead of weights. faults_from_launch: the scenario's times count from
-    the launch instead of the first request. worker: the entry of each worker.
+    the launch instead of the first request. worker: the entry of each worker. front_ends: processes that clients connect to; 0: they call
+    the gateway.
     """
 
     graph: Graph
@@ -91,6 +92,7 @@ class Case:
     faults_from_launch: bool = False
     max_requests: int = 1024
     worker: str = "flowrt.simulation.cluster:run_worker"
+    front_ends: int = 0
     poison: Poison | None = None
     glitch: Glitch | None = None
     drain_seconds: float | None = None  # the owner drains the run so long after the first request

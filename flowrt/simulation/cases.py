@@ -24,9 +24,16 @@ from flowrt.simulation.calls import AnyServed, Result, check_calls, simulate_cal
 from flowrt.simulation.case import Case, Glitch, Poison, SimulatedCall, SimulatedRequest
 from flowrt.simulation.cluster import config_of, simulate
 from flowrt.simulation.drawn_graphs import draw_graph
-from flowrt.simulation.fault_draws import draw_broken_link, draw_early_deaths, draw_early_stop, draw_faults, draw_standby_faults
+from flowrt.simulation.fault_draws import (
+    draw_broken_link,
+    draw_early_deaths,
+    draw_early_stop,
+    draw_faults,
+    draw_front_end_faults,
+    draw_standby_faults,
+)
 from flowrt.simulation.inside import EXACT_MODEL
-from flowrt.simulation.invariants import Reference, check
+from flowrt.simulation.invariants import Reference, check, front_ends_of
 from flowrt.simulation.invariants import mortal as mortal_workers
 from flowrt.simulation.network_conditions import CALM, NetworkConditions
 from flowrt.simulation.outages import holders_of
@@ -40,6 +47,7 @@ DRAIN_SHARE = 0.1
 POISON_SHARE = 0.18  # of the seeds with a model graph
 HUNG_PART_SHARE = 0.08
 GLITCH_SHARE = 0.12
+FRONT_ENDS_SHARE = 0.08
 GLITCHED = frozenset({"embed", "attention", "gate", "experts", "mlp", "shared", "combine", "head"})
 POOL = 18  # different requests; few, so that their references are computed once for all seeds
 _COSTS = (ComputeDelays(), ComputeDelays(1e-6, 2e-5, 1), ComputeDelays(1e-4, 2e-2, 0), ComputeDelays(1e-6, 5e-3, 3))
@@ -92,8 +100,19 @@ def draw(
         case = replace(case, drain_seconds=10 ** drains.uniform(-3, 0))
     if not exact or not drawn:
         return case
+    case = _draw_front_ends(random.Random(f"front ends {seed}"), case)
     case = _draw_glitch(random.Random(f"glitch {seed}"), _draw_poison(random.Random(f"poison {seed}"), case))
     return _draw_hung_part(random.Random(f"hung {seed}"), case)
+
+
+def _draw_front_ends(chance: random.Random, case: Case) -> Case:
+    """In some cases the clients come by way of front ends, which most faults hit then."""
+    if chance.random() >= FRONT_ENDS_SHARE or case.faults_from_launch or case.processes.refuses_first:
+        return case
+    case = replace(case, front_ends=chance.choice((1, 2, 2)))
+    others = case.scenario.faults if chance.random() < 0.4 else ()
+    faults = draw_front_end_faults(chance, case.graph, front_ends_of(case))
+    return replace(case, scenario=msgspec.structs.replace(case.scenario, faults=(*others, *faults)))
 
 
 def _draw_poison(chance: random.Random, case: Case) -> Case:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
@@ -35,29 +34,29 @@ from flowrt.process_backend import BackendOwner
 from flowrt.reliability.scenario import Crash
 from flowrt.seams import Seams
 from flowrt.simulation.case import Case
+from flowrt.simulation.clients import DirectClients
 from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.faults import Faults
+from flowrt.simulation.front_ends import FrontEndClients, services_of
 from flowrt.simulation.group_checks import GroupChecks
 from flowrt.simulation.inside import WorkerInternals, credit_faults
 from flowrt.simulation.invariants import falls_back, fastest_clock
 from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.outages import Outages, holders_of
 from flowrt.simulation.processes import SimulatedBackend
-from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served
+from flowrt.simulation.served import ClientRecord, Served
 from flowrt.simulation.server_checks import ServerChecks
 from flowrt.simulation.world import Outcome, World, run
 from flowrt.simulation.wrong_results import WrongResults
 from flowrt.transports.contract import Channel
 
 ARRIVAL_SECONDS = 20e-3  # requests arrive within this time of each other
-TOKENIZE_SECONDS = 20e-3  # of a long text
 QUIET_SECONDS = 2.0  # after the last end, with everything healed: all messages in flight arrive
 NEWS_SECONDS = 0.3  # a group may learn of a restarted server this late
 SLOWED_SECONDS = 10.0  # the same while a fault may slow it down
 RETRY_SECONDS = 5.0  # from healing everything: a process out of its restart budget must be started again if that is due by then
 SETTLE_SECONDS = 30.0  # from healing everything to the last restart
 STUCK_SECONDS = 20.0  # and `lost_group_seconds`, without a firing, a token or a restart while no fault lasts: heartbeats never end
-POLL_SECONDS = 0.1  # between polls of a client that reads late
 MAX_STEPS = 400_000  # of a run, which usually has some thousands: an endless recomputation takes virtual time, but not much
 STATISTICS_READS = 4
 PROMPT_SECONDS = 1.0  # for statistics, under faults of PROMPT_KINDS
@@ -103,6 +102,8 @@ class _SimulatedRun:
             raise ValueError("only a graph with a model has requests to serve")
         if case.exact:  # its whole numbers are float64, and the schemas of edges follow the graph's dtype
             graph = replace(graph, model=replace(model, dtype="float64"))
+        if case.front_ends:
+            graph = replace(graph, serving=replace(graph.serving, front_ends=case.front_ends))
         self._world, self._case = world, case
         _latest_run.set(self)
         ends = [fault.ends_seconds for fault in case.scenario.faults if fault.ends_seconds > fault.at_seconds]
@@ -116,6 +117,8 @@ class _SimulatedRun:
             on_event=self._on_event,
             on_control=self._on_control,
             on_line=lambda name, line: None,
+            services=services_of(graph) if case.front_ends else {},
+            farewell=self._farewell,
             worker=case.worker,
             unavailable_reason=lambda scheme: None,  # the network stands in for all of them
         )
@@ -149,6 +152,9 @@ class _SimulatedRun:
         self._outages = Outages(holders_of(self._launcher.graph, config))
         fastest, refuses = fastest_clock(case.scenario), case.processes.refuses_first
         self._checks = ServerChecks(world, self._launcher.graph, self._launcher, self._outages, self._faults, fastest, refuses)
+        clients = self._requests, lambda: self._failure is not None, self._group_checks.open
+        self._direct = DirectClients(self._seams, *clients)
+        self._front_ends = FrontEndClients(world, self._launcher, *clients) if case.front_ends else None
         self._clients: list[ClientRecord] = []
         self._open: dict[str, tuple[str, float]] = {}  # request id -> group, since when an outage may end it
         self._outage_seconds: dict[str, float] = {}  # of requests that have ended
@@ -167,6 +173,8 @@ class _SimulatedRun:
         try:
             async with self._launcher:
                 self._requests.begin()
+                if self._front_ends is not None:
+                    self._front_ends.served.begin()
                 try:
                     self._first_seconds = self._world.loop.time()
                     if not self._case.faults_from_launch:
@@ -179,10 +187,12 @@ class _SimulatedRun:
                     if self._failure is None:
                         await self._quieten()
                         async with asyncio.timeout(SETTLE_SECONDS):
-                            await self._requests.drain()
+                            await (self._requests.drain() if self._front_ends is None else self._front_ends.served.drain(SETTLE_SECONDS))
                             await self._launcher.drain()
                 finally:
                     await self._requests.aclose()
+                    if self._front_ends is not None:
+                        await self._front_ends.served.aclose()
                 self._statistics = await self._launcher.stop()
         except (UserError, WorkerDiedError) as error:
             self._failure = error
@@ -222,6 +232,8 @@ class _SimulatedRun:
         self._group_checks.on_event(event)
         events.news(event)
         apply_group_change(event, self._requests)
+        if self._front_ends is not None:
+            self._front_ends.note(event)
         if isinstance(event, events.RunFailed):
             self._failed_seconds = self._world.loop.time()
             if isinstance(event.error, UserError | WorkerDiedError):
@@ -230,8 +242,14 @@ class _SimulatedRun:
     def _on_control(self, worker: str, control: Control) -> None:
         before = self._group_checks.tokens_before(control)
         self._requests.on_control(worker, control)
+        if self._front_ends is not None:
+            self._front_ends.on_control(worker, control)
         self._group_checks.check_tokens(worker, control, before)
         self._note_ends()
+
+    async def _farewell(self, error: Exception) -> None:
+        if self._front_ends is not None:
+            await self._front_ends.served.fail(error)
 
     async def _send(self, group: str, control: Control) -> None:
         if isinstance(control, Submit):
@@ -277,41 +295,13 @@ class _SimulatedRun:
 
     async def _read(self, client: ClientRecord) -> None:
         """Run one client, from its request to its end."""
-        request, request_id = client.request, ""
-
-        async def tokenize() -> Sequence[int]:
-            await self._seams.clock.sleep(self._seams.random.choice((0.0, 0.0, 1e-4, TOKENIZE_SECONDS)))
-            if request.is_unreadable:
-                raise UserError(UNREADABLE_TEXT)
-            return request.prompt_token_ids
-
         try:
-            async with asyncio.timeout(request.cancel_seconds):
-                index = await self._requests.submit(request.params, tokenize)
-                request_id = self._gateway.log(index).id
-                self._group_checks.open(request_id)
-                while request.reads_late and self._gateway.log(index).end is None and self._failure is None:
-                    await self._seams.clock.sleep(POLL_SECONDS)
-                log = self._gateway.log(index)
-                if log.end is not None:
-                    client.log = tuple(log.token_ids), log.text
-                async with aclosing(self._requests.follow(index)) as events_of_request:
-                    async for event in events_of_request:
-                        client.events.append(event)
-                        if client.end is None and len(client.events) == request.leaves_after:
-                            client.has_left = True
-                            return
-                        if request.pause_seconds:
-                            await self._seams.clock.sleep(request.pause_seconds)
-        except TimeoutError:
-            client.has_left = True
-        except (UserError, WorkerDiedError, NotRunningError) as error:
-            client.failure = str(error)
+            await (self._front_ends or self._direct).run(client)
         finally:
             self._note_ends()
-            client.outage_seconds = self._outage_seconds.get(request_id, 0.0)
-            client.no_group_seconds = self._group_checks.no_group_seconds.get(request_id, 0.0)
-            client.ran_alone = request_id in self._group_checks.ran_alone
+            client.outage_seconds = self._outage_seconds.get(client.request_id, 0.0)
+            client.no_group_seconds = self._group_checks.no_group_seconds.get(client.request_id, 0.0)
+            client.ran_alone = client.request_id in self._group_checks.ran_alone
 
     async def _read_statistics(self) -> None:
         """Read the statistics several times; they must arrive in time, whichever process is paused or dies."""
@@ -413,6 +403,8 @@ class _SimulatedRun:
             raise InvariantError("I8", "left when all had ended: " + "; ".join(left))
         if wrong := credit_faults(insides):
             raise InvariantError("I4", "; ".join(wrong))
+        if self._front_ends is not None:
+            self._front_ends.check_ended()
         if self._gateway.num_unfinished or self._gateway.num_logs:
             raise InvariantError("I8", f"the gateway keeps {self._gateway.num_logs} logs when all clients have left")
 

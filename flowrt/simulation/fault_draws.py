@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Literal
 
 from flowrt.graph.builtin import SOURCE
@@ -167,6 +168,30 @@ def draw_broken_link(chance: random.Random, graph: Graph) -> list[AnyFault]:
         return []
     direction: Literal["both", "there", "back"] = chance.choice(("both", "there", "back"))
     return [kinds.Cut(at_seconds=_draw_time(chance), between=chance.choice(links), for_seconds=PERMANENT_SECONDS, direction=direction)]
+
+
+def draw_front_end_faults(chance: random.Random, graph: Graph, names: Sequence[str]) -> list[AnyFault]:
+    """Crashes, standstills and slow links of front ends, most of them while clients are served."""
+    at, name, lasts = _draw_time(chance), chance.choice(names), 10 ** chance.uniform(-3, 0.7)
+    if is_watched(graph) and chance.random() < 0.2:
+        lasts = PERMANENT_SECONDS
+    match chance.choice(("crash", "crash", "all", "again", "stop", "stop", "slow", "late", "reset", "none")):
+        case "crash":
+            return [kinds.Crash(at_seconds=at, process=name)]
+        case "all":
+            return [kinds.Crash(at_seconds=at * chance.uniform(0.5, 1.0), process=each) for each in names]
+        case "again":
+            return [kinds.Crash(at_seconds=at * 3.0**number, process=name) for number in range(chance.randint(2, 4))]
+        case "stop":
+            return [chance.choice((kinds.Pause, kinds.Stall))(at_seconds=at, process=name, for_seconds=lasts)]
+        case "slow":
+            return [kinds.TinyQueues(process=name), kinds.Pause(at_seconds=at, process=name, for_seconds=min(lasts, 1.0))]
+        case "late":  # its last messages come after notices of its death
+            slow = kinds.SlowLink(at_seconds=at * chance.random(), between=(GATEWAY, name), for_seconds=min(lasts, 1.0), factor=100.0)
+            return [slow, kinds.Crash(at_seconds=at, process=name)]
+        case "reset":
+            return [kinds.Reset(at_seconds=at, between=(GATEWAY, name))]
+    return []
 
 
 def _draw_fork_server(chance: random.Random, graph: Graph, mortal: list[str]) -> list[AnyFault]:

@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowrt.gateway.completion import Completion
-from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
+from flowrt.graph.model import FORK_SERVER, FRONT_END, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import pipelines, standby_names, survivable_processes
 from flowrt.launcher.transport_choice import host_name, pack
-from flowrt.reliability.scenario import AnyFault, Duplicate, Hang, Pause, Reset, RollBack, Scenario, Skew, Stall, TinyQueues
+from flowrt.reliability.scenario import AnyFault, Crash, Duplicate, Hang, Pause, Reset, RollBack, Scenario, Skew, Stall, TinyQueues
 from flowrt.simulation.case import Case, Poison
 from flowrt.simulation.errors import InvariantError
-from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served
+from flowrt.simulation.served import CONNECTION_TEXT, UNREADABLE_TEXT, ClientRecord, Served
 
 LOOKED_SECONDS = 0.05  # an outage may have begun this long before it was observed
 KILLED_TEXT = "expert servers died or hung again and again"  # in the error of a request that is presumed to have killed servers
@@ -37,6 +37,7 @@ NOT_FINITE_TEXT = "were not finite (NaN or infinity) twice"  # in the error of a
 MAX_VICTIMS = 2  # processes that a request may end: at first beside others, then alone
 DRAINING_TEXT = "the run is draining"
 FULL_TEXT = "too many active requests"
+LATE_TEXT, ENDED_TEXT = "the graph does not respond", "the server has ended"  # of front ends
 
 Reference = tuple[tuple[int, ...], ...]  # the token ids of each choice of a request
 
@@ -74,7 +75,23 @@ def _is_fatal(case: Case, fault: AnyFault) -> bool:
     """Whether the fault may end the run. A standstill never does: a group is fenced. A lost connection does if neither end may die."""
     if fault.heals or isinstance(fault, Pause | Stall | Hang) or falls_back(case, fault):
         return False
-    return (mortal(case.graph) | {MONITOR, FORK_SERVER, *standby_names(case.graph)}).isdisjoint(fault.processes)
+    return (mortal(case.graph) | {MONITOR, FORK_SERVER, *standby_names(case.graph), *front_ends_of(case)}).isdisjoint(fault.processes)
+
+
+def front_ends_of(case: Case) -> tuple[str, ...]:
+    return tuple(f"{FRONT_END}.{number}" for number in range(case.front_ends))
+
+
+def _may_lose_front_end(case: Case, client: ClientRecord) -> bool:
+    """Whether a fault hit the client's front end, or all when it had none, or the way from there to the gateway."""
+    names = {client.front_end} if client.front_end else {*front_ends_of(case)}
+    return bool(case.front_ends) and any(not names.isdisjoint(fault.processes) for fault in case.scenario.faults)
+
+
+def _may_be_late(case: Case, client: ClientRecord) -> bool:
+    """Whether a fault stopped the gateway or the client's front end, or delayed the messages between them."""
+    names = {client.front_end, GATEWAY}
+    return any(not isinstance(fault, Crash) and not names.isdisjoint(fault.processes) for fault in case.scenario.faults)
 
 
 def falls_back(case: Case, fault: AnyFault) -> bool:
@@ -127,6 +144,9 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
             DRAINING_TEXT: case.drain_seconds is not None,
             FULL_TEXT: len(case.requests) > case.max_requests,
             UNREADABLE_TEXT: client.request.is_unreadable,
+            CONNECTION_TEXT: _may_lose_front_end(case, client),
+            ENDED_TEXT: _may_lose_front_end(case, client),
+            LATE_TEXT: _may_be_late(case, client),
         }
         may_fail_alone = any(text in error for text, is_permitted in permitted.items() if is_permitted)
         broken_off = (reason == "abort" and client.request.may_leave) or (

@@ -9,15 +9,18 @@ from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, Token
 from flowrt.simulation.case import SimulatedRequest
 
 UNREADABLE_TEXT = "text that cannot be tokenized"
+CONNECTION_TEXT = "the connection to the front end was lost"
 
 
 @dataclass
 class ClientRecord:
     """What one client saw: its events; `failure`: what a call raised; `has_left`: it did not wait for the end. `outage_seconds`: for how
     long, at most, an expert had no replica that the request's group could use, while the request was there. `no_group_seconds`: the same
-    for no group. `ran_alone`: a group computed it alone when it crashed or hung."""
+    for no group. `ran_alone`: a group computed it alone when it crashed or hung. `front_end`: the process that it is connected to."""
 
     request: SimulatedRequest
+    request_id: str = ""
+    front_end: str = ""
     events: list[ClientEvent] = field(default_factory=list)
     failure: str | None = None
     has_left: bool = False

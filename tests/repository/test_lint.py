@@ -51,6 +51,7 @@ TASK_OWNERS: dict[str, str] = {
     "transports/conformance/process_checks.py": "the same",
     "flowrt/launcher/launcher.py": "the run: ended by stop, or by leaving `async with`",
     "flowrt/simulation/world.py": "simulated processes, which are cut off without being awaited; the run fails when one is left",
+    "flowrt/simulation/front_ends.py": "the clients of a simulated front end: ended by close or end, or cut off with it",
     "transports/emulation/channel.py": "the reader of a channel: ended and awaited by its aclose",
 }
 SLEEPERS = ("flowrt/actors/lazy_opener.py", "flowrt/actors/link_channel.py", "flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from simulation.planted_colocated import COLOCATED_BUGS
 from simulation.planted_faults import FAULT_BUGS
+from simulation.planted_front_ends import FRONT_END_BUGS
 from simulation.planted_groups import GROUP_BUGS
 from simulation.planted_prefixes import PREFIX_BUGS
 from simulation.planted_standby import STANDBY_BUGS
@@ -73,6 +74,7 @@ BUGS: tuple[Bug, ...] = (
     *GROUP_BUGS,
     *FAULT_BUGS,
     *STANDBY_BUGS,
+    *FRONT_END_BUGS,
     *with_graphs("colocated", COLOCATED_BUGS),
     *with_graphs("trampoline.yaml", TRAMPOLINE_BUGS),
     *with_graphs("prefill.yaml", TRANSFER_BUGS),

@@ -1,0 +1,64 @@
+"""Connects the front ends of a run to its gateway: their messages, their deaths, and the end of the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from flowrt.actors.control import Control, Drain
+from flowrt.actors.front_end_messages import StateQuery, StateReport
+from flowrt.gateway.front_ends import FrontEnds
+from flowrt.gateway.requests import Requests
+from flowrt.graph.model import front_end_names
+from flowrt.launcher import events
+from flowrt.launcher.launcher import Launcher
+
+LAST_EVENTS_SECONDS = 2.0  # for all streams to get their last event
+
+
+class ServedRequests:
+    """The requests that come by way of front ends. `report_state` returns the response to a query."""
+
+    def __init__(self, launcher: Launcher, requests: Requests, report_state: Callable[[StateQuery], Awaitable[StateReport]]) -> None:
+        self._launcher, self._requests = launcher, requests
+        self._front_ends = FrontEnds(front_end_names(launcher.graph), requests, self._send, self._post, report_state)
+
+    def begin(self) -> None:
+        self._front_ends.begin()
+
+    async def aclose(self) -> None:
+        await self._front_ends.aclose()
+
+    def on_control(self, worker: str, control: Control) -> None:
+        self._front_ends.on_control(worker, control)
+
+    def note(self, event: events.Event) -> None:
+        if isinstance(event, events.WorkerLost):
+            self._front_ends.lose(event.name)
+
+    async def drain(self, seconds: float) -> None:
+        """Admit no new requests and wait until all have ended. After `seconds` end those that are left; then each stream gets its end."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._requests.drain()
+        self._requests.end_all()
+        await self._flush()
+
+    async def fail(self, error: Exception) -> None:
+        """The run has failed: each stream gets an error as its last event."""
+        self._front_ends.fail(str(error))
+        await self._flush()
+
+    async def _flush(self) -> None:
+        """Wait until the front ends have sent all that they were given; they take no more connections."""
+        await self._front_ends.wait_sent()
+        names = [name for name in self._front_ends.names if self._launcher.state.is_usable(name)]
+        if drained := [self._launcher.workers[name].request(Drain()) for name in names]:
+            await asyncio.wait(drained, timeout=LAST_EVENTS_SECONDS)
+
+    async def _send(self, name: str, control: Control) -> None:
+        await self._launcher.workers[name].send(control)
+
+    def _post(self, name: str, control: Control) -> None:
+        self._launcher.workers[name].post(control)

@@ -1,0 +1,77 @@
+"""The entry of a front end: serves HTTP on the sockets that all front ends share.
+
+flowrt/serving/front_end.py has what it is for the launcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from flowrt.actors.control import Start
+from flowrt.actors.control_link import run_controlled
+from flowrt.graph.model import Graph
+from flowrt.processes.descriptors import allow_connections
+from flowrt.seams import Seams
+from flowrt.serving.completions import Completions, PromptEncoder
+from flowrt.serving.front_end import FrontEnd
+from flowrt.serving.front_end_settings import ADMIN_LISTENER, LISTENER, FrontEndSettings
+from flowrt.serving.gateway_client import GatewayClient
+from flowrt.serving.http_app import HttpApp
+from flowrt.serving.http_server import HttpServer
+from flowrt.serving.tokenizer import Tokenizer
+from flowrt.serving.tokenizer_process import TokenizerProcess
+from flowrt.transports.contract import Channel
+
+_PR_SET_PDEATHSIG = 1
+
+
+async def run_front_end(control: Channel, seams: Seams) -> None:
+    """Serve until Stop, or until the control connection ends."""
+
+    def new(start: Start) -> FrontEnd:
+        front_end = FrontEnd(start, control, seams, HttpClientServer)
+        _end_gently_with_launcher(front_end.on_launcher_end)
+        return front_end
+
+    await run_controlled(control, new)
+
+
+class HttpClientServer:
+    """See front_end.ClientServer."""
+
+    def __init__(self, graph: Graph, settings: bytes, client: GatewayClient, seams: Seams) -> None:
+        read = msgspec.json.decode(settings, type=FrontEndSettings)
+        directory = Path(read.model_dir)
+        self._descriptors = seams.descriptors
+        self._process, tokenizer = TokenizerProcess(directory), Tokenizer(directory)
+        self._process.start()  # it loads meanwhile
+        encoder = PromptEncoder(self._process, graph.group_limits(), read.max_model_len, read.vocab_size)
+        completions = Completions(client, encoder, tokenizer, read.eos_token_ids, graph.serving.stream_interval)
+        application = HttpApp(read, client, completions, encoder, tokenizer, seams)
+        self._server = HttpServer(application, allow_connections(graph.serving.max_connections), read.certificate, read.private_key)
+
+    async def accept(self) -> None:
+        for name, number in self._descriptors.items():
+            if name in (LISTENER, ADMIN_LISTENER):
+                await self._server.start(socket.socket(fileno=number), is_admin=name == ADMIN_LISTENER)
+
+    async def close(self, seconds: float) -> None:
+        await self._server.close(seconds)
+
+    def end(self) -> None:
+        self._process.close()
+
+
+def _end_gently_with_launcher(on_end: Callable[[], None]) -> None:
+    """Get SIGTERM instead of SIGKILL when the launcher dies, so that every stream gets its last event."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_end)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
