@@ -261,7 +261,7 @@ class RunState:
                 table.notify(each, (MONITOR,), self._joined(each))
         self._on_up(process)
         is_up = all(each.phase == ProcessPhase.UP or not table.awaits_start(each) for each in table.processes.values())
-        if table.phase == RunPhase.CONNECTING and is_up:
+        if table.phase == RunPhase.CONNECTING and is_up and not self._root_cause.has_reports:  # a failed start must not become ready
             table.phase = RunPhase.RUNNING
             table.announce(events.Ready(table.now - self._began))
             self.fork_server.introduce()

@@ -373,6 +373,16 @@ def test_lost_fork_server_is_the_root_cause_of_a_failed_start() -> None:
     assert end_of(driver.pass_time(60.0)) == f"{FORK_SERVER} {KILLED}"
 
 
+def test_a_start_that_has_failed_does_not_become_ready() -> None:
+    """All processes connect while the cause of the failure settles."""
+    driver = Driver()
+    driver.connect()
+    driver.do(driver.state.fork_server.on_lost, KILLED)
+    connected = [event for name in (CLIENT, SERVER, OTHER) for event in announced(driver.do(driver.state.on_connected, name))]
+    assert {type(event) for event in connected} == {events.WorkerConnected}
+    assert end_of(driver.pass_time(60.0)) == f"{FORK_SERVER} {KILLED}"
+
+
 def test_stop_in_order_and_stragglers() -> None:
     driver = Driver()
     driver.begin()
