@@ -201,15 +201,11 @@ class _SimulatedRun:
         self._checks.look([])
 
     def served(self) -> Served:
-        failure = self._failure
-        return Served(
-            tuple(self._clients),
-            self._statistics,
-            None if failure is None else getattr(failure, "process", ""),
-            None if failure is None else str(failure),
-            None if failure is None else self._failed_seconds - self._first_seconds,
-            self._world.num_faults["poisoned"],
-        )
+        failure, poison = self._failure, (self._world.num_faults["poisoned"], self._wrong_results.num_parts)
+        if failure is None:
+            return Served(tuple(self._clients), self._statistics, None, None, None, *poison)
+        seconds = self._failed_seconds - self._first_seconds
+        return Served(tuple(self._clients), self._statistics, getattr(failure, "process", ""), str(failure), seconds, *poison)
 
     # Callbacks of the launcher and the gateway.
 

@@ -77,7 +77,7 @@ class ClientRecord:
 class Served:
     """What all clients saw, in the order of the requests, and each worker's last statistics. `failed` is the process that the run failed
     for, `failure` the text, `failed_seconds` the time since the first request; None in a good run. `num_poisoned`: how often a process
-    computed the poison."""
+    computed the poison; `num_poison_parts`: different parts that end the servers that compute them."""
 
     clients: tuple[ClientRecord, ...]
     statistics: dict[str, Statistics]
@@ -85,3 +85,4 @@ class Served:
     failure: str | None = None
     failed_seconds: float | None = None
     num_poisoned: int = 0
+    num_poison_parts: int = 0

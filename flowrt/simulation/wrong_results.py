@@ -24,6 +24,10 @@ class WrongResults:
     def hangs(self) -> bool:
         return self._poison is not None and self._poison.effect in ("hang", "hung_part")
 
+    @property
+    def num_parts(self) -> int:
+        return len(self._pairs)
+
     def wrap(self, node: Node, function: Any, end_process: Callable[[], None]) -> Any:
         """The function of a node, with its wrong results. `end_process` ends the process, or its compute thread."""
         poison, operator = self._poison, node.operator
