@@ -97,8 +97,10 @@ class Failover:
                 for part in self.client.take_unsent(server, tag, missing):
                     self._redispatch(tag, part)
                 in_flight = self.client.in_flight(tag)
-                if in_flight is not None and self.client.server_of(tag, in_flight) == server and in_flight not in missing:
-                    self._send_next(tag)  # a hedge whose late part has its response, which may come before its plan
+                if in_flight is None or self.client.server_of(tag, in_flight) != server or in_flight in missing:
+                    continue
+                if self.client.hedged_row(tag, in_flight) is not None:  # the late part has its response
+                    self._send_next(tag)  # of a suspect whose plan has not arrived, no part may come before the plan
         if any(self._missing_at(frozenset(self._servers.get(process, [])))):
             self._unsettled.add(process)
         if (trampoline := self._trampolines.get(process)) is not None:

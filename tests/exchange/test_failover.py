@@ -657,14 +657,17 @@ def test_parts_of_a_suspect_go_one_by_one_each_alone(fencing):
     fencing.check()
 
 
-def test_parts_of_a_suspect_survive_a_death_while_they_are_split(fencing):
-    """The compute thread splits a tag while the loop handles the death of a server: the plan comes after it."""
+@pytest.mark.parametrize("has_first", [False, True])
+def test_parts_of_a_suspect_survive_a_death_while_they_are_split(fencing, has_first):
+    """The compute thread splits a tag while the loop handles the death of a server, of the first part or another: the plan comes after it,
+    and all responses after the plan."""
     add_tag = fencing.client.add_tag
 
     def add_and_die(*arguments):
         requests = add_tag(*arguments)
         (sent,) = requests
-        fencing.die(next(server for server in SERVERS if sent != f"server{server}"))
+        fencing.die(next(server for server in SERVERS if (sent == f"server{server}") is has_first))
+        fencing.serve_all()
         return requests
 
     fencing.client.add_tag = add_and_die
