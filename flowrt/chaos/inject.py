@@ -22,6 +22,7 @@ from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Reset, Sce
 from flowrt.seams import Clock
 
 BACK_SECONDS = 60.0  # in which a process that was killed must be back
+HELD_SECONDS = 5.0  # in which all workers report what they hold
 NOTE_SECONDS = 1.0  # in which a worker that runs reports that it carries out an order
 
 Log = Callable[[str], None]
@@ -62,13 +63,13 @@ class Injector:
         latest = {injected.process: injected for injected in lost}
         return all([await self._is_back(injected) for injected in latest.values()])
 
-    async def collect_held(self, names: Sequence[str], seconds: float = 5.0) -> None:
+    async def collect_held(self, names: Sequence[str]) -> None:
         """Make these workers report what they hold (`RunObserver.held`)."""
         self._observer.held.clear()
         for name in names:
             with contextlib.suppress(NotRunningError, WorkerDiedError):
                 await self._graph.launcher.send(name, Order("look"))
-        await self._observer.wait_until(lambda: self._observer.held.keys() >= set(names), seconds)
+        await self._observer.wait_until(lambda: self._observer.held.keys() >= set(names), HELD_SECONDS)
 
     async def _is_back(self, injected: InjectedFault) -> bool:
         observer = self._observer

@@ -346,12 +346,12 @@ class Gateway:
         """The workers in which the request is placed: the prefill worker that has its KV, the group that computes its tokens."""
         return self._stages.workers_of(self._logs[index])
 
-    def end_all(self, reason: FinishReason, error: str | None = None) -> list[EndEvent]:
-        """End every active request, because the run is over. Returns their EndEvents."""
+    def end_all(self) -> list[EndEvent]:
+        """End every active request with reason "abort", because the run is over. Returns their EndEvents."""
         self.refuses_all = "the run has ended"
         for group in self.workers:
             self._stages.lose(group, "has ended")
-        decisions = [decision for log in list(self._active.values()) for decision in self._end(log, reason, error)]
+        decisions = [decision for log in list(self._active.values()) for decision in self._end(log, "abort")]
         return [decision for decision in decisions if isinstance(decision, EndEvent)]
 
     # Inside

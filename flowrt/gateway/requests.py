@@ -210,7 +210,7 @@ class Requests:
 
     def end_all(self) -> None:
         """End all active requests with reason "abort": the run was closed."""
-        self._carry_out(self.gateway.end_all("abort"))
+        self._carry_out(self.gateway.end_all())
 
     def _check_known(self, index: int) -> None:
         if type(index) is not int or index not in self._on_change:

@@ -344,7 +344,7 @@ def test_requests_go_to_the_least_loaded_group() -> None:
     redispatched = move(gateway, placed[0].index, "g2")
     assert isinstance(redispatched, SendRequest)
     assert redispatched.group == "g1"
-    gateway.end_all("abort")
+    gateway.end_all()
     assert {worker.num_sequences for worker in gateway.workers.values()} == {0}
 
 
@@ -401,7 +401,7 @@ def test_what_does_not_fit_waits_the_oldest_first() -> None:
     assert isinstance(next_one, SendRequest)
     assert (next_one.index, next_one.request.attempt) == (6, 1)
     assert [each.index for each in gateway.readmit_group("g0") if isinstance(each, SendRequest)] == [8, 10]
-    gateway.end_all("abort")
+    gateway.end_all()
     assert {worker.num_sequences for worker in gateway.workers.values()} == {0}
     assert len(placed) == 10
 
@@ -506,8 +506,8 @@ def test_the_end_of_the_run_ends_every_request() -> None:
     for _ in range(3):
         place(gateway)
     gateway.cancel(1)
-    assert gateway.end_all("error", "attention.0 died") == [EndEvent(index, "error", "", "attention.0 died") for index in (0, 2)]
-    assert gateway.end_all("error") == []
+    assert gateway.end_all() == [EndEvent(index, "abort", "", None) for index in (0, 2)]
+    assert gateway.end_all() == []
 
 
 @settings(max_examples=100, deadline=None)
