@@ -170,8 +170,8 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
 
 
 def _computes(poison: Poison | None, effect: str, client: ClientRecord, reference: Reference) -> bool:
-    """Whether the request computes a poison with this effect."""
-    tokens = {*client.request.prompt_token_ids, *(token for choice in reference for token in choice[:-1])}
+    """Whether the request computes a poison with this effect. Without an expert it may compute other tokens than the reference."""
+    tokens = {*client.request.prompt_token_ids, *(token for choice in reference for token in choice[:-1])}.union(*client.choices)
     return poison is not None and poison.effect == effect and poison.token_id in tokens
 
 

@@ -88,7 +88,7 @@ class Endpoint:
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[step] = future
         try:
-            if self._failure is not None or self._worker is None:
+            if self._failure is not None or self._worker is None:  # it may have failed since the turn came
                 raise self._failure or RuntimeError("the graph has not been opened")
             self._worker.emit(INPUT, Tag(self._source, 0, 0, step, 0), payloads)
             return await future
@@ -117,6 +117,8 @@ class Endpoint:
                 self._admit()
 
     async def _begin(self) -> int:
+        if self._failure is not None:  # no place becomes free any more
+            raise self._failure
         if not self._queue and self._calls.can_begin():
             return self._calls.begin()
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
