@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from repository.source_tree import ROOT
 
 README = ROOT / "README.md"
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"```.*?```", re.DOTALL)
 _CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 _COMMAND = re.compile(r"(?:^|[\s`$;])flowrt +([a-z][a-z-]*)(?: +(validate|show|expand|schema))?")
 _TARGET = re.compile(r"(?:^|[\s`$;])make +([a-z]+)")
@@ -36,10 +40,20 @@ def test_each_page_is_named_in_the_index(page: str) -> None:
     assert f"({page})" in (ROOT / "docs" / "README.md").read_text(encoding="utf-8"), f"docs/README.md does not link {page}"
 
 
-def test_index_links_only_pages_that_exist() -> None:
-    linked = re.findall(r"\]\(([\w./-]+\.md)\)", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
-    assert linked
-    assert [page for page in linked if not (ROOT / "docs" / page).exists()] == []
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_to_files_and_headings_that_exist(name: str) -> None:
+    text = _BLOCK.sub("", (ROOT / name).read_text(encoding="utf-8"))
+    links = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    files = [((ROOT / name).parent / path if path else ROOT / name, anchor) for path, _, anchor in links]
+    wrong = [f"{file.name}#{anchor}" for file, anchor in files if not file.exists() or (anchor and anchor not in anchors_of(file))]
+    assert not wrong
+
+
+@functools.cache
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
@@ -50,7 +64,7 @@ def test_make_targets_exist(name: str) -> None:
     assert named <= known, named - known
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize("name", PAGES)
 def test_paths_exist(name: str) -> None:
     missing = sorted({path for path in _PATH.findall(code_of(name)) if not (ROOT / path).exists()})
     assert not missing, f"{name} names what is not in the tree: {missing}"
