@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flowrt.chaos.cells import fault_name
 from flowrt.errors import UserError, shortened
 from flowrt.graph.document import read_document
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
@@ -73,7 +74,7 @@ def needs_fault_worker(scenario: Scenario) -> bool:
 
 def fault_text(fault: AnyFault) -> str:
     """The fault in words: "kill experts.1", "pause experts.0 for 0.5 s"."""
-    text = f"{'kill' if isinstance(fault, Crash) else fault.kind} {' - '.join(fault.processes)}"
+    text = f"{fault_name(fault.kind)} {' - '.join(fault.processes)}"
     if isinstance(fault, Slow):
         text += f" {fault.factor:g} times"
     return f"{text} for {fault.for_seconds:g} s" if isinstance(fault, Pause | Stall | Hang | Slow) else text
