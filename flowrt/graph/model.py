@@ -208,6 +208,7 @@ class GraphLimits:
     max_num_batched_tokens: int = _key(512, "The most rows of a step, and with it of every message.", ge=1, le=1 << 16)
     chunk_tokens: int = _key(64, "Strict: prompts are cut at its multiples.", ge=1, le=1 << 16)
     enable_prefix_caching: bool = _key(True, "Keep the KV of prompts for later ones that begin with the same tokens.")
+    max_micro_batches: int = _key(64, "Of the deployment's micro-batches, how many at most; for roles with fewer.", ge=1, le=64)
     dynamic_micro_batches: bool = _key(False, "Use as many of the micro-batches as give the most tokens per second, by measuring.")
     in_flight: int = _key(8, "The most tags in flight in a graph of your own.", ge=1, le=4096)
     max_message_bytes: int = _key(1 << 26, "The most payload of a message.", ge=1024, le=1 << 34)

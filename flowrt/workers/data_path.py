@@ -155,7 +155,7 @@ class DataPath:
             config = config_of(graph)
             engine = Engine(
                 graph.limits_of(name),
-                graph.micro_batches,
+                min(graph.micro_batches, graph.limits_of(name).max_micro_batches),
                 config.max_position_embeddings,
                 config.vocab_size,
                 config.eos_token_ids,

@@ -29,12 +29,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "2 prefill workers, 2 groups": {"prefill": {"workers": 2}, "attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 2}},
     "KV of complete prompts": {
         "prefill": {"workers": 2, "stream": False, "threads": 1},
-        "attention": {"groups": 2, "threads": 2},
+        "attention": {"groups": 2, "threads": 2, "micro_batches": 2},
         "experts": {"servers": 2},
     },
     "experts inside": {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 0}},
 }
-OF_ROLES = {"prefill": {"max_num_seqs": 2, "kv_pages": 20, "max_num_batched_tokens": 96}, "attention": {"max_num_seqs": 6}}
+OF_PREFILL = {"max_num_seqs": 2, "kv_pages": 20, "max_num_batched_tokens": 96, "max_micro_batches": 1}
+OF_ROLES = {"prefill": OF_PREFILL, "attention": {"max_num_seqs": 6}}
 LIMITS: dict[str, dict[str, Any]] = {"KV of complete prompts": {"limits": {"kv_pages": 64, "roles": OF_ROLES}}}
 
 
