@@ -44,7 +44,7 @@ class HealthRecord:
                 state.fenced.pop(name, None)
             case events.WorkerLost(name, how, while_loading) if not while_loading:
                 state.down[name] = how
-                state.given_up.discard(name)  # the fork server was only stopped for a while
+                state.given_up.pop(name, None)  # the fork server was only stopped for a while
                 self._workers.pop(name, None)
                 state.suspects.pop(name, None)
                 self._lost_experts.pop(name, None)  # its next incarnation reports again
@@ -52,11 +52,11 @@ class HealthRecord:
                     state.suspects.clear()  # a dead monitor clears none; its next incarnation suspects again
             case events.WorkerRestarted(name):
                 state.down.pop(name, None)
-                state.given_up.discard(name)
-            case events.WorkerGivenUp(name):
+                state.given_up.pop(name, None)
+            case events.WorkerGivenUp(name, why):
                 for known in (state.down, state.suspects, self._workers):
                     known.pop(name, None)
-                state.given_up.add(name)
+                state.given_up[name] = why
             case events.ExpertsReported(name, report):
                 self._lost_experts[name] = report
             case events.RunFailed(error):

@@ -62,7 +62,7 @@ class ServiceState:
 
     `failure`: why the run has ended. `suspects`: process -> reason. `fenced`: process -> why it was marked dead. `groups`: all groups.
     `lost_experts`: a sentence about unavailable experts; `degraded`: the same where the graph continues without them.
-    `down`: process -> how it died; it will be restarted. `given_up`: processes that will not be restarted, whose load the others carry.
+    `down`: process -> how it died; it will be restarted. `given_up`: process -> why it stays down for now.
     `workers`: progress of the workers that send heartbeats. `fork_server`: how it was lost, while there is none.
     """
 
@@ -75,7 +75,7 @@ class ServiceState:
     fenced: dict[str, str] = field(default_factory=dict)
     groups: Collection[str] = ()
     down: dict[str, str] = field(default_factory=dict)
-    given_up: set[str] = field(default_factory=set)
+    given_up: dict[str, str] = field(default_factory=dict)
     workers: Mapping[str, WorkerProgress] = field(default_factory=dict)
     fork_server: str | None = None
 
@@ -112,7 +112,7 @@ def health(state: ServiceState, stall_seconds: float = STALL_SECONDS) -> Health:
     warnings += [f"{process} is suspect: {why}" for process, why in sorted(state.suspects.items())]
     warnings += fenced
     warnings += [f"{process} {how}; it is being started again" for process, how in sorted(state.down.items())]
-    warnings += [f"{process} is down, and its restarts are used up" for process in sorted(state.given_up)]
+    warnings += [f"{process} stays down: {why}" for process, why in sorted(state.given_up.items())]
     if state.fork_server is not None:
         warnings.append(f"the fork server {state.fork_server}; a process that ends stays down until a new one is ready")
     return Health(not problems, tuple(problems), tuple(warnings), dict(state.workers))

@@ -90,8 +90,9 @@ def test_suspected_and_dead_processes_are_warnings_until_they_return(record: Rec
     assert record.warnings == ("experts.0 was marked dead; it is being started again",)
     record.note(events.WorkerRestarted("experts.0", 7, 0.5))
     assert record.warnings == ()
-    record.note(events.WorkerLost("experts.0", "was killed"), events.WorkerGivenUp("experts.0", "too often"))
-    assert record.warnings == ("experts.0 is down, and its restarts are used up",)
+    why = "the fork server was killed, and it was started again once in 30 s"
+    record.note(events.WorkerLost("experts.0", "was killed"), events.WorkerGivenUp("experts.0", why))
+    assert record.warnings == (f"experts.0 stays down: {why}",), "its own restarts are not used up"
     assert record.standing.health().ok
     record.note(events.WorkerRestarted("experts.0", 8, 20.0))
     assert record.warnings == ()

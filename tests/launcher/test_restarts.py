@@ -209,7 +209,8 @@ async def test_one_that_was_given_up_is_tried_again_later(tmp_path: Path) -> Non
     async with r.launcher as launcher:
         r.kill("server.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
-        assert "server.0 is down, and its restarts are used up" in launcher.health_record.health().warnings
+        why = "it was started again once in 3 s; the next try is in 3 s"
+        assert f"server.0 stays down: {why}" in launcher.health_record.health().warnings
         await r.until_back("server.0")
         assert launcher.health_record.health().warnings == ()
         await r.submit("server.0", "hello")

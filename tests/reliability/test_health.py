@@ -43,8 +43,8 @@ def test_requests_without_progress_are_unhealthy() -> None:
         (ServiceState(failure="fork server was killed"), Health(False, ("the run has ended: fork server was killed",))),
         (ServiceState(lost_experts="no copy of expert 3 is left"), Health(False, ("no copy of expert 3 is left",))),
         (
-            ServiceState(suspects={"experts.1": "no heartbeat for 0.42 s"}, given_up=["experts.0"]),
-            Health(True, (), ("experts.1 is suspect: no heartbeat for 0.42 s", "experts.0 is down, and its restarts are used up")),
+            ServiceState(suspects={"experts.1": "no heartbeat for 0.42 s"}, given_up={"experts.0": "it ends too often"}),
+            Health(True, (), ("experts.1 is suspect: no heartbeat for 0.42 s", "experts.0 stays down: it ends too often")),
         ),
         (
             ServiceState(fenced={"attention.1": "stopped"}, groups=["attention.0", "attention.1"]),
