@@ -65,7 +65,12 @@ class ArgumentError(UserError, TypeError, ValueError):
 
 
 class TokenizerError(UserError, ValueError):
-    """A model directory cannot tokenize or render text. The message names the file and what to do."""
+    """A model directory cannot tokenize or render text. The message names the file and what to do. `is_too_long`: the text has more tokens
+    than the graph can hold."""
+
+    def __init__(self, text: str, *, is_too_long: bool = False) -> None:
+        super().__init__(text)
+        self.is_too_long = is_too_long
 
 
 class GraphError(UserError):

@@ -21,7 +21,7 @@ from flowrt.serving.exchange import Exchange
 from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
 from flowrt.serving.json_body import Prompt, TokenIds, estimated_tokens
 from flowrt.serving.tokenizer import Tokenizer
-from flowrt.serving.tokenizer_process import LongPromptError, TokenizerProcess
+from flowrt.serving.tokenizer_process import TokenizerProcess, too_long
 
 log = logging.getLogger("flowrt.front_end")
 
@@ -40,13 +40,11 @@ class PromptEncoder:
             if not isinstance(prompt, TokenIds):
                 return tuple(await self._process.encode(prompt, max_tokens=self.max_model_len))
             if prompt.num_tokens > self.max_model_len:
-                raise LongPromptError(
-                    f"prompt of {prompt.num_tokens} tokens is longer than the {self.max_model_len} that this graph can hold"
-                )
+                raise TokenizerError(too_long(prompt.num_tokens, self.max_model_len), is_too_long=True)
             await asyncio.sleep(0)  # other clients are served between the prompts of a request
             return prompt.read()
         except TokenizerError as error:
-            kind = TOO_LONG if isinstance(error, LongPromptError) else INVALID
+            kind = TOO_LONG if error.is_too_long else INVALID
             raise ApiError(kind, str(error), "messages" if isinstance(prompt, list) else "prompt") from None
 
     def check(self, token_ids: tuple[int, ...], request: CompletionRequest) -> None:

@@ -31,10 +31,6 @@ MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
 _PR_SET_PDEATHSIG = 1
 
 
-class LongPromptError(TokenizerError):
-    """The prompt has more tokens than the call allows."""
-
-
 class _Encode(msgspec.Struct, array_like=True):
     """`prompt`: text, or the messages of a chat."""
 
@@ -129,7 +125,7 @@ class TokenizerProcess:
         if encoded.error is not None:
             raise TokenizerError(encoded.error)
         if encoded.num_tokens > max_tokens:
-            raise LongPromptError(f"prompt of {encoded.num_tokens} tokens is longer than the {max_tokens} that this graph can hold")
+            raise TokenizerError(too_long(encoded.num_tokens, max_tokens), is_too_long=True)
         return encoded.token_ids
 
     def close(self) -> None:
@@ -181,6 +177,10 @@ class TokenizerProcess:
             raise TokenizerError(late) from None
         except (OSError, EOFError) as error:
             raise TokenizerError("the process that tokenizes text has died, of too little memory perhaps") from error
+
+
+def too_long(num_tokens: int, max_tokens: int) -> str:
+    return f"prompt of {num_tokens} tokens is longer than the {max_tokens} that this graph can hold"
 
 
 def _line(message: msgspec.Struct) -> bytes:
