@@ -60,7 +60,7 @@ class ClientRecord:
     def num_ends(self) -> int:
         """The number of terminal events; the ends of single choices do not count."""
         ends = sum(isinstance(event, EndEvent) for event in self.events)
-        return ends + (self.failure is not None) + (self.has_left and not ends)
+        return ends + (self.failure is not None) or int(self.has_left)  # it may leave while the answer or the refusal is on its way
 
     @property
     def has_events_after_end(self) -> bool:
