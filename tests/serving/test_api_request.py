@@ -6,8 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowrt.sampling_params import SamplingParams
+from flowrt.serving import json_body
 from flowrt.serving.api_errors import ApiError
 from flowrt.serving.api_request import CompletionRequest, read_chat_request, read_completion_request
 from flowrt.serving.json_body import TokenIds, estimated_tokens
@@ -173,3 +176,28 @@ def test_wrong_field_of_a_completion_is_named(fields: dict[str, Any], code: str,
 def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError, match="is not"):
         read_completion_request(body, "tiny")
+
+
+SMALL = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=5) | st.just("user")
+VALUES = st.recursive(SMALL, lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=3), each, max_size=3), max_leaves=8)
+MESSAGES = st.lists(st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "type", "text"]), VALUES), max_size=3)
+BODIES = st.dictionaries(st.sampled_from(sorted(json_body._FIELDS)) | st.text(max_size=4), VALUES | MESSAGES, max_size=5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(BODIES, st.integers(0, 1 << 16), st.binary(max_size=3))
+def test_any_body_is_read_or_refused_with_one_line(fields: dict[str, Any], at: int, piece: bytes) -> None:
+    """Bodies whose fields have any values, whole or with some bytes replaced."""
+    whole = json.dumps({"prompt": [1, 2], "messages": [USER]} | fields, ensure_ascii=False).encode(errors="surrogatepass")
+    for body in (whole, whole[: at % len(whole)] + piece + whole[at % len(whole) + 1 :]):
+        for read in (read_chat_request, read_completion_request):
+            refused: ApiError | None = None
+            try:
+                for prompt in read(body, "tiny").prompts:
+                    assert isinstance(prompt, str | list) or all(type(token_id) is int for token_id in prompt.read())
+            except ApiError as error:
+                refused = error
+            if refused is not None:
+                assert refused.kind.status in (400, 404)
+                assert "\n" not in refused.message
+                assert len(json.loads(refused.body)["error"]["message"]) < 1000

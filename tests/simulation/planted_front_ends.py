@@ -23,14 +23,6 @@ FRONT_END_BUGS: tuple[Bug, ...] = (
         CLIENT, "OpenRequest.close", "self._client.send(CancelRequest(self.number))", "pass")),
     bug("front-end-keeps-ended", "the gateway keeps the request of a front end that has ended", (
         FRONT_ENDS, "FrontEnds._take_outputs", "self._close(front_end, number)", "pass")),
-    bug("front-end-forgets-none", "a front end keeps requests that have ended", (
-        CLIENT, "GatewayClient.on_control", "self.forget(output.number)", "pass")),
-    bug("front-end-closed-changed", "outputs of a request that was closed are still to be sent", (
-        FRONT_ENDS, "FrontEnds._close", "front_end.changed.pop(number, None)", "pass")),
-    bug("front-end-skips", "an event is left out where a front end has fallen behind", (
-        FRONT_ENDS, "FrontEnds._take_outputs", "request.num_sent += len(events)", "request.num_sent += len(events) + (len(events) > 2)")),
-    bug("front-end-repeats", "the last event is sent again where a front end has fallen behind", (
-        FRONT_ENDS, "FrontEnds._take_outputs", "request.num_sent += len(events)", "request.num_sent += len(events) - (len(events) > 2)")),
     bug("front-end-asleep", "new outputs do not wake the task that sends them", (
         FRONT_ENDS, "FrontEnds._note_change", "front_end.wake.set()", "pass")),
     bug("front-end-choice-mixed", "tokens of all choices are sent as those of the first", (
