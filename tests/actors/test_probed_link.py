@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import pytest
 
@@ -28,6 +29,9 @@ class End:
     @property
     def num_received(self) -> int:
         return self.link.statistics().messages_received
+
+    def has_received(self, number: int) -> bool:
+        return self.num_received == number
 
     async def aclose(self) -> None:
         self.task.cancel()
@@ -64,7 +68,7 @@ async def test_a_peer_that_responds_to_probes_is_waited_for() -> None:
     async with linked("inproc") as (one, two):
         for number in range(1, 2 * LOST_AFTER):
             one.link.check(is_waiting=True)
-            await until(lambda number=number: one.num_received == number, "the peer responds to the probe")  # type: ignore[misc]
+            await until(partial(one.has_received, number), "the peer responds to the probe")
             one.link.check(is_waiting=True)  # it has: the next turn without a message begins
         assert not one.task.done()
         assert (one.received, two.received) == ([], []), "no node gets a probe"

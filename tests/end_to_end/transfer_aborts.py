@@ -10,17 +10,15 @@ import argparse
 import asyncio
 import os
 import random
-import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+import flowrt
+from flowrt.api.running_graph import RunningGraph
 
-import flowrt  # noqa: E402
-from flowrt.api.running_graph import RunningGraph  # noqa: E402
-
-GRAPH = ROOT / "examples" / "quickstart.yaml"
+GRAPH = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml"
 SETTINGS = ["numerics=strict", "deploy.prefill.workers=2", "deploy.prefill.stream={stream}"]
 AT_ONCE, NUM_CHECKED = 6, 4
 PROMPT_TOKENS, NEW_TOKENS = 256, 16
@@ -47,8 +45,7 @@ class Aborts:
         expected = [(await self._running.complete(prompt, self._params)).token_ids for prompt in prompts]
         index = await self._begin()
         began = time.monotonic()
-        while self._moves(index):  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_SECONDS)
+        await _until(lambda: not self._moves(index))
         self._seconds = time.monotonic() - began
         self._requests.close(index)
         aborting = [asyncio.ensure_future(self._abort_some()) for _ in range(AT_ONCE)]
@@ -60,9 +57,11 @@ class Aborts:
             if found.token_ids != expected[which]:
                 wrong.append(f"prompt {which} has the tokens {found.token_ids}, before the aborts {expected[which]}")
         await asyncio.gather(*aborting)
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while (left := await self._left()) and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+        left: list[str] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_SECONDS):
+                while left := await self._left():  # noqa: ASYNC110  (it asks several processes)
+                    await asyncio.sleep(0.1)
         return wrong + left
 
     async def _abort_some(self) -> None:
@@ -78,8 +77,7 @@ class Aborts:
     async def _begin(self) -> int:
         """Submit a request, and wait until a group pulls its KV."""
         index = await self._running.submit(self._prompt(), self._params)
-        while not self._moves(index) and not self._requests.gateway.has_ended(index):  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_SECONDS)
+        await _until(lambda: self._moves(index) or self._requests.gateway.has_ended(index))
         return index
 
     def _moves(self, index: int) -> bool:
@@ -92,6 +90,11 @@ class Aborts:
             kept = {"sequences": each.num_running + each.num_waiting, "pages": each.num_pages - each.num_free_pages}
             found += [f"{name} has {count} {what} left" for what, count in kept.items() if count]
         return found
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  (the gateway has no event for a request that is placed)
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 async def measure(number: int, stream: bool, seed: int) -> bool:

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for use as a script
-from exchange.test_failover import SERVERS, WIDTH, Client, respond
+from exchange.failover_client import SERVERS, WIDTH, Client, respond
 
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.outbound_edges import CreditHeader

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import torch
+from exchange.failover_client import WIDTH, Client, expected, respond
 from exchange.message_fuzz import Fuzz, schemas_of
-from exchange.test_failover import WIDTH, Client, expected, respond
 
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.outbound_edges import CreditHeader

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exchange.test_failover import IDS_TA, POSITIONS_T, WEIGHTS_TA, X_TH, Client
+from exchange.failover_client import IDS_TA, POSITIONS_T, WEIGHTS_TA, X_TH, Client
 
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from exchange.test_failover import ACTIVE, IDS_TA, POSITIONS_T, WEIGHTS_TA, X_TH, Inline, expected, respond
+from exchange.failover_client import ACTIVE, IDS_TA, POSITIONS_T, WEIGHTS_TA, X_TH, Inline, expected, respond
 
 from flowrt.actors.control import DeathCause
 from flowrt.actors.link import BadMessageError

@@ -1,0 +1,171 @@
+"""Parts that may be the cause of a death of their server: losses that count, suspects, and parts that go alone."""
+
+import pytest
+from exchange.failover_client import IDS_TA, POSITIONS_T, SERVERS, WEIGHTS_TA, X_TH, Client, timed
+
+from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.parts import PartHeader
+from flowrt.dataflow.payload import Payload, from_message
+from flowrt.exchange.dispatch import Dispatch
+from flowrt.transports.wire.message import Tag
+
+
+@pytest.fixture(params=[False, True], ids=["fast", "strict"])
+def fencing(request):
+    return Client(request.param, fences=True)
+
+
+def test_a_part_that_was_lost_with_two_servers_is_not_sent_to_a_third(fencing):
+    fencing.begin()
+    fencing.die(0)
+    assert fencing.requested[1]
+    assert fencing.requested[2]
+    fencing.die(1)
+    assert fencing.suspects == [(Tag("s@1"), True)]
+    assert not fencing.client.tags
+    for server in (0, 1):
+        fencing.join(server)
+    assert not fencing.requested[0]
+    assert not fencing.requested[1]
+
+
+def test_losses_count_for_the_part_and_not_for_the_step(fencing):
+    """Two servers that die with different parts of one step are no reason to suspect it."""
+    fencing.begin()
+    fencing.die(2)
+    for server in (0, 1):  # responses to what was redispatched come first
+        fencing.requested[server].rotate(1)
+        fencing.serve(server)
+    fencing.die(0)
+    assert fencing.suspects == []
+    fencing.join(0)
+    fencing.serve_all()
+    fencing.check()
+
+
+def test_a_part_that_was_never_sent_is_not_lost(fencing):
+    """Its server is known to be gone when it is to leave."""
+    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
+    fencing.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
+    outputs = fencing.runner._subgraph.route(firing, Dispatch(fencing.client, fencing.strict)([firing])[0])
+    fencing.die(1)
+    fencing.runner._send_early(outputs)
+    fencing.die(0)
+    assert fencing.suspects == []
+
+
+def test_pending_parts_wait_for_the_cause_of_the_death(fencing):
+    fencing.begin()
+    num_requested = {server: len(requests) for server, requests in fencing.requested.items()}
+    assert fencing.failover.mark_lost("experts.1")
+    assert {server: len(requests) for server, requests in fencing.requested.items()} == num_requested
+    fencing.die(1, may_recur=False)
+    fencing.serve_all()
+    assert not fencing.suspects
+    fencing.check()
+
+
+def test_server_without_pending_parts_is_not_waited_for(fencing):
+    fencing.begin()
+    fencing.serve_all()
+    assert not fencing.failover.mark_lost("experts.1")
+    fencing.check()
+
+
+def test_steps_with_parts_at_a_crashed_server_are_suspects(fencing):
+    """Those of other steps go on. No part goes to a replica, which it might end too."""
+    fencing.begin(0)
+    fencing.begin(1)
+    fencing.serve(1)  # of the first step
+    sent = {server: len(fencing.requested[server]) for server in (0, 2)}
+    fencing.die(1, may_recur=True)
+    assert fencing.suspects == [(Tag("s@1", step=1), False)]
+    assert {server: len(fencing.requested[server]) for server in (0, 2)} == sent
+
+
+def alone(client):
+    client.client.computes_alone = True
+    client.begin()
+    return [(server, from_message(request).header_as(PartHeader)) for server, requests in client.requested.items() for request in requests]
+
+
+def test_parts_of_a_suspect_go_one_by_one_each_alone(fencing):
+    (sent,) = alone(fencing)
+    assert sent == (sent[0], PartHeader(sent[1].part, alone=True))
+    for _ in range(2):
+        fencing.serve_all()
+        assert sum(map(len, fencing.requested.values())) == 0
+    fencing.check()
+
+
+@pytest.mark.parametrize("has_first", [False, True])
+def test_parts_of_a_suspect_survive_a_death_while_they_are_split(fencing, has_first):
+    """The compute thread splits a tag while the loop handles the death of a server, of the first part or another: the plan comes after it,
+    and all responses after the plan."""
+    add_tag = fencing.client.add_tag
+
+    def add_and_die(*arguments):
+        requests = add_tag(*arguments)
+        (sent,) = requests
+        fencing.die(next(server for server in SERVERS if (sent == f"server{server}") is has_first))
+        fencing.serve_all()
+        return requests
+
+    fencing.client.add_tag = add_and_die
+    alone(fencing)
+    fencing.serve_all()
+    fencing.check()
+
+
+def test_suspect_whose_part_was_computed_alone_is_the_cause(fencing):
+    ((server, header),) = alone(fencing)
+    fencing.die(server, may_recur=True, tag=Tag("s@1"), part=header.part)
+    assert fencing.suspects == [(Tag("s@1"), False)]
+
+
+@pytest.mark.parametrize(
+    "named", [{"tag": Tag("other@1"), "part": 0}, {"tag": Tag("s@1"), "part": 99}, {"tag": Tag("s@1", layer=1), "part": 0}]
+)
+def test_suspect_whose_part_had_not_begun_is_not_the_cause(fencing, named):
+    ((server, _),) = alone(fencing)
+    for _ in range(3):
+        fencing.die(server, may_recur=True, **named)
+        fencing.join(server)
+    fencing.serve_all()
+    assert not fencing.suspects
+    fencing.check()
+
+
+def test_suspect_whose_parts_crash_servers_that_name_none_ends_at_the_second_loss_of_a_part(fencing):
+    alone(fencing)
+    for _ in range(len(SERVERS) + 1):  # each part once, and one of them again
+        assert not fencing.suspects
+        (server,) = (server for server, requests in fencing.requested.items() if requests)
+        fencing.die(server, may_recur=True)
+        fencing.join(server)
+    assert fencing.suspects == [(Tag("s@1"), True)]
+
+
+def test_suspects_part_that_waits_its_turn_is_not_overdue():
+    client, clock = timed(0.1, 0.1, 0.1)
+    ((server, _),) = alone(client)
+    clock[0] = 3.0
+    assert set(client.failover.overdue()) == {f"experts.{server}"}
+
+
+def test_another_request_that_was_computed_alone_clears_all_parts(fencing):
+    fencing.begin()
+    fencing.die(1, may_recur=True, tag=Tag("other@1"), part=0)
+    fencing.serve_all()
+    assert not fencing.suspects
+    fencing.check()
+
+
+def test_suspects_part_that_waits_its_turn_for_a_lost_server_is_redispatched(fencing):
+    ((server, _),) = alone(fencing)
+    for other in set(SERVERS) - {server}:
+        fencing.die(other, may_recur=False)
+        fencing.join(other)
+    fencing.serve_all()
+    assert not fencing.suspects
+    fencing.check()
