@@ -75,8 +75,12 @@ def digest_of(tensors: Sequence[Tensor]) -> int:
     return found.intdigest()
 
 
-def slots_of(pages: Sequence[int], page_size: int, first: int, num_tokens: int) -> Tensor:
-    """The slots of these tokens of a sequence with these pages, int64[T]."""
+def slots_of(pages: Sequence[int], page_size: int, first: int, num_tokens: int) -> Tensor | slice:
+    """The slots of these tokens of a sequence with these pages: a slice where the pages follow each other, else int64[T]."""
+    begin, end = first // page_size, -(-(first + num_tokens) // page_size)
+    if list(pages[begin:end]) == list(range(pages[begin], pages[begin] + end - begin)):
+        slot = pages[begin] * page_size + first % page_size
+        return slice(slot, slot + num_tokens)
     tokens_T = torch.arange(first, first + num_tokens)
     return torch.tensor(pages)[tokens_T // page_size] * page_size + tokens_T % page_size
 
@@ -199,7 +203,7 @@ class KvPack:
             (firing, pull), (layer, first, num_tokens, is_last) = offer.waiting.popleft(), chunk
             slots_T = slots_of(offer.prompt.pages, self._pages.page_size, first, num_tokens)
             try:
-                tensors = tuple(tensor.cpu() for tensor in self._pages.copy_parts(layer, slots_T))
+                tensors = tuple(tensor.to("cpu", copy=isinstance(slots_T, slice)) for tensor in self._pages.read_parts(layer, slots_T))
                 payload = Payload(tensors)
                 if not self._int8_pulls.isdisjoint(firing.via):
                     payload = with_int8_rows(payload)
@@ -220,7 +224,7 @@ class KvPack:
             self._refuse(*offer.waiting.popleft(), why)
 
     def _refuse(self, firing: Firing, pull: PullHeader, why: str) -> None:
-        nothing = tuple(tensor.cpu() for tensor in self._pages.copy_parts(0, torch.empty(0, dtype=torch.int64)))
+        nothing = tuple(tensor.cpu() for tensor in self._pages.read_parts(0, slice(0, 0)))
         self._respond(firing, {"chunk": Payload(nothing, ChunkHeader(pull, refusal=why))})
 
 
@@ -353,7 +357,7 @@ class KvUnpack:
         slots_T = slots_of(transfer.pages, self._pages.page_size, first, num_tokens)
         self._pages.write_parts(layer, slots_T, tensors)
         # The sender can still write into the message, but not into the pages.
-        if digest_of(self._pages.copy_parts(layer, slots_T)) != header.digest:
+        if digest_of(self._pages.read_parts(layer, slots_T)) != header.digest:
             return "its bytes do not match their hash"
         transfer.received[layer] += num_tokens
         return "" if header.is_last == transfer.has_all else f"it is {'' if header.is_last else 'not '}the last one"

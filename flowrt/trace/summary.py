@@ -1,4 +1,5 @@
-"""Summary of a trace: busy, waiting and exposed-communication shares per role, the slowest node and the slowest edge. Pure.
+"""Summary of a trace: busy, waiting and exposed-communication shares per role, the times of dispatch and combine by group, the slowest node
+and the slowest edge. Pure.
 
 The compute stream of a worker is in one of three states:
 - busy: in a call of the compute seam.
@@ -13,7 +14,7 @@ from its own first record.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowrt.graph.model import role_of
@@ -69,11 +70,31 @@ class TotalTime:
 
 
 @dataclass(frozen=True)
+class ExchangeTimes:
+    """The time of a dispatch or combine: of the messages of one layer and step of a group, from the first send to the last receive.
+
+    `by_group`: the mean over layers and steps, in seconds. The largest over the smallest is the variance over ranks of xDeepServe, Fig. 20.
+    """
+
+    name: str
+    by_group: Mapping[str, float]
+
+    @property
+    def fastest(self) -> float:
+        return min(self.by_group.values())
+
+    @property
+    def slowest(self) -> float:
+        return max(self.by_group.values())
+
+
+@dataclass(frozen=True)
 class TraceSummary:
     """`nodes` (their calls) and `edges` (their messages): the slowest in total first. `span_seconds`: from the first record to the last."""
 
     span_seconds: float
     roles: tuple[RoleShares, ...]
+    exchange: tuple[ExchangeTimes, ...]  # of the groups of a model
     nodes: tuple[TotalTime, ...]
     edges: tuple[TotalTime, ...]
     num_records: int
@@ -102,6 +123,7 @@ def summarize(traces: Sequence[WorkerTrace]) -> TraceSummary:
     return TraceSummary(
         whole[1] - whole[0],
         tuple(roles.values()),
+        _exchange_times(flights),
         _slowest_first(nodes),
         _slowest_first(edges),
         sum(len(trace.records) for trace in traces),
@@ -117,6 +139,13 @@ def summary_lines(summary: TraceSummary) -> list[str]:
     lines.append(f"  {'role':{width}}  workers    busy  exposed communication  waiting")
     for role in summary.roles:
         lines.append(f"  {role.role:{width}}  {role.num_workers:7}  {role.busy:6.1%}  {role.exposed:21.1%}  {role.waiting:7.1%}")
+    for half in summary.exchange:
+        line = f"{half.name}: {duration_text(sum(half.by_group.values()) / len(half.by_group))} per layer"
+        if half.fastest < half.slowest:
+            line += f", by group {duration_text(half.fastest)} to {duration_text(half.slowest)}"
+        if half.fastest > 0:
+            line += f" (max/min {half.slowest / half.fastest:.2f})"
+        lines.append(line)
     for what, units, times in (("node", "calls", summary.nodes), ("edge", "messages on their way", summary.edges)):
         if times:
             slowest = times[0]
@@ -172,6 +201,29 @@ def _flights(records: Iterable[TraceRecord]) -> dict[MessageKey, Interval]:
         elif record.kind == RecordKind.RECEIVE:
             received[key_of(record)] = record.start_seconds
     return {key: (sent[key], max(end, sent[key])) for key, end in received.items() if key in sent}
+
+
+def _exchange_times(flights: Mapping[MessageKey, Interval]) -> tuple[ExchangeTimes, ...]:
+    """Of dispatch and combine: edges from a node `dispatch`, and edges to a node `combine`, or to `collect`, which receives for it."""
+    spans: dict[str, dict[tuple[str, Tag], Interval]] = {"dispatch": {}, "combine": {}}
+    for (edge, tag, _), (start, end) in flights.items():
+        source, _, target = (each.rpartition(".")[0].rpartition(".") for each in edge.partition(" -> "))
+        if source[2] == "dispatch":
+            key, found = (source[0], tag), spans["dispatch"]
+        elif target[2] in ("combine", "collect"):
+            key, found = (target[0], tag), spans["combine"]
+        else:
+            continue
+        first, last = found.get(key, (start, end))
+        found[key] = min(first, start), max(last, end)
+    return tuple(ExchangeTimes(name, _means(found)) for name, found in spans.items() if found)
+
+
+def _means(spans: Mapping[tuple[str, Tag], Interval]) -> dict[str, float]:
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for (group, _), (first, last) in spans.items():
+        seconds[group].append(last - first)
+    return {group: sum(each) / len(each) for group, each in seconds.items()}
 
 
 def _span(records: Iterable[TraceRecord]) -> Interval:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from traces.trace_records import TAG, call, commit, message, worker
 
-from flowrt.trace.records import RecordKind
+from flowrt.trace.records import RecordKind, WorkerTrace
 from flowrt.trace.summary import TotalTime, summarize, summary_lines
+from flowrt.transports.wire.message import Tag
 
 SEND, RECEIVE = RecordKind.SEND, RecordKind.RECEIVE
 
@@ -76,6 +79,25 @@ def test_commits_and_dropped_records_are_counted_and_commits_make_no_role() -> N
     assert [role.role for role in summary.roles] == ["experts"]
     assert (summary.span_seconds, summary.num_records, summary.num_dropped) == (1.0, 3, 5)
     assert "5 older records were dropped: the trace holds the end of the run" in summary_lines(summary)
+
+
+def test_dispatch_and_combine_last_from_the_first_send_to_the_last_receive_of_a_layer() -> None:
+    def exchange(group: str, begin: float, servers: Sequence[float], responses: Sequence[float]) -> list[WorkerTrace]:
+        """`servers`, `responses`: how long each message is on its way, to and from a server of its own."""
+        tag = Tag(f"{group}.source@1")
+        there = [f"{group}.dispatch.server{number} -> experts.{number}.rows" for number in range(len(servers))]
+        back = [f"experts.{number}.results -> {group}.combine.parts" for number in range(len(servers))]
+        own = [message(SEND, begin, edge, tag=tag) for edge in there]
+        own += [message(RECEIVE, begin + 10 + seconds, edge, tag=tag) for edge, seconds in zip(back, responses, strict=True)]
+        others = [message(RECEIVE, begin + seconds, edge, tag=tag) for edge, seconds in zip(there, servers, strict=True)]
+        others += [message(SEND, begin + 10, edge, tag=tag) for edge in back]
+        return [worker(group, *own), worker("experts.0", *others)]
+
+    summary = summarize([*exchange("attention.0", 0.0, (1.0, 2.0), (1.0, 1.0)), *exchange("attention.1", 0.5, (3.0, 1.0), (4.0, 1.0))])
+    dispatch, combine = summary.exchange
+    assert (dispatch.name, dispatch.by_group) == ("dispatch", {"attention.0": 2.0, "attention.1": 3.0})
+    assert (combine.name, combine.by_group) == ("combine", {"attention.0": 1.0, "attention.1": 4.0})
+    assert "combine: 2.50 s per layer, by group 1.00 s to 4.00 s (max/min 4.00)" in summary_lines(summary)
 
 
 def test_an_empty_trace_has_a_summary() -> None:

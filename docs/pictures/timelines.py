@@ -1,0 +1,181 @@
+"""The timelines in docs/slow.md and docs/exchange.md: `python docs/pictures/timelines.py`, which writes them beside this file.
+
+Each panel is a run on emulated hardware in virtual time, drawn from its trace file, so it is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import matplotlib
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests")]
+
+from traces.perfetto_reader import ReadSlice, ReadTrace, check_flows, read_trace  # noqa: E402
+
+from flowrt.api import read_graph  # noqa: E402
+from flowrt.bench.cases.patterns import one_link, one_row  # noqa: E402
+from flowrt.bench.cases.small_model import write_small_model  # noqa: E402
+from flowrt.sampling_params import SamplingParams  # noqa: E402
+from flowrt.simulation.case import Case, SimulatedRequest  # noqa: E402
+from flowrt.simulation.cases import run_case  # noqa: E402
+from flowrt.simulation.network_conditions import CALM  # noqa: E402
+from flowrt.simulation.simulated_trace import SimulatedTrace  # noqa: E402
+from flowrt.trace.perfetto_file import perfetto_bytes  # noqa: E402
+from flowrt.trace.timeline import timelines_of  # noqa: E402
+
+DILATION, STEP, NUM_LAYERS, NUM_EXPERTS = 1000, 4, 6, 8
+STREAMS = ("receive", "compute", "send")
+COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2")
+MESSAGE_COLORS = {"send": "#f58518", "receive": "#54a24b"}
+EXCHANGE = one_link(28e-6)
+FIXED = {"compute": {"attention": {"fixed_seconds": 40e-6}, "experts": {"fixed_seconds": 30e-6}}}
+EVEN, SLOW_ATTENTION = one_row(100e-6, 100e-6), one_row(300e-6, 100e-6)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One run. `streams`: those shown of each process; `span`: the microseconds shown from the begin of step STEP of attention.0."""
+
+    title: str
+    attention: Mapping[str, Any]
+    experts: Mapping[str, Any]
+    emulate: Mapping[str, Any]
+    num_requests: int
+    span: float
+    link: Mapping[str, Any] | None = None
+    streams: Sequence[str] = ("compute",)
+
+
+def pictures() -> Iterator[tuple[str, Sequence[Panel]]]:
+    one, several = {"servers": 1}, {"servers": 1, "batches": {"min_tags": 2, "max_wait_seconds": 1.0}}
+    ub = {"attention-experts": {"link": "roce-200g"}}
+    yield "trace", [Panel("", {"groups": 1}, {"servers": 2}, FIXED, 4, 340, ub, STREAMS)]
+    yield (
+        "micro-batches",
+        [
+            Panel("micro_batches: 1", {"groups": 1}, one, EVEN, 1, 1600),
+            Panel("micro_batches: 3", {"groups": 1, "micro_batches": 3}, one, EVEN, 3, 1600),
+        ],
+    )
+    yield (
+        "domains",
+        [
+            Panel("one group, micro_batches: 2", {"groups": 1, "micro_batches": 2}, one, SLOW_ATTENTION, 2, 2400),
+            Panel("three domains, micro_batches: 2", {"groups": 3, "domains": 3, "micro_batches": 2}, one, SLOW_ATTENTION, 6, 2400),
+        ],
+    )
+    yield (
+        "dispatch",
+        [
+            Panel("per client", {"groups": 2}, one, EVEN, 5, 2400),
+            Panel("counts of all clients", {"groups": 2}, several, EVEN, 5, 2400),
+        ],
+    )
+    yield "colocated", [Panel("servers: colocated", {"groups": 2}, {"servers": "colocated"}, EVEN, 2, 1600)]
+    yield "trampoline", [Panel("trampoline: always", {"groups": 1}, {"servers": 3, "trampoline": "always"}, FIXED, 4, 220, ub, STREAMS)]
+
+
+def simulated_trace(panel: Panel, model: Path) -> ReadTrace:
+    graph = read_graph(
+        {
+            "flowrt": 1,
+            "model": {"path": str(model)},
+            "deploy": {"attention": panel.attention, "experts": panel.experts, "links": panel.link or EXCHANGE},
+            "emulate": {"dilation": DILATION, **panel.emulate},
+            "reliability": {"hedge": False},
+        }
+    )
+    params = SamplingParams(max_tokens=2 * STEP, ignore_eos=True)
+    requests = tuple(SimulatedRequest((5 + number, 6, 7), params, 0.0) for number in range(panel.num_requests))
+    case = Case(graph, requests, conditions=CALM, trace=SimulatedTrace())
+    run_case(case)
+    assert case.trace is not None
+    return read_trace(perfetto_bytes(timelines_of(case.trace.traces(), case.graph)))
+
+
+def draw(axes: Any, panel: Panel, trace: ReadTrace) -> None:
+    """A row per stream. Calls have the colour of their group and micro-batch, and the number of their layer."""
+    rows = sorted((key for key in trace.tracks if key[1] in panel.streams), key=lambda key: (key[0], STREAMS.index(key[1])))
+    shown = {key: list(_with_tags(trace.tracks[key])) for key in rows}
+    begin = min(each.start for slices in shown.values() for each in slices if each.values.get("step") == STEP)
+
+    def micros(time: int | None) -> float:
+        return ((time or 0) - begin) / 1e3 / DILATION
+
+    def is_shown(each: ReadSlice) -> bool:
+        return micros(each.end) > 0 and micros(each.start) < panel.span
+
+    origins = sorted({_origin(each) for slices in shown.values() for each in slices})
+    place: dict[int, int] = {}
+    for row, key in enumerate(rows):
+        for each in filter(is_shown, shown[key]):
+            place[id(each)] = row
+            width = max(micros(each.end) - micros(each.start), panel.span / 1000)
+            color = MESSAGE_COLORS.get(each.category) or COLORS[origins.index(_origin(each)) % len(COLORS)]
+            axes.barh(row, width, left=micros(each.start), height=0.7, color=color)
+            if each.category == "call" and width > panel.span / 60:
+                middle = micros(each.start) + width / 2
+                axes.text(middle, row, each.values.get("layer"), ha="center", va="center", fontsize=7, color="white", clip_on=True)
+    for flow in check_flows(trace).values() if len(panel.streams) > 1 else ():
+        for one, other in pairwise(each for each in flow if id(each) in place):
+            arrow = {"arrowstyle": "->", "color": "#888888", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0}
+            axes.annotate("", (micros(other.start), place[id(other)]), (micros(one.end), place[id(one)]), arrowprops=arrow)
+    names = [process.split()[0] if panel.streams == ("compute",) else f"{process.split()[0]} {stream}" for process, stream in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, panel.span)
+    axes.set_title(panel.title, fontsize=9)
+
+
+def _with_tags(slices: Sequence[ReadSlice]) -> Iterator[ReadSlice]:
+    """Messages as they are; calls with the tag of their node `attention` or `experts`, or else of their last node."""
+    for number, each in enumerate(slices):
+        if each.category == "call":
+            nodes = list(takewhile(lambda later: later.depth > 0, slices[number + 1 :]))
+            for node in sorted(nodes, key=lambda node: node.name.endswith((".attention", ".experts"))):
+                each.values.update(_first_tag(node.values))
+        if each.category != "node":
+            yield each
+
+
+def _first_tag(values: Mapping[str, int | str]) -> Mapping[str, int | str]:
+    if "tags" not in values:
+        return values
+    source, _, micro_batch, step, layer = str(values["tags"]).partition(";")[0].split()
+    return {"source": source, "micro_batch": int(micro_batch), "step": int(step), "layer": int(layer)}
+
+
+def _origin(each: ReadSlice) -> tuple[str, int]:
+    return str(each.values.get("source", "")), int(each.values.get("micro_batch", 0))
+
+
+def main() -> None:
+    matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "flowrt"
+    from matplotlib import pyplot
+
+    with TemporaryDirectory() as directory:
+        model = write_small_model(Path(directory), NUM_LAYERS, NUM_EXPERTS)
+        for name, panels in pictures():
+            traces = [simulated_trace(panel, model) for panel in panels]
+            num_rows = [sum(stream in panel.streams for _, stream in trace.tracks) for panel, trace in zip(panels, traces, strict=True)]
+            height = 0.6 + sum(0.3 * rows + 0.45 for rows in num_rows)
+            figure, all_axes = pyplot.subplots(
+                len(panels), figsize=(11, height), layout="constrained", height_ratios=num_rows, squeeze=False
+            )
+            for axes, panel, trace in zip(all_axes[:, 0], panels, traces, strict=True):
+                draw(axes, panel, trace)
+            figure.supxlabel("microseconds on the modelled hardware", fontsize=8)
+            figure.savefig(Path(__file__).with_name(f"{name}.svg"), metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
