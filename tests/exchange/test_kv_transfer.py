@@ -30,18 +30,18 @@ def pages_of(page_size: int, dtype: torch.dtype = torch.float32, shared_values: 
 
 
 class Pair:
-    """A prefill worker with TOKENS tokens in pages 5, 3, ..., and a group linked with it. The prompt is complete unless `compute` is called
-    first."""
+    """A prefill worker with TOKENS tokens in pages 5, 3, 4, ..., and a group linked with it. The prompt is complete unless `compute` is
+    called first."""
 
     def __init__(
         self, page_sizes: tuple[int, int] = (4, 4), dtype: torch.dtype = torch.float32, shared_values: bool = False, int8: bool = False
     ) -> None:
         self.via = (INT8_PULL,) if int8 else ()
         self.held, self.own = (pages_of(size, dtype, shared_values) for size in page_sizes)
-        self.held_pages, self.own_pages = ([5, 3, 9, 2, 12, 1][: -(-TOKENS // size)] for size in page_sizes)
+        self.held_pages, self.own_pages = ([5, 3, 4, 9, 2, 1][: -(-TOKENS // size)] for size in page_sizes)
         slots = kv_transfer.slots_of(self.held_pages, page_sizes[0], 0, TOKENS)
         for layer in range(LAYERS):
-            values = [torch.randn(TOKENS, 2, 4).to(dtype) for _ in self.held.blocks(layer)]
+            values = [torch.randn(TOKENS, *part.shape[1:]).to(dtype) for part in self.held.parts(layer)]
             self.held.write_parts(layer, slots, values)
         self.pack, self.unpack = KvPack(self.held, {INT8_PULL}), KvUnpack(self.own)
         self.pulls: deque[Firing] = deque()  # on their way to the worker
