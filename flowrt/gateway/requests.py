@@ -73,9 +73,10 @@ class Requests:
     async def drain(self) -> None:
         """Admit no new requests, and wait until all admitted ones have ended. Raises the run's failure when the run fails first."""
         self.gateway.drain()
-        self._has_drained = asyncio.Event()
-        self._note_drained()
-        await self._has_drained.wait()
+        if self._failure is None:
+            self._has_drained = asyncio.Event()
+            self._note_drained()
+            await self._has_drained.wait()
         if self._failure is not None:
             raise self._failure
 

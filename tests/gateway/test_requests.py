@@ -258,6 +258,22 @@ async def test_drain_waits_for_admitted_requests() -> None:
     await draining
 
 
+async def test_drain_ends_with_the_failure_of_the_run() -> None:
+    """Whether the run fails before the drain or during it."""
+    for is_early in (True, False):
+        requests = new_requests()
+        await requests.submit(SamplingParams(max_tokens=4), three_tokens)
+        if is_early:
+            requests.fail(UserError("the run has failed"))
+        draining = asyncio.create_task(requests.drain())
+        await asyncio.sleep(0)
+        if not is_early:
+            requests.fail(UserError("the run has failed"))
+        async with asyncio.timeout(20):
+            with pytest.raises(UserError, match="the run has failed"):
+                await draining
+
+
 def test_close_ends_a_cancel_whose_send_raises_in_place_of_cancelled_error() -> None:
     async def main() -> None:
         sending = asyncio.Event()
