@@ -88,7 +88,7 @@ async def test_a_request_that_a_prefill_worker_passes_on_has_not_moved() -> None
     await requests.aclose()
 
 
-async def test_ten_thousand_requests_without_a_reader_keep_a_bounded_number_of_logs() -> None:
+async def test_thousands_of_requests_without_a_reader_keep_a_bounded_number_of_logs() -> None:
     """Each ends in its own way: cancelled by its group's fence, ended by the group, or refused."""
     sent: list[Submit] = []
 
@@ -101,7 +101,7 @@ async def test_ten_thousand_requests_without_a_reader_keep_a_bounded_number_of_l
     requests = Requests(gateway, send, RequestProgress(), clock)
     requests.begin()
     most = 0
-    for number in range(10_000):
+    for number in range(2_500):  # the last one is refused
         index = await requests.submit(SamplingParams(max_tokens=4), empty if number % 5 == 4 else three_tokens)
         if number % 5 < 2:
             await asyncio.sleep(0)  # until it is sent
@@ -299,15 +299,15 @@ def test_close_ends_a_cancel_whose_send_raises_in_place_of_cancelled_error() -> 
     asyncio.run(main())
 
 
-def test_requests_close_among_ten_thousand_cancels_at_random_moments() -> None:
+def test_requests_close_among_two_thousand_cancels_at_random_moments() -> None:
     """Clients leave while they submit or follow; the control connection has room for two messages; `aclose` comes among them."""
 
     async def main() -> None:
         num_cancelled = 0
-        for seed in range(200):
+        for seed in range(40):
             async with asyncio.timeout(30):
                 num_cancelled += await cancel_at_random(Random(seed), num_clients=50)
-        assert num_cancelled == 10_000
+        assert num_cancelled == 2_000
 
     asyncio.run(main())
 
