@@ -19,6 +19,7 @@ from flowrt.actors.control import Control, Statistics, TraceRecords
 from flowrt.actors.emulated_links import check_machine
 from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt, each_input
 from flowrt.api.served import StateReports, front_end_services, max_model_len
+from flowrt.api.warm_up import warm_up
 from flowrt.errors import NotRunningError, TokenizerError, UserError
 from flowrt.gateway.completion import Completion
 from flowrt.gateway.gateway import ClientEvent, Gateway
@@ -135,6 +136,8 @@ class RunningGraph:
             raise
         if self._requests is not None:  # ended in __aexit__
             self._requests.begin()
+        if self.graph.jitter.warm_up:
+            await warm_up(self)
         if self._served is not None:  # the same
             self._served.begin()
         if self._trace is not None:
@@ -355,6 +358,7 @@ class RunningGraph:
             prefill_workers=prefill_workers(graph),
             routing=find_policy(graph.routing),
             limits_of=graph.limits_of,
+            long_prompts=graph.long_prompts,
             **bounds,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from flowrt.bench.cases.options import DecodeOptions, OperatorOptions, Positive
+from flowrt.bench.cases.options import (
+    DecodeOptions,
+    JsonFile,
+    LatencyOptions,
+    OperatorOptions,
+    Pairs,
+    PatternOptions,
+    PlotFile,
+    Positive,
+    StreamOptions,
+)
 from flowrt.bench.load.options import LoadOptions
 from flowrt.chaos.options import RecoveryOptions
 from flowrt.errors import UserError
@@ -23,26 +33,9 @@ if TYPE_CHECKING:
 
 bench_app = App(name="bench", help="Measure flowrt and its peers in alternating pairs. Close other programs first.")
 
-Pairs = Annotated[int, Parameter(validator=Number(gte=1), help="Alternating pairs per figure; a claim takes 20 or more.")]
-JsonFile = Annotated[str | None, Parameter(help='Write figures and machine to this file as JSON; "-" for standard output.')]
-PlotFile = Annotated[str | None, Parameter(help="Draw the figures into this file (.svg, .png, .pdf).")]
 ModelOption = Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")]
 _WITHOUT_COMPUTING = ("hop", "transports", "m2n")  # one thread of OpenMP is enough
 ModelDirectory = Annotated[Path, Parameter(help="A Hugging Face model directory.")]
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class PatternOptions:
-    """How an exchange pattern is measured on emulated hardware."""
-
-    virtual: Annotated[
-        bool, Parameter(negative=(), show_default=False, help="In virtual time, without processes: exact, and the same everywhere.")
-    ] = False
-    dilation: Annotated[float, Parameter(validator=Number(gte=1), help="Factor of all modelled times, between processes.")] = 100.0
-    pairs: Pairs = 20
-    json: JsonFile = None
-    plot: PlotFile = None
 
 
 def _run(
@@ -266,17 +259,45 @@ def kv_transfer(
     *,
     model: Annotated[Path | None, Parameter(help="A Hugging Face model directory. [default: a small model with random weights]")] = None,
     tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 4000,
+    streams: StreamOptions | None = None,
     pairs: Pairs = 20,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for both graphs.")] = (),
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Measure how long a KV transfer delays the second token, over shared memory, beside a group that computes the prompt itself."""
-    from flowrt.bench.cases.kv_transfer import measure
+    """Measure how long a KV transfer delays the second token, over shared memory, beside a group that computes the prompt itself.
+
+    With --streams instead: the inter-token latency of sequences that run
+    while prompts arrive, with a prefill worker on one core and the group on
+    another, beside a group that computes prompts and tokens on both.
+    """
+    from flowrt.bench.cases.kv_transfer import measure, measure_interference
     from flowrt.bench.report.plots import plot_ratios
 
-    details = {"model": model.name if model is not None else None, "tokens": tokens}
-    _run("kv-transfer", measure(model, tokens, overrides), pairs, json, details, plot_ratios, plot, model)
+    streams = streams or StreamOptions()
+    details = {"model": model.name if model is not None else None, "tokens": tokens, **asdict(streams)}
+    results = measure_interference(model, tokens, streams, overrides) if streams.streams else measure(model, tokens, overrides)
+    _run("kv-transfer", results, pairs, json, details, plot_ratios, plot, model)
+
+
+@bench_app.command
+def latency(
+    graph: Annotated[Path, Parameter(help="A graph file that serves a model.")],
+    /,
+    *,
+    options: LatencyOptions | None = None,
+    pairs: Pairs = 20,
+    model: ModelOption = None,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Measure the inter-token latency of a graph with some settings beside the same graph with others: p50, p99 and the longest."""
+    from flowrt.bench.cases.latency import measure, read_graphs
+    from flowrt.bench.report.plots import plot_ratios
+
+    options = options or LatencyOptions()
+    results = measure(read_graphs(graph, model, options), options)
+    _run(f"latency, {graph.name}", results, pairs, json, asdict(options), plot_ratios, plot, model)
 
 
 def _run_pattern(

@@ -46,7 +46,8 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
         check_prompts(graph)
         if graph.model is not None:
             Tokenizer.open(graph.model.path)
-        if any(device != "cpu" for device in graph.devices.values()) or any(":" in node.operator for node in graph.nodes.values()):
+        has_functions = any(":" in node.operator for node in graph.nodes.values())
+        if graph.cores or has_functions or any(device != "cpu" for device in graph.devices.values()):
             _check_processes(graph, process or stack.enter_context(_start_check()))
     print(f"{file}: valid; {summary_of_valid(graph)}")
 

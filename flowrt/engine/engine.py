@@ -69,8 +69,9 @@ class StartStep:
 class _Step:
     number: int
     parts: list[Part]
-    num_samples: int
+    batch: Batch
     num_logprobs: int  # samples whose logprobs are wanted
+    began: float  # in seconds
 
 
 class Engine:
@@ -173,8 +174,8 @@ class Engine:
 
     # Steps
 
-    def next_step(self, micro_batch: int) -> StartStep | None:
-        """Begin the next step of the micro-batch. None when one of its steps runs, or when it has nothing to do now."""
+    def next_step(self, micro_batch: int, now: float = 0.0) -> StartStep | None:
+        """Begin the next step of the micro-batch. None when one of its steps runs, or when it has nothing to do now. `now`: in seconds."""
         if self._steps[micro_batch] is not None:
             return None
         parts = self._scheduler.schedule(micro_batch)
@@ -184,15 +185,14 @@ class Engine:
         number = self._next_step[micro_batch]
         self._next_step[micro_batch] += 1
         num_logprobs = sum(each.params.logprobs is not None for each in batch.samples)
-        self._steps[micro_batch] = _Step(number, parts, len(batch.samples), num_logprobs)
-        first = parts[0][0]
-        is_alone = first.runs_alone
+        self._steps[micro_batch] = _Step(number, parts, batch, num_logprobs, now)
+        is_alone = (first := parts[0][0]).runs_alone
         return StartStep(self._epoch, micro_batch, number, batch, first if is_alone and first.is_on_trial else None, is_alone)
 
-    def next_steps(self) -> list[StartStep]:
+    def next_steps(self, now: float = 0.0) -> list[StartStep]:
         """Begin a step in every free micro-batch that has something to do. Call it after every event: one micro-batch may wait for pages
         that an event of another one frees."""
-        steps = (self.next_step(micro_batch) for micro_batch in range(len(self._steps)))
+        steps = (self.next_step(micro_batch, now) for micro_batch in range(len(self._steps)))
         return [step for step in steps if step is not None]
 
     def new_pulls(self) -> list[Pull]:
@@ -266,15 +266,16 @@ class Engine:
         one entry for each of these sequences that requests them. `degraded`: it was computed without some expert, and so is what
         later steps of its sequences read of it. A negative token id means that the row's logits were not finite: its sequence alone is
         computed again, and a second time in a row ends its request with an error. `not_finite`: the first part that was not, as text.
-        `now`, in seconds, is for the choice of micro-batches by the load.
+        `now`, in seconds, is for the choice of micro-batches by the load, and for steps composed to a target time.
 
         A step that is not running (repeated, or rolled back) is ignored. ValueError for a wrong number of tokens or logprobs.
         """
         running = self._steps[micro_batch]
         if running is None or running.number != step:
             return []
-        if len(token_ids) != running.num_samples:
-            raise ValueError(f"expected {running.num_samples} tokens, got {len(token_ids)} (step {step} of micro-batch {micro_batch})")
+        batch, num_samples = running.batch, len(running.batch.samples)
+        if len(token_ids) != num_samples:
+            raise ValueError(f"expected {num_samples} tokens, got {len(token_ids)} (step {step} of micro-batch {micro_batch})")
         if len(logprobs) != running.num_logprobs:
             raise ValueError(f"expected {running.num_logprobs} logprobs, got {len(logprobs)} (step {step} of micro-batch {micro_batch})")
         self._steps[micro_batch] = None
@@ -297,10 +298,11 @@ class Engine:
             elif token_id is not None:
                 self._scheduler.cache(sequence)
                 decisions += self._append(sequence, token_id, own)
+        if self._limits.target_step_seconds:
+            self._scheduler.step_times.observe(batch.num_rows, sum(batch.kv_lengths), now - running.began)
         if self._micro_batches is not None:
-            num_rows = sum(rows for _, rows in running.parts)
-            num_running, is_decode = len(self._scheduler.running), num_rows == running.num_samples
-            self._scheduler.used_micro_batches = self._micro_batches.step_done(now, num_rows, num_running, is_decode)
+            num_running, is_decode = len(self._scheduler.running), batch.num_rows == num_samples
+            self._scheduler.used_micro_batches = self._micro_batches.step_done(now, batch.num_rows, num_running, is_decode)
         return decisions
 
     def roll_back(self) -> None:

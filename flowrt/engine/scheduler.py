@@ -10,6 +10,8 @@ Every sequence makes progress, because all rules go by `order` (age):
   sequence goes back to its place in the queue and is computed again later.
 - When all younger sequences are in steps, it claims the next free page: until then no younger one gets any. So the oldest sequence
   always proceeds; alone it fits (validation.py), so every sequence ends.
+- With `limits.target_step_seconds`, a step has the rows that it computes in this time (step_times.py). Decoding sequences that it leaves
+  out come first in the next step, and in each step at least one prompt advances.
 - A suspect, whose latest step failed, runs alone. One whose group crashed replays beside others what it had computed, then runs alone.
 - A sequence begins with the pages of the prefix cache that have its tokens. Pages that are in the cache alone count as free.
 - A sequence whose prompt's KV is elsewhere is admitted like any other, and then pulls it into its pages. It takes part in steps when it has
@@ -25,6 +27,7 @@ from flowrt.engine.batch import Part
 from flowrt.engine.page_allocator import PageAllocator
 from flowrt.engine.prefix_cache import PrefixCache, Segment
 from flowrt.engine.sequence import Sequence, SequenceState
+from flowrt.engine.step_times import StepBudget, StepTimes
 from flowrt.engine.validation import num_pages_for
 from flowrt.graph.model import GraphLimits
 
@@ -51,6 +54,8 @@ class Scheduler:
         self.held: list[Sequence] = []
         self.num_preemptions = 0
         self.num_prefix_queries = self.num_prefix_hits = 0  # tokens looked up in the prefix cache, and those found
+        self.step_times = StepTimes()
+        self._num_taken = 0  # parts of all steps
         self._limits = limits
         self._num_micro_batches = num_micro_batches
         self.used_micro_batches = num_micro_batches  # sequences are in the first ones; see micro_batches.py
@@ -86,27 +91,34 @@ class Scheduler:
                 return []
             suspect.in_step = True  # it has the pages: for the step that failed, or since it was admitted once more
             return [(suspect, self._chunk(suspect, self._limits.max_num_batched_tokens))]
-        free_rows = self._limits.max_num_batched_tokens
+        budget = StepBudget(self._limits.max_num_batched_tokens, self._limits.target_step_seconds, self.step_times.cost, self._chunk_tokens)
         parts: list[Part] = []
         idle = [
             sequence for sequence in self.running if sequence.micro_batch == micro_batch
         ]  # the micro-batch runs no step, so none of them is in one
         decoding = [sequence for sequence in idle if sequence.decodes]
-        for sequence in decoding[:free_rows]:
+        if budget.has_target:
+            decoding.sort(key=lambda sequence: sequence.latest_step)  # those that the target left out of a step come first in the next
+        for sequence in decoding:
+            if not budget.num_rows or (parts and not budget.has_room(len(sequence.tokens))):
+                break
             if sequence.state is SequenceState.RUNNING and self._grow(sequence):  # it may have been preempted for one before it
-                parts.append((sequence, 1))
-                sequence.in_step = True
-        free_rows -= len(parts)
+                self._take(parts, budget, sequence, 1)
         for sequence in idle:
             if sequence.decodes or sequence.state is not SequenceState.RUNNING:
                 continue
-            num_rows = self._chunk(sequence, free_rows)
+            num_rows = self._chunk(sequence, budget.num_prompt_rows(sequence.num_computed_tokens))
             if not num_rows:
                 break
-            parts.append((sequence, num_rows))
-            sequence.in_step = True
-            free_rows -= num_rows
+            self._take(parts, budget, sequence, num_rows)
         return parts
+
+    def _take(self, parts: list[Part], budget: StepBudget, sequence: Sequence, num_rows: int) -> None:
+        parts.append((sequence, num_rows))
+        budget.take(num_rows, sequence.num_computed_tokens + num_rows)
+        sequence.in_step = True
+        self._num_taken += 1
+        sequence.latest_step = self._num_taken
 
     def _admit(self) -> None:
         at = 0

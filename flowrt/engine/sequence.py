@@ -40,6 +40,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     micro_batch: int = -1
     in_step: bool = False
+    latest_step: int = 0  # in which it took part; a larger number is later
     cancelled: bool = False  # its end was sent; it keeps its pages until its step ends
     num_preemptions: int = 0
     num_redone: int = 0  # times that it was computed again for logits that were not finite, since its latest token

@@ -35,7 +35,7 @@ from flowrt.gateway.request_log import (
 from flowrt.gateway.routing import RoutingPolicy, WorkerStatus, cache_aware
 from flowrt.gateway.stages import Stages
 from flowrt.gateway.stop_strings import StopStrings
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.model import GraphLimits, LongPrompts
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason, SamplingParams
 
@@ -67,8 +67,10 @@ class Gateway:
         prefill_workers: Iterable[str] = (),
         routing: RoutingPolicy = cache_aware,
         limits_of: Callable[[str], GraphLimits] | None = None,
+        long_prompts: LongPrompts | None = None,
     ) -> None:
-        self._stages = Stages(groups, prefill_workers, limits_of or (lambda worker: limits), lost_group_seconds, now, routing)
+        limits_of = limits_of or (lambda worker: limits)
+        self._stages = Stages(groups, prefill_workers, limits_of, lost_group_seconds, now, routing, long_prompts)
         self._limits = limits
         self._max_position_embeddings = max_position_embeddings
         self._vocab_size = vocab_size

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from flowrt.gateway.prefix_index import PrefixIndex, digests_of
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.routing import RoutingPolicy, WaitingRequest, WorkerStatus, has_room
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.model import GraphLimits, LongPrompts
 
 SEQUENCES_AHEAD = 2  # sequences that a group is sent, in units of the most that it runs
 LOOKAHEAD = 64  # requests that the policy lets wait before no later one is considered
@@ -48,8 +48,11 @@ class Placement:
         now: Callable[[], float],
         policy: RoutingPolicy,
         stage: Literal["all", "prefill"],
+        long_prompts: LongPrompts | None = None,
     ) -> None:
         self.groups = tuple(groups)
+        self._min_long_tokens = 0 if long_prompts is None else long_prompts.min_tokens
+        self._for_long = frozenset(() if long_prompts is None else self.groups[-long_prompts.workers :])
         self._policy, self._stage = policy, stage
         limits = {group: limits_of(group) for group in self.groups}
         self._idle = {
@@ -100,14 +103,16 @@ class Placement:
 
     def place_waiting(self) -> list[RequestLog]:
         """Give a group to each waiting request for which the policy has one. Returns these requests. A request that fits nowhere lets none
-        overtake it. Others pass a request that the policy lets wait for a group."""
+        overtake it. Others pass a request that the policy lets wait for a group, or that waits for a group for long or short prompts."""
         placed: list[RequestLog] = []
         num_left = 0
         statuses = self.statuses() if self.waiting else {}
         for log in list(self.waiting):
             open_groups = self._open_groups(log, statuses)
-            if not open_groups or num_left == LOOKAHEAD:
+            if num_left == LOOKAHEAD or not (open_groups or self._for_long):
                 break
+            if not open_groups:
+                continue
             workers, request = [self._with_cached(statuses[group], log) for group in open_groups], self._request(log)
             if log.kv is not None and not log.kv.is_complete:  # no group keeps it in its queue before it can be computed
                 workers = [worker for worker in workers if has_room(request, worker)]
@@ -204,7 +209,16 @@ class Placement:
             for name, status in statuses.items()
             if not status.num_sequences or status.num_sequences + len(log.choices) <= SEQUENCES_AHEAD * status.max_num_seqs
         ]
-        return [name for name in roomy if name not in self._lost]
+        meant = self._meant_for(log)
+        return [name for name in roomy if name not in self._lost and name in meant]
+
+    def _meant_for(self, log: RequestLog) -> Collection[str]:
+        """The groups for prompts of this length; all while those are lost."""
+        if not self._for_long:
+            return self._idle
+        is_long = len(log.prompt_token_ids) >= self._min_long_tokens
+        meant = [name for name in self.groups if (name in self._for_long) is is_long]
+        return self._idle if self._lost.keys() >= {*meant} else meant
 
     def _request(self, log: RequestLog) -> WaitingRequest:
         num_choices = len(log.choices)

@@ -14,7 +14,7 @@ from flowrt.actors.control import KvCompleted, KvOffer
 from flowrt.gateway.placement import Placement
 from flowrt.gateway.request_log import RequestLog, Stage
 from flowrt.gateway.routing import RoutingPolicy, WorkerStatus
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.model import GraphLimits, LongPrompts
 
 MAX_KV_LOST = 2
 LATEST_WEIGHT = 1 / 16  # of the latest request in the mean length of outputs
@@ -31,11 +31,14 @@ class Stages:
         lost_group_seconds: float,
         now: Callable[[], float],
         policy: RoutingPolicy,
+        long_prompts: LongPrompts | None = None,
     ) -> None:
+        prefill_workers = tuple(prefill_workers)
+        of_prefill, of_groups = (long_prompts, None) if prefill_workers else (None, long_prompts)
         self._now = now
         self._open: dict[int, RequestLog] = {}  # requests with an attempt, by number
-        self._groups = Placement(tuple(groups), limits_of, lost_group_seconds, now, policy, "all")
-        self._prefill = Placement(tuple(prefill_workers), limits_of, lost_group_seconds, now, policy, "prefill")
+        self._groups = Placement(tuple(groups), limits_of, lost_group_seconds, now, policy, "all", of_groups)
+        self._prefill = Placement(prefill_workers, limits_of, lost_group_seconds, now, policy, "prefill", of_prefill)
         self._mean_output_tokens: float | None = None  # of choices of the latest requests
 
     @property

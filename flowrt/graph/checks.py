@@ -56,10 +56,10 @@ def _check_sections(graph: Graph) -> Iterator[Problem]:
     """The sections that name processes or roles, and `reliability`."""
     processes = graph.process_names()
     roles = {role_of(process) for process in processes}
-    for process in (*graph.devices, *graph.threads):
-        if process not in processes:
-            key = "devices" if process in graph.devices else "threads"
-            yield Problem((key, process), f"no node is in a process {process!r}; {nearest(process, processes)}")
+    for key, named in (("devices", graph.devices), ("threads", graph.threads), ("cores", graph.cores)):
+        for process in named:
+            if process not in processes:
+                yield Problem((key, process), f"no node is in a process {process!r}; {nearest(process, processes)}")
     for role in graph.role_limits:
         if role not in roles:
             yield Problem(("limits", "roles", role), f"no process has the role {role!r}; {nearest(role, roles)}")

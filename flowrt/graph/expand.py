@@ -15,7 +15,7 @@ plan, and the number of parts in the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from flowrt.graph.document import Document
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import carries_rows
 from flowrt.graph.model import Batching, GraphLimits, edge_name
-from flowrt.graph.notation import format_ids
+from flowrt.graph.notation import format_ids, parse_ids
 from flowrt.graph.placement import Held, even_placement, experts_map, held_experts, held_option
 from flowrt.graph.schema import COLOCATED, AttentionSection, DeploySection, EdgeSection, GraphFile, NodeSection, RoleSection
 from flowrt.graph.trampoline import MIN_SAVED_MESSAGES
@@ -73,8 +73,20 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
             "micro_batches": deploy.attention.micro_batches,
             "devices": {process: section.device for process, section in by_process.items()},
             "threads": {process: section.threads for process, section in by_process.items()},
+            "cores": _cores(by_process),
         }
     )
+
+
+def _cores(by_process: Mapping[str, RoleSection]) -> dict[str, str]:
+    """The cores of each process: the processes of a role share out those of the role evenly, and one by one where there are fewer cores."""
+    found: dict[str, str] = {}
+    for section in {id(section): section for section in by_process.values() if section.cores is not None}.values():
+        processes, cores = [name for name, of in by_process.items() if of is section], parse_ids(str(section.cores))
+        for number, name in enumerate(processes):
+            start, end = (at * len(cores) // len(processes) for at in (number, number + 1))
+            found[name] = format_ids(cores[start : max(end, start + 1)])
+    return found
 
 
 def _prefill(deploy: DeploySection) -> list[str]:
@@ -275,7 +287,7 @@ def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts,
         text = f"no server of {servers} forwards to others, as {_groups_text(deploy)}; write more servers, or trampoline: auto"
         document.fail((*_EXPERTS, "trampoline"), text)
     if _is_colocated(deploy):
-        for key in experts.model_fields_set & {"device", "threads"}:
+        for key in experts.model_fields_set & {"device", "threads", "cores"}:
             document.fail((*_EXPERTS, key), f"colocated servers compute in the processes of groups; write deploy.attention.{key}")
     if not servers and experts.int8 != "none":
         document.fail((*_EXPERTS, "int8"), "servers: 0 leaves no rows that travel; write int8: none, or deploy.experts.servers: 1 or more")

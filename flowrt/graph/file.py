@@ -24,6 +24,7 @@ from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import ROUTING_ENTRY_POINTS, ROUTING_POLICIES, Graph, GraphLimits, ModelPart, role_of
 from flowrt.graph.notation import shown_value
 from flowrt.graph.problems import raise_first, refuse_unbuilt
+from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.graph.schema import GraphFile, LimitsSection
 
 FactsOf = Callable[[Path], ModelFacts]
@@ -36,6 +37,7 @@ _EXPLICIT_ONLY = {
     "micro_batches": "the short form has deploy.attention.micro_batches; write it there",
     "devices": "the short form has deploy.attention.device and deploy.experts.device; write it there",
     "threads": "the short form has deploy.attention.threads and deploy.experts.threads; write it there",
+    "cores": "the short form has deploy.attention.cores and deploy.experts.cores; write it there",
     "folder": "the short form has no functions to find; remove the key",
 }
 
@@ -124,11 +126,14 @@ def build_graph(
         micro_batches=file.micro_batches or 1,
         devices=file.devices,
         threads=file.threads,
+        cores=file.cores,
         prompts=_prompts(file, document, folder),
         emulation=file.emulate,
         reliability=file.reliability,
+        jitter=file.jitter,
         serving=file.serving,
         routing=file.routing,
+        long_prompts=file.long_prompts,
         folder=str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder)),
         choices=choices,
     )
@@ -137,6 +142,13 @@ def build_graph(
     known = (*ROUTING_POLICIES, *sorted(entry_points(group=ROUTING_ENTRY_POINTS).names))
     if graph.routing not in known:
         document.fail(("routing",), f"there is no routing policy {shown_value(graph.routing)}; known are {', '.join(known)}")
+    if graph.cores and graph.processes != "many":
+        text = f"only a process of its own has cores of its own, and processes is {graph.processes}; write processes: many"
+        document.fail(_written_path(("cores", next(iter(graph.cores))), graph, document, is_short), text)
+    computing = len(prefill_workers(graph) or attention_groups(graph))
+    if graph.long_prompts is not None and graph.long_prompts.workers >= computing:
+        text = f"{graph.long_prompts.workers} of {computing} workers for prompts leave none for short ones; write a smaller number"
+        document.fail(("long_prompts", "workers"), text)
     if graph.numerics == "strict":
         # Bits depend on the number of threads, and `auto` depends on the number of processes.
         num_threads = next((number for number in graph.threads.values() if number != "auto"), 1)
@@ -149,6 +161,7 @@ def _checked_later(graph: Graph) -> Iterator[Path_]:
     """Yield the keys that are checked against this machine, the files of the model and the user's modules."""
     yield from (("model", "path"), ("prompts",))
     yield from (("devices", process) for process, device in graph.devices.items() if device != "cpu")
+    yield from (("cores", process) for process in graph.cores)
     yield from (("nodes", node.name, "operator") for node in graph.nodes.values() if ":" in node.operator)
     yield from (("edges", edge.name, "transport") for edge in graph.edges.values() if edge.transport != "auto")
 
@@ -170,7 +183,7 @@ def _written_path(path: Path_, graph: Graph, document: Document, is_short: bool)
         return written or (links[0] if is_short else path)
     if not is_short:
         return path
-    if section in ("devices", "threads"):
+    if section in ("devices", "threads", "cores"):
         return ("deploy", role_of(str(rest[0])), str(section).removesuffix("s") if section == "devices" else section)
     if section == "nodes":
         return ("deploy", role_of(graph.nodes[str(rest[0])].process)) if rest else ("deploy",)

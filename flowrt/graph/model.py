@@ -210,6 +210,9 @@ class GraphLimits:
     enable_prefix_caching: bool = _key(True, "Keep the KV of prompts for later ones that begin with the same tokens.")
     max_micro_batches: int = _key(64, "Of the deployment's micro-batches, how many at most; for roles with fewer.", ge=1, le=64)
     dynamic_micro_batches: bool = _key(False, "Use as many of the micro-batches as give the most tokens per second, by measuring.")
+    target_step_seconds: float = _key(
+        0.0, "A step has as many rows as it computes in this time, from the times of earlier steps. 0: no target.", ge=0, le=3600
+    )
     in_flight: int = _key(8, "The most tags in flight in a graph of your own.", ge=1, le=4096)
     max_message_bytes: int = _key(1 << 26, "The most payload of a message.", ge=1024, le=1 << 34)
 
@@ -272,6 +275,24 @@ class ReliabilitySettings:
 
 
 @dataclass(frozen=True)
+class LongPrompts:
+    """Workers that compute long prompts and no others, so that no short prompt waits behind a long one (xDeepServe section 6.2)."""
+
+    min_tokens: int = _key(MISSING, "A prompt of so many tokens is long.", ge=2, le=1 << 24)
+    workers: int = _key(1, "The last so many prefill workers compute these alone; groups, where there are none.", ge=1, le=255)
+
+
+@dataclass(frozen=True)
+class JitterSettings:
+    """What keeps pauses out of the steps of running requests (xDeepServe section 4.4)."""
+
+    garbage_collection: Literal["automatic", "idle"] = _key(
+        "automatic", "idle: a process searches for garbage while it waits, not in the middle of a step."
+    )
+    warm_up: bool = _key(False, "Each group serves requests of its own before the first one of a client.")
+
+
+@dataclass(frozen=True)
 class ServingSettings:
     """How `flowrt serve` takes requests."""
 
@@ -297,11 +318,14 @@ class Graph:
     micro_batches: int = 1
     devices: Mapping[str, str] = field(default_factory=dict)  # process -> "cpu", "cuda", "cuda:1"; absent: cpu
     threads: Mapping[str, int | Literal["auto"]] = field(default_factory=dict)  # process -> compute threads
+    cores: Mapping[str, str] = field(default_factory=dict)  # process -> the cores that it runs on, "0-3"; absent: any
     prompts: tuple[str, ...] = ()
     emulation: Emulation | None = None
     reliability: ReliabilitySettings = ReliabilitySettings()
+    jitter: JitterSettings = JitterSettings()
     serving: ServingSettings = ServingSettings()
     routing: str = ROUTING_POLICIES[0]
+    long_prompts: LongPrompts | None = None
     folder: str = ""  # absolute folder of the file: on sys.path of workers for "module:function"
     # For errors that are found after reading: key of the explicit form -> its place ("FILE:LINE" or "--set ..") and key as written.
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict, compare=False)

@@ -29,6 +29,8 @@ from flowrt.graph.model import (
     ComputeCost,
     Emulation,
     GraphLimits,
+    JitterSettings,
+    LongPrompts,
     ReliabilitySettings,
     ServingSettings,
     role_of,
@@ -105,6 +107,12 @@ def _ids(value: str | int) -> str:
     return str(value)
 
 
+def _cores(value: str | int) -> str:
+    if not parse_ids(value):
+        raise ValueError("names no core; write cores as '0-3,7', or leave the key out for any core")
+    return str(value)
+
+
 def _placement(value: Any) -> Any:
     return {layers: _IDS._validate(ids) for layers, ids in value.items() if _ids(layers)} if isinstance(value, dict) else _ids(value)
 
@@ -164,6 +172,7 @@ _NAMED = _matching(is_name, "a name; use letters, digits, '_', '-', and single d
 Processes = Annotated[Any, _choice_or_number(("one", "many"), 4096)]
 Threads = Annotated[Any, _choice_or_number(("auto",), MAX_THREADS)]
 Servers = Annotated[Any, _choice_or_number((COLOCATED,), 1024, minimum=0)]
+Cores = Annotated[Any, Parsed(_cores, "a set of cores; write cores as '0-3,7'", (str, int), _IDS_SCHEMA)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
 Layers = Annotated[Any, Parsed(_layers, "a set of layers; write layers as '0-2,5'", (str, int), _IDS_SCHEMA)]
 Placement = Annotated[
@@ -220,6 +229,7 @@ class RoleSection(Section):
 
     device: Device = Field(default="cpu", description="cpu, cuda, or cuda:N")
     threads: Threads = Field(default="auto", description="Compute threads of each process.")
+    cores: Cores | None = Field(default=None, description="The cores that its processes share out among them. Default: any core.")
 
 
 class PrefillSection(RoleSection):
@@ -241,7 +251,8 @@ class AttentionSection(RoleSection):
     tensor_parallel: int = Field(default=1, ge=1, description="Above 1: not built yet.")
 
 
-for _shared in (GraphLimits, Batching, ComputeCost, Emulation, ReliabilitySettings, ServingSettings):  # before the sections that have them
+# Before the sections that have them.
+for _shared in (GraphLimits, Batching, ComputeCost, Emulation, JitterSettings, LongPrompts, ReliabilitySettings, ServingSettings):
     _shared.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[union-attr]
 
 
@@ -308,6 +319,7 @@ class RoleLimitsSection(Section):
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=1 << 16)
     kv_pages: int | None = Field(default=None, ge=1, le=1 << 24)
     max_micro_batches: int | None = Field(default=None, ge=1, le=64)
+    target_step_seconds: float | None = Field(default=None, ge=0, le=3600)
     max_message_bytes: int | None = Field(default=None, ge=1024, le=1 << 34)
 
 
@@ -380,17 +392,20 @@ class GraphFile(Section):
     numerics: Literal["fast", "strict"] = Field(default="fast", description="strict: no bit depends on batch, placement or preemption.")
     emulate: Emulation | None = Field(default=None, description="Emulate links and computation that this machine does not have.")
     reliability: ReliabilitySettings = ReliabilitySettings()
+    jitter: JitterSettings = JitterSettings()
     serving: ServingSettings = ServingSettings()
     routing: str = Field(
         default=ROUTING_POLICIES[0],
         min_length=1,
         description=f"Which worker gets a request: {', '.join(ROUTING_POLICIES)}, or of a package.",
     )
+    long_prompts: LongPrompts | None = Field(default=None, description="Keep long prompts apart from short ones.")
     prompts: Prompts | None = Field(default=None, description="The prompts that `flowrt run` serves when given none: a list, or a file.")
     processes: Processes | None = Field(default=None, description="Explicit form only; else deploy.processes.")
     micro_batches: int | None = Field(default=None, ge=1, le=64, description="Explicit form only; else deploy.attention.micro_batches.")
     devices: dict[ProcessName, Device] = Field(default={}, description="Explicit form only: process -> device.")
     threads: dict[ProcessName, Threads] = Field(default={}, description="Explicit form only: process -> compute threads.")
+    cores: dict[ProcessName, Cores] = Field(default={}, description="Explicit form only: process -> the cores that it runs on.")
     folder: str | None = Field(default=None, description="Explicit form only: where module:function is found. Default: this file's folder.")
 
 

@@ -11,7 +11,7 @@ import yaml
 from flowrt.graph.builtin import BUILTIN
 from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
-from flowrt.graph.model import GATEWAY, ROUTING_POLICIES, Edge, Graph, Node, PortSpec, ServingSettings, edge_name
+from flowrt.graph.model import GATEWAY, ROUTING_POLICIES, Edge, Graph, JitterSettings, Node, PortSpec, ServingSettings, edge_name
 from flowrt.graph.notation import link_numbers
 
 
@@ -29,10 +29,13 @@ def to_yaml(graph: Graph, origin: str = "") -> str:
         "numerics": graph.numerics,
         "devices": _flow(graph.devices) if graph.devices else None,
         "threads": _flow(graph.threads) if graph.threads else None,
+        "cores": _flow(graph.cores) if graph.cores else None,
         "emulate": _flow(_without_none(asdict(graph.emulation))) if graph.emulation is not None else None,
         "reliability": _flow(asdict(graph.reliability)),
+        "jitter": _flow(asdict(graph.jitter)) if graph.jitter != JitterSettings() else None,
         "serving": _flow(asdict(graph.serving)) if graph.serving != ServingSettings() else None,
         "routing": graph.routing if graph.routing != ROUTING_POLICIES[0] else None,
+        "long_prompts": _flow(asdict(graph.long_prompts)) if graph.long_prompts is not None else None,
         "prompts": [_flow(prompt) for prompt in graph.prompts] or None,
         "nodes": {_flow(node.name): _flow(_node(node)) for node in graph.nodes.values() if node.process != GATEWAY},
         "edges": {_flow(edge.name): _flow(_edge(edge)) for edge in graph.edges.values()},

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from flowrt.graph.model import GATEWAY, Edge, Graph
+from flowrt.graph.notation import parse_ids
 from flowrt.transports.errors import AddressError
 from flowrt.transports.registry import base_scheme
 
@@ -45,12 +46,14 @@ def num_threads(graph: Graph, workers: Sequence[str], hosts: Sequence[Sequence[s
     """Compute threads of an OS process: the largest number that any of its workers wants; `auto` is a fair share of the cores, at least 1.
 
     A single tag in flight is in one place at a time. Then a process shares the cores only with processes that run the same operators.
+    A process with cores of its own has a thread for each.
     """
     sharing = len(hosts)
     if graph.tags_in_flight() == 1:
         operators = _operators(graph, workers)
         sharing = sum(1 for others in hosts if operators & _operators(graph, others))
-    share = max(1, num_cores // max(1, sharing))
+    own_cores = max((len(parse_ids(graph.cores[name])) for name in workers if name in graph.cores), default=0)
+    share = own_cores or max(1, num_cores // max(1, sharing))
     wishes = [graph.threads.get(name, AUTO) for name in workers]
     return max((share if wish == AUTO else int(wish) for wish in wishes), default=share)
 

@@ -137,6 +137,7 @@ class _SimulatedRun:
             prefill_workers=prefill_workers(graph),
             routing=find_policy(graph.routing),
             limits_of=graph.limits_of,
+            long_prompts=graph.long_prompts,
         )
         on_token = None
         if (trace := case.trace) is not None:

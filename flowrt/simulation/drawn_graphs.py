@@ -42,11 +42,20 @@ def draw_graph(seed: int, graph: Graph) -> Graph:
             "dynamic_micro_batches": chance.random() < 0.3,
         }
         keys["numerics"] = chance.choice(("fast", "fast", "strict"))
+        _draw_settings(random.Random(f"settings {seed} {attempt}"), keys)
         try:
             return replace(load_graph(keys, facts_of=lambda path: facts), reliability=graph.reliability)
         except GraphError:
             continue
     raise AssertionError
+
+
+def _draw_settings(chance: random.Random, keys: dict[str, Any]) -> None:
+    """Steps of a target time, and workers for long prompts alone."""
+    if chance.random() < 0.3:
+        keys["limits"]["target_step_seconds"] = chance.choice((1e-3, 5e-3))
+    if chance.random() < 0.3:
+        keys["long_prompts"] = {"min_tokens": chance.choice((4, 8, 16))}
 
 
 def draw_deploy(chance: random.Random, facts: ModelFacts, transports: Sequence[str] = _TRANSPORTS) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class DataPath:
         self.forwarder = Forwarder(graph, name, self.runner) if any(node.operator == RETURN for node in graph.nodes_of(name)) else None
         sources = [node for node in graph.nodes_of(name) if node.operator == SOURCE]
         if sources and graph.model is not None:
-            config = config_of(graph)
+            config, dilation = config_of(graph), 1.0 if graph.emulation is None else graph.emulation.dilation
             engine = Engine(
                 graph.limits_of(name),
                 min(graph.micro_batches, graph.limits_of(name).max_micro_batches),
@@ -174,7 +174,7 @@ class DataPath:
                 client,
                 pack,
                 unpack,
-                seams.clock.now,
+                lambda: seams.clock.now() / dilation,
             )
             if pack is not None:
                 pack.connect(self.runner.respond)

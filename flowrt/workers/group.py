@@ -200,7 +200,7 @@ class Group:
         """Start the next steps, now that all messages have left. A step may crash this process. Then the gateway has every token that the
         step was computed from, so a trial computes them again. It also knows whether the step was of a suspect alone."""
         if not self._starts:
-            self._starts.extend(self._engine.next_steps())
+            self._starts.extend(self._engine.next_steps(self._now()))
             if self._unpack is not None:
                 for pull in self._engine.new_pulls():
                     self._unpack.begin(pull.request_id, pull.attempt, pull.kv, pull.pages, pull.first)

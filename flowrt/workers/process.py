@@ -47,6 +47,7 @@ from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.errors import OperatorError, UserError, leaves
 from flowrt.exchange.kv_transfer import TransferEnd
 from flowrt.graph.model import Graph, from_json
+from flowrt.graph.notation import parse_ids
 from flowrt.graph.placement import weight_set
 from flowrt.graph.recovery import is_watched
 from flowrt.operators.model_config import ModelError
@@ -57,6 +58,7 @@ from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message, Tag
 from flowrt.workers.data_path import DataPath, LoadedOperators
 from flowrt.workers.emulated import EmulatedWorker
+from flowrt.workers.jitter import bind_to_cores, collect_garbage_when_idle
 from flowrt.workers.membership import Membership
 from flowrt.workers.model_files import fingerprints
 from flowrt.workers.model_nodes import build_model_nodes, checkpoint_computations, strict_blocks_text
@@ -205,6 +207,7 @@ class Worker:
         if start is None:
             return None
         self._apply_start(start)
+        self._bind_to_cores()
         self._seams.name_process(start.name)
         nodes, ours = (self._graph.nodes_of(name) for name in (start.loaded_as, start.name))
         return loaded[start.loaded_as].renamed({node.name: our.name for node, our in zip(nodes, ours, strict=True)})
@@ -248,11 +251,16 @@ class Worker:
                 self._membership.on_control(notice)
             tasks.create_task(data_path.runner.run(), name=f"runner of {name}")
             tasks.create_task(self._run_links(data_path.links), name=f"links of {name}")
+            if self._seams.own_loop and self._graph.jitter.garbage_collection == "idle":
+                tasks.create_task(collect_garbage_when_idle(self._is_idle, clock), name=f"garbage collection of {name}")
             if is_watched(self._graph):
                 counters, compute = data_path.runner.statistics, self._compute
                 read, before = lambda: (counters.num_firings, compute.running), self._start.ended
                 heartbeats = send_heartbeats(self.incarnation, read, clock, send, ended=counters.nodes.keys(), ended_before=before)
                 tasks.create_task(heartbeats, name=f"heartbeats of {name}")
+
+    def _is_idle(self) -> bool:
+        return self._compute.running is None and not any(self._loaded().runner.num_waiting().values())
 
     async def report_error(self, error: BaseException) -> None:
         """Send the error to the launcher: one line, and whether the user can fix it."""
@@ -291,6 +299,8 @@ class Worker:
         model = self._graph.model
         files = fingerprints(Path(model.path)) if model is not None else {}
         functions: dict[str, NodeFunction | TransferEnd] = {**check_process(self._graph, name)}
+        if not self._start.loads:
+            self._bind_to_cores()
         memory = self._open_memory(name, files)
         computations = partial(checkpoint_computations, memory=memory, on_read=on_read)
         functions.update(build_model_nodes(self._graph, name, self._device, on_built, now, computations))
@@ -301,6 +311,10 @@ class Worker:
         if memory is not None:
             memory.seal()
         return LoadedOperators.of(functions, strict_blocks, files)
+
+    def _bind_to_cores(self) -> None:
+        if self._seams.own_loop and (cores := self._graph.cores.get(self._start.name)) is not None:
+            bind_to_cores(parse_ids(cores))
 
     def _open_memory(self, name: str, files: Mapping[str, str]) -> WeightMemory | None:
         """The memory of the weights that this worker shares with others of its host; None where it shares none. Waits for another process

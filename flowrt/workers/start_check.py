@@ -15,11 +15,14 @@ import torch
 from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph, from_json
+from flowrt.graph.notation import format_ids, parse_ids
 from flowrt.workers.user_nodes import build_user_nodes
 
 
 def check_process(graph: Graph, process: str) -> dict[str, NodeFunction]:
-    """The functions of the process's user operators. Raises GraphError for a device or a function that is not there."""
+    """The functions of the process's user operators. Raises GraphError for a device, a core or a function that is not there."""
+    if (reason := _cores_problem(graph.cores.get(process))) is not None:
+        raise graph.error(f"cores.{process}", reason)
     return build_user_nodes(graph, process, _device(graph, process))
 
 
@@ -28,6 +31,18 @@ def _device(graph: Graph, process: str) -> torch.device:
     if device.type == "cuda" and (reason := _cuda_problem(device)) is not None:
         raise graph.error(f"devices.{process}", f"{reason}, or write cpu")
     return device
+
+
+def _cores_problem(cores: str | None) -> str | None:
+    """Why the process cannot run on these cores, and what to do; None when it can, and without cores of its own."""
+    if cores is None:
+        return None
+    if not hasattr(os, "sched_getaffinity"):
+        return "this system binds no process to cores; remove the key"
+    usable = os.sched_getaffinity(0)
+    if missing := set(parse_ids(cores)) - usable:
+        return f"core {min(missing)} cannot be used here; write some of {format_ids(usable)}"
+    return None
 
 
 def _cuda_problem(device: torch.device) -> str | None:

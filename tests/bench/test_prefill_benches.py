@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
 
-from flowrt.bench.cases import kv_transfer, prefix, routing
+from flowrt.bench.cases import kv_transfer, latency, prefix, routing
+from flowrt.bench.cases.options import LatencyOptions, StreamOptions
 from flowrt.bench.measure.benchmark import run_benchmark
+from flowrt.errors import UserError
+from flowrt.graph.notation import format_ids
 from flowrt.operators.families.registry import read_model_config
 
 
@@ -53,3 +57,49 @@ def test_exposed_time_is_what_the_transfer_adds_to_the_second_token(model: Path)
     expected = [150.0, 50.0, 0.05, 300.0, 200.0, 0.2, 10.0, 1150.0]
     assert [each.ours.median for each in figures] == [pytest.approx(each) for each in expected]
     assert [each.verdict is not None for each in figures] == [False, False, True, False, False, False, True, False]
+
+
+def latency_options(**more: object) -> LatencyOptions:
+    return LatencyOptions(**{"streams": 2, "prompt_tokens": 4, "new_tokens": 6, "overrides": ("deploy.processes=one",), **more})
+
+
+def test_latency_measures_one_graph_with_and_without_a_setting(model: Path, tmp_path: Path) -> None:
+    options = latency_options(arriving_tokens=40, against=("deploy.processes=one", "limits.max_num_batched_tokens=16"))
+    graphs = latency.read_graphs(model, None, options)
+    assert [graph.limits.max_num_batched_tokens for graph in graphs.values()] == [512, 16]
+    report = run_benchmark("latency", latency.measure(graphs, options), num_pairs=1)
+    names = [figure.name.split(",")[0] for figure in report.figures]
+    assert names == [*["inter-token latency"] * 3, "first token of a prompt that arrives"]
+    assert {figure.peer for figure in report.figures} == {"deploy.processes=one limits.max_num_batched_tokens=16"}
+
+
+def test_latency_of_a_first_request_starts_the_graph_each_time(model: Path) -> None:
+    options = latency_options(first=True, overrides=("deploy.processes=one", "jitter.warm_up=true"), against=("deploy.processes=one",))
+    report = run_benchmark("latency", latency.measure(latency.read_graphs(model, None, options), options), num_pairs=1)
+    assert [figure.name for figure in report.figures] == ["first token of the first request, deploy.processes=one jitter.warm_up=true"]
+
+
+def test_latency_of_equal_graphs_is_refused(model: Path) -> None:
+    with pytest.raises(UserError, match="both graphs are the same"):
+        latency.read_graphs(model, None, latency_options(against=("deploy.processes=one",)))
+
+
+def test_the_best_graph_of_those_beside_it_counts() -> None:
+    values = [[latency.StreamTimes([gap] * 9, [1.0])] for gap in (0.02, 0.2, 0.1)]
+    figures = latency.latency_figures(["apart", "steps of 64", "steps of 128"], kv_transfer.INTERFERENCE, values)
+    assert {figure.peer for figure in figures} == {"steps of 128"}
+    assert [figure.ratio.median for figure in figures if figure.ratio is not None] == pytest.approx([0.2, 0.2, 0.2, 1.0])
+    assert [figure.target is not None for figure in figures] == [False, True, False, False]
+
+
+def test_prefill_apart_has_a_core_of_its_own(model: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))[:2] if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < 2:
+        with pytest.raises(UserError, match="needs two cores"):
+            kv_transfer.read_interference_graphs(model, 100, StreamOptions(streams=3), [])
+        return
+    apart, *together = kv_transfer.read_interference_graphs(model, 100, StreamOptions(streams=3, chunks=(16, 32)), []).values()
+    assert apart.cores == {"prefill.0": str(cores[0]), "attention.0": str(cores[1])}
+    assert [each.limits.max_num_batched_tokens for each in together] == [16, 32]
+    assert {each.cores["attention.0"] for each in together} == {format_ids(cores)}
+    assert all(each.process_names() == ["attention.0"] for each in together)

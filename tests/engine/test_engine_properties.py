@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.toy_group import ToyGroup, expected_output, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,10 +30,17 @@ def drawn_limits(draw: st.DrawFn) -> GraphLimits:
 
 
 @settings(max_examples=120, deadline=None)
-@given(limits=drawn_limits(), num_micro_batches=st.integers(1, 4), strict=st.booleans(), data=st.data())
+@given(
+    limits=drawn_limits(),
+    num_micro_batches=st.integers(1, 4),
+    strict=st.booleans(),
+    target_seconds=st.sampled_from([0.0, 0.0, 0.5, 1.1, 2.5]),
+    data=st.data(),
+)
 def test_every_schedule_gives_the_tokens_of_a_request_alone(
-    limits: GraphLimits, num_micro_batches: int, strict: bool, data: st.DataObject
+    limits: GraphLimits, num_micro_batches: int, strict: bool, target_seconds: float, data: st.DataObject
 ) -> None:
+    limits = replace(limits, target_step_seconds=target_seconds)
     chunk_tokens = data.draw(st.integers(1, limits.max_num_batched_tokens)) if strict else 0
     group = ToyGroup(limits, num_micro_batches, EOS, chunk_tokens)
     drawn = st.tuples(PROMPT, st.integers(1, 24), st.sampled_from([1, 1, 1, 2, 4]), st.integers(0, 9))

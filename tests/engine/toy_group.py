@@ -17,6 +17,7 @@ from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import SamplingParams
 
 VOCABULARY = 97
+ROW_SECONDS, KV_SECONDS = 0.1, 1e-3
 
 
 def next_token(prefix: Sequence[int], seed: int) -> int:
@@ -107,7 +108,7 @@ class ToyGroup:
             self.take(self.engine.submit(each))
 
     def start(self) -> list[StartStep]:
-        steps = self.engine.next_steps()
+        steps = self.engine.next_steps(self.now)
         for step in steps:
             assert step.micro_batch not in self.running
             self.running[step.micro_batch] = step
@@ -171,7 +172,7 @@ class ToyGroup:
             ends = zip(step.batch.sequence_names, accumulate(step.batch.query_lengths), strict=True)
             names = [name for name, end in ends if end - 1 in step.batch.sample_rows]
             sampled = [-1 if name.startswith(broken) else token for name, token in zip(names, sampled, strict=True)]
-        self.now += 1.0 + micro_batch  # fewer micro-batches are faster
+        self.now += 1.0 + micro_batch + ROW_SECONDS * step.batch.num_rows + KV_SECONDS * sum(step.batch.kv_lengths)  # fewer are faster
         self.take(self.engine.step_done(micro_batch, step.step, sampled, now=self.now))
         return sampled.count(-1)
 

@@ -17,7 +17,7 @@ from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.prefix_index import PIECE_TOKENS, PrefixIndex, digests_of
 from flowrt.gateway.routing import WaitingRequest, WorkerStatus, cache_aware, find_policy, round_robin
 from flowrt.graph.file import load_graph
-from flowrt.graph.model import ROUTING_POLICIES
+from flowrt.graph.model import ROUTING_POLICIES, LongPrompts
 
 TWO_ACTORS = Path(__file__).resolve().parents[2] / "examples" / "two_actors" / "graph.yaml"
 IDLE = WorkerStatus("", max_num_seqs=4, max_num_batched_tokens=100, max_kv_tokens=1000)
@@ -118,6 +118,29 @@ def test_a_lost_group_has_no_prefixes() -> None:
     running = place(gateway, range(3), max_tokens=9)
     assert running.group == "g0"
     assert place(gateway, prompt, max_tokens=1).group == "g1"
+
+
+def apart(**more: object) -> Gateway:
+    return routed(prefill_workers=("p0", "p1", "p2"), long_prompts=LongPrompts(min_tokens=10, workers=2), **more)
+
+
+def test_long_prompts_have_workers_of_their_own() -> None:
+    gateway = apart()
+    assert [place(gateway, range(20)).group for _ in range(2)] == ["p1", "p2"]
+    assert place(gateway, range(3)).group == "p0"
+    waiting = gateway.reserve()
+    assert gateway.place(waiting, range(20)) == [], "p0 would have room"
+    assert place(gateway, range(9)).group == "p0", "a short prompt passes it"
+
+
+def test_without_their_workers_long_and_short_prompts_go_to_the_others() -> None:
+    for lost, length, used in ((("p1", "p2"), 20, "p0"), (("p0",), 3, "p1")):
+        gateway = apart()
+        for worker in lost:
+            gateway.lose_group(worker, "was lost")
+        assert place(gateway, range(length)).group == used
+    gateway = routed(groups=("g0", "g1"), long_prompts=LongPrompts(min_tokens=10))
+    assert [place(gateway, range(length)).group for length in (3, 20)] == ["g0", "g1"], "without prefill workers: groups"
 
 
 def test_decode_counts_the_kv_of_every_group() -> None:

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from flowrt.actors.link_plan import plan_links
 from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
-from flowrt.graph.model import Graph, LayerSet, TagStep, from_json, to_json
+from flowrt.graph.model import Graph, JitterSettings, LayerSet, LongPrompts, TagStep, from_json, to_json
 from flowrt.graph.placement import expert_map_of, held_experts
 from flowrt.graph.written import to_yaml
+from flowrt.launcher.transport_choice import num_threads
 
 QUICK = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {groups: 2, micro_batches: 3}\n  experts: {servers: 3, replicas: 2}\n"
 
@@ -114,6 +115,34 @@ def test_roles_have_devices_and_threads(load) -> None:
     graph = load(text)
     assert graph.devices == {"attention.0": "cuda:1", "experts.0": "cuda"}
     assert graph.threads == {"attention.0": 3, "experts.0": "auto"}
+
+
+def test_the_processes_of_a_role_share_out_its_cores(load) -> None:
+    text = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  prefill: {workers: 2, cores: 0}\n  attention: {groups: 2, cores: '1-3,5,7'}\n"
+    graph = load(text + "  experts: {servers: 1}\n")
+    assert graph.cores == {"prefill.0": "0", "prefill.1": "0", "attention.0": "1-2", "attention.1": "3,5,7"}
+    assert num_threads(graph, ["attention.1"], [[name] for name in graph.process_names()], 8) == 3, "a thread for each"
+    assert num_threads(graph, ["experts.0"], [[name] for name in graph.process_names()], 10) == 2
+    assert load(to_yaml(graph), name="again.yaml") == graph
+
+
+def test_roles_of_a_graph_may_use_different_devices_and_links(load) -> None:
+    deploy = "  prefill: {workers: 1, device: 'cuda:1'}\n  attention: {device: cpu}\n  experts: {servers: 1, device: cuda}\n"
+    links = "  links: {prefill-attention: {transport: shm, link: roce-200g}, attention-experts: {transport: zmq, link: ub}}\n"
+    graph = load("flowrt: 1\nmodel: {path: m}\ndeploy:\n" + deploy + links)
+    assert graph.devices == {"prefill.0": "cuda:1", "attention.0": "cpu", "experts.0": "cuda"}
+    used = {graph.ends_of(edge): (edge.transport, edge.link) for edge in graph.edges.values() if graph.crosses(edge)}
+    assert used["prefill.0", "attention.0"] == used["attention.0", "prefill.0"] == ("shm", "roce-200g")
+    assert used["attention.0", "experts.0"] == used["prefill.0", "experts.0"] == ("zmq", "ub")
+    assert load(to_yaml(graph), name="again.yaml") == graph
+
+
+def test_settings_against_jitter_and_for_long_prompts_are_written_out(load) -> None:
+    keys = "jitter: {garbage_collection: idle, warm_up: true}\nlong_prompts: {min_tokens: 100}\n"
+    graph = load("flowrt: 1\nmodel: {path: m}\ndeploy: {attention: {groups: 2}}\nlimits: {target_step_seconds: 0.02}\n" + keys)
+    assert graph.jitter == JitterSettings("idle", warm_up=True)
+    assert graph.long_prompts == LongPrompts(100, workers=1)
+    assert load(to_yaml(graph), name="again.yaml") == graph
 
 
 def test_uneven_placement(load) -> None:

@@ -41,6 +41,7 @@ def test_every_key_of_the_short_form_is_on_the_page() -> None:
 
     names = (
         "GraphFile",
+        "PrefillSection",
         "AttentionSection",
         "ExpertsSection",
         "RoleLimitsSection",
@@ -55,6 +56,8 @@ def test_every_key_of_the_short_form_is_on_the_page() -> None:
         model.Batching,
         model.Emulation,
         model.ComputeCost,
+        model.JitterSettings,
+        model.LongPrompts,
         model.ReliabilitySettings,
         model.ServingSettings,
     ):

@@ -8,6 +8,7 @@ New mechanisms add their bugs here.
 from __future__ import annotations
 
 from simulation.planted_colocated import COLOCATED_BUGS
+from simulation.planted_composed import COMPOSED_BUGS
 from simulation.planted_faults import FAULT_BUGS
 from simulation.planted_front_ends import FRONT_END_BUGS
 from simulation.planted_groups import GROUP_BUGS
@@ -76,6 +77,7 @@ BUGS: tuple[Bug, ...] = (
     *STANDBY_BUGS,
     *FRONT_END_BUGS,
     *with_graphs("colocated", COLOCATED_BUGS),
+    *with_graphs("composed", COMPOSED_BUGS),
     *with_graphs("trampoline.yaml", TRAMPOLINE_BUGS),
     *with_graphs("prefill.yaml", TRANSFER_BUGS),
     *PREFIX_BUGS,

@@ -28,7 +28,7 @@ from flowrt.transports.contract import Identity
 from flowrt.transports.errors import EndOfChannel
 from flowrt.transports.inproc import InprocChannel
 from flowrt.transports.registry import unavailable_reason
-from flowrt.workers import model_nodes
+from flowrt.workers import model_nodes, process, start_check
 from flowrt.workers.process import PROGRESS_SECONDS, run_worker
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -112,6 +112,31 @@ async def test_a_worker_reports_progress_while_it_reads_weights_and_while_it_wai
     finally:
         await ours.aclose()
         os.close(weights)
+
+
+async def test_each_role_computes_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker checks the device of its role, and builds its operators there."""
+    graph = read_graph(QUICKSTART, ["deploy.prefill.workers=1", "deploy.prefill.device=cuda:1", "deploy.experts.device=cuda:0"])
+    found: dict[str, set[str]] = {}
+
+    def build(graph: Graph, name: str, device: torch.device, *rest: object) -> dict[str, object]:
+        found.setdefault(name, set()).add(str(device))
+        return {}
+
+    def check(graph: Graph, process: str, device: torch.device) -> dict[str, object]:
+        found.setdefault(process, set()).add(str(device))
+        return {}
+
+    monkeypatch.setattr(start_check, "_cuda_problem", lambda device: None)
+    monkeypatch.setattr(start_check, "build_user_nodes", check)
+    monkeypatch.setattr(process, "build_model_nodes", build)
+    for name in ("prefill.0", "attention.0", "experts.0"):
+        ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity("gateway"), Identity(name, "1"))
+        worker = process.Worker(Start(name, "1", to_json(graph), b"k" * 32), theirs, Seams(), None)
+        worker._load(name)
+        await ours.aclose()
+        await theirs.aclose()
+    assert found == {"prefill.0": {"cuda:1"}, "attention.0": {"cpu"}, "experts.0": {"cuda:0"}}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory files are Linux's")

@@ -6,6 +6,7 @@ KV that is pulled while the prompt is computed is measured, and KV that is pulle
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -19,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from flowrt.api import RunningGraph, open_graph, read_graph
+from flowrt.bench.cases.latency import measure_streams
+from flowrt.bench.cases.options import LatencyOptions, StreamOptions
 from flowrt.bench.cases.small_model import write_small_model
 from flowrt.bench.measure.benchmark import Result, Trial
 from flowrt.bench.report.figures import Figure, Target
@@ -26,6 +29,7 @@ from flowrt.bench.report.report import print_progress
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import Graph
+from flowrt.launcher.transport_choice import usable_cores
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.sampling_params import SamplingParams
@@ -41,7 +45,9 @@ SIZES = {
 }  # 16 KiB of KV per token
 EXPOSED = Target(0.1)  # of the time to the first token
 BANDWIDTH = Target(0.5, at_most=False)  # of one core's memcpy
+INTERFERENCE = Target(1 / 3)  # of the 99th percentile between tokens where a group does both
 PAGE_SIZE = 16
+_STREAM_PROMPT = 16  # tokens of the prompts of sequences that run while others arrive
 MIN_SECONDS = 1e-6  # of a transfer: two measured times may differ by less than nothing
 _BYTES = {"float32": 4, "float64": 8}  # else 2
 
@@ -81,6 +87,38 @@ async def measure(model: Path | None, num_tokens: int, overrides: Sequence[str])
             sides: list[Any] = [partial(_second_token, *side, config.vocab_size, num_tokens) for side in zip(graphs, draws, strict=True)]
             source, target = np.ones(num_bytes, dtype=np.uint8), np.zeros(num_bytes, dtype=np.uint8)
             yield Trial([*sides, partial(_copy_seconds, source, target)], partial(_figures, num_tokens, num_bytes))
+
+
+def read_interference_graphs(model: Path, num_tokens: int, options: StreamOptions, overrides: Sequence[str]) -> dict[str, Graph]:
+    """A prefill worker on the first usable core and a group on the second; then groups on both, by the rows of their steps. The experts are
+    inside. Raises UserError where no process can have a core of its own."""
+    if usable_cores() < 2 or not hasattr(os, "sched_getaffinity"):
+        raise UserError("a prefill worker with a core of its own needs two cores, and a system that binds processes to cores")
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    pages = (options.streams + 2) * -(-(_STREAM_PROMPT + options.new_tokens) // PAGE_SIZE) + 2 * -(-num_tokens // PAGE_SIZE)
+    limits = {"kv_pages": pages, "page_size": PAGE_SIZE, "max_num_seqs": options.streams + 2}
+    keys: dict[str, Any] = {"flowrt": 1, "model": {"path": str(model.absolute())}}
+    links = {"prefill-attention": {"transport": "shm"}}
+    apart = {"prefill": {"workers": 1, "cores": first}, "attention": {"cores": second}, "links": links}
+    graphs = {"prefill apart": read_graph({**keys, "deploy": apart, "limits": limits}, overrides)}
+    for rows in options.chunks:
+        together = {"attention": {"cores": f"{first},{second}"}}
+        sizes = {**limits, "max_num_batched_tokens": rows}
+        graphs[f"together, steps of {rows}"] = read_graph({**keys, "deploy": together, "limits": sizes}, overrides)
+    return graphs
+
+
+async def measure_interference(
+    model: Path | None, num_tokens: int, options: StreamOptions, overrides: Sequence[str]
+) -> AsyncIterator[Result]:
+    """Inter-token latency of sequences that run while prompts of so many tokens arrive."""
+    with TemporaryDirectory(prefix="flowrt-bench-") as folder:
+        model = model or write_small_model(Path(folder), **SIZES)
+        load = LatencyOptions(
+            streams=options.streams, prompt_tokens=_STREAM_PROMPT, new_tokens=options.new_tokens, arriving_tokens=num_tokens
+        )
+        async for result in measure_streams(read_interference_graphs(model, num_tokens, options, overrides), load, INTERFERENCE):
+            yield result
 
 
 async def _second_token(graph: RunningGraph, draw: random.Random, vocab_size: int, num_tokens: int) -> _TokenTimes:

@@ -1,4 +1,4 @@
-"""Options of the commands that decode, with their help, defaults and bounds: once for the command line and for the benchmarks."""
+"""Options of several commands, with their help, defaults and bounds: once for the command line and for the benchmarks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 Positive = Annotated[int, Parameter(validator=Number(gte=1))]
+Pairs = Annotated[int, Parameter(validator=Number(gte=1), help="Alternating pairs per figure; a claim takes 20 or more.")]
+JsonFile = Annotated[str | None, Parameter(help='Write figures and machine to this file as JSON; "-" for standard output.')]
+PlotFile = Annotated[str | None, Parameter(help="Draw the figures into this file (.svg, .png, .pdf).")]
 
 
 def _words(values: tuple[object, ...]) -> str:
@@ -65,3 +68,43 @@ class OperatorOptions:
             "num_layers": self.layers,
             "moe_layers": tuple(range(self.layers)),
         }
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LatencyOptions:
+    """The load: sequences that run at a time, and prompts that arrive meanwhile, one after the other."""
+
+    streams: Annotated[Positive, Parameter(help="Sequences that run at a time.")] = 8
+    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of their prompts.")] = 16
+    new_tokens: Annotated[int, Parameter(validator=Number(gte=4), help="New tokens of each.")] = 64
+    arriving_tokens: Annotated[int, Parameter(validator=Number(gte=0), help="Tokens of each prompt that arrives; 0: none does.")] = 0
+    first: Annotated[bool, Parameter(negative=(), show_default=False, help="Measure the first request after a start.")] = False
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False, help="path=value, for the graph.")] = ()
+    against: Annotated[
+        tuple[str, ...], Parameter(name="--against-set", negative=(), show_default=False, help="path=value, for the graph beside it.")
+    ] = ()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    """Sequences that run while prompts arrive."""
+
+    streams: Annotated[int, Parameter(validator=Number(gte=0), help="Sequences that run at a time; 0: measure transfers alone.")] = 0
+    new_tokens: Annotated[int, Parameter(validator=Number(gte=4), help="New tokens of each.")] = 64
+    chunks: Annotated[Positives, Parameter(help="Rows of a step of the group that does both; the best counts.")] = (64, 128, 256, 512)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PatternOptions:
+    """How an exchange pattern is measured on emulated hardware."""
+
+    virtual: Annotated[
+        bool, Parameter(negative=(), show_default=False, help="In virtual time, without processes: exact, and the same everywhere.")
+    ] = False
+    dilation: Annotated[float, Parameter(validator=Number(gte=1), help="Factor of all modelled times, between processes.")] = 100.0
+    pairs: Pairs = 20
+    json: JsonFile = None
+    plot: PlotFile = None

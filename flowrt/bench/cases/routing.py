@@ -1,4 +1,5 @@
-"""What the routing policy `cache_aware` gains over `round_robin`, in virtual time on emulated hardware.
+"""What the routing policy `cache_aware` gains over `round_robin`, in virtual time on emulated hardware; and what steps of a target time,
+and workers for long prompts alone, gain over it.
 
 The load is the same for both: requests that come at random moments, with prompts of 1 to 4000 tokens. In a second load each prompt begins
 with one of a few long texts. Groups compute alone, or pull the KV of prompts from prefill workers.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -35,9 +36,17 @@ MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 4000, 64
 TEXTS, TEXT_TOKENS, QUESTION_TOKENS = 12, 1024, 128  # of the second load
 NUM_LAYERS, NUM_EXPERTS = 2, 4
 ROW_SECONDS, KV_TOKEN_SECONDS, FIXED_SECONDS = 20e-6, 50e-9, 200e-6  # of each layer
+STEP_SECONDS = 4e-3  # a step of 512 rows takes five times as long
+LONG_TOKENS = 1000
+GROUPS, PREFILL = "4 groups", "3 prefill workers, 4 groups"
 SHAPES: dict[str, dict[str, Any]] = {
-    "4 groups": {"attention": {"groups": 4}},
-    "3 prefill workers, 4 groups": {"prefill": {"workers": 3}, "attention": {"groups": 4}},
+    GROUPS: {"attention": {"groups": 4}},
+    PREFILL: {"prefill": {"workers": 3}, "attention": {"groups": 4}},
+}
+# Beside the policies, for mixed lengths: the shape, and what is set.
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    f"steps of {STEP_SECONDS * 1e3:g} ms": (GROUPS, {"limits": {"target_step_seconds": STEP_SECONDS}}),
+    f"two for {LONG_TOKENS} tokens or more": (PREFILL, {"long_prompts": {"min_tokens": LONG_TOKENS, "workers": 2}}),
 }
 
 
@@ -54,6 +63,7 @@ class _Latencies:
 
     first_tokens: list[float]
     between_tokens: list[float]
+    short_first_tokens: list[float]  # of prompts below LONG_TOKENS
 
 
 def draw_load(seed: int, num_requests: int, tokens_per_second: float, begins_alike: bool) -> list[_LoadedRequest]:
@@ -88,30 +98,38 @@ def _figures(num_requests: int, load: float) -> list[Figure]:
             rate = load * num_workers / (NUM_LAYERS * ROW_SECONDS)
             for kind, begins_alike in (("mixed lengths", False), (f"{TEXTS} beginnings", True)):
                 arrivals = draw_load(0, num_requests, rate, begins_alike)
-                found = []
+                found = {}
                 for policy in ROUTING_POLICIES:
                     print_progress(f"{shape}, {kind}: {policy}, in virtual time")
-                    found.append(in_virtual_time(_graph(model, deploy, policy), partial(_serve, arrivals)))
-                figures += _compare(f"{shape}, {kind}", *found)
+                    found[policy] = in_virtual_time(_graph(model, deploy, policy), partial(_serve, arrivals))
+                best, plain = (found[policy] for policy in ROUTING_POLICIES)
+                figures += _compare(f"{shape}, {kind}", best, plain)
+                for name, (of_shape, settings) in SETTINGS.items() if not begins_alike else ():
+                    if of_shape == shape:
+                        print_progress(f"{shape}, {kind}: {name}, in virtual time")
+                        graph = _graph(model, deploy, ROUTING_POLICIES[0], settings)
+                        figures += _compare(f"{shape}, {kind}, {name}", in_virtual_time(graph, partial(_serve, arrivals)), plain)
     return figures
 
 
-def _graph(model: Path, deploy: dict[str, Any], routing: str) -> Graph:
+def _graph(model: Path, deploy: dict[str, Any], routing: str, settings: Mapping[str, Any] = {}) -> Graph:
     cost = {"attention": {"fixed_seconds": FIXED_SECONDS, "row_seconds": ROW_SECONDS, "kv_token_seconds": KV_TOKEN_SECONDS}}
+    limits = {"max_num_seqs": 32, "kv_pages": 2048, "max_tokens": MAX_NEW_TOKENS, "max_num_batched_tokens": 512}
     keys = {
+        **settings,
         "flowrt": 1,
         "model": {"path": str(model)},
         "deploy": deploy,
         "routing": routing,
         "emulate": {"dilation": 100, "compute": cost},
-        "limits": {"max_num_seqs": 32, "kv_pages": 2048, "max_tokens": MAX_NEW_TOKENS, "max_num_batched_tokens": 512},
+        "limits": limits | settings.get("limits", {}),
     }
     return read_graph(keys)
 
 
 async def _serve(arrivals: Sequence[_LoadedRequest], world: World, graph: RunningGraph) -> _Latencies:
     clock, dilation = graph.launcher.seams.clock, graph.graph.emulation.dilation if graph.graph.emulation is not None else 1.0
-    found = _Latencies([], [])
+    found = _Latencies([], [], [])
 
     async def serve(arrival: _LoadedRequest) -> None:
         await clock.sleep(arrival.at_seconds * dilation)
@@ -124,6 +142,8 @@ async def _serve(arrivals: Sequence[_LoadedRequest], world: World, graph: Runnin
             elif isinstance(event, EndEvent) and event.finish_reason != "length":
                 raise UserError(f"a request ended with {event.finish_reason}: {event.error}")
         found.first_tokens.append(times[0])
+        if len(arrival.prompt) < LONG_TOKENS:
+            found.short_first_tokens.append(times[0])
         found.between_tokens.extend(after - before for before, after in pairwise(times))
 
     async with asyncio.TaskGroup() as tasks:
@@ -137,10 +157,11 @@ def _compare(name: str, ours: _Latencies, theirs: _Latencies) -> list[Figure]:
     for what, mine, other in (
         ("first token", ours.first_tokens, theirs.first_tokens),
         ("inter-token latency", ours.between_tokens, theirs.between_tokens),
+        (f"first token below {LONG_TOKENS} tokens", ours.short_first_tokens, theirs.short_first_tokens),
     ):
-        for share in (0.5, 0.99):
+        for share in (0.5, 0.99) if mine else ():
             values = [[nearest_rank(each, share) * 1e3] for each in (mine, other)]
-            target = TARGET if share == 0.99 and "mixed" in name else None
+            target = TARGET if share == 0.99 and "mixed" in name and "below" not in what else None
             figures.append(
                 exact(Figure.paired(f"{what} p{share * 100:.0f}, {name}", "ms", values[0], ROUTING_POLICIES[1], values[1], target))
             )
