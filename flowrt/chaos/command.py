@@ -20,7 +20,7 @@ from flowrt.signals import ending_signals
 
 
 def run(graph: Path, options: ChaosOptions, json: str | None = None, plot: str | None = None) -> int:
-    """Returns the exit code: 1 when an answer differs from the one without faults, a request failed, or a fault was not injected."""
+    """Returns the exit code."""
     check_plot(plot)
     if json is not None:
         check_writable(json)

@@ -15,16 +15,17 @@ _PREFIXES = ("flowrt", "torch_", "psm_", "sem.")  # of the names of shared memor
 
 @dataclass(frozen=True)
 class Holding:
-    """Open descriptors, anonymous memory maps, threads and resident bytes of one process."""
+    """Open descriptors, anonymous memory maps, threads, resident bytes and tasks of one process. `tasks` 0: not known."""
 
     descriptors: int = 0
     memory_maps: int = 0
     threads: int = 0
     resident_bytes: int = 0
+    tasks: int = 0
 
 
-def holding_of(pid: int) -> Holding:
-    """All zero for a process that has ended."""
+def holding_of(pid: int, tasks: int = 0) -> Holding:
+    """All zero for a process that has ended. `tasks`: of its event loop, where they are known."""
     folder = Path("/proc") / str(pid)
     descriptors = maps = threads = resident = 0
     with contextlib.suppress(OSError):
@@ -36,7 +37,7 @@ def holding_of(pid: int) -> Holding:
                 threads = int(line.split()[1])
             elif line.startswith(("RssAnon:", "RssShmem:")):
                 resident += int(line.split()[1]) << 10
-    return Holding(descriptors, maps, threads, resident)
+    return Holding(descriptors, maps, threads, resident, tasks)
 
 
 def held_bytes(*data: object) -> int:
@@ -91,6 +92,7 @@ def leaks_between(before: Mapping[str, Holding], after: Mapping[str, Holding]) -
         for what, num_then, num_now in (
             ("descriptors", then.descriptors, now.descriptors),
             ("maps of memory", then.memory_maps, now.memory_maps),
+            ("tasks", then.tasks or now.tasks, now.tasks),
         ):
             if num_now > num_then:
                 lines.append(f"{name}: {num_now} {what}, {num_then} before")

@@ -287,7 +287,9 @@ class _Measurement:
         """What each process holds while it has no requests."""
         await self.injector.collect_held(self.found.graph.process_names())
         gc.collect()
-        return {"launcher": holding_of(os.getpid())} | {name: holding_of(pid) for name, pid in self.running.pids.items()}
+        tasks = {name: counts["tasks"] for name, counts in self.found.observer.held.items()}
+        ours = {"launcher": holding_of(os.getpid(), len(asyncio.all_tasks()))}
+        return ours | {name: holding_of(pid, tasks.get(name, 0)) for name, pid in self.running.pids.items()}
 
     async def leaks(self) -> list[str]:
         self.found.after = await self.holdings()

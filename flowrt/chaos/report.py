@@ -46,7 +46,8 @@ class ReportRow:
 
 @dataclass
 class ChaosReport:
-    """`is_success`: no token is lost, doubled, changed or late, no request failed that had to succeed, and all faults were injected."""
+    """`is_success`: no token is lost, doubled, changed or late, no request failed that had to succeed, all faults were injected, no process
+    was lost without cause, and nothing is left behind."""
 
     machine: Machine
     rows: list[ReportRow]
@@ -72,6 +73,7 @@ def report_of(found: ChaosResult, machine: Machine, tolerates_errors: bool = Fal
     num_failed = sum(answer.failed for answer in found.answers)
     done = [injected for injected in found.injected_faults if not injected.missed]
     is_tried = bool(done and any(answer.tokens for answer in found.answers))
+    without_cause = lost_without_cause(found)
     rows = [
         *_done(found, done),
         _count("requests failed", num_failed, f"of {len(found.answers)}", is_tried),
@@ -86,16 +88,16 @@ def report_of(found: ChaosResult, machine: Machine, tolerates_errors: bool = Fal
         *_moves(found),
         *_throughput(found),
         *_memory(found),
-        _count("processes lost without cause", len(lost_without_cause(found))),
+        _count("processes lost without cause", len(without_cause)),
         _count("left behind", len(found.leaks)),
     ]
-    fails = any(difference) or found.failure or found.not_back or (num_failed and not tolerates_errors)
+    fails = any(difference) or found.failure or found.not_back or without_cause or found.leaks or (num_failed and not tolerates_errors)
     is_success = not (found.interrupted or fails or len(done) < max(found.num_faults, len(found.injected_faults)))
-    notes = _notes(found, num_unsteady)
+    notes = _notes(found, num_unsteady, without_cause)
     return ChaosReport(machine, rows, matrix_rows(found, matrix), notes, is_success, _details(found) | {"matrix": _cells(found, matrix)})
 
 
-def _notes(found: ChaosResult, num_unsteady: int) -> list[str]:
+def _notes(found: ChaosResult, num_unsteady: int, without_cause: Sequence[str]) -> list[str]:
     missed = Counter(f"{injected.text}: {injected.missed}" for injected in found.injected_faults if injected.missed)
     errors = dict.fromkeys(answer.error or "never ended" for answer in found.answers if answer.failed)
     down: dict[str, str] = {}
@@ -110,6 +112,7 @@ def _notes(found: ChaosResult, num_unsteady: int) -> list[str]:
         *[f"not injected: {line}" + (f" ({num} times)" if num > 1 else "") for line, num in missed.items()][:MAX_LINES],
         *[f"{name} stayed down: {why}{more if 'was started again' in why else ''}" for name, why in down.items()],
         *[f"failed: {line}" for line in errors][:MAX_LINES],
+        *[f"lost without cause: {name}" + (f" ({num} times)" if num > 1 else "") for name, num in Counter(without_cause).items()],
     ]
     if num_unsteady:
         notes.append(f"{num_unsteady} answers differed from the first of their kind before any fault: use --set numerics=strict")

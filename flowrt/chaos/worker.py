@@ -5,6 +5,7 @@ It reads private parts of a worker, as the simulation's `inside.py` does, so tha
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import struct
@@ -103,8 +104,8 @@ def _slow_down(until: float) -> None:
 
 
 def held(worker: Any) -> dict[str, int]:
-    """Counts of the things that an idle worker must not hold, and of its outstanding credits."""
-    counts: dict[str, int] = {}
+    """Counts of its tasks, of the things that an idle worker must not hold, and of its outstanding credits."""
+    counts = {"tasks": len(asyncio.all_tasks())}
     group = None
     if worker._data_path is not None:
         runner, group = worker._data_path.runner, worker._data_path.group

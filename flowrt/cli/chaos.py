@@ -27,8 +27,8 @@ def chaos(
 
     Sends the same requests without and with faults, and compares every token.
 
-    Exit codes: 0 all answers are right, 1 a token was lost, doubled or changed, a request failed, or a fault could not be injected, 2 bad
-    input, 130 interrupted (the report so far is printed and written).
+    Exit codes: 0 all answers are right and nothing is left behind, 1 otherwise, 2 bad input, 130 interrupted (the report so far is
+    printed and written).
     """
     from flowrt.chaos.command import run
 

@@ -158,9 +158,14 @@ def test_children_are_counted_with_theirs_while_they_live() -> None:
 
 
 def test_leaks_are_what_is_held_more_of() -> None:
-    before = {"launcher": Holding(10, 2), "experts.0": Holding(5, 1), "experts.1": Holding(5, 1)}
-    after = {"launcher": Holding(11, 2), "experts.0": Holding(4, 3), "experts.1": Holding(5, 1), "monitor": Holding(9, 9)}
-    assert leaks_between(before, after) == ["launcher: 11 descriptors, 10 before", "experts.0: 3 maps of memory, 1 before"]
+    before = {"launcher": Holding(10, 2, tasks=7), "experts.0": Holding(5, 1), "experts.1": Holding(5, 1, tasks=4)}
+    after = {"launcher": Holding(11, 2, tasks=7), "experts.0": Holding(4, 3, tasks=4), "experts.1": Holding(5, 1, tasks=5)}
+    after["monitor"] = Holding(9, 9)
+    assert leaks_between(before, after) == [
+        "launcher: 11 descriptors, 10 before",
+        "experts.0: 3 maps of memory, 1 before",
+        "experts.1: 5 tasks, 4 before",
+    ]
 
 
 @pytest.mark.parametrize("num_looks", [0, 1, 50])

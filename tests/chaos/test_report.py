@@ -165,7 +165,7 @@ def test_a_plan_without_faults_proves_nothing() -> None:
     found.num_faults = 0
     report = report_of(found, MACHINE)
     assert rows_of(report)["requests failed"][1] == "undecided"
-    assert report.notes == ["no fault was planned"]
+    assert report.notes == ["lost without cause: experts.1", "no fault was planned"]
 
 
 def test_each_wrong_answer_makes_the_run_wrong() -> None:
@@ -217,7 +217,22 @@ def test_leaks_and_unexplained_losses_are_counted_and_reported() -> None:
     rows = rows_of(report)
     assert rows["left behind"] == ("1", "not met")
     assert rows["processes lost without cause"] == ("2", "not met")
-    assert report.notes == ["left behind: launcher: 11 descriptors, 10 before"]
+    assert report.notes == [
+        "left behind: launcher: 11 descriptors, 10 before",
+        "lost without cause: experts.2",
+        "lost without cause: experts.1",
+    ]
+
+
+@pytest.mark.parametrize("lost", ["", "experts.2"])
+def test_what_is_left_behind_and_a_loss_without_cause_are_failures(lost: str) -> None:
+    found = found_of(make_answers(0.5, 80))
+    assert report_of(found, MACHINE).is_success
+    if lost:
+        found.observer.on_event(events.WorkerLost(lost, "was killed by SIGKILL"))
+    else:
+        found.leaks.append("launcher: 11 descriptors, 10 before")
+    assert not report_of(found, MACHINE).is_success
 
 
 def test_failed_faults_and_processes_left_down_are_reported_once() -> None:
