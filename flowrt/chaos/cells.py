@@ -22,6 +22,7 @@ FAULTS: tuple[FaultName, ...] = get_args(FaultName)
 PHASES: tuple[Phase, ...] = get_args(Phase)
 STANDSTILL_SECONDS = 30.0  # a standstill ends with the verdict on its process, or after this time
 SHORT_SECONDS = 3.0  # the same for processes without a quick verdict: the fork server, and those that start
+_HINT = "workers take stall and hang once they have loaded, the monitor and the fork server take kill and pause"
 _ROLES = {Keeps.NOTHING: "experts", Keeps.SEQUENCES: "attention", Keeps.PROMPTS: "prefill"}
 
 
@@ -89,12 +90,13 @@ def can_take(role: str, fault: str, phase: str | None = None) -> bool:
 
 
 def random_stretches(graph: Graph, num: int, roles: Sequence[str], faults: Sequence[FaultName], seed: int) -> list[Stretch]:
-    """A fault per stretch, at any moment: a random process of these roles, and the kinds of faults in turn."""
+    """A fault per stretch, at any moment: a random process of these roles, and the kinds of faults in turn. Raises UserError when no
+    process takes any of them."""
     generator, processes = random.Random(seed), processes_by_role(graph)
     pairs = {fault: [name for role in roles if can_take(role, fault) for name in processes[role]] for fault in faults}
     usable = [fault for fault in faults if pairs[fault]]
     if not usable:
-        raise UserError(f"--fault {', '.join(faults)}: no process of {', '.join(roles)} takes it; the monitor takes kill and pause")
+        raise UserError(f"--fault {', '.join(faults)}: no process of {', '.join(roles)} takes it; {_HINT}")
     order = [usable[number % len(usable)] for number in range(num)]
     return [Stretch(Scenario(faults=(fault_of(fault, generator.choice(sorted(pairs[fault]))),))) for fault in order]
 
@@ -102,9 +104,12 @@ def random_stretches(graph: Graph, num: int, roles: Sequence[str], faults: Seque
 def cell_stretches(
     graph: Graph, num: int, roles: Sequence[str], faults: Sequence[FaultName], phases: Sequence[Phase], seed: int
 ) -> list[Stretch]:
-    """At least `num` faults that go through all cells in turn. The drain of the run is its end, so its cells come last, and once."""
+    """At least `num` faults that go through all cells in turn. The drain of the run is its end, so its cells come last, and once. Raises
+    UserError when there is no cell."""
     generator, processes = random.Random(seed), processes_by_role(graph)
     cells = [(role, fault, phase) for phase in phases for fault in faults for role in roles if can_take(role, fault, phase)]
+    if not cells:
+        raise UserError(f"--phase {', '.join(phases)}: no process of {', '.join(roles)} takes {', '.join(faults)} then; {_HINT}")
     repeated = [cell for cell in cells if cell[2] != "drain"]
     stretches: list[Stretch] = []
     while repeated and sum(stretch.num_faults for stretch in stretches) < num:

@@ -58,6 +58,8 @@ def test_cells_are_gone_through_in_turn_and_the_drain_comes_last(graph: Graph) -
     assert ("attention", "hang", "replay") in cells
     assert ("attention", "hang", "start") not in cells, "a worker takes orders once it has loaded"
     assert len(cells) == 28
+    with pytest.raises(UserError, match="--phase start: no process of experts, monitor takes hang then; workers take stall and hang once"):
+        cell_stretches(graph, 1, ["experts", "monitor"], ["hang"], ["start"], seed=1)
     for stretch in stretches:
         process = stretch.scenario.faults[0].processes[0]
         if stretch.phase == "start":
