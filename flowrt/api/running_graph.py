@@ -149,11 +149,11 @@ class RunningGraph:
         if self._trace is not None:
             self._trace.end()
         try:
-            if self._requests is not None:
-                self.launcher.was_failure_raised |= self._requests.has_raised_failure
-                await self._requests.aclose()
-            if self._served is not None:
-                await self._served.aclose()
+            try:
+                await self._close_requests()
+            except BaseException as cancelled:  # the processes end all the same
+                await self.launcher.__aexit__(type(cancelled), cancelled, cancelled.__traceback__)
+                raise
             if error is None and self._failure is None:
                 self.final_statistics = await self.launcher.stop()
             await self.launcher.__aexit__(kind, error, trace)
@@ -235,9 +235,8 @@ class RunningGraph:
         messages: instead of a prompt, a chat in the form of OpenAI's API ({"role", "content"} each); the model's chat template renders it.
         params: a SamplingParams; or write its parameters as keywords (max_tokens, temperature, ...).
 
-        Raises ArgumentError for wrong arguments, TokenizerError for a text when the model has no tokenizer, and WorkerDiedError when the
-        death of a process ends the run. A request that this graph
-        cannot serve, such as a prompt that is too long, has finish_reason "error" and the reason.
+        Raises ArgumentError for wrong arguments, TokenizerError for a text when the model has no tokenizer, WorkerDiedError when a death
+        ends the run. A request that this graph cannot serve, such as one whose prompt is too long, has finish_reason "error" and a reason.
 
             completion = await graph.complete("What is 1 + 2?", max_tokens=8)
             completion = await graph.complete(messages=[{"role": "user", "content": "Hello"}], temperature=0.7)
@@ -361,6 +360,13 @@ class RunningGraph:
             long_prompts=graph.long_prompts,
             **bounds,
         )
+
+    async def _close_requests(self) -> None:
+        if self._requests is not None:
+            self.launcher.was_failure_raised |= self._requests.has_raised_failure
+            await self._requests.aclose()
+        if self._served is not None:
+            await self._served.aclose()
 
     def _close_tokenizer(self) -> None:
         if self._tokenizer_process is not None:

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from checkpoints import make_large_checkpoint
 from served_models import NEW_TOKENS, Served
 
@@ -107,6 +108,30 @@ async def test_closing_the_graph_ends_every_open_stream(served: Served, tmp_path
         group.create_task(follow())
         await started.wait()
     assert [end.finish_reason for end in ends] == ["abort"]
+
+
+async def test_run_ends_when_its_exit_is_cancelled(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, is_closing = flowrt.open(served.write(tmp_path, {"processes": "one"})), asyncio.Event()
+    requests = running._requests
+    assert requests is not None
+
+    async def close() -> None:
+        is_closing.set()
+        await asyncio.Event().wait()
+
+    async def open_and_close() -> None:
+        async with running:
+            monkeypatch.setattr(requests, "aclose", close)
+
+    task = asyncio.create_task(open_and_close())
+    await is_closing.wait()
+    run = running.launcher.opened_task()
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    assert run.done()
+    monkeypatch.undo()
+    await requests.aclose()
 
 
 async def test_seeded_sampling_does_not_depend_on_shape(served: Served, tmp_path: Path) -> None:
