@@ -74,7 +74,8 @@ class Requests:
         """Admit no new requests, and wait until all admitted ones have ended. Raises the run's failure when the run fails first."""
         self.gateway.drain()
         if self._failure is None:
-            self._has_drained = asyncio.Event()
+            if self._has_drained is None:  # else another call waits for it
+                self._has_drained = asyncio.Event()
             self._note_drained()
             await self._has_drained.wait()
         if self._failure is not None:

@@ -249,13 +249,14 @@ def test_messages_for_a_lost_incarnation_do_not_reach_the_next_one() -> None:
 async def test_drain_waits_for_admitted_requests() -> None:
     requests = new_requests()
     index = await requests.submit(SamplingParams(max_tokens=4), three_tokens)
-    draining = asyncio.create_task(requests.drain())
+    draining, second = (asyncio.create_task(requests.drain()) for _ in range(2))
     await asyncio.sleep(0)
     refused = await requests.submit(SamplingParams(), three_tokens)
     assert [event.error async for event in requests.follow(refused)] == ["the run is draining and takes no new requests"]
     assert not draining.done()
     requests.on_control("g", Ended(requests.gateway.log(index).id, 0, "length"))
-    await draining
+    async with asyncio.timeout(20):
+        await asyncio.gather(draining, second)
 
 
 async def test_drain_ends_with_the_failure_of_the_run() -> None:
