@@ -80,9 +80,9 @@ def run(names: Sequence[str], given: SimulationOptions) -> int:
             print(f"{counts.num_seeds} seeds, {len(counts.failures)} failed, {counts.num_steps} steps", flush=True)
         return len(counts.failures) < MAX_FAILURES
 
-    seeds: Iterable[int] = range(given.first, given.first + given.seeds)
+    seeds = range(given.first, given.first + given.seeds)
     try:
-        missing = seeds if record is None else record.missing(seeds)
+        missing: Iterable[int] = seeds if record is None else record.missing(seeds)
         counts = campaign((replace(kept.of(draw_case(seed)), trace=trace) for seed in missing), on_run)
     finally:
         if record is not None:
@@ -96,7 +96,7 @@ def run(names: Sequence[str], given: SimulationOptions) -> int:
     if unmet and counts.num_seeds >= ALL_KINDS_FROM and scenario is None:
         print(f"no seed met {', '.join(unmet)}: the draw of faults is wrong", file=sys.stderr)
         return 1
-    return 1 if counts.failures else 0
+    return 1 if counts.failures or (record is not None and record.has_failed(seeds)) else 0
 
 
 def _write_trace(name: str, traces: Sequence[WorkerTrace], graph: Graph) -> None:

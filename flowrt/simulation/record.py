@@ -36,6 +36,10 @@ class SeedRecord:
     def missing(self, seeds: Iterable[int]) -> Iterator[int]:
         return (seed for seed in seeds if seed not in self._seeds)
 
+    def has_failed(self, seeds: range) -> bool:
+        """Whether one of these seeds has failed, now or when it was run before."""
+        return any(seed in seeds for seed in self._failed)
+
     def note(self, seed: int, has_failed: bool) -> None:
         """A seed has run. Call `flush` after the last one."""
         block = self._block

@@ -69,5 +69,5 @@ def test_a_recorded_range_goes_on_after_an_interruption(tmp_path: Path, capsys: 
     record.write_text('{"first":0,"seeds":4,"failed":[2]}\n')
     assert simulate([str(GRAPHS / "calls.yaml"), "--first", "3", "--seeds", "3", "--record", str(record)]) == 0
     assert record.read_text().splitlines()[1:] == ['{"first":4,"seeds":2,"failed":[]}']
-    assert simulate([str(GRAPHS / "calls.yaml"), "--seeds", "6", "--record", str(record)]) == 0
+    assert simulate([str(GRAPHS / "calls.yaml"), "--seeds", "6", "--record", str(record)]) == 1, "seed 2 has failed before"
     assert f"{record}: 6 seeds, failed: 2\n" in capsys.readouterr().out
