@@ -75,7 +75,7 @@ class Restarts:
         elif is_lost:
             self._fork_server.await_fork(process)
         elif self._table.phase < RunPhase.STOPPING:
-            self._restart(process)
+            self._restart(process, refusal=f"it {error.reason}, and " if isinstance(error, WorkerDiedError) else f"{error}, and ")
 
     def on_not_reaped(self, name: str) -> None:
         """The process was killed and has not ended, perhaps because it waits for a disk. It stays down until it has."""
@@ -131,8 +131,8 @@ class Restarts:
             for other in self._table.restarted_with(process)
         )
 
-    def _restart(self, process: ProcessRecord) -> None:
-        """Restart the process when its restart budget allows it. A death on purpose costs no budget."""
+    def _restart(self, process: ProcessRecord, refusal: str = "") -> None:
+        """Restart the process when its restart budget allows it. A death on purpose costs no budget. `refusal`: why it was not forked."""
         if process.is_killed_on_purpose:
             self.fork_again(process.name)
             return
@@ -144,7 +144,8 @@ class Restarts:
             reason = f"{process.how} while it {doing}, and {decision.why}"
             self._table.act(End(WorkerDiedError(process.name, reason), process.name))
         elif decision.retry_seconds is None:
-            self._table.give_up(process, decision.why)
+            self._table.give_up(process, refusal + decision.why)
         else:
-            self._table.give_up(process, f"{decision.why}; the next try is in {decision.retry_seconds:g} s", decision.retry_seconds)
+            why = f"{refusal}{decision.why}; the next try is in {decision.retry_seconds:g} s"
+            self._table.give_up(process, why, decision.retry_seconds)
             self._table.set_timer(TimerKind.RESTART, decision.retry_seconds, process.name)

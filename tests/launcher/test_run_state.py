@@ -526,8 +526,12 @@ def test_failed_fork_ends_a_start_and_is_retried_in_a_run() -> None:
     driver.begin()
     driver.die(SERVER)
     driver.pass_time(0.0)
-    driver.do(driver.state.on_fork_failed, SERVER, WorkerDiedError(SERVER, "could not be forked"))
-    assert driver.pass_time(1.0) == [driver.start_of(SERVER)]
+    error = WorkerDiedError(SERVER, "could not be forked")
+    for _ in range(2):
+        driver.do(driver.state.on_fork_failed, SERVER, error)
+        assert driver.pass_time(1.0) == [driver.start_of(SERVER)]
+    why = "it could not be forked, and it was started again 3 times in 30 s; the next try is in 30 s"
+    assert driver.do(driver.state.on_fork_failed, SERVER, error) == [Announce(events.WorkerGivenUp(SERVER, why, 30.0))]
 
 
 @pytest.mark.parametrize("first", list(WorkerState))
