@@ -259,7 +259,7 @@ _PARAMETERS: dict[str, dict[str, tuple[object, ...]]] = {
 
 
 def _draw_fault(chance: random.Random, kind: str, names: list[str], links: list[tuple[str, str]]) -> list[AnyFault]:
-    """One fault of a kind; several roll-backs or cuts for `roll_back` and `swizzle`."""
+    """One fault of a kind; several rollbacks or cuts for `roll_back` and `swizzle`."""
     name, between = chance.choice(names), chance.choice(links)
     at, lasts = _draw_time(chance, -0.8), 10 ** chance.uniform(-3, 0.7)
     if kind == "roll_back":

@@ -22,7 +22,7 @@ from flowrt.simulation.waitables import OUTSIDE
 from flowrt.simulation.world import World
 
 FATE = "fate"  # the node of the fault timers: no fault hits it
-RETRY_SECONDS = 200e-6  # between attempts of a roll-back, which waits until no call of the old epoch computes
+RETRY_SECONDS = 200e-6  # between attempts of a rollback, which waits until no call of the old epoch computes
 
 T = TypeVar("T")
 _End = Callable[[], None]

@@ -76,7 +76,7 @@ class WorkerInternals:
         worker._load, worker._make_data_path = load, make
 
     def _watch_epochs(self, group: Any) -> None:
-        """Record the running call at each roll-back of this group."""
+        """Record the running call at each rollback of this group."""
         if group is not None:
             engine, worker = group._engine, self._worker
             roll_back = engine.roll_back

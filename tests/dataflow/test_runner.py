@@ -1,4 +1,4 @@
-"""The runner without channels or threads: firing, credits, responses and roll-back, with posted messages collected in a list."""
+"""The runner without channels or threads: firing, credits, responses and rollback, with posted messages collected in a list."""
 
 import asyncio
 import contextlib
@@ -281,7 +281,7 @@ async def test_roll_back_drops_waiting_messages_and_rejects_the_old_epoch():
 
 
 async def test_a_firing_that_is_rolled_back_while_it_is_computed_leaves_no_row():
-    """What is fused behind it is matched within the call, after the roll-back has looked."""
+    """What is fused behind it is matched within the call, after the rollback has looked."""
     nodes = [node("in", "p", outputs=["x", "z"]), node("a", "p", ["x"], ["y"]), node("b", "p", ["y", "z"], ["y"]), node("end", "p", ["x"])]
     edges = [Edge("in", "x", "a", "x"), Edge("a", "y", "b", "y"), Edge("in", "z", "b", "z"), Edge("b", "y", "end", "x")]
 

@@ -174,7 +174,7 @@ def test_tokens_that_would_end_it_are_forbidden_until_there_are_min_tokens(ignor
 
 
 def test_penalties_count_the_output_again_after_a_replay() -> None:
-    """Counts are a function of the tokens alone: of prompt and output, and equal after preemption, roll-back and a new attempt."""
+    """Counts are a function of the tokens alone: of prompt and output, and equal after preemption, rollback and a new attempt."""
     limits = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=2, max_tokens=16, max_num_batched_tokens=16)
     penalties = {"frequency_penalty": 0.5}
     requests = [request(f"r{n}", (n, n + 1), max_tokens=15, seed=n, **penalties) for n in range(4)]

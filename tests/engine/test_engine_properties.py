@@ -1,4 +1,4 @@
-"""Engine invariants under drawn requests, micro-batches, limits, cancels and roll-backs."""
+"""Engine invariants under drawn requests, micro-batches, limits, cancels and rollbacks."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ BUGS: tuple[Bug, ...] = (
     bug("layer-forgotten", "the inputs of a node are looked up without the layer", (
         MATCHING, "MatchingTable.arrive", "self._shapes.get((edge.target, tag.layer)) or self._shape(edge.target, tag.layer)",
         "self._shape(edge.target, 1)")),
-    bug("rows-survive-rollback", "a roll-back leaves old rows in the table", (
+    bug("rows-survive-rollback", "a rollback leaves old rows in the table", (
         MATCHING, "MatchingTable.drop", "if stale(key[1])", "if stale(key[1]) and False")),
     bug("epoch-begins-at-zero", "a stateful node of a new epoch waits for step 0", (
         MATCHING, "MatchingTable._in_turn", "tag.step if tag.epoch else 0", "0")),
@@ -139,7 +139,7 @@ BUGS: tuple[Bug, ...] = (
         RUNNER, "Runner.accept", "self._outbound.release_request(edge.request_id, tag)", "self._fences.is_stale(tag) or self._outbound.release_request(edge.request_id, tag)")),
     bug("epoch-unchecked", "messages of an old epoch are accepted", (
         FENCES, "Fences.is_stale", "tag.epoch < self._epochs.get(tag.source, 0) or", "")),
-    bug("rollback-forgets-ready", "firings that were ready before a roll-back still fire", (
+    bug("rollback-forgets-ready", "firings that were ready before a rollback still fire", (
         READY, "ReadyFirings.drop", "for node, firings in list(self.items()):", "for node, firings in []:")),
     # failed calls of a user's graph
     bug("failed-call-keeps-rows", "a failed call leaves its rows and waiting firings", (
@@ -237,7 +237,7 @@ BUGS: tuple[Bug, ...] = (
     bug("hedge-without-replica", "a late part is hedged to servers that do not hold all its experts", (
         CLIENT, "ExpertClient.hedge", "self._tables_avoiding(self._avoided | ({part.server} if is_server_suspect else set()))", "ReplicaTables(self.map.without_server(part.server), frozenset(), self._num_servers, self._device)"), (
         FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
-    bug("rollback-forgets-parts", "a roll-back leaves the parts of its tags with the client", (
+    bug("rollback-forgets-parts", "a rollback leaves the parts of its tags with the client", (
         GROUP, "Group._begin_epoch", "self._client.roll_back(self._source, self._engine.epoch)", "pass")),
     bug("used-before-linked", "a new incarnation receives parts before its link is up", (
         MEMBERSHIP, "Membership._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses):",
@@ -390,9 +390,9 @@ BUGS: tuple[Bug, ...] = (
         ENGINE, "Engine.next_steps", "for micro_batch in range(len(self._steps))", "for micro_batch in range(1)")),
     bug("step-never-over", "a sequence stays marked as in a step when the step ends without a token", (
         ENGINE, "Engine.step_done", "sequence.in_step = False", "sequence.in_step = not produces_token(sequence, num_rows)")),
-    bug("rollback-forgets-sequences", "a roll-back leaves the sequences marked as in a step", (
+    bug("rollback-forgets-sequences", "a rollback leaves the sequences marked as in a step", (
         ENGINE, "Engine.roll_back", "sequence.in_step = False", "pass")),
-    bug("rollback-commits", "a roll-back keeps the rows of the dropped step as computed", (
+    bug("rollback-commits", "a rollback keeps the rows of the dropped step as computed", (
         ENGINE, "Engine.roll_back", "sequence.in_step = False", "sequence.in_step = False\n            sequence.num_computed_tokens += max(0, min(_, sequence.num_missing_tokens - 1))")),
     bug("token-to-the-next", "tokens of a step go to the wrong sequences when one of them got none", (
         ENGINE, "Engine.step_done", "next(tokens) if produces_token(sequence, num_rows) else None", "next(tokens, None)")),

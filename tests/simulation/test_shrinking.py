@@ -65,7 +65,7 @@ def test_network_conditions_are_kept_when_they_matter_and_runs_are_bounded(case:
 def test_failing_seed_prints_a_command_that_replays_the_smallest_case(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """With roll-backs that leave old epochs running, a seed with a roll-back in it fails, shrinks, and fails again by its command."""
+    """With rollbacks that leave old epochs running, a seed with a rollback in it fails, shrinks, and fails again by its command."""
     monkeypatch.setattr(Runner, "roll_back", lambda self, source, epoch: 0)
     graph = load_graph(GRAPH, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
     cases = (draw(seed, [graph]) for seed in range(400))
