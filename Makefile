@@ -24,6 +24,7 @@ MESSAGES ?= 1000000
 FILES ?= 900
 CROWD_SECONDS ?= 3600
 KILLS ?= 1000
+HOSTS ?= 2
 ABORTS ?= 1000
 TRANSFER_SEEDS ?= 24000
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
@@ -32,10 +33,10 @@ SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py ra
 
 .DEFAULT_GOAL := help
 .PHONY: acceptance docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts \
-	picture transfers clean
+	picture test-hosts transfers clean
 
 help: ## what each target does
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
 
 $(RUNS): $(INSTALL_INPUTS)
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
@@ -92,6 +93,11 @@ sanitize: $(STAMP) ## the C modules built with AddressSanitizer and UndefinedBeh
 	@CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build --build-lib build/sanitized/lib --build-temp build/sanitized/temp
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
 		$(BIN)/pytest -p no:cacheprovider -o pythonpath="build/sanitized/lib tests" --timeout 0 $(SANITIZED_TESTS) $(ARGS)
+
+test-hosts: $(STAMP) ## runs on several hosts: HOSTS=2 network namespaces, each with its own Ray node (needs root; says so and does nothing without)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[ray]"
+	@$(BIN)/python tests/hosts/network.py --hosts $(HOSTS) \
+		$(abspath $(BIN))/python -m pytest -p no:cacheprovider -o filterwarnings=default tests/hosts/ray_hosts.py $(ARGS)
 
 docs: $(STAMP) ## run every block of every page as it is written (the suite runs those of two pages)
 	@FLOWRT_ALL_PAGES=1 $(BIN)/python -m pytest tests/docs --timeout 0 $(ARGS)

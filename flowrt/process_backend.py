@@ -1,7 +1,8 @@
 """The interface between the launcher and process backends, which start and end worker processes.
 
-Backends: `local` (flowrt/processes/fork_server_client.py, processes of this host), `simulated` (flowrt/simulation/processes.py). Others
-start processes through an existing cluster engine. The checks in tests/processes/backend_checks.py run against every backend.
+Backends: `local` (flowrt/processes/fork_server_client.py, processes of this host), `simulated` (flowrt/simulation/processes.py), and
+several hosts (flowrt/hosts/backend.py), which are provided by an engine such as Ray (flowrt/host_engine.py). The checks in
+tests/processes/backend_checks.py run against every backend.
 
 A backend is opened once per run, then starts any number of processes, concurrently too, until `aclose` or `kill_all`. It reports deaths,
 its own included; it neither restarts a process or itself, nor decides what a death means. Its processes live as long as the launcher does.
@@ -78,7 +79,8 @@ class BackendOwner(Protocol):
         system does not report it yet."""
 
     def on_exited(self, process: WorkerProcess, how: str) -> None:
-        """The process has ended and was reaped. `how`: "was killed by SIGKILL", "exited with status 3". Comes once per process."""
+        """The process has ended and was reaped, or its host is lost, which ends it as soon as it notices. `how`: "was killed by SIGKILL",
+        "exited with status 3". Comes once per process."""
 
     def on_backend_lost(self, how: str) -> None:
         """The backend can start no process until `restart` has returned. Its processes live on, and their ends are still reported. Starts

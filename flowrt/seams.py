@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from flowrt.errors import NotRunningError
+from flowrt.host_engine import OpenEngine
 from flowrt.process_backend import OpenBackend
 from flowrt.process_status import (
     Activity,
@@ -379,8 +380,10 @@ class Seams:
     own_loop: bool = False  # the event loop serves exactly one worker
     transport: Callable[[str], Transport] = get_transport
     open_backend: OpenBackend | None = None  # starts worker processes; None: the backend of this host, which only the launcher imports
+    open_engine: OpenEngine | None = None  # provides the other hosts of a run on several; None: the engine that the graph names
     name_process: Callable[[str], None] = lambda name: None  # sets the name of this process in `ps`
     new_timer: Callable[[], Timer] = new_timer  # a timer of the running loop, finer than the clock's sleep
+    host_address: str = ""  # by which other hosts reach this one; "": the run has one host
     descriptors: Mapping[str, int] = field(default_factory=dict)  # that the process was given: memory file of a weight set, or by name
     resident_bytes: Callable[..., int] = resident_bytes  # of this process, or of the one with this id
     process_times: Callable[[int], ProcessTimes | None] = process_times  # of the process with this id

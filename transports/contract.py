@@ -183,6 +183,11 @@ class Transport(ABC):
     def unavailable_reason(cls) -> str | None:
         """None when this scheme works here, else one sentence: why not, and what would help."""
 
+    def address_at(self, host_address: str) -> str:
+        """Where to listen for peers of other hosts, which reach this one by `host_address`: any free port, encrypted. With "", and where
+        the scheme does not reach other hosts: any free address for peers of this host."""
+        return f"{self.scheme}://"
+
     @abstractmethod
     async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
         """Listen at `address` ("scheme://..." or "scheme://" for any free one on this host).

@@ -49,8 +49,8 @@ class Links:
     The side that comes first in the graph connects, the other one accepts; a pair may have one link per scheme. `wrap` may wrap each new
     channel (an emulated link) before anything is sent; both ends do the same.
 
-    `tolerated`: processes whose loss ends only their own links. `on_lost` is called once per incarnation, with the reason, and must not
-    wait. From then on messages posted to that incarnation are dropped, and no more of its messages are read.
+    `host_address`: as in Seams. `tolerated`: processes whose loss ends only their own links. `on_lost` is called once per incarnation,
+    with the reason, and must not wait. From then on messages posted to that incarnation are dropped, and no more of its messages are read.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Links:
         wrap: Callable[[LinkPlan, Channel], Channel] = lambda plan, channel: channel,
         on_lost: Callable[[Identity, str], None] | None = None,
         tolerated: frozenset[str] = frozenset(),
+        host_address: str = "",
     ) -> None:
         self._identity = identity
         self._key = key
@@ -73,7 +74,7 @@ class Links:
         self._on_pause = on_pause
         self._wrap = wrap
         self._on_lost = on_lost or (lambda peer, reason: None)
-        self._tolerated = tolerated
+        self._tolerated, self._host_address = tolerated, host_address
         self._incarnations = Incarnations()
         self._listeners: dict[str, Listener] = {}
         self._callers = Callers()
@@ -101,7 +102,9 @@ class Links:
             for scheme in self._first_schemes(plan) if plan.is_lazy or not plan.connects else ():
                 limits.setdefault(scheme, []).append(plan.limits)
         for scheme, each in sorted(limits.items()):
-            self._listeners[scheme] = await self._transport(scheme).listen(f"{scheme}://", _widest(each), self._key, self._identity)
+            transport = self._transport(scheme)
+            address = transport.address_at(self._host_address)
+            self._listeners[scheme] = await transport.listen(address, _widest(each), self._key, self._identity)
         return {scheme: listener.address for scheme, listener in self._listeners.items()}
 
     async def open(self, addresses: Mapping[str, Mapping[str, str]], incarnations: Mapping[str, str]) -> None:

@@ -101,7 +101,7 @@ def _print_graph(graph: ListedGraph, console: Console, now: float) -> None:
         )
         seen: set[int] = set()
         for process in status.processes:
-            table.add_row(*_row(process, is_first=process.pid not in seen))
+            table.add_row(*_row(process, is_first=process.pid not in seen or not process.pid))
             seen.add(process.pid)
         print_table(table, console)
     console.print()
@@ -111,7 +111,7 @@ def _row(process: ProcessStatus, is_first: bool) -> Iterator[str | Text]:
     """`is_first`: of the workers in one process, the one with the figures of the process."""
     yield process.name
     yield Text(process.state, _STYLES.get(process.state, "yellow"))
-    yield str(process.pid)
+    yield str(process.pid) if process.pid else process.host
     age = process.heartbeat_age_seconds
     yield UNKNOWN if age is None else f"{age:.1f} s"
     yield UNKNOWN if process.cpu_percent is None or not is_first else f"{process.cpu_percent:.0f} %"

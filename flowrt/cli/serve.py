@@ -144,7 +144,8 @@ class ServeSession:
 
     async def _serve(self) -> None:
         async with self._graph as graph:
-            processes = ", ".join(f"{name} {pid}" for name, pid in graph.pids.items())
+            host_of = graph.launcher.graph.host_of
+            processes = ", ".join(f"{name} {pid or f'on {host_of(name)}'}" for name, pid in graph.pids.items())
             _print(f"{self.sentence} ({processes})")
             self._describe(is_ready=True)
             self.on_ready()

@@ -121,7 +121,7 @@ class PlainView(AnswerView):
     def on_event(self, event: events.Event) -> None:
         match event:
             case events.WorkerStarted(name, pid) if not self._is_ready:
-                self._progress(f"{name} started, pid {pid}")
+                self._progress(f"{name} started, {f'pid {pid}' if pid else f'on {self._graph.host_of(name)}'}")
             case events.WorkerListening(name=name, resident_bytes=resident_bytes) if not self._is_ready:
                 self._progress(f"{name} loaded, {size_text(resident_bytes)}")
             case events.Ready(seconds):

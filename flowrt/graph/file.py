@@ -21,6 +21,7 @@ from flowrt.graph.document import Document, Path_, apply_overrides, document_of,
 from flowrt.graph.expand import expand_deploy, trampoline_choice
 from flowrt.graph.explicit import build_explicit, role_pair
 from flowrt.graph.facts import ModelFacts
+from flowrt.graph.hosts import check_hosts, place_processes
 from flowrt.graph.model import ROUTING_ENTRY_POINTS, ROUTING_POLICIES, Graph, GraphLimits, ModelPart, role_of
 from flowrt.graph.notation import shown_value
 from flowrt.graph.problems import raise_first, refuse_unbuilt
@@ -134,6 +135,8 @@ def build_graph(
         serving=file.serving,
         routing=file.routing,
         long_prompts=file.long_prompts,
+        hosts=file.hosts,
+        place=file.place,
         folder=str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder)),
         choices=choices,
     )
@@ -149,6 +152,10 @@ def build_graph(
     if graph.long_prompts is not None and graph.long_prompts.workers >= computing:
         text = f"{graph.long_prompts.workers} of {computing} workers for prompts leave none for short ones; write a smaller number"
         document.fail(("long_prompts", "workers"), text)
+    if graph.hosts is not None:
+        graph = replace(graph, placement=place_processes(graph, graph.hosts))
+    for path, text in check_hosts(graph):
+        document.fail(path, text)
     if graph.numerics == "strict":
         # Bits depend on the number of threads, and `auto` depends on the number of processes.
         num_threads = next((number for number in graph.threads.values() if number != "auto"), 1)

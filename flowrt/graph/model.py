@@ -23,6 +23,7 @@ FORK_SERVER = "fork server"  # the process that forks the workers
 MONITOR = "monitor"  # the process that watches the workers
 ROUTING_POLICIES, ROUTING_ENTRY_POINTS = ("cache_aware", "round_robin"), "flowrt.routing_policies"  # gateway/routing.py
 FRONT_END = "front_end"  # role of the processes that serve HTTP
+FIRST_HOST = "host.0"  # where the launcher runs, with the monitor, front ends and standby processes
 
 
 @dataclass(frozen=True)
@@ -305,6 +306,36 @@ class ServingSettings:
 
 
 @dataclass(frozen=True)
+class HostSettings:
+    """The hosts of a run: host.0 is the launcher's, an engine starts a host server on each other one."""
+
+    engine: Literal["ray", "local"] = _key(
+        "ray", "What provides the hosts: a Ray cluster; local: this machine plays all of them, each with a loopback address."
+    )
+    count: int = _key(2, "How many hosts, with the launcher's own.", ge=1, le=250)
+    address: str = _key("auto", "Ray: the address of the cluster, as for ray.init.")
+    insecure: bool = _key(False, "Ray: use a cluster without token authentication, in which anyone who reaches a port may run code.")
+    dead_seconds: float = _key(3.0, "A host that sends nothing for so long is lost, with all its processes.", ge=1, le=3600)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"host.{number}" for number in range(self.count))
+
+
+@dataclass(frozen=True)
+class PlaceRule:
+    """On which hosts the processes of a role may be."""
+
+    hosts: tuple[int, ...] = field(default=(), metadata={"description": "Numbers of the hosts that may hold it. Default: all."})
+    near: str = _key("", "A role: each process is on the host of that role's process with the same number.")
+    apart: str = _key("", "A role: no process is on a host of that role.")
+    spread: bool = _key(True, "Replicas of an expert are on different hosts.")
+    resources: Mapping[str, float] = field(
+        default_factory=lambda: {"CPU": 1.0}, metadata={"description": "Of each process, which Ray reserves on its host."}
+    )
+
+
+@dataclass(frozen=True)
 class Graph:
     """An expanded, checked graph, from which the launcher starts workers. Nodes and edges are keyed by name."""
 
@@ -326,6 +357,9 @@ class Graph:
     serving: ServingSettings = ServingSettings()
     routing: str = ROUTING_POLICIES[0]
     long_prompts: LongPrompts | None = None
+    hosts: HostSettings | None = None
+    place: Mapping[str, PlaceRule] = field(default_factory=dict)  # role -> rule
+    placement: Mapping[str, str] = field(default_factory=dict)  # process -> its host; empty without `hosts`
     folder: str = ""  # absolute folder of the file: on sys.path of workers for "module:function"
     # For errors that are found after reading: key of the explicit form -> its place ("FILE:LINE" or "--set ..") and key as written.
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict, compare=False)
@@ -350,6 +384,10 @@ class Graph:
 
     def nodes_of(self, process: str) -> list[Node]:
         return [node for node in self.nodes.values() if node.process == process]
+
+    def host_of(self, process: str) -> str:
+        """The host of a process, also of one that is not of the graph."""
+        return self.placement.get(process, FIRST_HOST)
 
     def limits_of(self, process: str) -> GraphLimits:
         """The limits of the process's role."""

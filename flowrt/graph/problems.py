@@ -22,12 +22,10 @@ def _is_given(value: Any) -> bool:
     return True
 
 
-_HOSTS = "several machines are not built yet; remove the key: all processes run on this one"
 _UNBUILT: dict[Path_, tuple[Callable[[Any], bool], str]] = {
     ("deploy", "attention", "tensor_parallel"): (_above_one, "tensor parallelism is not built yet; write tensor_parallel: 1"),
-    ("deploy", "hosts"): (_is_given, _HOSTS),
+    ("deploy", "hosts"): (_is_given, "hosts belong at the top of the file; write hosts: {engine: ray, count: 2}"),
     ("prefill",): (_is_given, "prefill workers belong under deploy; write deploy: {prefill: {workers: 1}}"),
-    ("hosts",): (_is_given, _HOSTS),
 }
 _WORDINGS = {  # pydantic's kind of error -> its text
     "value_error": "{error}",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from flowrt.graph.builtin import BUILTIN, KV_PACK, KV_UNPACK, SOURCE, Keeps
-from flowrt.graph.model import FORK_SERVER, FRONT_END, GATEWAY, MONITOR, Graph, Node, role_of
+from flowrt.graph.model import FIRST_HOST, FORK_SERVER, FRONT_END, GATEWAY, MONITOR, Graph, Node, role_of
 from flowrt.graph.placement import weight_set
 
 STANDBY = "standby process"
@@ -135,9 +135,10 @@ def survivable_processes(graph: Graph) -> frozenset[str]:
 
 
 def standby_candidates(graph: Graph) -> frozenset[str]:
-    """The processes that a standby process may stand in for: those that the run can lose, on the CPU, whose experts are in memory that
-    processes share. A standby process needs no further copy of them."""
-    return frozenset(process for process in survivable_processes(graph) if _can_be_loaded_twice(graph, process))
+    """The processes that a standby process may stand in for: those that the run can lose, on its host, on the CPU, whose experts are in
+    memory that processes share. A standby process needs no further copy of them."""
+    candidates = (process for process in survivable_processes(graph) if graph.host_of(process) == FIRST_HOST)
+    return frozenset(process for process in candidates if _can_be_loaded_twice(graph, process))
 
 
 def _can_be_loaded_twice(graph: Graph, process: str) -> bool:

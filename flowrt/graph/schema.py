@@ -29,8 +29,10 @@ from flowrt.graph.model import (
     ComputeCost,
     Emulation,
     GraphLimits,
+    HostSettings,
     JitterSettings,
     LongPrompts,
+    PlaceRule,
     ReliabilitySettings,
     ServingSettings,
     role_of,
@@ -252,7 +254,18 @@ class AttentionSection(RoleSection):
 
 
 # Before the sections that have them.
-for _shared in (GraphLimits, Batching, ComputeCost, Emulation, JitterSettings, LongPrompts, ReliabilitySettings, ServingSettings):
+for _shared in (
+    GraphLimits,
+    Batching,
+    ComputeCost,
+    Emulation,
+    HostSettings,
+    JitterSettings,
+    LongPrompts,
+    PlaceRule,
+    ReliabilitySettings,
+    ServingSettings,
+):
     _shared.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[union-attr]
 
 
@@ -394,6 +407,8 @@ class GraphFile(Section):
     reliability: ReliabilitySettings = ReliabilitySettings()
     jitter: JitterSettings = JitterSettings()
     serving: ServingSettings = ServingSettings()
+    hosts: HostSettings | None = Field(default=None, description="Run on several hosts. Default: all processes on this one.")
+    place: dict[str, PlaceRule] = Field(default={}, description="With hosts: role -> where its processes may be.")
     routing: str = Field(
         default=ROUTING_POLICIES[0],
         min_length=1,

@@ -101,8 +101,10 @@ def _lines(graph: Graph, facts: ModelFacts | None) -> Iterator[tuple[str, str]]:
 
 def _process_properties(graph: Graph, process: str) -> str:
     device, threads = graph.devices.get(process, "cpu"), graph.threads.get(process, "auto")
+    host = f", on {graph.host_of(process)}" if graph.hosts is not None else ""
     cores = f", cores {graph.cores[process]}" if process in graph.cores else ""
-    return (f", {device}" if device != "cpu" else "") + (f", {counted(int(threads), 'thread')}" if threads != "auto" else "") + cores
+    computes = (f", {device}" if device != "cpu" else "") + (f", {counted(int(threads), 'thread')}" if threads != "auto" else "")
+    return host + computes + cores
 
 
 def _process_lines(graph: Graph, process: str, fusion: Fusion, facts: ModelFacts | None) -> Iterator[tuple[str, str]]:

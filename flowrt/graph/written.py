@@ -34,6 +34,8 @@ def to_yaml(graph: Graph, origin: str = "") -> str:
         "reliability": _flow(asdict(graph.reliability)),
         "jitter": _flow(asdict(graph.jitter)) if graph.jitter != JitterSettings() else None,
         "serving": _flow(asdict(graph.serving)) if graph.serving != ServingSettings() else None,
+        "hosts": _flow(asdict(graph.hosts)) if graph.hosts is not None else None,
+        "place": {role: _flow(asdict(rule)) for role, rule in graph.place.items()} or None,
         "routing": graph.routing if graph.routing != ROUTING_POLICIES[0] else None,
         "long_prompts": _flow(asdict(graph.long_prompts)) if graph.long_prompts is not None else None,
         "prompts": [_flow(prompt) for prompt in graph.prompts] or None,

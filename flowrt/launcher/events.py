@@ -33,7 +33,7 @@ class ForkServerRestarted:
 
 @dataclass(frozen=True)
 class WorkerStarted:
-    """Worker `name` was started in process `pid`, which it may share with others."""
+    """Worker `name` was started in process `pid`, which it may share with others; 0 on another host."""
 
     name: str
     pid: int
@@ -193,7 +193,7 @@ def news(event: Event) -> str | None:
         case WorkerLost(name, how, while_loading):
             return f"{name} {how} while it loaded; it is loaded again" if while_loading else f"{name} {how}; the run goes on without it"
         case WorkerRestarted(name, pid, seconds):
-            return f"{name} is back after {seconds:.2f} s, pid {pid}"
+            return f"{name} is back after {seconds:.2f} s" + (f", pid {pid}" if pid else "")
         case WorkerGivenUp(name, why):
             return f"{name} stays down: {why}"
         case WorkerMarkedDead(name, why, is_killed) if not is_killed:

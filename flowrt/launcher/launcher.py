@@ -48,7 +48,7 @@ from flowrt.launcher.health_record import HealthRecord
 from flowrt.launcher.run_state import RunState
 from flowrt.launcher.service import Service
 from flowrt.launcher.standby import standby_loads
-from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, host_name, pack, usable_cores
+from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, pack, process_name, usable_cores
 from flowrt.launcher.worker_pool import PoolOwner, WorkerPool, set_own_threads
 from flowrt.processes.descriptors import is_too_few, too_few_descriptors
 from flowrt.processes.fork_server import WorkerMain
@@ -119,7 +119,7 @@ class Launcher:
         own_names = FORK_SERVER, MONITOR, *services, *(standbys := standby_names(self.graph))
         if len({*names, *own_names}) < len(names) + len(own_names):
             raise ValueError(f"two workers of one name, or one called {' or '.join(own_names)}, among {names}")
-        packed = {host_name(workers): workers for workers in pack(self.graph)}
+        packed = {process_name(workers): workers for workers in pack(self.graph)}
         loads = standby_loads(self.graph, list(packed.values()), usable_cores())
 
         def start_of(name: str, incarnation: str, was_standby: bool) -> Start:

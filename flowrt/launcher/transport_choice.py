@@ -15,6 +15,7 @@ LOCAL = "local"  # an edge inside one worker: it never leaves the runner
 AUTO = "auto"
 WITHIN = "inproc"  # between workers of one OS process
 BETWEEN = ("shm", "zmq")  # between OS processes: what `auto` tries, best first
+BETWEEN_HOSTS = ("zmq",)  # the same between hosts; each encrypts
 NUM_NAMES_SHOWN = 3
 
 # Of a scheme: None when it works here, else a sentence with the reason why not. Raises AddressError for an unknown scheme.
@@ -35,23 +36,24 @@ def pack(graph: Graph) -> list[list[str]]:
     return [names[start::count] for start in range(count)]
 
 
-def host_name(workers: Sequence[str]) -> str:
+def process_name(workers: Sequence[str]) -> str:
     """Name of an OS process in logs: its workers joined by "+", or "first+N others" when they are more than NUM_NAMES_SHOWN."""
     if len(workers) <= NUM_NAMES_SHOWN:
         return "+".join(workers)
     return f"{workers[0]}+{len(workers) - 1} others"
 
 
-def num_threads(graph: Graph, workers: Sequence[str], hosts: Sequence[Sequence[str]], num_cores: int) -> int:
-    """Compute threads of an OS process: the largest number that any of its workers wants; `auto` is a fair share of the cores, at least 1.
+def num_threads(graph: Graph, workers: Sequence[str], processes: Sequence[Sequence[str]], num_cores: int) -> int:
+    """Compute threads of one of the OS `processes` of a host: the largest number that any of its workers wants; `auto` is a fair share of
+    the cores, at least 1.
 
     A single tag in flight is in one place at a time. Then a process shares the cores only with processes that run the same operators.
     A process with cores of its own has a thread for each.
     """
-    sharing = len(hosts)
+    sharing = len(processes)
     if graph.tags_in_flight() == 1:
         operators = _operators(graph, workers)
-        sharing = sum(1 for others in hosts if operators & _operators(graph, others))
+        sharing = sum(1 for others in processes if operators & _operators(graph, others))
     own_cores = max((len(parse_ids(graph.cores[name])) for name in workers if name in graph.cores), default=0)
     share = own_cores or max(1, num_cores // max(1, sharing))
     wishes = [graph.threads.get(name, AUTO) for name in workers]
@@ -77,44 +79,59 @@ def choose_transports(graph: Graph, unavailable_reason: UnavailableReason) -> Gr
     A transport is checked only when an edge may use it, because the check loads its library. Raises GraphError when an edge has no
     transport that works.
     """
-    host_of = {name: index for index, workers in enumerate(pack(graph)) for name in workers}
+    os_process_of = {name: index for index, workers in enumerate(pack(graph)) for name in workers}
     edges = {}
     for edge in graph.edges.values():
         is_auto = base_scheme(edge.transport) == AUTO  # `faulty+auto?drop@100` is auto too
-        chosen = _choose(graph, replace(edge, transport=AUTO) if is_auto else edge, host_of, unavailable_reason)
+        chosen = _choose(graph, replace(edge, transport=AUTO) if is_auto else edge, os_process_of, unavailable_reason)
         if is_auto and chosen in BETWEEN:
-            fallbacks = tuple(scheme for scheme in BETWEEN[BETWEEN.index(chosen) + 1 :] if unavailable_reason(scheme) is None)
-            edge = replace(edge, fallbacks=fallbacks, why=_explain_choice(chosen, fallbacks, unavailable_reason))
+            hosts = _hosts_of(graph, edge)
+            tried = _tried(hosts)
+            fallbacks = tuple(scheme for scheme in tried[tried.index(chosen) + 1 :] if unavailable_reason(scheme) is None)
+            edge = replace(edge, fallbacks=fallbacks, why=_explain_choice(chosen, hosts, fallbacks, unavailable_reason))
         edges[edge.name] = replace(edge, transport=edge.transport.replace(AUTO, chosen, 1) if is_auto and chosen != LOCAL else chosen)
     return replace(graph, edges=edges)
 
 
-def _explain_choice(chosen: str, fallbacks: Sequence[str], unavailable_reason: UnavailableReason) -> str:
+def _hosts_of(graph: Graph, edge: Edge) -> tuple[str, ...]:
+    """The hosts of an edge's ends: one or two."""
+    return tuple(sorted({graph.host_of(_process_of(graph, end)) for end in (edge.source, edge.target)}))
+
+
+def _tried(hosts: Sequence[str]) -> tuple[str, ...]:
+    return BETWEEN if len(hosts) == 1 else BETWEEN_HOSTS
+
+
+def _explain_choice(chosen: str, hosts: Sequence[str], fallbacks: Sequence[str], unavailable_reason: UnavailableReason) -> str:
     """One line on why `auto` chooses this transport between two OS processes."""
-    clauses = [f"{chosen}, the fastest that both ends have"]
-    clauses += [f"not {scheme}: {unavailable_reason(scheme)}" for scheme in BETWEEN[: BETWEEN.index(chosen)]]
+    tried = _tried(hosts)
+    clauses = [f"{chosen}, the fastest that both ends have" if len(hosts) == 1 else f"{chosen}, encrypted, between {' and '.join(hosts)}"]
+    clauses += [f"not {scheme}: {unavailable_reason(scheme)}" for scheme in tried[: tried.index(chosen)]]
     if fallbacks:
         clauses.append(f"when it breaks, {' then '.join(fallbacks)} carries on")
     return "; ".join(clauses)
 
 
-def _choose(graph: Graph, edge: Edge, host_of: Mapping[str, int], unavailable_reason: UnavailableReason) -> str:
+def _choose(graph: Graph, edge: Edge, os_process_of: Mapping[str, int], unavailable_reason: UnavailableReason) -> str:
     source, target = _process_of(graph, edge.source), _process_of(graph, edge.target)
     if source == target:
         return LOCAL
-    same_host = host_of.get(source) == host_of.get(target)  # neither has one: both live in the launching process
-    if same_host and edge.transport in (AUTO, WITHIN):
+    same_process = os_process_of.get(source) == os_process_of.get(target)  # neither has one: both live in the launching process
+    if same_process and edge.transport in (AUTO, WITHIN):
         return WITHIN
-    key = f"edges.{edge}.transport"
+    key, hosts = f"edges.{edge}.transport", _hosts_of(graph, edge)
     if edge.transport == AUTO:
-        for scheme in BETWEEN:
+        for scheme in _tried(hosts):
             if unavailable_reason(scheme) is None:
                 return scheme
-        reasons = "; ".join(f"{scheme}: {unavailable_reason(scheme)}" for scheme in BETWEEN)
+        reasons = "; ".join(f"{scheme}: {unavailable_reason(scheme)}" for scheme in _tried(hosts))
         raise graph.error(key, f"no transport between processes works here ({reasons}); `processes: one` needs none")
     if edge.transport == WITHIN:
         text = f"{WITHIN} reaches only inside one OS process, and {source} and {target} are two; use auto, or `processes: one`"
         raise graph.error(key, text)
+    if len(hosts) == 2 and base_scheme(edge.transport) not in BETWEEN_HOSTS:
+        text = f"{edge.transport} does not reach other hosts, or does not encrypt: {source} is on {graph.host_of(source)}"
+        raise graph.error(key, f"{text}, {target} on {graph.host_of(target)}; use auto")
     try:
         reason = unavailable_reason(edge.transport)
     except AddressError as error:  # unknown, or with a fault plan that cannot be parsed

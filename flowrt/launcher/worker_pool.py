@@ -10,21 +10,22 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from flowrt.actors.control import Control, Statistics
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
+from flowrt.graph.model import FIRST_HOST, FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.placement import weight_set
+from flowrt.hosts.backend import HostsBackend
 from flowrt.launcher.actions import KillForkServer, StartForkServer, StartProcess
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.fork_server_loss import IMPORT_SECONDS
 from flowrt.launcher.run_state import RunState
 from flowrt.launcher.service import Service
 from flowrt.launcher.totals import total
-from flowrt.launcher.transport_choice import num_threads, usable_cores
+from flowrt.launcher.transport_choice import BETWEEN_HOSTS, num_threads, usable_cores
 from flowrt.process_backend import CONTROL_LIMITS, ProcessBackend, ProcessSpec, WorkerProcess
 from flowrt.processes.fork_server import WorkerMain, fault_of, load_worker
 from flowrt.processes.fork_server_client import LocalBackend
@@ -83,8 +84,12 @@ class WorkerPool:
             preload = ()
         if not self._packed and not self._services:
             return None
-        open_backend = self._seams.open_backend or LocalBackend.open
-        self._backend = await open_backend(run_id, self, preload, len(self._packed) + len(self._services), self._state.response_seconds)
+        arguments = (run_id, self, preload, len(self._packed) + len(self._services), self._state.response_seconds)
+        if self._graph.hosts is None:
+            self._backend = await (self._seams.open_backend or LocalBackend.open)(*arguments)
+        else:
+            self._backend = hosts = await HostsBackend.open(self._graph, self._seams, BETWEEN_HOSTS[0], self._spawn, *arguments)
+            self._seams = replace(self._seams, host_address=hosts.host_address)  # of workers that are tasks of this loop
         return self._backend.num_threads if self._packed else None
 
     def start(self, action: StartProcess) -> None:
@@ -191,7 +196,8 @@ class WorkerPool:
             entry = service.entry
         elif process != MONITOR:
             names, loads = [worker.name for worker in action.workers], self._state.standby_loads(process)
-            entry, threads = self._entry, num_threads(self._graph, loads[:1] or names, list(self._packed.values()), usable_cores())
+            beside = [workers for other, workers in self._packed.items() if self._graph.host_of(other) == self._graph.host_of(process)]
+            entry, threads = self._entry, num_threads(self._graph, loads[:1] or names, beside, usable_cores())
             weights = tuple(dict.fromkeys(filter(None, (weight_set(self._graph, name) for name in loads or names))))
         try:
             async with asyncio.timeout(self._state.fork_server.fork_seconds):
@@ -199,7 +205,11 @@ class WorkerPool:
                 spec = ProcessSpec(process, action.workers, entry, threads, self._log_level, weights, descriptors)
                 started = await backend.start(spec)
         except TimeoutError:
-            self._step(self._state.on_fork_silent, process)
+            if (host := self._graph.host_of(process)) == FIRST_HOST:
+                self._step(self._state.on_fork_silent, process)
+            else:
+                error = WorkerDiedError(process, f"was not started on {host} in time")
+                self._step(self._state.on_fork_failed, process, error)
         except (WorkerDiedError, UserError) as error:
             self._step(self._state.on_fork_failed, process, error)
         else:

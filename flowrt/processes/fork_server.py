@@ -180,7 +180,10 @@ class _ForkServer:
             set_log_level(request.log_level)
             _, *rest = fds
             controls = [(name, socket.socket(fileno=rest.pop(0))) for name in request.workers]
-            _run_loop(_host(load_worker(request.worker), controls, dict(zip(request.descriptors, rest, strict=True))))
+            descriptors = dict(zip(request.descriptors, rest, strict=True))
+            host_address = request.host_address
+            seams = Seams(own_loop=len(controls) == 1, descriptors=descriptors, host_address=host_address, name_process=_name_process)
+            run_loop(_host(load_worker(request.worker), controls, seams))
             status = 0
         except BaseException as error:
             if (fault := fault_of(error)) is not None:
@@ -192,20 +195,20 @@ class _ForkServer:
             os._exit(status)  # no atexit, no joining of threads: an ended worker must not hang in them
 
 
-async def _host(worker: WorkerMain, controls: list[tuple[str, socket.socket]], descriptors: dict[str, int]) -> None:
+async def _host(worker: WorkerMain, controls: list[tuple[str, socket.socket]], seams: Seams) -> None:
     """Run one worker per control connection. The first worker that fails ends the others, since they share the process."""
 
     async def run_one(control: socket.socket) -> None:
         channel = await StreamChannel.from_socket(control, CONTROL_LIMITS, Identity("gateway"))
         async with channel:
-            await worker(channel, Seams(own_loop=len(controls) == 1, descriptors=descriptors, name_process=_name_process))
+            await worker(channel, seams)
 
     async with asyncio.TaskGroup() as group:
         for name, control in controls:
             group.create_task(run_one(control), name=name)
 
 
-def _run_loop(main: Coroutine[Any, Any, None]) -> None:
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
     try:
         import uvloop
     except ImportError:

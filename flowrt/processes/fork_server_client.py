@@ -32,8 +32,8 @@ from flowrt.transports.contract import Identity
 class LocalBackend:
     """A fork server and the processes that it and earlier ones forked, keyed by start number. See flowrt.process_backend.ProcessBackend."""
 
-    def __init__(self, run_id: str, owner: BackendOwner, preload: Sequence[str]) -> None:
-        self._run_id, self._owner, self._preload = run_id, owner, tuple(preload)
+    def __init__(self, run_id: str, owner: BackendOwner, preload: Sequence[str], host_address: str = "") -> None:
+        self._run_id, self._owner, self._preload, self._host_address = run_id, owner, tuple(preload), host_address
         self._loop = asyncio.get_running_loop()
         self._server: ForkServerProcess | None = None  # the latest
         self._groups: list[int] = []  # process groups of all fork servers
@@ -46,12 +46,15 @@ class LocalBackend:
         begin_adopting()
 
     @classmethod
-    async def open(cls, run_id: str, owner: BackendOwner, preload: Sequence[str], num_processes: int, seconds: float) -> LocalBackend:
-        """Start a fork server and wait until it serves; see OpenBackend. The fork server dies when the calling thread ends."""
+    async def open(
+        cls, run_id: str, owner: BackendOwner, preload: Sequence[str], num_processes: int, seconds: float, host_address: str = ""
+    ) -> LocalBackend:
+        """Start a fork server and wait until it serves; see OpenBackend. The fork server dies when the calling thread ends.
+        `host_address`: that of the workers' Seams."""
         check_descriptors(num_processes)
         if not sys.executable:
             raise WorkerDiedError(FORK_SERVER, "cannot start: this Python does not know its own executable (sys.executable is empty)")
-        backend = cls(run_id, owner, preload)
+        backend = cls(run_id, owner, preload, host_address)
         try:
             await backend.restart(seconds)
         except BaseException:
@@ -106,6 +109,7 @@ class LocalBackend:
             log_level=spec.log_level,
             holds_exit_lock=process.holds_exit_lock,
             descriptors=tuple(descriptors),
+            host_address=self._host_address,
             num_fds=len(process.fds),
         )
         self._server.request(request, process)

@@ -31,7 +31,7 @@ class ForkRequest(Frame, frozen=True, kw_only=True):
     named in `descriptors`, and the memory of its exit lock if it `holds_exit_lock`.
 
     `number` identifies this start in every later frame. `worker` is the "module:function" that each of `workers` runs; `threads` is the
-    number of compute threads that they share.
+    number of compute threads that they share; `host_address` as in Seams.
     """
 
     number: int
@@ -42,6 +42,7 @@ class ForkRequest(Frame, frozen=True, kw_only=True):
     log_level: str
     holds_exit_lock: bool = False
     descriptors: tuple[str, ...] = ()
+    host_address: str = ""
 
 
 class Loaded(Frame, frozen=True, kw_only=True):

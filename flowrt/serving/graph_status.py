@@ -13,12 +13,14 @@ ProcessState = Literal["starting", "up", "suspect", "down", "given up"]
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     """`heartbeat_age_seconds`: since its latest heartbeat; None for a process that sends none. `cpu_percent`: of one core, in the last
     moments. `resident_bytes`: of the whole process, which may hold several workers. `num_running`, `num_waiting`: sequences of a group.
-    `num_restarts`: of this process, since the graph is up."""
+    `num_restarts`: of this process, since the graph is up. `host`: where it runs, "" where the graph has one host; on another host than
+    the launcher's, `pid` is 0."""
 
     name: str
     role: str
     pid: int
     state: ProcessState
+    host: str = ""
     heartbeat_age_seconds: float | None = None
     cpu_percent: float | None = None
     resident_bytes: int | None = None

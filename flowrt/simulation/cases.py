@@ -30,6 +30,7 @@ from flowrt.simulation.fault_draws import (
     draw_early_stop,
     draw_faults,
     draw_front_end_faults,
+    draw_host_faults,
     draw_standby_faults,
 )
 from flowrt.simulation.inside import EXACT_MODEL
@@ -87,6 +88,7 @@ def draw(
             faults += draw_early_deaths(random.Random(f"early {seed}"), graph, servers)
         faults += draw_standby_faults(random.Random(f"standby {seed}"), graph)
         faults += draw_broken_link(random.Random(f"broken {seed}"), graph)
+        faults += draw_host_faults(random.Random(f"hosts {seed}"), graph)
         if faults_from_launch and servers and graph.processes != "one" and (stop := random.Random(f"early stop {seed}")).random() < 0.4:
             graph = replace(graph, reliability=replace(graph.reliability, detector=True))
             faults = draw_early_stop(stop, servers)

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.front_ends import FrontEndClients, services_of
 from flowrt.simulation.group_checks import GroupChecks
+from flowrt.simulation.hosts import SimulatedEngine
 from flowrt.simulation.inside import WorkerInternals, credit_faults
 from flowrt.simulation.invariants import falls_back, fastest_clock
 from flowrt.simulation.network_conditions import CALM
@@ -109,7 +110,8 @@ class _SimulatedRun:
         ends = [fault.ends_seconds for fault in case.scenario.faults if fault.ends_seconds > fault.at_seconds]
         self._slow_until = max(ends) + NEWS_SECONDS if ends else 0.0
         world.one_clock = graph.emulation is not None  # the two ends of an emulated link compare times
-        self._seams = replace(world.seams(GATEWAY), open_backend=self._open_backend)
+        open_engine = partial(SimulatedEngine.open, world, case.processes)
+        self._seams = replace(world.seams(GATEWAY), open_backend=self._open_backend, open_engine=open_engine)
         self._insides: dict[str, WorkerInternals] = {}  # of the latest incarnation of each worker
         self._launcher = Launcher(
             graph,
@@ -146,7 +148,7 @@ class _SimulatedRun:
         self._requests = Requests(self._gateway, self._send, self._launcher.health_record.progress, self._seams.clock, on_token)
         resolved = replace(case, graph=self._launcher.graph)
         harmless = [fault for fault in case.scenario.faults if falls_back(resolved, fault)]
-        self._faults = Faults(world, case.scenario, self._living_inside, harmless, case.processes.segfault_one_in)
+        self._faults = Faults(world, case.scenario, self._living_inside, harmless, case.processes.segfault_one_in, graph)
         self._wrong_results = WrongResults(case.poison, case.glitch, lambda: world.num_faults.update(["glitch"]))
         self._lost_group_seconds = graph.reliability.lost_group_seconds
         self._group_checks = GroupChecks(world, graph, self._living_inside, self._log, self._faults)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from flowrt.graph.builtin import SOURCE
-from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
+from flowrt.graph.model import FIRST_HOST, FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import is_watched
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import PERMANENT_SECONDS, AnyFault
@@ -157,6 +157,30 @@ def draw_standby_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
             faults += [kinds.Crash(at_seconds=0.05 * number, process=FORK_SERVER) for number in range(1, 4)]
             faults[0] = kinds.Crash(at_seconds=chance.uniform(0.0, 1.0), process=victim)
     return faults
+
+
+def draw_host_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
+    """The end of a host, once or twice; its partition from the launcher, or from all processes of other hosts, in one direction or both; a
+    stop of its host server."""
+    hosts = sorted(set(graph.placement.values()) - {FIRST_HOST})
+    if not hosts:
+        return []
+    at, host, lasts = _draw_time(chance, 0.0), chance.choice(hosts), 10 ** chance.uniform(-1, 1)
+    direction: Literal["both", "there", "back"] = chance.choice(("both", "there", "back"))
+    match chance.choice(("crash", "crash", "twice", "cut", "cut", "partition", "partition", "stop", "none")):
+        case "crash":
+            return [kinds.Crash(at_seconds=at, process=host)]
+        case "twice":
+            return [kinds.Crash(at_seconds=at + each, process=host) for each in (0.0, chance.uniform(0.0, 5.0))]
+        case "cut":
+            return [kinds.Cut(at_seconds=at, between=(GATEWAY, host), for_seconds=lasts, direction=direction)]
+        case "partition":
+            ends = {tuple(sorted(graph.ends_of(edge), key=lambda end: graph.host_of(end) == host)) for edge in graph.edges.values()}
+            links = sorted((there, back) for there, back in ends if graph.host_of(there) != host == graph.host_of(back))
+            return [kinds.Cut(at_seconds=at, between=link, for_seconds=lasts, direction=direction) for link in [(GATEWAY, host), *links]]
+        case "stop":
+            return [kinds.Pause(at_seconds=at, process=host, for_seconds=lasts)]
+    return []
 
 
 def draw_broken_link(chance: random.Random, graph: Graph) -> list[AnyFault]:

@@ -11,10 +11,11 @@ from typing import TypeVar
 
 from flowrt.actors.probed_link import LOST_AFTER, PROBE_SECONDS
 from flowrt.errors import UserError
-from flowrt.graph.model import GATEWAY
+from flowrt.graph.model import GATEWAY, Graph
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import AnyFault, Scenario
 from flowrt.simulation.inside import WorkerInternals
+from flowrt.simulation.invariants import processes_hit
 from flowrt.simulation.network_conditions import is_hit
 from flowrt.simulation.processes import KILLED, SEGFAULT
 from flowrt.simulation.simulated_seams import thread_of
@@ -23,6 +24,8 @@ from flowrt.simulation.world import World
 
 FATE = "fate"  # the node of the fault timers: no fault hits it
 RETRY_SECONDS = 200e-6  # between attempts of a rollback, which waits until no call of the old epoch computes
+
+NO_GRAPH = Graph({}, {})
 
 T = TypeVar("T")
 _End = Callable[[], None]
@@ -38,10 +41,11 @@ class Faults:
         inside_of: Callable[[str], WorkerInternals | None],
         harmless: Collection[AnyFault] = (),
         segfault_one_in: int = 0,
+        graph: Graph = NO_GRAPH,
     ) -> None:
         """`inside_of` returns the worker of a process name, or None if it has none. `harmless`: faults that permit no loss.
-        `segfault_one_in`: crashes by SIGSEGV."""
-        self._world = world
+        `segfault_one_in`: crashes by SIGSEGV. `graph`: says which processes are on a host."""
+        self._world, self._graph = world, graph
         self._inside_of = inside_of
         self._scenario, self._harmless = scenario, harmless
         self._segfault_one_in, self._random = segfault_one_in, world.random_of("segfaults")
@@ -66,13 +70,15 @@ class Faults:
         """The time at which the first such fault began: a crash, a standstill, late messages to the launcher, or lost connections.
         Processes that share an OS process share faults."""
         together = self._together(process)
-        met = [at for at, fault in self._begun if self._silences(fault) and not together.isdisjoint(fault.processes)]
+        met = [at for at, fault in self._begun if self._silences(fault) and not together.isdisjoint(processes_hit(self._graph, fault))]
         return min([*met, *(at for name, at in self._poisoned.items() if name in together)], default=None)
 
     def delays(self, processes: Collection[str]) -> bool:
         """Whether some fault stops one of these processes, delays its messages, or changes its clock."""
         late = kinds.Pause | kinds.Stall | kinds.Cut | kinds.SlowLink | kinds.Skew
-        return any(isinstance(fault, late) and not set(processes).isdisjoint(fault.processes) for fault in self._scenario.faults)
+        return any(
+            isinstance(fault, late) and not set(processes).isdisjoint(processes_hit(self._graph, fault)) for fault in self._scenario.faults
+        )
 
     def may_recur(self, process: str) -> bool:
         """Whether what the process computed may be presumed to be the reason of its death."""
@@ -205,7 +211,8 @@ class Faults:
 
     def _silences(self, fault: AnyFault) -> bool:
         if isinstance(fault, kinds.Cut | kinds.SlowLink):
-            breaks_link = isinstance(fault, kinds.Cut) and fault.for_seconds >= LOST_AFTER * PROBE_SECONDS
+            restarts = self._graph.hosts is not None  # of a host behind the cut: a process that starts meanwhile cannot link
+            breaks_link = isinstance(fault, kinds.Cut) and (restarts or fault.for_seconds >= LOST_AFTER * PROBE_SECONDS)
             return breaks_link or GATEWAY in fault.between
         return isinstance(fault, kinds.Crash | kinds.Pause | kinds.Stall | kinds.Hang | kinds.Reset) and fault not in self._harmless
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from flowrt.gateway.completion import Completion
 from flowrt.graph.model import FORK_SERVER, FRONT_END, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import pipelines, standby_names, survivable_processes
-from flowrt.launcher.transport_choice import host_name, pack
+from flowrt.launcher.transport_choice import pack, process_name
 from flowrt.reliability.scenario import AnyFault, Crash, Duplicate, Hang, Pause, Reset, RollBack, Scenario, Skew, Stall, TinyQueues
 from flowrt.simulation.case import Case, Poison
 from flowrt.simulation.errors import InvariantError
@@ -42,6 +42,11 @@ LATE_TEXT, ENDED_TEXT = "the graph does not respond", "the server has ended"  # 
 Reference = tuple[tuple[int, ...], ...]  # the token ids of each choice of a request
 
 
+def processes_hit(graph: Graph, fault: AnyFault) -> tuple[str, ...]:
+    """The processes that a fault hits, with those on a host that it hits."""
+    return (*fault.processes, *(name for name, host in graph.placement.items() if host in fault.processes))
+
+
 def mortal(graph: Graph) -> frozenset[str]:
     """The workers whose OS process may die: every worker in that process may die."""
     survivable = survivable_processes(graph)
@@ -51,7 +56,9 @@ def mortal(graph: Graph) -> frozenset[str]:
 def may_fail(case: Case) -> frozenset[str]:
     """The processes whose failure may end the run: those hit by a fault that neither heals nor is survived, and the workers in the same
     OS process."""
-    return _with_cohosted(case.graph, {name for fault in case.scenario.faults if _is_fatal(case, fault) for name in fault.processes})
+    return _with_cohosted(
+        case.graph, {name for fault in case.scenario.faults if _is_fatal(case, fault) for name in processes_hit(case.graph, fault)}
+    )
 
 
 def may_not_start(case: Case) -> set[str]:
@@ -59,23 +66,25 @@ def may_not_start(case: Case) -> set[str]:
     system names no process."""
     graph, names = case.graph, set[str]()
     if case.faults_from_launch:
-        names |= _with_cohosted(graph, {name for fault in case.scenario.faults for name in fault.processes})
+        names |= _with_cohosted(graph, {name for fault in case.scenario.faults for name in processes_hit(graph, fault)})
         names |= {""} if case.processes.no_descriptor_one_in else set()
     if case.processes.refuses_first:
-        names |= {FORK_SERVER, "", *graph.process_names(), *map(host_name, pack(graph))}
+        names |= {FORK_SERVER, "", *graph.process_names(), *map(process_name, pack(graph))}
     return names
 
 
 def _with_cohosted(graph: Graph, names: set[str]) -> frozenset[str]:
     """These workers, those in the same OS processes, and these processes."""
-    return frozenset(names.union(*((*host, host_name(host)) for host in pack(graph) if names & set(host))))
+    return frozenset(names.union(*((*host, process_name(host)) for host in pack(graph) if names & set(host))))
 
 
 def _is_fatal(case: Case, fault: AnyFault) -> bool:
     """Whether the fault may end the run. A standstill never does: a group is fenced. A lost connection does if neither end may die."""
     if fault.heals or isinstance(fault, Pause | Stall | Hang) or falls_back(case, fault):
         return False
-    return (mortal(case.graph) | {MONITOR, FORK_SERVER, *standby_names(case.graph), *front_ends_of(case)}).isdisjoint(fault.processes)
+    return (mortal(case.graph) | {MONITOR, FORK_SERVER, *standby_names(case.graph), *front_ends_of(case)}).isdisjoint(
+        processes_hit(case.graph, fault)
+    )
 
 
 def front_ends_of(case: Case) -> tuple[str, ...]:
@@ -192,7 +201,7 @@ def max_victims(case: Case) -> int:
 def _num_server_losses(case: Case) -> int:
     """The maximum number of expert server losses that the faults can cause."""
     servers = {node.process for node in case.graph.nodes.values() if node.operator == "experts"} | {*standby_names(case.graph)}
-    return sum(len(servers.intersection(fault.processes)) for fault in case.scenario.faults)
+    return sum(len(servers.intersection(processes_hit(case.graph, fault))) for fault in case.scenario.faults)
 
 
 def _lost_long_enough(case: Case, client: ClientRecord) -> bool:

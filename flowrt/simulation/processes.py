@@ -21,7 +21,7 @@ from flowrt.processes.fork_server import WorkerMain, load_worker
 from flowrt.seams import Seams
 from flowrt.simulation.network_conditions import is_hit
 from flowrt.simulation.transport import SimulatedChannel
-from flowrt.simulation.waitables import OUTSIDE, set_error, set_result
+from flowrt.simulation.waitables import OUTSIDE, current_node, set_error, set_result
 from flowrt.simulation.world import SimulatedProcess, World
 from flowrt.transports.contract import Channel, Identity
 
@@ -77,7 +77,8 @@ class SimulatedBackend:
 
     def __init__(self, world: World, owner: BackendOwner, conditions: ProcessConditions) -> None:
         self._world, self._owner, self._conditions = world, owner, conditions
-        self._random = world.random_of("processes")
+        self._node = node = current_node.get()
+        self._random = world.random_of("processes" if node == OUTSIDE else f"processes of {node}")
         self._processes: dict[str, SimulatedWorkerProcess] = {}  # node -> process; those whose exit was not reported
         self._waiting: dict[asyncio.Future[SimulatedWorkerProcess], None] = {}
         self._closed = self._is_serving = False
@@ -85,6 +86,10 @@ class SimulatedBackend:
         self._server = self._start_server()
 
     num_threads = 1
+
+    @property
+    def _server_name(self) -> str:
+        return FORK_SERVER if self._node == OUTSIDE else f"{FORK_SERVER} of {self._node}"
 
     @property
     def pid(self) -> int:
@@ -167,9 +172,9 @@ class SimulatedBackend:
     # Inside.
 
     def _start_server(self) -> SimulatedProcess:
-        """Its notices come to the launcher's node."""
-        server = self._world.context(OUTSIDE).run(self._world.start, FORK_SERVER, self._serve)
-        server.exit.add_done_callback(partial(self._on_server_exit, server), context=self._world.context(OUTSIDE))
+        """Its notices come to the node of the launcher, or of its host's server."""
+        server = self._world.context(self._node).run(self._world.start, self._server_name, self._serve)
+        server.exit.add_done_callback(partial(self._on_server_exit, server), context=self._world.context(self._node))
         return server
 
     async def _serve(self, seams: Seams) -> None:
@@ -182,13 +187,13 @@ class SimulatedBackend:
             return
         if self._refuses(spec, self._conditions.refused_one_in):
             error = WorkerDiedError(spec.name, "could not be forked: BlockingIOError: (simulated)")
-            self._later(OUTSIDE, set_error, started, error)
+            self._later(self._node, set_error, started, error)
             return
         world = self._world
         node = world.next_node(spec.name)
         # A heartbeat for which the monitor's connection has no room is dropped: with room for one, the monitor sees silence.
         limits = CONTROL_LIMITS if spec.name == MONITOR else world.network.shrink(CONTROL_LIMITS, node)
-        pairs = [SimulatedChannel.pair(world.network, (Identity(GATEWAY), OUTSIDE), (worker, node), limits) for worker in spec.workers]
+        pairs = [SimulatedChannel.pair(world.network, (Identity(GATEWAY), self._node), (worker, node), limits) for worker in spec.workers]
 
         async def host(seams: Seams) -> None:
             async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
@@ -197,13 +202,13 @@ class SimulatedBackend:
                     await stack.enter_async_context(theirs)
                     tasks.create_task(_run_worker(main, theirs, seams), name=worker.name)
 
-        launcher = world.context(OUTSIDE)  # it adopts the process
+        launcher = world.context(self._node)  # it adopts the process
         inner = launcher.run(world.start, spec.name, host, [worker.name for worker in spec.workers])
         process = SimulatedWorkerProcess(world, spec, inner, tuple(ours for ours, _ in pairs))
         self._processes[node] = process
         inner.num_unread = process.num_unread
         inner.exit.add_done_callback(partial(self._on_exit, process), context=launcher)
-        self._later(OUTSIDE, self._complete_start, started, process)
+        self._later(self._node, self._complete_start, started, process)
 
     def _complete_start(self, started: asyncio.Future[SimulatedWorkerProcess], process: SimulatedWorkerProcess) -> None:
         if started.done():  # the caller has left
@@ -218,13 +223,15 @@ class SimulatedBackend:
             control.sever()
 
     def _on_death(self, process: SimulatedProcess) -> None:
-        """Called at the moment of a kill."""
-        if process.node in self._processes and not is_hit(self._random, self._conditions.unseen_one_in):
-            self._later(OUTSIDE, self._report_dying, self._processes[process.node])
+        """Called at the moment of a kill. All processes die with the process that has opened this backend."""
+        if process.node == self._node:
+            self.kill_all()
+        elif process.node in self._processes and not is_hit(self._random, self._conditions.unseen_one_in):
+            self._later(self._node, self._report_dying, self._processes[process.node])
 
     def _on_exit(self, process: SimulatedWorkerProcess, exit: asyncio.Future[str]) -> None:
         """The launcher reaps it."""
-        self._later(OUTSIDE, self._report_exit, process, exit.result())
+        self._later(self._node, self._report_exit, process, exit.result())
 
     def _report_dying(self, process: SimulatedWorkerProcess) -> None:
         if process.is_returned and process.process.node in self._processes and not self._closed:
@@ -235,7 +242,7 @@ class SimulatedBackend:
         if process.process.node not in self._processes or self._closed:
             return
         if not process.is_returned:
-            self._later(OUTSIDE, self._report_exit, process, how)
+            self._later(self._node, self._report_exit, process, how)
             return
         del self._processes[process.process.node]
         process.end_controls()
@@ -248,7 +255,7 @@ class SimulatedBackend:
             set_error(started, WorkerDiedError(FORK_SERVER, exit.result()))
         if self._is_serving:
             self._is_serving = False
-            self._later(OUTSIDE, self._report_loss, exit.result())
+            self._later(self._node, self._report_loss, exit.result())
 
     def _report_loss(self, how: str) -> None:
         if not self._closed:

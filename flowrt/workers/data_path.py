@@ -144,6 +144,7 @@ class DataPath:
             self.runner.settle,
             on_lost=on_lost,
             tolerated=survivable_processes(graph),
+            host_address=seams.host_address,
             **wrap,
         )
         self.unpack = unpack

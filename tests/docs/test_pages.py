@@ -14,7 +14,7 @@ from docs.blocks import LANGUAGES, ROOT, Block, Folder, blocks_of, check_output,
 
 from flowrt.cli.app import app
 
-_TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 _ALWAYS = ("README.md", "docs/first-graph.md")  # what new users read; the rest: `make docs`
 _LONG = re.compile(r"^flowrt (chaos|bench) ", re.MULTILINE)  # parsed in the suite, run by `make docs`; tests/chaos and tests/bench run them
 _REASON = re.compile(r"not run: .{10,}")

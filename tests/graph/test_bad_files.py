@@ -227,7 +227,7 @@ BAD = {
         "deploy.attention.device",
         ["strict numerics need CPUs", "write cpu, or numerics: fast"],
     ),
-    "hosts": (MODEL + "hosts: [a, b]\n", 3, "hosts", ["not built yet"]),
+    "hosts": (MODEL + "hosts: [a, b]\n", 3, "hosts", ["is not a mapping"]),
     "prefill": (deploy(rest="  prefill: {groups: 1}\n"), 6, "deploy.prefill.groups", ["belongs under deploy.attention"]),
     "emulate nothing": (MODEL + "emulate: {dilation: 2}\n", 3, "emulate", ["there is nothing to emulate", "link: ub"]),
     "emulate without dilation": (MODEL + "emulate: {}\n", 3, "emulate.dilation", ["is missing"]),

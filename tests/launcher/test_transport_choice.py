@@ -6,7 +6,7 @@ import pytest
 
 from flowrt.errors import GraphError
 from flowrt.graph.model import GATEWAY, Edge, Graph, Node
-from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, host_name, num_threads, pack
+from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, num_threads, pack, process_name
 from flowrt.transports.errors import AddressError
 
 ALL: dict[str, str | None] = {"inproc": None, "shm": None, "zmq": None}
@@ -40,10 +40,10 @@ def test_pack() -> None:
     assert pack(graph_of(processes="one")) == []
 
 
-def test_host_name() -> None:
-    assert host_name(["a"]) == "a"
-    assert host_name(["a", "b"]) == "a+b"
-    assert host_name(["a", "b", "c", "d"]) == "a+3 others"
+def test_process_name() -> None:
+    assert process_name(["a"]) == "a"
+    assert process_name(["a", "b"]) == "a+b"
+    assert process_name(["a", "b", "c", "d"]) == "a+3 others"
 
 
 def test_threads_share_the_cores_by_default() -> None:

@@ -29,6 +29,7 @@ LEAVES = (
     "flowrt.emulation",
     "flowrt.process_status",
     "flowrt.process_backend",
+    "flowrt.host_engine",
 )
 BELOW_ALL = (*LEAVES, "flowrt.graph", "flowrt.reliability", "flowrt.trace")
 # What users get from `import flowrt`; loaded on first use.
@@ -43,6 +44,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("flowrt.simulation",),
     ("flowrt.serving", "flowrt.planning"),
     ("flowrt.launcher",),
+    ("flowrt.hosts",),
     ("flowrt.gateway", "flowrt.processes"),
     ("flowrt.workers",),
     ("flowrt.engine", "flowrt.exchange"),
@@ -56,10 +58,12 @@ FORBIDDEN = {
     ("flowrt.launcher", "flowrt.workers"): _BY_NAME,
     ("flowrt.gateway", "flowrt.workers"): _BY_NAME,
     ("flowrt.processes", "flowrt.workers"): _BY_NAME,
+    ("flowrt.hosts", "flowrt.workers"): _BY_NAME,
     ("flowrt.serving", "flowrt.workers"): "HTTP talks to the gateway",
     ("flowrt.planning", "flowrt.workers"): "planning is pure",
     ("flowrt.planning", "flowrt.launcher"): "planning is pure",
     ("flowrt.planning", "flowrt.gateway"): "planning is pure",
+    ("flowrt.planning", "flowrt.hosts"): "planning is pure",
     ("flowrt.planning", "flowrt.processes"): "planning is pure",
     ("flowrt.planning", "flowrt.actors"): "planning is pure",
     ("flowrt.engine", "flowrt.actors"): "the engine is pure decisions: it knows requests and tokens, no mailbox",
@@ -97,6 +101,7 @@ CHANNELS_FOR = (
     "flowrt.bench",
     "flowrt.simulation",
     "flowrt.launcher",
+    "flowrt.hosts",
     "flowrt.processes",
     "flowrt.seams",
     "flowrt.doctor",

@@ -16,6 +16,7 @@ SEAM_FILES = {
     "flowrt/timer.py": "the clock of the seams, finer than the loop's",
     "flowrt/simulation/": "the other form of the seams",
     "flowrt/processes/fork_server.py": "starts processes",
+    "flowrt/hosts/local_engine.py": "starts host servers",
     "flowrt/serving/tokenizer_process.py": "starts the process that tokenizes text",
     "flowrt/processes/fork_server_process.py": "starts the fork server",
     "flowrt/launcher/launcher.py": "makes the run's key",

@@ -249,6 +249,9 @@ class FaultyTransport(Transport):
     def unavailable_reason(cls) -> str | None:
         return cls.inner.unavailable_reason()
 
+    def address_at(self, host_address: str) -> str:
+        return PREFIX + self.inner().address_at(host_address)
+
     async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
         listener = await self.inner().listen(self._inner_address(address), limits, key, identity)
         return _FaultyListener(listener, lambda channel: self._wrap(channel, limits))

@@ -293,6 +293,9 @@ class ZeroMQTransport(SocketTransport):
             return f"zmq needs the package pyzmq ({_missing}); install it with: pip install pyzmq"
         return None
 
+    def address_at(self, host_address: str) -> str:
+        return f"zmq://{host_address}:0?{CURVE}" if host_address else "zmq://"
+
     def _split_name(self, rest: str) -> tuple[str, str]:
         name, separator, option = rest.partition("?")
         if not separator and re.fullmatch(r".*:(\d{1,5}|\*)", name) and not name.startswith("127."):

@@ -1,0 +1,141 @@
+"""Real runs on several hosts, each with its own Ray node; tests/hosts/network.py makes them and runs this file in the first one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from end_to_end.test_expert_failover import Story, tokens_of
+from hosts.faults import server_of
+from hosts.network import address, cut
+from left_processes import left_processes
+from processes.backend_checks import CHECKS, Check, Owner, run_check
+from served_models import Served, make_served
+
+import flowrt
+from flowrt.errors import UserError
+from flowrt.graph.model import Graph, HostSettings
+from flowrt.hosts.backend import HostsBackend
+from flowrt.processes.leftover import marked_processes
+from flowrt.seams import Seams
+
+NUM_HOSTS = int(os.environ.get("FLOWRT_TEST_HOSTS", "0"))
+pytestmark = pytest.mark.skipif(NUM_HOSTS == 0, reason="needs several hosts; run by make test-hosts")
+NAMES = ("pair", "a", "b", "c", "same", "former", "standby", "cancelled", "kept")
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> None:
+    """In place of the check of that name: Ray's driver keeps descriptors and threads. Processes are counted by each test."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return make_served(tmp_path_factory.mktemp("served"), seed=3)
+
+
+def write(served: Served, folder: Path, **hosts: Any) -> Path:
+    deploy = {"attention": {"groups": NUM_HOSTS}, "experts": {"servers": NUM_HOSTS, "replicas": 2}}
+    settings = {"engine": "ray", "count": NUM_HOSTS, **hosts}
+    return served.write(folder, deploy, numerics="strict", hosts=settings, reliability={"hedge": False}, limits={"max_tokens": 200})
+
+
+def pids_of(run_id: str) -> list[int]:
+    return [marked.pid for marked in marked_processes() if marked.run_id.startswith(run_id)]
+
+
+@pytest.mark.parametrize("check", [check for check in CHECKS if "renamed" not in check.__name__], ids=lambda check: check.__name__)
+async def test_ray_engine(check: Check) -> None:
+    run_id = f"checks of ray of {os.getpid()}"
+    place = dict.fromkeys(NAMES, "host.1")
+    graph = Graph({}, {}, hosts=HostSettings(), placement=place)
+    spawn = lambda task, name: asyncio.create_task(task, name=name)  # noqa: E731
+
+    async def open_backend(owner: Owner) -> HostsBackend:
+        return await HostsBackend.open(graph, Seams(), "zmq", spawn, run_id, owner, ("processes.backend_checks",), 3, 60.0)
+
+    await run_check(check, open_backend)
+    assert not left_processes(pids_of(run_id))
+
+
+async def test_tokens_are_exact_and_each_edge_has_its_transport(served: Served, tmp_path: Path) -> None:
+    async with flowrt.open(write(served, tmp_path)) as running:
+        graph, run_id = running.launcher.graph, running.launcher.run_id
+        assert set(graph.placement.values()) == {f"host.{number}" for number in range(NUM_HOSTS)}
+        for edge in graph.edges.values():
+            ends = {graph.host_of(end) for end in graph.ends_of(edge)}
+            assert edge.transport in (("local", "shm") if len(ends) == 1 else ("zmq",))
+        assert await tokens_of(running, served.prompts, lambda count: None) == served.expected
+        listening = {
+            connection.laddr.ip
+            for pid in pids_of(run_id)
+            for connection in psutil.Process(pid).net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert listening <= {address(number) for number in range(NUM_HOSTS)}
+        pids = pids_of(run_id)
+    assert not left_processes(pids)
+
+
+async def test_a_cluster_without_tokens_is_refused(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    with pytest.raises(UserError, match=r"no token authentication .* insecure: true"):
+        async with flowrt.open(write(served, tmp_path)):
+            pass
+
+
+@pytest.mark.parametrize("victim", ["host server", "ray actor", "worker"])
+async def test_a_death_changes_no_token_and_its_processes_rejoin(served: Served, tmp_path: Path, victim: str) -> None:
+    story = Story()
+    async with flowrt.open(write(served, tmp_path), on_event=story.note) as running:
+        run_id, placement = running.launcher.run_id, running.launcher.graph.placement
+        lost = sorted(name for name, host in placement.items() if host == "host.1")
+        server = server_of(run_id, "host.1")
+        pid = {"host server": server, "ray actor": psutil.Process(server).ppid(), "worker": _worker(server)}[victim]
+        killed: list[int] = []
+
+        def kill(count: int) -> None:
+            if count >= 20 and not killed:
+                killed.append(pid)
+                os.kill(pid, signal.SIGKILL)
+
+        assert await tokens_of(running, served.prompts[:4], kill) == served.expected[:4]
+        await story.until(lambda story: story.lost and sorted(story.back) == sorted(story.lost))
+        assert sorted(story.lost) == lost if victim != "worker" else len(story.lost) == 1
+        assert await tokens_of(running, served.prompts[:4], lambda count: None) == served.expected[:4]
+        pids = pids_of(run_id)
+    assert not left_processes(pids)
+
+
+@pytest.mark.parametrize("one_way", [False, True])
+async def test_a_partition_changes_no_token_and_the_host_rejoins(served: Served, tmp_path: Path, one_way: bool) -> None:
+    story = Story()
+    async with flowrt.open(write(served, tmp_path, dead_seconds=2.0), on_event=story.note) as running:
+        run_id, placement = running.launcher.run_id, running.launcher.graph.placement
+        lost = sorted(name for name, host in placement.items() if host == "host.1")
+        server = server_of(run_id, "host.1")
+        before = [server, *(child.pid for child in psutil.Process(server).children())]
+        begun = asyncio.Event()
+
+        async def part() -> None:
+            await begun.wait()
+            with cut(1, one_way):
+                await story.until(lambda story: sorted(story.lost) == lost)
+                assert not left_processes(before)  # the host ends them by itself
+
+        parting = asyncio.create_task(part())
+        assert await tokens_of(running, served.prompts[:4], lambda count: begun.set() if count >= 20 else None) == served.expected[:4]
+        await parting
+        await story.until(lambda story: sorted(story.back) == lost)
+        assert await tokens_of(running, served.prompts[:4], lambda count: None) == served.expected[:4]
+        pids = pids_of(run_id)
+    assert not left_processes(pids)
+
+
+def _worker(server: int) -> int:
+    return next(child.pid for child in psutil.Process(server).children() if child.name().startswith("fr:experts"))

@@ -1,0 +1,45 @@
+"""Runs on several hosts in virtual time: the end of a host, partitions and stops of host servers change no token and leave nothing."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+from simulation.outcomes import finish_reasons
+from simulation.test_deaths import SEEDS, load, requests, serve_under
+
+from flowrt.reliability.scenario import Crash, Cut, Fault, Pause
+from flowrt.simulation.campaign import campaign
+from flowrt.simulation.cases import draw
+
+FILE = "hosts/two.yaml"
+DRAWN_SEEDS = 40
+LINKS = [("gateway", "host.1"), ("attention.0", "experts.1"), ("attention.0", "attention.1"), ("experts.0", "attention.1")]
+
+
+def partition(direction: Literal["both", "there", "back"]) -> list[Fault]:
+    return [Cut(between=link, at_seconds=0.02, for_seconds=6.0, direction=direction) for link in LINKS]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Crash(process="host.1", at_seconds=0.02)],
+        [Crash(process="host.1", at_seconds=0.02), Crash(process="host.1", at_seconds=2.0)],
+        [Pause(process="host.1", at_seconds=0.02, for_seconds=6.0)],
+        [Cut(between=("gateway", "host.1"), at_seconds=0.02, for_seconds=6.0)],
+        *(partition(direction) for direction in ("both", "there", "back")),
+    ],
+    ids=["crash", "twice", "stop", "cut", "both", "there", "back"],
+)
+def test_the_loss_of_a_host_changes_no_token_and_its_processes_rejoin(seed: int, faults: list[Fault]) -> None:
+    outcome = serve_under(seed, load(FILE), requests(8), *faults, expect="tokens")
+    assert finish_reasons(outcome.result) == ("length",) * 8
+    assert outcome.num_faults["restarted"] >= 2
+
+
+@pytest.mark.timeout(300)
+def test_invariants_hold_under_drawn_faults() -> None:
+    counts = campaign((draw(seed, [load(FILE)]) for seed in range(DRAWN_SEEDS)), lambda case, outcome, counts: True)
+    assert counts.failures == []
