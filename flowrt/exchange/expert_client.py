@@ -160,7 +160,8 @@ class ExpertClient:
             rows = part.rows_R if len(y) == len(part.rows_R) else part.rows_R[part.row_P]
             if not y[is_finite_T[rows]].isfinite().all():
                 text = f"{self.processes[part.server]} returned NaN or infinity in layer {tag.layer}"
-                log.error("%s, step %d; check the weights, or run in a wider dtype", text, tag.step)
+                if self._now() >= self._not_finite.get(part.server, 0.0):  # once, while it is avoided
+                    log.error("%s, step %d; check the weights, or run in a wider dtype", text, tag.step)
                 self._not_finite[part.server] = self._now() + AVOIDED_SECONDS
                 self._not_finite_text.setdefault((tag.source, tag.epoch, tag.micro_batch, tag.step), text)
 

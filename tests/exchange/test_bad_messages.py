@@ -112,6 +112,19 @@ def test_row_of_a_response_that_is_not_finite_goes_on_and_its_server_is_avoided(
     client.check((4,))
 
 
+def test_server_whose_responses_are_not_finite_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    client = Client(False, schemas=schemas_of)
+    client.begin(3)
+    client.begin(4)
+    for request in (client.requested[1].popleft(), client.requested[1].popleft()):
+        payload = from_message(request)
+        y = torch.full_like(respond(*payload.tensors, False), torch.nan)
+        client.runner.accept("experts.1", to_message(Payload((y,), payload.header), client.response_edge(1), request.tag))
+    client.serve_all()
+    assert len(client.ends) == 2
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["experts.1 returned NaN or infinity in layer 0"]
+
+
 @pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
 def test_row_that_was_not_finite_before_goes_on_to_the_head(strict: bool) -> None:
     client = Client(strict, schemas=schemas_of)
