@@ -214,7 +214,7 @@ class Detector:
     def _evaluate(self, now: float, process: str, watched: Watched) -> list[StateChange]:
         silence = f"no heartbeat for {watched.silent_seconds:.2f} s"
         if (evidence := self._evidence(watched)) is not None:
-            return [_change(process, watched, ProcessState.DEAD, f"{evidence}, {silence}")]
+            return [_change(process, watched, ProcessState.DEAD, evidence if watched.is_starting else f"{evidence}, {silence}")]
         if watched.silent_seconds > self._timeouts.suspect_seconds:
             if watched.state is ProcessState.ALIVE and not watched.is_starting:
                 seen = f" ({watched.activity.value})" if watched.activity is not None else ""
@@ -226,7 +226,8 @@ class Detector:
     def _evidence(self, watched: Watched) -> str | None:
         dead_seconds, seconds = self._timeouts.dead_seconds, watched.seconds
         if watched.is_starting:
-            return str(Activity.STOPPED.value) if seconds.get(Activity.STOPPED, 0.0) >= dead_seconds else None
+            stopped_seconds = seconds.get(Activity.STOPPED, 0.0)
+            return f"{Activity.STOPPED.value} for {stopped_seconds:.2f} s" if stopped_seconds >= dead_seconds else None
         if watched.received_seconds >= dead_seconds:
             return f"received {watched.received_seconds:.2f} s of processor time"
         if watched.silent_seconds < dead_seconds:

@@ -62,7 +62,7 @@ async def test_stopped_fork_server_and_worker_that_starts_are_replaced(tmp_path:
         assert launcher.pids["server.0"] not in stopped
         (lost,) = r.of(events.WorkerLost, "server.0")
         assert isinstance(lost, events.WorkerLost)
-        assert lost.how.startswith("was marked dead (stopped, ")
+        assert lost.how.startswith("was marked dead (stopped for ")
         assert lost.while_loading
         fork_server = launcher.fork_server_pid()
         os.kill(fork_server, signal.SIGSTOP)
@@ -70,7 +70,7 @@ async def test_stopped_fork_server_and_worker_that_starts_are_replaced(tmp_path:
         assert launcher.fork_server_pid() not in (0, fork_server)
         (gone,) = r.of(events.ForkServerLost, "")
         assert isinstance(gone, events.ForkServerLost)
-        assert gone.how.startswith("was marked dead (stopped, ")
+        assert gone.how.startswith("was marked dead (stopped for ")
 
 
 async def test_a_run_ends_in_order_though_its_fork_server_is_stopped(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_a_process_that_is_stopped_while_it_starts_is_marked_dead() -> None:
     fault = scene.now
     scene.play(5.0, STOPPED)
     ((at, reported),) = scene.verdicts
-    assert reported.startswith("stopped, no heartbeat for")
+    assert reported.startswith("stopped for 1.")
     assert 1.0 <= at - fault < 1.2
     assert len(scene.reported) == 1, "it was not suspected before"
 
