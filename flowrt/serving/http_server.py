@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from http import HTTPStatus
+from ssl import SSLContext
 from typing import Any
 
 from uvicorn import Config
@@ -15,17 +17,21 @@ from uvicorn.server import ServerState
 from flowrt.serving.api_errors import INVALID, LARGE_HEADERS, SLOW_REQUEST, UNAVAILABLE, ApiError
 from flowrt.serving.listener import BACKLOG
 
+log = logging.getLogger("flowrt.front_end")
+
 MAX_HEADER_BYTES = 32 << 10
 HEADER_SECONDS = 10.0  # from the connection, or from the first byte of a later request, to the end of its headers
 IDLE_SECONDS = 75  # between two requests of a connection
 TLS_SECONDS = 10.0
+ACCEPT_SECONDS = 1.0  # until the next try when no connection could be accepted
 _LARGE_HEADERS = ApiError(LARGE_HEADERS, f"the headers are longer than {MAX_HEADER_BYTES >> 10} KiB")
 _TOO_MANY = ApiError(UNAVAILABLE, "too many connections; close idle ones, or raise serving.max_connections")
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. Headers have a length and a time limit. `waiting`: the connections of the server on which a request, or the rest of
-    one, has yet to arrive, longest wait first: when there are too many connections, a new one takes the place of the first of these."""
+    one, has yet to arrive, longest wait first: when there are too many connections, a new one takes the place of the first of these. With
+    TLS a connection counts, and waits, from its acceptance on (`begin_handshake`)."""
 
     def __init__(
         self,
@@ -42,14 +48,33 @@ class BoundedProtocol(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._in_headers = True
         self._is_counted = self._is_refused = False
+        self._cancel_handshake: Callable[[], object] | None = None
+
+    def make_room(self) -> bool:
+        """Whether there may be one connection more; if necessary, another one gives way."""
+        if len(self.connections) < self._max_connections or self._is_admin:
+            return True
+        if not self._waiting:
+            return False
+        next(iter(self._waiting))._give_way()
+        return True
+
+    def begin_handshake(self, cancel: Callable[[], object]) -> None:
+        """`connection_made` follows when the handshake succeeds, then `end_handshake`."""
+        self._is_counted, self._cancel_handshake = True, cancel
+        self.connections.add(self)
+        self._waiting[self] = None
+
+    def end_handshake(self) -> None:
+        if self._cancel_handshake is not None:  # it has failed
+            self._waiting.pop(self, None)
+            self.connections.discard(self)
 
     def connection_made(self, transport: Any) -> None:
-        if len(self.connections) >= self._max_connections and not self._is_admin:
-            if not self._waiting:
-                self._refuse(transport, _TOO_MANY)
-                return
-            next(iter(self._waiting))._give_way()
-        self._is_counted = True
+        if not (self._is_counted or self.make_room()):
+            self._refuse(transport, _TOO_MANY)
+            return
+        self._is_counted, self._cancel_handshake = True, None
         super().connection_made(transport)
         self._note_wait()
         self.app_state = {"abort": transport.abort, "flow": self.flow, "is_admin": self._is_admin}  # in the scope of each request
@@ -106,6 +131,9 @@ class BoundedProtocol(HttpToolsProtocol):
         """Close the connection now, with output that its client does not read. Without a part of a request there is no response."""
         del self._waiting[self]
         self.connections.discard(self)
+        if self._cancel_handshake is not None:
+            self._cancel_handshake()
+            return
         if self._num_header_bytes:
             self._refuse(self.transport, _TOO_MANY)
         self.transport.abort()
@@ -142,6 +170,38 @@ def _response(error: ApiError) -> bytes:
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
+async def _accept_tls(listener: socket.socket, context: SSLContext, new_protocol: Callable[[], BoundedProtocol]) -> None:
+    """Accept connections whose TLS handshake is to come: a loop's own server does not show them to the protocol before it has ended."""
+    loop = asyncio.get_running_loop()
+
+    async def shake_hands(accepted: socket.socket, protocol: BoundedProtocol) -> None:
+        try:
+            await loop.connect_accepted_socket(lambda: protocol, accepted, ssl=context, ssl_handshake_timeout=TLS_SECONDS)
+        except Exception as error:  # it must not end the others
+            log.debug("a TLS handshake failed: %r", error)
+        finally:
+            protocol.end_handshake()
+
+    with listener:
+        listener.setblocking(False)
+        async with asyncio.TaskGroup() as handshakes:
+            while True:
+                try:
+                    accepted, _ = await loop.sock_accept(listener)
+                except OSError as error:  # no descriptor is left
+                    log.warning("no connection could be accepted: %s", error)
+                    may_retry = asyncio.Event()
+                    loop.call_later(ACCEPT_SECONDS, may_retry.set)
+                    await may_retry.wait()
+                    continue
+                protocol = new_protocol()
+                if not protocol.make_room():
+                    accepted.close()
+                    continue
+                protocol.begin_handshake(handshakes.create_task(shake_hands(accepted, protocol), name="TLS handshake").cancel)
+                await asyncio.sleep(0)  # until it has begun, its cancellation would leave the socket open
+
+
 class HttpServer:
     """`certificate` and `private_key`: files for TLS; "" without it. Raises OSError for files that are not usable."""
 
@@ -167,6 +227,7 @@ class HttpServer:
         self._max_connections = max_connections
         self._waiting: dict[BoundedProtocol, None] = {}
         self._servers: list[asyncio.Server] = []
+        self._accepting: list[asyncio.Task[None]] = []
 
     @property
     def num_connections(self) -> int:
@@ -175,20 +236,25 @@ class HttpServer:
     async def start(self, listener: socket.socket, is_admin: bool = False) -> None:
         """Serve on a socket. `is_admin`: only its owner reaches it, who may call all routes."""
         loop = asyncio.get_running_loop()
-        ssl = self._config.ssl if self._config.is_ssl and not is_admin else None
-        server = await loop.create_server(
-            lambda: BoundedProtocol(self._config, self._state, self._max_connections, self._waiting, is_admin, loop),
-            sock=listener,
-            backlog=BACKLOG,
-            ssl=ssl,
-            ssl_handshake_timeout=TLS_SECONDS if ssl is not None else None,
-        )
-        self._servers.append(server)
+
+        def new_protocol() -> BoundedProtocol:
+            return BoundedProtocol(self._config, self._state, self._max_connections, self._waiting, is_admin, loop)
+
+        if self._config.ssl is not None and not is_admin:
+            self._accepting.append(
+                loop.create_task(_accept_tls(listener, self._config.ssl, new_protocol), name="accepting of TLS connections")
+            )
+        else:
+            self._servers.append(await loop.create_server(new_protocol, sock=listener, backlog=BACKLOG))
 
     async def close(self, seconds: float) -> None:
         """Accept no more connections, let the responses in progress end within `seconds`, then close what is left."""
         for server in self._servers:
             server.close()
+        for accepting in self._accepting:
+            accepting.cancel()
+        if self._accepting:
+            await asyncio.wait(self._accepting)
         for connection in list(self._state.connections):
             connection.shutdown()
         try:

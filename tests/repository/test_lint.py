@@ -50,6 +50,7 @@ TASK_OWNERS: dict[str, str] = {
     "transports/conformance/connection_checks.py": "the same",
     "transports/conformance/kit.py": "the same",
     "transports/conformance/process_checks.py": "the same",
+    "flowrt/serving/http_server.py": "accepts TLS connections: cancelled and awaited by close",
     "flowrt/launcher/launcher.py": "the run: ended by stop, or by leaving `async with`",
     "flowrt/simulation/world.py": "simulated processes, which are cut off without being awaited; the run fails when one is left",
     "flowrt/simulation/front_ends.py": "the clients of a simulated front end: ended by close or end, or cut off with it",

@@ -7,10 +7,12 @@ import shutil
 import socket
 import ssl
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from serving.served_app import Connection, served_app
+from serving.served_app import Connection, ServedApp, served_app
+from serving.test_http_api import until
 
 from flowrt.errors import UserError
 from flowrt.serving.listener import open_tcp_listener, open_unix_listener
@@ -51,16 +53,54 @@ def test_unix_socket_is_for_its_user_only_and_replaces_a_stale_one(tmp_path: Pat
     assert path.read_text() == "a file"
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-async def test_https_is_served_with_a_certificate(tmp_path: Path) -> None:
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[str, str]:
+    """The files of a certificate for localhost and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
     certificate, key = str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")
     make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
     name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     subprocess.run([*make, *name, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    async with served_app(certificate=certificate, private_key=key) as served:
-        host, port = served.listener.socket.getsockname()
-        context = ssl.create_default_context(cafile=certificate)
-        connection = Connection(*await asyncio.open_connection(host, port, ssl=context, server_hostname="localhost"))
-        connection.send("GET", "/version")
-        assert (await connection.response()).json() == {"version": "1.2.3"}
-        await connection.close()
+    return certificate, key
+
+
+async def call(served: ServedApp, certificate: str) -> None:
+    context = ssl.create_default_context(cafile=certificate)
+    host, port = served.listener.socket.getsockname()
+    connection = Connection(*await asyncio.open_connection(host, port, ssl=context, server_hostname="localhost"))
+    connection.send("GET", "/version")
+    assert (await connection.response()).json() == {"version": "1.2.3"}
+    await connection.close()
+
+
+async def test_https_is_served_with_a_certificate(certificate: tuple[str, str]) -> None:
+    async with served_app(certificate=certificate[0], private_key=certificate[1]) as served:
+        await call(served, certificate[0])
+        plain = await served.connect()
+        plain.send("GET", "/version")
+        with suppress(ConnectionError):
+            await plain.reader.read()  # its end: an alert, or a reset
+        await plain.close()
+        await call(served, certificate[0])
+
+
+async def test_a_connection_without_its_handshake_gives_way_to_a_new_one(certificate: tuple[str, str]) -> None:
+    async with served_app(certificate=certificate[0], private_key=certificate[1], connections=2) as served:
+        silent = [await served.connect() for _ in range(5)]
+        assert [await each.reader.read() for each in silent[:3]] == [b""] * 3
+        assert served.server.num_connections == 2
+        await call(served, certificate[0])
+        assert await silent[3].reader.read() == b""
+        assert served.server.num_connections <= 2
+        for each in silent:
+            await each.close()
+
+
+async def test_handshakes_in_progress_end_with_the_server(certificate: tuple[str, str]) -> None:
+    async with served_app(certificate=certificate[0], private_key=certificate[1]) as served:
+        silent = await served.connect()
+        await until(lambda: served.server.num_connections == 1)
+    assert await silent.reader.read() == b""
+    assert served.server.num_connections == 0
+    await silent.close()
