@@ -38,7 +38,7 @@ _WITHOUT_COMPUTING = ("hop", "transports", "m2n")  # one thread of OpenMP is eno
 ModelDirectory = Annotated[Path, Parameter(help="A Hugging Face model directory.")]
 
 
-def _run(
+def run_case(
     name: str,
     results: AsyncIterator[Result],
     num_pairs: int,
@@ -81,7 +81,7 @@ def hop(
     """Measure the cost of a message: within one process against asyncio queues, between two against pyzmq."""
     from flowrt.bench.cases.hop import measure
 
-    _run("hop", measure(within), pairs, json)
+    run_case("hop", measure(within), pairs, json)
 
 
 @bench_app.command
@@ -96,7 +96,7 @@ def transports(
     from flowrt.bench.report.plots import plot_transports
 
     picture = plot or (str(Path(json).with_suffix(".svg")) if json is not None and json != "-" else None)
-    _run("transports", measure(), pairs, json, draw=plot_transports, plot=picture)
+    run_case("transports", measure(), pairs, json, draw=plot_transports, plot=picture)
 
 
 @bench_app.command
@@ -112,7 +112,7 @@ def m2n(
     """Measure every sender to every receiver, every byte read and checked, beside gloo's all_to_all and isend."""
     from flowrt.bench.cases.m2n import measure
 
-    _run(f"m2n, {senders} to {receivers}, {bytes} bytes", measure(senders, receivers, bytes, transport), pairs, json)
+    run_case(f"m2n, {senders} to {receivers}, {bytes} bytes", measure(senders, receivers, bytes, transport), pairs, json)
 
 
 @bench_app.command
@@ -129,7 +129,7 @@ def links(
     """Measure emulated links between processes beside their own profile: latency, bandwidth, and eight flows that share a NIC."""
     from flowrt.bench.cases.links import measure
 
-    _run(f"links, {profile}", measure(profile, dilation, transport), rounds, json)
+    run_case(f"links, {profile}", measure(profile, dilation, transport), rounds, json)
 
 
 @bench_app.command
@@ -144,7 +144,7 @@ def start(
     """Measure the time from `flowrt run` to its first token, with its files in memory already, and the parts of that time."""
     from flowrt.bench.cases.start import measure
 
-    _run("start", measure(graph, model), runs, json, {"graph": graph.name}, model=model)
+    run_case("start", measure(graph, model), runs, json, {"graph": graph.name}, model=model)
 
 
 @bench_app.command
@@ -160,27 +160,7 @@ def detector(
     """Measure how soon a stopped process is marked dead, and how often a slow one is."""
     from flowrt.bench.cases.detector import measure
 
-    _run("detector", measure(tries, seconds, workers), 1, json)
-
-
-@bench_app.command
-def reliability(
-    graph: Annotated[Path, Parameter(help="A graph file that serves a model with expert servers.")],
-    /,
-    *,
-    pairs: Pairs = 20,
-    batch: Annotated[Positive, Parameter(help="Prompts at a time.")] = 8,
-    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16,
-    new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each sequence.")] = 64,
-    model: ModelOption = None,
-    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for both graphs.")] = (),
-    json: JsonFile = None,
-) -> None:
-    """Measure what detector, failover and hedging cost without failures: the same graph with and without them."""
-    from flowrt.bench.cases.reliability import measure, read_graphs
-
-    options = DecodeOptions(batch=(batch,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, overrides=overrides)
-    _run(f"reliability, {graph.name}", measure(read_graphs(graph, model, options), options), pairs, json, model=model)
+    run_case("detector", measure(tries, seconds, workers), 1, json)
 
 
 @bench_app.command
@@ -197,7 +177,7 @@ def restart(
     """Measure how soon a killed process is back: with a standby process, with weights that processes share, and from files."""
     from flowrt.bench.cases.restart import measure, read_graphs
 
-    _run(f"restart, {graph.name}", measure(read_graphs(graph, model, overrides, process), process), pairs, json, model=model)
+    run_case(f"restart, {graph.name}", measure(read_graphs(graph, model, overrides, process), process), pairs, json, model=model)
 
 
 @bench_app.command
@@ -216,7 +196,7 @@ def recovery(
 
     options = options or RecoveryOptions()
     prepared = read_graphs(graph, model, options)
-    _run(f"recovery, {graph.name}", measure(prepared), pairs, json, asdict(options), plot_recovery, plot, model)
+    run_case(f"recovery, {graph.name}", measure(prepared), pairs, json, asdict(options), plot_recovery, plot, model)
 
 
 @bench_app.command
@@ -235,7 +215,7 @@ def prefix(
     from flowrt.bench.report.plots import plot_ratios
 
     details = {"model": model.name if model is not None else None, "shared": shared, "suffix": suffix}
-    _run("prefix", measure(model, shared, suffix, overrides), pairs, json, details, plot_ratios, plot, model)
+    run_case("prefix", measure(model, shared, suffix, overrides), pairs, json, details, plot_ratios, plot, model)
 
 
 @bench_app.command
@@ -251,7 +231,7 @@ def routing(
     from flowrt.bench.report.plots import plot_ratios
 
     os.environ["OMP_NUM_THREADS"] = "1"  # before a worker imports torch: its small products wait for no other thread
-    _run("routing", measure(requests, load), 1, json, {"requests": requests, "load": load}, plot_ratios, plot)
+    run_case("routing", measure(requests, load), 1, json, {"requests": requests, "load": load}, plot_ratios, plot)
 
 
 @bench_app.command
@@ -277,7 +257,7 @@ def kv_transfer(
     streams = streams or StreamOptions()
     details = {"model": model.name if model is not None else None, "tokens": tokens, **asdict(streams)}
     results = measure_interference(model, tokens, streams, overrides) if streams.streams else measure(model, tokens, overrides)
-    _run("kv-transfer", results, pairs, json, details, plot_ratios, plot, model)
+    run_case("kv-transfer", results, pairs, json, details, plot_ratios, plot, model)
 
 
 @bench_app.command
@@ -297,7 +277,7 @@ def latency(
 
     options = options or LatencyOptions()
     results = measure(read_graphs(graph, model, options), options)
-    _run(f"latency, {graph.name}", results, pairs, json, asdict(options), plot_ratios, plot, model)
+    run_case(f"latency, {graph.name}", results, pairs, json, asdict(options), plot_ratios, plot, model)
 
 
 def _run_pattern(
@@ -307,7 +287,7 @@ def _run_pattern(
     options: PatternOptions | None,
 ) -> None:
     options = options or PatternOptions()
-    _run(name, measure(options.virtual, options.dilation), options.pairs, options.json, draw=draw, plot=options.plot)
+    run_case(name, measure(options.virtual, options.dilation), options.pairs, options.json, draw=draw, plot=options.plot)
 
 
 @bench_app.command
@@ -380,7 +360,7 @@ def decode(
     against_name = second.name if second is not None else None
     details = {"model": model.name, "graph": graph.name, "against": against_name, **asdict(options)}
     results = measure(model, graph, options, second, against_set, vllm)
-    report = _run("decode", results, pairs, json, details, plot_ratios, plot, model)
+    report = run_case("decode", results, pairs, json, details, plot_ratios, plot, model)
     raise SystemExit(int(have_different_tokens(report)))
 
 
@@ -401,7 +381,7 @@ def operators(
     if options.top_k > options.experts:
         raise UserError(f"--top-k is {options.top_k}, more than --experts, which is {options.experts}")
     details = {"model": model.name if model is not None else None, "sizes": options.sizes, **asdict(options)}
-    _run("operators", measure(model, options), 1, json, details, plot_operators, plot, model)
+    run_case("operators", measure(model, options), 1, json, details, plot_operators, plot, model)
 
 
 @bench_app.command
@@ -432,4 +412,4 @@ def strict(
 
     options = options or DecodeOptions()
     details = {"model": model.name, "graph": graph.name if graph is not None else None, **asdict(options)}
-    _run("strict", measure(model, graph, options), pairs, json, details, model=model)
+    run_case("strict", measure(model, graph, options), pairs, json, details, model=model)

@@ -1,0 +1,54 @@
+"""The commands of `flowrt bench` that decode a batch by one graph in two ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from flowrt.bench.cases.options import DecodeOptions, JsonFile, Pairs, Positive
+from flowrt.cli.bench import ModelOption, bench_app, run_case
+
+__all__ = ["bench_app"]
+
+
+@bench_app.command
+def reliability(
+    graph: Annotated[Path, Parameter(help="A graph file that serves a model with expert servers.")],
+    /,
+    *,
+    pairs: Pairs = 20,
+    batch: Annotated[Positive, Parameter(help="Prompts at a time.")] = 8,
+    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16,
+    new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each sequence.")] = 64,
+    model: ModelOption = None,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for both graphs.")] = (),
+    json: JsonFile = None,
+) -> None:
+    """Measure what detector, failover and hedging cost without failures: the same graph with and without them."""
+    from flowrt.bench.cases.reliability import measure, read_graphs
+
+    options = DecodeOptions(batch=(batch,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, overrides=overrides)
+    run_case(f"reliability, {graph.name}", measure(read_graphs(graph, model, options), options), pairs, json, model=model)
+
+
+@bench_app.command
+def api(
+    graph: Annotated[Path, Parameter(help="A graph file that serves a model.")],
+    /,
+    *,
+    pairs: Pairs = 20,
+    batch: Annotated[Positive, Parameter(help="Requests at a time.")] = 32,
+    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16,
+    new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each request.")] = 64,
+    model: ModelOption = None,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value.")] = (),
+    json: JsonFile = None,
+) -> None:
+    """Measure what HTTP costs: streams of a running graph beside its Python API, and the processor time of each process."""
+    from flowrt.bench.cases.api_cost import measure
+
+    options = DecodeOptions(batch=(batch,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, overrides=overrides)
+    run_case(f"api, {graph.name}", measure(graph, model, options), pairs, json, model=model)
