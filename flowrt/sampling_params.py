@@ -19,6 +19,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 17  # of a prompt, in one message: 2 MB
 MAX_WHOLE = (1 << 63) - 1  # the largest integer of a message header
 MIN_FACTOR, MAX_NUMBER = 1e-9, 1e9  # logits times or divided by these stay finite
 MAX_SALT_CHARACTERS = 256
@@ -52,7 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `max_tokens` None: as many as the graph's limits and the model's positions allow. `n`: the number of choices, which differ in their
     noise; all other values apply to each choice. Before a choice has `min_tokens`, no token that would end it is sampled. `temperature` 0
     is greedy; between 0 and 0.01 it counts as 0.01. `seed` None: the gateway draws one. `logprobs` k: the logprob of each token, and the
-    k largest at its position.
+    k largest at its position. `prompt_logprobs`: the same for the tokens of the prompt behind the first.
 
     `logit_bias` is added to the logits of these tokens first; it is given as a mapping, and kept as pairs in the order of the ids. Then
     penalties apply, before the temperature: `repetition_penalty` divides positive and multiplies negative logits of tokens in the prompt
@@ -75,6 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_WHOLE)], ...], _STOP_IDS] = ()
     ignore_eos: Annotated[bool, Meta(description="true or false")] = False
     logprobs: Annotated[int, _whole(0, MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, _whole(0, MAX_LOGPROBS)] | None = None
     logit_bias: Annotated[tuple[tuple[Annotated[int, Meta(ge=0, le=MAX_WHOLE)], _BIAS], ...], _BIASES] = ()
     cache_salt: Annotated[str, _SALT] = ""
 
@@ -100,6 +102,7 @@ class SamplingKeywords(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool
     logprobs: int | None
+    prompt_logprobs: int | None
     logit_bias: Mapping[int, float] | None
     cache_salt: str
 

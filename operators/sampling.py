@@ -22,6 +22,7 @@ FIRST_DEPTH = 256  # number of best tokens that filters sort at first
 ROUGH_MARGIN = 2.0  # twice the largest error of a sum with rough noise
 NO_TOKEN = -1  # stands for a token whose logits are not finite
 MIN_TEMPERATURE = 0.01  # smaller ones that are not 0 count as this, as in vLLM: logits over the temperature stay finite
+RANKS = 20  # the most logprobs of a request
 BLOCK_ELEMENTS = 1 << 18  # of rows x vocabulary at a time on a CPU: more would leave its caches
 
 
@@ -86,16 +87,17 @@ def penalized_logits(logits_SV: Tensor, inputs: SamplingInputs) -> Tensor:
     return logits_SV
 
 
-def log_probabilities(logits_SV: Tensor, token_S: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """For the L samples that want them: logprob_L of the token, and of the K likeliest top_id_LK int64 and top_logprob_LK, best first.
+def log_probabilities(logits_LV: Tensor, token_L: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """logprob_L of these tokens, and of the K likeliest top_id_LK int64 and top_logprob_LK, best first.
 
     They are the log-softmax of the logits as they are given: before penalties, temperature and filters. K is at most the vocabulary.
     """
-    logits_LV = logits_SV[inputs.logprobs_L]
     # Row by row: how many rows a sum over the vocabulary is taken for must not show in its last bit.
     total_L1 = torch.cat([row_1V.logsumexp(dim=-1, keepdim=True) for row_1V in logits_LV.split(1)])
-    top_LK, id_LK = logits_LV.topk(min(inputs.ranks_K.numel(), logits_LV.shape[1]), dim=-1)
-    chosen_L1 = logits_LV.gather(1, token_S[inputs.logprobs_L].clamp(min=0).unsqueeze(1))  # NO_TOKEN: its logprob is not used
+    # Which of several equal logits come first depends on how many are looked for: always as many, whatever the others of the step want.
+    depth = min(max(num_ranks, RANKS) if num_ranks else 0, logits_LV.shape[1])
+    top_LK, id_LK = (found[:, :num_ranks] for found in logits_LV.topk(depth, dim=-1))
+    chosen_L1 = logits_LV.gather(1, token_L.clamp(min=0).unsqueeze(1))  # NO_TOKEN: its logprob is not used
     return (chosen_L1 - total_L1).squeeze(1), id_LK, top_LK - total_L1
 
 

@@ -41,6 +41,14 @@ class Draw(NamedTuple):
     logit_bias: Sequence[tuple[int, float]] = ()
 
 
+class Score(NamedTuple):
+    """A token of a prompt whose logprob is wanted, and the row of logits for its place. `num_logprobs`: as in Draw."""
+
+    row: int
+    token_id: int
+    num_logprobs: int
+
+
 class SamplingInputs(NamedTuple):
     """The tensors that are sent, in this order. S = samples.
 
@@ -52,6 +60,7 @@ class SamplingInputs(NamedTuple):
     `penalized_3N` int64: sample, token id, occurrences in the output; pairs of sample and id are all different.
     `biased_2M` int64: sample, token id, all different; `bias_M` float64: -inf for forbidden tokens.
     `logprobs_L` int64: samples whose logprobs are wanted; `ranks_K`: of 0 .. K-1.
+    `scored_2G` int64: row, token id: tokens of prompts whose logprobs are wanted, behind those of the samples.
     """
 
     integers_5S: Tensor
@@ -63,10 +72,11 @@ class SamplingInputs(NamedTuple):
     bias_M: Tensor
     logprobs_L: Tensor
     ranks_K: Tensor
+    scored_2G: Tensor
 
     @classmethod
-    def from_draws(cls, draws: Sequence[Draw], device: torch.device | str = "cpu") -> SamplingInputs:
-        """The tensors of these draws, in order."""
+    def from_draws(cls, draws: Sequence[Draw], device: torch.device | str = "cpu", scores: Sequence[Score] = ()) -> SamplingInputs:
+        """The tensors of these draws and scores, in order."""
         fields: list[tuple[Any, ...]] = list(zip(*draws, strict=True)) if draws else [()] * len(Draw._fields)
         row, temperature, top_k, top_p, seed, choice, token_index, repetition, presence, frequency, num_logprobs, counts, ids, biases = (
             fields
@@ -79,7 +89,7 @@ class SamplingInputs(NamedTuple):
                     (filtered if each.top_k > 0 or each.top_p < 1 else unfiltered).append(sample)
         biased = [{**dict(bias), **dict.fromkeys(forbidden, -math.inf)} for bias, forbidden in zip(biases, ids, strict=True)]
         wanted = [sample for sample, number in enumerate(num_logprobs) if number is not None]
-        max_logprobs = max((number for number in num_logprobs if number is not None), default=0)
+        max_logprobs = max((number for number in (*num_logprobs, *(each.num_logprobs for each in scores)) if number is not None), default=0)
         tensors = (
             torch.tensor(row + top_k + seed + choice + token_index, dtype=torch.int64).view(5, -1),
             torch.tensor(temperature + top_p + repetition + presence + frequency, dtype=torch.float64).view(5, -1),
@@ -90,6 +100,7 @@ class SamplingInputs(NamedTuple):
             torch.tensor([value for bias in biased for value in bias.values()], dtype=torch.float64),
             _NONE if not wanted else torch.tensor(wanted),
             _NONE if not max_logprobs else torch.arange(max_logprobs),
+            torch.tensor([(each.row, each.token_id) for each in scores]).t() if scores else _NONE.view(2, 0),
         )
         return cls(*(tensor.to(device) for tensor in tensors))
 

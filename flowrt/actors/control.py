@@ -150,9 +150,8 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 class Token(msgspec.Struct, frozen=True):
     """`token_ids` were sampled at output positions `index`, `index`+1, ... of this attempt's choice. `logprobs`: one per token, or none.
-
-    `degraded`: a result that they depend on was computed without an expert. `num_cached_tokens`, with the first: of the prompt, if cached.
-    """
+    `degraded`: a result that they depend on was computed without an expert. With the first: `num_cached_tokens` of the prompt, and
+    `prompt_logprobs` of its tokens behind the first, if requested."""
 
     request_id: str
     attempt: int
@@ -162,6 +161,7 @@ class Token(msgspec.Struct, frozen=True):
     logprobs: tuple[Logprobs, ...] = ()
     degraded: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 class Tokens(Control, frozen=True):

@@ -71,13 +71,14 @@ class ChoiceOutput(msgspec.Struct, frozen=True, array_like=True):
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """What is new of a request. The last one has `end`, and `error` when that is "error". `num_cached_tokens`: of the prompt, from the
-    prefix cache."""
+    prefix cache. `prompt_logprobs`, if requested, come with the first token of choice 0."""
 
     number: int
     choices: tuple[ChoiceOutput, ...] = ()
     end: FinishReason | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 class Outputs(Control, frozen=True):

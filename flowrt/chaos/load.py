@@ -33,7 +33,7 @@ _SAMPLED: tuple[dict[str, Any], ...] = (
     {"min_tokens": 0.5, "stop": ("a", "e")},
     {"n": 3, "temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2},
     {"temperature": 0.9, "top_p": 0.95, "min_tokens": 0.25, "stop": ("o", "t"), "ignore_eos": False},
-    {"logprobs": 3},
+    {"logprobs": 3, "prompt_logprobs": 2},
 )
 
 
@@ -130,7 +130,7 @@ class Load:
             match event:
                 case TokenEvent():
                     answer.num_late += answer.finish_reason is not None
-                    logprobs = () if event.logprob is None else (event.logprob, event.top_logprobs)
+                    logprobs = () if event.logprob is None else (event.logprob, event.top_logprobs, event.prompt_logprobs)
                     tokens.append(ReceivedToken(event.index, event.token_id, now(), event.choice, logprobs))
                     texts[event.choice] = texts.get(event.choice, "") + event.text
                 case ChoiceEvent():

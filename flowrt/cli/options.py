@@ -53,6 +53,7 @@ class SamplingOptions:
     stop: Annotated[tuple[str, ...] | None, Parameter(negative=(), help="End an answer before this text; repeatable.")] = None
     ignore_eos: Annotated[bool, Parameter(negative=(), show_default=False, help="Do not end answers at the end-of-sequence token.")] = False
     logprobs: Annotated[_Int, Parameter(help="Write each token's logprob and those of the N most likely (up to 20) to --json.")] = None
+    prompt_logprobs: Annotated[_Int, Parameter(help="The same for the tokens of the prompt behind the first.")] = None
 
 
 @Parameter(name="*", group=_OTHER)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from flowrt.actors.control import Logprobs
 from flowrt.cli.prompts import PromptRequest
 from flowrt.gateway.gateway import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.sampling_params import FinishReason
@@ -35,18 +36,20 @@ class Durations:
 
 
 _UNKNOWN = Durations(math.nan, math.nan, math.nan)
-_OPTIONAL = ("logprobs", "top_logprobs", "degraded_tokens")
+_OPTIONAL = ("logprobs", "top_logprobs", "prompt_logprobs", "degraded_tokens")
 
 
 @dataclass
 class RecordedChoice:
-    """One of a request's answers. With --logprobs: the logprob of each token, and [token id, logprob] of the most likely ones."""
+    """One of a request's answers. With --logprobs: the logprob of each token, and [token id, logprob] of the most likely ones;
+    with --prompt-logprobs the first one has both, in a pair, for each token of the prompt behind its first."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None  # None while it goes on
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
     degraded_tokens: list[int] = field(default_factory=list)  # indices of tokens that were computed without some expert
 
     def add(self, event: TokenEvent | ChoiceEvent) -> None:
@@ -55,6 +58,7 @@ class RecordedChoice:
             self.finish_reason = event.finish_reason
             return
         self.token_ids.append(event.token_id)
+        self.prompt_logprobs += event.prompt_logprobs
         if event.degraded:
             self.degraded_tokens.append(event.index)
         if event.logprob is not None:

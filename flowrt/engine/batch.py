@@ -20,6 +20,14 @@ from flowrt.sampling_params import SamplingParams
 Part = tuple[Sequence, int]  # a sequence and how many rows it has in the step
 
 
+class ScoreSpec(NamedTuple):
+    """A token of a prompt whose logprob is wanted, and those of `num_logprobs` likeliest: `row` has the logits for its place."""
+
+    row: int
+    token_id: int
+    num_logprobs: int
+
+
 class SampleSpec(NamedTuple):
     """How one token is drawn. Its noise is a function of (seed, choice, token_index) alone, so a replay draws the same token.
 
@@ -45,6 +53,7 @@ class Batch:
     page_tables: list[list[int]]  # [S] the pages of positions 0 .. kv_length - 1, in order
     sample_rows: list[int]  # [samples] the last row of each sequence that gets a token
     samples: list[SampleSpec]  # [samples]
+    scores: list[ScoreSpec]  # in the order of the sequences
     sequence_names: list[str]  # [S] "request/attempt" or "request/attempt/choice", for traces and error texts
 
     @property
@@ -61,12 +70,21 @@ def produces_token(sequence: Sequence, num_rows: int) -> bool:
     return sequence.num_missing_tokens == num_rows
 
 
+def num_scores(sequence: Sequence, num_rows: int) -> int:
+    """How many of the next rows have the logits for a token of the prompt whose logprob is wanted."""
+    num_left = sequence.num_prompt_tokens - 1 - sequence.num_computed_tokens
+    return min(num_rows, num_left) if sequence.scores_prompt else 0
+
+
 def build_batch(parts: Iterable[Part], page_size: int, *, is_strict: bool = False) -> Batch:
     """The next `num_rows` uncomputed tokens of each sequence. Its pages must already cover them."""
-    batch = Batch([], [], [], [], [], [], [])
+    batch = Batch([], [], [], [], [], [], [], [])
     for sequence, num_rows in parts:
         start = sequence.num_computed_tokens
         end = start + num_rows
+        for at in range(num_scores(sequence, num_rows)):
+            following = sequence.tokens[start + at + 1]
+            batch.scores.append(ScoreSpec(len(batch.token_ids) + at, following, sequence.request.params.prompt_logprobs or 0))
         batch.token_ids.extend(sequence.tokens[start:end])
         query_length = 1 if is_strict and start >= sequence.num_prompt_tokens else num_rows
         for kv_length in range(start + query_length, end + 1, query_length):

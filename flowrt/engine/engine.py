@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from flowrt.actors.control import Ended, KvCompleted, KvLost, KvPulled, Logprobs, Request, Token
-from flowrt.engine.batch import Batch, Part, build_batch, produces_token
+from flowrt.engine.batch import Batch, Part, build_batch, num_scores, produces_token
 from flowrt.engine.micro_batches import MicroBatchCount
 from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence, SequenceState
@@ -70,7 +70,7 @@ class _Step:
     number: int
     parts: list[Part]
     batch: Batch
-    num_logprobs: int  # samples whose logprobs are wanted
+    num_logprobs: int  # of samples and tokens of prompts
     began: float  # in seconds
 
 
@@ -185,7 +185,7 @@ class Engine:
         number = self._next_step[micro_batch]
         self._next_step[micro_batch] += 1
         num_logprobs = sum(each.params.logprobs is not None for each in batch.samples)
-        self._steps[micro_batch] = _Step(number, parts, batch, num_logprobs, now)
+        self._steps[micro_batch] = _Step(number, parts, batch, num_logprobs + len(batch.scores), now)
         is_alone = (first := parts[0][0]).runs_alone
         return StartStep(self._epoch, micro_batch, number, batch, first if is_alone and first.is_on_trial else None, is_alone)
 
@@ -263,10 +263,10 @@ class Engine:
         now: float = 0.0,
     ) -> list[Decision]:
         """Commit a step: its KV counts, and `token_ids` (one per sample row, in order) are its sequences' next tokens. `logprobs` has
-        one entry for each of these sequences that requests them. `degraded`: it was computed without some expert, and so is what
-        later steps of its sequences read of it. A negative token id means that the row's logits were not finite: its sequence alone is
-        computed again, and a second time in a row ends its request with an error. `not_finite`: the first part that was not, as text.
-        `now`, in seconds, is for the choice of micro-batches by the load, and for steps composed to a target time.
+        one entry for each of these sequences that requests them, then those of prompts. `degraded`: some expert was missing, as it is in
+        what later steps of its sequences read of it. A negative token id means that the row's logits were not finite: its sequence alone
+        is computed again, and a second time in a row ends its request with an error. `not_finite`: the first part that was not, as
+        text. `now`, in seconds, is for the choice of micro-batches by the load, and for steps composed to a target time.
 
         A step that is not running (repeated, or rolled back) is ignored. ValueError for a wrong number of tokens or logprobs.
         """
@@ -281,7 +281,7 @@ class Engine:
         self._steps[micro_batch] = None
         self._num_steps += 1
         decisions: list[Decision] = []
-        tokens, logprobs_left = iter(token_ids), iter(logprobs)
+        tokens, logprobs_left, scores_left = iter(token_ids), iter(logprobs), islice(logprobs, len(logprobs) - len(batch.scores), None)
         for sequence, num_rows in running.parts:
             sequence.in_step = False
             sequence.is_suspect = False
@@ -290,10 +290,11 @@ class Engine:
             token_id = next(tokens) if produces_token(sequence, num_rows) else None
             has_logprobs = token_id is not None and sequence.request.params.logprobs is not None
             own = next(logprobs_left) if has_logprobs else None
+            is_finite = not batch.scores or sequence.add_prompt_logprobs(islice(scores_left, num_scores(sequence, num_rows)))
             sequence.num_computed_tokens += num_rows
             if sequence.cancelled:
                 self._scheduler.remove(sequence)
-            elif token_id is not None and token_id < 0:
+            elif not is_finite or (token_id is not None and token_id < 0):
                 decisions += self._redo_sequence(sequence, not_finite)
             elif token_id is not None:
                 self._scheduler.cache(sequence)
@@ -377,13 +378,12 @@ class Engine:
         if sequence.prefills and request.committed(sequence.choice):  # the client has this token
             self._scheduler.hold(sequence)
             return self._offer(request.id)
-        own: tuple[Logprobs, ...] = ()
-        if logprobs is not None:
-            own = (Logprobs(logprobs.token, logprobs.top[: request.params.logprobs]),)
+        own = () if logprobs is None else (Logprobs(logprobs.token, logprobs.top[: request.params.logprobs]),)
         index = sequence.num_output_tokens
         num_cached_tokens = 0 if index else sequence.num_cached_tokens
+        of_prompt, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), []
         decisions: list[Decision] = [
-            Token(request.id, request.attempt, index, (token_id,), sequence.choice, own, sequence.is_degraded, num_cached_tokens)
+            Token(request.id, request.attempt, index, (token_id,), sequence.choice, own, sequence.is_degraded, num_cached_tokens, of_prompt)
         ]
         sequence.append(token_id)
         self._num_tokens += 1

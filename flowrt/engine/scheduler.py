@@ -13,7 +13,8 @@ Every sequence makes progress, because all rules go by `order` (age):
 - With `limits.target_step_seconds`, a step has the rows that it computes in this time (step_times.py). Decoding sequences that it leaves
   out come first in the next step, and in each step at least one prompt advances.
 - A suspect, whose latest step failed, runs alone. One whose group crashed replays beside others what it had computed, then runs alone.
-- A sequence begins with the pages of the prefix cache that have its tokens. Pages that are in the cache alone count as free.
+- A sequence begins with the pages of the prefix cache that have its tokens, unless the logprobs of its prompt are wanted. Pages that are
+  in the cache alone count as free.
 - A sequence whose prompt's KV is elsewhere is admitted like any other, and then pulls it into its pages. It takes part in steps when it has
   arrived. Its pages, and those that are held for a group, are never taken from it.
 """
@@ -128,7 +129,7 @@ class Scheduler:
             if shared is None:
                 at += 1
                 continue
-            cached = [] if shared or sequence.num_redone else self._cached(sequence)
+            cached = [] if shared or sequence.computes_whole_prompt else self._cached(sequence)
             soon = min(len(sequence.tokens) + 1, sequence.max_kv_tokens)
             others = (*self.running, *self.pulling)
             headroom = sum(len(other.pages) < self._num_pages(other.max_kv_tokens) for other in others)
@@ -203,13 +204,13 @@ class Scheduler:
         self._release(sequence)
         sequence.state = SequenceState.WAITING
         sequence.num_computed_tokens = 0
+        sequence.prompt_logprobs = []
         sequence.is_degraded = False
         self.add(sequence)
 
     def _shared_pages(self, sequence: Sequence) -> list[int] | None:
-        """Pages of the prompt that a sibling has filled; None while a sibling is filling them. At least one token is left to compute. A
-        sequence without finite logits shares none: they may be the reason."""
-        if sequence.num_redone:
+        """Pages of the prompt that a sibling has filled; None while a sibling is filling them. At least one token is left to compute."""
+        if sequence.computes_whole_prompt:
             return []
         num_tokens = (sequence.num_prompt_tokens - 1) // self._share_tokens * self._share_tokens
         with_pages = (SequenceState.PULLING, SequenceState.RUNNING, SequenceState.HELD)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from math import isfinite
 
-from flowrt.actors.control import KvOffer, Request
+from flowrt.actors.control import KvOffer, Logprobs, Request
 from flowrt.engine.prefix_cache import Prefix
 from flowrt.sampling_params import FinishReason
 
@@ -52,6 +53,7 @@ class Sequence:
     is_degraded: bool = False  # KV in `pages` comes from a step that was computed without some expert
     prefix: Prefix = field(init=False)  # what the prefix cache knows of its tokens
     num_cached_tokens: int = 0  # whose KV it found in the prefix cache when it was first admitted
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # if it scores its prompt: of the tokens behind the first, as computed
 
     def __post_init__(self) -> None:
         request = self.request
@@ -75,6 +77,25 @@ class Sequence:
     def prefills(self) -> bool:
         """Whether it ends with its first token, and its KV is for a group."""
         return self.request.stage == "prefill"
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the logprobs of its prompt are computed with it. They go to the client with the first token of the first choice."""
+        if self.request.params.prompt_logprobs is None or self.choice or self.request.committed(0):
+            return False
+        return not self.num_output_tokens and self.kv is None
+
+    @property
+    def computes_whole_prompt(self) -> bool:
+        """Whether it uses no KV of others. Without finite logits, that may be the reason."""
+        return self.num_redone > 0 or self.scores_prompt
+
+    def add_prompt_logprobs(self, found: Iterable[Logprobs]) -> bool:
+        """Returns False if one of them is not finite."""
+        num_top = self.request.params.prompt_logprobs
+        new = [Logprobs(each.token, each.top[:num_top]) for each in found]
+        self.prompt_logprobs += new
+        return all(isfinite(each.token) for each in new)
 
     @property
     def runs_alone(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from flowrt.actors.control import Logprobs
 from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.sampling_params import FinishReason
 
@@ -28,12 +29,17 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished request with its `n` choices. `error`: the reason when finish_reason is "error", else None."""
+    """A finished request with its `n` choices. `error`: the reason when finish_reason is "error", else None.
+
+    `prompt_logprobs`, if requested: of each token of the prompt behind the first, its logprob (`token`) and pairs of token id and logprob
+    (`top`).
+    """
 
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
     finish_reason: FinishReason  # of the whole request: the first choice's, or error
     error: str | None = None
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
     @classmethod
     def of(cls, prompt_token_ids: tuple[int, ...], events: Sequence[ClientEvent]) -> Completion:
@@ -42,7 +48,14 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
         assert isinstance(end, EndEvent)
         num_choices = 1 + max((event.choice for event in events if not isinstance(event, EndEvent)), default=0)
         choices = tuple(_choice(choice, events, end) for choice in range(num_choices))
-        return cls(prompt_token_ids=prompt_token_ids, choices=choices, finish_reason=end.finish_reason, error=end.error)
+        of_prompt = next((event.prompt_logprobs for event in events if isinstance(event, TokenEvent) and event.prompt_logprobs), ())
+        return cls(
+            prompt_token_ids=prompt_token_ids,
+            choices=choices,
+            finish_reason=end.finish_reason,
+            error=end.error,
+            prompt_logprobs=of_prompt,
+        )
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -185,6 +185,7 @@ class FrontEnds:
             num_events += len(events)
             if events:
                 outputs.append(output_of(number, events, self._requests.gateway.log(request.index).num_cached_tokens))
+                num_events += len(outputs[-1].prompt_logprobs)
             if events and isinstance(events[-1], EndEvent):
                 self._close(front_end, number)
         return tuple(outputs)
@@ -206,6 +207,7 @@ def output_of(number: int, events: Iterable[ClientEvent], num_cached_tokens: int
     reasons: dict[int, FinishReason] = {}
     degraded: set[int] = set()
     end: EndEvent | None = None
+    of_prompt: tuple[Logprobs, ...] = ()
     for event in events:
         match event:
             case TokenEvent():
@@ -214,6 +216,7 @@ def output_of(number: int, events: Iterable[ClientEvent], num_cached_tokens: int
                     logprobs.setdefault(event.choice, []).append(Logprobs(event.logprob, event.top_logprobs))
                 if event.degraded:
                     degraded.add(event.choice)
+                of_prompt = event.prompt_logprobs or of_prompt
             case ChoiceEvent():
                 reasons[event.choice] = event.finish_reason
             case EndEvent():
@@ -223,4 +226,4 @@ def output_of(number: int, events: Iterable[ClientEvent], num_cached_tokens: int
         for choice in {**token_ids, **reasons}
     )
     reason, error = (end.finish_reason, end.error) if end is not None else (None, None)
-    return RequestOutput(number, choices, reason, error, num_cached_tokens)
+    return RequestOutput(number, choices, reason, error, num_cached_tokens, of_prompt)

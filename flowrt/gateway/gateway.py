@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from flowrt.actors.control import Cancel, Ended, KvLost, KvPulled, Logprobs, Prefilled, Prefilling, Request, RunsAlone, Token
+from flowrt.actors.control import Cancel, Ended, KvLost, KvPulled, Prefilled, Prefilling, Request, RunsAlone, Token
 from flowrt.actors.front_end_messages import Refusal
 from flowrt.engine.validation import max_new_tokens, prompt_refusal, refusal
 from flowrt.gateway.decisions import Decision, SendCancel, SendCompleted, SendRequest
@@ -219,7 +219,7 @@ class Gateway:
         choice = log.choices[token.choice] if token.choice < len(log.choices) else None
         log.num_cached_tokens = max(log.num_cached_tokens, token.num_cached_tokens)
         num_accepted = 1 if token.index == 0 and log.prefill_worker is not None else None
-        for at, token_id in enumerate(token.token_ids[:num_accepted]):
+        for at in range(len(token.token_ids[:num_accepted])):
             index = token.index + at
             if choice is not None and (choice.finish_reason is not None or index < len(choice.token_ids)):
                 continue
@@ -228,7 +228,7 @@ class Gateway:
                 which = f"{log.id} (choice {token.choice})" if token.choice else log.id
                 error = f"{group} sent token {index} of {which} where {num_committed} of {log.max_tokens} were committed"
                 return decisions + self._end(log, "error", error, cancels_worker=True)
-            decisions += self._commit(log, choice, token_id, token.logprobs[at] if at < len(token.logprobs) else None, token.degraded)
+            decisions += self._commit(log, choice, token, at)
         return decisions
 
     def on_runs_alone(self, group: str, control: RunsAlone) -> None:
@@ -376,15 +376,17 @@ class Gateway:
         detokenizer = self._new_detokenizer() if self._new_detokenizer is not None else None
         return ChoiceLog(index, detokenizer, StopStrings(params.stop) if params.stop else None)
 
-    def _commit(self, log: RequestLog, choice: ChoiceLog, token_id: int, logprobs: Logprobs | None, degraded: bool) -> list[Decision]:
-        index = len(choice.token_ids)
+    def _commit(self, log: RequestLog, choice: ChoiceLog, token: Token, at: int) -> list[Decision]:
+        index, token_id = len(choice.token_ids), token.token_ids[at]
         choice.token_ids.append(token_id)
         text, stopped = "", False
         if not is_stop_token(log.params, self._eos_token_ids, token_id):
             text, stopped = choice.push(token_id, looks_for_stops=index >= log.params.min_tokens)
-        event = TokenEvent(log.index, index, token_id, text, choice.index, degraded=degraded)
-        if logprobs is not None:
-            event = msgspec.structs.replace(event, logprob=logprobs.token, top_logprobs=logprobs.top)
+        event = TokenEvent(log.index, index, token_id, text, choice.index, degraded=token.degraded)
+        if at < len(token.logprobs):
+            event = msgspec.structs.replace(event, logprob=token.logprobs[at].token, top_logprobs=token.logprobs[at].top)
+        if token.prompt_logprobs and not index:
+            event = msgspec.structs.replace(event, prompt_logprobs=token.prompt_logprobs)
         log.events.append(event)
         decisions: list[Decision] = [event, *self._prove(log, choice)]
         return decisions + (self._end_choice(log, choice, "stop", cancels_worker=True) if stopped else [])

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from flowrt.actors.control import KvOffer, Request
+from flowrt.actors.control import KvOffer, Logprobs, Request
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.sampling_params import FinishReason, SamplingParams
 
@@ -22,7 +22,8 @@ class TokenEvent(msgspec.Struct, frozen=True):
     """One committed token. `text` is the text that may be shown now. It can be empty, or contain held-back text of earlier tokens.
 
     When logprobs are requested: `logprob` is the token's own, `top_logprobs` has (token id, logprob) of the likeliest tokens at its
-    position, best first (control.Logprobs). `degraded`: the token was computed without an unavailable expert, or from earlier results
+    position, best first (control.Logprobs). `prompt_logprobs`, if requested, come with the first token of choice 0: those of the prompt's
+    tokens behind the first. `degraded`: the token was computed without an unavailable expert, or from earlier results
     computed without it.
     """
 
@@ -34,6 +35,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     degraded: bool = False
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 class ChoiceEvent(msgspec.Struct, frozen=True):

@@ -16,14 +16,14 @@ from flowrt.serving.api_errors import UNSUPPORTED, ApiError
 from flowrt.serving.json_body import Fields, Prompt, invalid
 
 DEFAULT_COMPLETION_TOKENS = 16  # as of OpenAI's API
-_SAMPLING = tuple(name for name in PARAMETER_TYPES if name not in ("max_tokens", "logprobs"))
+_SAMPLING = tuple(name for name in PARAMETER_TYPES if name not in ("max_tokens", "logprobs", "prompt_logprobs"))
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
     """`prompts`: texts, token ids or, of a chat, the messages. `params.logprobs` None: none are returned. `has_token_ids`: the response has
     those of the prompt and of each choice. `names_token_ids`: tokens of logprobs are written as "token_id:5" instead of their text.
-    `max_tokens_name`: the field that has max_tokens."""
+    `max_tokens_name`: the field that has max_tokens. `omits_output`: max_tokens was 0; one token is computed, and the response has none."""
 
     is_chat: bool
     prompts: tuple[Prompt, ...]
@@ -34,6 +34,7 @@ class CompletionRequest:
     has_token_ids: bool = False
     names_token_ids: bool = False
     max_tokens_name: str = "max_tokens"
+    omits_output: bool = False
 
     @property
     def prompt_name(self) -> str:
@@ -66,8 +67,6 @@ def read_completion_request(body: bytes, model: str) -> CompletionRequest:
     request = _finish(fields, False, prompts, logprobs, DEFAULT_COMPLETION_TOKENS)
     if len(prompts) * request.params.n > MAX_CHOICES:
         raise invalid("prompt", f"has {len(prompts)} prompts of {request.params.n} choices, at most {MAX_CHOICES} choices are possible")
-    if request.echo and logprobs is not None:
-        raise ApiError(UNSUPPORTED, "echo with logprobs is not supported", "echo")
     return request
 
 
@@ -80,7 +79,7 @@ def _finish(
         value = fields.take_checked(name, partial(_checked, name))
         if value is not None:
             values[name] = value
-    longest = fields.take_checked("max_tokens", lambda value: checked_value("max_tokens", value))
+    longest = fields.take_checked("max_tokens", lambda value: 0 if _is_zero(value) and not is_chat else checked_value("max_tokens", value))
     newer = fields.take_checked("max_completion_tokens", lambda value: checked_value("max_tokens", value)) if is_chat else None
     if longest is not None and newer is not None and longest != newer:
         raise invalid("max_completion_tokens", f"is {newer} and max_tokens is {longest}; give one of them")
@@ -92,10 +91,15 @@ def _finish(
     fields.refuse_rest()
     if max_tokens is None and "max_tokens" not in fields.nulls:  # null: what fits, as in vLLM
         max_tokens = default_max_tokens
-    values |= {"max_tokens": max_tokens, "logprobs": logprobs}
+    omits_output = max_tokens == 0
+    values |= {"max_tokens": 1 if omits_output else max_tokens, "logprobs": logprobs, "prompt_logprobs": logprobs if echo else None}
     name = "max_tokens" if newer is None else "max_completion_tokens"
     params = SamplingParams(**values)
-    return CompletionRequest(is_chat, prompts, params, is_stream, includes_usage, echo, has_token_ids, names_token_ids, name)
+    return CompletionRequest(is_chat, prompts, params, is_stream, includes_usage, echo, has_token_ids, names_token_ids, name, omits_output)
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) is int and value == 0
 
 
 def _checked(name: str, value: Any) -> Any:

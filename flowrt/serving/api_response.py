@@ -29,6 +29,15 @@ class Usage:
         }
 
 
+@dataclass(frozen=True)
+class EchoedPrompt:
+    """A prompt that a choice repeats. `logprobs`: those of its tokens behind the first; None: not requested."""
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[Logprobs] | None = None
+
+
 def event(fields: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(fields) + b"\n\n"
@@ -55,12 +64,13 @@ class ResponseBuilder:
         self._no_usage: dict[str, Any] = {"usage": None} if includes_usage else {}
         self._num_characters: dict[int, int] = {}  # by choice, of the text so far: offsets of tokens
 
-    def first_chunk(self, choice: int, echoed: str = "") -> bytes:
+    def first_chunk(self, choice: int, echo: EchoedPrompt) -> bytes:
         """Of each choice of a stream: its role, or the prompt that is repeated; b"" for none."""
         if self._is_chat:
             return self._event(choice, {"delta": {"role": "assistant", "content": ""}})
-        self._num_characters[choice] = len(echoed)
-        return self._event(choice, {"text": echoed}) if echoed or self._prompts is not None else b""
+        logprobs = self._prompt_logprobs(choice, echo)
+        shown = {"text": echo.text} if logprobs is None else {"text": echo.text, "logprobs": logprobs}
+        return self._event(choice, shown) if echo.text or logprobs or self._prompts is not None else b""
 
     def chunk(self, piece: TextPiece) -> bytes:
         """b"" for a piece with nothing to show."""
@@ -76,14 +86,15 @@ class ResponseBuilder:
     def usage_chunk(self, usage: Usage) -> bytes:
         return event(self._chunk | {"choices": [], "usage": usage.as_json()})
 
-    def whole(self, pieces: Sequence[TextPiece], echoed: Sequence[str], usage: Usage) -> bytes:
+    def whole(self, pieces: Sequence[TextPiece], echoes: Sequence[EchoedPrompt], usage: Usage) -> bytes:
         """The body of a response that is not streamed: one piece per choice, and the prompt of each that is repeated."""
         choices = []
-        for piece, prompt in zip(pieces, echoed, strict=True):
-            self._num_characters[piece.choice] = len(prompt)
-            text = prompt + piece.text
+        for piece, echo in zip(pieces, echoes, strict=True):
+            prompt, own = self._prompt_logprobs(piece.choice, echo), self._logprobs(piece)
+            logprobs = {name: prompt[name] + own[name] for name in own} if prompt and own else own or prompt
+            text = echo.text + piece.text
             fields: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
-            fields |= {"logprobs": self._logprobs(piece)} | self._token_ids(piece) | self._prompt(piece.choice, of_choice=True)
+            fields |= {"logprobs": logprobs} | self._token_ids(piece) | self._prompt(piece.choice, of_choice=True)
             choices.append(_choice(piece.choice, fields, piece))
         return msgspec.json.encode(self._whole | {"choices": choices, "usage": usage.as_json()} | self._prompt(0, of_choice=False))
 
@@ -105,15 +116,25 @@ class ResponseBuilder:
     def _logprobs(self, piece: TextPiece) -> dict[str, Any] | None:
         if not piece.logprobs:
             return None
-        texts = [self._token_text(token_id) for token_id in piece.token_ids]
-        if self._is_chat:
-            return {"content": [self._chat_logprob(text, each) for text, each in zip(texts, piece.logprobs, strict=True)]}
-        offsets = []
-        for text in texts:
-            offsets.append(offset := self._num_characters.get(piece.choice, 0))
-            self._num_characters[piece.choice] = offset + len(text)
-        top = [{self._token_text(token_id): logprob for token_id, logprob in each.top} for each in piece.logprobs]
-        token_logprobs = [each.token for each in piece.logprobs]
+        if not self._is_chat:
+            return self._text_logprobs(piece.choice, piece.token_ids, piece.logprobs)
+        texts = map(self._token_text, piece.token_ids)
+        return {"content": [self._chat_logprob(text, each) for text, each in zip(texts, piece.logprobs, strict=True)]}
+
+    def _prompt_logprobs(self, choice: int, echo: EchoedPrompt) -> dict[str, Any] | None:
+        """Those of a repeated prompt. The text of the output begins behind it."""
+        self._num_characters[choice] = 0
+        found = None if echo.logprobs is None else self._text_logprobs(choice, echo.token_ids, [None, *echo.logprobs])
+        self._num_characters[choice] = len(echo.text)
+        return found
+
+    def _text_logprobs(self, choice: int, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> dict[str, Any]:
+        texts, offsets = [self._token_text(token_id) for token_id in token_ids], []
+        for text, _ in zip(texts, logprobs, strict=True):
+            offsets.append(offset := self._num_characters.get(choice, 0))
+            self._num_characters[choice] = offset + len(text)
+        top = [each and {self._token_text(token_id): logprob for token_id, logprob in each.top} for each in logprobs]
+        token_logprobs = [each and each.token for each in logprobs]
         return {"tokens": texts, "token_logprobs": token_logprobs, "top_logprobs": top, "text_offset": offsets}
 
     def _chat_logprob(self, text: str, logprobs: Logprobs) -> dict[str, Any]:

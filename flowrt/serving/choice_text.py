@@ -48,6 +48,11 @@ class RequestText:
         return all(choice.finish_reason is not None for choice in self._choices)
 
     @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether those of the prompt have come, if requested: with the first token of the first choice."""
+        return self._params.prompt_logprobs is not None and len(self._choices[0].token_ids) > 0
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self._choices)
 

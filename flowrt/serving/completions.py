@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import replace
 
 import msgspec
 
@@ -15,7 +16,7 @@ from flowrt.errors import TokenizerError
 from flowrt.graph.model import GraphLimits
 from flowrt.serving.api_errors import INVALID, TOO_LONG, UNAVAILABLE, ApiError, internal_error
 from flowrt.serving.api_request import CompletionRequest
-from flowrt.serving.api_response import ResponseBuilder, Usage, merged
+from flowrt.serving.api_response import EchoedPrompt, ResponseBuilder, Usage, merged
 from flowrt.serving.choice_text import RequestText, TextPiece
 from flowrt.serving.exchange import Exchange
 from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
@@ -54,7 +55,8 @@ class PromptEncoder:
         max_tokens = max(room, 1) if params.max_tokens is None else params.max_tokens
         whole = Request(id="", attempt=0, prompt_token_ids=token_ids, max_tokens=max_tokens, params=params)
         if (problem := find_problem(whole, self._limits, self.max_model_len, self._vocab_size)) is not None:
-            param = {"prompt": request.prompt_name, "max_tokens": request.max_tokens_name}.get(problem.param, problem.param)
+            names = {"prompt": request.prompt_name, "max_tokens": request.max_tokens_name, "prompt_logprobs": "logprobs"}
+            param = names.get(problem.param, problem.param)
             raise ApiError(TOO_LONG if problem.is_too_long else INVALID, problem.text, param)
 
 
@@ -84,52 +86,61 @@ class Completions:
                 stop = opened[index].stop_choice
                 texts.append(RequestText(request.params, self._tokenizer.stream, self._eos_token_ids, index * request.params.n, stop))
                 opened[index].place(token_ids)
-            both = zip(request.prompts, encoded, strict=True)
-            echoed = [self._echoed(request, *prompt) for prompt in both for _ in range(request.params.n)]
+            echoes = [self._echo(request, *both) for both in zip(request.prompts, encoded, strict=True)]
             token_text = "token_id:{}".format if request.names_token_ids else self._tokenizer.token_text
             prompts = [token_ids for token_ids in encoded for _ in range(request.params.n)] if request.has_token_ids else None
             builder = ResponseBuilder(exchange.id, created, model, request.is_chat, request.includes_usage, token_text, prompts)
-            response = _Response(inbox, texts, builder, exchange, sum(map(len, encoded)))
+            response = _Response(inbox, texts, echoes, builder, exchange, sum(map(len, encoded)), request)
             if request.is_stream:
-                await response.stream(echoed, request.includes_usage, self._stream_interval)
+                await response.stream(self._stream_interval)
             else:
-                await response.respond(echoed)
+                await response.respond()
 
-    def _echoed(self, request: CompletionRequest, prompt: Prompt, token_ids: tuple[int, ...]) -> str:
+    def _echo(self, request: CompletionRequest, prompt: Prompt, token_ids: tuple[int, ...]) -> EchoedPrompt:
         if not request.echo:
-            return ""
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids)
+            return EchoedPrompt()
+        return EchoedPrompt(prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids), token_ids)
 
 
 class _Response:
-    """The outputs of the prompts of one HTTP request."""
+    """The outputs of the prompts of one HTTP request. `echoes`: one per prompt."""
 
     def __init__(
-        self, inbox: Inbox, texts: list[RequestText], builder: ResponseBuilder, exchange: Exchange, num_prompt_tokens: int
+        self,
+        inbox: Inbox,
+        texts: list[RequestText],
+        echoes: list[EchoedPrompt],
+        builder: ResponseBuilder,
+        exchange: Exchange,
+        num_prompt_tokens: int,
+        request: CompletionRequest,
     ) -> None:
-        self._inbox, self._texts, self._builder, self._exchange = inbox, texts, builder, exchange
-        self._num_prompt_tokens = num_prompt_tokens
+        self._inbox, self._texts, self._echoes, self._builder, self._exchange = inbox, texts, echoes, builder, exchange
+        self._num_prompt_tokens, self._request = num_prompt_tokens, request
         self._num_cached_tokens: dict[int, int] = {}  # by prompt
 
-    async def respond(self, echoed: list[str]) -> None:
+    async def respond(self) -> None:
         pieces: list[TextPiece] = []
         while not self._have_ended:
             pieces += await self._next_pieces()
         choices = merged(pieces)
-        body = self._builder.whole([choices[number] for number in sorted(choices)], echoed, self._usage)
+        body = self._builder.whole([choices[number] for number in sorted(choices)], self._echo_of_choices(), self._usage)
         await self._exchange.respond(200, body)
 
-    async def stream(self, echoed: list[str], includes_usage: bool, interval: int) -> None:
+    async def stream(self, interval: int) -> None:
         exchange, builder = self._exchange, self._builder
         await exchange.begin_events()
-        events = b"".join(builder.first_chunk(choice, prompt) for choice, prompt in enumerate(echoed))
+        pieces: list[TextPiece] = []
+        while self._waits_for_prompt:
+            pieces += await self._next_pieces()
+        events = b"".join(builder.first_chunk(choice, echo) for choice, echo in enumerate(self._echo_of_choices()))
         if events:
             await exchange.send_events(events)
         held: dict[int, TextPiece] = {}  # by choice: what waits for the next event
         has_sent: set[int] = set()
-        while not self._have_ended:
-            ready = bytearray()
-            for piece in await self._next_pieces():
+        ready = bytearray()
+        while pieces or not self._have_ended:
+            for piece in pieces or await self._next_pieces():
                 waiting = held.pop(piece.choice, None)
                 if waiting is not None:
                     piece = merged((waiting, piece))[piece.choice]
@@ -141,10 +152,19 @@ class _Response:
                 if len(ready) >= MAX_WRITE_BYTES:
                     await exchange.send_events(bytes(ready))
                     ready.clear()
+            pieces = []
             if ready and not self._have_ended:
                 await exchange.send_events(bytes(ready))
                 ready.clear()
-        await exchange.end_events(bytes(ready) + (builder.usage_chunk(self._usage) if includes_usage else b""))
+        await exchange.end_events(bytes(ready) + (builder.usage_chunk(self._usage) if self._request.includes_usage else b""))
+
+    @property
+    def _waits_for_prompt(self) -> bool:
+        """Whether the logprobs of a prompt that is repeated have yet to come."""
+        return self._request.params.prompt_logprobs is not None and any(echo.logprobs is None for echo in self._echoes)
+
+    def _echo_of_choices(self) -> list[EchoedPrompt]:
+        return [echo for echo in self._echoes for _ in range(self._request.params.n)]
 
     @property
     def _have_ended(self) -> bool:
@@ -152,7 +172,7 @@ class _Response:
 
     @property
     def _usage(self) -> Usage:
-        num_completion_tokens = sum(text.num_tokens for text in self._texts)
+        num_completion_tokens = 0 if self._request.omits_output else sum(text.num_tokens for text in self._texts)
         return Usage(self._num_prompt_tokens, num_completion_tokens, sum(self._num_cached_tokens.values()))
 
     async def _next_pieces(self) -> list[TextPiece]:
@@ -164,7 +184,13 @@ class _Response:
             if output.end in ("error", "abort") and not text.has_ended:
                 raise _failure(output.error, self._exchange.id)
             pieces += text.add(output)
-        return pieces
+            if text.has_prompt_logprobs and self._echoes[prompt].logprobs is None:
+                self._echoes[prompt] = replace(self._echoes[prompt], logprobs=output.prompt_logprobs)
+        return [_without_output(piece) for piece in pieces] if self._request.omits_output else pieces
+
+
+def _without_output(piece: TextPiece) -> TextPiece:
+    return TextPiece(piece.choice, finish_reason=piece.finish_reason and "length")
 
 
 def _failure(error: str | None, request_id: str) -> ApiError:

@@ -63,7 +63,8 @@ class Inbox:
 
 
 def size_of(output: RequestOutput) -> int:
-    return sum(len(choice.token_ids) + sum(1 + len(each.top) for each in choice.logprobs) for choice in output.choices)
+    logprobs = [output.prompt_logprobs, *(choice.logprobs for choice in output.choices)]
+    return sum(len(choice.token_ids) for choice in output.choices) + sum(1 + len(each.top) for some in logprobs for each in some)
 
 
 class OpenRequest:

@@ -24,6 +24,7 @@ from flowrt.simulation.calls import AnyServed, Result, check_calls, simulate_cal
 from flowrt.simulation.case import Case, Glitch, Poison, SimulatedCall, SimulatedRequest
 from flowrt.simulation.cluster import config_of, simulate
 from flowrt.simulation.drawn_graphs import draw_graph
+from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.fault_draws import (
     draw_broken_link,
     draw_early_deaths,
@@ -39,6 +40,7 @@ from flowrt.simulation.invariants import mortal as mortal_workers
 from flowrt.simulation.network_conditions import CALM, NetworkConditions
 from flowrt.simulation.outages import holders_of
 from flowrt.simulation.processes import ProcessConditions
+from flowrt.simulation.served import ClientRecord
 from flowrt.simulation.simulated_seams import ComputeDelays
 from flowrt.simulation.world import Outcome
 
@@ -203,7 +205,20 @@ def run_case(case: Case) -> Outcome[AnyServed]:
         return called
     outcome = simulate(case)
     check(case, outcome.result, references_of(case))
+    if case.exact:
+        _check_prompt_logprobs(case, outcome.result.clients)
     return outcome
+
+
+def _check_prompt_logprobs(case: Case, clients: Sequence[ClientRecord]) -> None:
+    """Each token of a prompt has the logprob that it has alone."""
+    module = import_module(EXACT_MODEL)
+    for index, client in enumerate(clients):
+        found = [each.token for event in client.tokens(0)[:1] for each in event.prompt_logprobs]
+        if found and not any(client.degraded):
+            alone = module.exact_prompt_logprobs(case.graph, client.request.prompt_token_ids)
+            if len(found) != len(alone) or any(abs(ours - theirs) > 1e-9 for ours, theirs in zip(found, alone, strict=True)):
+                raise InvariantError("I1", f"request {index}: its prompt has the logprobs {found}, the reference {alone}")
 
 
 def _draw_processes(chance: random.Random, graph: Graph) -> tuple[Graph, ProcessConditions, bool]:
@@ -345,6 +360,7 @@ def _pool(graph: Graph) -> list[SimulatedRequest]:
             stop_token_ids=stops,
             ignore_eos=not stops,
             logprobs=2 if number == 8 else None,
+            prompt_logprobs=1 if number in (5, 11) else None,
             stop=("1 never", "0\n") if number in (6, 9) else (),
             cache_salt="another" if number in (9, 16) else "",
         )

@@ -211,6 +211,8 @@ def _events_of(output: RequestOutput, client: ClientRecord) -> Iterator[ClientEv
             event = TokenEvent(0, first + at, token_id, "", choice.choice, degraded=choice.is_degraded)
             if choice.logprobs:
                 event = replace(event, logprob=choice.logprobs[at].token, top_logprobs=choice.logprobs[at].top)
+            if not choice.choice and not event.index:
+                event = replace(event, prompt_logprobs=output.prompt_logprobs)
             yield event
         if choice.finish_reason is not None:
             yield ChoiceEvent(0, choice.choice, choice.finish_reason)

@@ -167,6 +167,9 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
             expected = 0 if client.request.params.logprobs is None else len(completion.token_ids)
             if len(completion.logprobs) != expected or len(completion.top_logprobs) != expected:
                 raise InvariantError("I1", f"request {index}: {len(completion.logprobs)} logprobs of {len(completion.token_ids)} tokens")
+            scores = client.request.params.prompt_logprobs is not None and completion.token_ids
+            if len(completion.prompt_logprobs) != (len(completion.prompt_token_ids) - 1 if scores else 0):
+                raise InvariantError("I1", f"request {index}: {len(completion.prompt_logprobs)} logprobs of its prompt")
             if client.log not in (None, (completion.token_ids, completion.text)):
                 raise InvariantError("I1", f"request {index}: its log has {client.log}, its client {completion.token_ids}")
             if completion.token_ids != client.choices[0] or completion.degraded != any(client.degraded):

@@ -101,23 +101,38 @@ def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
     """The expected token ids of each choice of `request`, independent of the processes that compute them."""
     config = config_of(graph)
     model = ExactModel(config)
-    shared = any(node.operator == "shared" for node in graph.nodes.values())
     ends = frozenset(request.params.stop_token_ids) | (frozenset() if request.params.ignore_eos else frozenset(config.eos_token_ids))
     params = request.params
     found = []
     for choice in range(params.n):
         output: list[int] = []
         while len(output) < request.max_tokens and not (output and output[-1] in ends):
-            x_TH = model.embed(np.array([*request.prompt_token_ids, *output], dtype=np.int64))
-            for layer in range(config.num_layers):
-                x_TH = model.layer(layer, x_TH, shared)
             tokens = [*request.prompt_token_ids, *output]
+            x_TH = _residuals(graph, model, tokens)
             counts = {token: output.count(token) for token in tokens} if params.has_penalties else None
             forbidden = ends if len(output) < params.min_tokens else ()
             draw = draw_of(0, SampleSpec(params, request.seed, len(output), choice, counts, forbidden))
             output.append(int(sample(torch.from_numpy(model.logits(x_TH[-1:])), SamplingInputs.from_draws([draw]))[0]))
         found.append(tuple(output))
     return found
+
+
+def exact_prompt_logprobs(graph: Graph, prompt_token_ids: Sequence[int]) -> list[float]:
+    """The expected logprob of each token of a prompt behind the first."""
+    model = ExactModel(config_of(graph))
+    logits_TV = torch.from_numpy(model.logits(_residuals(graph, model, prompt_token_ids)))
+    following_T1 = torch.tensor(prompt_token_ids[1:]).unsqueeze(1)
+    found: list[float] = logits_TV[:-1].log_softmax(-1).gather(1, following_T1).squeeze(1).tolist()
+    return found
+
+
+def _residuals(graph: Graph, model: ExactModel, token_ids: Sequence[int]) -> Numbers:
+    """The residual stream behind the last layer, computed without pages and processes."""
+    shared = any(node.operator == "shared" for node in graph.nodes.values())
+    x_TH = model.embed(np.array(token_ids, dtype=np.int64))
+    for layer in range(model.config.num_layers):
+        x_TH = model.layer(layer, x_TH, shared)
+    return x_TH
 
 
 def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lambda: 0.0) -> dict[str, NodeFunction | TransferEnd]:

@@ -178,9 +178,11 @@ class Group:
         self._carry_out(self._engine.step_done(tag.micro_batch, step.step, tokens, values, is_degraded, not_finite, self._now()))
 
     def _carry_out(self, decisions: ListLike[Decision]) -> None:
-        tokens = tuple(each for each in decisions if isinstance(each, Token))
-        if tokens:
-            self._send(Tokens(tokens))
+        tokens = [each for each in decisions if isinstance(each, Token)]
+        small = tuple(each for each in tokens if not each.prompt_logprobs)
+        for message in (small, *((each,) for each in tokens if each.prompt_logprobs)):
+            if message:
+                self._send(Tokens(message))
         for each in decisions:
             match each:
                 case Ended() | KvPulled() | KvLost():

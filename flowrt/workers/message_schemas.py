@@ -81,6 +81,7 @@ def _sent_by_operators(config: ModelConfig, strict: bool, schema_of: Callable[..
                 "float64[biased]",
                 "int64[logprobs]",
                 "int64[ranks]",
+                "int64[2,scored]",
             )
         ),
         ("embed", "x"): rows,

@@ -38,13 +38,14 @@ from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.proof import blocks_of, prove
 from flowrt.operators.row_blocks import WHOLE, StrictBlocks, describe
 from flowrt.operators.sampling import log_probabilities, sample
-from flowrt.operators.sampling_inputs import Draw, SamplingInputs
+from flowrt.operators.sampling_inputs import Draw, SamplingInputs, Score
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weight_memory import WeightMemory
 from flowrt.operators.weights import TORCH_DTYPES, Checkpoint
 from flowrt.transports.wire.message import Tag
 
 MAX_BATCH_BYTES = 1 << 30  # of rows and intermediate values when an expert server computes several requests in one call
+MAX_SCORED_ROWS = 256  # rows of prompts whose logits are in memory at once
 Outputs = dict[str, Payload]
 Computations = Callable[[Node], Any]  # a node -> the `forward` of its module; of an `experts` node, the module
 M = TypeVar("M", AttentionBlock[Any], Gate, DenseMlp, SharedExperts, Experts, Head)
@@ -193,7 +194,7 @@ def batch_payloads(batch: Batch, page_size: int, device: torch.device) -> dict[s
     return {
         "tokens": Payload((torch.tensor(batch.token_ids, dtype=torch.int64, device=device),)),
         "layout": Payload(layout.to_tensors()),
-        "sampling": Payload(tuple(SamplingInputs.from_draws(draws, device))),
+        "sampling": Payload(tuple(SamplingInputs.from_draws(draws, device, [Score(*each) for each in batch.scores]))),
     }
 
 
@@ -261,15 +262,18 @@ def _mlp(forward: Callable[..., torch.Tensor], firing: Firing) -> Outputs:
 
 
 def _head(forward: Callable[..., torch.Tensor], firing: Firing) -> Outputs:
-    """Tokens of the sampled rows, and the requested logprobs: token_S, logprob_L, top_id_LK, top_logprob_LK (sampling.py). A step
-    of unfinished prompts returns empty tensors, which also end the step.
+    """Tokens of the sampled rows, and the requested logprobs, of samples and then of prompts: token_S, logprob_L, top_id_LK,
+    top_logprob_LK (sampling.py). A step of unfinished prompts returns empty tensors, which also end the step.
     """
-    inputs = SamplingInputs(*firing.inputs["sampling"].tensors)
-    logits_SV = forward(firing.inputs["x"].tensors[0], inputs.rows_S)
+    inputs, x_TH = SamplingInputs(*firing.inputs["sampling"].tensors), firing.inputs["x"].tensors[0]
+    logits_SV = forward(x_TH, inputs.rows_S)
     token_S = sample(logits_SV, inputs)
-    if not inputs.logprobs_L.numel():
-        return {"tokens": Payload((token_S,))}
-    return {"tokens": Payload((token_S, *log_probabilities(logits_SV, token_S, inputs)))}
+    num_ranks, found = inputs.ranks_K.numel(), []
+    if inputs.logprobs_L.numel():
+        found.append(log_probabilities(logits_SV[inputs.logprobs_L], token_S[inputs.logprobs_L], num_ranks))
+    for row_G, token_G in (part_2G.unbind() for part_2G in inputs.scored_2G.split(MAX_SCORED_ROWS, dim=1) if part_2G.numel()):
+        found.append(log_probabilities(forward(x_TH, row_G), token_G, num_ranks))
+    return {"tokens": Payload((token_S, *map(torch.cat, zip(*found, strict=True))))}
 
 
 _FIRE: dict[str, Callable[..., Outputs]] = {"embed": _embed, "gate": _gate, "mlp": _mlp, "shared": _mlp, "head": _head}

@@ -64,6 +64,19 @@ def check_logprobs(client: openai.OpenAI, model: str) -> None:
     assert len(text.choices[0].logprobs.token_logprobs) == 5
 
 
+def check_prompt_logprobs(client: openai.OpenAI, model: str) -> None:
+    """As lm-evaluation-harness scores texts."""
+    options = {"model": model, "prompt": PROMPT, "temperature": 0, "echo": True, "logprobs": 2}
+    scored = client.completions.create(max_tokens=0, **options)
+    found = scored.choices[0].logprobs
+    assert (scored.choices[0].text, scored.usage.completion_tokens) == (PROMPT, 0)
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == scored.usage.prompt_tokens
+    assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+    assert all(logprob <= 0 for logprob in found.token_logprobs[1:])
+    both = client.completions.create(max_tokens=3, extra_body=IGNORE_EOS, **options).choices[0].logprobs
+    assert (len(both.tokens), both.tokens[: len(found.tokens)]) == (len(found.tokens) + 3, found.tokens)
+
+
 def check_errors(client: openai.OpenAI, model: str) -> None:
     for kind, call in (
         (openai.NotFoundError, lambda: client.completions.create(model="another", prompt="a")),
@@ -114,6 +127,7 @@ CHECKS: tuple[Callable[[openai.OpenAI, str], None], ...] = (
     check_stop,
     check_seed,
     check_logprobs,
+    check_prompt_logprobs,
     check_errors,
     check_abort,
     check_async,

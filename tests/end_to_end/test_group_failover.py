@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 from end_to_end.test_expert_failover import Story
 from served_models import NEW_TOKENS, Served
@@ -36,18 +37,19 @@ async def test_requests_end_in_time_when_the_last_group_does_not_come_back(serve
 
 @pytest.mark.parametrize("servers", [2, 0])
 async def test_a_stopped_group_is_replaced_and_its_requests_move(served: Served, tmp_path: Path, servers: int) -> None:
-    story = Story()
+    story, params = Story(), msgspec.structs.replace(PARAMS, prompt_logprobs=1)
     deploy = {"attention": {"groups": 2}, "experts": {"servers": servers}}
     graph = served.write(tmp_path, deploy, limits={"max_tokens": NEW_TOKENS}, numerics="strict")
     async with asyncio.timeout(120), flowrt.open(graph, on_event=story.note) as running:
         pid = running.pids["attention.1"]
-        early = [asyncio.create_task(running.complete(prompt, PARAMS)) for prompt in served.prompts]
+        early = [asyncio.create_task(running.complete(prompt, params)) for prompt in served.prompts]
         await asyncio.sleep(0)
         os.kill(pid, signal.SIGSTOP)
         done = [await task for task in early]
         await story.until(lambda story: story.back == ["attention.1"])
         assert story.lost == ["attention.1"]
-        done += await asyncio.gather(*(running.complete(prompt, PARAMS) for prompt in served.prompts))
+        done += await asyncio.gather(*(running.complete(prompt, params) for prompt in served.prompts))
+        assert [each.prompt_logprobs for each in done[: len(early)]] == [each.prompt_logprobs for each in done[len(early) :]]
         assert [list(each.token_ids) for each in done] == [tokens for tokens in (*served.expected, *served.expected)]
         assert running.pids["attention.1"] != pid
         assert not running.health().warnings

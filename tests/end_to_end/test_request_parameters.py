@@ -60,18 +60,42 @@ def generated(truth: Any, prompt: list[int], **settings: Any) -> list[int]:
     return output
 
 
+def check_prompt_logprobs(truth: Any, prompt: list[int], result: flowrt.Completion, number: int) -> None:
+    expected = truth_logits(truth, prompt)[:-1].log_softmax(-1)
+    own = expected.gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1)
+    torch.testing.assert_close(torch.tensor([each.token for each in result.prompt_logprobs]), own, atol=1e-4, rtol=0)
+    for place, each in enumerate(result.prompt_logprobs):
+        assert len(each.top) == number
+        torch.testing.assert_close(torch.tensor([top for _, top in each.top]), expected[place].topk(number).values, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("deploy", [{}, {"prefill": {"workers": 1}}], ids=["groups", "a prefill worker"])
+async def test_prompt_logprobs_do_not_depend_on_caches_chunks_and_choices(
+    served: Served, truth: Any, tmp_path: Path, deploy: dict[str, Any]
+) -> None:
+    """The second request of each prompt finds all of it in the prefix cache."""
+    graph = served.write(tmp_path, DEPLOY | deploy, limits={"max_num_batched_tokens": 24})
+    params = flowrt.SamplingParams(max_tokens=2, n=2, prompt_logprobs=2)
+    async with flowrt.open(graph) as running:
+        for prompt in served.prompts[:5]:
+            for _ in range(2):
+                check_prompt_logprobs(truth, prompt, await running.complete(prompt, params), 2)
+
+
 async def test_logprobs_and_penalties_are_those_of_transformers(served: Served, truth: Any, tmp_path: Path) -> None:
     prompts = served.prompts[:5]
     alike = {"presence_penalty": 1.5, "frequency_penalty": -0.7}
-    requests = [(prompt, {"logprobs": number}) for number, prompt in zip((0, 1, 5, 20, 3), prompts, strict=True)]
+    requests = [(prompt, {"logprobs": number, "prompt_logprobs": number}) for number, prompt in zip((0, 1, 5, 20, 3), prompts, strict=True)]
     requests += [(prompt, {"repetition_penalty": 1.4}) for prompt in prompts[1:4]]
     requests += [(prompts[2], alike), (prompts[3], alike | {"logprobs": 2, "temperature": 0.8, "seed": 5})]
     results = await complete(served.write(tmp_path, DEPLOY), *requests)
     for (prompt, more), result in zip(requests, results, strict=True):
         assert result.finish_reason == "length"
         if (number := more.get("logprobs")) is None:
-            assert result.logprobs == result.top_logprobs == ()
+            assert result.logprobs == result.top_logprobs == result.prompt_logprobs == ()
             continue
+        if "prompt_logprobs" in more:
+            check_prompt_logprobs(truth, prompt, result, number)
         logits = truth_logits(truth, [*prompt, *result.token_ids])[len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1)  # also with penalties and a temperature: they are of the logits as the model gives them
         own = expected.gather(1, torch.tensor(result.token_ids)[:, None]).squeeze(1)

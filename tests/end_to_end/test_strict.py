@@ -109,12 +109,13 @@ async def test_chunks_beside_others_and_recomputing_change_no_bit(
 
 async def test_logprobs_and_drawn_tokens_are_the_same_between_real_processes(family: Served, tmp_path: Path) -> None:
     """Logprobs hold the sum over the whole vocabulary. They are compared exactly, without a tolerance."""
-    drawn = {"temperature": 1.5, "n": 2}
+    drawn = {"temperature": 1.5, "n": 2, "prompt_logprobs": 3}
     inside = write(family, tmp_path, {}, "bfloat16")
     alone = [output for number in (2, 6) for output in await serve(inside, family.prompts, [number], **drawn)]
+    assert [len(each.prompt_logprobs) for each in alone] == [LENGTHS[2] - 1, LENGTHS[6] - 1]
     apart = write(family, tmp_path, {"attention": {"groups": 1}, "experts": {"servers": 2}, "processes": "many"}, "bfloat16")
     together = await serve(apart, family.prompts, range(len(LENGTHS)), **drawn)
-    assert [each.choices for each in alone] == [together[2].choices, together[6].choices]
+    assert alone == [together[2], together[6]]
 
 
 @pytest.mark.parametrize("deploy", [{}, {"prefill": {"workers": 1}}], ids=["group", "prefill worker"])

@@ -11,7 +11,7 @@ import torch
 
 from flowrt.operators import sampling
 from flowrt.operators.sampling import filtered_candidates, log_probabilities, penalized_logits, sample
-from flowrt.operators.sampling_inputs import Draw, SamplingInputs
+from flowrt.operators.sampling_inputs import Draw, SamplingInputs, Score
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, 0.5, -1.0, 1.5, -3.0, 0.25])
 
@@ -36,7 +36,7 @@ def test_greedy_and_its_logprobs() -> None:
     tokens = sample(logits, inputs)
     assert tokens.tolist() == [0, 4, 0]
     assert tokens.dtype == torch.int64
-    own, top_ids, top = log_probabilities(logits, tokens, inputs)
+    own, top_ids, top = log_probabilities(logits[inputs.logprobs_L], tokens[inputs.logprobs_L], inputs.ranks_K.numel())
     truth = logits.log_softmax(-1)
     torch.testing.assert_close(own, torch.stack((truth[0, 0], truth[1, 4])))
     assert top_ids.tolist() == [[0, 5, 1], [6, 4, 2]], "the likeliest of the raw logits, whatever penalties say"
@@ -44,9 +44,17 @@ def test_greedy_and_its_logprobs() -> None:
 
 
 def test_logprobs_of_more_tokens_than_there_are() -> None:
-    inputs = SamplingInputs.from_draws([Draw(0, num_logprobs=20)])
-    _, top_ids, _ = log_probabilities(LOGITS.unsqueeze(0), torch.tensor([0]), inputs)
+    _, top_ids, _ = log_probabilities(LOGITS.unsqueeze(0), torch.tensor([0]), 20)
     assert sorted(top_ids[0].tolist()) == list(range(8))
+
+
+def test_equal_logprobs_have_one_order() -> None:
+    logits = torch.randint(0, 9, (3, 4000), generator=torch.Generator().manual_seed(4)).float()
+    tokens = torch.zeros(3, dtype=torch.int64)
+    _, most, _ = log_probabilities(logits, tokens, 20)
+    for number in (1, 3, 5, 12):
+        assert torch.equal(log_probabilities(logits, tokens, number)[1], most[:, :number])
+        assert torch.equal(log_probabilities(logits[2:], tokens[2:], number)[1], most[2:, :number])
 
 
 def test_penalties_are_what_they_are_called() -> None:
@@ -126,6 +134,8 @@ def test_inputs_travel_as_tensors() -> None:
     assert inputs.rows_S.tolist() == [3]
     assert inputs.penalized_3N.tolist() == [[0, 0], [1, 2], [0, 3]]
     assert (inputs.biased_2M.tolist(), inputs.bias_M.tolist()) == ([[0], [4]], [-math.inf])
+    scored = SamplingInputs.from_draws([Draw(0)], scores=[Score(2, 7, 3), Score(4, 8, 1)])
+    assert (scored.scored_2G.tolist(), scored.ranks_K.tolist(), scored.logprobs_L.tolist()) == ([[2, 4], [7, 8]], [0, 1, 2], [])
     none = SamplingInputs.from_draws([])
     assert sample(torch.zeros(0, 5), none).tolist() == []
 
@@ -271,7 +281,7 @@ def test_a_row_whose_logits_are_not_finite_gives_no_token(broken: float) -> None
         logits[row, 123] = broken
         tokens = sample(logits, inputs)
         assert tokens.tolist() == [sampling.NO_TOKEN if at == row else token for at, token in enumerate(expected.tolist())]
-        log_probabilities(logits, tokens, inputs)
+        log_probabilities(logits, tokens, 2)
     assert sample(torch.full((5, 300), float("-inf")), inputs).tolist() == [sampling.NO_TOKEN] * 5
 
 
@@ -282,5 +292,5 @@ def test_cuda_draws_the_same_tokens() -> None:
     here, there = SamplingInputs.from_draws(draws), SamplingInputs.from_draws(draws, "cuda")
     tokens = sample(logits, here)
     assert torch.equal(tokens, sample(logits.cuda(), there).cpu())
-    for one, other in zip(log_probabilities(logits, tokens, here), log_probabilities(logits.cuda(), tokens.cuda(), there), strict=True):
+    for one, other in zip(log_probabilities(logits, tokens, 3), log_probabilities(logits.cuda(), tokens.cuda(), 3), strict=True):
         torch.testing.assert_close(one, other.cpu())

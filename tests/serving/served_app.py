@@ -157,13 +157,19 @@ class ServedApp:
             await connection.close()
 
     def emit(self, request: Request, text: str, at: int = 0, choice: int = 0) -> int:
-        """The group sends the tokens of a text; returns the number of tokens so far."""
+        """The group sends the tokens of a text; returns the number of tokens so far. The logprob of each token of the prompt is minus its
+        position."""
         token_ids = tuple(self.tokenizer.encode(text))
         logprobs = (
             () if request.params.logprobs is None else (Logprobs(-0.5, tuple((i, -0.5 - i) for i in range(request.params.logprobs))),)
         )
         for index, token_id in enumerate(token_ids, at):
-            self.requests.on_control(GROUP, Tokens((Token(request.id, request.attempt, index, (token_id,), choice, logprobs),)))
+            token = Token(request.id, request.attempt, index, (token_id,), choice, logprobs)
+            if request.params.prompt_logprobs is not None and not index and not choice:
+                top = tuple((i, -1.0 - i) for i in range(request.params.prompt_logprobs))
+                of_prompt = tuple(Logprobs(-float(at), top) for at in range(1, len(request.prompt_token_ids)))
+                token = msgspec.structs.replace(token, prompt_logprobs=of_prompt)
+            self.requests.on_control(GROUP, Tokens((token,)))
         return at + len(token_ids)
 
     def finish(self, request: Request, reason: Any = "stop", error: str | None = None, choice: int = 0) -> None:

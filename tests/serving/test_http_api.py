@@ -88,6 +88,64 @@ async def test_prompts_of_one_request_keep_their_order_and_are_repeated_with_ech
         assert [each["text"] for each in (await call).json()["choices"]] == ["one 1", " two 2"]
 
 
+async def test_echo_with_logprobs_has_those_of_the_prompt() -> None:
+    async with served_app() as served:
+        prompt = served.tokenizer.encode("one and two")
+        call = asyncio.create_task(served.call("POST", COMPLETE, {"prompt": ["one and two", prompt], "n": 2, "echo": True, "logprobs": 1}))
+        requests = [await served.submitted.get() for _ in range(2)]
+        for request in requests:
+            served.emit(request, " 1", choice=1)
+            served.emit(request, " 1")
+            for choice in range(2):
+                served.finish(request, choice=choice)
+        body = (await call).json()
+        texts = [served.tokenizer.token_text(token_id) for token_id in (*prompt, *served.tokenizer.encode(" 1"))]
+        for choice in body["choices"]:
+            found = choice["logprobs"]
+            assert (choice["text"], found["tokens"]) == ("one and two 1", texts)
+            assert found["token_logprobs"] == [None, *(-float(at) for at in range(1, len(prompt))), *[-0.5] * (len(texts) - len(prompt))]
+            assert found["top_logprobs"][:2] == [None, {served.tokenizer.token_text(0): -1.0}]
+            assert [choice["text"][at:][: len(text)] for at, text in zip(found["text_offset"], texts, strict=True)] == texts
+
+
+async def test_stream_with_echo_and_logprobs_begins_with_the_prompt() -> None:
+    async with served_app() as served:
+        connection = await served.connect()
+        connection.send("POST", COMPLETE, {"prompt": "one and two", "n": 2, "echo": True, "logprobs": 0, "stream": True})
+        request = await served.submitted.get()
+        served.emit(request, " 2", choice=1)
+        served.emit(request, " 1")
+        for choice in range(2):
+            served.finish(request, choice=choice)
+        events = [each["choices"][0] for each in await connection.events_after_head()]
+        await connection.close()
+        first = [each["logprobs"]["token_logprobs"] for each in events[:2]]
+        assert first == [[None, *(-float(at) for at in range(1, len(request.prompt_token_ids)))]] * 2
+        assert ["".join(each["text"] for each in events if each["index"] == choice) for choice in (0, 1)] == [
+            "one and two 1",
+            "one and two 2",
+        ]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_max_tokens_0_gives_the_prompt_alone(is_stream: bool) -> None:
+    async with served_app() as served:
+        body = {"prompt": "one and two", "max_tokens": 0, "echo": True, "logprobs": 1, "stream": is_stream}
+        connection = await served.connect()
+        connection.send("POST", COMPLETE, body)
+        request = await served.submitted.get()
+        assert request.max_tokens == 1
+        served.emit(request, "1")
+        served.finish(request, "stop")
+        events = await connection.events_after_head() if is_stream else [(await connection.response()).json()]
+        await connection.close()
+        choices = [each["choices"][0] for each in events]
+        assert ("".join(each["text"] for each in choices), choices[-1]["finish_reason"]) == ("one and two", "length")
+        assert len(choices[0]["logprobs"]["tokens"]) == len(request.prompt_token_ids)
+        if not is_stream:
+            assert events[0]["usage"]["completion_tokens"] == 0
+
+
 async def test_tokens_become_texts_and_back() -> None:
     async with served_app() as served:
         found = (await served.call("POST", "/tokenize", {"prompt": "12 and 3"})).json()
@@ -116,6 +174,7 @@ async def test_request_that_cannot_be_served_leaves_nothing() -> None:
     async with served_app() as served:
         for body, code, param in (
             ({"prompt": "a", "max_tokens": 129}, "invalid_value", "max_tokens"),
+            ({"prompt": "a", "max_tokens": 129, "echo": True, "logprobs": 1}, "invalid_value", "max_tokens"),
             (HELLO | {"max_completion_tokens": 129}, "invalid_value", "max_completion_tokens"),
             ({"prompt": "a", "min_tokens": 17}, "invalid_value", "min_tokens"),
             ({"prompt": "a", "stop_token_ids": [768]}, "invalid_value", "stop_token_ids"),

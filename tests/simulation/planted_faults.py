@@ -40,7 +40,7 @@ FAULT_BUGS: tuple[Bug, ...] = (
         SCHEDULER, "Scheduler._admit", "sequence.num_computed_tokens = len(shared) * self._limits.page_size",
         "sequence.num_computed_tokens = max(sequence.num_computed_tokens, len(shared) * self._limits.page_size)")),
     bug("redone-shares-pages", "a sequence without finite logits shares a sibling's pages again", (
-        SCHEDULER, "Scheduler._shared_pages", "if sequence.num_redone:", "if False:")),
+        SCHEDULER, "Scheduler._shared_pages", "if sequence.computes_whole_prompt:", "if sequence.scores_prompt:")),
     # parts of a server that crashed
     bug("cause-not-awaited", "the parts of a dead server go to replicas before it is known how it died", (
         FAILOVER, "Failover.mark_lost", "self._unsettled.add(process)", "self._unsettled.add(process)\n        self.settle(process, None)")),

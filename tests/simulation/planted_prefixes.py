@@ -1,4 +1,4 @@
-"""Lists planted bugs of the prefix cache. See planting.py."""
+"""Lists planted bugs of the prefix cache, and of logprobs of prompts, which may not use it. See planting.py."""
 
 # ruff: noqa: E501  (code within strings)
 
@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from simulation.planting import Bug, bug
 
+BATCH = "flowrt.engine.batch"
 CACHE = "flowrt.engine.prefix_cache"
 ENGINE = "flowrt.engine.engine"
 SCHEDULER = "flowrt.engine.scheduler"
+SEQUENCE = "flowrt.engine.sequence"
 TRANSFER = "flowrt.exchange.kv_transfer"
 
 PREFIX_BUGS: tuple[Bug, ...] = (
@@ -35,4 +37,10 @@ PREFIX_BUGS: tuple[Bug, ...] = (
         SCHEDULER, "Scheduler._cached", "num_tokens - 1", "num_tokens")),
     bug("prefix-pull-skips", "a group pulls from the wrong token on what its cache lacks", (
         ENGINE, "Engine.new_pulls", "each.num_computed_tokens)", "each.num_computed_tokens * 2)")),
+    bug("prompt-logprobs-cached", "a prompt whose logprobs are wanted begins with cached pages", (
+        SEQUENCE, "Sequence.computes_whole_prompt", "self.num_redone > 0 or self.scores_prompt", "self.num_redone > 0")),
+    bug("prompt-logprobs-doubled", "logprobs of a prompt that is computed again are added to the first ones", (
+        SCHEDULER, "Scheduler.recompute", "sequence.prompt_logprobs = []", "pass")),
+    bug("prompt-logprobs-shifted", "each token of a prompt gets the logprob of the next one", (
+        BATCH, "build_batch", "sequence.tokens[start + at + 1]", "sequence.tokens[start + at]")),
 )  # fmt: skip
