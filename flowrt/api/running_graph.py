@@ -195,8 +195,7 @@ class RunningGraph:
     ) -> int:
         """Submit a request and return its number for `follow`; the arguments and errors are those of `complete`.
 
-        The request runs whether or not it is followed. Of the requests that have ended and that nothing has followed, the newest 1024 are
-        kept.
+        The request runs whether or not it is followed. Of ended requests that nothing has followed, the newest 1024 are kept.
 
             number = await graph.submit("What is 1 + 2?", max_tokens=8)
             events = [event async for event in graph.follow(number)]
@@ -254,7 +253,10 @@ class RunningGraph:
         """
         if self._endpoint is None:
             raise UserError("this graph has no input of its own; use generate()")
-        self._check_open()
+        self.launcher.opened_task()
+        if self._failure is not None:
+            self.launcher.was_failure_raised = True
+            raise self._failure
         self._progress.opened(self._clock.now())
         try:
             outputs: dict[str, Any] = await self._endpoint.call(tensors)
@@ -429,12 +431,6 @@ class RunningGraph:
     async def _on_failing(self, error: Exception) -> None:
         if self._served is not None:
             await self._served.fail(error)
-
-    def _check_open(self) -> None:
-        self.launcher.opened_task()
-        if self._failure is not None:
-            self.launcher.was_failure_raised = True
-            raise self._failure
 
     def _named(self, item: Any) -> dict[str, Any]:
         if isinstance(item, Mapping):
