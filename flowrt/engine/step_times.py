@@ -8,9 +8,11 @@ steps of equal time whatever their contexts are, and a prompt delays the tokens 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import chain, combinations
+from collections.abc import Collection
 
+import numpy as np
+
+from flowrt.cost_fit import fit_factors
 from flowrt.graph.model import ComputeCost
 
 WEIGHT_OF_LATEST = 0.25  # in the mean time of steps of a size
@@ -72,40 +74,12 @@ class StepBudget:
             self._min_prompt_rows = 0  # one prompt has advanced
 
 
-def fit(sizes: Iterable[_Size]) -> ComputeCost:
-    """The factors, none below zero, with the least squares of relative errors. Fewer factors are taken if they do as well."""
-    rows = [((1 / seconds, num_rows / seconds, num_kv_tokens / seconds), seconds) for num_rows, num_kv_tokens, seconds in sizes]
-    products = [[sum(each[i] * each[j] for each, _ in rows) for j in range(3)] for i in range(3)]
-    sums = [sum(each[i] for each, _ in rows) for i in range(3)]
-    best, least = (0.0, 0.0, 0.0), math.inf
-    for used in chain.from_iterable(combinations((1, 2, 0), count) for count in (1, 2, 3)):
-        solved = _solve([[products[i][j] for j in used] for i in used], [sums[i] for i in used])
-        if solved is None or min(solved) < 0:
-            continue
-        factors = dict(zip(used, solved, strict=True))
-        error = len(rows) - sum(factor * sums[i] for i, factor in factors.items())  # of the normal equations' solution
-        if error < MIN_GAIN * least - 1e-9:
-            best, least = (factors.get(0, 0.0), factors.get(1, 0.0), factors.get(2, 0.0)), error
-    return ComputeCost(fixed_seconds=best[0], row_seconds=best[1], kv_token_seconds=best[2])
-
-
-def _solve(matrix: Sequence[Sequence[float]], values: Sequence[float]) -> list[float] | None:
-    """The solution of linear equations with a positive definite matrix; None for one that is singular to the precision of floats."""
-    scales = [math.sqrt(matrix[i][i]) for i in range(len(values))]
-    if not all(scales):
-        return None
-    rows = [[entry / (scales[i] * scales[j]) for j, entry in enumerate(row)] + [values[i] / scales[i]] for i, row in enumerate(matrix)]
-    for at, row in enumerate(rows):
-        if row[at] < 1e-9:
-            return None
-        for below in rows[at + 1 :]:
-            factor = below[at] / row[at]
-            below[:] = [left - factor * right for left, right in zip(below, row, strict=True)]
-    found: list[float] = []
-    for at in reversed(range(len(rows))):
-        known = sum(entry * value for entry, value in zip(rows[at][at + 1 : -1], found, strict=True))
-        found.insert(0, (rows[at][-1] - known) / rows[at][at])
-    return [value / scale for value, scale in zip(found, scales, strict=True)]
+def fit(sizes: Collection[_Size]) -> ComputeCost:
+    """The factors that explain these times. Rows come first: a group whose steps are all alike learns what a row costs."""
+    rows, context, seconds = (np.array(column) for column in zip(*sizes, strict=True))
+    terms = np.stack([rows, context, np.ones(len(rows))], axis=1)
+    row_seconds, kv_token_seconds, fixed_seconds = fit_factors(terms, seconds, MIN_GAIN)
+    return ComputeCost(fixed_seconds=fixed_seconds, row_seconds=row_seconds, kv_token_seconds=kv_token_seconds)
 
 
 def _mean(known: _Size, new: _Size) -> _Size:

@@ -16,6 +16,7 @@ from repository.source_tree import ROOT, Import, Source, is_ours, module_of, mod
 OPERATORS, TRANSPORTS = "flowrt.operators", "flowrt.transports"
 LEAVES = (
     "flowrt.config",
+    "flowrt.cost_fit",
     "flowrt.errors",
     "flowrt.histogram",
     "flowrt.offered_prompt",

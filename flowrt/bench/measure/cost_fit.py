@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
+from flowrt.cost_fit import fit_factors
 from flowrt.graph.model import ComputeCost
 
 
@@ -30,17 +30,8 @@ class FittedCost:
 
 def fit_cost(seconds: Mapping[ComputeLoad, float]) -> FittedCost:
     """The cost whose terms, none below 0, have the least squares of relative errors. All `seconds` are above 0."""
-    measured = np.array(list(seconds.values()))
-    terms = np.array([(1, *load) for load in seconds], dtype=float) / measured[:, None]
-    best, least = np.zeros(terms.shape[1]), float("inf")
-    for count in range(1, terms.shape[1] + 1):  # with four terms, trying each choice of them is the shortest correct method
-        for chosen in combinations(range(terms.shape[1]), count):
-            values = np.linalg.lstsq(terms[:, chosen], np.ones(len(measured)), rcond=None)[0]
-            squares = float(((terms[:, chosen] @ values - 1) ** 2).sum())
-            if (values >= 0).all() and squares < least - 1e-12:
-                best, least = np.zeros(terms.shape[1]), squares
-                best[list(chosen)] = values
-    cost = ComputeCost(*(float(f"{value:.3g}") for value in best))
+    terms = np.array([(1, *load) for load in seconds], dtype=float)
+    cost = ComputeCost(*(float(f"{value:.3g}") for value in fit_factors(terms, np.array(list(seconds.values())))))
     return FittedCost(cost, max(abs(cost.seconds(*load) / took - 1) for load, took in seconds.items()))
 
 
