@@ -19,6 +19,4 @@ COMPOSED_BUGS: tuple[Bug, ...] = (
         STEP_TIMES, "StepBudget.__init__", "max(target_seconds - fixed, fixed)", "target_seconds / 10 - fixed")),
     bug("long-prompts-stranded", "long prompts wait for their worker when it does not come back", (
         PLACEMENT, "Placement._meant_for", "self._idle if self._lost.keys() >= {*meant} else meant", "meant")),
-    bug("long-prompts-block", "a long prompt that waits for its worker lets no short one pass", (
-        PLACEMENT, "Placement.place_waiting", "not (open_groups or self._for_long)", "not open_groups")),
 )  # fmt: skip

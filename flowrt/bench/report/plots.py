@@ -16,7 +16,12 @@ FORMATS = (".svg", ".png", ".pdf")
 COPIES_PER_ROUND_TRIP = 2  # at least one each way
 LIMIT = "memcpy"
 _COLOURS = {"met": "#2a7f62", "not met": "#b5443a", "undecided": "#c9a227", None: "#5b7083"}
-_VERDICTS = {"met": "target met", "not met": "target not met", "open": "open: the interval straddles the target", None: "no target"}
+_VERDICTS = {
+    "met": "target met",
+    "not met": "target not met",
+    "undecided": "undecided: the interval straddles the target",
+    None: "no target",
+}
 
 
 def plot_ratios(report: BenchmarkReport, path: str) -> None:
