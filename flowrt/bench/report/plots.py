@@ -27,7 +27,8 @@ _VERDICTS = {
 def plot_ratios(report: BenchmarkReport, path: str) -> None:
     """The ratio of each figure with its interval, and its target as a mark. Raises UserError when the file cannot be written."""
     ratios = [(figure, figure.ratio) for figure in ordered(report.figures) if figure.ratio is not None]
-    picture, axes = new_picture((8, 1.8 + 0.38 * len(ratios)))
+    labels = [f"{figure.name}, to {figure.peer}" for figure, _ in ratios]
+    picture, axes = new_picture((max(8.0, 5 + 0.075 * max(map(len, labels), default=0)), 1.8 + 0.38 * len(ratios)))
     marked: dict[str, Any] = {}  # legend text -> a line or bar of its kind
     for place, (figure, ratio) in enumerate(ratios):
         marked[_VERDICTS[figure.verdict]] = axes.barh(place, ratio.median, color=_COLOURS[figure.verdict], height=0.6)
@@ -36,10 +37,11 @@ def plot_ratios(report: BenchmarkReport, path: str) -> None:
         if figure.target is not None:
             (marked["target"],) = axes.plot([figure.target.bound] * 2, [place - 0.42, place + 0.42], color="black", linewidth=3.0)
     marked["as fast as the peer"] = axes.axvline(1.0, color="grey", linewidth=0.8, linestyle=":")
-    axes.set_yticks(range(len(ratios)), [f"{figure.name}, to {figure.peer}" for figure, _ in ratios])
+    axes.set_yticks(range(len(ratios)), labels)
     axes.invert_yaxis()
-    axes.set_ylabel("phase, batch, dtype, peer")
-    axes.set_xlabel("tokens/s of flowrt / tokens/s of the peer")
+    units = {figure.unit for figure, _ in ratios}
+    unit = f"{units.pop()} of " if len(units) == 1 else ""
+    axes.set_xlabel(f"{unit}flowrt / {unit}the peer")
     axes.legend(marked.values(), marked.keys(), fontsize="small", loc="lower center", bbox_to_anchor=(0.3, 1.0), ncols=3, frameon=False)
     save_report_picture(picture, report, path)
 
