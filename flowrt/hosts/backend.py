@@ -13,7 +13,7 @@ from functools import partial
 
 from flowrt.errors import WorkerDiedError, named_error
 from flowrt.graph.hosts import host_resources
-from flowrt.graph.model import FORK_SERVER, Graph, HostSettings
+from flowrt.graph.model import FIRST_HOST, FORK_SERVER, Graph, HostSettings
 from flowrt.host_engine import HostEngine
 from flowrt.hosts.local_engine import LocalEngine
 from flowrt.hosts.remote_host import HostTerms, RemoteHost, RemoteProcess, Spawn
@@ -46,11 +46,12 @@ class HostsBackend:
     ) -> HostsBackend:
         """See OpenBackend. `scheme`: the transport of the control connections; it encrypts. `spawn` creates tasks of the run."""
         settings, counts = graph.hosts or HostSettings(count=1), Counter(graph.placement.values())
-        resources = {name: host_resources(graph, name) for name in settings.names}
+        used = [name for name in settings.names if counts[name] or name == FIRST_HOST]
+        resources = {name: host_resources(graph, name) for name in used}
         engine = await (seams.open_engine or partial(_open_engine, settings, seams))(resources, seconds)
         open_local = seams.open_backend or partial(LocalBackend.open, host_address=engine.address)
         terms = HostTerms(run_id, scheme, spawn, tuple(preload), seconds, settings.dead_seconds)
-        remote = {name: RemoteHost(name, counts[name], engine, terms, owner, seams) for name in settings.names[1:] if counts[name]}
+        remote = {name: RemoteHost(name, counts[name], engine, terms, owner, seams) for name in used if name != FIRST_HOST}
         local: ProcessBackend | None = None
 
         async def start_local() -> None:

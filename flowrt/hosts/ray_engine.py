@@ -18,6 +18,7 @@ from flowrt.hosts.local_engine import start_server
 from flowrt.processes.output_tail import exit_text
 from flowrt.seams import Seams
 
+SMALLEST = 0.001  # of a resource; a bundle needs some
 _INSECURE = "Ray has no token authentication here, so anyone who reaches its ports may run code"
 _REMEDY = "set RAY_AUTH_MODE=token on every host (docs/hosts.md), or write hosts.insecure: true"
 
@@ -77,7 +78,7 @@ class RayEngine:
 
     @classmethod
     async def open(cls, settings: HostSettings, resources: Mapping[str, Mapping[str, float]], seams: Seams, seconds: float) -> RayEngine:
-        """Join the cluster and reserve the `resources` of each host that has some. Raises UserError."""
+        """Join the cluster and reserve the `resources` of each host. Raises UserError."""
         try:
             import ray
         except ImportError:
@@ -101,9 +102,9 @@ class RayEngine:
                 raise UserError(f"{text}; start one with ray start --head here, and ray start --address=.. on the other hosts") from None
         engine, group = None, None
         try:
-            names = [name for name in settings.names if resources[name] or name == FIRST_HOST]
-            here = _node(ray, ray.get_runtime_context().get_node_id())["NodeManagerAddress"]
-            bundles = [{**resources[name], **({f"node:{here}": 0.001} if name == FIRST_HOST else {})} for name in names]
+            names, here = list(resources), _node(ray, ray.get_runtime_context().get_node_id())["NodeManagerAddress"]
+            bundles = [dict(resources[name]) or {"CPU": SMALLEST} for name in names]
+            bundles[names.index(FIRST_HOST)][f"node:{here}"] = SMALLEST
             group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
             if not group.wait(seconds):
                 wanted = "; ".join(f"{name}: {dict(resources[name])}" for name in names)

@@ -25,6 +25,7 @@ from left_processes import left_processes
 from served_models import NEW_TOKENS, Served, make_served
 
 import flowrt
+from flowrt.launcher import events
 from flowrt.processes.leftover import marked_processes
 
 PARAMS = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -104,14 +105,17 @@ async def main(options: argparse.Namespace) -> int:
         deploy = {"attention": {"groups": num_hosts}, "experts": {"servers": num_hosts, "replicas": 2}}
         hosts, reliability = {"engine": "ray", "count": num_hosts}, {"restarts": 1000}
         path = served.write(Path(name), deploy, numerics="strict", hosts=hosts, reliability=reliability)
-        async with flowrt.open(path, on_event=story.note) as running:
+        async with flowrt.open(
+            path, on_event=lambda event: (story.note(event), print(f"  {events.news(event)}", file=sys.stderr))[0]
+        ) as running:
             run_id, load = running.launcher.run_id, Load(running, served)
             loading = asyncio.create_task(load.run())
             for number, kind in enumerate(kinds):
                 await asyncio.sleep(PAUSE_SECONDS)
                 host = chance.randrange(1, num_hosts)
+                print(f"{number + 1}/{len(kinds)} {kind} of host.{host}", file=sys.stderr, flush=True)
                 seconds.setdefault(kind, []).append(await inject(kind, host, run_id, story, chance))
-                print(f"{number + 1}/{len(kinds)} {kind} of host.{host}: {dict(load.counts)}", file=sys.stderr, flush=True)
+                print(f"  lost after {seconds[kind][-1]:.3f} s; {dict(load.counts)}", file=sys.stderr, flush=True)
             load.is_over = True
             await loading
         left = left_processes([marked.pid for marked in marked_processes() if marked.run_id.startswith(run_id)])

@@ -84,7 +84,7 @@ async def test_tokens_are_exact_and_each_edge_has_its_transport(served: Served, 
 
 async def test_a_cluster_without_tokens_is_refused(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE")
-    with pytest.raises(UserError, match=r"no token authentication .* insecure: true"):
+    with pytest.raises(UserError, match=r"no token authentication .* hosts\.insecure: true"):
         async with flowrt.open(write(served, tmp_path)):
             pass
 
