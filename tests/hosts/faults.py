@@ -105,9 +105,13 @@ async def main(options: argparse.Namespace) -> int:
         deploy = {"attention": {"groups": num_hosts}, "experts": {"servers": num_hosts, "replicas": 2}}
         hosts, reliability = {"engine": "ray", "count": num_hosts}, {"restarts": 1000}
         path = served.write(Path(name), deploy, numerics="strict", hosts=hosts, reliability=reliability)
-        async with flowrt.open(
-            path, on_event=lambda event: (story.note(event), print(f"  {events.news(event)}", file=sys.stderr))[0]
-        ) as running:
+
+        def note(event: events.Event) -> None:
+            story.note(event)
+            if text := events.news(event):
+                print(f"  {text}", file=sys.stderr, flush=True)
+
+        async with flowrt.open(path, on_event=note) as running:
             run_id, load = running.launcher.run_id, Load(running, served)
             loading = asyncio.create_task(load.run())
             for number, kind in enumerate(kinds):
