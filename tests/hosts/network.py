@@ -125,6 +125,7 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"ended by signal {number}"))  # so that the hosts are taken down
     if (reason := missing()) is not None:
         print(f"skipped: {reason}")
         return 0
