@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
+from flowrt.graph.model import FIRST_HOST, FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import standby_names
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
@@ -66,6 +66,7 @@ class ServerChecks:
         self._is_ready, self._links_at_start = False, any(edge.open == "start" for edge in graph.edges.values())
         self._is_watched = launcher.state.wants_monitor and not refuses_first and not faults.delays((GATEWAY, MONITOR))
         self._stopped_seconds = graph.reliability.dead_seconds + NOTICED_SECONDS
+        self._elsewhere = {name for name in graph.process_names() if graph.host_of(name) != FIRST_HOST}
         self._stopped: dict[str, float] = {}  # since when
         self._unsettled: dict[tuple[str, str], float] = {}  # (group, lost server) -> since when its parts wait for the cause of the loss
         world.deaths.append(self._on_death)
@@ -130,9 +131,12 @@ class ServerChecks:
             self._wrong.append(f"{name} {true}, but its loss was announced as {how!r}, which a request {blames} cause")
 
     def look(self, insides: Sequence[WorkerInternals]) -> None:
-        """At any time: no group treats a living server as dead without a fault (I7). Records when each group uses a new incarnation."""
+        """At any time: no group treats a living server as dead without a fault (I7). Records when each group uses a new incarnation.
+
+        A fenced group that still lives, on a host that is out of reach, may take its peers for dead: they have closed their links to it.
+        """
         now, incarnations = self._world.loop.time(), self._launcher.incarnations
-        for inside in insides:
+        for inside in [each for each in insides if not self._launcher.state.has_ended(each.name)]:
             for name in inside.servers:
                 incarnation = incarnations[name]
                 if inside.has_ended(name, incarnation):
@@ -197,9 +201,10 @@ class ServerChecks:
             raise InvariantError("I5", f"{min(waiting)} waits for the fork server, and a standby process is ready")
 
     def _look_for_stopped(self, now: float) -> None:
-        """Check that no process that the run can lose stays stopped, also while it starts (I5). A new fork server has a time limit."""
+        """Check that no process that the run can lose stays stopped, also while it starts (I5). A new fork server has a time limit.
+        Processes on other hosts do not count: the monitor does not see their state (docs/hosts.md)."""
         fork_server = [FORK_SERVER] if self._is_ready and self._launcher.state.fork_server.is_up else []
-        names = {*self.mortal, *self._launcher.state.standby_names, *fork_server}
+        names = {*self.mortal, *self._launcher.state.standby_names, *fork_server} - self._elsewhere
         stopped = {name for name in names if self._is_stopped(name)}
         self._stopped = {name: self._stopped.get(name, now) for name in stopped}
         for name, since in self._stopped.items():

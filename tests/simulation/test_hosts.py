@@ -9,6 +9,8 @@ from simulation.outcomes import finish_reasons
 from simulation.test_deaths import SEEDS, load, requests, serve_under
 
 from flowrt.reliability.scenario import Crash, Cut, Fault, Pause
+from flowrt.simulation.campaign import campaign
+from flowrt.simulation.cases import draw
 
 FILE = "hosts/two.yaml"
 LINKS = [("gateway", "host.1"), ("attention.0", "experts.1"), ("attention.0", "attention.1"), ("experts.0", "attention.1")]
@@ -34,3 +36,8 @@ def test_the_loss_of_a_host_changes_no_token_and_its_processes_rejoin(seed: int,
     outcome = serve_under(seed, load(FILE), requests(8), *faults, expect="tokens")
     assert finish_reasons(outcome.result) == ("length",) * 8
     assert outcome.num_faults["restarted"] >= 2
+
+
+def test_invariants_hold_under_drawn_faults() -> None:
+    counts = campaign(draw(seed, [load(FILE)]) for seed in range(20))
+    assert counts.failures == []
