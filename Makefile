@@ -136,7 +136,7 @@ aborts: $(STAMP) ## open 10,000 connections and abort each at a random point, be
 
 picture: $(RUNS) ## draw docs/pictures/quickstart.svg from a real run; it shows figures, so on a quiet machine
 	@$(BIN)/python docs/pictures/quickstart.py
-	@$(BIN)/python docs/pictures/timelines.py
+	@PYTHONPATH=tests $(BIN)/python docs/pictures/timelines.py
 
 clean: ## remove what was built; the environment stays
 	rm -rf build dist *.egg-info transports/native/*.so operators/kernels/cpu/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,11 +1,11 @@
-"""The timelines in docs/slow.md and docs/exchange.md: `python docs/pictures/timelines.py`, which writes them beside this file.
+"""The timelines in docs/slow.md and docs/exchange.md: `PYTHONPATH=tests python docs/pictures/timelines.py`, which writes them beside
+this file.
 
 Each panel is a run on emulated hardware in virtual time, drawn from its trace file, so it is the same on every machine.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
@@ -14,22 +14,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import matplotlib
+from traces.perfetto_reader import ReadSlice, ReadTrace, check_flows, read_trace
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
-
-from traces.perfetto_reader import ReadSlice, ReadTrace, check_flows, read_trace  # noqa: E402
-
-from flowrt.api import read_graph  # noqa: E402
-from flowrt.bench.cases.patterns import one_link, one_row  # noqa: E402
-from flowrt.bench.cases.small_model import write_small_model  # noqa: E402
-from flowrt.sampling_params import SamplingParams  # noqa: E402
-from flowrt.simulation.case import Case, SimulatedRequest  # noqa: E402
-from flowrt.simulation.cases import run_case  # noqa: E402
-from flowrt.simulation.network_conditions import CALM  # noqa: E402
-from flowrt.simulation.simulated_trace import SimulatedTrace  # noqa: E402
-from flowrt.trace.perfetto_file import perfetto_bytes  # noqa: E402
-from flowrt.trace.timeline import timelines_of  # noqa: E402
+from flowrt.api import read_graph
+from flowrt.bench.cases.patterns import one_link, one_row
+from flowrt.bench.cases.small_model import write_small_model
+from flowrt.sampling_params import SamplingParams
+from flowrt.simulation.case import Case, SimulatedRequest
+from flowrt.simulation.cases import run_case
+from flowrt.simulation.network_conditions import CALM
+from flowrt.simulation.simulated_trace import SimulatedTrace
+from flowrt.trace.perfetto_file import perfetto_bytes
+from flowrt.trace.timeline import timelines_of
 
 DILATION, STEP, NUM_LAYERS, NUM_EXPERTS = 1000, 4, 6, 8
 STREAMS = ("receive", "compute", "send")

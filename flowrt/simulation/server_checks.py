@@ -133,10 +133,10 @@ class ServerChecks:
     def look(self, insides: Sequence[WorkerInternals]) -> None:
         """At any time: no group treats a living server as dead without a fault (I7). Records when each group uses a new incarnation.
 
-        A fenced group that still lives, on a host that is out of reach, may take its peers for dead: they have closed their links to it.
+        Except a fenced group on a host that the launcher does not reach: its peers have closed their links to it.
         """
         now, incarnations = self._world.loop.time(), self._launcher.incarnations
-        for inside in [each for each in insides if not self._launcher.state.has_ended(each.name)]:
+        for inside in [each for each in insides if each.name not in self._elsewhere or not self._launcher.state.has_ended(each.name)]:
             for name in inside.servers:
                 incarnation = incarnations[name]
                 if inside.has_ended(name, incarnation):

@@ -30,7 +30,7 @@ def is_collection_due(num_allocated: int, is_idle: bool) -> bool:
 
 
 async def collect_garbage_when_idle(is_idle: Callable[[], bool], clock: Clock) -> NoReturn:
-    """Take Python's own collections over until cancelled. What exists now is never searched again, as it lives as long as the process."""
+    """Take Python's own collections over until cancelled. Objects that exist now are not searched again: they stay in use."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from dataflow.inline_compute import InlineCompute
 
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.matching import Firing, MatchingTable
@@ -20,22 +21,6 @@ from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Batching, Edge, Graph, ModelPart, Node, PortSpec
 from flowrt.seams import RealClock
 from flowrt.transports.wire.message import Message, Tag
-
-
-class InlineCompute:
-    running = None
-
-    def is_short(self, label):
-        return True
-
-    def run_inline(self, label, call):
-        return call()
-
-    async def run(self, label, call, bound_seconds=60.0):
-        return call()
-
-    async def aclose(self):
-        pass
 
 
 def node(name, process, inputs=(), outputs=(), **more):

@@ -4,6 +4,7 @@ from collections import deque
 
 import pytest
 import torch
+from dataflow.inline_compute import InlineCompute
 
 from flowrt.actors.control import DeathCause
 from flowrt.dataflow.matching import Firing
@@ -33,19 +34,6 @@ def respond(x_RH, row_P, expert_P, weight_P, strict):
 
 def expected():
     return X_TH + sum(X_TH * (WEIGHTS_TA[:, slot] * (IDS_TA[:, slot] + 1)).unsqueeze(1) for slot in range(ACTIVE))
-
-
-class Inline:
-    running = None
-
-    def is_short(self, label):
-        return True
-
-    def run_inline(self, label, call):
-        return call()
-
-    async def run(self, label, call, bound_seconds=60.0):
-        return call()
 
 
 def graph():
@@ -89,7 +77,7 @@ class Client:
             self.graph,
             "a",
             functions,
-            Inline(),
+            InlineCompute(),
             RealClock(),
             self.post,
             self.end,
@@ -105,7 +93,7 @@ class Client:
     def server(self, server):
         """The runner of an expert server, which only receives."""
         functions = {f"experts.{server}": lambda firings: [{} for _ in firings]}
-        return Runner(self.graph, f"experts.{server}", functions, Inline(), RealClock(), self.post, self.end, pytest.fail)
+        return Runner(self.graph, f"experts.{server}", functions, InlineCompute(), RealClock(), self.post, self.end, pytest.fail)
 
     def post(self, edge, message):
         self.requested[int(edge.target.removeprefix("experts."))].append(message)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from exchange.failover_client import ACTIVE, IDS_TA, POSITIONS_T, WEIGHTS_TA, X_TH, Inline, expected, respond
+from dataflow.inline_compute import InlineCompute
+from exchange.failover_client import ACTIVE, IDS_TA, POSITIONS_T, WEIGHTS_TA, X_TH, expected, respond
 
 from flowrt.actors.control import DeathCause
 from flowrt.actors.link import BadMessageError
@@ -108,7 +109,7 @@ class Group:
             "combine": Combine(self.client, strict),
         }
         self.runner = Runner(
-            self.graph, "a", functions, Inline(), RealClock(),
+            self.graph, "a", functions, InlineCompute(), RealClock(),
             poster(self.graph, "a", self.sent),
             lambda firing: self.ends.append((firing.tag, firing.inputs["y"].tensors[0])),
             lambda tag, error, has_sent: self.failures.append(str(error)),
@@ -439,7 +440,7 @@ class Relay:
             "experts.0.return": Return({"source": "group0"}),
         }
         self.runner = Runner(
-            self.graph, "experts.0", functions, Inline(), RealClock(),
+            self.graph, "experts.0", functions, InlineCompute(), RealClock(),
             poster(self.graph, "experts.0", self.sent),
             pytest.fail,
             lambda tag, error, has_sent: self.forwarder.fail(tag, error),
@@ -523,7 +524,7 @@ def test_server_drops_the_requests_of_a_trampoline_that_has_ended():
     """Its next incarnation has all credits and does not know these requests."""
     relay_graph, posted = graph(), []
     runner = Runner(
-        relay_graph, "experts.2", {"experts.2": lambda firings: [{} for _ in firings]}, Inline(), RealClock(),
+        relay_graph, "experts.2", {"experts.2": lambda firings: [{} for _ in firings]}, InlineCompute(), RealClock(),
         lambda edge, message: posted.append(message), pytest.fail, pytest.fail,
     )  # fmt: skip
     zero = torch.zeros(1, dtype=torch.int64)
