@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 import msgspec
 
+from flowrt.actors.control import Logprobs
 from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt
 from flowrt.errors import NotRunningError
 from flowrt.gateway.completion import Completion
@@ -102,6 +103,7 @@ class AttachedRequest:
         self.prompt_token_ids: tuple[int, ...] = () if isinstance(prompt, TextPrompt) else tuple(prompt)
         self._num_tokens = [0] * params.n
         self._reasons: dict[int, FinishReason] = {}
+        self._prompt_logprobs: tuple[Logprobs, ...] = ()
 
     async def events(self) -> AsyncGenerator[ClientEvent, None]:
         path, body = self._body()
@@ -127,7 +129,8 @@ class AttachedRequest:
         if self._params.logit_bias:
             values["logit_bias"] = dict(self._params.logit_bias)
         body = {"temperature": 0.0, "max_tokens": None, **values, "stream": True, "return_token_ids": True}
-        if (logprobs := values.pop("logprobs", None)) is not None:
+        logprobs = values.pop("logprobs", None)
+        if logprobs is not None or "prompt_logprobs" in values:
             body["return_tokens_as_token_ids"] = True
         if not isinstance(self._prompt, TextPrompt):
             return "/v1/completions", body | {"prompt": tuple(self._prompt)}
@@ -142,12 +145,16 @@ class AttachedRequest:
         for choice in chunk["choices"]:
             if (prompt := choice.get("prompt_token_ids") or chunk.get("prompt_token_ids")) is not None:
                 self.prompt_token_ids = tuple(prompt)
+            if (of_prompt := choice.get("prompt_logprobs") or chunk.get("prompt_logprobs")) is not None:
+                self._prompt_logprobs = tuple(map(_prompt_logprobs_of, self.prompt_token_ids[1:], of_prompt[1:]))
             number, text = choice["index"], choice.get("text", choice.get("delta", {}).get("content", ""))
             token_ids, logprobs = choice["token_ids"], _logprobs_of(choice.get("logprobs"))
             for at, token_id in enumerate(token_ids, 1):
                 logprob, top = logprobs[at - 1] if logprobs else (None, ())
                 shown = text if at == len(token_ids) else ""
-                yield TokenEvent(0, self._num_tokens[number], token_id, shown, number, logprob, top, choice.get("degraded", False))
+                index, is_degraded = self._num_tokens[number], choice.get("degraded", False)
+                of_prompt = () if number or index else self._prompt_logprobs
+                yield TokenEvent(0, index, token_id, shown, number, logprob, top, is_degraded, prompt_logprobs=of_prompt)
                 self._num_tokens[number] += 1
             if (reason := choice.get("finish_reason")) is not None:
                 self._reasons[number] = reason
@@ -163,6 +170,12 @@ def _logprobs_of(logprobs: dict[str, Any] | None) -> list[tuple[float, tuple[tup
         return [(each["logprob"], tuple((_token_id(top["token"]), top["logprob"]) for top in each["top_logprobs"])) for each in content]
     tops = [tuple((_token_id(token), logprob) for token, logprob in top.items()) for top in logprobs["top_logprobs"]]
     return list(zip(logprobs["token_logprobs"], tops, strict=True))
+
+
+def _prompt_logprobs_of(token_id: int, ranked: dict[str, Any]) -> Logprobs:
+    """A token's own logprob, and those of the most likely ones in its place, best first: all that have a rank."""
+    top = sorted((each["rank"], int(key), each["logprob"]) for key, each in ranked.items() if each["rank"] is not None)
+    return Logprobs(ranked[str(token_id)]["logprob"], tuple((key, logprob) for _, key, logprob in top))
 
 
 def _token_id(text: str) -> int:

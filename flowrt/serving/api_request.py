@@ -23,7 +23,8 @@ _SAMPLING = tuple(name for name in PARAMETER_TYPES if name not in ("max_tokens",
 class CompletionRequest:
     """`prompts`: texts, token ids or, of a chat, the messages. `params.logprobs` None: none are returned. `has_token_ids`: the response has
     those of the prompt and of each choice. `names_token_ids`: tokens of logprobs are written as "token_id:5" instead of their text.
-    `max_tokens_name`: the field that has max_tokens. `omits_output`: max_tokens was 0; one token is computed, and the response has none."""
+    `has_prompt_logprobs`: the response has the field `prompt_logprobs`. `max_tokens_name`: the field that has max_tokens. `omits_output`:
+    max_tokens was 0; one token is computed, and the response has none."""
 
     is_chat: bool
     prompts: tuple[Prompt, ...]
@@ -33,12 +34,27 @@ class CompletionRequest:
     echo: bool = False
     has_token_ids: bool = False
     names_token_ids: bool = False
+    has_prompt_logprobs: bool = False
     max_tokens_name: str = "max_tokens"
     omits_output: bool = False
 
     @property
     def prompt_name(self) -> str:
         return "messages" if self.is_chat else "prompt"
+
+    @property
+    def prompt_logprobs_name(self) -> str:
+        return "prompt_logprobs" if self.has_prompt_logprobs else "logprobs"
+
+    @property
+    def has_echoed_logprobs(self) -> bool:
+        """Whether the logprobs of a repeated prompt are before those of each choice."""
+        return self.echo and self.params.logprobs is not None
+
+    def num_prompt_logprobs(self, num_prompt_tokens: int) -> int:
+        """Logprobs of prompts in the response, for this number of tokens of all prompts together."""
+        times = self.params.n * self.has_echoed_logprobs + self.has_prompt_logprobs
+        return times * num_prompt_tokens * (1 + (self.params.prompt_logprobs or 0))
 
 
 def read_chat_request(body: bytes, model: str) -> CompletionRequest:
@@ -87,15 +103,33 @@ def _finish(
     is_stream = fields.take_bool("stream")
     includes_usage = _read_stream_options(fields.take("stream_options"), is_stream)
     echo = False if is_chat else fields.take_bool("echo")
+    of_prompt = fields.take_checked("prompt_logprobs", lambda value: checked_value("prompt_logprobs", value))
+    if echo and None not in (logprobs, of_prompt) and logprobs != of_prompt:
+        raise invalid("prompt_logprobs", f"is {of_prompt} and logprobs, which with echo are those of the prompt too, is {logprobs}")
     has_token_ids, names_token_ids = fields.take_bool("return_token_ids"), fields.take_bool("return_tokens_as_token_ids")
     fields.refuse_rest()
     if max_tokens is None and "max_tokens" not in fields.nulls:  # null: what fits, as in vLLM
         max_tokens = default_max_tokens
     omits_output = max_tokens == 0
-    values |= {"max_tokens": 1 if omits_output else max_tokens, "logprobs": logprobs, "prompt_logprobs": logprobs if echo else None}
-    name = "max_tokens" if newer is None else "max_completion_tokens"
+    values |= {
+        "max_tokens": 1 if omits_output else max_tokens,
+        "logprobs": logprobs,
+        "prompt_logprobs": logprobs if echo and of_prompt is None else of_prompt,
+    }
     params = SamplingParams(**values)
-    return CompletionRequest(is_chat, prompts, params, is_stream, includes_usage, echo, has_token_ids, names_token_ids, name, omits_output)
+    return CompletionRequest(
+        is_chat=is_chat,
+        prompts=prompts,
+        params=params,
+        is_stream=is_stream,
+        includes_usage=includes_usage,
+        echo=echo,
+        has_token_ids=has_token_ids,
+        names_token_ids=names_token_ids,
+        has_prompt_logprobs=of_prompt is not None,
+        max_tokens_name="max_tokens" if newer is None else "max_completion_tokens",
+        omits_output=omits_output,
+    )
 
 
 def _is_zero(value: Any) -> bool:

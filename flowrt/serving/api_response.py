@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from flowrt.actors.control import Logprobs
+from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.choice_text import TextPiece
 
 DONE = b"data: [DONE]\n\n"
@@ -30,11 +31,12 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class EchoedPrompt:
-    """A prompt that a choice repeats. `logprobs`: those of its tokens behind the first; None: not requested."""
+class PromptOutput:
+    """What a response may have of a prompt. `text`: "" unless it is repeated. `logprobs`: those of its tokens behind the first; None: they
+    have not come, or are not requested."""
 
+    token_ids: Sequence[int]
     text: str = ""
-    token_ids: Sequence[int] = ()
     logprobs: Sequence[Logprobs] | None = None
 
 
@@ -44,37 +46,28 @@ def event(fields: Any) -> bytes:
 
 
 class ResponseBuilder:
-    """The response to one HTTP request. `created`: Unix time. `token_text` returns the text of one token, also of a special one.
-    `prompts`: token ids of each choice's prompt, for a response with token ids."""
+    """The response to one HTTP request. `created`: Unix time. `token_text` returns the text of one token, also of a special one."""
 
-    def __init__(
-        self,
-        request_id: str,
-        created: int,
-        model: str,
-        is_chat: bool,
-        includes_usage: bool,
-        token_text: Callable[[int], str],
-        prompts: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        self._is_chat, self._token_text, self._prompts = is_chat, token_text, prompts
+    def __init__(self, request_id: str, created: int, model: str, request: CompletionRequest, token_text: Callable[[int], str]) -> None:
+        is_chat = request.is_chat
+        self._request, self._is_chat, self._token_text = request, is_chat, token_text
         kind = ("chat.completion" if is_chat else "text_completion") + (".chunk" if is_chat else "")
         self._chunk = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}", "object": kind, "created": created, "model": model}
         self._whole = self._chunk | {"object": kind.removesuffix(".chunk")}
-        self._no_usage: dict[str, Any] = {"usage": None} if includes_usage else {}
+        self._no_usage: dict[str, Any] = {"usage": None} if request.includes_usage else {}
         self._num_characters: dict[int, int] = {}  # by choice, of the text so far: offsets of tokens
 
-    def first_chunk(self, choice: int, echo: EchoedPrompt) -> bytes:
-        """Of each choice of a stream: its role, or the prompt that is repeated; b"" for none."""
+    def first_chunk(self, choice: int, prompt: PromptOutput) -> bytes:
+        """Of each choice of a stream: its role, and what the response has of its prompt; b"" for none."""
         if self._is_chat:
-            return self._event(choice, {"delta": {"role": "assistant", "content": ""}})
-        logprobs = self._prompt_logprobs(choice, echo)
-        shown = {"text": echo.text} if logprobs is None else {"text": echo.text, "logprobs": logprobs}
-        return self._event(choice, shown) if echo.text or logprobs or self._prompts is not None else b""
+            return self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None, self._of_prompt(choice, prompt))
+        logprobs, of_prompt = self._echoed_logprobs(choice, prompt), self._of_prompt(choice, prompt)
+        shown = {"text": prompt.text} if logprobs is None else {"text": prompt.text, "logprobs": logprobs}
+        return self._event(choice, shown, None, of_prompt) if prompt.text or logprobs or of_prompt else b""
 
     def chunk(self, piece: TextPiece) -> bytes:
         """b"" for a piece with nothing to show."""
-        if not (piece.text or piece.logprobs or piece.finish_reason or self._prompts is not None):
+        if not (piece.text or piece.logprobs or piece.finish_reason or self._request.has_token_ids):
             return b""
         if self._is_chat:
             fields: dict[str, Any] = {"delta": {"content": piece.text} if piece.text or piece.logprobs else {}}
@@ -86,32 +79,42 @@ class ResponseBuilder:
     def usage_chunk(self, usage: Usage) -> bytes:
         return event(self._chunk | {"choices": [], "usage": usage.as_json()})
 
-    def whole(self, pieces: Sequence[TextPiece], echoes: Sequence[EchoedPrompt], usage: Usage) -> bytes:
-        """The body of a response that is not streamed: one piece per choice, and the prompt of each that is repeated."""
+    def whole(self, pieces: Sequence[TextPiece], prompts: Sequence[PromptOutput], usage: Usage) -> bytes:
+        """The body of a response that is not streamed: one piece per choice, with its prompt."""
         choices = []
-        for piece, echo in zip(pieces, echoes, strict=True):
-            prompt, own = self._prompt_logprobs(piece.choice, echo), self._logprobs(piece)
-            logprobs = {name: prompt[name] + own[name] for name in own} if prompt and own else own or prompt
-            text = echo.text + piece.text
+        for piece, prompt in zip(pieces, prompts, strict=True):
+            echoed, own = self._echoed_logprobs(piece.choice, prompt), self._logprobs(piece)
+            logprobs = {name: echoed[name] + own[name] for name in own} if echoed and own else own or echoed
+            text = prompt.text + piece.text
             fields: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
-            fields |= {"logprobs": logprobs} | self._token_ids(piece) | self._prompt(piece.choice, of_choice=True)
-            choices.append(_choice(piece.choice, fields, piece))
-        return msgspec.json.encode(self._whole | {"choices": choices, "usage": usage.as_json()} | self._prompt(0, of_choice=False))
+            of_prompt = {} if self._is_chat else self._of_prompt(piece.choice, prompt)
+            choices.append(_choice(piece.choice, fields | {"logprobs": logprobs} | self._token_ids(piece) | of_prompt, piece))
+        of_chat = self._of_prompt(0, prompts[0]) if self._is_chat else {}
+        return msgspec.json.encode(self._whole | {"choices": choices, "usage": usage.as_json()} | of_chat)
 
-    def _event(self, choice: int, fields: dict[str, Any], piece: TextPiece | None = None) -> bytes:
+    def _event(self, choice: int, fields: dict[str, Any], piece: TextPiece | None, of_prompt: dict[str, Any] | None = None) -> bytes:
         own = _choice(choice, fields | self._token_ids(piece), piece)
         chunk: dict[str, Any] = self._chunk | {"choices": [own]} | self._no_usage
-        if piece is None:
-            own |= self._prompt(choice, of_choice=True)
-            chunk |= self._prompt(choice, of_choice=False)
+        (chunk if self._is_chat else own).update(of_prompt or {})
         return event(chunk)
 
     def _token_ids(self, piece: TextPiece | None) -> dict[str, Any]:
-        return {} if self._prompts is None else {"token_ids": [] if piece is None else piece.token_ids}
+        return {"token_ids": [] if piece is None else piece.token_ids} if self._request.has_token_ids else {}
 
-    def _prompt(self, choice: int, of_choice: bool) -> dict[str, Any]:
-        """Of a chat, which has one prompt, the response has it, else each choice: the same as vLLM's."""
-        return {} if self._prompts is None or of_choice == self._is_chat else {"prompt_token_ids": self._prompts[choice]}
+    def _of_prompt(self, choice: int, prompt: PromptOutput) -> dict[str, Any]:
+        """The prompt's token ids and logprobs. Of a chat, which has one prompt, the response has them, else each choice, as in vLLM. But
+        only the first choice of a prompt has the logprobs."""
+        fields: dict[str, Any] = {"prompt_token_ids": prompt.token_ids} if self._request.has_token_ids else {}
+        if self._request.has_prompt_logprobs and not choice % self._request.params.n:
+            found = zip(prompt.token_ids[1:], prompt.logprobs or (), strict=True)
+            fields["prompt_logprobs"] = [None, *(self._ranked(token_id, each) for token_id, each in found)]
+        return fields
+
+    def _ranked(self, token_id: int, logprobs: Logprobs) -> dict[str, dict[str, Any]]:
+        """The logprobs of a token and of the most likely ones in its place, by token id. One that is not among these has no rank."""
+        own = {token_id: {"logprob": logprobs.token, "rank": None}}
+        top = {each: {"logprob": logprob, "rank": rank} for rank, (each, logprob) in enumerate(logprobs.top, 1)}
+        return {str(each): value | {"decoded_token": self._token_text(each)} for each, value in (own | top).items()}
 
     def _logprobs(self, piece: TextPiece) -> dict[str, Any] | None:
         if not piece.logprobs:
@@ -121,11 +124,12 @@ class ResponseBuilder:
         texts = map(self._token_text, piece.token_ids)
         return {"content": [self._chat_logprob(text, each) for text, each in zip(texts, piece.logprobs, strict=True)]}
 
-    def _prompt_logprobs(self, choice: int, echo: EchoedPrompt) -> dict[str, Any] | None:
+    def _echoed_logprobs(self, choice: int, prompt: PromptOutput) -> dict[str, Any] | None:
         """Those of a repeated prompt. The text of the output begins behind it."""
         self._num_characters[choice] = 0
-        found = None if echo.logprobs is None else self._text_logprobs(choice, echo.token_ids, [None, *echo.logprobs])
-        self._num_characters[choice] = len(echo.text)
+        is_shown = self._request.has_echoed_logprobs
+        found = self._text_logprobs(choice, prompt.token_ids, [None, *(prompt.logprobs or ())]) if is_shown else None
+        self._num_characters[choice] = len(prompt.text)
         return found
 
     def _text_logprobs(self, choice: int, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> dict[str, Any]:

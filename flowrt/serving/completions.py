@@ -14,13 +14,14 @@ from flowrt.actors.control import Request
 from flowrt.engine.validation import find_problem, max_new_tokens
 from flowrt.errors import TokenizerError
 from flowrt.graph.model import GraphLimits
+from flowrt.sampling_params import MAX_PROMPT_LOGPROBS
 from flowrt.serving.api_errors import INVALID, TOO_LONG, UNAVAILABLE, ApiError, internal_error
 from flowrt.serving.api_request import CompletionRequest
-from flowrt.serving.api_response import EchoedPrompt, ResponseBuilder, Usage, merged
+from flowrt.serving.api_response import PromptOutput, ResponseBuilder, Usage, merged
 from flowrt.serving.choice_text import RequestText, TextPiece
 from flowrt.serving.exchange import Exchange
 from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
-from flowrt.serving.json_body import Prompt, TokenIds, estimated_tokens
+from flowrt.serving.json_body import Prompt, TokenIds, estimated_tokens, invalid
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcess, too_long
 
@@ -55,7 +56,7 @@ class PromptEncoder:
         max_tokens = max(room, 1) if params.max_tokens is None else params.max_tokens
         whole = Request(id="", attempt=0, prompt_token_ids=token_ids, max_tokens=max_tokens, params=params)
         if (problem := find_problem(whole, self._limits, self.max_model_len, self._vocab_size)) is not None:
-            names = {"prompt": request.prompt_name, "max_tokens": request.max_tokens_name, "prompt_logprobs": "logprobs"}
+            names = {"prompt": request.prompt_name, "max_tokens": request.max_tokens_name, "prompt_logprobs": request.prompt_logprobs_name}
             param = names.get(problem.param, problem.param)
             raise ApiError(TOO_LONG if problem.is_too_long else INVALID, problem.text, param)
 
@@ -83,40 +84,46 @@ class Completions:
                 token_ids = await self._encoder.encode(prompt)
                 self._encoder.check(token_ids, request)
                 encoded.append(token_ids)
+                _check_prompt_logprobs(request, sum(map(len, encoded)))
                 stop = opened[index].stop_choice
                 texts.append(RequestText(request.params, self._tokenizer.stream, self._eos_token_ids, index * request.params.n, stop))
                 opened[index].place(token_ids)
-            echoes = [self._echo(request, *both) for both in zip(request.prompts, encoded, strict=True)]
+            prompts = [self._prompt(request, *both) for both in zip(request.prompts, encoded, strict=True)]
             token_text = "token_id:{}".format if request.names_token_ids else self._tokenizer.token_text
-            prompts = [token_ids for token_ids in encoded for _ in range(request.params.n)] if request.has_token_ids else None
-            builder = ResponseBuilder(exchange.id, created, model, request.is_chat, request.includes_usage, token_text, prompts)
-            response = _Response(inbox, texts, echoes, builder, exchange, sum(map(len, encoded)), request)
+            builder = ResponseBuilder(exchange.id, created, model, request, token_text)
+            response = _Response(inbox, texts, prompts, builder, exchange, request)
             if request.is_stream:
                 await response.stream(self._stream_interval)
             else:
                 await response.respond()
 
-    def _echo(self, request: CompletionRequest, prompt: Prompt, token_ids: tuple[int, ...]) -> EchoedPrompt:
+    def _prompt(self, request: CompletionRequest, prompt: Prompt, token_ids: tuple[int, ...]) -> PromptOutput:
         if not request.echo:
-            return EchoedPrompt()
-        return EchoedPrompt(prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids), token_ids)
+            return PromptOutput(token_ids)
+        return PromptOutput(token_ids, prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids))
+
+
+def _check_prompt_logprobs(request: CompletionRequest, num_prompt_tokens: int) -> None:
+    """Bounds the logprobs of all prompts and choices together. Raises ApiError."""
+    if (number := request.num_prompt_logprobs(num_prompt_tokens)) > MAX_PROMPT_LOGPROBS:
+        text = f"of the prompts of all choices together would be {number}, at most {MAX_PROMPT_LOGPROBS} are possible"
+        raise invalid(request.prompt_logprobs_name, text)
 
 
 class _Response:
-    """The outputs of the prompts of one HTTP request. `echoes`: one per prompt."""
+    """The outputs of the prompts of one HTTP request."""
 
     def __init__(
         self,
         inbox: Inbox,
         texts: list[RequestText],
-        echoes: list[EchoedPrompt],
+        prompts: list[PromptOutput],
         builder: ResponseBuilder,
         exchange: Exchange,
-        num_prompt_tokens: int,
         request: CompletionRequest,
     ) -> None:
-        self._inbox, self._texts, self._echoes, self._builder, self._exchange = inbox, texts, echoes, builder, exchange
-        self._num_prompt_tokens, self._request = num_prompt_tokens, request
+        self._inbox, self._texts, self._prompts, self._builder, self._exchange = inbox, texts, prompts, builder, exchange
+        self._request = request
         self._num_cached_tokens: dict[int, int] = {}  # by prompt
 
     async def respond(self) -> None:
@@ -124,7 +131,7 @@ class _Response:
         while not self._have_ended:
             pieces += await self._next_pieces()
         choices = merged(pieces)
-        body = self._builder.whole([choices[number] for number in sorted(choices)], self._echo_of_choices(), self._usage)
+        body = self._builder.whole([choices[number] for number in sorted(choices)], self._prompt_of_choices(), self._usage)
         await self._exchange.respond(200, body)
 
     async def stream(self, interval: int) -> None:
@@ -133,7 +140,7 @@ class _Response:
         pieces: list[TextPiece] = []
         while self._waits_for_prompt:
             pieces += await self._next_pieces()
-        events = b"".join(builder.first_chunk(choice, echo) for choice, echo in enumerate(self._echo_of_choices()))
+        events = b"".join(builder.first_chunk(choice, prompt) for choice, prompt in enumerate(self._prompt_of_choices()))
         if events:
             await exchange.send_events(events)
         held: dict[int, TextPiece] = {}  # by choice: what waits for the next event
@@ -160,11 +167,11 @@ class _Response:
 
     @property
     def _waits_for_prompt(self) -> bool:
-        """Whether the logprobs of a prompt that is repeated have yet to come."""
-        return self._request.params.prompt_logprobs is not None and any(echo.logprobs is None for echo in self._echoes)
+        """Whether the logprobs of a prompt have yet to come."""
+        return self._request.params.prompt_logprobs is not None and any(prompt.logprobs is None for prompt in self._prompts)
 
-    def _echo_of_choices(self) -> list[EchoedPrompt]:
-        return [echo for echo in self._echoes for _ in range(self._request.params.n)]
+    def _prompt_of_choices(self) -> list[PromptOutput]:
+        return [prompt for prompt in self._prompts for _ in range(self._request.params.n)]
 
     @property
     def _have_ended(self) -> bool:
@@ -173,7 +180,8 @@ class _Response:
     @property
     def _usage(self) -> Usage:
         num_completion_tokens = 0 if self._request.omits_output else sum(text.num_tokens for text in self._texts)
-        return Usage(self._num_prompt_tokens, num_completion_tokens, sum(self._num_cached_tokens.values()))
+        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)
+        return Usage(num_prompt_tokens, num_completion_tokens, sum(self._num_cached_tokens.values()))
 
     async def _next_pieces(self) -> list[TextPiece]:
         """Waits for new tokens. Raises ApiError when a request has ended with an error, or was ended from the server's side."""
@@ -184,8 +192,8 @@ class _Response:
             if output.end in ("error", "abort") and not text.has_ended:
                 raise _failure(output.error, self._exchange.id)
             pieces += text.add(output)
-            if text.has_prompt_logprobs and self._echoes[prompt].logprobs is None:
-                self._echoes[prompt] = replace(self._echoes[prompt], logprobs=output.prompt_logprobs)
+            if text.has_prompt_logprobs and self._prompts[prompt].logprobs is None:
+                self._prompts[prompt] = replace(self._prompts[prompt], logprobs=output.prompt_logprobs)
         return [_without_output(piece) for piece in pieces] if self._request.omits_output else pieces
 
 

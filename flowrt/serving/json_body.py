@@ -42,7 +42,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "use_beam_search": (False,),
     "min_p": (0,),
-    "prompt_logprobs": (),
     "add_special_tokens": (True,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),

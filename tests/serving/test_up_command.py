@@ -119,8 +119,10 @@ def check_attached(capsys: pytest.CaptureFixture[str]) -> None:
     graph, prompt = flowrt.attach(), "What is 1 + 2?"
     drawn = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=8, logit_bias=((5, 9.0),))
     with flowrt.start(GRAPH, overrides=["deploy.processes=one"]) as own:
-        for params in (SamplingParams(max_tokens=12, logprobs=2), drawn):
+        scored = SamplingParams(n=2, max_tokens=2, prompt_logprobs=3)
+        for params in (SamplingParams(max_tokens=12, logprobs=2), drawn, scored):
             expected, completion = own.complete(prompt, params), asyncio.run(graph.complete(prompt, params))
+            check_prompt_logprobs(completion, expected)
             assert completion.prompt_token_ids == expected.prompt_token_ids
             for choice, other in zip(completion.choices, expected.choices, strict=True):
                 assert (choice.token_ids, choice.text, choice.finish_reason) == (other.token_ids, other.text, other.finish_reason)
@@ -128,6 +130,8 @@ def check_attached(capsys: pytest.CaptureFixture[str]) -> None:
                 assert [dict(top).keys() for top in choice.top_logprobs] == [dict(top).keys() for top in other.top_logprobs]
         messages = [{"role": "user", "content": prompt}]
         assert asyncio.run(graph.complete(messages=messages)) == own.complete(messages=messages)
+        scored_chat = asyncio.run(graph.complete(messages=messages, max_tokens=1, prompt_logprobs=0))
+        check_prompt_logprobs(scored_chat, own.complete(messages=messages, max_tokens=1, prompt_logprobs=0))
     refused = asyncio.run(graph.complete([1, 2], max_tokens=100_000))
     assert (refused.finish_reason, refused.text) == ("error", "")
     assert "max_tokens" in str(refused.error)
@@ -137,6 +141,13 @@ def check_attached(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "3\n"
     with pytest.raises(UserError, match="--set cannot be given with --attach"):
         run_attached(None, RunOptions(prompt=(prompt,), attach="a", overrides=("x=1",)), SamplingParams())
+
+
+def check_prompt_logprobs(completion: flowrt.Completion, expected: flowrt.Completion) -> None:
+    assert len(completion.prompt_logprobs) == len(expected.prompt_logprobs)
+    for own, other in zip(completion.prompt_logprobs, expected.prompt_logprobs, strict=True):
+        assert own.token == pytest.approx(other.token, abs=1e-4)
+        assert own.top == tuple((token_id, pytest.approx(logprob, abs=1e-4)) for token_id, logprob in other.top)
 
 
 def check_drained(capsys: pytest.CaptureFixture[str]) -> None:
