@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from flowrt.clock_offset import ClockOffset
 from flowrt.transports.contract import Channel, Identity, Limits
 
 # A Submit of the longest prompt that the gateway accepts (2^20 ids of up to 9 bytes) fits into a header of 16 MiB. The window counts
@@ -53,6 +54,10 @@ class WorkerProcess(Protocol):
     def pid(self) -> int: ...
     @property
     def controls(self) -> tuple[Channel, ...]: ...
+    @property
+    def clock_offset(self) -> ClockOffset:
+        """Of the machine clock of its host (Seams.machine_now), compared with the caller's."""
+        ...
 
     def kill(self) -> None:
         """End the process as SIGKILL does. Does not wait, and works even when the backend does not respond. No-op after its end."""

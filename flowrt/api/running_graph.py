@@ -422,7 +422,7 @@ class RunningGraph:
         if self._endpoint is not None:
             self._endpoint.on_control(worker, control)
         if self._trace is not None and isinstance(control, TraceRecords):
-            self._trace.add(worker, control)
+            self._trace.add(worker, control, self.graph.shown_host(worker), self.launcher.workers[worker].clock_offset())
         if self._requests is not None:
             self._requests.on_control(worker, control)
         if self._served is not None:

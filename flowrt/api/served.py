@@ -107,5 +107,6 @@ class StateReports:
             metrics=metrics,
             workers=workers,
             outages=launcher.health_record.outages,
+            hosts={name: host for name in workers if (host := launcher.graph.shown_host(name))},
             down=frozenset(name for name in workers if not launcher.state.is_usable(name)),
         )

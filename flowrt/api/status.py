@@ -47,7 +47,7 @@ def _status(
         name=name,
         role=role_of(name),
         pid=pid,
-        host=launcher.graph.host_of(name) if launcher.graph.hosts is not None else "",
+        host=launcher.graph.shown_host(name),
         state="up" if name in (LAUNCHER, FORK_SERVER) else _state(launcher, name),
         heartbeat_age_seconds=launcher.health_record.heartbeat_age(name),
         cpu_percent=cpu_percent,

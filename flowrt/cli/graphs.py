@@ -94,24 +94,27 @@ def _print_graph(graph: ListedGraph, console: Console, now: float) -> None:
     if status is not None:
         for problem in status.problems:
             console.print(Text(f"  {visible(problem)}", "yellow"), soft_wrap=True)
+        has_hosts = any(process.host for process in status.processes)
         table = new_table(
             console,
-            *(Column(heading, no_wrap=True) for heading in ("process", "state")),
+            *(Column(heading, no_wrap=True) for heading in ("process", *(["host"] if has_hosts else []), "state")),
             *(Column(heading, justify="right", no_wrap=True) for heading in ("pid", "heartbeat", "cpu", "memory", "requests", "restarts")),
         )
         seen: set[int] = set()
         for process in status.processes:
-            table.add_row(*_row(process, is_first=process.pid not in seen or not process.pid))
+            table.add_row(*_row(process, has_hosts, is_first=process.pid not in seen or not process.pid))
             seen.add(process.pid)
         print_table(table, console)
     console.print()
 
 
-def _row(process: ProcessStatus, is_first: bool) -> Iterator[str | Text]:
+def _row(process: ProcessStatus, has_hosts: bool, is_first: bool) -> Iterator[str | Text]:
     """`is_first`: of the workers in one process, the one with the figures of the process."""
     yield process.name
+    if has_hosts:
+        yield process.host
     yield Text(process.state, _STYLES.get(process.state, "yellow"))
-    yield str(process.pid) if process.pid else process.host
+    yield str(process.pid) if process.pid else UNKNOWN
     age = process.heartbeat_age_seconds
     yield UNKNOWN if age is None else f"{age:.1f} s"
     yield UNKNOWN if process.cpu_percent is None or not is_first else f"{process.cpu_percent:.0f} %"

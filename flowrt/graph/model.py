@@ -389,6 +389,10 @@ class Graph:
         """The host of a process, also of one that is not of the graph."""
         return self.placement.get(process, FIRST_HOST)
 
+    def shown_host(self, process: str) -> str:
+        """The host of a process where there are several, else ""."""
+        return self.host_of(process) if self.hosts is not None else ""
+
     def limits_of(self, process: str) -> GraphLimits:
         """The limits of the process's role."""
         return self.role_limits.get(role_of(process), self.limits)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import msgspec
 
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
+from flowrt.clock_offset import ClockExchange
 from flowrt.hosts.messages import AnyHostMessage, HostHeartbeat, HostMessage, OutputLine, as_message, from_message
-from flowrt.seams import Clock
+from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
 from flowrt.transports.errors import EndOfChannel, TransportError
 
@@ -18,10 +19,12 @@ MAX_QUEUED, MAX_QUEUED_LINES = 1 << 16, 1 << 10  # messages that wait; an end th
 
 
 class HostConnection:
-    """Both ends send heartbeats, because a network that is cut ends no connection. After `dead_seconds` without any message, `run` ends."""
+    """Both ends send heartbeats, because a network that is cut ends no connection. After `dead_seconds` without any message, `run` ends.
+    `clocks`: what the heartbeats show of the other end's machine clock."""
 
-    def __init__(self, channel: Channel, clock: Clock, dead_seconds: float) -> None:
-        self._channel, self._clock, self._dead_seconds = channel, clock, dead_seconds
+    def __init__(self, channel: Channel, seams: Seams, dead_seconds: float) -> None:
+        self._channel, self._clock, self._dead_seconds = channel, seams.clock, dead_seconds
+        self.clocks = ClockExchange(seams.machine_now)
         self._queued: Mailbox[HostMessage] = Mailbox(MAX_QUEUED)
 
     def post(self, message: HostMessage) -> None:
@@ -55,6 +58,8 @@ class HostConnection:
                 while True:
                     message = from_message(await self._channel.recv())
                     limit.reschedule(loop.time() + self._dead_seconds)
+                    if isinstance(message, HostHeartbeat):
+                        self.clocks.receive(message.stamp)
                     on_message(message)
         except TimeoutError:
             return f"sent nothing for {self._dead_seconds:g} s"
@@ -77,5 +82,5 @@ class HostConnection:
     async def _send_heartbeats(self) -> None:
         while True:
             if not len(self._queued):
-                self.post(HostHeartbeat())
+                self.post(HostHeartbeat(self.clocks.stamp()))
             await self._clock.sleep(self._dead_seconds / HEARTBEATS)

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
+from flowrt.clock_offset import ClockStamp
 from flowrt.transports.contract import Identity
 from flowrt.transports.wire.message import Message
 
@@ -39,7 +40,9 @@ class HostMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostHeartbeat(HostMessage, frozen=True):
-    """From both ends, at even intervals."""
+    """From both ends, at even intervals, with a stamp of the sender's machine clock (clock_offset.py)."""
+
+    stamp: ClockStamp
 
 
 class HostReady(HostMessage, frozen=True):

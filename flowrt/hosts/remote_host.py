@@ -9,6 +9,7 @@ from functools import partial
 
 import msgspec
 
+from flowrt.clock_offset import ClockExchange, ClockOffset
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import GATEWAY
 from flowrt.host_engine import HostEngine, HostProcess
@@ -58,12 +59,16 @@ class RemoteProcess:
 
     pid = 0  # of no process of this host
 
-    def __init__(self, spec: ProcessSpec, signal: Callable[[bool], None]) -> None:
-        self.spec, self._signal = spec, signal
+    def __init__(self, spec: ProcessSpec, signal: Callable[[bool], None], clocks: ClockExchange) -> None:
+        self.spec, self._signal, self._clocks = spec, signal, clocks
         self.controls: tuple[Channel, ...] = ()
         self.tail: tuple[str, ...] = ()
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.early: list[Callable[[], None]] | None = []  # notices that came before `start` has returned this; None: it has
+
+    @property
+    def clock_offset(self) -> ClockOffset:
+        return self._clocks.offset
 
     def kill(self) -> None:
         self._signal(False)
@@ -112,7 +117,7 @@ class RemoteHost:
         try:
             channel = await self._connect(await server.start(msgspec.json.encode(start)), private)
             ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-            connection = HostConnection(channel, self._seams.clock, terms.dead_seconds)
+            connection = HostConnection(channel, self._seams, terms.dead_seconds)
             self._serving = self._terms.spawn(self._serve(server, connection, ready), name=f"host server of {self.name}")
             self.num_threads = await ready
             self._connection = None if self._serving.done() else connection
@@ -125,7 +130,8 @@ class RemoteHost:
         self._num_starts = number = self._num_starts + 1
         try:
             connection = self._connection or await self._open_again()
-            process = self._processes[number] = RemoteProcess(spec, lambda gently: connection.post(ProcessKilled(number, gently)))
+            process = RemoteProcess(spec, lambda gently: connection.post(ProcessKilled(number, gently)), connection.clocks)
+            self._processes[number] = process
             connection.post(ProcessRequest(number, spec.name, spec.workers, spec.entry, spec.threads, spec.log_level, spec.weights))
             await process.started
             process.controls = await self._open_controls(number, spec.workers)

@@ -165,7 +165,7 @@ class HostServer:
         while True:
             channel = await self._listener.accept()
             if channel.peer.name == GATEWAY and not self._launcher.done():
-                self._launcher.set_result(HostConnection(channel, self._seams.clock, self._start_line.dead_seconds))
+                self._launcher.set_result(HostConnection(channel, self._seams, self._start_line.dead_seconds))
             else:
                 self._tasks.create_task(self._relay(channel))
 

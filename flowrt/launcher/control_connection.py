@@ -10,6 +10,7 @@ import msgspec
 
 from flowrt.actors.control import Control, Drain, Drained, Statistics, StatisticsRequest, as_message, from_message
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
+from flowrt.clock_offset import SAME_CLOCK, ClockOffset
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
 from flowrt.transports.wire.message import Message
@@ -19,10 +20,20 @@ MAX_QUEUED = 1 << 12  # messages queued for one worker; a worker this far behind
 
 class ControlConnection:
     """The control connection of one incarnation of a worker. `statistics`: the latest that it has sent. `on_overflow(name, incarnation)` is
-    called soon after a message found MAX_QUEUED others waiting: that message is lost, so the worker must be ended."""
+    called soon after a message found MAX_QUEUED others waiting: that message is lost, so the worker must be ended. `clock_offset()`: as of
+    its process (WorkerProcess)."""
 
-    def __init__(self, name: str, incarnation: str, pid: int, control: Channel, on_overflow: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        incarnation: str,
+        pid: int,
+        control: Channel,
+        on_overflow: Callable[[str, str], None],
+        clock_offset: Callable[[], ClockOffset] = lambda: SAME_CLOCK,
+    ) -> None:
         self.name, self.incarnation, self.pid, self._control, self._on_overflow = name, incarnation, pid, control, on_overflow
+        self.clock_offset = clock_offset
         self.statistics = Statistics()
         self._requests: dict[type[StatisticsRequest | Drain], asyncio.Future[None]] = {}  # the latest of each kind
         self._queued: Mailbox[tuple[Message, asyncio.Future[None] | None]] = Mailbox(MAX_QUEUED)

@@ -13,10 +13,11 @@ from contextlib import suppress
 import msgspec
 
 from flowrt.actors.control import TraceRecords, TraceRequest
+from flowrt.clock_offset import SAME_CLOCK, ClockOffset
 from flowrt.gateway.gateway import TokenEvent
 from flowrt.graph.model import GATEWAY, MONITOR
 from flowrt.launcher.control_connection import ControlConnection
-from flowrt.trace.records import RecordKind, TraceRecord, TraceRing, WorkerTrace, decode
+from flowrt.trace.records import RecordKind, TraceRecord, TraceRing, WorkerTrace, align, decode
 from flowrt.transports.contract import Identity
 
 COLLECT_SECONDS = 0.25
@@ -36,6 +37,7 @@ class TraceCollector:
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._pieces: deque[tuple[Identity, bytes]] = deque()
         self._latest: dict[Identity, TraceRecords] = {}  # message of each incarnation
+        self._clocks: dict[Identity, tuple[str, ClockOffset]] = {}  # the host of each incarnation, and what is known of its clock
         self._num_dropped = Counter[Identity]()  # here
         self._timer: asyncio.TimerHandle | None = None
 
@@ -53,9 +55,10 @@ class TraceCollector:
             self._timer.cancel()
             self._timer = None
 
-    def add(self, worker: str, message: TraceRecords) -> None:
+    def add(self, worker: str, message: TraceRecords, host: str = "", clock: ClockOffset = SAME_CLOCK) -> None:
+        """Keep the records of a worker on `host`, whose machine clock has the offset `clock`."""
         identity = Identity(worker, message.incarnation)
-        self._latest[identity] = message
+        self._latest[identity], self._clocks[identity] = message, (host, clock)
         self._pieces.append((identity, message.piece))
         self._num_bytes += len(message.piece)
         while self._num_bytes > self._max_bytes:
@@ -73,10 +76,13 @@ class TraceCollector:
         records: dict[Identity, list[TraceRecord]] = {identity: [] for identity in self._latest}
         for identity, piece in self._pieces:
             records[identity] += _decode(piece)
-        return [
-            WorkerTrace(each.name, each.incarnation, records[each], message.num_dropped + self._num_dropped[each], message.is_last)
-            for each, message in self._latest.items()
-        ]
+        return [self._trace_of(each, message, records[each]) for each, message in self._latest.items()]
+
+    def _trace_of(self, identity: Identity, latest: TraceRecords, records: list[TraceRecord]) -> WorkerTrace:
+        host, clock = self._clocks[identity]
+        aligned, error_seconds = align(records, clock)
+        num_dropped = latest.num_dropped + self._num_dropped[identity]
+        return WorkerTrace(identity.name, identity.incarnation, aligned, num_dropped, latest.is_last, host, error_seconds)
 
     def _take_commits(self) -> None:
         for piece in self._commits.take():

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from flowrt.actors.control import Control, Statistics
+from flowrt.clock_offset import SAME_CLOCK, ClockOffset
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FIRST_HOST, FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.placement import weight_set
@@ -98,7 +99,7 @@ class WorkerPool:
         if process in self._hosted:
             ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity(GATEWAY), action.workers[0])
             self._tasks[process] = self._spawn(self._run_here(process, theirs), name=f"worker {process}")
-            self._connect(action, os.getpid(), [ours])
+            self._connect(action, os.getpid(), [ours], lambda: SAME_CLOCK)
         elif self._backend is not None and action.standby:
             self._use_standby(self._backend, action)
         elif self._backend is not None:
@@ -214,7 +215,7 @@ class WorkerPool:
             self._step(self._state.on_fork_failed, process, error)
         else:
             self._processes[process] = started
-            self._connect(action, started.pid, started.controls)
+            self._connect(action, started.pid, started.controls, lambda: started.clock_offset)
 
     def _use_standby(self, backend: ProcessBackend, action: StartProcess) -> None:
         """The standby process becomes a new incarnation of the process."""
@@ -238,10 +239,10 @@ class WorkerPool:
         self.connections[connection.name] = connection
         self.pids[connection.name] = connection.pid
 
-    def _connect(self, action: StartProcess, pid: int, controls: Sequence[Channel]) -> None:
+    def _connect(self, action: StartProcess, pid: int, controls: Sequence[Channel], clock_offset: Callable[[], ClockOffset]) -> None:
         for worker, control in zip(action.workers, controls, strict=True):
             on_overflow = partial(self._step, self._state.on_overflow)
-            connection = ControlConnection(worker.name, worker.incarnation, pid, control, on_overflow)
+            connection = ControlConnection(worker.name, worker.incarnation, pid, control, on_overflow, clock_offset)
             self._use(connection)
             self._spawn(self._receive(connection), name=f"control of {worker.name}")
         self._step(self._state.on_forked, action.process, pid)

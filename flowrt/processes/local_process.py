@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from flowrt.clock_offset import SAME_CLOCK
 from flowrt.process_backend import CONTROL_LIMITS, ProcessSpec
 from flowrt.processes.adopted_processes import CAN_ADOPT, reap, wait_reaped
 from flowrt.processes.exit_lock import ExitLock
@@ -30,6 +31,8 @@ class LocalProcess:
 
     Raises OSError, and leaves nothing open, when the system refuses a resource.
     """
+
+    clock_offset = SAME_CLOCK
 
     def __init__(
         self,

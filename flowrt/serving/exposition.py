@@ -27,7 +27,7 @@ Labels = Mapping[str, str]
 @dataclass(frozen=True)
 class ServedState:
     """What is exported. `num_waiting`: requests at the gateway without a group. `workers`: statistics by process. `down`: processes that
-    are not at work."""
+    are not at work. `hosts`: the host of each process, where there are several."""
 
     model_name: str
     is_healthy: bool
@@ -37,6 +37,11 @@ class ServedState:
     workers: Mapping[str, Statistics]
     down: frozenset[str]
     outages: OutageRecord = field(default_factory=OutageRecord)
+    hosts: Mapping[str, str] = field(default_factory=dict)
+
+    def labels(self, process: str, **more: str) -> Labels:
+        host = {"host": self.hosts[process]} if process in self.hosts else {}
+        return {"process": process, **more, **host}
 
 
 class _Page:
@@ -97,7 +102,7 @@ def _add_requests(page: _Page, state: ServedState) -> None:
 
 def _add_processes(page: _Page, state: ServedState) -> None:
     def add(name: str, kind: str, text: str, values: Mapping[str, float]) -> None:
-        page.add(f"flowrt_{name}", kind, text, [({"process": each, "role": role_of(each)}, value) for each, value in values.items()])
+        page.add(f"flowrt_{name}", kind, text, [(state.labels(each, role=role_of(each)), value) for each, value in values.items()])
 
     workers = state.workers
     groups = {name: each for name, each in workers.items() if each.num_pages}
@@ -116,7 +121,7 @@ def _add_processes(page: _Page, state: ServedState) -> None:
     add("prefix_cache_hits_total", "counter", "Tokens found.", {name: each.num_prefix_hits for name, each in groups.items()})
     add("kv_pages", "gauge", "Pages of the KV cache.", {name: each.num_pages for name, each in groups.items()})
     add("kv_pages_used", "gauge", "Pages in use.", {name: each.num_pages - each.num_free_pages for name, each in groups.items()})
-    nodes = [({"process": name, "node": node.node}, node) for name, each in workers.items() for node in each.nodes]
+    nodes = [(state.labels(name, node=node.node), node) for name, each in workers.items() for node in each.nodes]
     waiting = [(labels, node.num_waiting) for labels, node in nodes]
     page.add("flowrt_node_waiting_firings", "gauge", "Firings that wait for their turn.", waiting)
     page.add("flowrt_node_calls_total", "counter", "Calls of a node.", [(labels, node.num_calls) for labels, node in nodes])
@@ -143,7 +148,7 @@ def _add_experts(page: _Page, state: ServedState) -> None:
 
 def _add_reliability(page: _Page, state: ServedState) -> None:
     record = state.outages
-    deaths = [({"process": name, "role": role_of(name)}, number) for name, number in sorted(record.deaths.items())]
+    deaths = [(state.labels(name, role=role_of(name)), number) for name, number in sorted(record.deaths.items())]
     page.add("flowrt_process_deaths_total", "counter", "Deaths, and hangs that count as such.", deaths)
     detection, outage = record.detection_seconds, record.outage_seconds
     page.add_histogram("flowrt_detection_seconds", "From the latest heartbeat to the notice of a death.", detection, detection.edges, {})

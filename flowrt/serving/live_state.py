@@ -20,7 +20,7 @@ MAX_OPEN = 100  # requests in progress that are shown
 
 
 class LiveProcess(msgspec.Struct, frozen=True):
-    """`busy_seconds`: time that it computed. `num_pages` 0: not an attention group."""
+    """`busy_seconds`: time that it computed. `num_pages` 0: not an attention group. `host`: "" where there is one host."""
 
     name: str
     role: str
@@ -32,6 +32,7 @@ class LiveProcess(msgspec.Struct, frozen=True):
     num_waiting: int
     num_pages: int
     num_free_pages: int
+    host: str
 
 
 class LiveEdge(msgspec.Struct, frozen=True):
@@ -98,16 +99,16 @@ def live_state(graph: Graph, state: ServedState, problems: tuple[str, ...], now:
         num_generation_tokens=metrics.num_generation_tokens,
         num_ended={str(reason): number for reason, number in metrics.ended.items()},
         num_refused=metrics.refused.total(),
-        processes=tuple(_process(name, each, name not in state.down) for name, each in state.workers.items()),
+        processes=tuple(_process(name, each, name not in state.down, state.hosts.get(name, "")) for name, each in state.workers.items()),
         edges=tuple(_edges(graph, state.workers)),
         experts=tuple(_experts(state.workers)),
         requests=tuple(_request(each) for each in requests),
     )
 
 
-def _process(name: str, found: Statistics, is_up: bool) -> LiveProcess:
+def _process(name: str, found: Statistics, is_up: bool, host: str) -> LiveProcess:
     counts = found.resident_bytes, found.num_restarts, found.num_running, found.num_waiting
-    return LiveProcess(name, role_of(name), is_up, found.compute_seconds, *counts, found.num_pages, found.num_free_pages)
+    return LiveProcess(name, role_of(name), is_up, found.compute_seconds, *counts, found.num_pages, found.num_free_pages, host)
 
 
 def _edges(graph: Graph, workers: Mapping[str, Statistics]) -> Iterator[LiveEdge]:

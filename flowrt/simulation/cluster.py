@@ -39,7 +39,7 @@ from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.front_ends import FrontEndClients, services_of
 from flowrt.simulation.group_checks import GroupChecks
-from flowrt.simulation.hosts import SimulatedEngine
+from flowrt.simulation.hosts import SimulatedEngine, clock_faults
 from flowrt.simulation.inside import WorkerInternals, credit_faults
 from flowrt.simulation.invariants import falls_back, fastest_clock
 from flowrt.simulation.network_conditions import CALM
@@ -402,6 +402,8 @@ class _SimulatedRun:
             raise InvariantError("I8", "left when all had ended: " + "; ".join(left))
         if wrong := credit_faults(insides):
             raise InvariantError("I4", "; ".join(wrong))
+        if wrong := clock_faults(world, self._launcher.workers.values()):
+            raise InvariantError("I9", "; ".join(wrong))
         if self._front_ends is not None:
             self._front_ends.check_ended()
         if self._gateway.num_unfinished or self._gateway.num_logs:

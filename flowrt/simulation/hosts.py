@@ -7,18 +7,23 @@ gateway a partition. When it dies, its workers do. While a cut keeps it from the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from flowrt.clock_offset import MAX_DRIFT
 from flowrt.hosts.messages import HostStart
 from flowrt.hosts.server import serve
+from flowrt.launcher.control_connection import ControlConnection
 from flowrt.process_backend import BackendOwner, ProcessBackend
 from flowrt.seams import Seams
 from flowrt.simulation.processes import KILLED, ProcessConditions, SimulatedBackend
 from flowrt.simulation.waitables import OUTSIDE, set_result
-from flowrt.simulation.world import SimulatedProcess, World
+from flowrt.simulation.world import MachineClock, SimulatedProcess, World
+
+EXACT_SECONDS = 0.05
+DRIFT = 0.9 * MAX_DRIFT  # of the machine clock of each host, fast and slow in turn; their offsets are hours
 
 
 class SimulatedHostProcess:
@@ -32,7 +37,9 @@ class SimulatedHostProcess:
 
     async def start(self, line: bytes) -> bytes:
         start = msgspec.json.decode(line, type=HostStart)
-        self._process = process = self._world.start(self.address, lambda seams: self._serve(start, seams))
+        number = int(self.address.rpartition(".")[2])
+        clock = MachineClock(5000.0 * number, DRIFT if number % 2 else -DRIFT)
+        self._process = process = self._world.start(self.address, lambda seams: self._serve(start, seams), machine_clock=clock)
         awaited: list[asyncio.Future[Any]] = [self._replied, process.exit]
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         return self._replied.result() if self._replied.done() else b""
@@ -68,6 +75,20 @@ class SimulatedHostProcess:
             self._world.loop.call_at_node(self._world.loop.time(), OUTSIDE, set_result, self._replied, line)
 
         await serve(start, seams, open_backend, reply)
+
+
+def clock_faults(world: World, connections: Iterable[ControlConnection]) -> list[str]:
+    """What is wrong with the offsets that the launcher knows of the machine clocks of its workers (I9), after heartbeats in a calm
+    network."""
+    faults, now = [], world.loop.time()
+    for connection in connections:
+        process, found = world.processes.get(connection.name), connection.clock_offset()
+        if process is None or not world.is_alive(process):
+            continue
+        wrong_by = abs(found.seconds - (world.machine_clock(process.node).at(now) - now))
+        if not wrong_by <= (stated := found.error_at(now)) <= EXACT_SECONDS:
+            faults.append(f"the clock of {connection.name} is wrong by {wrong_by:g} s, stated are {stated:g} s")
+    return faults
 
 
 class SimulatedEngine:

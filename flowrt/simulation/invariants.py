@@ -8,6 +8,7 @@ I5 Every request ends, once, in time.
 I6 Queues stay within their bounds; the code checks this itself.
 I7 A process without a fault is not marked dead.
 I8 No state is left behind.
+I9 The clocks of other hosts are known as exactly as stated.
 
 The checks of internal worker state are in inside.py.
 """

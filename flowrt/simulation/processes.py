@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
+from flowrt.clock_offset import SAME_CLOCK
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR
 from flowrt.process_backend import CONTROL_LIMITS, BackendOwner, ProcessSpec, WorkerProcess
@@ -47,6 +48,8 @@ class ProcessConditions:
 
 class SimulatedWorkerProcess:
     """One incarnation of a process, as its launcher holds it."""
+
+    clock_offset = SAME_CLOCK
 
     def __init__(self, world: World, spec: ProcessSpec, process: SimulatedProcess, controls: tuple[SimulatedChannel, ...]) -> None:
         self.spec, self.process, self.controls, self.pid = spec, process, controls, process.pid

@@ -48,6 +48,17 @@ class SimulatedProcess:
         return self.node, thread_of(self.node)
 
 
+@dataclass(frozen=True)
+class MachineClock:
+    """Differs from virtual time by an offset and a drift, in seconds and seconds per second."""
+
+    offset_seconds: float = 0.0
+    drift: float = 0.0
+
+    def at(self, seconds: float) -> float:
+        return self.offset_seconds + (1.0 + self.drift) * seconds
+
+
 class World:
     """The nodes of one run and what they share."""
 
@@ -57,6 +68,7 @@ class World:
         loop.tick_seconds = conditions.tick_seconds
         self.network = SimulatedNetwork(loop, seed, conditions)
         self.one_clock = False  # all processes share the clock of one machine; set it before they start
+        self.machine_clocks: dict[str, MachineClock] = {}  # of nodes that are not on the launcher's machine
         self.processes: dict[str, SimulatedProcess] = {}  # the latest incarnation of each name
         self.deaths: list[Callable[[SimulatedProcess], None]] = []  # called at the moment of a `kill`, before any process is notified
         self.num_faults: Counter[str] = Counter()  # faults that hit a living target, by kind
@@ -83,7 +95,7 @@ class World:
             process.clocks.append(clock)
         return Seams(
             clock=clock,
-            machine_now=self.loop.time,
+            machine_now=lambda: self.machine_clock(node).at(self.loop.time()),
             new_incarnation=self.new_incarnation,
             new_seed=lambda: chance.getrandbits(63),
             new_key=self.new_key,
@@ -95,6 +107,9 @@ class World:
             process_activity=self.process_activity,
             random=chance,
         )
+
+    def machine_clock(self, node: str) -> MachineClock:
+        return self.machine_clocks.get(node, MachineClock())
 
     def context(self, node: str) -> Context:
         """A context in which everything belongs to `node`; give it to TaskGroup.create_task."""
@@ -121,10 +136,17 @@ class World:
         starts = self._num_starts[name]
         return name if not starts else f"{name}~{starts + 1}"
 
-    def start(self, name: str, main: Callable[[Seams], Coroutine[Any, Any, None]], aliases: Iterable[str] = ()) -> SimulatedProcess:
+    def start(
+        self,
+        name: str,
+        main: Callable[[Seams], Coroutine[Any, Any, None]],
+        aliases: Iterable[str] = (),
+        machine_clock: MachineClock | None = None,
+    ) -> SimulatedProcess:
         """Run `main` as a process, found in `processes` by its aliases too. Its end is reported through `exit`; no task awaits it, so
-        that it can be cut off."""
+        that it can be cut off. `machine_clock`: of its machine; None: that of the process that starts it."""
         node, here = self.next_node(name), current_node.get()
+        self.machine_clocks[node] = machine_clock or self.machine_clock(here)
         self._num_starts[name] += 1
         process = SimulatedProcess(name, node, here, self.loop.create_future())
         process.pid = len(self._by_pid) + 1

@@ -14,6 +14,7 @@ from flowrt.errors import UserError
 from flowrt.graph.model import Graph
 from flowrt.output_file import STDOUT, check_writable, write_bytes
 from flowrt.trace.records import RecordKind, TraceRecord, WorkerTrace
+from flowrt.trace.summary import clock_text
 from flowrt.trace.timeline import STREAMS, Slice, WorkerTimeline, timelines_of
 
 _SEQUENCE = 1  # all packets belong to one sequence of writes
@@ -73,8 +74,9 @@ def perfetto_bytes(timelines: Sequence[WorkerTimeline]) -> bytes:
 
 
 def labels_of(trace: WorkerTrace) -> list[str]:
-    """What is missing of a trace."""
-    labels = [f"{trace.num_dropped} older records were dropped"] if trace.num_dropped else []
+    """The host of a worker, how exactly its times are known, and what is missing of its trace."""
+    labels = [f"{trace.host}, {clock_text(trace.clock_error_seconds)}"] if trace.host else []
+    labels += [f"{trace.num_dropped} older records were dropped"] if trace.num_dropped else []
     return labels if trace.is_complete else [*labels, "the last records are missing"]
 
 

@@ -1,6 +1,7 @@
 """Records of a trace: what a worker computed, sent and received, and when. TraceRing is the ring that holds them in the worker.
 
-All times are seconds of the clock that the processes of a host share (`Seams.machine_now`); in the simulation, virtual time.
+All times are seconds of the clock that the processes of a host share (`Seams.machine_now`); in the simulation, virtual time. A WorkerTrace
+has those of the launcher's host.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from enum import IntEnum
 
 import msgspec
 
+from flowrt.clock_offset import ClockOffset
 from flowrt.transports.wire.message import Tag
 
 MAX_KEPT = 1 << 16  # records that a worker keeps until the launcher collects them
@@ -80,6 +82,7 @@ class WorkerTrace:
     """The records of one incarnation of a worker, in the order in which they were made.
 
     `num_dropped`: older records that are missing. `is_complete`: the last records are there; those of a killed process are not.
+    `clock_error_seconds`: bounds what the times of the records are wrong by, since the clock of `host` is known so exactly.
     """
 
     worker: str
@@ -87,6 +90,22 @@ class WorkerTrace:
     records: Sequence[TraceRecord]
     num_dropped: int = 0
     is_complete: bool = True
+    host: str = ""
+    clock_error_seconds: float = 0.0
+
+
+def align(records: Sequence[TraceRecord], offset: ClockOffset) -> tuple[list[TraceRecord], float]:
+    """The records of a host, whose clock has this offset from the launcher's, in times of the launcher's clock; and the bound of their
+    error. The records stay as they are while the offset is not known: then the bound is infinite."""
+    if not records or not offset.seconds:
+        shifted = list(records)
+    else:
+        shifted = [
+            msgspec.structs.replace(each, start_seconds=each.start_seconds - offset.seconds, end_seconds=each.end_seconds - offset.seconds)
+            for each in records
+        ]
+    ends = [shifted[0].start_seconds, shifted[-1].end_seconds] if shifted else [offset.at_seconds]
+    return shifted, max(map(offset.error_at, ends))
 
 
 NO_RECORDS = msgspec.msgpack.encode([])

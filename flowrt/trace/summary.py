@@ -13,6 +13,7 @@ from its own first record.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,7 @@ class TraceSummary:
     num_records: int
     num_dropped: int
     incomplete: tuple[str, ...]  # workers whose last records are missing
+    clock_errors: Mapping[str, float]  # bounds of the errors of times, in seconds, by host; without the launcher's own clock
 
 
 def summarize(traces: Sequence[WorkerTrace]) -> TraceSummary:
@@ -129,7 +131,17 @@ def summarize(traces: Sequence[WorkerTrace]) -> TraceSummary:
         sum(len(trace.records) for trace in traces),
         sum(trace.num_dropped for trace in traces),
         tuple(trace.worker for trace in traces if not trace.is_complete),
+        _clock_errors(traces),
     )
+
+
+def clock_text(error_seconds: float) -> str:
+    """How exactly times of a host are known."""
+    if not error_seconds:
+        return "the clock of the launcher"
+    if error_seconds == math.inf:
+        return "times are not aligned: nothing is known of its clock"
+    return f"times are aligned, to within {duration_text(error_seconds)}"
 
 
 def summary_lines(summary: TraceSummary) -> list[str]:
@@ -151,6 +163,8 @@ def summary_lines(summary: TraceSummary) -> list[str]:
             slowest = times[0]
             mean = duration_text(slowest.mean_seconds)
             lines.append(f"slowest {what}: {slowest.name}, {duration_text(slowest.seconds)} in {slowest.num} {units}, {mean} each")
+    for host, seconds in summary.clock_errors.items():
+        lines.append(f"{host}: {clock_text(seconds)}")
     if summary.num_dropped:
         lines.append(f"{summary.num_dropped} older records were dropped: the trace holds the end of the run")
     if summary.incomplete:
@@ -201,6 +215,14 @@ def _flights(records: Iterable[TraceRecord]) -> dict[MessageKey, Interval]:
         elif record.kind == RecordKind.RECEIVE:
             received[key_of(record)] = record.start_seconds
     return {key: (sent[key], max(end, sent[key])) for key, end in received.items() if key in sent}
+
+
+def _clock_errors(traces: Sequence[WorkerTrace]) -> dict[str, float]:
+    errors: dict[str, float] = {}
+    for trace in traces:
+        if trace.clock_error_seconds:
+            errors[trace.host] = max(errors.get(trace.host, 0.0), trace.clock_error_seconds)
+    return dict(sorted(errors.items()))
 
 
 def _exchange_times(flights: Mapping[MessageKey, Interval]) -> tuple[ExchangeTimes, ...]:

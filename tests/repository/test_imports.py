@@ -15,6 +15,7 @@ from repository.source_tree import ROOT, Import, Source, is_ours, module_of, mod
 
 OPERATORS, TRANSPORTS = "flowrt.operators", "flowrt.transports"
 LEAVES = (
+    "flowrt.clock_offset",
     "flowrt.config",
     "flowrt.cost_fit",
     "flowrt.errors",

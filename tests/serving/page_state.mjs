@@ -43,6 +43,12 @@ for (const width of [320, 900]) { // layout
   assert.equal(state.layoutGraph([], [], width).boxes.size, 0);
 }
 
+{ // hosts
+  const processes = [process("attention.0", 0, { host: "host.0" }), process("experts.0", 0, { host: "host.1" })];
+  const { boxes, height } = state.layoutGraph(processes, [edge("attention.0", "experts.0", 1)], 400);
+  assert.ok([...boxes.values()].every((box) => box.height === 54 && box.y + 54 <= height), "a third line has room");
+}
+
 { // experts
   const before = at(1, { experts: [{ layer: 1, num_pairs: [5, 5] }] });
   const now = at(2, { experts: [{ layer: 1, num_pairs: [6, 9] }, { layer: 2, num_pairs: [1] }] });

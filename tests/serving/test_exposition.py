@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from flowrt.actors.control import Statistics
@@ -69,6 +70,16 @@ def test_values_are_those_of_the_state() -> None:
         'vllm:inter_token_latency_seconds_bucket{model_name="tiny",engine="0",le="0.01"} 1',
         'vllm:inter_token_latency_seconds_bucket{model_name="tiny",engine="0",le="+Inf"} 2',
         'vllm:request_success_total{model_name="tiny",engine="0",finished_reason="stop"} 1',
+    ):
+        assert line in lines
+
+
+def test_processes_have_their_host_where_there_are_several() -> None:
+    lines = exposition(replace(state(), hosts={"attention.0": "host.0", "experts.0": "host.1"}), with_vllm_names=False).splitlines()
+    for line in (
+        'flowrt_process_restarts_total{process="experts.0",role="experts",host="host.1"} 2',
+        'flowrt_kv_pages_used{process="attention.0",role="attention",host="host.0"} 6',
+        'flowrt_node_firings_total{process="attention.0",node="gate",host="host.0"} 6',
     ):
         assert line in lines
 

@@ -7,6 +7,7 @@ New mechanisms add their bugs here.
 
 from __future__ import annotations
 
+from simulation.planted_clocks import CLOCK_BUGS
 from simulation.planted_colocated import COLOCATED_BUGS
 from simulation.planted_composed import COMPOSED_BUGS
 from simulation.planted_faults import FAULT_BUGS
@@ -76,6 +77,7 @@ BUGS: tuple[Bug, ...] = (
     *FAULT_BUGS,
     *STANDBY_BUGS,
     *FRONT_END_BUGS,
+    *with_graphs("hosts", CLOCK_BUGS),
     *with_graphs("colocated", COLOCATED_BUGS),
     *with_graphs("composed", COMPOSED_BUGS),
     *with_graphs("trampoline.yaml", TRAMPOLINE_BUGS),

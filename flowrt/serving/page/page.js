@@ -108,12 +108,14 @@ function drawBox(name, box, busy) {
   const place = { x: box.x, y: box.y, width: box.width, height: box.height, rx: 6 };
   const text = box.process.is_up ? state.percentText(busy) : "down";
   const label = box.width < 90 ? name.replace("attention", "attn").replace("front_end", "front") : name;
+  const { host } = box.process;
   group.append(
-    svg("title", {}, `${name}: ${box.process.is_up ? `${text} busy` : "down"}`),
+    svg("title", {}, `${name}${host ? ` on ${host}` : ""}: ${box.process.is_up ? `${text} busy` : "down"}`),
     svg("rect", { ...place, class: "box" }),
     svg("rect", { ...place, class: "fill", "fill-opacity": box.process.is_up ? Math.min(0.85, busy) : 0 }),
     svg("text", { x: box.x + box.width / 2, y: box.y + 17, "text-anchor": "middle" }, label),
     svg("text", { x: box.x + box.width / 2, y: box.y + 32, "text-anchor": "middle", class: "busy-text" }, text),
+    ...(host ? [svg("text", { x: box.x + box.width / 2, y: box.y + 46, "text-anchor": "middle", class: "host-text" }, host)] : []),
   );
   return group;
 }
@@ -232,6 +234,7 @@ function pointAtCell(event) {
 }
 
 function showProcesses(now, rates) {
+  at("processes").closest("table").classList.toggle("one-host", !now.processes.some((each) => each.host));
   at("processes").replaceChildren(...now.processes.map((each) => {
     const row = document.createElement("tr");
     const name = html("th", each.name);
@@ -239,8 +242,10 @@ function showProcesses(now, rates) {
     const up = html("td", each.is_up ? "up" : "down");
     up.className = each.is_up ? "" : "down";
     const group = each.num_pages > 0;
+    const host = html("td", each.host);
+    host.className = "host";
     row.append(
-      name, up,
+      name, host, up,
       html("td", state.percentText(rates.busy.get(each.name))),
       html("td", state.bytesText(each.resident_bytes)),
       html("td", String(each.num_restarts)),

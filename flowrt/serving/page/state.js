@@ -55,8 +55,10 @@ export function layoutGraph(processes, edges, width) {
   }
   const count = Math.max(1, columns.size);
   const tall = Math.max(1, ...[...columns.values()].map((each) => each.length));
+  const hasHosts = shown.some((each) => each.host);
   const boxWidth = Math.max(60, Math.min(170, (width - 34 * (count - 1) - 4) / count));
-  const [boxHeight, step] = [40, tall > 24 ? 46 : 58];
+  const boxHeight = hasHosts ? 54 : 40;
+  const step = boxHeight + (tall > 24 ? 6 : 18);
   const height = tall * step;
   const boxes = new Map();
   [...columns.values()].forEach((column, at) => {
