@@ -19,10 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from flowrt.errors import NotRunningError
 from flowrt.host_engine import OpenEngine
+from flowrt.log_files import LogFolder, open_log_folder
 from flowrt.process_backend import OpenBackend
 from flowrt.process_status import (
     Activity,
@@ -381,6 +383,7 @@ class Seams:
     transport: Callable[[str], Transport] = get_transport
     open_backend: OpenBackend | None = None  # starts worker processes; None: the backend of this host, which only the launcher imports
     open_engine: OpenEngine | None = None  # provides the other hosts of a run on several; None: the engine that the graph names
+    open_log_folder: Callable[[Path], LogFolder] = open_log_folder  # of a request log
     name_process: Callable[[str], None] = lambda name: None  # sets the name of this process in `ps`
     new_timer: Callable[[], Timer] = new_timer  # a timer of the running loop, finer than the clock's sleep
     host_address: str = ""  # by which other hosts reach this one; "": the run has one host

@@ -6,9 +6,10 @@ brings the tokens, and as the last one of each request its end. CancelRequest ma
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from flowrt.actors.control import Control, Logprobs
 from flowrt.sampling_params import FinishReason, SamplingParams
@@ -39,11 +40,22 @@ class Reserved(Control, frozen=True):
     refusal: Refusal | None = None
 
 
+class Origin(msgspec.Struct, frozen=True, array_like=True):
+    """Of a request that outlives its launcher: the id of its HTTP request, the number of its prompt there and of all prompts, and what a
+    front end needs to respond to a client that comes back, in the front end's own form."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=128)]
+    prompt: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    num_prompts: Annotated[int, Meta(ge=1, lt=1 << 16)]
+    form: bytes
+
+
 class Place(Control, frozen=True):
-    """From a front end: the prompt of a reserved request."""
+    """From a front end: the prompt of a reserved request. `origin`: where the graph has a request log."""
 
     number: int
     prompt_token_ids: tuple[int, ...]
+    origin: Origin | None = None
 
 
 class CancelRequest(Control, frozen=True):

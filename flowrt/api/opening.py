@@ -36,6 +36,7 @@ def open_graph(
     on_event: Callable[[events.Event], None] | None = None,
     on_line: Callable[[str, str], None] | None = None,
     trace: Path | str | None = None,
+    resume: bool = False,
 ) -> RunningGraph:
     """Open a graph: `async with` starts its processes on entry and ends them on exit.
 
@@ -48,6 +49,8 @@ def open_graph(
     on_line: called with (process, line) for each line that a process writes; by default it goes to stderr.
     An exception of a callback is printed once, and the run goes on.
     trace: a file for a Perfetto trace of the run, written on exit (docs/slow.md); LostOutputError when that fails.
+    resume: continue the open requests in the request log of the graph, whose launcher has died; `graph.resumed` has their numbers, for
+    `follow`.
 
     Raises GraphError, ArgumentError or TokenizerError; entering raises UserError, or WorkerDiedError when a process cannot start.
 
@@ -72,4 +75,5 @@ def open_graph(
         check_trace_file(str(trace), "trace")
         collector = TraceCollector(seams.machine_now, str(trace))
     loaded = graph if isinstance(graph, Graph) else read_graph(graph, overrides, model)
-    return RunningGraph(loaded, seams, log_level, guarded("on_event", on_event), guarded("on_line", on_line), collector)
+    callbacks = guarded("on_event", on_event), guarded("on_line", on_line)
+    return RunningGraph(loaded, seams, log_level, *callbacks, collector, resumes=resume)

@@ -18,16 +18,17 @@ from typing import Any, Self, Unpack
 from flowrt.actors.control import Control, Statistics, TraceRecords
 from flowrt.actors.emulated_links import check_machine
 from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt, each_input
-from flowrt.api.served import StateReports, front_end_services, max_model_len
+from flowrt.api.model_gateway import new_gateway
+from flowrt.api.request_log import open_request_log
+from flowrt.api.served import StateReports, front_end_services
 from flowrt.api.warm_up import warm_up
 from flowrt.errors import NotRunningError, TokenizerError, UserError
 from flowrt.gateway.completion import Completion
 from flowrt.gateway.gateway import ClientEvent, Gateway
+from flowrt.gateway.log_writer import LogWriter
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import Requests
-from flowrt.gateway.routing import find_policy
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
-from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events
 from flowrt.launcher.group_changes import apply_group_change
 from flowrt.launcher.launcher import Launcher
@@ -57,6 +58,7 @@ class RunningGraph:
         on_line: Callable[[str, str], None] | None = None,
         trace: TraceCollector | None = None,
         serving: ServeOptions | None = None,
+        resumes: bool = False,
     ) -> None:
         self._on_event = on_event or events.print_news
         self._tokenizer: Tokenizer | None = None
@@ -92,7 +94,9 @@ class RunningGraph:
         if serving is not None:
             reports = StateReports(self.launcher, self._of_model(), serving.model_name, self.health)
             self._served = ServedRequests(self.launcher, self._of_model(), reports.report)
-        self._opened = False
+        self._opened, self._resumes = False, resumes
+        self._log: LogWriter | None = None
+        self.resumed: tuple[int, ...] = ()
         self._failure: Exception | None = None
         self.final_statistics: dict[str, Statistics] = {}
 
@@ -128,11 +132,13 @@ class RunningGraph:
         self._opened = True
         await check_machine(self.graph, self.launcher.seams)
         try:
+            self._open_log()
             if self._tokenizer_process is not None and self._served is None:  # it loads while the workers load
                 self._tokenizer_process.start()
             await self.launcher.__aenter__()
         except BaseException:
             self._close_tokenizer()
+            await self._close_log()
             raise
         if self._requests is not None:  # ended in __aexit__
             self._requests.begin()
@@ -163,6 +169,7 @@ class RunningGraph:
                 self._endpoint.fail(NotRunningError("the graph was closed"))
             if self._requests is not None and self._failure is None:
                 self._requests.end_all()
+            await self._close_log()
             if self._trace is not None and self._trace.file:
                 write_trace(self._trace.file, self._trace.traces(), self.graph)
 
@@ -342,26 +349,18 @@ class RunningGraph:
         config = self._config = read_model_config(directory)
         self._tokenizer = Tokenizer.open(directory)
         self._tokenizer_process = TokenizerProcess(directory) if self._tokenizer is not None else None
-        longest, bounds = config.max_position_embeddings, {}
-        if serving is not None:
-            longest = max_model_len(graph, config, serving)
-            bounds = {"max_requests": graph.serving.max_requests, "max_prompt_tokens": graph.serving.max_prompt_tokens}
-        return Gateway(
-            attention_groups(graph),
-            graph.group_limits(),
-            longest,
-            config.vocab_size,
-            draw_seed=seams.new_seed,
-            new_detokenizer=self._tokenizer.stream if self._tokenizer is not None else None,
-            eos_token_ids=config.eos_token_ids,
-            now=seams.clock.now,
-            lost_group_seconds=graph.reliability.lost_group_seconds,
-            prefill_workers=prefill_workers(graph),
-            routing=find_policy(graph.routing),
-            limits_of=graph.limits_of,
-            long_prompts=graph.long_prompts,
-            **bounds,
-        )
+        return new_gateway(graph, config, self._tokenizer, seams, serving)
+
+    def _open_log(self) -> None:
+        """Continue what an earlier launcher has left in the request log, if there is one, before any other request."""
+        if self._requests is not None and (opened := open_request_log(self.graph, self.launcher.seams, self._resumes)) is not None:
+            self._log, contents = opened
+            self._log.on_failure = self.launcher.end
+            self.resumed = self._requests.begin_log(self._log, contents)
+
+    async def _close_log(self) -> None:
+        if self._log is not None:
+            await self._log.aclose()
 
     async def _close_requests(self) -> None:
         if self._requests is not None:

@@ -44,9 +44,10 @@ def _set_event() -> asyncio.Event:
 
 @dataclass
 class _FollowedRequest:
-    """A request of a front end at the gateway. `num_sent`: events of its log that were sent."""
+    """A request of a front end at the gateway. `on_change` is called after new events. `num_sent`: events of its log that were sent."""
 
     index: int
+    on_change: Callable[[], None]
     num_sent: int = 0
 
 
@@ -97,8 +98,8 @@ class FrontEnds:
         match control:
             case Reserve():
                 self._reserve(name, front_end, control)
-            case Place(number, prompt_token_ids) if (request := front_end.requests.get(number)) is not None:
-                self._requests.place(request.index, prompt_token_ids)
+            case Place(number, prompt_token_ids, origin) if (request := front_end.requests.get(number)) is not None:
+                self._requests.place(request.index, prompt_token_ids, origin)
             case StopChoice(number, choice) if (request := front_end.requests.get(number)) is not None:
                 self._requests.stop_choice(request.index, choice)
             case CancelRequest(number):
@@ -143,14 +144,14 @@ class FrontEnds:
         if refusal is not None and requests.metrics is not None:
             requests.metrics.refuse(refusal.kind)
         if refusal is None and self._failure is None:
-            index = requests.open(reserve.params, reserve.num_tokens, partial(self._note_change, front_end, number))
-            front_end.requests[number] = _FollowedRequest(index)
+            on_change = partial(self._note_change, front_end, number)
+            front_end.requests[number] = _FollowedRequest(requests.open(reserve.params, reserve.num_tokens, on_change), on_change)
         self._post(name, Reserved(number, refusal))
 
     def _close(self, front_end: _FrontEndQueue, number: int) -> None:
         front_end.changed.pop(number, None)
         if (request := front_end.requests.pop(number, None)) is not None:
-            self._requests.close(request.index)
+            self._requests.close(request.index, request.on_change)
 
     def _note_change(self, front_end: _FrontEndQueue, number: int) -> None:
         if number in front_end.requests:  # it is not being closed

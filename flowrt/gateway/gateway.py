@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
 from flowrt.actors.control import Cancel, Ended, KvLost, KvPulled, Prefilled, Prefilling, Request, RunsAlone, Token
 from flowrt.actors.front_end_messages import Refusal
 from flowrt.engine.validation import max_new_tokens, prompt_refusal, refusal
-from flowrt.gateway.decisions import Decision, SendCancel, SendCompleted, SendRequest
+from flowrt.gateway.decisions import Decision, ForWorker, SendCancel, SendCompleted, SendRequest
+from flowrt.gateway.log_contents import LoggedRequest
+from flowrt.gateway.log_records import ChoiceEnded, token_of
 from flowrt.gateway.request_log import (
     ChoiceEvent,
     ChoiceLog,
@@ -28,9 +28,11 @@ from flowrt.gateway.request_log import (
     Detokenizer,
     EndEvent,
     RequestLog,
+    RequestLogs,
     TokenEvent,
     is_stop_token,
     request_of,
+    token_event,
 )
 from flowrt.gateway.routing import RoutingPolicy, WorkerStatus, cache_aware
 from flowrt.gateway.stages import Stages
@@ -42,7 +44,7 @@ from flowrt.sampling_params import FinishReason, SamplingParams
 __all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "TokenEvent"]
 
 
-class Gateway:
+class Gateway(RequestLogs):
     """`groups` and `prefill_workers` are the names of the workers that take requests; a call that names a group takes either.
 
     `limits` are those that each request must fit; `limits_of` returns those of a worker, by default the same. `max_requests` bounds the
@@ -69,6 +71,7 @@ class Gateway:
         limits_of: Callable[[str], GraphLimits] | None = None,
         long_prompts: LongPrompts | None = None,
     ) -> None:
+        super().__init__()
         limits_of = limits_of or (lambda worker: limits)
         self._stages = Stages(groups, prefill_workers, limits_of, lost_group_seconds, now, routing, long_prompts)
         self._limits = limits
@@ -78,9 +81,7 @@ class Gateway:
         self._new_detokenizer = new_detokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self.max_requests, self._max_prompt_tokens = max_requests, max_prompt_tokens
-        self._logs: dict[int, RequestLog] = {}
         self._active: dict[str, RequestLog] = {}  # by Request.id
-        self._num_requests = 0
         self._num_prompt_tokens = 0  # of the active requests
         self.refuses_all: str | None = None  # why no new request is admitted, whatever it is
 
@@ -107,31 +108,9 @@ class Gateway:
         """When `on_time` is due; None without a waiting request that may be given up."""
         return self._stages.deadline
 
-    @property
-    def num_logs(self) -> int:
-        """Number of requests whose log is kept."""
-        return len(self._logs)
-
     def is_open(self, request_id: str) -> bool:
         """Whether the request has not ended."""
         return request_id in self._active
-
-    def log(self, index: int) -> RequestLog:
-        """The request's log; KeyError when there is none or it was forgotten."""
-        return self._logs[index]
-
-    def has_ended(self, index: int) -> bool:
-        return self._logs[index].end is not None
-
-    def events(self, index: int, start: int = 0) -> list[ClientEvent]:
-        """The request's events from number `start` on. A client reads at its own pace; a slow client delays no other."""
-        return self._logs[index].events[start:]
-
-    def forget(self, index: int) -> None:
-        """Drop the log of a request that has ended. ValueError while it has not."""
-        if self._logs[index].end is None:
-            raise ValueError(f"request {index} has not ended")
-        del self._logs[index]
 
     # From clients
 
@@ -156,9 +135,7 @@ class Gateway:
             return self._refused(params, refusal.text)
         if params.stop and self._new_detokenizer is None:
             return self._refused(params, "stop strings need a tokenizer, and the model's directory has none; use stop_token_ids")
-        log = self._new_log(params)
-        log.choices = [self._new_choice(choice, params) if has_text else ChoiceLog(choice) for choice in range(params.n)]
-        self._active[log.id] = log
+        log = self._admit(params, has_text)
         self._count_prompt(log, num_tokens)
         return log.index
 
@@ -179,6 +156,32 @@ class Gateway:
             return [self.refuse(index, reason)]
         self._stages.queue(log)
         return self._place_waiting()
+
+    def restore(self, logged: LoggedRequest) -> list[Decision]:
+        """Take over a request of an earlier launcher, with its number. An open one continues as a new attempt behind its committed tokens.
+        Its earlier events are made again from the tokens; no decision has them."""
+        given, decisions = logged.submitted, list[Decision]()
+        self._num_requests = max(self._num_requests, given.request)
+        log = self._admit(given.params, given.has_text)
+        log.prompt_token_ids, log.seed, log.max_tokens, log.origin = given.prompt_token_ids, given.seed, given.max_tokens, given.origin
+        self._count_prompt(log, len(log.prompt_token_ids))
+        for record in logged.output:
+            if (choice := log.choices[record.choice]).finish_reason is not None:  # a stop string has ended it
+                continue
+            if isinstance(record, ChoiceEnded):
+                decisions += self._end_choice(log, choice, record.finish_reason)
+            else:
+                decisions += self._commit(log, choice, token_of(record), 0)
+        if log.end is None and logged.end is not None:
+            decisions += self._end(log, logged.end.finish_reason, logged.end.error)
+        decisions = [decision for decision in decisions if isinstance(decision, ForWorker)]
+        if log.end is not None:
+            return decisions
+        if (reason := refusal(request_of(log), self._limits, self._max_position_embeddings, self._vocab_size)) is not None:
+            return decisions + self._end(log, "error", reason)
+        log.attempt += 1
+        self._stages.queue(log)
+        return decisions + self._place_waiting()
 
     def refuse(self, index: int, error: str) -> EndEvent:
         """End a reserved request that cannot be served, with an error. Returns its EndEvent; no-op if it has ended."""
@@ -361,10 +364,10 @@ class Gateway:
     def _place_waiting(self) -> list[Decision]:
         return [SendRequest(worker, request_of(log, stage), log.index) for worker, log, stage in self._stages.place_waiting()]
 
-    def _new_log(self, params: SamplingParams) -> RequestLog:
-        log = RequestLog(self._num_requests, params)
-        self._num_requests += 1
-        self._logs[log.index] = log
+    def _admit(self, params: SamplingParams, has_text: bool) -> RequestLog:
+        log = self._new_log(params)
+        log.choices = [self._new_choice(choice, params) if has_text else ChoiceLog(choice) for choice in range(params.n)]
+        self._active[log.id] = log
         return log
 
     def _refused(self, params: SamplingParams, error: str) -> int:
@@ -382,11 +385,7 @@ class Gateway:
         text, stopped = "", False
         if not is_stop_token(log.params, self._eos_token_ids, token_id):
             text, stopped = choice.push(token_id, looks_for_stops=index >= log.params.min_tokens)
-        event = TokenEvent(log.index, index, token_id, text, choice.index, degraded=token.degraded)
-        if at < len(token.logprobs):
-            event = msgspec.structs.replace(event, logprob=token.logprobs[at].token, top_logprobs=token.logprobs[at].top)
-        if token.prompt_logprobs and not index:
-            event = msgspec.structs.replace(event, prompt_logprobs=token.prompt_logprobs)
+        event = token_event(log, choice, index, text, token, at)
         log.events.append(event)
         decisions: list[Decision] = [event, *self._prove(log, choice)]
         return decisions + (self._end_choice(log, choice, "stop", cancels_worker=True) if stopped else [])

@@ -1,17 +1,19 @@
 """The log of one request: its prompt and parameters, each choice's output so far, and the events for its client. Pure.
 
-Only the gateway (gateway.py) writes to a log.
+Only the gateway (gateway.py) writes to a log. log_records.py has the form in which it outlives the process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
-from flowrt.actors.control import KvOffer, Logprobs, Request
+from flowrt.actors.control import KvOffer, Logprobs, Request, Token
+from flowrt.actors.front_end_messages import Origin
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.sampling_params import FinishReason, SamplingParams
 
@@ -138,6 +140,8 @@ class RequestLog:
     unproven: set[int] = field(default_factory=set)  # of a suspect in a group: the choices without a token since
     ran_alone: bool = False  # as a suspect: the group computes a choice alone, and no token has come since
     events: list[ClientEvent] = field(default_factory=list)
+    num_held: int = 0  # of the latest events: no client gets them before they are in the request log on disk
+    origin: Origin | None = None  # of a request that a front end may ask for again
 
     @property
     def id(self) -> str:
@@ -163,6 +167,63 @@ class RequestLog:
     def text(self) -> str:
         """Text of choice 0."""
         return "".join(event.text for event in self.events if isinstance(event, EndEvent) or event.choice == 0)
+
+
+class RequestLogs:
+    """The logs of all requests, by number."""
+
+    def __init__(self) -> None:
+        self._logs: dict[int, RequestLog] = {}
+        self._num_requests = 0
+
+    @property
+    def num_logs(self) -> int:
+        """Number of requests whose log is kept."""
+        return len(self._logs)
+
+    def log(self, index: int) -> RequestLog:
+        """The request's log; KeyError when there is none or it was forgotten."""
+        return self._logs[index]
+
+    def has_ended(self, index: int) -> bool:
+        return self._logs[index].end is not None
+
+    def events(self, index: int, start: int = 0) -> list[ClientEvent]:
+        """The request's events from number `start` on, but for those that are held. A client reads at its own pace; a slow client delays no
+        other."""
+        log = self._logs[index]
+        return log.events[start : len(log.events) - log.num_held]
+
+    def hold(self, events: Iterable[ClientEvent]) -> None:
+        """Hold the latest events back, until they are in the request log on disk."""
+        for event in events:
+            if (log := self._logs.get(event.request)) is not None:
+                log.num_held += 1
+
+    def release(self, event: ClientEvent) -> None:
+        """The oldest event that is held is in the request log on disk."""
+        if (log := self._logs.get(event.request)) is not None:
+            log.num_held -= 1
+
+    def forget(self, index: int) -> None:
+        """Drop the log of a request that has ended. ValueError while it has not."""
+        if self._logs[index].end is None:
+            raise ValueError(f"request {index} has not ended")
+        del self._logs[index]
+
+    def _new_log(self, params: SamplingParams) -> RequestLog:
+        log = RequestLog(self._num_requests, params)
+        self._num_requests += 1
+        self._logs[log.index] = log
+        return log
+
+
+def token_event(log: RequestLog, choice: ChoiceLog, index: int, text: str, token: Token, at: int) -> TokenEvent:
+    """The event of the token at position `at` of a message, which is committed at position `index` of the choice."""
+    event = TokenEvent(log.index, index, token.token_ids[at], text, choice.index, degraded=token.degraded)
+    if at < len(token.logprobs):
+        event = replace(event, logprob=token.logprobs[at].token, top_logprobs=token.logprobs[at].top)
+    return replace(event, prompt_logprobs=token.prompt_logprobs) if token.prompt_logprobs and not index else event
 
 
 def request_of(log: RequestLog, stage: Stage = "all") -> Request:

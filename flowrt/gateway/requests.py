@@ -7,10 +7,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 from contextlib import suppress
 
 from flowrt.actors.control import Control, Ended, KvLost, KvPulled, Prefilled, Prefilling, RunsAlone, Submit, Tokens
+from flowrt.actors.front_end_messages import Origin
 from flowrt.actors.mailbox import Mailbox
 from flowrt.errors import UserError, shown
 from flowrt.gateway.decisions import Decision, ForWorker, SendCancel, SendCompleted, SendRequest
 from flowrt.gateway.gateway import ClientEvent, EndEvent, Gateway, TokenEvent
+from flowrt.gateway.log_contents import LogContents
+from flowrt.gateway.log_writer import LogWriter
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
@@ -19,6 +22,8 @@ from flowrt.seams import Clock
 Send = Callable[[str, Control], Awaitable[None]]
 ROUNDING_SECONDS = 1e-6  # a timer that is set to a deadline may fire this much before it, because its sums round differently
 MAX_UNREAD = 1024  # logs kept of requests that have ended and that no client follows
+# The same of a gateway with a request log, which keeps what clients have read too, because they may ask for it again.
+KEPT_SECONDS, MAX_KEPT_EVENTS = 600.0, 1 << 18
 
 
 class Requests:
@@ -35,11 +40,15 @@ class Requests:
         metrics: RequestMetrics | None = None,
     ) -> None:
         self.gateway = gateway
+        self._log: LogWriter | None = None  # on disk
         self._send, self._progress, self._clock, self._on_token = send, progress, clock, on_token
         self.metrics = metrics
-        self._on_change: dict[int, Callable[[], None]] = {}  # by request: called after new events
+        self._on_change: dict[int, list[Callable[[], None]]] = {}  # by request: called after new events
         self._in_use: set[int] = set()  # requests that a call submits or follows
-        self._unread: dict[int, None] = {}  # requests that have ended and that no call uses, oldest first
+        self._unread: dict[int, float] = {}  # requests that have ended and that no call uses, oldest first, and since when
+        self._num_unread_events = 0
+        self._unattended: set[int] = set()  # requests that go on when no client follows them
+        self._by_origin: dict[str, dict[int, int]] = {}  # id of an HTTP request -> number of a prompt -> request
         self._outgoing: dict[str, Mailbox[ForWorker]] = {group: Mailbox(1 << 16) for group in gateway.workers}
         self._senders: list[asyncio.Task[None]] = []  # one per group: a stopped group does not delay the messages to others
         self._timer: asyncio.TimerHandle | None = None  # for the gateway's deadline
@@ -48,8 +57,33 @@ class Requests:
         self._is_closing = False
         self._has_drained: asyncio.Event | None = None
 
+    def begin_log(self, log: LogWriter, contents: LogContents) -> tuple[int, ...]:
+        """From now on, events are in this request log before any client gets them. Continue the open requests of an earlier launcher, and
+        keep those that have ended for clients that ask for them. Returns the numbers of the open ones. Before any other request."""
+        self._log, log.on_written = log, self._release
+        for index, logged in sorted(contents.requests.items()):
+            decisions = self.gateway.restore(logged)
+            self._on_change[index] = []
+            self.continue_unattended(index)
+            if (origin := self.gateway.log(index).origin) is not None:
+                self._register(index, origin)
+            if logged.end is None:
+                now = self._clock.now()
+                self._progress.opened(now)
+                if self.metrics is not None:
+                    self.metrics.admit(index, now)
+            elif logged.end.finish_reason == "abort":
+                self._let_go(index)
+            else:
+                self._keep_unread(index)
+            self._carry_out(decisions)
+        return tuple(index for index, logged in sorted(contents.requests.items()) if logged.end is None)
+
     def begin(self) -> None:
-        """Start one task per group that sends requests and cancels: the run is up. `aclose` ends these tasks."""
+        """Start one task per group that sends requests and cancels: the run is up. `aclose` ends these tasks. The request log begins, too,
+        which its owner closes."""
+        if self._log is not None:
+            self._log.begin()
         for group in self._outgoing:
             self._senders.append(asyncio.get_running_loop().create_task(self._send_all(group), name=f"requests of {group}"))
 
@@ -65,7 +99,7 @@ class Requests:
     def fail(self, error: Exception) -> None:
         """Make each `follow` raise `error`, once it has yielded the events so far: the run has failed."""
         self._failure = error
-        for on_change in list(self._on_change.values()):
+        for on_change in [each for readers in self._on_change.values() for each in readers]:
             on_change()
         if self._has_drained is not None:
             self._has_drained.set()
@@ -80,6 +114,11 @@ class Requests:
             await self._has_drained.wait()
         if self._failure is not None:
             raise self._failure
+
+    async def wait_written(self) -> None:
+        """Wait until clients may have all events so far."""
+        if self._log is not None:
+            await self._log.wait_written()
 
     async def submit(self, params: SamplingParams, tokenize: Callable[[], Awaitable[Sequence[int]]]) -> int:
         """Submit a request and return its number. The request is reserved first; then `tokenize` returns the prompt's token ids.
@@ -100,7 +139,7 @@ class Requests:
         return index
 
     def _reserve(self, index: int, on_change: Callable[[], None]) -> int:
-        self._on_change[index] = on_change
+        self._on_change[index] = [on_change]
         self._in_use.add(index)
         return index
 
@@ -117,7 +156,16 @@ class Requests:
             error = str(failed)
         if gateway.has_ended(index):  # the run was closed meanwhile
             return
-        self._carry_out(gateway.place(index, token_ids) if error is None else [gateway.refuse(index, error)])
+        if error is None:
+            self._place(index, token_ids, has_text=True)
+        else:
+            self._carry_out([gateway.refuse(index, error)])
+
+    def _place(self, index: int, prompt_token_ids: Sequence[int], has_text: bool) -> None:
+        decisions = self.gateway.place(index, prompt_token_ids)
+        if self._log is not None and not self.gateway.has_ended(index):
+            self._log.submit(self.gateway.log(index), has_text)
+        self._carry_out(decisions)
 
     async def follow(self, index: int) -> AsyncGenerator[ClientEvent, None]:
         """Yield the events of a request from the first one on. Leaving early cancels the request.
@@ -128,10 +176,9 @@ class Requests:
         self._check_known(index)
         if index in self._in_use:
             raise UserError(f"request {index} is followed already; a request has one reader")
-        self._in_use.add(index)
-        self._unread.pop(index, None)
-        seen, changed = 0, asyncio.Event()
-        self._on_change[index] = changed.set
+        changed, seen = asyncio.Event(), 0
+        self._on_change[index] = []
+        self.attach(index, changed.set)
         try:
             while True:
                 changed.clear()
@@ -145,7 +192,7 @@ class Requests:
                     raise self._failure
                 await changed.wait()
         finally:
-            self.close(index)
+            self.close(index, changed.set)
 
     # For a client that calls when it has room for more events.
 
@@ -160,15 +207,42 @@ class Requests:
                 self.metrics.admit(index, now)
         return index
 
-    def place(self, index: int, prompt_token_ids: Sequence[int]) -> None:
-        self._carry_out(self.gateway.place(index, prompt_token_ids))
+    def place(self, index: int, prompt_token_ids: Sequence[int], origin: Origin | None = None) -> None:
+        """`origin`: by which a front end may find the request again. It takes the place of a former one with this id."""
+        self.gateway.log(index).origin = origin
+        if origin is not None and self._log is not None:
+            self._register(index, origin)
+        self._place(index, prompt_token_ids, has_text=False)
 
     def stop_choice(self, index: int, choice: int) -> None:
         self._carry_out(self.gateway.stop_choice(index, choice))
 
-    def close(self, index: int) -> None:
-        """Drop a request that no client follows any more; cancel it unless it has ended."""
-        self._let_go(index)
+    def find(self, origin_id: str) -> dict[int, int]:
+        """The requests of an HTTP request that are known, by the number of the prompt."""
+        return dict(self._by_origin.get(origin_id, ()))
+
+    def attach(self, index: int, on_change: Callable[[], None]) -> None:
+        """Follow a request, perhaps beside others, from its first event on. `on_change` is as for `open`. `close` follows."""
+        if self._unread.pop(index, None) is not None:
+            self._num_unread_events -= len(self.gateway.log(index).events)
+        self._in_use.add(index)
+        self._on_change[index].append(on_change)
+
+    def continue_unattended(self, index: int) -> None:
+        """From now on the request is not cancelled when its clients leave."""
+        self._unattended.add(index)
+
+    def close(self, index: int, on_change: Callable[[], None]) -> None:
+        """A client follows the request no more. The last one's request is cancelled, unless it has ended or goes on unattended."""
+        readers = self._on_change[index]
+        readers.remove(on_change)
+        if readers:
+            return
+        end = self.gateway.log(index).end
+        if self._log is not None and end is not None and end.finish_reason != "abort":
+            self._keep_unread(index)
+        elif end is not None or index not in self._unattended:
+            self._let_go(index)
         self._in_use.discard(index)
 
     def prompt_token_ids(self, index: int) -> tuple[int, ...]:
@@ -180,8 +254,7 @@ class Requests:
         """Handle a message of the current incarnation of a group, about one of its requests. Ignores other messages."""
         match control:
             case Tokens(tokens):
-                for token in tokens:
-                    self._carry_out(self.gateway.on_token(group, token))
+                self._carry_out([decision for token in tokens for decision in self.gateway.on_token(group, token)])
             case Ended():
                 self._carry_out(self.gateway.on_ended(group, control))
             case RunsAlone():
@@ -221,42 +294,83 @@ class Requests:
 
     def _keep_unread(self, index: int) -> None:
         """Keep the log of a request that has ended without a reader, and drop the oldest of too many."""
-        self._unread[index] = None
-        if len(self._unread) > MAX_UNREAD:
-            self._let_go(next(iter(self._unread)))
+        if index not in self._unread:
+            self._unread[index] = now = self._clock.now()
+            self._num_unread_events += len(self.gateway.log(index).events)
+            while len(self._unread) > MAX_UNREAD or (self._log is not None and self._keeps_too_much(now)):
+                self._let_go(next(iter(self._unread)))
+
+    def _keeps_too_much(self, now: float) -> bool:
+        oldest = next(iter(self._unread.values()), now)
+        return oldest < now - KEPT_SECONDS or self._num_unread_events > MAX_KEPT_EVENTS
+
+    def _register(self, index: int, origin: Origin) -> None:
+        known = self._by_origin.setdefault(origin.id, {})
+        if origin.prompt in known:  # another HTTP request with this id
+            known.clear()
+        known[origin.prompt] = index
 
     def _let_go(self, index: int) -> None:
         """Cancel a request without a reader, unless it has ended, and drop its log."""
-        self._unread.pop(index, None)
+        log = self.gateway.log(index)
+        if self._unread.pop(index, None) is not None:
+            self._num_unread_events -= len(log.events)
         self._carry_out(self.gateway.cancel(index))
-        if self.gateway.log(index).end is not None:
+        if log.end is not None:
             self.gateway.forget(index)
         del self._on_change[index]
+        self._unattended.discard(index)
+        if self._log is not None:
+            self._log.forget(index)
+        if log.origin is not None and (known := self._by_origin.get(log.origin.id, {})).get(log.origin.prompt) == index:
+            del known[log.origin.prompt]
+            if not known:
+                del self._by_origin[log.origin.id]
 
     def _carry_out(self, decisions: Iterable[Decision]) -> None:
-        now, metrics = self._clock.now(), self.metrics
+        """Send what is for workers now, and what is for clients once it is in the request log, if there is one."""
+        now, events = self._clock.now(), list[ClientEvent]()
         for decision in decisions:
-            if metrics is not None:
-                _count(metrics, decision, now)
             if isinstance(decision, ForWorker):
+                if self.metrics is not None:
+                    _count(self.metrics, decision, now)
                 self._outgoing[decision.group].post(decision)
-                continue
-            if isinstance(decision, TokenEvent):
-                self._progress.progressed(now)
-                if self._on_token is not None:
-                    self._on_token(decision)
-            elif isinstance(decision, EndEvent):
-                self._progress.ended(now)
-                self._note_drained()
-                if decision.request not in self._in_use:
-                    self._keep_unread(decision.request)
-            if (on_change := self._on_change.get(decision.request)) is not None:
-                on_change()
+            else:
+                events.append(decision)
+        if self._log is None:
+            self._publish(events)
+        elif events:
+            self.gateway.hold(events)
+            self._log.add(events)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if (deadline := self.gateway.deadline) is not None and not self._is_closing:
             self._timer = asyncio.get_running_loop().call_later(max(ROUNDING_SECONDS, deadline - now), self._on_time)
+
+    def _release(self, events: Sequence[ClientEvent]) -> None:
+        """These events are in the request log."""
+        for event in events:
+            self.gateway.release(event)
+        self._publish(events)
+
+    def _publish(self, events: Iterable[ClientEvent]) -> None:
+        """Let clients have these events."""
+        now, metrics = self._clock.now(), self.metrics
+        for event in events:
+            if metrics is not None:
+                _count(metrics, event, now)
+            if isinstance(event, TokenEvent):
+                self._progress.progressed(now)
+                if self._on_token is not None:
+                    self._on_token(event)
+            elif isinstance(event, EndEvent):
+                self._progress.ended(now)
+                self._note_drained()
+                if event.request not in self._in_use and event.request in self._on_change:
+                    self._keep_unread(event.request)
+            for on_change in tuple(self._on_change.get(event.request, ())):
+                on_change()
 
     def _on_time(self) -> None:
         self._carry_out(self.gateway.on_time())

@@ -12,15 +12,14 @@ from flowrt.graph.builtin import BUILTIN, RETURN, SOURCE
 from flowrt.graph.document import Path_
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import check_int8
-from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, ReliabilitySettings, role_of
+from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, role_of
 from flowrt.graph.notation import link_numbers, nearest, specs_disagree
 from flowrt.graph.placement import Held, experts_map, held_experts
 from flowrt.graph.reach import Flow, Point, emits, follow
-from flowrt.graph.recovery import standby_candidates, standby_names, survivable_processes
+from flowrt.graph.reliability_checks import check_reliability
 from flowrt.graph.trampoline import check_trampolines
 from flowrt.transports.wire.message import DTYPE_BYTES
 
-MIN_SUSPECT_SECONDS = 0.2  # two heartbeats
 _FAULT_PLAN = re.compile(r"^faulty\+|(?<=[\w.+-])\?.*$")  # faulty+shm?drop@100 is shm with injected faults
 
 
@@ -53,7 +52,7 @@ def check(graph: Graph, facts: ModelFacts | None = None, schemes: Collection[str
 
 
 def _check_sections(graph: Graph) -> Iterator[Problem]:
-    """The sections that name processes or roles, and `reliability`."""
+    """The sections that name processes or roles."""
     processes = graph.process_names()
     roles = {role_of(process) for process in processes}
     for key, named in (("devices", graph.devices), ("threads", graph.threads), ("cores", graph.cores)):
@@ -63,35 +62,7 @@ def _check_sections(graph: Graph) -> Iterator[Problem]:
     for role in graph.role_limits:
         if role not in roles:
             yield Problem(("limits", "roles", role), f"no process has the role {role!r}; {nearest(role, roles)}")
-    settings = graph.reliability
-    suspect, dead = settings.suspect_seconds, settings.dead_seconds
-    if suspect < MIN_SUSPECT_SECONDS:
-        text = f"{suspect:g} s is less than two heartbeats of 0.1 s; write at least {MIN_SUSPECT_SECONDS:g}"
-        yield Problem(("reliability", "suspect_seconds"), text)
-    if dead <= suspect:
-        key = "suspect_seconds" if dead == ReliabilitySettings().dead_seconds else "dead_seconds"
-        text = f"dead_seconds {dead:g} is not longer than suspect_seconds {suspect:g}; raise dead_seconds"
-        yield Problem(("reliability", key), text)
-    if settings.unavailable_expert == "degrade" and settings.recovery == "off":
-        text = "degrade needs a run that continues when a server dies; write recovery: fine"
-        yield Problem(("reliability", "unavailable_expert"), text)
-    if settings.standby:
-        yield from _check_standby(graph)
-
-
-def _check_standby(graph: Graph) -> Iterator[Problem]:
-    names = standby_names(graph)
-    for node in graph.nodes.values():
-        if node.process in names:
-            yield Problem(("nodes", node.name, "process"), f"{node.process!r} is a standby process; choose another name")
-    key = ("reliability", "standby")
-    if graph.processes != "many":
-        yield Problem(key, "a standby process stands in for one worker; write `processes: many`, or standby: 0")
-    elif not survivable_processes(graph):
-        yield Problem(key, "the run can lose no process, so a standby process has none to stand in for; write standby: 0")
-    elif not standby_candidates(graph):
-        text = "no process that the run can lose computes on the CPU and shares its weights, so a standby process has none to stand in for"
-        yield Problem(key, f"{text}; write standby: 0")
+    yield from (Problem(path, text) for path, text in check_reliability(graph))
 
 
 def _check_strict(graph: Graph) -> Iterator[Problem]:

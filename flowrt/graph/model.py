@@ -273,6 +273,8 @@ class ReliabilitySettings:
     )
     standby: int = _key(0, "Processes with weights ready, each of which takes the place of one that dies.", ge=0, le=16)
     share_weights: bool = _key(True, "Processes of one host share equal experts, and proofs of equal weights, also over restarts.")
+    request_log: str = _key("", "A folder: what is committed is written there first, and outlives the launcher (flowrt up --resume).")
+    request_log_sync: bool = _key(False, "Wait until the disk has it, so that it outlives a power loss, too.")
 
 
 @dataclass(frozen=True)

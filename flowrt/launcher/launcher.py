@@ -285,7 +285,7 @@ class Launcher:
             for action in self.state.handle(self._now(), event, *arguments):
                 self._carry_out(action)
         except Exception as error:
-            self._end(error)
+            self.end(error)
         if self._timer is not None:
             self._timer.cancel()
         if (deadline := self.state.deadline) is not None:
@@ -310,9 +310,10 @@ class Launcher:
             case End(error, tail_of):
                 if isinstance(error, WorkerDiedError) and tail_of is not None:
                     error = WorkerDiedError(error.process, error.reason, self._pool.output_tail(tail_of))
-                self._end(error)
+                self.end(error)
 
-    def _end(self, error: Exception | None) -> None:
+    def end(self, error: Exception | None) -> None:
+        """End the run, with this error if there is one. No-op after its end."""
         if not self._ended.done():
             if error is None:
                 self._ended.set_result(None)

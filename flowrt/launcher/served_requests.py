@@ -43,6 +43,7 @@ class ServedRequests:
             async with asyncio.timeout(seconds):
                 await self._requests.drain()
         self._requests.end_all()
+        await self._requests.wait_written()
         await self._flush()
 
     async def fail(self, error: Exception) -> None:

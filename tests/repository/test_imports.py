@@ -32,6 +32,7 @@ LEAVES = (
     "flowrt.process_status",
     "flowrt.process_backend",
     "flowrt.host_engine",
+    "flowrt.log_files",
 )
 BELOW_ALL = (*LEAVES, "flowrt.graph", "flowrt.reliability", "flowrt.trace")
 # What users get from `import flowrt`; loaded on first use.

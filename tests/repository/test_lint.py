@@ -44,6 +44,7 @@ TASK_OWNERS: dict[str, str] = {
     "flowrt/seams.py": "what a loop in a thread holds: left or cancelled, and awaited, by close",
     "flowrt/gateway/requests.py": "the cancels of a run: ended by aclose",
     "flowrt/gateway/front_ends.py": "what is sent to front ends: ended by aclose",
+    "flowrt/gateway/log_writer.py": "the task that writes: ended and awaited by aclose",
     "flowrt/actors/lazy_opener.py": "the call, and channels that come too late: ended by aclose",
     "flowrt/actors/link_channel.py": "the way to the next channel and what is sent again on it: cancelled and awaited by aclose",
     "transports/conformance/channel_checks.py": "a kit for tests: each check cancels and awaits what it starts",

@@ -1,0 +1,49 @@
+"""Opens the request log of a graph, and says which graphs and models may continue one."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+
+from flowrt.gateway.log_contents import LogContents
+from flowrt.gateway.log_writer import LogWriter, open_log
+from flowrt.graph.model import Graph
+from flowrt.seams import Seams
+
+NUM_SAMPLES, SAMPLE_BYTES = 16, 4096  # of each file of a model: to read gigabytes would delay the start
+
+
+def open_request_log(graph: Graph, seams: Seams, resumes: bool) -> tuple[LogWriter, LogContents] | None:
+    """The log that the graph asks for, and what an earlier launcher left there. None: it asks for none. Raises UserError."""
+    settings = graph.reliability
+    if not settings.request_log or graph.model is None:
+        return None
+    folder = seams.open_log_folder(Path(graph.folder, settings.request_log))
+    compute = seams.new_compute("request log") if settings.request_log_sync else None
+    return open_log(folder, identity_of(graph), resumes, compute)
+
+
+def identity_of(graph: Graph) -> dict[str, str]:
+    """What the tokens of a request depend on: a log is continued by a graph with the same values. How the model is deployed is not part
+    of it."""
+    assert graph.model is not None
+    limits = graph.group_limits()
+    found = {"model": model_digest(Path(graph.model.path)), "dtype": graph.model.dtype, "numerics": graph.numerics}
+    if graph.numerics == "strict":
+        found |= {"page_size": str(limits.page_size), "chunk_tokens": str(limits.chunk_tokens)}
+    return found
+
+
+def model_digest(directory: Path) -> str:
+    """A digest of the model's configuration, tokenizer and weights: name, size and samples of each file."""
+    digest = blake2b(digest_size=16)
+    paths = [directory / "config.json", directory / "tokenizer.json", *sorted(directory.glob("*.safetensors"))]
+    for path in paths:
+        if path.exists():
+            num_bytes = path.stat().st_size
+            digest.update(f"{path.name} {num_bytes} ".encode())
+            with path.open("rb") as file:
+                for sample in range(NUM_SAMPLES):
+                    file.seek(max(0, num_bytes - SAMPLE_BYTES) * sample // (NUM_SAMPLES - 1))
+                    digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,199 @@
+"""The format of the request log on disk: records in frames, frames in segments. Pure: bytes in, records out, and back.
+
+    segment   frames, the first of which holds a LogHeader alone
+    frame     4 bytes FLR1 | number of the frame, 8 bytes | length of the payload, 4 bytes | hash, 8 bytes | payload
+    payload   MessagePack: a list of records, each an array that begins with the number of its kind
+
+Numbers are little-endian. The hash is BLAKE2b of the number, the length and the payload. Frames are numbered over all segments. A frame
+holds what the gateway committed in one turn of its loop, so it is there as a whole or not at all. The digit in FLR1 is the version.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from flowrt.actors.control import Logprobs, Token
+from flowrt.actors.front_end_messages import Origin
+from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, RequestLog, TokenEvent
+from flowrt.sampling_params import FinishReason, SamplingParams
+
+MAGIC = b"FLR1"
+MAX_PAYLOAD = 1 << 28
+_HEAD = struct.Struct("<4sQI8s")
+_HASHED = struct.Struct("<QI")
+_Whole = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class LogHeader(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """The first record of a segment. `identity`: what the tokens of the log depend on, such as the model, by name."""
+
+    identity: dict[str, str]
+
+
+class Submitted(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A request was admitted with this prompt. `seed` and `max_tokens` are those of `params`, or what the gateway filled in. `has_text`:
+    the gateway converts its tokens to text."""
+
+    request: _Whole
+    prompt_token_ids: tuple[_Whole, ...]
+    params: SamplingParams
+    seed: _Whole
+    max_tokens: _Whole
+    has_text: bool
+    origin: Origin | None = None
+
+
+class Committed(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A token was committed at position `index` of a choice's output."""
+
+    request: _Whole
+    choice: _Whole
+    index: _Whole
+    token_id: _Whole
+
+
+class Scored(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """As Committed, with what TokenEvent has beside the token."""
+
+    request: _Whole
+    choice: _Whole
+    index: _Whole
+    token_id: _Whole
+    logprob: float | None
+    top_logprobs: tuple[tuple[_Whole, float], ...]
+    degraded: bool
+    prompt_logprobs: tuple[Logprobs, ...]
+
+
+class ChoiceEnded(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """One of several choices has ended."""
+
+    request: _Whole
+    choice: _Whole
+    finish_reason: FinishReason
+
+
+class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The request has ended."""
+
+    request: _Whole
+    finish_reason: FinishReason
+    error: str | None
+
+
+Output = Committed | Scored | ChoiceEnded
+Record = LogHeader | Submitted | Output | RequestEnded
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Record])
+
+
+class FrameError(Exception):
+    """A frame is cut off or damaged, or its records are not those of a request log."""
+
+
+class _VersionError(FrameError):
+    """A frame of another version."""
+
+
+@dataclass(frozen=True)
+class FoundFrames:
+    """What a segment holds: its frames up to the first that is not whole, which begins at byte `num_valid`. `problem`: of that one; None
+    at the end of the segment. `is_torn`: no whole frame follows, as when the writer died. `first`: the number of the first frame."""
+
+    records: list[list[Record]]
+    first: int | None
+    num_valid: int
+    problem: str | None = None
+    is_torn: bool = False
+
+
+def frame_of(number: int, records: Sequence[Record]) -> bytes:
+    payload = _encoder.encode(records)
+    return _HEAD.pack(MAGIC, number, len(payload), _hash(number, payload)) + payload
+
+
+def record_of(event: ClientEvent) -> Record:
+    match event:
+        case TokenEvent(request, index, token_id, _, choice, None, (), False, ()):
+            return Committed(request, choice, index, token_id)
+        case TokenEvent(request, index, token_id, _, choice, logprob, top, degraded, of_prompt):
+            return Scored(request, choice, index, token_id, logprob, top, degraded, of_prompt)
+        case ChoiceEvent(request, choice, reason):
+            return ChoiceEnded(request, choice, reason)
+        case EndEvent(request, reason, _, error):
+            return RequestEnded(request, reason, error)
+
+
+def token_of(record: Committed | Scored) -> Token:
+    """The message that brought a token; of no worker."""
+    if isinstance(record, Committed):
+        return Token("", 0, record.index, (record.token_id,), record.choice)
+    logprobs = () if record.logprob is None else (Logprobs(record.logprob, record.top_logprobs),)
+    prompt_logprobs = record.prompt_logprobs
+    return Token("", 0, record.index, (record.token_id,), record.choice, logprobs, record.degraded, 0, prompt_logprobs)
+
+
+def submitted_of(log: RequestLog, has_text: bool) -> Submitted:
+    return Submitted(log.index, log.prompt_token_ids, log.params, log.seed, log.max_tokens, has_text, log.origin)
+
+
+def read_frames(data: bytes) -> FoundFrames:
+    """The frames of a segment."""
+    records: list[list[Record]] = []
+    at, first = 0, None
+    while at < len(data):
+        try:
+            number, found, end = _read_frame(data, at)
+        except FrameError as error:
+            is_torn = not isinstance(error, _VersionError) and not any(_later_frames(data, at))
+            return FoundFrames(records, first, at, str(error), is_torn)
+        if first is None:
+            first = number
+        elif number != first + len(records):
+            return FoundFrames(records, first, at, f"frame {number} follows frame {first + len(records) - 1}")
+        records.append(found)
+        at = end
+    return FoundFrames(records, first, at)
+
+
+def _read_frame(data: bytes, at: int) -> tuple[int, list[Record], int]:
+    """The number and the records of the frame at this byte, and where it ends. Raises FrameError."""
+    if len(data) - at < _HEAD.size:
+        raise FrameError("a frame is cut off")
+    magic, number, length, digest = _HEAD.unpack_from(data, at)
+    if magic[:3] == MAGIC[:3] and magic != MAGIC:
+        raise _VersionError("it was written by another version of flowrt")
+    if magic != MAGIC or length > MAX_PAYLOAD:
+        raise FrameError("a frame is damaged")
+    begin = at + _HEAD.size
+    payload = data[begin : begin + length]
+    if len(payload) < length:
+        raise FrameError("a frame is cut off")
+    if _hash(number, payload) != digest:
+        raise FrameError("a frame is damaged")
+    try:
+        return number, _decoder.decode(payload), begin + length
+    except msgspec.MsgspecError as error:
+        raise FrameError(f"frame {number} holds no records ({error})") from None
+
+
+def _later_frames(data: bytes, at: int) -> Iterator[int]:
+    """Where whole frames begin behind this byte: what is there was not cut off with a writer's death, but damaged."""
+    while (at := data.find(MAGIC, at + 1)) >= 0:
+        try:
+            _read_frame(data, at)
+        except FrameError:
+            continue
+        yield at + 1
+
+
+def _hash(number: int, payload: bytes) -> bytes:
+    return blake2b(_HASHED.pack(number, len(payload)) + payload, digest_size=8).digest()

@@ -1,0 +1,311 @@
+"""The request log on disk: what is in it when its writer dies at any byte, and what another launcher makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrt.actors.control import Control, Ended, Logprobs, Token, Tokens
+from flowrt.actors.front_end_messages import Origin
+from flowrt.errors import UserError
+from flowrt.gateway import log_writer
+from flowrt.gateway.gateway import ClientEvent, EndEvent, Gateway, TokenEvent
+from flowrt.gateway.log_contents import LogContents, read_log
+from flowrt.gateway.log_records import MAGIC, Committed, LogHeader, Record, frame_of, read_frames
+from flowrt.gateway.log_writer import LogWriter, open_log
+from flowrt.gateway.requests import Requests
+from flowrt.graph.model import GraphLimits
+from flowrt.log_files import open_log_folder
+from flowrt.reliability.health import RequestProgress
+from flowrt.sampling_params import SamplingParams
+from flowrt.seams import RealClock, ThreadCompute
+
+IDENTITY = {"model": "m", "numerics": "strict"}
+SCORED = Logprobs(-1.5, ((7, -1.5), (8, -2.0)))
+
+
+class Letters:
+    """Token n is the n-th letter, shown with the token after it."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        held, self._held = self._held, chr(ord("a") + token_id)
+        return held
+
+    def flush(self) -> str:
+        return self._held
+
+
+async def send_nothing(group: str, control: Control) -> None:
+    pass
+
+
+def new_requests(folder: Path, resumes: bool = False, synced: bool = False) -> tuple[Requests, LogWriter]:
+    gateway = Gateway(["g"], GraphLimits(), 64, 26, draw_seed=lambda: 99, new_detokenizer=Letters)
+    requests = Requests(gateway, send_nothing, RequestProgress(), RealClock())
+    log, contents = open_log(open_log_folder(folder), IDENTITY, resumes, ThreadCompute("log") if synced else None)
+    requests.begin_log(log, contents)
+    requests.begin()
+    return requests, log
+
+
+def copy_of(folder: Path, to: Path, num_bytes: int | None = None) -> Path:
+    """What another launcher finds if the writer dies now, or after so many bytes of the last segment."""
+    to.mkdir()
+    names = sorted(path.name for path in folder.glob("*.log"))
+    for name in names:
+        data = (folder / name).read_bytes()
+        (to / name).write_bytes(data[:num_bytes] if name == names[-1] else data)
+    return to
+
+
+def contents_of(folder: Path) -> LogContents:
+    opened = open_log_folder(folder)
+    try:
+        return read_log(opened)
+    finally:
+        opened.close()
+
+
+async def close(requests: Requests, log: LogWriter) -> None:
+    await requests.aclose()
+    await log.aclose()
+
+
+def submitter(*token_ids: int) -> Any:
+    async def tokenize() -> list[int]:
+        return list(token_ids)
+
+    return tokenize
+
+
+async def serve_some(requests: Requests) -> list[list[ClientEvent]]:
+    """Requests in each state: ended by a stop string, with an error, one choice of two ended, with logprobs, cancelled, without tokens."""
+    stopped = await requests.submit(SamplingParams(max_tokens=9, stop=("bc",)), submitter(1, 2))
+    failed = await requests.submit(SamplingParams(max_tokens=9), submitter(3))
+    double = await requests.submit(SamplingParams(max_tokens=4, n=2, temperature=0.5, prompt_logprobs=1), submitter(4, 5))
+    scored = await requests.submit(SamplingParams(max_tokens=9, logprobs=2, seed=5), submitter(6))
+    cancelled = requests.open(SamplingParams(max_tokens=4), 2, lambda: None)
+    requests.place(cancelled, (1, 2), Origin("cancelled", 0, 1, b""))
+    waiting = requests.open(SamplingParams(max_tokens=4), 2, lambda: None)
+    requests.place(waiting, (2, 1), Origin("waiting", 0, 1, b"form"))
+    for token in (0, 1, 2, 3):
+        tokens = [Token(f"request-{stopped}", 0, token, (token,)), Token(f"request-{double}", 0, token, (token,), 0, (), token == 2)]
+        requests.on_control("g", Tokens((*tokens, Token(f"request-{scored}", 0, token, (token,), 0, (SCORED,)))))
+    requests.on_control("g", Ended(f"request-{failed}", 0, "error", error="a step failed"))
+    requests.on_control("g", Ended(f"request-{double}", 0, "length", None, 0, 4))
+    requests.on_control("g", Tokens((Token(f"request-{double}", 0, 0, (9, 8), 1, (), False, 0, (SCORED,)),)))
+    await requests.wait_written()
+    requests.close(cancelled, next(iter(requests._on_change[cancelled])))
+    await requests.wait_written()
+    return [requests.gateway.events(index) for index in (stopped, failed, double, scored, waiting)]
+
+
+@pytest.mark.parametrize("synced", [False, True])
+async def test_another_launcher_has_the_same_events_text_seeds_and_ends(tmp_path: Path, synced: bool) -> None:
+    requests, log = new_requests(tmp_path / "log", synced=synced)
+    before = await serve_some(requests)
+    left = copy_of(tmp_path / "log", tmp_path / "left")
+    await close(requests, log)
+    assert isinstance(before[0][-1], EndEvent)
+    assert before[0][-1].finish_reason == "stop"
+
+    resumed, log = new_requests(left, resumes=True)
+    assert [resumed.gateway.events(index) for index in (0, 1, 2, 3, 5)] == before
+    placed = {item.index: item.request for item in resumed._outgoing["g"].items}  # type: ignore[union-attr]
+    assert sorted(placed) == [2, 3, 5]
+    assert placed[2].committed_token_ids == ((0, 1, 2, 3), (9, 8))
+    assert placed[2].ended_choices == (0,)
+    assert (placed[2].seed, placed[3].seed, placed[5].prompt_token_ids) == (99, 5, (2, 1))
+    assert {request.attempt for request in placed.values()} == {1}
+    assert resumed.find("waiting") == {0: 5}
+    assert resumed.find("cancelled") == {}
+    resumed.on_control("g", Tokens((Token("request-3", 1, 4, (11,), 0, (SCORED,)),)))
+    resumed.on_control("g", Ended("request-3", 1, "stop", None, 0, 5))
+    events = [event async for event in resumed.follow(3)]
+    assert [event.index for event in events if isinstance(event, TokenEvent)] == [0, 1, 2, 3, 4]
+    assert await resumed.submit(SamplingParams(), submitter(1)) == 6, "numbers are not given twice"
+    await close(resumed, log)
+
+
+async def test_no_client_gets_an_event_before_it_is_written(tmp_path: Path) -> None:
+    requests, log = new_requests(tmp_path)
+    index = await requests.submit(SamplingParams(max_tokens=4), submitter(1))
+    following = requests.follow(index)
+    requests.on_control("g", Tokens((Token("request-0", 0, 0, (3,)),)))
+    assert requests.gateway.log(index).token_ids == [3]
+    assert requests.gateway.events(index) == []
+    assert contents_of(copy_of(tmp_path, tmp_path / "before")).requests == {}
+    event = await anext(following)
+    assert isinstance(event, TokenEvent)
+    assert contents_of(copy_of(tmp_path, tmp_path / "after")).requests[0].output == [Committed(0, 0, 0, 3)]
+    await following.aclose()
+    await close(requests, log)
+
+
+async def test_a_log_that_is_cut_off_at_any_byte_has_a_beginning_of_the_tokens(tmp_path: Path) -> None:
+    """A frame is there as a whole or not at all, and what follows continues exactly there."""
+    requests, log = new_requests(tmp_path / "log")
+    index = await requests.submit(SamplingParams(max_tokens=9), submitter(1, 2))
+    await requests.wait_written()
+    for token in range(4):
+        requests.on_control("g", Tokens((Token("request-0", 0, token, (token,)),)))
+        await requests.wait_written()
+    (segment,) = (tmp_path / "log").glob("*.log")
+    size = segment.stat().st_size
+    seen = set()
+    for num_bytes in range(size + 1):
+        left = copy_of(tmp_path / "log", tmp_path / f"cut-{num_bytes}", num_bytes)
+        found, other = new_requests(left, resumes=True)
+        tokens = found.gateway.log(index).token_ids if found.gateway.num_logs else None
+        assert tokens in (None, [], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3])
+        seen.add(str(tokens))
+        await close(found, other)
+        assert contents_of(left).num_open == (tokens is not None), "the torn frame is gone for good"
+    assert len(seen) == 6
+    await close(requests, log)
+
+
+async def test_damage_is_named_and_not_taken_for_a_death(tmp_path: Path) -> None:
+    requests, log = new_requests(tmp_path / "log")
+    await serve_some(requests)
+    await close(requests, log)
+    (segment,) = (tmp_path / "log").glob("*.log")
+    good, chance = segment.read_bytes(), Random(1)
+    first = len(frame_of(0, [LogHeader(IDENTITY)]))
+    for _ in range(60):
+        at = chance.randrange(first, len(good) // 2)
+        segment.write_bytes(good[:at] + bytes([good[at] ^ 1 << chance.randrange(8)]) + good[at + 1 :])
+        with pytest.raises(UserError, match=r"the request log .* is damaged: 0+\.log at byte \d+: [^\n]*$"):
+            contents_of(tmp_path / "log")
+    segment.write_bytes(good.replace(MAGIC, b"FLR2", 1))
+    with pytest.raises(UserError, match="another version of flowrt"):
+        contents_of(tmp_path / "log")
+    segment.write_bytes(good)
+    contents_of(tmp_path / "log")
+
+
+@given(st.lists(st.binary(max_size=80)), st.integers(0, 3))
+@settings(max_examples=60)
+def test_any_bytes_are_read_or_refused(pieces: list[bytes], at: int) -> None:
+    data = b"".join(pieces[:at]) + frame_of(7, [LogHeader({})]) + b"".join(pieces[at:])
+    found = read_frames(data)
+    assert found.num_valid <= len(data)
+    assert (found.problem is None) == (found.num_valid == len(data))
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [Committed(0, 0, 1, 5)],
+        [Committed(0, 1, 0, 5)],
+        [Committed(0, 0, 0, 5), Committed(0, 0, 0, 5)],
+    ],
+)
+async def test_records_that_cannot_follow_are_refused(tmp_path: Path, records: list[Record]) -> None:
+    requests, log = new_requests(tmp_path)
+    await requests.submit(SamplingParams(max_tokens=9), submitter(1, 2))
+    await requests.wait_written()
+    await close(requests, log)
+    (segment,) = tmp_path.glob("*.log")
+    segment.write_bytes(segment.read_bytes() + frame_of(2, records))
+    with pytest.raises(UserError, match="request 0"):
+        contents_of(tmp_path)
+
+
+async def test_two_launchers_cannot_have_one_log(tmp_path: Path) -> None:
+    requests, log = new_requests(tmp_path)
+    with pytest.raises(UserError, match="in use by another launcher"):
+        open_log_folder(tmp_path)
+    await close(requests, log)
+    open_log_folder(tmp_path).close()
+
+
+async def test_open_requests_are_neither_dropped_nor_continued_by_another_model(tmp_path: Path) -> None:
+    requests, log = new_requests(tmp_path / "log")
+    await requests.submit(SamplingParams(max_tokens=9), submitter(1, 2))
+    await requests.wait_written()
+    left = copy_of(tmp_path / "log", tmp_path / "left")
+    await close(requests, log)
+    with pytest.raises(UserError, match="holds 1 open requests of a launcher that died; flowrt up --resume NAME"):
+        new_requests(left)
+    with pytest.raises(UserError, match="open requests of numerics strict, this graph has fast"):
+        open_log(open_log_folder(left), IDENTITY | {"numerics": "fast"}, resumes=True)
+    resumed, log = new_requests(left, resumes=True)
+    resumed.end_all()
+    await close(resumed, log)
+    resumed, log = new_requests(left)
+    assert resumed.gateway.num_logs == 0, "the run was closed, and ended the request"
+    await close(resumed, log)
+
+
+async def test_ended_requests_do_not_make_the_log_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_writer, "MAX_SEGMENT_BYTES", 4000)
+    monkeypatch.setattr("flowrt.gateway.requests.MAX_UNREAD", 4)
+    requests, log = new_requests(tmp_path / "log")
+    most = 0
+    for number in range(400):
+        index = await requests.submit(SamplingParams(max_tokens=9), submitter(1, 2))
+        requests.on_control("g", Tokens((Token(f"request-{index}", 0, 0, (5, 6, 7)),)))
+        requests.on_control("g", Ended(f"request-{index}", 0, "length", None, 0, 3))
+        assert [type(event) async for event in requests.follow(index)][-1] is EndEvent
+        most = max(most, sum(path.stat().st_size for path in (tmp_path / "log").glob("*.log")))
+        if number == 200:
+            resumed, other = new_requests(copy_of(tmp_path / "log", tmp_path / "left"), resumes=True)
+            assert resumed.gateway.num_logs >= 4
+            assert not resumed.gateway.num_unfinished
+            await close(resumed, other)
+    assert most < 3 * 4000
+    await close(requests, log)
+
+
+async def test_a_full_disk_ends_the_run_and_loses_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, log = new_requests(tmp_path / "log")
+    failed: list[Exception] = []
+    log.on_failure = failed.append
+    index = await requests.submit(SamplingParams(max_tokens=9), submitter(1, 2))
+    requests.on_control("g", Tokens((Token("request-0", 0, 0, (5,)),)))
+    await requests.wait_written()
+
+    def write(file: int, data: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.write", write)
+        requests.on_control("g", Tokens((Token("request-0", 0, 1, (6,)),)))
+        await requests.wait_written()
+    assert [str(error) for error in failed] == [
+        f"the request log {tmp_path / 'log'} cannot be used (No space left on device);"
+        " mend this, then flowrt up --resume continues its open requests"
+    ]
+    assert len(requests.gateway.events(index)) == 1, "the second token is not in the log"
+    await close(requests, log)
+    resumed, log = new_requests(tmp_path / "log", resumes=True)
+    assert resumed.gateway.log(index).token_ids == [5]
+    await close(resumed, log)
+
+
+async def test_events_wait_for_the_disk_in_order(tmp_path: Path) -> None:
+    """Synced: what is committed while a frame is written is the next frame."""
+    requests, log = new_requests(tmp_path, synced=True)
+    index = await requests.submit(SamplingParams(max_tokens=40), submitter(1, 2))
+    following, got = requests.follow(index), []
+    for token in range(30):
+        requests.on_control("g", Tokens((Token("request-0", 0, token, (token % 26,)),)))
+        if token % 3 == 0:
+            await asyncio.sleep(0)
+    for _ in range(30):
+        event = await anext(following)
+        assert isinstance(event, TokenEvent)
+        got.append(event.index)
+    assert got == list(range(30))
+    await following.aclose()
+    await close(requests, log)
