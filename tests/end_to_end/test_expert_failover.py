@@ -113,17 +113,16 @@ async def test_killed_servers_change_no_token_and_rejoin(served: Served, tmp_pat
 
 
 async def test_last_replica_that_rejoins_in_time_only_delays(served: Served, tmp_path: Path) -> None:
-    async with flowrt.open(write(served, tmp_path, ALONE, reliability={"unavailable_expert_seconds": 60})) as running:
+    """The server is stopped before the requests come, so that parts certainly wait for it."""
+    story = Story()
+    graph = write(served, tmp_path, ALONE, reliability={"unavailable_expert_seconds": 60, "hedge": False})
+    async with flowrt.open(graph, on_event=story.note) as running:
         expected = await tokens_of(running, served.prompts[:2], lambda count: None)
-        killed: list[int] = []
-
-        def kill(count: int) -> None:
-            if count >= 20 and not killed:
-                killed.append(running.pids["experts.1"])
-                os.kill(killed[0], signal.SIGKILL)
-
-        assert await tokens_of(running, served.prompts[:2], kill) == expected
-        assert running.pids["experts.1"] != killed[0]
+        stopped = running.pids["experts.1"]
+        os.kill(stopped, signal.SIGSTOP)
+        assert await tokens_of(running, served.prompts[:2], lambda count: None) == expected
+        await story.until(lambda story: story.back == ["experts.1"])
+        assert running.pids["experts.1"] != stopped
 
 
 async def test_loss_of_the_last_replica_ends_requests_and_service_resumes(served: Served, tmp_path: Path) -> None:

@@ -262,13 +262,17 @@ async def test_one_end_alone_cannot_decide_about_encryption(ours: str) -> None:
         assert listener.rejected == 1
 
 
+def _event_of(watcher: zmq.Socket[bytes]) -> int:
+    return int(struct.unpack("=Hi", watcher.recv_multipart()[0])[0])
+
+
 def _stranger(monkeypatch: pytest.MonkeyPatch, keys: zeromq_sockets.CurveKeys | None) -> tuple[list[str], list[zmq.Socket[bytes]]]:
     """A stranger that finds the endpoint of a channel before its peer does, knows the server's key, and connects with its own `keys`."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger = context.socket(zmq.PAIR)
     stranger.set(zmq.LINGER, 0)
     failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    watcher = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | failures | zmq.EVENT_DISCONNECTED)
+    watcher = stranger.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | failures | zmq.EVENT_DISCONNECTED)
     endpoints: list[str] = []
     derive, bind = zeromq_sockets.CurveKeys.derive, zeromq.bind
 
@@ -283,6 +287,8 @@ def _stranger(monkeypatch: pytest.MonkeyPatch, keys: zeromq_sockets.CurveKeys | 
     def bind_and_report(pair: zmq.Socket[bytes], host: str | None) -> str:
         endpoints.append(bind(pair, host))
         stranger.connect(endpoints[-1])
+        assert watcher.poll(60_000), "the kernel accepts the connection"
+        assert _event_of(watcher) == zmq.EVENT_CONNECTED
         stranger.send(b"\x06" + bytes(7) + bytes(32))
         return endpoints[-1]
 
@@ -323,7 +329,7 @@ async def test_an_encrypted_channel_lets_in_its_own_peer_only(
         assert endpoints
         sent = []
         while watcher.poll(20_000 if not sent else 0):  # its connection ends, if only with the listener
-            sent.append(struct.unpack("=Hi", watcher.recv_multipart()[0])[0])
+            sent.append(_event_of(watcher))
         assert sent
         assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in sent
     finally:
