@@ -148,16 +148,17 @@ class Placement:
     def prove(self, log: RequestLog, choice: int) -> None:
         """A choice of a suspect has committed a token or ended, so it was not the cause."""
         log.ran_alone = False
-        log.unproven.discard(choice)
-        if not log.unproven:
-            log.is_suspect = log.replays_alone = False
+        if choice in log.unproven:
+            log.unproven.remove(choice)
+            if not log.unproven:
+                log.is_suspect = log.replays_alone = False
 
     def suspect(self, group: str, logs: Iterable[RequestLog]) -> RequestLog | None:
         """Handle a crash of the group with these requests. Returns the request that caused it, if one ran alone; else all are suspects."""
         if (trial := self._alone(group)) is not None:
             return trial
         for log in logs:
-            log.is_suspect, log.replays_alone = True, log.is_suspect
+            log.suspect()
         return None
 
     def alone_in(self, group: str) -> RequestLog | None:

@@ -137,7 +137,7 @@ class RequestLog:
     waits_since: float = 0.0  # time in seconds, while it waits for a group
     is_suspect: bool = False  # its group crashed while it ran there: each choice runs alone until it has committed a token
     replays_alone: bool = False  # as a suspect: another group has crashed, while no request ran alone there
-    unproven: set[int] = field(default_factory=set)  # of a suspect in a group: the choices without a token since
+    unproven: set[int] = field(default_factory=set)  # of a suspect that was placed as one: the choices without a token since
     ran_alone: bool = False  # as a suspect: the group computes a choice alone, and no token has come since
     events: list[ClientEvent] = field(default_factory=list)
     num_held: int = 0  # of the latest events: no client gets them before they are in the request log on disk
@@ -146,6 +146,11 @@ class RequestLog:
     @property
     def id(self) -> str:
         return f"request-{self.index}"
+
+    def suspect(self) -> None:
+        """A process crashed or hung while it computed this request. Tokens that are still to come from before prove nothing."""
+        self.is_suspect, self.replays_alone = True, self.is_suspect
+        self.unproven.clear()
 
     @property
     def end(self) -> EndEvent | None:

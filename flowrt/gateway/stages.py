@@ -145,7 +145,7 @@ class Stages:
         for them. Returns the request that runs alone in the worker `alone_for`, or did when this was ended."""
         for log in self._open.values():
             if log.attempt > 0 or self.workers_of(log):
-                log.is_suspect, log.replays_alone = True, log.is_suspect
+                log.suspect()
         cause = self._of(alone_for).alone_in(alone_for)
         return cause if cause is not None and cause.index in self._open else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flowrt.actors.control import ComputesAlone, DeathCause
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import FORK_SERVER, ReliabilitySettings
+from flowrt.graph.model import FORK_SERVER, MONITOR, ReliabilitySettings
 from flowrt.launcher import events, run_table
 from flowrt.launcher.actions import End, StartProcess
 from flowrt.launcher.fork_server_loss import ForkServerLoss
@@ -19,7 +19,9 @@ class Restarts:
         self, table: RunTable, root_cause: RootCause, fork_server: ForkServerLoss, standbys: Standbys, settings: ReliabilitySettings
     ) -> None:
         self._table, self._root_cause, self._fork_server, self._standbys = table, root_cause, fork_server, standbys
-        self._budget = RestartPolicy(settings.restarts, settings.restart_window_seconds)
+        window_seconds = settings.restart_window_seconds
+        self._budget = RestartPolicy(settings.restarts, window_seconds)
+        self._monitor_budget = RestartPolicy(max(1, settings.restarts), window_seconds)  # without it no process that hangs is ever found
 
     def on_dead(self, process: ProcessRecord) -> None:
         """How the process died is known, and its last messages have been read."""
@@ -136,7 +138,8 @@ class Restarts:
         if process.is_killed_on_purpose:
             self.fork_again(process.name)
             return
-        decision = self._budget.on_death(process.name, self._table.now)
+        budget = self._monitor_budget if process.name == MONITOR else self._budget
+        decision = budget.on_death(process.name, self._table.now)
         if isinstance(decision, Restart):
             self._table.set_timer(TimerKind.RESTART, decision.delay_seconds, process.name)
         elif self._table.awaits_start(process):

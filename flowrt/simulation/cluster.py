@@ -22,7 +22,7 @@ from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.requests import Requests
 from flowrt.gateway.routing import find_policy
-from flowrt.graph.model import GATEWAY
+from flowrt.graph.model import GATEWAY, MONITOR
 from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events
 from flowrt.launcher.fork_server_loss import IMPORT_SECONDS
@@ -349,8 +349,10 @@ class _SimulatedRun:
         self._checks.look(insides)
         self._note_ends()
         now = self._world.loop.time()
-        progress = sum(inside.num_firings for inside in insides) + self._checks.counts.total()
+        progress = sum(inside.num_firings for inside in insides), self._checks.counts.total()  # of living workers: the first may fall
         patience = self._lost_group_seconds + (STUCK_SECONDS if self._launcher.state.fork_server.is_up else STUCK_SECONDS + IMPORT_SECONDS)
+        if MONITOR in self._checks.down:  # no hang is found until the next try
+            patience += self._launcher.graph.reliability.restart_window_seconds
         if progress != self._progress or now < self._first_seconds + self._case.scenario.ends_seconds:
             self._progress, self._progress_seconds = progress, now
         elif now > self._progress_seconds + patience and self._gateway.num_unfinished:

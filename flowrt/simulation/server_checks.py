@@ -201,9 +201,11 @@ class ServerChecks:
             raise InvariantError("I5", f"{min(waiting)} waits for the fork server, and a standby process is ready")
 
     def _look_for_stopped(self, now: float) -> None:
-        """Check that no process that the run can lose stays stopped, also while it starts (I5). A new fork server has a time limit.
+        """Check that no process that the run can lose stays stopped, also while it starts (I5). A new fork server has a time limit, and so
+        has one that was to fork the monitor.
         Processes on other hosts do not count: the monitor does not see their state (docs/hosts.md)."""
-        fork_server = [FORK_SERVER] if self._is_ready and self._launcher.state.fork_server.is_up else []
+        has_monitor = self._is_ready and self._is_alive(MONITOR)
+        fork_server = [FORK_SERVER] if has_monitor and self._launcher.state.fork_server.is_up else []
         names = {*self.mortal, *self._launcher.state.standby_names, *fork_server} - self._elsewhere
         stopped = {name for name in names if self._is_stopped(name)}
         self._stopped = {name: self._stopped.get(name, now) for name in stopped}

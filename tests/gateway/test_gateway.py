@@ -664,6 +664,21 @@ def test_the_request_that_ran_alone_in_the_group_of_the_part_is_the_cause(is_fir
     assert gateway.is_open(alone["g0"].request.id)
 
 
+def test_tokens_from_before_a_crash_clear_no_suspect() -> None:
+    """The group goes on until the policy ends it, and what it had computed arrives after the death of the server."""
+    gateway = new_gateway(("g0",))
+    first = place(gateway, n=2)
+    gateway.lose_server("experts.0", "crashed", "")
+    for choice in range(2):
+        gateway.on_token("g0", Token(first.request.id, 0, 0, (7,), choice=choice))
+    (again,) = restarted(gateway, "g0")
+    assert again.request.is_suspect
+    gateway.on_token("g0", Token(first.request.id, 1, 1, (8,), choice=0))
+    gateway.lose_server("experts.0", "crashed", "")
+    gateway.on_token("g0", Token(first.request.id, 1, 1, (8,), choice=1))
+    assert gateway.log(0).is_suspect, "the second choice was on trial when the server crashed again"
+
+
 def test_a_request_that_was_never_in_a_group_is_no_suspect() -> None:
     gateway = new_gateway(("g0",))
     for _ in range(9):
