@@ -12,7 +12,9 @@ from cyclopts.validators import Number
 from flowrt.bench.cases.options import Positive
 from flowrt.reliability.scenario import MAX_SECONDS
 
-Seconds = Annotated[float, Parameter(validator=Number(gte=1, lte=60), help="Seconds of load before each kill, and at least as many after.")]
+Seconds = Annotated[
+    float, Parameter(validator=Number(gte=1, lte=60), help="Seconds of load before each kill, and at least as many after it.")
+]
 MAX_KILLS = 100_000
 _SECONDS = Number(gte=0, lte=MAX_SECONDS)
 
@@ -25,42 +27,47 @@ class ChaosOptions:
     The load alternates between a stretch without faults and one with them: the plan once, or one fault.
     """
 
-    plan: Annotated[Path | None, Parameter(help="Inject the faults of this scenario file (the format of the simulation).")] = None
+    plan: Annotated[Path | None, Parameter(help="Inject the faults of this scenario file, in the format of flowrt simulate.")] = None
     kills: Annotated[
         int,
         Parameter(
             validator=Number(gte=0, lte=MAX_KILLS),
-            help="Instead of a plan: the number of faults, each in a stretch of its own.",
+            help="Without a plan: number of faults, each in its own stretch of load.",
         ),
     ] = 0
     roles: Annotated[
         str,
-        Parameter(help="With --kills: the roles to hit, such as attention,experts; all: each whose death the run survives."),
+        Parameter(help="With --kills: roles to hit, as attention,experts; all: those whose death the run survives."),
     ] = "all"
-    fault: Annotated[str, Parameter(help="With --kills: the faults, in turn, such as kill,hang: kill, pause, stall, hang; all.")] = "kill"
+    fault: Annotated[
+        str, Parameter(help="With --kills: faults that take turns, as kill,hang. They are kill, pause, stall, hang; or all.")
+    ] = "kill"
     phase: Annotated[
         str,
         Parameter(
-            help="With --kills: go through roles and faults in these phases, such as start,drain: start, prefill, decode, idle, replay, "
-            "drain; all. any: at random moments."
+            help="With --kills: try each role and fault in these phases, as start,drain. They are start, prefill, decode, idle, replay, "
+            "drain; or all. any: at random moments."
         ),
     ] = "any"
     pairs: Annotated[
-        Positive, Parameter(help="Run the plan this often, each time after a stretch without faults. A claim takes 20 or more.")
+        Positive, Parameter(help="Number of times to run the plan, each after a stretch without faults. A claim takes 20 or more.")
     ] = 1
     seed: Annotated[int, Parameter(help="Seed that chooses the processes.")] = 0
     spare: Annotated[
         bool, Parameter(negative=(), help="Compare throughput with the target for servers with spare capacity.", show_default=False)
     ] = False
-    requests: Annotated[Positive, Parameter(help="Number of different requests, sent in a loop; the ways of sampling take turns.")] = 16
+    requests: Annotated[Positive, Parameter(help="Number of different requests, sent in a loop, with different sampling parameters.")] = 16
     concurrency: Annotated[Positive, Parameter(help="Requests at a time.")] = 8
     seconds: Annotated[
-        float, Parameter(validator=_SECONDS, help="Seconds of each stretch without faults; with faults at least as many.")
+        float, Parameter(validator=_SECONDS, help="Seconds of each stretch without faults; one with faults has at least as many.")
     ] = 5.0
     prompt_tokens: Annotated[Positive, Parameter(help="Tokens of the longest prompt.")] = 16
     new_tokens: Annotated[Positive, Parameter(help="Tokens of each answer.")] = 32
-    model: Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")] = None
-    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False, help="path=value, for the graph.")] = ()
+    model: Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")] = None
+    overrides: Annotated[
+        tuple[str, ...],
+        Parameter(name="--set", negative=(), show_default=False, help="Override a key, as deploy.experts.servers=2; repeatable."),
+    ] = ()
 
 
 @Parameter(name="*")
@@ -73,4 +80,7 @@ class RecoveryOptions:
     seconds: Seconds = 4.0
     prompt_tokens: Annotated[Positive, Parameter(help="Tokens of the longest prompt.")] = 16
     new_tokens: Annotated[Positive, Parameter(help="Tokens of each answer.")] = 32
-    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False, help="path=value, for the graphs.")] = ()
+    overrides: Annotated[
+        tuple[str, ...],
+        Parameter(name="--set", negative=(), show_default=False, help="Override a key of all graphs, as path=value; repeatable."),
+    ] = ()

@@ -52,7 +52,7 @@ def run(
     options: RunOptions | None = None,
     sampling: SamplingOptions | None = None,
 ) -> None:
-    """Start a graph, answer all prompts at once, and show how it ran.
+    """Start a graph, answer prompts, and show how it ran.
 
     Answers go to standard output, progress and tables to standard error.
     Press Ctrl-C once to let running requests finish, twice to end at once.
@@ -70,10 +70,10 @@ def serve(
     *,
     options: ServeCommandOptions | None = None,
 ) -> None:
-    """Start a graph and serve it over HTTP, as OpenAI's API, until it is stopped.
+    """Start a graph and serve it through OpenAI's API over HTTP, until it is stopped.
 
-    SIGTERM or Ctrl-C once: requests in progress finish, for at most
-    --drain-seconds, and new ones are refused. Twice: it ends at once.
+    After SIGTERM or Ctrl-C, requests in progress finish within --drain-seconds
+    and new ones are refused. A second signal ends the server at once.
     Exit codes: 0 stopped in order, 2 bad input (nothing was started),
     3 a worker died that the graph needs, 130 ended at once.
     """
@@ -91,7 +91,7 @@ def up(
 ) -> None:
     """Start a graph as `flowrt serve` does, but in the background.
 
-    It returns when the graph is ready, or with the reason why it is not.
+    The command returns when the graph is ready, or prints why it is not.
     Exit codes: 0 it is ready, 2 bad input or a graph of this name is up
     (nothing was started), 3 a worker died, 130 interrupted.
     """
@@ -100,12 +100,12 @@ def up(
     raise SystemExit(start_graph(graph, options or ServeCommandOptions()))
 
 
-_Name = Annotated[str | None, Parameter(help="The graph's name; may be left out when there is only one.")]
+_Name = Annotated[str | None, Parameter(help="Name of the graph; may be left out when only one is up.")]
 
 
 @app.command
-def ps(*, json: Annotated[bool, Parameter(negative=(), show_default=False, help="Write JSON.")] = False) -> None:
-    """Show the graphs that are up, with each of their processes."""
+def ps(*, json: Annotated[bool, Parameter(negative=(), show_default=False, help="Print JSON.")] = False) -> None:
+    """Show the graphs that are up, and their processes."""
     from flowrt.cli.graphs import ps as show
 
     raise SystemExit(show(json))
@@ -117,11 +117,13 @@ def logs(
     /,
     *,
     follow: Annotated[
-        bool, Parameter(name=("--follow", "-f"), negative=(), show_default=False, help="Write new lines until the graph ends.")
+        bool, Parameter(name=("--follow", "-f"), negative=(), show_default=False, help="Print new lines until the graph ends.")
     ] = False,
-    tail: Annotated[int | None, Parameter(name=("--tail", "-n"), converter=read_number, help="Only the last lines. [default: all]")] = None,
+    tail: Annotated[
+        int | None, Parameter(name=("--tail", "-n"), converter=read_number, help="Print only so many lines from the end. [default: all]")
+    ] = None,
 ) -> None:
-    """Write the log of a graph that flowrt up has started."""
+    """Print the log of a graph that flowrt up has started."""
     from flowrt.cli.graphs import logs as show
 
     if tail is not None and tail < 0:
@@ -131,7 +133,7 @@ def logs(
 
 @app.command
 def drain(name: _Name = None, /) -> None:
-    """Make a graph admit no new requests, and wait until those in progress have ended. The graph stays up."""
+    """Refuse new requests to a graph, and wait until those in progress have ended. The graph stays up."""
     from flowrt.cli.graphs import drain as drain_graph
 
     raise SystemExit(drain_graph(name))
@@ -144,9 +146,9 @@ def down(
     *,
     now: Annotated[bool, Parameter(negative=(), show_default=False, help="End requests in progress at once.")] = False,
 ) -> None:
-    """Stop a graph. Requests in progress finish, for at most the --drain-seconds that it was started with.
+    """Stop a graph. Requests in progress finish within the --drain-seconds of its start.
 
-    Exit codes: 0 it has ended and left nothing, 1 it had to be killed.
+    Exit codes: 0 it has ended and left nothing behind, 1 it had to be killed.
     """
     from flowrt.cli.graphs import down as stop
 
@@ -157,8 +159,8 @@ def down(
 def demo(*, options: RunOptions | None = None, sampling: SamplingOptions | None = None) -> None:
     """Answer eight prompts with a small model that comes with flowrt.
 
-    It starts two attention groups and three expert servers, each a process.
-    All options of `flowrt run` work here, as --prompt "What is 347 + 285?".
+    The demo starts two attention groups and three expert servers, each in its
+    own process. It takes the options of `flowrt run`.
     """
     from flowrt.cli.init import DEMO
 
@@ -167,12 +169,12 @@ def demo(*, options: RunOptions | None = None, sampling: SamplingOptions | None 
 
 @app.command
 def init(
-    folder: Annotated[Path, Parameter(help="The folder to write it to; made when it does not exist.")],
+    folder: Annotated[Path, Parameter(help="Folder of the new file; made when it does not exist.")],
     /,
     *,
-    model: Annotated[Path | None, Parameter(help="Hugging Face model directory to serve. [default: the model of flowrt demo]")] = None,
+    model: Annotated[Path | None, Parameter(help="Hugging Face model directory of the graph. [default: the model of flowrt demo]")] = None,
 ) -> None:
-    """Write graph.yaml, a commented graph file that runs as it is. It replaces no file."""
+    """Write graph.yaml, a commented graph file that runs as it is. An existing file is kept."""
     from flowrt.cli.init import write_graph
 
     write_graph(folder, model)
@@ -205,8 +207,8 @@ def simulate(
 ) -> None:
     """Run graphs with faults under many seeds in virtual time, and check invariants after every step.
 
-    For a seed that fails it prints the smallest case that still fails and the
-    command that replays this case. Exit codes: 0 all invariants held under
+    For a seed that fails, the command prints the smallest case that still fails
+    and the command that replays it. Exit codes: 0 all invariants held under
     each seed, 1 one did not, 2 bad input.
     """
     from flowrt.cli.init import DEMO
@@ -224,7 +226,7 @@ def doctor(
         str | None, Parameter(help="Also find the smallest dilation at which this machine can emulate this graph file.")
     ] = None,
 ) -> None:
-    """Report what this machine can do, what is missing, and what would help. It changes nothing.
+    """Report what works on this machine, what is missing, and what would help. It changes nothing.
 
     Exit codes: 0 a run has all it needs, 1 it does not.
     """

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from flowrt.bench.measure.benchmark import Result
     from flowrt.bench.report.report import BenchmarkReport
 
-bench_app = App(name="bench", help="Measure flowrt and its peers in alternating pairs. Close other programs first.")
+bench_app = App(name="bench", help="Measure flowrt beside other programs, in alternating pairs. Close other programs first.")
 
-ModelOption = Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")]
+ModelOption = Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")]
 _WITHOUT_COMPUTING = ("hop", "transports", "m2n")  # one thread of OpenMP is enough
 ModelDirectory = Annotated[Path, Parameter(help="A Hugging Face model directory.")]
 
@@ -76,9 +76,9 @@ def hop(
     *,
     pairs: Pairs = 40,
     json: JsonFile = None,
-    within: Annotated[bool, Parameter(negative=(), help="Only within one process.", show_default=False)] = False,
+    within: Annotated[bool, Parameter(negative=(), help="Measure only within one process.", show_default=False)] = False,
 ) -> None:
-    """Measure the cost of a message: within one process against asyncio queues, between two against pyzmq."""
+    """Measure the cost of a message: within one process beside asyncio queues, between two beside pyzmq."""
     from flowrt.bench.cases.hop import measure
 
     run_case("hop", measure(within), pairs, json)
@@ -89,9 +89,11 @@ def transports(
     *,
     pairs: Pairs = 20,
     json: JsonFile = None,
-    plot: Annotated[str | None, Parameter(help="Draw latency and bandwidth over size here (.svg, .png); else beside the JSON.")] = None,
+    plot: Annotated[
+        str | None, Parameter(help="Draw latency and bandwidth over size into this file (.svg, .png, .pdf). [default: beside the JSON]")
+    ] = None,
 ) -> None:
-    """Measure each transport from actor to actor, every byte read and checked, beside the installed peers."""
+    """Measure each transport from actor to actor beside installed peers. Every byte is read and checked."""
     from flowrt.bench.cases.transports import measure
     from flowrt.bench.report.plots import plot_transports
 
@@ -109,7 +111,7 @@ def m2n(
     transport: Annotated[str, Parameter(help="The transport of every edge.")] = "auto",
     json: JsonFile = None,
 ) -> None:
-    """Measure every sender to every receiver, every byte read and checked, beside gloo's all_to_all and isend."""
+    """Measure messages from every sender to every receiver, beside gloo's all_to_all and isend. Every byte is read and checked."""
     from flowrt.bench.cases.m2n import measure
 
     run_case(f"m2n, {senders} to {receivers}, {bytes} bytes", measure(senders, receivers, bytes, transport), pairs, json)
@@ -123,10 +125,10 @@ def links(
         float | None, Parameter(validator=Number(gt=0), help="Factor of all times. [default: one that this machine allows]")
     ] = None,
     rounds: Annotated[Positive, Parameter(help="Measurements of each case; an interval takes at least 6.")] = 6,
-    transport: Annotated[str, Parameter(help="The transport below the emulation.")] = "auto",
+    transport: Annotated[str, Parameter(help="The transport that carries the emulated messages.")] = "auto",
     json: JsonFile = None,
 ) -> None:
-    """Measure emulated links between processes beside their own profile: latency, bandwidth, and eight flows that share a NIC."""
+    """Compare emulated links between processes with their profile: latency, bandwidth, and eight flows that share a NIC."""
     from flowrt.bench.cases.links import measure
 
     run_case(f"links, {profile}", measure(profile, dilation, transport), rounds, json)
@@ -137,11 +139,11 @@ def start(
     graph: Annotated[Path, Parameter(help="A graph file with prompts of its own.")],
     /,
     *,
-    runs: Annotated[Positive, Parameter(help="Counted runs, after one that is not counted.")] = 10,
+    runs: Annotated[Positive, Parameter(help="Number of measured runs, after one that is not counted.")] = 10,
     model: ModelOption = None,
     json: JsonFile = None,
 ) -> None:
-    """Measure the time from `flowrt run` to its first token, with its files in memory already, and the parts of that time."""
+    """Measure the time from `flowrt run` to its first token, and its parts, with files already in the page cache."""
     from flowrt.bench.cases.start import measure
 
     run_case("start", measure(graph, model), runs, json, {"graph": graph.name}, model=model)
@@ -150,14 +152,14 @@ def start(
 @bench_app.command
 def detector(
     *,
-    tries: Annotated[int, Parameter(validator=Number(gte=0), help="Tries per kind of stop, about three seconds each.")] = 20,
-    seconds: Annotated[
-        float, Parameter(validator=Number(gte=0), help="Seconds to watch slow processes; the claim is for an hour.")
-    ] = 120.0,
-    workers: Annotated[Positive | None, Parameter(validator=Number(gte=1), help="Watched processes. [default: eight per core]")] = None,
+    tries: Annotated[int, Parameter(validator=Number(gte=0), help="Faults of each kind, about three seconds each.")] = 20,
+    seconds: Annotated[float, Parameter(validator=Number(gte=0), help="Seconds to watch slow processes; a claim takes an hour.")] = 120.0,
+    workers: Annotated[
+        Positive | None, Parameter(validator=Number(gte=1), help="Number of slow processes. [default: eight per core]")
+    ] = None,
     json: JsonFile = None,
 ) -> None:
-    """Measure how soon a stopped process is marked dead, and how often a slow one is."""
+    """Measure how soon a stopped process is marked dead, and how often a slow process is marked dead wrongly."""
     from flowrt.bench.cases.detector import measure
 
     run_case("detector", measure(tries, seconds, workers), 1, json)
@@ -170,11 +172,13 @@ def restart(
     *,
     pairs: Pairs = 20,
     model: ModelOption = None,
-    process: Annotated[str, Parameter(help="The process that is killed.")] = "experts.0",
-    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for all graphs.")] = (),
+    process: Annotated[str, Parameter(help="The process to kill.")] = "experts.0",
+    overrides: Annotated[
+        tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key of all graphs, as path=value; repeatable.")
+    ] = (),
     json: JsonFile = None,
 ) -> None:
-    """Measure how soon a killed process is back: with a standby process, with weights that processes share, and from files."""
+    """Measure how soon a killed process is back: from a standby process, from weights in shared memory, and from files."""
     from flowrt.bench.cases.restart import measure, read_graphs
 
     run_case(f"restart, {graph.name}", measure(read_graphs(graph, model, overrides, process), process), pairs, json, model=model)
@@ -191,7 +195,7 @@ def recovery(
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Measure the tokens that a load loses when an expert server or a group is killed: `restart_all`, `restart_role` and `fine`."""
+    """Compare recovery policies: the tokens that a load loses when an expert server or a group is killed."""
     from flowrt.chaos.recovery import measure, plot_recovery, read_graphs
 
     options = options or RecoveryOptions()
@@ -203,14 +207,16 @@ def recovery(
 def prefix(
     *,
     model: Annotated[Path | None, Parameter(help="A Hugging Face model directory. [default: a small model with random weights]")] = None,
-    shared: Annotated[Positive, Parameter(help="Tokens with which both prompts of a pair begin.")] = 1024,
+    shared: Annotated[Positive, Parameter(help="Tokens that both prompts of a pair have in common, at their beginning.")] = 1024,
     suffix: Annotated[Positive, Parameter(help="Further tokens of each prompt.")] = 128,
     pairs: Pairs = 20,
-    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for all graphs.")] = (),
+    overrides: Annotated[
+        tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key of all graphs, as path=value; repeatable.")
+    ] = (),
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Measure the time to the first token of a prompt that begins as an earlier one, with and without the prefix cache."""
+    """Measure the time to the first token of a prompt that shares its beginning with an earlier one, with and without the prefix cache."""
     from flowrt.bench.cases.prefix import measure
     from flowrt.bench.report.plots import plot_ratios
 
@@ -221,12 +227,14 @@ def prefix(
 @bench_app.command
 def routing(
     *,
-    requests: Annotated[Positive, Parameter(help="Requests of a load.")] = 400,
-    load: Annotated[float, Parameter(validator=Number(gt=0, lt=1), help="Of what the prefill workers, or the groups, can compute.")] = 0.7,
+    requests: Annotated[Positive, Parameter(help="Number of requests.")] = 400,
+    load: Annotated[
+        float, Parameter(validator=Number(gt=0, lt=1), help="Share of the load that the prefill workers, or the groups, can compute.")
+    ] = 0.7,
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Measure routing policies in virtual time: first tokens and inter-token latency of prompts of 1 to 4000 tokens."""
+    """Compare routing policies in virtual time: first tokens and inter-token latency of prompts of 1 to 4000 tokens."""
     from flowrt.bench.cases.routing import measure
     from flowrt.bench.report.plots import plot_ratios
 
@@ -241,15 +249,17 @@ def kv_transfer(
     tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 4000,
     streams: StreamOptions | None = None,
     pairs: Pairs = 20,
-    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for both graphs.")] = (),
+    overrides: Annotated[
+        tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key of both graphs, as path=value; repeatable.")
+    ] = (),
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Measure how long a KV transfer delays the second token, over shared memory, beside a group that computes the prompt itself.
+    """Measure how long a KV transfer delays the second token, beside a group that computes the prompt itself.
 
-    With --streams instead: the inter-token latency of sequences that run
-    while prompts arrive, with a prefill worker on one core and the group on
-    another, beside a group that computes prompts and tokens on both.
+    With --streams, measure the inter-token latency of running sequences while
+    prompts arrive: with a prefill worker on one core and the group on another,
+    beside a group that computes prompts and tokens on both.
     """
     from flowrt.bench.cases.kv_transfer import measure, measure_interference
     from flowrt.bench.report.plots import plot_ratios
@@ -271,7 +281,7 @@ def latency(
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Measure the inter-token latency of a graph with some settings beside the same graph with others: p50, p99 and the longest."""
+    """Compare the inter-token latency of a graph under two sets of settings: p50, p99 and the longest."""
     from flowrt.bench.cases.latency import measure, read_graphs
     from flowrt.bench.report.plots import plot_ratios
 
@@ -292,7 +302,7 @@ def _run_pattern(
 
 @bench_app.command
 def overlap(*, options: PatternOptions | None = None) -> None:
-    """Measure what a second and a third micro-batch gain on emulated hardware, beside the equations of the ping-pong pipeline."""
+    """Measure the gain of a second and a third micro-batch on emulated hardware, beside the equations of the ping-pong pipeline."""
     from flowrt.bench.cases.overlap import measure_overlap
     from flowrt.bench.report.plots import plot_ratios
 
@@ -301,7 +311,7 @@ def overlap(*, options: PatternOptions | None = None) -> None:
 
 @bench_app.command
 def domains(*, options: PatternOptions | None = None) -> None:
-    """Measure what domains gain on emulated hardware when attention is slow, and what a stopped domain costs the others."""
+    """Measure the gain of domains on emulated hardware when attention is slow, and the delay that a stopped domain causes."""
     from flowrt.bench.cases.domains import measure_domains
     from flowrt.bench.report.plots import plot_ratios
 
@@ -310,7 +320,7 @@ def domains(*, options: PatternOptions | None = None) -> None:
 
 @bench_app.command
 def dispatch(*, options: PatternOptions | None = None) -> None:
-    """Measure what a stalled client costs the others on emulated hardware, beside an exchange that waits for counts of all ranks."""
+    """Measure how a stalled client delays others on emulated hardware, beside an exchange that waits for counts of all ranks."""
     from flowrt.bench.cases.dispatch import measure_dispatch
     from flowrt.bench.report.plots import plot_ratios
 
@@ -319,7 +329,7 @@ def dispatch(*, options: PatternOptions | None = None) -> None:
 
 @bench_app.command
 def trampoline(*, options: PatternOptions | None = None) -> None:
-    """Measure trampolines beside the direct exchange on emulated links: messages per group, bytes, and step times by servers and groups."""
+    """Compare trampolines with the direct exchange on emulated links: messages per group, bytes, and step times."""
     from flowrt.bench.cases.trampoline import measure_trampoline
     from flowrt.bench.report.plots import plot_trampolines
 
@@ -331,24 +341,26 @@ def decode(
     model: ModelDirectory,
     /,
     *,
-    graph: Annotated[Path, Parameter(help="The graph file that serves it; its own model is not used.")],
+    graph: Annotated[Path, Parameter(help="The graph file that serves MODEL; the file's own model is not used.")],
     options: DecodeOptions | None = None,
     pairs: Pairs = 20,
-    against: Annotated[Path | None, Parameter(help="A second graph file, measured against instead of transformers.")] = None,
+    against: Annotated[Path | None, Parameter(help="Compare with this graph file instead of transformers.")] = None,
     against_set: Annotated[
         tuple[str, ...],
         Parameter(
-            negative=(), show_default=False, help="path=value, for the second graph, which is the first one when --against names none."
+            negative=(),
+            show_default=False,
+            help="Override a key of the second graph, as path=value; without --against this is GRAPH with these keys.",
         ),
     ] = (),
-    vllm: Annotated[str | None, Parameter(help="A Python interpreter that has vLLM's CPU build: one more peer.")] = None,
+    vllm: Annotated[str | None, Parameter(help="Also compare with vLLM's CPU build in this Python interpreter.")] = None,
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
     """Measure prefill and decode in tokens per second, beside the fastest expert implementation of transformers on the same cores.
 
-    Compares the tokens, checks memory against its bound, and shows where the
-    time of a decode step goes. Exit code 1: float32 tokens differ.
+    The command also compares the tokens, checks memory against its bound, and
+    shows where the time of a decode step goes. Exit code 1: float32 tokens differ.
     """
     from flowrt.bench.cases.decode import have_different_tokens, measure
     from flowrt.bench.report.plots import plot_ratios
@@ -373,7 +385,7 @@ def operators(
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Measure each operator beside its roofline: bytes over measured bandwidth, multiplications over the measured rate."""
+    """Measure each operator beside its roofline, from the measured bandwidth and the measured rate of multiplications."""
     from flowrt.bench.cases.operators import measure
     from flowrt.bench.report.plots import plot_operators
 
@@ -407,7 +419,7 @@ def strict(
     pairs: Pairs = 20,
     json: JsonFile = None,
 ) -> None:
-    """Measure what strict numerics cost: two graphs that differ in `numerics:` alone, their row blocks, and the check at the start."""
+    """Measure the cost of strict numerics: two graphs that differ only in `numerics:`, their row blocks, and the start-up proof."""
     from flowrt.bench.cases.strict import measure
 
     options = options or DecodeOptions()

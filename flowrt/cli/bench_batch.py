@@ -24,10 +24,12 @@ def reliability(
     prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16,
     new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each sequence.")] = 64,
     model: ModelOption = None,
-    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for both graphs.")] = (),
+    overrides: Annotated[
+        tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key of both graphs, as path=value; repeatable.")
+    ] = (),
     json: JsonFile = None,
 ) -> None:
-    """Measure what detector, failover and hedging cost without failures: the same graph with and without them."""
+    """Measure the cost of detector, failover and hedging without failures: the same graph with and without them."""
     from flowrt.bench.cases.reliability import measure, read_graphs
 
     options = DecodeOptions(batch=(batch,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, overrides=overrides)
@@ -44,10 +46,12 @@ def api(
     prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16,
     new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each request.")] = 64,
     model: ModelOption = None,
-    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value.")] = (),
+    overrides: Annotated[
+        tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key of the graph, as path=value; repeatable.")
+    ] = (),
     json: JsonFile = None,
 ) -> None:
-    """Measure what HTTP costs: streams of a running graph beside its Python API, and the processor time of each process."""
+    """Measure the cost of HTTP: streams of a running graph beside its Python API, and the processor time of each process."""
     from flowrt.bench.cases.api_cost import measure
 
     options = DecodeOptions(batch=(batch,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, overrides=overrides)

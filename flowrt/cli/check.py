@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from flowrt.transports.conformance.suite import CheckResult
 
-check_app = App(name="check", help="Test plug-ins against their contracts.")
+check_app = App(name="check", help="Check a transport against its contract.")
 
 _STYLES = {"passed": "green", "failed": "bold red", "not applicable": "dim", "skipped": "yellow"}
 

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 CHECK_SECONDS = 120.0
 
-graph_app = App(name="graph", help="Check, show and expand graph files without starting anything.")
+graph_app = App(name="graph", help="Check, show and expand graph files without starting a worker.")
 
 GraphPath = Annotated[Path, Parameter(help="A graph file, or a Hugging Face model directory.")]
-Overrides = Annotated[list[str] | None, Parameter(name="--set", negative=(), help="path=value, such as deploy.experts.servers=2.")]
-ModelDirectory = Annotated[Path | None, Parameter(name="--model", help="Model directory to use instead of the file's.")]
+Overrides = Annotated[
+    list[str] | None, Parameter(name="--set", negative=(), help="Override a key, as deploy.experts.servers=2; repeatable.")
+]
+ModelDirectory = Annotated[Path | None, Parameter(name="--model", help="Use this Hugging Face model directory instead of the graph's.")]
 
 
 @graph_app.command
@@ -63,7 +65,7 @@ def show(
     overrides: Overrides = None,
     model: ModelDirectory = None,
 ) -> None:
-    """Show the expanded graph: processes, fused chains, recovery, and the edges between processes."""
+    """Show the expanded graph: its processes, fused chains, recovery, and the edges between processes."""
     graph = load(file, overrides, model)
     if mermaid or dot or svg:
         from flowrt.graph.diagrams import to_dot, to_mermaid
@@ -134,7 +136,7 @@ def _draw(dot: str, path: Path) -> None:
 
 @graph_app.command
 def expand(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDirectory = None) -> None:
-    """Print the explicit form with every default. It runs like the file itself."""
+    """Print the explicit form with every default. It gives the same tokens as the file itself."""
     from flowrt.graph.written import to_yaml
 
     print(to_yaml(load(file, overrides, model), file.name), end="")

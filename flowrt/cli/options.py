@@ -38,22 +38,22 @@ _Float: TypeAlias = Annotated[float | None, Parameter(converter=read_number)]
 class SamplingOptions:
     """Sampling parameters for every prompt. None: not given."""
 
-    max_tokens: Annotated[_Int, Parameter(help="Maximum of new tokens per answer. [default: limits.max_tokens of the graph]")] = None
-    temperature: Annotated[_Float, Parameter(help="0 is greedy. [default: 0]")] = None
+    max_tokens: Annotated[_Int, Parameter(help="Maximum number of new tokens per answer. [default: limits.max_tokens of the graph]")] = None
+    temperature: Annotated[_Float, Parameter(help="Sampling temperature; 0 is greedy. [default: 0]")] = None
     top_p: Annotated[_Float, Parameter(help="Sample from the most likely tokens that make up this probability. [default: 1, off]")] = None
     top_k: Annotated[_Int, Parameter(help="Sample from this many of the most likely tokens. [default: 0, off]")] = None
     seed: Annotated[_Int, Parameter(help="Seed of the sampling; the same seed gives the same answer. [default: new per request]")] = None
-    min_tokens: Annotated[_Int, Parameter(help="Minimum of new tokens per answer. [default: 0]")] = None
+    min_tokens: Annotated[_Int, Parameter(help="Minimum number of new tokens per answer. [default: 0]")] = None
     n: Annotated[_Int, Parameter(help="Number of answers per prompt; the first is shown, --json has all. [default: 1]")] = None
     presence_penalty: Annotated[_Float, Parameter(help="Subtract this from the logit of each token in the answer. [default: 0]")] = None
     frequency_penalty: Annotated[_Float, Parameter(help="Subtract this once per occurrence in the answer. [default: 0]")] = None
-    repetition_penalty: Annotated[_Float, Parameter(help="Divide the logits of tokens in prompt and answer by this. [default: 1, off]")] = (
-        None
-    )
+    repetition_penalty: Annotated[
+        _Float, Parameter(help="Divide positive and multiply negative logits of tokens in prompt and answer by this. [default: 1, off]")
+    ] = None
     stop: Annotated[tuple[str, ...] | None, Parameter(negative=(), help="End an answer before this text; repeatable.")] = None
     ignore_eos: Annotated[bool, Parameter(negative=(), show_default=False, help="Do not end answers at the end-of-sequence token.")] = False
     logprobs: Annotated[_Int, Parameter(help="Write each token's logprob and those of the N most likely (up to 20) to --json.")] = None
-    prompt_logprobs: Annotated[_Int, Parameter(help="The same for the tokens of the prompt behind the first.")] = None
+    prompt_logprobs: Annotated[_Int, Parameter(help="Write the same for the prompt's tokens after the first to --json.")] = None
 
 
 @Parameter(name="*", group=_OTHER)
@@ -64,7 +64,10 @@ class RunOptions:
     prompt: Annotated[
         tuple[str, ...],
         Parameter(
-            negative=(), show_default=False, group=_PROMPTS, help="Answer this prompt; repeatable. If it begins with a dash: --prompt=TEXT."
+            negative=(),
+            show_default=False,
+            group=_PROMPTS,
+            help="Answer this prompt; repeatable. Write --prompt=TEXT if it begins with a dash.",
         ),
     ] = ()
     prompts: Annotated[
@@ -73,8 +76,8 @@ class RunOptions:
             group=_PROMPTS,
             allow_leading_hyphen=True,
             help='Read prompts from this file: a .txt file with one prompt per line, or JSON lines ("-": from standard input): '
-            '{"prompt": text} or {"prompt_token_ids": [...]}, and any option of Sampling as a key. With neither option, the graph '
-            "file's own prompts are answered.",
+            '{"prompt": text} or {"prompt_token_ids": [...]}, with any option of Sampling as a key. [default: the prompts of the graph '
+            "file]",
         ),
     ] = None
     chat: Annotated[
@@ -83,9 +86,7 @@ class RunOptions:
     model: Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")] = None
     overrides: Annotated[
         tuple[str, ...],
-        Parameter(
-            name="--set", negative=(), show_default=False, help="Override a key, as deploy.experts.servers=2; may be given several times."
-        ),
+        Parameter(name="--set", negative=(), show_default=False, help="Override a key, as deploy.experts.servers=2; repeatable."),
     ] = ()
     json: Annotated[
         str | None, Parameter(allow_leading_hyphen=True, help='Write answers, times and figures to this file; "-" for standard output.')
@@ -93,9 +94,9 @@ class RunOptions:
     trace: Annotated[
         str | None, Parameter(help="Write what each process computed, sent and received to this file, for ui.perfetto.dev.")
     ] = None
-    attach: Annotated[
-        str | None, Parameter(help="Answer with the graph of this name, which flowrt up has started, not with a new one.")
-    ] = None
+    attach: Annotated[str | None, Parameter(help="Answer with the running graph of this name (flowrt up) instead of starting GRAPH.")] = (
+        None
+    )
     chaos: Annotated[str | None, Parameter(help='Inject faults, as "kill:experts.1@2s" or "pause:experts.0@1s+2s, kill:monitor@2s".')] = (
         None
     )
@@ -114,10 +115,10 @@ class ServeCommandOptions:
     """Options of `flowrt serve` and `flowrt up`, with the names that vLLM's have."""
 
     name: Annotated[
-        str | None, Parameter(help="Name for flowrt ps, logs, drain and down. [default of up: the name of the file; of serve: none]")
+        str | None, Parameter(help="Name for flowrt ps, logs, drain and down. [default: up: the name of the file; serve: none]")
     ] = None
 
-    host: Annotated[str, Parameter(help="Address to listen on. Any but this machine's own needs --api-key.")] = "127.0.0.1"
+    host: Annotated[str, Parameter(help="Address to listen on. One that other machines can reach needs --api-key.")] = "127.0.0.1"
     port: Annotated[int, Parameter(converter=read_number, help="Port to listen on; 0: any free one.")] = 8000
     uds: Annotated[Path | None, Parameter(help="Listen on a unix socket at this path instead, for this user only.")] = None
     api_key: Annotated[
@@ -126,19 +127,17 @@ class ServeCommandOptions:
     ] = None
     served_model_name: Annotated[str | None, Parameter(help="Name of the model in requests. [default: the name of its folder]")] = None
     max_model_len: Annotated[
-        _Int, Parameter(help="Maximum tokens of a prompt and its output together. [default: what model and graph allow]")
+        _Int, Parameter(help="Maximum number of tokens of a prompt and its output together. [default: what model and graph allow]")
     ] = None
     ssl_certfile: Annotated[Path | None, Parameter(help="Serve HTTPS with this certificate chain.")] = None
     ssl_keyfile: Annotated[Path | None, Parameter(help="Private key of the certificate. [default: in --ssl-certfile]")] = None
     drain_seconds: Annotated[
-        float, Parameter(converter=read_number, help="Maximum time for requests in progress to finish, once it is stopped.")
+        float, Parameter(converter=read_number, help="Maximum time for requests in progress to finish after SIGTERM or Ctrl-C.")
     ] = 30.0
     model: Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")] = None
     overrides: Annotated[
         tuple[str, ...],
-        Parameter(
-            name="--set", negative=(), show_default=False, help="Override a key, as serving.front_ends=2; may be given several times."
-        ),
+        Parameter(name="--set", negative=(), show_default=False, help="Override a key, as serving.front_ends=2; repeatable."),
     ] = ()
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Parameter(help="Log level of the processes on standard error.")] = (
         "warning"

@@ -104,7 +104,7 @@ class Batching:
 
     same_layer: bool = _key(True, "Only tags of one layer in a call.")
     min_tags: int = _key(2, "A batch of this many tags does not wait for more.", ge=1, le=4096)
-    max_wait_seconds: float = _key(0.0, "The longest wait for min_tags, while the process is free.", ge=0, le=3600)
+    max_wait_seconds: float = _key(0.0, "Maximum wait for min_tags while the process has nothing else to compute.", ge=0, le=3600)
     domains: tuple[tuple[str, ...], ...] = field(
         default=(), metadata={"description": "Source nodes by domain: domains take turns, and a call has tags of one. Default: no turns."}
     )
@@ -205,17 +205,17 @@ class GraphLimits:
     max_num_seqs: int = _key(16, "Sequences per group over all micro-batches.", ge=1, le=4096)
     kv_pages: int = _key(512, "Pages of the KV cache per group.", ge=1, le=1 << 24)
     page_size: int = _key(16, "Tokens per page.", ge=1, le=1024)
-    max_tokens: int = _key(256, "The most new tokens of a request.", ge=1, le=1 << 20)
-    max_num_batched_tokens: int = _key(512, "The most rows of a step, and with it of every message.", ge=1, le=1 << 16)
+    max_tokens: int = _key(256, "Maximum number of new tokens of a request.", ge=1, le=1 << 20)
+    max_num_batched_tokens: int = _key(512, "Maximum number of rows of a step, and so of every message.", ge=1, le=1 << 16)
     chunk_tokens: int = _key(64, "Strict: prompts are cut at its multiples.", ge=1, le=1 << 16)
     enable_prefix_caching: bool = _key(True, "Keep the KV of prompts for later ones that begin with the same tokens.")
-    max_micro_batches: int = _key(64, "Of the deployment's micro-batches, how many at most; for roles with fewer.", ge=1, le=64)
+    max_micro_batches: int = _key(64, "Use at most so many of the deployment's micro-batches; for roles that need fewer.", ge=1, le=64)
     dynamic_micro_batches: bool = _key(False, "Use as many of the micro-batches as give the most tokens per second, by measuring.")
     target_step_seconds: float = _key(
         0.0, "A step has as many rows as it computes in this time, from the times of earlier steps. 0: no target.", ge=0, le=3600
     )
-    in_flight: int = _key(8, "The most tags in flight in a graph of your own.", ge=1, le=4096)
-    max_message_bytes: int = _key(1 << 26, "The most payload of a message.", ge=1024, le=1 << 34)
+    in_flight: int = _key(8, "Maximum number of tags in flight in a graph of your own.", ge=1, le=4096)
+    max_message_bytes: int = _key(1 << 26, "Maximum payload of a message.", ge=1024, le=1 << 34)
 
 
 _MODELLED = {"ge": 0, "le": 3600}
@@ -225,10 +225,10 @@ _MODELLED = {"ge": 0, "le": 3600}
 class ComputeCost:
     """Compute time of an operator on the emulated hardware, undilated: the sum of four terms for each layer of a call."""
 
-    fixed_seconds: float = _key(0.0, "Of every layer of a call.", **_MODELLED)
-    row_seconds: float = _key(0.0, "Of each row; of experts, of each row of each expert.", **_MODELLED)
-    expert_seconds: float = _key(0.0, "Of each expert that has rows.", **_MODELLED)
-    kv_token_seconds: float = _key(0.0, "Of each token of the context of each sequence.", **_MODELLED)
+    fixed_seconds: float = _key(0.0, "Charged once per layer of a call.", **_MODELLED)
+    row_seconds: float = _key(0.0, "Charged per row; for experts per row of each expert.", **_MODELLED)
+    expert_seconds: float = _key(0.0, "Charged per expert that has rows.", **_MODELLED)
+    kv_token_seconds: float = _key(0.0, "Charged per token of context, over all sequences.", **_MODELLED)
 
     def seconds(self, num_rows: int, num_experts: int = 0, num_kv_tokens: int = 0) -> float:
         experts_and_kv = self.expert_seconds * num_experts + self.kv_token_seconds * num_kv_tokens
@@ -259,20 +259,20 @@ class ReliabilitySettings:
 
     detector: bool = _key(True, "Detect processes that hang.")
     recovery: Literal["fine", "restart_role", "restart_all", "off"] = _key(
-        "fine", "Restarted after a death: the process, its role, or all; off: any death ends the run."
+        "fine", "What restarts after a death: the process, its role, or all workers; off: any death ends the run."
     )
     unavailable_expert_seconds: float = _key(5.0, "How long requests wait for an expert without any replica.", **_SECONDS)
     lost_group_seconds: float = _key(30.0, "How long requests wait for a group while none is left.", **_SECONDS)
-    suspect_seconds: float = _key(0.4, "Without progress for so long: suspected.", **_SECONDS)
-    dead_seconds: float = _key(1.0, "Without progress for so long: marked dead.", **_SECONDS)
-    restarts: int = _key(3, "The most restarts of a process ..", ge=0, le=1000)
-    restart_window_seconds: float = _key(30.0, ".. in a window of this length.", **_SECONDS)
+    suspect_seconds: float = _key(0.4, "A process without a heartbeat for so long is suspected.", **_SECONDS)
+    dead_seconds: float = _key(1.0, "A process with evidence of a standstill for so long is marked dead.", **_SECONDS)
+    restarts: int = _key(3, "Maximum number of restarts of a process in restart_window_seconds.", ge=0, le=1000)
+    restart_window_seconds: float = _key(30.0, "Window in which restarts count.", **_SECONDS)
     hedge: bool = _key(True, "Send a part that a slow server delays to another replica too.")
     unavailable_expert: Literal["error", "degrade"] = _key(
         "error", "degrade: after unavailable_expert_seconds continue without the expert and mark every token."
     )
-    standby: int = _key(0, "Processes with weights ready, each of which takes the place of one that dies.", ge=0, le=16)
-    share_weights: bool = _key(True, "Processes of one host share equal experts, and proofs of equal weights, also over restarts.")
+    standby: int = _key(0, "Processes with loaded weights, each of which can replace one that dies.", ge=0, le=16)
+    share_weights: bool = _key(True, "Share equal experts, and proofs of equal weights, between processes of one host and over restarts.")
     request_log: str = _key("", "A folder: what is committed is written there first, and outlives the launcher (flowrt up --resume).")
     request_log_sync: bool = _key(False, "Wait until the disk has it, so that it outlives a power loss, too.")
 
@@ -281,8 +281,8 @@ class ReliabilitySettings:
 class LongPrompts:
     """Workers that compute long prompts and no others, so that no short prompt waits behind a long one (xDeepServe section 6.2)."""
 
-    min_tokens: int = _key(MISSING, "A prompt of so many tokens is long.", ge=2, le=1 << 24)
-    workers: int = _key(1, "The last so many prefill workers compute these alone; groups, where there are none.", ge=1, le=255)
+    min_tokens: int = _key(MISSING, "A prompt of so many tokens or more is long.", ge=2, le=1 << 24)
+    workers: int = _key(1, "So many prefill workers, the last ones, compute only long prompts; groups, where there are none.", ge=1, le=255)
 
 
 @dataclass(frozen=True)
@@ -300,9 +300,9 @@ class ServingSettings:
     """How `flowrt serve` takes requests."""
 
     front_ends: int = _key(1, "Processes that serve HTTP, tokenize prompts and decode tokens.", ge=1, le=64)
-    max_requests: int = _key(1024, "The most active requests; others get status 429.", ge=1, le=1 << 20)
-    max_prompt_tokens: int = _key(1 << 20, "The most tokens in the prompts of all active requests.", ge=1, le=1 << 40)
-    max_connections: int = _key(2048, "The most open connections of a front end.", ge=1, le=1 << 16)
+    max_requests: int = _key(1024, "Maximum number of active requests; further ones get status 429.", ge=1, le=1 << 20)
+    max_prompt_tokens: int = _key(1 << 20, "Maximum number of tokens in the prompts of all active requests.", ge=1, le=1 << 40)
+    max_connections: int = _key(2048, "Maximum number of open connections of a front end.", ge=1, le=1 << 16)
     stream_interval: int = _key(1, "Tokens per event of a stream; the first is always sent at once.", ge=1, le=1024)
     vllm_metrics: bool = _key(False, "Export the metrics under vLLM's names too, for dashboards that query these.")
 
@@ -314,7 +314,7 @@ class HostSettings:
     engine: Literal["ray", "local"] = _key(
         "ray", "What provides the hosts: a Ray cluster; local: this machine plays all of them, each with a loopback address."
     )
-    count: int = _key(2, "How many hosts, with the launcher's own.", ge=1, le=250)
+    count: int = _key(2, "Number of hosts, with the launcher's own.", ge=1, le=250)
     address: str = _key("auto", "Ray: the address of the cluster, as for ray.init.")
     insecure: bool = _key(False, "Ray: use a cluster without token authentication, in which anyone who reaches a port may run code.")
     dead_seconds: float = _key(3.0, "A host that sends nothing for so long is lost, with all its processes.", ge=1, le=3600)

@@ -231,15 +231,15 @@ class RoleSection(Section):
 
     device: Device = Field(default="cpu", description="cpu, cuda, or cuda:N")
     threads: Threads = Field(default="auto", description="Compute threads of each process.")
-    cores: Cores | None = Field(default=None, description="The cores that its processes share out among them. Default: any core.")
+    cores: Cores | None = Field(default=None, description="Cores of the role, divided evenly between its processes. Default: any core.")
 
 
 class PrefillSection(RoleSection):
     """Prefill workers, which compute prompts and first tokens for the attention groups."""
 
-    workers: int = Field(default=0, ge=0, le=256, description="0: every group computes the prompts of its own requests.")
-    stream: bool = Field(default=True, description="Groups pull the KV of a prompt while it is computed. false: when it is complete.")
-    int8: bool = Field(default=False, description="The part of KV that does not depend on positions travels as INT8 with a scale per row.")
+    workers: int = Field(default=0, ge=0, le=256, description="Processes that compute prompts. 0: each group computes its own.")
+    stream: bool = Field(default=True, description="true: groups pull the KV of a prompt while it is computed; false: when it is complete.")
+    int8: bool = Field(default=False, description="Send the part of KV that does not depend on positions as INT8 with a scale per row.")
 
 
 class AttentionSection(RoleSection):
@@ -250,7 +250,7 @@ class AttentionSection(RoleSection):
         default=1, ge=1, le=256, description="Domains take turns at each expert server; neighbouring groups are one domain."
     )
     micro_batches: int = Field(default=1, ge=1, le=64, description="Interleaved batches: how many steps of a group are in flight at once.")
-    tensor_parallel: int = Field(default=1, ge=1, description="Above 1: not built yet.")
+    tensor_parallel: int = Field(default=1, ge=1, description="Only 1 is supported.")
 
 
 # Before the sections that have them.
@@ -287,7 +287,7 @@ class ExpertsSection(RoleSection):
         default="none", description="Rows that travel as INT8 with a scale per row: to the servers, back from them, or both."
     )
     batches: Batching | None = Field(
-        default=None, description="How requests of a layer are batched: min_tags, max_wait_seconds. Default: those that wait."
+        default=None, description="How requests of a layer are batched: min_tags, max_wait_seconds. Default: a call takes those that wait."
     )
     placement: dict[str, Placement] | None = Field(
         default=None,
@@ -358,7 +358,7 @@ class InputPortSection(Section):
 
     tensors: Tensors | None = None
     takes: Literal["one", "gather"] = "one"
-    count: PortName | None = Field(default=None, description="For gather: the port that gives the number of messages to wait for.")
+    count: PortName | None = Field(default=None, description="With takes: gather, the port that gives the number of messages to wait for.")
 
 
 class NodeSection(Section):
@@ -368,7 +368,7 @@ class NodeSection(Section):
     process: ProcessName = Field(default="main", description="The process that holds it.")
     inputs: dict[PortName, Annotated[InputPortSection, BeforeValidator(_port)]] | None = None
     outputs: dict[PortName, Tensors | None] | None = None
-    options: dict[str, Any] = Field(default_factory=dict, description="For built-in operators.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of built-in operators.")
     stateful: bool | None = Field(default=None, description="Fires in the order of the steps.")
     batches: Annotated[Batching | None, BeforeValidator(_batches)] = Field(
         default=None, description="May receive several tags in one call: true, or same_layer, min_tags and max_wait_seconds."
@@ -380,12 +380,12 @@ class EdgeSection(LinkSection):
 
     source: EdgeEnd | None = Field(default=None, alias="from", description="node.port. Default: the first end in the edge's name.")
     target: EdgeEnd | None = Field(default=None, alias="to", description="node.port. Default: the second end in the edge's name.")
-    layers: Layers | None = Field(default=None, description="The layers that it carries, by the sender's tag.")
+    layers: Layers | None = Field(default=None, description="The layers whose messages it carries, by the sender's tag.")
     tag: TagText | None = Field(default=None, description="How the tag changes: layer+1, step+1, layer=N.")
     int8: bool | None = Field(
-        default=None, description="Its rows travel as INT8 with a scale per row; between dispatch and experts, and for KV."
+        default=None, description="Send its rows as INT8 with a scale per row; between dispatch and experts, and for KV."
     )
-    response_to: str | None = Field(default=None, description="The name of the edge whose requests it carries the responses to.")
+    response_to: str | None = Field(default=None, description="The edge of the requests to which this edge carries the responses.")
 
 
 class GraphFile(Section):
@@ -412,16 +412,16 @@ class GraphFile(Section):
     routing: str = Field(
         default=ROUTING_POLICIES[0],
         min_length=1,
-        description=f"Which worker gets a request: {', '.join(ROUTING_POLICIES)}, or of a package.",
+        description=f"Policy that selects the worker of a request: {', '.join(ROUTING_POLICIES)}, or one of a package.",
     )
     long_prompts: LongPrompts | None = Field(default=None, description="Keep long prompts apart from short ones.")
-    prompts: Prompts | None = Field(default=None, description="The prompts that `flowrt run` serves when given none: a list, or a file.")
+    prompts: Prompts | None = Field(default=None, description="The prompts that flowrt run answers when given none: a list, or a file.")
     processes: Processes | None = Field(default=None, description="Explicit form only; else deploy.processes.")
     micro_batches: int | None = Field(default=None, ge=1, le=64, description="Explicit form only; else deploy.attention.micro_batches.")
     devices: dict[ProcessName, Device] = Field(default={}, description="Explicit form only: process -> device.")
     threads: dict[ProcessName, Threads] = Field(default={}, description="Explicit form only: process -> compute threads.")
     cores: dict[ProcessName, Cores] = Field(default={}, description="Explicit form only: process -> the cores that it runs on.")
-    folder: str | None = Field(default=None, description="Explicit form only: where module:function is found. Default: this file's folder.")
+    folder: str | None = Field(default=None, description="Explicit form only: folder of operators' modules. Default: this file's folder.")
 
 
 def json_schema() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""docs/command-line.md names each command and each option."""
+"""docs/command-line.md, and the pages that it links for some commands, name each command and each option."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cyclopts import App
 
 from flowrt.cli.app import app
 
-PAGES = ("command-line.md", "simulation.md")
+PAGES = ("command-line.md", "serve.md", "simulation.md")
 
 
 def commands(parent: App, words: tuple[str, ...] = ("flowrt",)) -> Iterator[tuple[tuple[str, ...], App]]:

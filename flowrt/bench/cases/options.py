@@ -28,13 +28,16 @@ Positives = Annotated[tuple[int, ...], _SEVERAL, Parameter(validator=Number(gte=
 class DecodeOptions:
     """What is decoded."""
 
-    dtype: Annotated[tuple[str, ...], _SEVERAL, Parameter(help="float32, bfloat16.")] = ("float32", "bfloat16")
+    dtype: Annotated[tuple[str, ...], _SEVERAL, Parameter(help="Dtypes: float32, bfloat16.")] = ("float32", "bfloat16")
     batch: Annotated[Positives, Parameter(help="Batch sizes.")] = (1, 8, 32)
     prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 64
     new_tokens: Annotated[
         int, Parameter(validator=Number(gte=2), help="New tokens of each sequence; the first belongs to the prefill.")
     ] = 32
-    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False, help="path=value, for the graph.")] = ()
+    overrides: Annotated[
+        tuple[str, ...],
+        Parameter(name="--set", negative=(), show_default=False, help="Override a key of the graph, as path=value; repeatable."),
+    ] = ()
 
 
 @Parameter(name="*")
@@ -42,14 +45,14 @@ class DecodeOptions:
 class OperatorOptions:
     """The calls that are timed, and the sizes of random weights where no model is given."""
 
-    dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Of weights and products.")] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Dtype of weights and products.")] = "float32"
     rows: Annotated[Positives, Parameter(help="Numbers of rows.")] = (1, 4, 8, 32, 128, 512)
-    context: Annotated[Positives, Parameter(help="Tokens that each row attends to; two lengths or more tell its cost per token.")] = (
+    context: Annotated[Positives, Parameter(help="Tokens that each row attends to; two or more lengths give the cost per token.")] = (
         64,
         256,
     )
-    layers: Annotated[Positive, Parameter(help="Layers with experts that are timed in turn.")] = 4
-    threads: Annotated[Positive, Parameter(help="Compute threads. A single one is timed by its processor time.")] = 1
+    layers: Annotated[Positive, Parameter(help="Number of MoE layers that are timed in turn.")] = 4
+    threads: Annotated[Positive, Parameter(help="Compute threads; one thread is timed by its processor time.")] = 1
     hidden: Annotated[Positive, Parameter(help="Without a model: width of a row.")] = 1024
     width: Annotated[Positive, Parameter(help="Width of an expert.")] = 512
     experts: Annotated[Positive, Parameter(help="Experts of a layer.")] = 32
@@ -77,12 +80,21 @@ class LatencyOptions:
 
     streams: Annotated[Positive, Parameter(help="Sequences that run at a time.")] = 8
     prompt_tokens: Annotated[Positive, Parameter(help="Tokens of their prompts.")] = 16
-    new_tokens: Annotated[int, Parameter(validator=Number(gte=4), help="New tokens of each.")] = 64
-    arriving_tokens: Annotated[int, Parameter(validator=Number(gte=0), help="Tokens of each prompt that arrives; 0: none does.")] = 0
+    new_tokens: Annotated[int, Parameter(validator=Number(gte=4), help="New tokens of each sequence.")] = 64
+    arriving_tokens: Annotated[int, Parameter(validator=Number(gte=0), help="Tokens of the prompts that arrive meanwhile; 0: none.")] = 0
     first: Annotated[bool, Parameter(negative=(), show_default=False, help="Measure the first request after a start.")] = False
-    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False, help="path=value, for the graph.")] = ()
+    overrides: Annotated[
+        tuple[str, ...],
+        Parameter(name="--set", negative=(), show_default=False, help="Override a key of the graph, as path=value; repeatable."),
+    ] = ()
     against: Annotated[
-        tuple[str, ...], Parameter(name="--against-set", negative=(), show_default=False, help="path=value, for the graph beside it.")
+        tuple[str, ...],
+        Parameter(
+            name="--against-set",
+            negative=(),
+            show_default=False,
+            help="Override a key of the graph to compare with, as path=value; repeatable.",
+        ),
     ] = ()
 
 
@@ -92,8 +104,10 @@ class StreamOptions:
     """Sequences that run while prompts arrive."""
 
     streams: Annotated[int, Parameter(validator=Number(gte=0), help="Sequences that run at a time; 0: measure transfers alone.")] = 0
-    new_tokens: Annotated[int, Parameter(validator=Number(gte=4), help="New tokens of each.")] = 64
-    chunks: Annotated[Positives, Parameter(help="Rows of a step of the group that does both; the best counts.")] = (64, 128, 256, 512)
+    new_tokens: Annotated[int, Parameter(validator=Number(gte=4), help="New tokens of each sequence.")] = 64
+    chunks: Annotated[
+        Positives, Parameter(help="Maximum rows of a step of the group that computes prompts and tokens; the best counts.")
+    ] = (64, 128, 256, 512)
 
 
 @Parameter(name="*")
@@ -102,9 +116,10 @@ class PatternOptions:
     """How an exchange pattern is measured on emulated hardware."""
 
     virtual: Annotated[
-        bool, Parameter(negative=(), show_default=False, help="In virtual time, without processes: exact, and the same everywhere.")
+        bool,
+        Parameter(negative=(), show_default=False, help="Measure in virtual time, without processes: exact, and equal on every machine."),
     ] = False
-    dilation: Annotated[float, Parameter(validator=Number(gte=1), help="Factor of all modelled times, between processes.")] = 100.0
+    dilation: Annotated[float, Parameter(validator=Number(gte=1), help="Without --virtual: factor of all modelled times.")] = 100.0
     pairs: Pairs = 20
     json: JsonFile = None
     plot: PlotFile = None

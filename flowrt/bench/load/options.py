@@ -43,62 +43,77 @@ class LoadOptions:
     backend: Annotated[
         Literal["openai", "vllm", "openai-chat"], Parameter(group=_SERVER, help="openai-chat sends chats, the others send texts.")
     ] = "openai"
-    base_url: Annotated[str | None, Parameter(group=_SERVER, help="As http://127.0.0.1:8000, instead of --host and --port.")] = None
+    base_url: Annotated[
+        str | None, Parameter(group=_SERVER, help="URL of the server, as http://127.0.0.1:8000, instead of --host and --port.")
+    ] = None
     host: Annotated[str, Parameter(group=_SERVER, help="Host of the server.")] = "127.0.0.1"
     port: Annotated[_Positive, Parameter(group=_SERVER, help="Port of the server.")] = 8000
     endpoint: Annotated[
         str | None, Parameter(group=_SERVER, help="Path of the API. [default: /v1/completions, or /v1/chat/completions for openai-chat]")
     ] = None
-    header: Annotated[tuple[str, ...], _PAIRS, Parameter(group=_SERVER, help="NAME=VALUE of headers.")] = ()
+    header: Annotated[tuple[str, ...], _PAIRS, Parameter(group=_SERVER, help="Send these headers, as NAME=VALUE.")] = ()
     insecure: Annotated[bool, _FLAG, Parameter(group=_SERVER, help="Accept any certificate.")] = False
     model: Annotated[str | None, Parameter(group=_SERVER, help="Name of the model. [default: the server's first]")] = None
     tokenizer: Annotated[
         Path | None,
-        Parameter(group=_PROMPTS, help="A model directory. Without it, random prompts are token ids below 256 instead of text."),
+        Parameter(
+            group=_PROMPTS, help="Model directory of the tokenizer. Without it, random prompts are token ids below 256 instead of text."
+        ),
     ] = None
-    dataset_name: Annotated[Literal["random", "sharegpt"], Parameter(group=_PROMPTS, help="Where prompts come from.")] = "random"
+    dataset_name: Annotated[Literal["random", "sharegpt"], Parameter(group=_PROMPTS, help="Source of the prompts.")] = "random"
     dataset_path: Annotated[Path | None, Parameter(group=_PROMPTS, help="The JSON file of sharegpt.")] = None
     random_input_len: Annotated[_Positive, Parameter(group=_PROMPTS, help="Tokens of a random prompt.")] = 1024
     random_output_len: Annotated[_Positive, Parameter(group=_PROMPTS, help="Tokens of the response to it.")] = 128
     random_range_ratio: Annotated[
-        float, Parameter(group=_PROMPTS, validator=Number(gte=0, lt=1), help="Both lengths vary by up to this part of them.")
+        float, Parameter(group=_PROMPTS, validator=Number(gte=0, lt=1), help="Vary both lengths by up to this share.")
     ] = 0.0
     sharegpt_output_len: Annotated[
-        _Positive | None, Parameter(group=_PROMPTS, help="Tokens of a response. [default: as many as the file's has]")
+        _Positive | None, Parameter(group=_PROMPTS, help="Tokens of a response. [default: those of the response in the file]")
     ] = None
-    num_prompts: Annotated[_Positive, Parameter(group=_LOAD, help="Requests of each rate.")] = 1000
-    seed: Annotated[_Natural, Parameter(group=_LOAD, help="Of prompts and arrivals.")] = 0
+    num_prompts: Annotated[_Positive, Parameter(group=_LOAD, help="Number of requests per rate.")] = 1000
+    seed: Annotated[_Natural, Parameter(group=_LOAD, help="Seed of prompts and arrivals.")] = 0
     request_rate: Annotated[
-        tuple[_Positives, ...], _SEVERAL, Parameter(group=_LOAD, help="Requests per second; inf: all at once. One run for each.")
+        tuple[_Positives, ...], _SEVERAL, Parameter(group=_LOAD, help="Requests per second, one run for each rate; inf: all at once.")
     ] = (float("inf"),)
     burstiness: Annotated[_Positives, Parameter(group=_LOAD, help="Shape of the gamma distribution of arrivals; 1: a Poisson process.")] = (
         1.0
     )
-    max_concurrency: Annotated[_Positive | None, Parameter(group=_LOAD, help="Requests at a time; the others wait here.")] = None
-    num_warmups: Annotated[_Natural, Parameter(group=_LOAD, help="Requests before the measured ones.")] = 0
+    max_concurrency: Annotated[
+        _Positive | None, Parameter(group=_LOAD, help="Maximum number of requests at a time; further ones wait in the client.")
+    ] = None
+    num_warmups: Annotated[_Natural, Parameter(group=_LOAD, help="Number of requests before the measured ones.")] = 0
     ignore_eos: Annotated[
         bool | None, Parameter(group=_SAMPLING, help="Do not end at the end-of-text token. [default: yes for random prompts]")
     ] = None
-    temperature: Annotated[float | None, Parameter(group=_SAMPLING, help="As in the API, like the next two.")] = None
+    temperature: Annotated[float | None, Parameter(group=_SAMPLING, help="Sampling parameters of each request, as in the API.")] = None
     top_p: Annotated[float | None, Parameter(group=_SAMPLING)] = None
     top_k: Annotated[int | None, Parameter(group=_SAMPLING)] = None
     extra_body: Annotated[
         dict[str, Any] | None,
-        Parameter(group=_SAMPLING, accepts_keys=False, n_tokens=1, converter=_read_object, help="A JSON object with more fields."),
+        Parameter(
+            group=_SAMPLING,
+            accepts_keys=False,
+            n_tokens=1,
+            converter=_read_object,
+            help="Further fields of each request, as a JSON object.",
+        ),
     ] = None
-    percentile_metrics: Annotated[str, Parameter(group=_REPORT, help="Of ttft, tpot, itl and e2el.")] = "ttft,tpot,itl"
-    metric_percentiles: Annotated[str, Parameter(group=_REPORT, help="Percentiles of these.")] = "99"
+    percentile_metrics: Annotated[str, Parameter(group=_REPORT, help="Report these of ttft, tpot, itl and e2el.")] = "ttft,tpot,itl"
+    metric_percentiles: Annotated[str, Parameter(group=_REPORT, help="Percentiles to report, as 50,99.")] = "99"
     goodput: Annotated[
-        tuple[str, ...], _PAIRS, Parameter(group=_REPORT, help="ttft:MS, tpot:MS, e2el:MS: count the requests that are as fast.")
+        tuple[str, ...], _PAIRS, Parameter(group=_REPORT, help="Count the requests within these bounds, as ttft:MS, tpot:MS, e2el:MS.")
     ] = ()
     save_result: Annotated[bool, _FLAG, Parameter(group=_REPORT, help="Write a JSON file.")] = False
-    save_detailed: Annotated[bool, _FLAG, Parameter(group=_REPORT, help="With times, texts and errors of each request.")] = False
+    save_detailed: Annotated[bool, _FLAG, Parameter(group=_REPORT, help="Add times, texts and errors of each request to the file.")] = False
     result_dir: Annotated[Path | None, Parameter(group=_REPORT, help="Folder of the JSON file.")] = None
-    result_filename: Annotated[str | None, Parameter(group=_REPORT, help="Its name. [default: from label, rate, model and time]")] = None
+    result_filename: Annotated[
+        str | None, Parameter(group=_REPORT, help="Name of the JSON file. [default: from label, rate, model and time]")
+    ] = None
     label: Annotated[str | None, Parameter(group=_REPORT, help="Name of the run in the file.")] = None
-    metadata: Annotated[tuple[str, ...], _PAIRS, Parameter(group=_REPORT, help="NAME=VALUE of more keys of the file.")] = ()
+    metadata: Annotated[tuple[str, ...], _PAIRS, Parameter(group=_REPORT, help="Add these keys to the file, as NAME=VALUE.")] = ()
     plot: Annotated[
-        str | None, Parameter(group=_REPORT, help="Draw time to first token and between tokens over the rates (.svg, .png, .pdf).")
+        str | None,
+        Parameter(group=_REPORT, help="Draw time to first token and inter-token latency over the rates into this file (.svg, .png, .pdf)."),
     ] = None
 
     @property
