@@ -77,7 +77,7 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
     try:
         plain: list[dict[str, Any]] = msgspec.json.decode(msgspec.json.encode([dict(message) for message in messages]))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ArgumentError(f"messages hold something that JSON cannot hold: {' '.join(str(error).split())}") from None
+        raise ArgumentError(f"messages cannot be written as JSON: {' '.join(str(error).split())}") from None
     return plain
 
 

@@ -69,7 +69,7 @@ def open_graph(
     if log_level not in LEVELS:
         raise ArgumentError(f"log_level is {shown(log_level)}, it must be one of {', '.join(LEVELS)}")
     if isinstance(graph, Graph) and (overrides or model is not None):
-        raise ArgumentError("overrides and model change a graph file; this graph is loaded already")
+        raise ArgumentError("overrides and model cannot change a loaded graph; pass them with its file")
     seams, collector = seams or Seams(), None
     if trace is not None:
         check_trace_file(str(trace), "trace")

@@ -128,7 +128,7 @@ def _draw(dot: str, path: Path) -> None:
     try:
         done = subprocess.run(["dot", "-Tsvg", "-o", str(path)], input=dot, text=True, capture_output=True, check=False)
     except FileNotFoundError:
-        raise UserError("--svg needs the program `dot`; install Graphviz, or use --mermaid, whose text many pages draw") from None
+        raise UserError("--svg needs the program `dot`; install Graphviz, or use --mermaid") from None
     if done.returncode:
         raise UserError(f"--svg {path}: dot failed ({' '.join(done.stderr.split())})")
     print(f"wrote {path}")

@@ -203,7 +203,7 @@ def down(name: str | None, at_once: bool) -> int:
             finally:
                 os.close(process)
     else:
-        how = "was dead; what it left is removed"
+        how = "was dead; its folder is removed"
     remove_dead(found)
     print(f"flowrt: {found.name} {how}", file=sys.stderr)
     return code

@@ -29,7 +29,7 @@ def write_graph(folder: Path, model: Path | None) -> None:
     except UnicodeEncodeError:
         raise UserError(f"{model}: the path is not UTF-8, which a graph file must be; rename it") from None
     except FileExistsError as error:
-        raise UserError(f"{error.filename}: exists and is left as it is; give another folder") from None
+        raise UserError(f"{error.filename}: exists already; give another folder") from None
     except OSError as error:
         if created:  # a part of the text would stop the next attempt
             path.unlink(missing_ok=True)

@@ -141,7 +141,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [key for key, _ in pairs]
-        raise ValueError(f"the key {shown(next(key for key in names if names.count(key) > 1))} is there twice; keep one")
+        raise ValueError(f"the key {shown(next(key for key in names if names.count(key) > 1))} exists twice; keep one")
     return values
 
 

@@ -66,7 +66,7 @@ def _await_ready(session: ServeSession, child: int, reading: int, log: int) -> i
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, on_signal)
-    print(f"flowrt: starting {name}; flowrt logs {name} shows how far it is", file=sys.stderr, flush=True)
+    print(f"flowrt: starting {name}; flowrt logs {name} shows its progress", file=sys.stderr, flush=True)
     if os.read(reading, 1) and not signals:
         print(f"flowrt: {name} is up, {session.sentence} (pid {child}); flowrt down {name} stops it", file=sys.stderr)
         return SUCCESS

@@ -242,7 +242,7 @@ def _check_cycles(graph: Graph, flow: Flow) -> Iterator[Problem]:
         edges = [into[target][source] for source, target in pairwise(cycle)]
         edge = max(edges, key=lambda edge: list(graph.edges).index(edge.name))
         names = " -> ".join(name for name, _ in cycle)
-        text = f"the cycle {names} does not advance the tag: it waits for itself; write tag: layer+1 or step+1 on an edge of it"
+        text = f"the cycle {names} does not advance the tag: it waits for itself; write tag: layer+1 or step+1 on one of its edges"
         yield Problem(("edges", edge.name), text)
 
 

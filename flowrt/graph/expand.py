@@ -271,7 +271,7 @@ def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts,
         text = f"{attention.domains} domains need as many groups, there are {attention.groups}; write at most {attention.groups}"
         document.fail(("deploy", "attention", "domains"), text)
     if attention.domains > 1 and not servers:
-        text = "domains take turns at expert servers, and servers: 0 leaves none; write domains: 1, or deploy.experts.servers"
+        text = "domains take turns at expert servers, and there are none; write domains: 1, or deploy.experts.servers"
         document.fail(("deploy", "attention", "domains"), text)
     if experts.replicas > max(servers, 1):
         possible = f"replicas: {servers} or less" if servers else "replicas: 1"
@@ -290,7 +290,7 @@ def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts,
         for key in experts.model_fields_set & {"device", "threads", "cores"}:
             document.fail((*_EXPERTS, key), f"colocated servers compute in the processes of groups; write deploy.attention.{key}")
     if not servers and experts.int8 != "none":
-        document.fail((*_EXPERTS, "int8"), "servers: 0 leaves no rows that travel; write int8: none, or deploy.experts.servers: 1 or more")
+        document.fail((*_EXPERTS, "int8"), "with servers: 0 no rows travel; write int8: none, or deploy.experts.servers: 1 or more")
     if servers <= _is_colocated(deploy) and link.transport != "auto":
         text = f"servers: {experts.servers} leaves no link to the experts; write deploy.experts.servers: 1 or more, or remove the transport"
         document.fail((*_LINK, "transport"), text)

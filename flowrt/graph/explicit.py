@@ -28,7 +28,7 @@ def build_explicit(file: GraphFile, document: Document) -> tuple[dict[str, Node]
     nodes, edges = file.nodes or {}, file.edges or {}
     for name in (INPUT, OUTPUT):
         if name in nodes:
-            document.fail(("nodes", name), f"{name!r} exists without being written; choose another name")
+            document.fail(("nodes", name), f"{name!r} is predefined; choose another name")
     ends = {name: _ends(name, edge, document) for name, edge in edges.items()}
     taken, given = Used(), Used()
     for edge, (source, source_port, target, target_port) in ends.items():

@@ -150,7 +150,7 @@ def build_graph(
         document.fail(_written_path(("cores", next(iter(graph.cores))), graph, document, is_short), text)
     computing = len(prefill_workers(graph) or attention_groups(graph))
     if graph.long_prompts is not None and graph.long_prompts.workers >= computing:
-        text = f"{graph.long_prompts.workers} of {computing} workers for prompts leave none for short ones; write a smaller number"
+        text = f"{graph.long_prompts.workers} of {computing} workers are for long prompts; write fewer, so that short ones have one"
         document.fail(("long_prompts", "workers"), text)
     if graph.hosts is not None:
         graph = replace(graph, placement=place_processes(graph, graph.hosts))

@@ -29,5 +29,5 @@ def _fault(graph: Graph, edge: Edge) -> str:
     if not (carries_rows(source.operator, edge.source_port, "both") or source.operator == KV_PACK):
         return "INT8 is for rows between dispatch and experts, and for KV; remove the key"
     if not graph.crosses(edge):
-        return f"both ends are in process {source.process}, where nothing travels; remove the key"
+        return f"both ends are in process {source.process}, where messages do not travel; remove the key"
     return "INT8 changes the numbers; write numerics: fast, or no int8" if graph.numerics == "strict" else ""

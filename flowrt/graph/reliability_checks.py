@@ -40,9 +40,9 @@ def _check_standby(graph: Graph) -> Iterator[tuple[Path_, str]]:
             yield ("nodes", node.name, "process"), f"{node.process!r} is a standby process; choose another name"
     key = ("reliability", "standby")
     if graph.processes != "many":
-        yield key, "a standby process stands in for one worker; write `processes: many`, or standby: 0"
+        yield key, "a standby process replaces one worker, and processes hold several; write `processes: many`, or standby: 0"
     elif not survivable_processes(graph):
-        yield key, "the run can lose no process, so a standby process has none to stand in for; write standby: 0"
+        yield key, "there is no process that the run can lose and a standby process can replace; write standby: 0"
     elif not standby_candidates(graph):
-        text = "no process that the run can lose computes on the CPU and shares its weights, so a standby process has none to stand in for"
+        text = "a standby process replaces only processes on the CPU that share their weights, and there is none"
         yield key, f"{text}; write standby: 0"

@@ -82,11 +82,11 @@ def check_trampolines(graph: Graph, dispatch: Node) -> Iterator[tuple[Path_, str
         for request in graph.edges_from(edge.target):
             direct, response = leading.get(request.source_port), responses.get(request.name)
             if direct is None or direct.target != request.target:
-                yield ("edges", request.name), f"{dispatch.name}.{request.source_port} leads elsewhere; number the servers alike in both"
+                yield ("edges", request.name), f"{dispatch.name}.{request.source_port} leads to another node; number the servers alike"
             elif response is None or graph.nodes[response.target].operator != RETURN:
                 yield ("edges", request.name), f"{request.target} sends no response to a return node of {trampoline}; connect them"
             elif (other := taken.setdefault(int(request.source_port.removeprefix("server")), edge.target)) != edge.target:
-                yield path, f"{request.source_port} is forwarded to by {other} and {edge.target}; leave one of them out"
+                yield path, f"both {other} and {edge.target} forward to {request.source_port}; remove one of them"
             else:
                 continue
             return

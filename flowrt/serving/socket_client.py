@@ -102,5 +102,5 @@ def new_client(found: FoundGraph) -> SocketClient:
     if not found.is_alive:
         raise NotRunningError(f"{found.name} is dead; flowrt up starts it again, flowrt logs {found.name} may say why it died")
     if found.description is None or not found.description.is_ready:
-        raise NotRunningError(f"{found.name} is still starting; flowrt logs {found.name} shows how far it is")
+        raise NotRunningError(f"{found.name} is still starting; flowrt logs {found.name} shows its progress")
     return SocketClient(found)

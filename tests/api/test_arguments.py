@@ -90,8 +90,8 @@ def test_keywords_are_the_parameters() -> None:
         (None, [USER, "hi"], "a message is 'hi', it needs a role and content"),
         (None, [{"role": "user"}], "a message is {'role': 'user'}, it needs a role and content"),
         (None, [{"role": 1, "content": "x"}], "a message is {'role': 1, 'content': 'x'}, it needs"),
-        (None, [{"role": "user", "content": object}], "messages hold something that JSON cannot hold"),
-        (None, [{"role": "user", "content": "half \ud800"}], "messages hold something that JSON cannot hold"),
+        (None, [{"role": "user", "content": object}], "messages cannot be written as JSON"),
+        (None, [{"role": "user", "content": "half \ud800"}], "messages cannot be written as JSON"),
     ],
 )
 def test_a_wrong_prompt_is_refused(prompt: Any, messages: Any, text: str) -> None:

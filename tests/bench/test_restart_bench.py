@@ -22,7 +22,7 @@ def test_graph_whose_servers_cannot_be_lost_is_refused() -> None:
 
 
 def test_process_without_a_standby_process_is_refused() -> None:
-    with pytest.raises(UserError, match=r"no standby process can stand in for experts\.0: "):
+    with pytest.raises(UserError, match=r"no standby process can replace experts\.0: "):
         read_graphs(QUICKSTART, None, [*SMALL, "deploy.attention.threads=1", "deploy.experts.threads=2"])
 
 

@@ -42,7 +42,7 @@ def test_init_writes_a_file_that_validates_and_runs(tmp_path: Path) -> None:
 def test_init_replaces_no_file(tmp_path: Path) -> None:
     (tmp_path / "graph.yaml").write_text("mine")
     done = flowrt(tmp_path, "init", ".")
-    assert (done.returncode, done.stderr) == (2, "flowrt: error: graph.yaml: exists and is left as it is; give another folder\n")
+    assert (done.returncode, done.stderr) == (2, "flowrt: error: graph.yaml: exists already; give another folder\n")
     assert (tmp_path / "graph.yaml").read_text() == "mine"
     assert flowrt(tmp_path, "init", "graph.yaml").returncode == 2
 

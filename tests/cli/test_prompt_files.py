@@ -62,7 +62,7 @@ def test_lines_override_the_options(tmp_path: Path) -> None:
         ("{}", "no prompt; write"),
         ('{"max_tokens": 3}', "no prompt; write"),
         ('{"prompt": "a", "prompt_token_ids": [1]}', "both prompt and prompt_token_ids"),
-        ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is there twice"),
+        ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' exists twice"),
         ('{"prompt": "a", "max_token": 3}', "unknown key 'max_token'; did you mean max_tokens?"),
         ('{"prompt": "a", "zzz": 3}', "unknown key 'zzz'; known are prompt"),
         ('{"prompt": 3}', "prompt must be a text"),

@@ -86,7 +86,7 @@ BAD = {
         MODEL + "deploy: {prefill: {workers: 2}, attention: {groups: 3}}\nlong_prompts: {min_tokens: 9, workers: 2}\n",
         4,
         "long_prompts.workers",
-        ["2 of 2 workers for prompts leave none for short ones"],
+        ["2 of 2 workers are for long prompts; write fewer"],
     ),
     "long prompts of no length": (MODEL + "long_prompts: {workers: 2}\n", 3, "long_prompts.min_tokens", ["is missing"]),
     "target of a step": (MODEL + "limits: {target_step_seconds: -1}\n", 3, "limits.target_step_seconds", ["-1 is too small"]),
@@ -364,7 +364,7 @@ BAD_USER = {
     "from output": (USER.replace("a.y ->", "output.y ->"), 7, "edges.output.y -> b.x", ["no edge leads from output"]),
     "to input": (USER.replace("-> b.x", "-> input.x"), 7, "edges.a.y -> input.x", ["no edge leads to input"]),
     "gateway": (USER.replace("process: left", "process: gateway"), 3, "nodes.a.process", ["'gateway' is the launching process"]),
-    "node called input": (USER.replace("  b:", "  input:"), 4, "nodes.input", ["exists without being written"]),
+    "node called input": (USER.replace("  b:", "  input:"), 4, "nodes.input", ["is predefined"]),
     "name": (USER.replace("  b:", "  'b c':"), 4, "nodes.b c", ["'b c' is not a name"]),
     "operator": (USER.replace("ops:a", "gat"), 3, "nodes.a.operator", ["no operator 'gat'", "did you mean 'gate'?"]),
     "options": (USER.replace("process: left", "options: {k: 1}"), 3, "nodes.a.options", ["built-in operators"]),
@@ -597,9 +597,9 @@ def test_name_of_a_standby_process_is_refused(load) -> None:
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (("reliability.recovery=off",), "the run can lose no process"),
-        (("deploy.experts.servers=0", "deploy.experts.replicas=1", "deploy.attention.device=cuda"), "computes on the CPU"),
-        (("deploy.experts.servers=0", "deploy.experts.replicas=1", "reliability.share_weights=false"), "shares its weights"),
+        (("reliability.recovery=off",), "no process that the run can lose"),
+        (("deploy.experts.servers=0", "deploy.experts.replicas=1", "deploy.attention.device=cuda"), "processes on the CPU"),
+        (("deploy.experts.servers=0", "deploy.experts.replicas=1", "reliability.share_weights=false"), "share their weights"),
     ],
 )
 def test_standby_process_without_any_to_stand_in_for_is_refused(load, overrides: tuple[str, ...], why: str) -> None:

@@ -56,7 +56,7 @@ def test_kv_travels_as_int8_where_the_file_has_the_key(load) -> None:
     ("text", "error"),
     [
         (TRAMPOLINES.replace("none", "both") + "numerics: strict\n", "INT8 changes the numbers; write numerics: fast"),
-        ("flowrt: 1\nmodel: {path: m}\ndeploy: {experts: {int8: combine}}\n", "servers: 0 leaves no rows that travel; write int8: none"),
+        ("flowrt: 1\nmodel: {path: m}\ndeploy: {experts: {int8: combine}}\n", "with servers: 0 no rows travel; write int8: none"),
         (TRAMPOLINES.replace("none", "all"), "'all' is not possible; write none, dispatch, combine or both"),
     ],
 )

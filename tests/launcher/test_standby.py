@@ -161,5 +161,5 @@ def test_operators_are_loaded_once_for_processes_with_equal_ones(overrides: tupl
 
 
 def test_workers_that_share_processes_have_no_standby() -> None:
-    with pytest.raises(UserError, match=r"a standby process stands in for one worker; write `processes: many`"):
+    with pytest.raises(UserError, match=r"a standby process replaces one worker, and processes hold several; write `processes: many`"):
         read_graph(QUICKSTART, ["reliability.standby=1", "deploy.processes=2"], None)

@@ -63,7 +63,7 @@ def test_graph_stays_up_until_it_is_stopped(
         systemd.settimeout(SECONDS)
         assert systemd.recv(100) == b"READY=1"
     starting, is_up = done.stderr.splitlines()
-    assert starting == "flowrt: starting a; flowrt logs a shows how far it is"
+    assert starting == "flowrt: starting a; flowrt logs a shows its progress"
     assert re.fullmatch(r"flowrt: a is up, serving tiny-moe at http://127.0.0.1:\d+ \(pid \d+\); flowrt down a stops it", is_up)
     pids = {process.pid for process in asyncio.run(flowrt.attach("a").status()).processes}
     try:

@@ -84,7 +84,7 @@ def read_graphs(graph_file: Path, model: Path | None, overrides: Sequence[str], 
         raise UserError(f"{graph_file}: the run cannot lose {victim}; use --set deploy.experts.servers=2 --set deploy.experts.replicas=2")
     if victim not in standby_loads(graphs[0], pack(graphs[0]), usable_cores()):
         why = "it computes on another device than the CPU, shares no weights, or has another number of compute threads"
-        raise UserError(f"{graph_file}: no standby process can stand in for {victim}: {why}")
+        raise UserError(f"{graph_file}: no standby process can replace {victim}: {why}")
     return graphs
 
 
