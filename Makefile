@@ -35,7 +35,7 @@ SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py ra
 .PHONY: acceptance docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts \
 	picture test-hosts transfers clean
 
-help: ## what each target does
+help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
 
 $(RUNS): $(INSTALL_INPUTS)
@@ -51,36 +51,36 @@ $(STAMP): $(RUNS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev,ucx]"
 	@touch $@
 
-install: $(STAMP) ## make .venv and install flowrt in it, with what tests, benches and pictures need
+install: $(STAMP) ## install flowrt in .venv, with what tests, benchmarks and plots need
 
 run: $(RUNS) ## answer eight prompts with the quickstart's graph (GRAPH=... for another)
 	@$(BIN)/flowrt run $(GRAPH) $(ARGS)
 
 # Hundreds of processes import the same sources: each would compile them anew where the environment keeps Python from writing bytecode.
-test: $(STAMP) ## the whole test suite (ARGS="tests/graph -k cycle" for a part)
+test: $(STAMP) ## run the test suite (ARGS="tests/graph -k cycle" for a part)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-lint: $(STAMP) ## ruff: rules and format
+lint: $(STAMP) ## check rules and format with ruff
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-format: $(STAMP) ## put every file into the format that lint asks for
+format: $(STAMP) ## fix rules and format with ruff
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-types: $(STAMP) ## mypy, strict
+types: $(STAMP) ## check types with mypy, strict
 	@$(BIN)/mypy
 
-fuzz: $(STAMP) ## hostile bytes for every decoder, handshake and socket: EXAMPLES=20000 of each, new ones every time; MESSAGES=1000000 for the runner
+fuzz: $(STAMP) ## send EXAMPLES=20000 new random inputs to each decoder, handshake and socket, and MESSAGES=1000000 to the runner
 	@FLOWRT_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/transports/test_bad_input_fuzz.py --timeout 0 --durations 0 $(ARGS)
 	@$(BIN)/python tests/exchange/message_fuzz.py --executions $(MESSAGES)
 
-hostile: $(STAMP) ## what hostile users write and run in: FILES=900 mutated graph files, 82 environments, operators and tensors; each answered with one line
+hostile: $(STAMP) ## try FILES=900 mutated graph files, 82 environments, wrong operators and tensors; each must give one line of error
 	@$(BIN)/python tests/graph/mutated_files.py --files $(FILES)
 	@$(BIN)/python tests/cli/environments.py
 	@$(BIN)/python tests/end_to_end/hostile_runs.py
 
-acceptance: $(STAMP) ## the openai package and AIPerf, installed in build/, against flowrt serve; then AIPerf while processes are killed
+acceptance: $(STAMP) ## run the openai package and AIPerf, installed in build/, against flowrt serve; then AIPerf while processes are killed
 	@PYTHONPATH=tests $(BIN)/python tests/acceptance/acceptance.py $(ARGS)
 
 notebook: $(STAMP) ## call flowrt from the cells of a real ipykernel, which this installs in .venv
@@ -88,13 +88,13 @@ notebook: $(STAMP) ## call flowrt from the cells of a real ipykernel, which this
 	@$(BIN)/python -m pytest tests/notebook $(ARGS)
 
 # The sanitizers' runtime must come before everything else in the process; torch throws C++ exceptions, whose library must follow it.
-sanitize: $(STAMP) ## the C modules built with AddressSanitizer and UndefinedBehaviorSanitizer, and the tests that call them
+sanitize: $(STAMP) ## test the C modules with AddressSanitizer and UndefinedBehaviorSanitizer
 	@rm -rf build/sanitized/lib
 	@CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build --build-lib build/sanitized/lib --build-temp build/sanitized/temp
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
 		$(BIN)/pytest -p no:cacheprovider -o pythonpath="build/sanitized/lib tests" --timeout 0 $(SANITIZED_TESTS) $(ARGS)
 
-test-hosts: $(STAMP) ## runs on several hosts: HOSTS=2 network namespaces, each with its own Ray node (needs root; says so and does nothing without)
+test-hosts: $(STAMP) ## run graphs on HOSTS=2 network namespaces, each with its own Ray node; needs root
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[ray]"
 	@$(BIN)/python tests/hosts/network.py --hosts $(HOSTS) \
 		$(abspath $(BIN))/python -m pytest -p no:cacheprovider -o filterwarnings=default tests/hosts/ray_hosts.py $(ARGS)
@@ -102,43 +102,43 @@ test-hosts: $(STAMP) ## runs on several hosts: HOSTS=2 network namespaces, each 
 docs: $(STAMP) ## run every block of every page as it is written (the suite runs those of two pages)
 	@FLOWRT_ALL_PAGES=1 $(BIN)/python -m pytest tests/docs --timeout 0 $(ARGS)
 
-simulate: $(STAMP) ## small graphs under SEEDS=1000 seeds of virtual time, faults and all
+simulate: $(STAMP) ## run small graphs with faults under SEEDS=1000 seeds of virtual time
 	@$(BIN)/flowrt simulate $(SIMULATED) --seeds $(SEEDS) $(ARGS)
 
 # Blocks of 1000 seeds; the record of a commit holds the seeds that have run, so that a repeated call goes on after an interruption.
-sweep: $(STAMP) ## SWEEP=100000 seeds of this commit in PROCESSES=2 processes, with a record in build/
+sweep: $(STAMP) ## run SWEEP=100000 seeds of this commit in PROCESSES=2 processes, with a record in build/
 	@mkdir -p build; record=build/$(RECORD)-$$(git describe --always --dirty --abbrev=12).jsonl; \
 	seq 0 1000 $$(($(SWEEP) - 1)) | xargs -P $(PROCESSES) -I{} $(BIN)/flowrt simulate $(SIMULATED) --first {} --seeds 1000 --record $$record $(ARGS)
 
-cancel: $(STAMP) ## cancel more than 10,000 requests at random moments of virtual time, faults and all
+cancel: $(STAMP) ## cancel more than 10,000 requests at random moments of virtual time, with faults
 	@$(BIN)/flowrt simulate $(SIMULATED) --seeds 600 --cancel 30 $(ARGS)
 
 # More than 4 transfers per seed; each block of seeds prints how many.
-transfers: $(STAMP) ## 100,000 simulated KV transfers with faults and cancels, then ABORTS=1000 real requests aborted while their KV moves
+transfers: $(STAMP) ## simulate 100,000 KV transfers with faults and cancels, then abort ABORTS=1000 real requests while their KV moves
 	@$(MAKE) --no-print-directory sweep SWEEP=$(TRANSFER_SEEDS) RECORD=transfers SIMULATED=$(SIMULATED)/prefill.yaml ARGS="--cancel 100 $(ARGS)"
 	@$(BIN)/python tests/end_to_end/transfer_aborts.py --aborts $(ABORTS)
 
-plant: $(STAMP) ## plant each bug of a list and see how many seeds it takes to find it
+plant: $(STAMP) ## plant each bug of a list, and count the seeds that the simulation needs to find it
 	@$(BIN)/python tests/simulation/plant.py --seeds $(PLANT_SEEDS) $(ARGS)
 
-crowd: $(STAMP) ## an hour of eight computing processes per core; the detector may mark none dead (CROWD_SECONDS=600 for less)
+crowd: $(STAMP) ## run eight computing processes per core for an hour; the detector may mark none dead (CROWD_SECONDS=600 for less)
 	@$(BIN)/flowrt bench detector --tries 1 --seconds $(CROWD_SECONDS) $(ARGS)
 
 # Each kill follows 0.2 s after the processes are back from the last one; each process may be restarted 1000 times in 30 s.
 chaos: $(STAMP) ## kill random processes of every role under load, one after another (KILLS=1000); no token may change, nothing may be left behind
 	@$(BIN)/flowrt chaos $(GRAPH) --set numerics=strict --roles all --kills $(KILLS) --seconds 0.2 $(ARGS)
 
-overload: $(STAMP) ## 1x to 5x the load that a server can serve, with kills: goodput, refusals, memory (ARGS="--seconds 20" for less); on a quiet machine
+overload: $(STAMP) ## measure goodput, refusals and memory at 1x to 5x the load that a server can serve, with kills (ARGS="--seconds 20" for less); on a quiet machine
 	@$(BIN)/python tests/serving/overload.py $(ARGS)
 
-aborts: $(STAMP) ## open 10,000 connections and abort each at a random point, beside slow clients; nothing may be left
+aborts: $(STAMP) ## open 10,000 connections and abort each at a random point, beside slow clients; nothing may be left behind
 	@$(BIN)/python tests/serving/aborts.py $(ARGS)
 
-picture: $(RUNS) ## draw docs/pictures/quickstart.svg from a real run; it shows figures, so on a quiet machine
+picture: $(RUNS) ## draw docs/pictures/quickstart.svg from a real run; it shows figures, so use a quiet machine
 	@$(BIN)/python docs/pictures/quickstart.py
 	@PYTHONPATH=tests $(BIN)/python docs/pictures/timelines.py
 
-clean: ## remove what was built; the environment stays
+clean: ## remove built files; .venv stays
 	rm -rf build dist *.egg-info transports/native/*.so operators/kernels/cpu/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find flowrt transports operators tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f $(STAMP) $(RUNS)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from flowrt.bench.measure.benchmark import Result
     from flowrt.bench.report.report import BenchmarkReport
 
-bench_app = App(name="bench", help="Measure flowrt beside other programs, in alternating pairs. Close other programs first.")
+bench_app = App(name="bench", help="Compare flowrt with its peers in alternating pairs. Close other programs first.")
 
 ModelOption = Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")]
 _WITHOUT_COMPUTING = ("hop", "transports", "m2n")  # one thread of OpenMP is enough
