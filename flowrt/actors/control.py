@@ -171,10 +171,11 @@ class Tokens(Control, frozen=True):
 
 
 class RunsAlone(Control, frozen=True):
-    """From a group, once per choice of a suspect: until it has a token, the steps compute this choice and nothing else."""
+    """From a group, once per choice of a suspect: until it has a token, the steps from `tag` on compute this choice and nothing else."""
 
     request_id: str
     attempt: int
+    tag: Tag
 
 
 class Prefilling(Control, frozen=True):

@@ -232,6 +232,8 @@ class ExpertClient:
         self.num_redispatched += 1
         if number == entry.in_flight:
             entry.in_flight = None
+        elif number in entry.unsent:
+            entry.unsent.remove(number)
         return self._split(entry, number, self._tables_avoiding(self._avoided).of(tag.layer))
 
     def _split(self, entry: OutstandingTag, number: int, table: ReplicaTable, row_counts: Sequence[int] = ()) -> Redispatch:
@@ -369,7 +371,7 @@ class ExpertClient:
             part = entry.parts[number]
             if redo(FaultKind.LATE_PART, int(number in entry.hedged)) is not Redo.PART:
                 continue  # no third server computes the same part
-            if part.server == UNAVAILABLE or part.server in self.lost or not self.hedging.has_budget:
+            if number in entry.unsent or part.server == UNAVAILABLE or part.server in self.lost or not self.hedging.has_budget:
                 continue
             if age < self.hedging.late_after(part.server, len(part.rows_R)):
                 continue

@@ -40,6 +40,7 @@ from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits, LongPrompts
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason, SamplingParams
+from flowrt.transports.wire.message import Tag
 
 __all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "TokenEvent"]
 
@@ -234,11 +235,13 @@ class Gateway(RequestLogs):
             decisions += self._commit(log, choice, token, at)
         return decisions
 
-    def on_runs_alone(self, group: str, control: RunsAlone) -> None:
-        """A group is about to compute a suspect alone."""
+    def on_runs_alone(self, group: str, control: RunsAlone) -> list[Decision]:
+        """A group is about to compute a suspect alone, or did before a server that crashed over it was lost."""
         log = self._active.get(control.request_id)
-        if log is not None and control.attempt == log.attempt and self._stages.worker_of(log) == group and log.is_suspect:
-            log.ran_alone = True
+        if log is None or control.attempt != log.attempt or self._stages.worker_of(log) != group or not log.is_suspect:
+            return []
+        error = self._stages.begin_trial(group, log, control.tag)
+        return [] if error is None else self._end(log, "error", error, cancels_worker=True)
 
     def on_ended(self, group: str, ended: Ended) -> list[Decision]:
         """End a choice of the current attempt. The last choice, or an error, ends the request.
@@ -307,14 +310,15 @@ class Gateway(RequestLogs):
                 decisions += self._move(log, but=group)
         return decisions + self._place_waiting()
 
-    def lose_server(self, server: str, why: str, alone_for: str) -> list[Decision]:
+    def lose_server(self, server: str, why: str, alone_for: str, part: Tag | None = None) -> list[Decision]:
         """An expert server crashed or hung, and a policy restarts others with it. If it computed a part for the group `alone_for` alone,
         the request that runs alone there is the cause; all others are suspects."""
-        cause = self._stages.suspect_all(alone_for)
-        if cause is None:
+        self._stages.suspect_all()
+        if part is None:
             return []
         error = f"{server} {why} while it computed this request alone; the request is not tried again"
-        return self._end(cause, "error", error, cancels_worker=True)
+        cause = self._stages.blame(alone_for, part, error)
+        return [] if cause is None else self._end(cause, "error", error, cancels_worker=True)
 
     def _move(self, log: RequestLog, but: str = "") -> list[Decision]:
         """Begin a new attempt, and cancel the old one in every worker but this one."""

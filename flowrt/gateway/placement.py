@@ -23,6 +23,7 @@ from flowrt.gateway.prefix_index import PrefixIndex, digests_of
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.routing import RoutingPolicy, WaitingRequest, WorkerStatus, has_room
 from flowrt.graph.model import GraphLimits, LongPrompts
+from flowrt.transports.wire.message import Tag
 
 SEQUENCES_AHEAD = 2  # sequences that a group is sent, in units of the most that it runs
 LOOKAHEAD = 64  # requests that the policy lets wait before no later one is considered
@@ -68,7 +69,8 @@ class Placement:
         self._no_group_since = now()  # valid while no group is left
         self.waiting: list[RequestLog] = []  # the oldest first
         self._placed: dict[int, _PlacedRequest] = {}  # by the number of the request
-        self._interrupted: dict[str, RequestLog] = {}  # group that a policy restarts -> the suspect that it computed alone
+        self._interrupted: dict[str, tuple[RequestLog, Tag]] = {}  # group that a policy restarts -> the suspect and trial that it computed
+        self._blamed: dict[str, tuple[Tag, str]] = {}  # group -> a part that crashed a server before its trial was reported, and the error
 
     def deadline(self, waiting: Sequence[RequestLog]) -> float | None:
         """When the next of these requests is given up; None while a group is left."""
@@ -147,7 +149,7 @@ class Placement:
 
     def prove(self, log: RequestLog, choice: int) -> None:
         """A choice of a suspect has committed a token or ended, so it was not the cause."""
-        log.ran_alone = False
+        log.trial = None
         if choice in log.unproven:
             log.unproven.remove(choice)
             if not log.unproven:
@@ -161,12 +163,24 @@ class Placement:
             log.suspect()
         return None
 
-    def alone_in(self, group: str) -> RequestLog | None:
-        """The suspect that the group computes alone, or did when a policy ended it to restart it."""
-        return self._alone(group) or self._interrupted.get(group)
+    def begin_trial(self, group: str, log: RequestLog, first: Tag) -> str | None:
+        """The group computes a suspect alone from this step on. Returns the error of a server that a part of these steps has crashed."""
+        log.trial = first
+        part, error = self._blamed.pop(group, (None, None))
+        return error if part is not None and _has_step(first, part) else None
+
+    def blame(self, group: str, part: Tag, error: str) -> RequestLog | None:
+        """A part of a suspect has crashed a server. Returns the suspect, which the group computes alone, or did when a policy ended it to
+        restart it. None: the report of its trial may still be on its way; the error is kept for it."""
+        trial = self._alone(group)
+        log, first = (trial, trial.trial) if trial is not None else self._interrupted.get(group, (None, None))
+        if first is not None and _has_step(first, part):
+            return log
+        self._blamed[group] = part, error
+        return None
 
     def _alone(self, group: str) -> RequestLog | None:
-        return next((placed.log for placed in self._placed.values() if placed.group == group and placed.log.ran_alone), None)
+        return next((placed.log for placed in self._placed.values() if placed.group == group and placed.log.trial is not None), None)
 
     def lose(self, group: str, why: str, *, is_restarting: bool = False) -> None:
         """Place no more requests in this group. `is_restarting`: a recovery policy restarts it."""
@@ -174,8 +188,8 @@ class Placement:
             self._no_group_since = self._now()
         if is_restarting:
             self._restarting.add(group)
-            if (trial := self._alone(group)) is not None:
-                self._interrupted[group] = trial
+            if (trial := self._alone(group)) is not None and trial.trial is not None:
+                self._interrupted[group] = trial, trial.trial
         self._lost[group] = why
         if self._prefixes is not None:
             self._prefixes.clear(group)
@@ -191,6 +205,7 @@ class Placement:
         self._lost.pop(group, None)
         self._num_placed.clear()
         self._interrupted.pop(group, None)
+        self._blamed.pop(group, None)
         self._restarting.discard(group)
 
     def expired(self, waiting: Sequence[RequestLog]) -> list[RequestLog]:
@@ -251,3 +266,9 @@ class Placement:
         if log.prefix_digests is None:
             log.prefix_digests = digests_of(log.params.cache_salt, log.prompt_token_ids)
         return log.prefix_digests
+
+
+def _has_step(first: Tag, tag: Tag) -> bool:
+    """Whether a trial that began with `first` has the step of `tag`."""
+    is_same = (first.source, first.micro_batch) == (tag.source, tag.micro_batch)
+    return is_same and (first.epoch, first.step) <= (tag.epoch, tag.step)

@@ -16,6 +16,7 @@ from flowrt.actors.control import KvOffer, Logprobs, Request, Token
 from flowrt.actors.front_end_messages import Origin
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.sampling_params import FinishReason, SamplingParams
+from flowrt.transports.wire.message import Tag
 
 Stage = Literal["all", "prefill"]  # what a worker computes of a request: Request.stage
 
@@ -138,7 +139,7 @@ class RequestLog:
     is_suspect: bool = False  # its group crashed while it ran there: each choice runs alone until it has committed a token
     replays_alone: bool = False  # as a suspect: another group has crashed, while no request ran alone there
     unproven: set[int] = field(default_factory=set)  # of a suspect that was placed as one: the choices without a token since
-    ran_alone: bool = False  # as a suspect: the group computes a choice alone, and no token has come since
+    trial: Tag | None = None  # as a suspect: the first step in which the group computes a choice alone; no token has come since
     events: list[ClientEvent] = field(default_factory=list)
     num_held: int = 0  # of the latest events: no client gets them before they are in the request log on disk
     origin: Origin | None = None  # of a request that a front end may ask for again

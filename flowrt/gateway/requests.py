@@ -18,6 +18,7 @@ from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
+from flowrt.transports.wire.message import Tag
 
 Send = Callable[[str, Control], Awaitable[None]]
 ROUNDING_SECONDS = 1e-6  # a timer that is set to a deadline may fire this much before it, because its sums round differently
@@ -258,7 +259,7 @@ class Requests:
             case Ended():
                 self._carry_out(self.gateway.on_ended(group, control))
             case RunsAlone():
-                self.gateway.on_runs_alone(group, control)
+                self._carry_out(self.gateway.on_runs_alone(group, control))
             case Prefilling() | Prefilled() | KvPulled() | KvLost():
                 self._carry_out(self.gateway.on_transfer(group, control))
 
@@ -267,11 +268,11 @@ class Requests:
         if group in self._outgoing:
             self._carry_out(self.gateway.lose_group(group, why, **how))
 
-    def lose_server(self, server: str, why: str, alone_for: str, is_colocated: bool = False) -> None:
+    def lose_server(self, server: str, why: str, alone_for: str, part: Tag | None = None, is_colocated: bool = False) -> None:
         """Suspect the requests that a crashed server may have computed parts of; see `Gateway.lose_server`. No-op for groups, but for those
         that are servers too (`is_colocated`)."""
         if is_colocated or server not in self._outgoing:
-            self._carry_out(self.gateway.lose_server(server, why, alone_for))
+            self._carry_out(self.gateway.lose_server(server, why, alone_for, part))
 
     def give_up_group(self, group: str) -> None:
         """Limit the time that requests wait for this lost group. No-op for other workers."""

@@ -15,6 +15,7 @@ from flowrt.gateway.placement import Placement
 from flowrt.gateway.request_log import RequestLog, Stage
 from flowrt.gateway.routing import RoutingPolicy, WorkerStatus
 from flowrt.graph.model import GraphLimits, LongPrompts
+from flowrt.transports.wire.message import Tag
 
 MAX_KV_LOST = 2
 LATEST_WEIGHT = 1 / 16  # of the latest request in the mean length of outputs
@@ -64,7 +65,7 @@ class Stages:
         """Begin an attempt. `place_waiting` follows."""
         self._open[log.index] = log
         log.kv, log.kv_was_lost, log.prefill_worker, log.waits_since = None, False, None, self._now()
-        log.ran_alone = False
+        log.trial = None
         log.num_expected_tokens = min(log.max_tokens, math.ceil(self._mean_output_tokens or log.max_tokens))
         (self._groups if self._skips_prefill(log) else self._prefill).add(log)
 
@@ -99,7 +100,7 @@ class Stages:
         """The prefill worker has computed the prompt and holds its KV. Returns the group that pulls it already, and the message for it.
         `place_waiting` follows."""
         self._prefill.note_token(log)
-        log.ran_alone = False
+        log.trial = None
         self.offer(log, kv)
         if (group := self.group_of(log)) is None:
             return None
@@ -140,14 +141,21 @@ class Stages:
         are suspects."""
         return self._of(worker).suspect(worker, [log for log in logs if self.worker_of(log) == worker])
 
-    def suspect_all(self, alone_for: str) -> RequestLog | None:
+    def suspect_all(self) -> None:
         """Let every request that a worker has or had run alone until it has a token. Groups that end with a server forget what it computed
-        for them. Returns the request that runs alone in the worker `alone_for`, or did when this was ended."""
+        for them."""
         for log in self._open.values():
             if log.attempt > 0 or self.workers_of(log):
                 log.suspect()
-        cause = self._of(alone_for).alone_in(alone_for)
+
+    def blame(self, worker: str, part: Tag, error: str) -> RequestLog | None:
+        """Find the open request whose trial in this worker has the part. None: its report, for `begin_trial`, may still be on its way."""
+        cause = self._of(worker).blame(worker, part, error)
         return cause if cause is not None and cause.index in self._open else None
+
+    def begin_trial(self, worker: str, log: RequestLog, first: Tag) -> str | None:
+        """The worker computes a suspect alone from this step on. Returns an error if a part of these steps has been blamed already."""
+        return self._of(worker).begin_trial(worker, log, first)
 
     def note_progress(self, log: RequestLog, choice: int) -> bool:
         """A choice has committed a token or ended. Returns whether another request may have a place for it: `place_waiting` follows."""

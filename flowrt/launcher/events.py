@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flowrt.actors.control import ExpertsUnavailable
 from flowrt.observe import print_line
+from flowrt.transports.wire.message import Tag
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ class WorkerLost:
     """Worker `name` has died and the run goes on; no more of its messages are accepted. `how` continues a sentence: "was killed by
     SIGKILL". `while_loading`: the run has not loaded yet. `may_recur`: it crashed or hung, and what it computed may be the reason.
     `is_restarting`: `recovery: restart_role` or `restart_all` restarts it, and requests wait for it until it is given up. `alone_for`: the
-    group, itself or another one, for which it computed a part of a suspect, and nothing else; "": none. `is_colocated`: it is a group and
-    an expert server. `ends_groups`: the policy restarts groups with it."""
+    group, itself or another one, for which it computed a part of a suspect, and nothing else; "": none. `alone_part`: the step of this
+    part. `is_colocated`: it is a group and an expert server. `ends_groups`: the policy restarts groups with it."""
 
     name: str
     how: str
@@ -86,6 +87,7 @@ class WorkerLost:
     may_recur: bool = False
     is_restarting: bool = False
     alone_for: str = ""
+    alone_part: Tag | None = None
     is_colocated: bool = False
     ends_groups: bool = False
 

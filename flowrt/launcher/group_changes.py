@@ -9,13 +9,11 @@ from flowrt.launcher import events
 def apply_group_change(event: events.Event, requests: Requests) -> None:
     """Call this with every event of the launcher."""
     match event:
-        case events.WorkerLost(name, how, while_loading, may_recur, is_restarting, alone_for, is_colocated, ends_groups) if (
-            not while_loading
-        ):
+        case events.WorkerLost(name, how, while_loading=False, may_recur=may_recur, alone_for=alone_for):
             is_innocent = alone_for not in ("", name)  # a group that is a server too: it computed nothing of its own
-            requests.lose_group(name, how, may_recur=may_recur and not is_innocent, is_restarting=is_restarting)
-            if may_recur and ends_groups:  # otherwise the groups know whose parts it had
-                requests.lose_server(name, how, alone_for, is_colocated)
+            requests.lose_group(name, how, may_recur=may_recur and not is_innocent, is_restarting=event.is_restarting)
+            if may_recur and event.ends_groups:  # otherwise the groups know whose parts it had
+                requests.lose_server(name, how, alone_for, event.alone_part, event.is_colocated)
         case events.WorkerGivenUp(name):
             requests.give_up_group(name)
         case events.WorkerMarkedDead(name, why, is_killed, may_recur) if not is_killed:

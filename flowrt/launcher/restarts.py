@@ -60,9 +60,9 @@ class Restarts:
         alone = next((each.computes_alone for each in process.workers if each.computes_alone.tag is not None), ComputesAlone())
         for worker in process.workers:
             while_loading = self._table.phase == RunPhase.LOADING
-            alone_for = self._table.process_of(worker.computes_alone.tag)
+            part = worker.computes_alone.tag
             is_colocated = worker.name in self._table.colocated
-            lost = (process.may_recur, process.is_restarting, alone_for, is_colocated, ends_groups)
+            lost = (process.may_recur, process.is_restarting, self._table.process_of(part), part, is_colocated, ends_groups)
             self._table.announce(events.WorkerLost(worker.name, how, while_loading, *lost))
             cause = DeathCause(worker.name, worker.incarnation, how, process.may_recur, alone.tag, alone.part)
             self._table.notify(worker, self._table.neighbours.get(worker.name, ()), cause)

@@ -67,7 +67,7 @@ class RunState:
         services: Collection[str] = (),
     ) -> None:
         self._start_of, self.response_seconds = start_of, response_seconds
-        self.wants_monitor = is_watched(graph) and bool(processes)
+        self.wants_monitor = is_watched(graph) and bool(processes or services)
         self._table = table = RunTable(graph, new_incarnation, (*standby_names(graph), *services))
         self._standbys = Standbys(table, standby_names(graph), standby_loads)
         self._root_cause = RootCause(table)

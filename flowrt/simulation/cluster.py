@@ -22,16 +22,16 @@ from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.requests import Requests
 from flowrt.gateway.routing import find_policy
-from flowrt.graph.model import GATEWAY, MONITOR
+from flowrt.graph.model import GATEWAY
 from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events
 from flowrt.launcher.fork_server_loss import IMPORT_SECONDS
 from flowrt.launcher.group_changes import apply_group_change
-from flowrt.launcher.launcher import STATISTICS_SECONDS, WORKER, Launcher
+from flowrt.launcher.launcher import RESPONSE_SECONDS, STATISTICS_SECONDS, WORKER, Launcher
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.process_backend import BackendOwner
-from flowrt.reliability.scenario import Crash
+from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Cut
 from flowrt.seams import Seams
 from flowrt.simulation.case import Case
 from flowrt.simulation.clients import DirectClients
@@ -351,8 +351,10 @@ class _SimulatedRun:
         now = self._world.loop.time()
         progress = sum(inside.num_firings for inside in insides), self._checks.counts.total()  # of living workers: the first may fall
         patience = self._lost_group_seconds + (STUCK_SECONDS if self._launcher.state.fork_server.is_up else STUCK_SECONDS + IMPORT_SECONDS)
-        if MONITOR in self._checks.down:  # no hang is found until the next try
+        if self._checks.down:  # until the next try nothing may be left that computes, or that finds a hang
             patience += self._launcher.graph.reliability.restart_window_seconds
+        if any(isinstance(fault, Cut) and fault.for_seconds >= PERMANENT_SECONDS for fault in self._case.scenario.faults):
+            patience += RESPONSE_SECONDS  # a process that starts meanwhile connects to its peer for so long
         if progress != self._progress or now < self._first_seconds + self._case.scenario.ends_seconds:
             self._progress, self._progress_seconds = progress, now
         elif now > self._progress_seconds + patience and self._gateway.num_unfinished:

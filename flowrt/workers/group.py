@@ -210,7 +210,7 @@ class Group:
             trial = self._starts[0].on_trial
             if trial is not None and trial is not self._on_trial:
                 self._on_trial = trial
-                self._send(RunsAlone(trial.request.id, trial.request.attempt))
+                self._send(RunsAlone(trial.request.id, trial.request.attempt, self._tag_of(self._starts[0])))
                 self._when_sent(self._start_steps)
                 return
             self._emit(self._starts.popleft())
@@ -231,13 +231,16 @@ class Group:
                 kv = KvOffer(self._process, self._incarnation, number, prompt.num_tokens, is_complete=False)
                 self._send(Prefilling(prompt.request_id, prompt.attempt, kv))
 
+    def _tag_of(self, start: StartStep, layer: int = 0) -> Tag:
+        return Tag(self._source, start.epoch, start.micro_batch, start.step, layer)
+
     def _emit(self, start: StartStep) -> None:
         """Emit a step's tags: the layout for every layer, the sampling rows, and last the tokens, which start the step."""
         self.on_begin()
         if self._client is not None:
             self._client.computes_alone = start.is_alone
         payloads = batch_payloads(start.batch, self._page_size, self._device)
-        tags = [Tag(self._source, start.epoch, start.micro_batch, start.step, layer) for layer in range(self._num_layers)]
+        tags = [self._tag_of(start, layer) for layer in range(self._num_layers)]
         for tag in tags:
             self._runner.emit(self._node, tag, {"layout": payloads["layout"]})
         self._runner.emit(self._node, tags[0], {"sampling": payloads["sampling"], "tokens": payloads["tokens"]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,9 +19,11 @@ from flowrt.gateway.routing import WaitingRequest, WorkerStatus
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import SamplingParams
+from flowrt.transports.wire.message import Tag
 
 LIMITS = GraphLimits(max_num_seqs=4, kv_pages=32, page_size=4, max_tokens=20, max_num_batched_tokens=16)
 VOCABULARY = 26
+TRIAL = Tag("g1.source@0001", 0, 0, 7, 0)  # the first step of a suspect alone
 
 
 class Letters:
@@ -427,9 +430,9 @@ def test_requests_of_a_crashed_group_run_alone_and_only_one_that_did_is_blamed()
     gateway.lose_group("g1", "was killed by SIGSEGV", may_recur=True)
     assert {log.index for log in map(gateway.log, range(9)) if log.is_suspect} == {0, 1, 3, 4, 6, 7}
     assert [log.index for log in map(gateway.log, range(9)) if log.replays_alone] == [6], "it was a suspect before"
-    gateway.on_runs_alone("g1", RunsAlone(moved[1].request.id, 1))
-    assert not gateway.log(3).ran_alone, "g1 does not have it"
-    gateway.on_runs_alone("g2", RunsAlone(moved[1].request.id, 1))
+    gateway.on_runs_alone("g1", RunsAlone(moved[1].request.id, 1, TRIAL))
+    assert gateway.log(3).trial is None, "g1 does not have it"
+    gateway.on_runs_alone("g2", RunsAlone(moved[1].request.id, 1, TRIAL))
     end = gateway.lose_group("g2", "was killed by SIGSEGV", may_recur=True)[0]
     error = "g2 was killed by SIGSEGV while it computed this request alone; the request is not tried again"
     assert end == EndEvent(3, "error", "", error)
@@ -449,7 +452,7 @@ def test_requests_of_a_crashed_group_come_before_newer_ones_that_waited_for_it()
     place(gateway)
     (alone,) = [each for each in gateway.lose_group("g0", "was killed by SIGSEGV", may_recur=True) if isinstance(each, SendRequest)]
     gateway.readmit_group("g0")
-    gateway.on_runs_alone("g1", RunsAlone(alone.request.id, alone.request.attempt))
+    gateway.on_runs_alone("g1", RunsAlone(alone.request.id, alone.request.attempt, TRIAL))
     favourite[0] = "g1"
     assert [place(gateway).group, place(gateway).group, admit(gateway, (1,))] == ["g1", "g1", None]
     decisions = gateway.lose_group("g1", "was killed by SIGSEGV", may_recur=True)
@@ -653,15 +656,30 @@ def test_the_request_that_ran_alone_in_the_group_of_the_part_is_the_cause(is_fir
     gateway.lose_server("experts.0", "crashed", "")
     alone = {each.group: each for each in restarted(gateway, "g0", "g1")}
     for group, each in alone.items():
-        gateway.on_runs_alone(group, RunsAlone(each.request.id, each.request.attempt))
+        gateway.on_runs_alone(group, RunsAlone(each.request.id, each.request.attempt, TRIAL))
     if not is_first:
         gateway.lose_group("g1", "is restarted", is_restarting=True)
-    decisions = gateway.lose_server("experts.0", "was killed by SIGSEGV", "g1")
+    part = msgspec.structs.replace(TRIAL, step=9, layer=3)
+    decisions = gateway.lose_server("experts.0", "was killed by SIGSEGV", "g1", part)
     (end,) = [each for each in decisions if isinstance(each, EndEvent)]
     assert end.request == alone["g1"].index
     assert end.error == "experts.0 was killed by SIGSEGV while it computed this request alone; the request is not tried again"
-    assert gateway.lose_server("experts.0", "was killed by SIGSEGV", "g1") == [], "its successor in the group is not blamed"
+    assert gateway.lose_server("experts.0", "was killed by SIGSEGV", "g1", part) == [], "its successor in the group is not blamed"
     assert gateway.is_open(alone["g0"].request.id)
+
+
+@pytest.mark.parametrize(("first", "is_cause"), [(TRIAL, True), (msgspec.structs.replace(TRIAL, step=8), False)])
+def test_a_trial_that_is_reported_after_the_death_of_the_server(first: Tag, is_cause: bool) -> None:
+    """The report and the notice of the death come over two connections. A later trial of the group is innocent."""
+    gateway = new_gateway(("g1",))
+    place(gateway)
+    gateway.lose_server("experts.0", "crashed", "")
+    (alone,) = restarted(gateway, "g1")
+    assert gateway.lose_server("experts.0", "was killed by SIGSEGV", "g1", TRIAL) == []
+    ends = gateway.on_runs_alone("g1", RunsAlone(alone.request.id, alone.request.attempt, first))
+    error = "experts.0 was killed by SIGSEGV while it computed this request alone; the request is not tried again"
+    assert [each.error for each in ends if isinstance(each, EndEvent)] == [error] * is_cause
+    assert gateway.on_runs_alone("g1", RunsAlone(alone.request.id, alone.request.attempt, TRIAL)) == []
 
 
 def test_tokens_from_before_a_crash_clear_no_suspect() -> None:

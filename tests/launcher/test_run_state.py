@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,7 @@ from flowrt.launcher import events
 from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send, StartProcess
 from flowrt.launcher.link_loss import EXPLAINED_SECONDS
 from flowrt.launcher.root_cause import SETTLE_SECONDS
-from flowrt.launcher.run_state import LAST_MESSAGES_SECONDS, MONITOR_SECONDS, POLL_SECONDS, STATUS_SECONDS
+from flowrt.launcher.run_state import LAST_MESSAGES_SECONDS, MONITOR_SECONDS, POLL_SECONDS, STATUS_SECONDS, RunState
 from flowrt.launcher.run_table import FENCE_SECONDS, NEXT_STATES, REAP_SECONDS, ProcessRecord, WorkerRecord, WorkerState
 from flowrt.reliability.detector import ProcessState
 from flowrt.transports.contract import Identity
@@ -657,3 +658,24 @@ def test_run_ends_in_order_before_the_exits_are_reaped() -> None:
         driver.do(driver.state.on_stop_sent, name)
         actions += [*driver.do(driver.state.on_dying, name, ""), *driver.do(driver.state.on_connection_closed, name)]
     assert actions == [End()]
+
+
+def test_monitor_watches_services_of_a_graph_without_processes() -> None:
+    """A front end of a graph whose workers are tasks may hang, too."""
+    graph = replace(graph_of(), reliability=ReliabilitySettings())
+
+    def wants_monitor(services: Sequence[str]) -> bool:
+        state = RunState(
+            graph,
+            {},
+            [CLIENT, SERVER, OTHER],
+            new_incarnation=str,
+            start_of=start_of,
+            response_seconds=60.0,
+            stop_seconds=5.0,
+            services=services,
+        )
+        return state.wants_monitor
+
+    assert not wants_monitor([])
+    assert wants_monitor(["front_end.0"])

@@ -77,7 +77,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
         REQUEST_LOG, "request_of", "seed=log.seed", "seed=log.seed + log.attempt")),
     # suspects
     bug("alone-unreported", "a group does not report that it computes a suspect alone", (
-        GROUP, "Group._start_steps", "self._send(RunsAlone(trial.request.id, trial.request.attempt))", "pass")),
+        GROUP, "Group._start_steps", "self._send(RunsAlone(trial.request.id, trial.request.attempt, self._tag_of(self._starts[0])))", "pass")),
     bug("step-before-tokens", "a group begins a step before its last tokens have left", (
         GROUP, "Group._carry_out", "self._when_sent(self._start_steps)", "self._start_steps()")),
     bug("trial-before-report", "a group begins to compute a suspect alone before its report has left", (
@@ -93,9 +93,9 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("restart-forgets-crash", "a policy that restarts the groups with a crashed server restarts what crashed it, too", (
         "flowrt.launcher.group_changes", "apply_group_change", "if may_recur and ends_groups:", "if False:")),
     bug("interrupted-trial-forgotten", "a request that ran alone in a group that a policy ended is never the cause", (
-        PLACEMENT, "Placement.alone_in", "self._alone(group) or self._interrupted.get(group)", "None")),
+        PLACEMENT, "Placement.blame", "self._interrupted.get(group, (None, None))", "(None, None)")),
     bug("trial-never-over", "a suspect that has got a token is blamed for the next crash of its group", (
-        PLACEMENT, "Placement.prove", "log.ran_alone = False", "pass")),
+        PLACEMENT, "Placement.prove", "log.trial = None", "pass")),
     bug("innocent-blamed", "the oldest request of a crashed group is blamed", (
         PLACEMENT, "Placement.suspect", "if (trial := self._alone(group)) is not None:\n        return trial", "return next(iter(logs), None)")),
     body("kill-blames", "a suspect whose group is killed from outside is blamed", RUN_TABLE, "ProcessRecord.may_recur", "return True"),
