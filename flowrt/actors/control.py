@@ -32,8 +32,8 @@ class KvOffer(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as a group sees it. `attempt` counts how often it has been placed; tokens carry it back. `max_tokens` and `seed` are those of
-    `params`, or what the gateway filled in."""
+    """A request as a group receives it. `attempt` counts how often it has been placed; tokens carry it back. `max_tokens` and `seed` are
+    those of `params`, or what the gateway filled in."""
 
     id: str
     attempt: int

@@ -164,7 +164,7 @@ class _SimulatedRun:
         self._statistics: dict[str, Statistics] = {}
         self._failure: UserError | WorkerDiedError | None = None
         self._first_seconds = self._failed_seconds = world.loop.time()
-        self._progress, self._progress_seconds = 0, world.loop.time()
+        self._progress, self._progress_seconds = (0, 0), world.loop.time()
         world.loop.accounts.append(self.account)
         world.loop.watchers.append(self.look)
 

@@ -689,8 +689,8 @@ def test_tokens_from_before_a_crash_clear_no_suspect() -> None:
     gateway.lose_server("experts.0", "crashed", "")
     for choice in range(2):
         gateway.on_token("g0", Token(first.request.id, 0, 0, (7,), choice=choice))
-    (again,) = restarted(gateway, "g0")
-    assert again.request.is_suspect
+    (replayed,) = restarted(gateway, "g0")
+    assert replayed.request.is_suspect
     gateway.on_token("g0", Token(first.request.id, 1, 1, (8,), choice=0))
     gateway.lose_server("experts.0", "crashed", "")
     gateway.on_token("g0", Token(first.request.id, 1, 1, (8,), choice=1))
