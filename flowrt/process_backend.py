@@ -55,6 +55,11 @@ class WorkerProcess(Protocol):
     @property
     def controls(self) -> tuple[Channel, ...]: ...
     @property
+    def model_path(self) -> str:
+        """Where its host has the files of the graph's model; "": where the graph says."""
+        ...
+
+    @property
     def clock_offset(self) -> ClockOffset:
         """Of the machine clock of its host (Seams.machine_now), compared with the caller's."""
         ...

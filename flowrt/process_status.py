@@ -26,6 +26,12 @@ class ProcessTimes:
     queued_seconds: float  # during which the event loop's thread was runnable without a processor
 
 
+@dataclass(frozen=True)
+class ProcessSample:
+    activity: Activity
+    times: ProcessTimes
+
+
 def process_times(pid: int) -> ProcessTimes | None:
     """The processor time of a process. None when the system does not report it, or when there is no such process."""
     try:

@@ -28,6 +28,7 @@ from flowrt.log_files import LogFolder, open_log_folder
 from flowrt.process_backend import OpenBackend
 from flowrt.process_status import (
     Activity,
+    ProcessSample,
     ProcessTimes,
     other_threads_want_processor,
     process_activity,
@@ -392,3 +393,8 @@ class Seams:
     process_times: Callable[[int], ProcessTimes | None] = process_times  # of the process with this id
     process_activity: Callable[[int], Activity | None] = process_activity
     random: random.Random = field(default_factory=random.Random)  # for jitter and choices that need no replay
+
+    def process_sample(self, pid: int) -> ProcessSample | None:
+        """What a process does now. None where the system does not report it, and for a process that has ended."""
+        times, activity = self.process_times(pid), self.process_activity(pid)
+        return ProcessSample(activity, times) if times is not None and activity is not None else None

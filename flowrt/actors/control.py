@@ -104,7 +104,7 @@ class LoadProgress(Control, frozen=True):
 class Listening(Control, frozen=True):
     """Operators are loaded and the worker listens at these addresses (scheme -> address). Includes memory now and before loading.
 
-    `files`: fingerprints of the model's files, by path. They must be the same for all workers of a run.
+    `files`: fingerprints of the model's files, by path. They must be the same for all workers of a run (launcher/loaded_files.py).
     """
 
     addresses: dict[str, str]

@@ -14,6 +14,7 @@ from functools import partial
 from flowrt.errors import WorkerDiedError, named_error
 from flowrt.graph.hosts import host_resources
 from flowrt.graph.model import FIRST_HOST, FORK_SERVER, Graph, HostSettings
+from flowrt.graph.recovery import is_watched
 from flowrt.host_engine import HostEngine
 from flowrt.hosts.local_engine import LocalEngine
 from flowrt.hosts.remote_host import HostTerms, RemoteHost, RemoteProcess, Spawn
@@ -50,7 +51,8 @@ class HostsBackend:
         resources = {name: host_resources(graph, name) for name in used}
         engine = await (seams.open_engine or partial(_open_engine, settings, seams))(resources, seconds)
         open_local = seams.open_backend or partial(LocalBackend.open, host_address=engine.address)
-        terms = HostTerms(run_id, scheme, spawn, tuple(preload), seconds, settings.dead_seconds)
+        model_path = graph.model.path if graph.model is not None else ""
+        terms = HostTerms(run_id, scheme, spawn, tuple(preload), seconds, settings.dead_seconds, is_watched(graph), model_path)
         remote = {name: RemoteHost(name, counts[name], engine, terms, owner, seams) for name in used if name != FIRST_HOST}
         local: ProcessBackend | None = None
 
@@ -59,7 +61,7 @@ class HostsBackend:
             local = await open_local(run_id, owner, preload, num_processes, seconds)
 
         try:
-            async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as tasks:
                 for start in (start_local(), *(host.open() for host in remote.values())):
                     tasks.create_task(start)
             assert local is not None
@@ -68,8 +70,6 @@ class HostsBackend:
             engine.kill_all()
             if local is not None:
                 local.kill_all()
-            if isinstance(error, TimeoutError):
-                raise WorkerDiedError(", ".join(remote), f"was not ready within {seconds:g} s") from None
             if isinstance(error, ExceptionGroup):
                 raise named_error(error) from None
             raise

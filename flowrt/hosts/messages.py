@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
 
 import msgspec
 
@@ -13,7 +14,7 @@ from flowrt.transports.wire.message import Message
 
 class HostStart(msgspec.Struct, frozen=True, kw_only=True):
     """The line that a host server reads from stdin. `scheme`: of its connections. `address`: by which other hosts reach this one.
-    `public_key`: of the launcher, for this start."""
+    `public_key`: of the launcher, for this start. `is_watched`: the run has a monitor. `model_path`: of the model's files; "": none."""
 
     version: str
     run_id: str
@@ -25,6 +26,8 @@ class HostStart(msgspec.Struct, frozen=True, kw_only=True):
     num_processes: int
     load_seconds: float
     dead_seconds: float
+    is_watched: bool
+    model_path: str
 
 
 class HostReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,15 +49,42 @@ class HostHeartbeat(HostMessage, frozen=True):
 
 
 class HostReady(HostMessage, frozen=True):
-    """The host's fork server serves; `num_threads` as in ProcessBackend."""
+    """The host's fork server serves; `num_threads` as in ProcessBackend. `model_path`: where this host has the model's files, if elsewhere
+    than in the graph; else ""."""
 
     num_threads: int
+    model_path: str = ""
 
 
 class HostFailed(HostMessage, frozen=True):
-    """The host's fork server could not start."""
+    """The host's fork server could not start. `is_user`: the host does not have what the run needs."""
 
     error: str
+    is_user: bool = False
+
+
+class ModelRequest(HostMessage, frozen=True):
+    """The host does not have the model's files. The launcher opens a connection named MODEL, on which ModelOffer comes first; then, for
+    each file, FileChunks and FileEnd (model_copy.py)."""
+
+
+class ModelFile(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    num_bytes: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class ModelOffer(HostMessage, frozen=True):
+    files: tuple[ModelFile, ...]
+
+
+class FileChunk(HostMessage, frozen=True):
+    data: bytes
+
+
+class FileEnd(HostMessage, frozen=True):
+    """`digest`: of the whole file, BLAKE2b."""
+
+    digest: bytes
 
 
 class ProcessRequest(HostMessage, frozen=True):
@@ -115,6 +145,10 @@ AnyHostMessage = (
     HostHeartbeat
     | HostReady
     | HostFailed
+    | ModelRequest
+    | ModelOffer
+    | FileChunk
+    | FileEnd
     | ProcessRequest
     | ProcessStarted
     | ProcessRefused
@@ -124,6 +158,7 @@ AnyHostMessage = (
     | OutputLine
 )
 _KIND = "host"
+MODEL = "model"  # name of the connection that carries the files of the model
 _decode = msgspec.msgpack.Decoder(AnyHostMessage).decode
 
 

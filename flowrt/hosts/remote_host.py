@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -16,11 +17,13 @@ from flowrt.host_engine import HostEngine, HostProcess
 from flowrt.hosts.connection import HostConnection
 from flowrt.hosts.key_exchange import public_key, shared_key
 from flowrt.hosts.messages import (
+    MODEL,
     AnyHostMessage,
     HostFailed,
     HostReady,
     HostReply,
     HostStart,
+    ModelRequest,
     OutputLine,
     ProcessDying,
     ProcessEnded,
@@ -30,6 +33,7 @@ from flowrt.hosts.messages import (
     ProcessStarted,
     own_version,
 )
+from flowrt.hosts.model_copy import send_model
 from flowrt.process_backend import CONTROL_LIMITS, BackendOwner, ProcessSpec
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel, Identity
@@ -44,7 +48,7 @@ Spawn = Callable[..., asyncio.Task[None]]
 @dataclass(frozen=True)
 class HostTerms:
     """What all hosts of a run have in common. `spawn` creates tasks, which the run ends when it ends itself. `seconds`: time limit for a
-    host to be ready."""
+    host to be ready, since the latest progress. `is_watched`: the run has a monitor. `model_path`: of the model's files; "": none."""
 
     run_id: str
     scheme: str
@@ -52,6 +56,8 @@ class HostTerms:
     preload: tuple[str, ...]
     seconds: float
     dead_seconds: float
+    is_watched: bool
+    model_path: str
 
 
 class RemoteProcess:
@@ -59,8 +65,8 @@ class RemoteProcess:
 
     pid = 0  # of no process of this host
 
-    def __init__(self, spec: ProcessSpec, signal: Callable[[bool], None], clocks: ClockExchange) -> None:
-        self.spec, self._signal, self._clocks = spec, signal, clocks
+    def __init__(self, spec: ProcessSpec, signal: Callable[[bool], None], clocks: ClockExchange, model_path: str) -> None:
+        self.spec, self._signal, self._clocks, self.model_path = spec, signal, clocks, model_path
         self.controls: tuple[Channel, ...] = ()
         self.tail: tuple[str, ...] = ()
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -96,11 +102,27 @@ class RemoteHost:
         self._num_starts = 0
         self._serving: asyncio.Task[None] | None = None
         self._reopening: asyncio.Task[None] | None = None
+        self._copying: asyncio.Task[None] | None = None  # the model to it
+        self._on_progress: Callable[[], None] = lambda: None
+        self._model_path = ""  # where this host has the model's files, if elsewhere than the launcher's
         self.num_threads = 1
 
     async def open(self) -> None:
-        """Start the host server and wait until it can fork. Raises UserError or WorkerDiedError."""
-        private, terms = self._seams.new_key(), self._terms
+        """Start the host server and wait until it can fork. The time limit begins again with each part of a model that is copied to it.
+        Raises UserError or WorkerDiedError."""
+        seconds = self._terms.seconds
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                self._on_progress = lambda: limit.reschedule(asyncio.get_running_loop().time() + seconds)
+                await self._open()
+        except TimeoutError:
+            raise WorkerDiedError(self.name, f"was not ready within {seconds:g} s") from None
+        finally:
+            if self._copying is not None:
+                self._copying.cancel()
+
+    async def _open(self) -> None:
+        private, terms, self._copying = self._seams.new_key(), self._terms, None
         server = await self._engine.open_host(self.name)
         start = HostStart(
             version=own_version(),
@@ -113,13 +135,16 @@ class RemoteHost:
             num_processes=self._num_processes,
             load_seconds=terms.seconds,
             dead_seconds=terms.dead_seconds,
+            is_watched=terms.is_watched,
+            model_path=terms.model_path,
         )
         try:
             channel = await self._connect(await server.start(msgspec.json.encode(start)), private)
-            ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            ready: asyncio.Future[HostReady] = asyncio.get_running_loop().create_future()
             connection = HostConnection(channel, self._seams, terms.dead_seconds)
             self._serving = self._terms.spawn(self._serve(server, connection, ready), name=f"host server of {self.name}")
-            self.num_threads = await ready
+            is_ready = await ready
+            self.num_threads, self._model_path = is_ready.num_threads, is_ready.model_path
             self._connection = None if self._serving.done() else connection
         except BaseException:
             server.kill()
@@ -130,7 +155,8 @@ class RemoteHost:
         self._num_starts = number = self._num_starts + 1
         try:
             connection = self._connection or await self._open_again()
-            process = RemoteProcess(spec, lambda gently: connection.post(ProcessKilled(number, gently)), connection.clocks)
+            signal = partial(self._signal, connection, number)
+            process = RemoteProcess(spec, signal, connection.clocks, self._model_path)
             self._processes[number] = process
             connection.post(ProcessRequest(number, spec.name, spec.workers, spec.entry, spec.threads, spec.log_level, spec.weights))
             await process.started
@@ -146,7 +172,7 @@ class RemoteHost:
 
     async def aclose(self) -> None:
         """End the connection, with which all processes of the host end. Idempotent."""
-        tasks = [task for task in (self._reopening, self._serving) if task is not None]
+        tasks = [task for task in (self._reopening, self._serving, self._copying) if task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -193,13 +219,16 @@ class RemoteHost:
             raise
         return tuple(controls)
 
+    def _signal(self, connection: HostConnection, number: int, gently: bool) -> None:
+        connection.post(ProcessKilled(number, gently))
+
     def _release(self, process: RemoteProcess) -> None:
         """Report what has happened since the process was started: `start` has returned it now."""
         early, process.early = process.early or [], None
         for notice in early:
             notice()
 
-    async def _serve(self, server: HostProcess, connection: HostConnection, ready: asyncio.Future[int]) -> None:
+    async def _serve(self, server: HostProcess, connection: HostConnection, ready: asyncio.Future[HostReady]) -> None:
         """Receive from the host server until it is lost; then all its processes are."""
         async with asyncio.TaskGroup() as tasks:
             ends = [
@@ -224,12 +253,14 @@ class RemoteHost:
             process.end_controls(f"{self.name} {how}")
             self._report(process, partial(self._owner.on_exited, process, f"was lost with {self.name}, which {how}"))
 
-    def _on_message(self, ready: asyncio.Future[int], message: AnyHostMessage) -> None:
+    def _on_message(self, ready: asyncio.Future[HostReady], message: AnyHostMessage) -> None:
         match message:
-            case HostReady(num_threads) if not ready.done():
-                ready.set_result(num_threads)
-            case HostFailed(error) if not ready.done():
-                ready.set_exception(WorkerDiedError(self.name, error))
+            case HostReady() if not ready.done():
+                ready.set_result(message)
+            case HostFailed(error, is_user) if not ready.done():
+                ready.set_exception(UserError(f"{self.name}: {error}") if is_user else WorkerDiedError(self.name, error))
+            case ModelRequest() if self._terms.model_path and self._copying is None:
+                self._copying = self._terms.spawn(self._send_model(ready), name=f"model for {self.name}")
             case OutputLine(name, line):
                 self._owner.on_output(f"{self.name} {name}", line)
             case ProcessStarted(number=number) | ProcessRefused(number=number) | ProcessDying(number=number) | ProcessEnded(number=number):
@@ -258,6 +289,19 @@ class RemoteHost:
         else:
             process.early.append(notice)
 
+    async def _send_model(self, ready: asyncio.Future[HostReady]) -> None:
+        compute = self._seams.new_compute("model")
+        try:
+            async with await self._dial(MODEL) as channel:
+                await send_model(Path(self._terms.model_path), channel, compute, self._on_progress)
+        except UserError as error:
+            if not ready.done():
+                ready.set_exception(error)
+        except TransportError:  # the host server reports why, or is lost
+            pass
+        finally:
+            await compute.aclose()
+
     async def _open_again(self) -> HostConnection:
         """Open the lost host, and wait for it. The attempt goes on when the caller leaves; there is one at a time. The restart policy of
         the host's processes decides when another one begins."""
@@ -270,10 +314,7 @@ class RemoteHost:
 
     async def _reopen(self) -> None:
         try:
-            async with asyncio.timeout(self._terms.seconds):
-                await self.open()
-        except TimeoutError:
-            self._how_lost = f"was not ready within {self._terms.seconds:g} s"
+            await self.open()
         except WorkerDiedError as error:
             self._how_lost = error.reason
         except UserError as error:

@@ -22,12 +22,14 @@ from flowrt.graph.model import FORK_SERVER, GATEWAY
 from flowrt.hosts.connection import HostConnection
 from flowrt.hosts.key_exchange import public_key, shared_key
 from flowrt.hosts.messages import (
+    MODEL,
     AnyHostMessage,
     HostFailed,
     HostMessage,
     HostReady,
     HostReply,
     HostStart,
+    ModelRequest,
     OutputLine,
     ProcessDying,
     ProcessEnded,
@@ -37,12 +39,15 @@ from flowrt.hosts.messages import (
     ProcessStarted,
     own_version,
 )
+from flowrt.hosts.model_copy import has_model, model_folder, receive_model
+from flowrt.hosts.sampling import RelayedWorker, Sampling
 from flowrt.process_backend import CONTROL_LIMITS, OpenBackend, ProcessBackend, ProcessSpec, WorkerProcess
 from flowrt.processes.fork_server import run_loop
 from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel, Identity, Listener
 from flowrt.transports.errors import TransportError
+from flowrt.transports.wire.message import Message
 
 CALL_SECONDS = 30.0  # time limit for the launcher to connect
 FORK_SECONDS = 3.0  # a start that is cancelled after so long shows that the fork server does not respond: it is replaced
@@ -61,6 +66,9 @@ class HostServer:
         self._numbers: dict[WorkerProcess, int] = {}
         self._starts: dict[int, asyncio.Task[None]] = {}
         self._controls: dict[str, Channel] = {}  # that the launcher has not opened yet
+        self._sampling = Sampling(seams)
+        self._folders = contextlib.ExitStack()  # for a copy of the model
+        self._model_channel: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
         """Serve until the launcher's connection ends. A cancelled call ends all processes too."""
@@ -69,7 +77,9 @@ class HostServer:
                 self._tasks.create_task(self._accept())
                 async with asyncio.timeout(CALL_SECONDS):
                     launcher = await self._launcher
-                self._tasks.create_task(self._open_backend())
+                self._tasks.create_task(self._prepare())
+                if self._start_line.is_watched:
+                    self._tasks.create_task(self._sampling.run())
                 await launcher.run(self._on_message)
                 raise _LauncherLeftError
         except* (_LauncherLeftError, TimeoutError):
@@ -77,6 +87,7 @@ class HostServer:
         finally:
             if self._backend is not None:
                 self._backend.kill_all()
+            self._folders.close()
 
     # Notices of the backend.
 
@@ -105,7 +116,26 @@ class HostServer:
         if self._launcher.done():
             self._launcher.result().post(message)
 
-    async def _open_backend(self) -> None:
+    async def _prepare(self) -> None:
+        """Get the model's files if this host does not have them, and open the backend."""
+        start = self._start_line
+        if not start.model_path or has_model(start.model_path):
+            await self._open_backend("")
+            return
+        folder = self._folders.enter_context(model_folder())
+        self._post(ModelRequest())
+        compute = self._seams.new_compute("model")
+        try:
+            async with await self._model_channel as channel:
+                await receive_model(channel, compute, folder)
+        except UserError as error:
+            self._post(HostFailed(str(error), is_user=True))
+        else:
+            await self._open_backend(str(folder))
+        finally:
+            await compute.aclose()
+
+    async def _open_backend(self, model_path: str) -> None:
         start = self._start_line
         run_id = f"{start.run_id}.{start.host}.{self._seams.new_incarnation()}"  # closing a backend ends the processes of its run id
         try:
@@ -113,7 +143,7 @@ class HostServer:
         except (WorkerDiedError, UserError) as error:
             self._post(HostFailed(str(error)))
         else:
-            self._post(HostReady(self._backend.num_threads))
+            self._post(HostReady(self._backend.num_threads, model_path))
 
     async def _restart_backend(self) -> None:
         while self._backend is not None:
@@ -166,24 +196,36 @@ class HostServer:
             channel = await self._listener.accept()
             if channel.peer.name == GATEWAY and not self._launcher.done():
                 self._launcher.set_result(HostConnection(channel, self._seams, self._start_line.dead_seconds))
+            elif channel.peer.name == MODEL and not self._model_channel.done():
+                self._model_channel.set_result(channel)
             else:
                 self._tasks.create_task(self._relay(channel))
 
     async def _relay(self, remote: Channel) -> None:
         """Relay a worker's control connection to the launcher, until one of both ends ends it."""
         async with remote:
-            local = self._controls.pop(remote.peer.name, None)
-            if local is not None:
+            name = remote.peer.name
+            local = self._controls.pop(name, None)
+            if local is None:
+                return
+            process = self._processes[int(name.partition("/")[0])]
+            worker = self._sampling.workers[name] = RelayedWorker(process.pid, remote.send_nowait, self._seams)
+            try:
                 async with local, asyncio.TaskGroup() as tasks:
-                    tasks.create_task(_pass_on(local, remote))
+                    tasks.create_task(_pass_on(local, remote, worker.on_message))
                     tasks.create_task(_pass_on(remote, local))
+            finally:
+                del self._sampling.workers[name]
 
 
-async def _pass_on(source: Channel, target: Channel) -> None:
-    """Send each message that arrives. After the last one, close the target: its peer receives everything sent before."""
+async def _pass_on(source: Channel, target: Channel, look: Callable[[Message], None] = lambda message: None) -> None:
+    """Send each message that arrives, when `look` has seen it. After the last one, close the target: its peer receives everything sent
+    before."""
     try:
         while True:
-            await target.send(await source.recv())
+            message = await source.recv()
+            look(message)
+            await target.send(message)
     except TransportError:
         await target.aclose()
 

@@ -38,8 +38,9 @@ from flowrt.actors.control import (
     StatisticsRequest,
 )
 from flowrt.actors.heartbeats import LAUNCHER_HEARTBEAT_SECONDS, send_heartbeats
+from flowrt.actors.late_process import LateProcess
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError, named_error
-from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph, to_json
+from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import pipelines, standby_names
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, Announce, End, EndProcess, KillForkServer, Send, StartForkServer, StartProcess
@@ -105,15 +106,12 @@ class Launcher:
     ) -> None:
         self.seams = seams or Seams()
         self.graph = choose_transports(graph, unavailable_reason)
-        self.key = self.seams.new_key()
-        self.run_id = self.seams.new_incarnation()
-        graph_json = to_json(self.graph)
+        self.key, self.run_id = self.seams.new_key(), self.seams.new_incarnation()
         self.health_record = HealthRecord(self.graph, self.seams.clock.now)
         self._ended_operations: set[str] = set()  # operations of which a call has ended
         self._on_event = on_event or (lambda event: None)
         self._on_control = on_control or (lambda name, control: None)
-        self._farewell = farewell
-        hosted = hosted or {}
+        self._farewell, hosted = farewell, hosted or {}
         self.worker, self._preload = worker, tuple(preload)  # `worker` may be changed until the start
         names = [*self.graph.process_names(), *hosted]
         own_names = FORK_SERVER, MONITOR, *services, *(standbys := standby_names(self.graph))
@@ -127,7 +125,7 @@ class Launcher:
             settings = services[name].settings if name in services else b""
             loaded_as = loads[name] if was_standby else ""
             ended = tuple(sorted(self._ended_operations))
-            return Start(name, incarnation, graph_json, self.key, log_level, loaded, loaded_as, is_traced, settings, ended)
+            return Start(name, incarnation, self._pool.graph_for(name), self.key, log_level, loaded, loaded_as, is_traced, settings, ended)
 
         self.state = RunState(
             self.graph,
@@ -334,8 +332,7 @@ class Launcher:
             self._step(self.state.on_stop_sent, worker.name)
 
     def _send_to_monitor(self, control: Control) -> None:
-        """Send a heartbeat or the like, which may be dropped: no message to the monitor waits for room. The launcher's own heartbeats show
-        that its loop runs, and only then does a worker's silence mean anything."""
+        """Send a heartbeat or the like, or drop it. The launcher's own show that its loop runs: else a worker's silence means nothing."""
         if self.state.is_usable(MONITOR):
             self.workers[MONITOR].send_if_room(control)
 
@@ -343,7 +340,7 @@ class Launcher:
 
     def _on_worker_control(self, worker: ControlConnection, control: Control) -> None:
         name = worker.name
-        if self.state.counts_messages(name):
+        if self.state.counts_messages(name) and not isinstance(control, LateProcess):  # which its host server has sent
             self._step(self.state.on_message, name)
         match control:
             case Heartbeat():
@@ -351,6 +348,9 @@ class Launcher:
                 self._ended_operations.update(control.ended)
                 if self.state.is_usable(name):
                     self._send_to_monitor(replace(control, process=name, pid=worker.pid))
+            case LateProcess():
+                if not self.state.has_ended(name):
+                    self._send_to_monitor(replace(control, process=name, incarnation=worker.incarnation))
             case LateResponse():
                 if self.state.is_usable(name):
                     self._send_to_monitor(replace(control, by=name))

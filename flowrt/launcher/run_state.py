@@ -24,6 +24,7 @@ from flowrt.launcher import events
 from flowrt.launcher.actions import Action, End, EndProcess, Send, StartProcess
 from flowrt.launcher.fork_server_loss import ForkServerLoss
 from flowrt.launcher.link_loss import LinkLoss
+from flowrt.launcher.loaded_files import LoadedFiles
 from flowrt.launcher.ordered_stop import OrderedStop
 from flowrt.launcher.restarts import Restarts
 from flowrt.launcher.root_cause import FailureKind, RootCause
@@ -81,7 +82,7 @@ class RunState:
             table.add(name, [name], is_task=True)
         self._began = self._polled = 0.0
         self._addresses: dict[str, dict[str, str]] = {}  # by worker: scheme -> address, of the latest incarnation that listened
-        self._files: dict[str, str] = {}  # of the model: path -> fingerprint, as first loaded
+        self._loaded_files = LoadedFiles(graph)
         self._fenced: set[str] = set()  # marked dead by the present monitor, and not killed
         self._timer_events: dict[TimerKind, Callable[[str], None]] = {
             TimerKind.SETTLE: self._root_cause.conclude,
@@ -223,9 +224,7 @@ class RunState:
         table, found = self._table, self._table.workers[worker]
         if not found.advance(WorkerState.LISTENING):
             return
-        changed = [path for path, fingerprint in listening.files.items() if self._files.setdefault(path, fingerprint) != fingerprint]
-        if changed:
-            reason = f"{changed[0]} has changed since the run began; restore the file, or start the run again"
+        if (reason := self._loaded_files.difference(found.process.name, listening.files)) is not None:
             self._root_cause.end_worker(FailureKind.BAD_INPUT, found, reason)
             return
         self._addresses[worker] = listening.addresses

@@ -17,7 +17,7 @@ from typing import Any
 from flowrt.actors.control import Control, Statistics
 from flowrt.clock_offset import SAME_CLOCK, ClockOffset
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import FIRST_HOST, FORK_SERVER, GATEWAY, MONITOR, Graph
+from flowrt.graph.model import FIRST_HOST, FORK_SERVER, GATEWAY, MONITOR, Graph, to_json
 from flowrt.graph.placement import weight_set
 from flowrt.hosts.backend import HostsBackend
 from flowrt.launcher.actions import KillForkServer, StartForkServer, StartProcess
@@ -75,6 +75,7 @@ class WorkerPool:
         self._backend: ProcessBackend | None = None
         self._processes: dict[str, WorkerProcess] = {}  # the latest incarnation of each OS process
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of hosted workers
+        self._graphs = {"": to_json(graph)}  # as workers receive it, by the path of a copy of the model
 
     async def open(self, run_id: str, entry: str, preload: Sequence[str]) -> int | None:
         """Open the process backend; without OS processes, the graph's workers become tasks. Returns the number of threads that the
@@ -104,6 +105,13 @@ class WorkerPool:
             self._use_standby(self._backend, action)
         elif self._backend is not None:
             self._spawn(self._fork(self._backend, action), name=f"fork of {process}")
+
+    def graph_for(self, process: str) -> bytes:
+        """The graph, as JSON, with the path where the latest incarnation of the process finds the model's files."""
+        path, model = self._processes[process].model_path if process in self._processes else "", self._graph.model
+        if path not in self._graphs and model is not None:
+            self._graphs[path] = to_json(replace(self._graph, model=replace(model, path=path)))
+        return self._graphs[path]
 
     def replace_fork_server(self, action: StartForkServer | KillForkServer) -> None:
         if self._backend is None:

@@ -32,7 +32,7 @@ class LocalProcess:
     Raises OSError, and leaves nothing open, when the system refuses a resource.
     """
 
-    clock_offset = SAME_CLOCK
+    clock_offset, model_path = SAME_CLOCK, ""
 
     def __init__(
         self,

@@ -14,8 +14,9 @@ Silence alone never marks a process dead. These do, each since its last heartbea
     operation   its heartbeats continue and report that the running operation has passed its bound
 
 Only observed evidence counts. Time in the run queue belongs to none of these states, so it extends every deadline; so does time
-in which the observer itself did not run, and time in which the launcher, which relays the heartbeats, sent no heartbeat. Where the
-system gives no information about a process (no /proc, another machine) there are no samples: only a passed bound marks it dead.
+in which the observer itself did not run, and time in which the launcher, which relays the heartbeats, sent no heartbeat. Of a process on
+another host, the host server observes the silence and takes the samples (flowrt/hosts/sampling.py); time without samples does not count.
+Where the system gives no information about a process (no /proc) there are no samples: only a passed bound marks it dead.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flowrt.process_status import Activity, ProcessTimes
+from flowrt.process_status import Activity, ProcessSample, ProcessTimes
 
+TICK_SECONDS = 0.05  # between two ticks of an observer
 LAG_SECONDS = 0.025  # lateness up to this is normal work of the loop
 SAMPLE_SECONDS = 0.12  # a process without a heartbeat for so long is sampled
 SEEN_SHARE = 0.75  # of dead_seconds: sampling starts after the last heartbeat, so it sees less than the whole silence
@@ -71,12 +73,6 @@ class Operation:
     bound_seconds: float
 
 
-@dataclass(frozen=True)
-class ProcessSample:
-    activity: Activity
-    times: ProcessTimes
-
-
 @dataclass
 class Watched:
     """The latest incarnation of a process. Each heartbeat resets the fields of the second half."""
@@ -92,15 +88,21 @@ class Watched:
 
     received_at: float = 0.0
     silent_seconds: float = 0.0  # counted silence since the last heartbeat
-    sampled_at_silence: float = 0.0  # silent_seconds at the latest sample
+    observed_seconds: float = 0.0  # the part of silent_seconds that samples cover
+    sampled_at_silence: float = 0.0  # silence at the latest sample, as its observer counts it
     times: ProcessTimes | None = None  # of the latest sample
     activity: Activity | None = None
     received_seconds: float = 0.0  # processor time received in counted silence
     seconds: dict[Activity, float] = field(default_factory=dict)  # counted silence, neither running nor in the run queue
 
-    def add_sample(self, sample: ProcessSample) -> None:
-        """Adds the activity since the previous sample, at most as much as the counted silence since then."""
-        passed, self.sampled_at_silence = self.silent_seconds - self.sampled_at_silence, self.silent_seconds
+    def add_sample(self, sample: ProcessSample, silent_seconds: float) -> None:
+        """Adds the activity since the previous sample, at most as much as the counted silence since then. `silent_seconds`: the silence
+        when the sample was taken, as its observer counts it."""
+        if silent_seconds < self.sampled_at_silence:  # a heartbeat came between, and was lost on its way from the observer
+            self._forget_samples()
+        passed = min(max(0.0, silent_seconds - self.sampled_at_silence), max(0.0, self.silent_seconds - self.observed_seconds))
+        self.sampled_at_silence = silent_seconds
+        self.observed_seconds += passed
         times, before, activity_before = sample.times, self.times, self.activity
         if self.is_starting and sample.activity is not Activity.STOPPED:
             self.seconds.clear()
@@ -118,6 +120,23 @@ class Watched:
             idle = max(0.0, passed - received - max(0.0, times.queued_seconds - before.queued_seconds))
             self.seconds[sample.activity] = self.seconds.get(sample.activity, 0.0) + idle
 
+    def _forget_samples(self) -> None:
+        self.observed_seconds = self.sampled_at_silence = self.received_seconds = 0.0
+        self.times = self.activity = None
+        self.seconds.clear()
+
+
+class ObserverTime:
+    """The time that counts for an observer: a time in which it did not run counts as a tick, since it has unread heartbeats."""
+
+    def __init__(self) -> None:
+        self._ticked_at = -math.inf
+
+    def tick(self, now: float) -> float:
+        """The seconds since the previous tick that count."""
+        passed, self._ticked_at = min(max(0.0, now - self._ticked_at), MAX_TICK_SECONDS), now
+        return passed
+
 
 class Detector:
     """One observer. Call its methods in the order of their times, and carry out the decisions that they return."""
@@ -126,7 +145,7 @@ class Detector:
         self._timeouts = timeouts or Timeouts()
         self.watched: dict[str, Watched] = {}  # the latest incarnation of each process
         self._path_at: float | None = None  # the launcher's latest heartbeat; None: it sends none
-        self._ticked_at = -math.inf
+        self._time = ObserverTime()
 
     def add(self, now: float, process: str, incarnation: str, times: ProcessTimes | None = None, is_starting: bool = False) -> None:
         """Watch a new incarnation, while it starts (`is_starting`) and then again from its start on. Idempotent."""
@@ -195,8 +214,9 @@ class Detector:
         ]
 
     def tick(self, now: float, samples: Mapping[str, ProcessSample]) -> list[StateChange]:
-        """Advances the time; call it every 0.05 s. `samples`: of the `silent` processes, as far as the system provides them."""
-        passed, self._ticked_at = min(max(0.0, now - self._ticked_at), MAX_TICK_SECONDS), now
+        """Advances the time; call it every TICK_SECONDS. `samples`: of the `silent` processes of this host, as far as the system provides
+        them."""
+        passed = self._time.tick(now)
         if self._path_at is not None and now - self._path_at > PATH_SECONDS:
             passed = 0.0
         decisions: list[StateChange] = []
@@ -205,9 +225,16 @@ class Detector:
                 continue
             watched.silent_seconds += min(passed, max(0.0, now - watched.received_at))
             if (sample := samples.get(process)) is not None:
-                watched.add_sample(sample)
+                watched.add_sample(sample, watched.silent_seconds)
             decisions += self._evaluate(now, process, watched)
         return decisions
+
+    def record_sample(self, process: str, incarnation: str, sample: ProcessSample, silent_seconds: float) -> None:
+        """Records the sample of a process on another host, whose observer has seen no heartbeat for `silent_seconds`. Samples and
+        heartbeats of one process come in the order in which they were observed. The next `tick` decides."""
+        watched = self.watched.get(process)
+        if watched is not None and watched.incarnation == incarnation:
+            watched.add_sample(sample, silent_seconds)
 
     # Decisions.
 
@@ -230,7 +257,7 @@ class Detector:
             return f"{Activity.STOPPED.value} for {stopped_seconds:.2f} s" if stopped_seconds >= dead_seconds else None
         if watched.received_seconds >= dead_seconds:
             return f"received {watched.received_seconds:.2f} s of processor time"
-        if watched.silent_seconds < dead_seconds:
+        if watched.observed_seconds < dead_seconds:
             return None
         for activity in (Activity.STOPPED, Activity.ASLEEP):
             if seconds.get(activity, 0.0) >= SEEN_SHARE * dead_seconds:

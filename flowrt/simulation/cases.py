@@ -14,7 +14,7 @@ from flowrt.errors import UserError
 from flowrt.gateway.decisions import SendRequest
 from flowrt.gateway.gateway import Gateway
 from flowrt.graph.builtin import KV_PROGRESS, SOURCE
-from flowrt.graph.model import FIRST_HOST, FORK_SERVER, Graph
+from flowrt.graph.model import FORK_SERVER, Graph
 from flowrt.graph.recovery import is_watched
 from flowrt.launcher.fork_server_loss import FORK_SECONDS
 from flowrt.reliability import scenario as kinds
@@ -91,10 +91,9 @@ def draw(
         faults += draw_standby_faults(random.Random(f"standby {seed}"), graph)
         faults += draw_broken_link(random.Random(f"broken {seed}"), graph)
         faults += draw_host_faults(random.Random(f"hosts {seed}"), graph)
-        near = [name for name in servers if graph.host_of(name) == FIRST_HOST]
-        if faults_from_launch and near and graph.processes != "one" and (stop := random.Random(f"early stop {seed}")).random() < 0.4:
+        if faults_from_launch and servers and graph.processes != "one" and (stop := random.Random(f"early stop {seed}")).random() < 0.4:
             graph = replace(graph, reliability=replace(graph.reliability, detector=True))
-            faults = draw_early_stop(stop, near)
+            faults = draw_early_stop(stop, servers)
         scenario = Scenario(faults=tuple(faults))
         if any(fault.processes == (FORK_SERVER,) and fault.ends_seconds > fault.at_seconds + FORK_SECONDS for fault in faults):
             requests = (*requests[:-1], _arriving_late(requests[-1], 3 * FORK_SECONDS))  # the run lasts until it is replaced
@@ -136,7 +135,7 @@ def _draw_poison(chance: random.Random, case: Case) -> Case:
     scenario = Scenario() if chance.random() < 0.6 else case.scenario
     effects: list[Literal["crash", "hang", "part", "raise", "nan"]] = ["crash", "raise", "nan"]
     if graph.processes == "many":
-        effects += ["hang", "hang"] if is_watched(graph) and not graph.placement else []
+        effects += ["hang", "hang"] if is_watched(graph) else []
         effects += ["part", "part", "part"] if _may_lose_servers(graph) else []
     case = replace(case, scenario=scenario, poison=Poison(chance.choice(sorted(own)), chance.choice(effects)))
     # With channels of a single message, tokens and reports wait in the process that the poison is about to end.

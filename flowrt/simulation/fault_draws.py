@@ -105,8 +105,7 @@ def _draw_group_deaths(chance: random.Random, graph: Graph, mortal: list[str]) -
 
 
 def _draw_death(chance: random.Random, graph: Graph, name: str, at_seconds: float, standstill_share: float) -> AnyFault:
-    can_stand_still = graph.processes == "many" and is_watched(graph) and graph.host_of(name) == FIRST_HOST  # of others none is noticed
-    if not can_stand_still or chance.random() >= standstill_share:
+    if graph.processes != "many" or not is_watched(graph) or chance.random() >= standstill_share:
         return kinds.Crash(at_seconds=at_seconds, process=name)
     return chance.choice((kinds.Pause, kinds.Stall, kinds.Hang))(at_seconds=at_seconds, process=name, for_seconds=PERMANENT_SECONDS)
 
@@ -240,7 +239,6 @@ def _draw_permanent(chance: random.Random, graph: Graph) -> list[AnyFault]:
     """A pause, stall or hang of a process, permanent or until after it was marked dead; only the detector notices it."""
     servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
     names = sorted(mortal_workers(graph) | (set(graph.process_names()) - servers))  # a run waits for a server that must not die
-    names = [name for name in names if graph.host_of(name) == FIRST_HOST]
     if graph.processes != "many" or not is_watched(graph) or not names:
         return []
     kind = chance.choice((kinds.Pause, kinds.Stall, kinds.Hang))

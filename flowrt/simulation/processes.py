@@ -49,7 +49,7 @@ class ProcessConditions:
 class SimulatedWorkerProcess:
     """One incarnation of a process, as its launcher holds it."""
 
-    clock_offset = SAME_CLOCK
+    clock_offset, model_path = SAME_CLOCK, ""
 
     def __init__(self, world: World, spec: ProcessSpec, process: SimulatedProcess, controls: tuple[SimulatedChannel, ...]) -> None:
         self.spec, self.process, self.controls, self.pid = spec, process, controls, process.pid

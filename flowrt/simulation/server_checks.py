@@ -202,11 +202,10 @@ class ServerChecks:
 
     def _look_for_stopped(self, now: float) -> None:
         """Check that no process that the run can lose stays stopped, also while it starts (I5). A new fork server has a time limit, and so
-        has one that was to fork the monitor.
-        Processes on other hosts do not count: the monitor does not see their state (docs/hosts.md)."""
+        has one that was to fork the monitor."""
         has_monitor = self._is_ready and self._is_alive(MONITOR)
         fork_server = [FORK_SERVER] if has_monitor and self._launcher.state.fork_server.is_up else []
-        names = {*self.mortal, *self._launcher.state.standby_names, *fork_server} - self._elsewhere
+        names = {*self.mortal, *self._launcher.state.standby_names, *fork_server}
         stopped = {name for name in names if self._is_stopped(name)}
         self._stopped = {name: self._stopped.get(name, now) for name in stopped}
         for name, since in self._stopped.items():

@@ -1,4 +1,4 @@
-"""Fingerprints the files of a model directory, so that a restarted worker that loads other weights than the first is noticed.
+"""Fingerprints the files of a model directory, so that a worker that loads other weights than the first is noticed.
 
 Only metadata and the first bytes are read: the safetensors header, or most of it. A file that was written again counts as changed even if
 its bytes are the same: to compare gigabytes of them would cost more than the restart that it guards.
@@ -16,13 +16,13 @@ HEAD_BYTES = 1 << 16
 
 
 def fingerprints(directory: Path) -> dict[str, str]:
-    """A digest of size, modification time and first bytes, by path, of each file that determines the weights."""
+    """A digest of size and first bytes, "@" and the modification time, by path, of each file that determines the weights."""
     paths = [directory / "config.json", directory / INDEX_NAME, *sorted(directory.glob("*.safetensors"))]
     found = {}
     for path in paths:
         if path.exists():
-            digest = blake2b(f"{regular_file_bytes(path)} {path.stat().st_mtime_ns} ".encode(), digest_size=8)
+            digest = blake2b(f"{regular_file_bytes(path)} ".encode(), digest_size=8)
             with path.open("rb") as file:
                 digest.update(file.read(HEAD_BYTES))
-            found[str(path)] = digest.hexdigest()
+            found[str(path)] = f"{digest.hexdigest()}@{path.stat().st_mtime_ns}"
     return found

@@ -4,8 +4,9 @@ The launcher runs it over one control connection, like any worker. flowrt/reliab
 loads no torch, opens no channel and keeps no state that it cannot learn again: a restarted monitor learns the processes from PeerJoined
 messages and heartbeats.
 
-It receives Start, Peers and Stop; PeerJoined and PeerLeft; and the Heartbeat and LateResponse messages of all processes. The launcher's own
-Heartbeat (process `gateway`) shows whether the control connection is current. It sends DetectorReport.
+It receives Start, Peers and Stop; PeerJoined and PeerLeft; the Heartbeat and LateResponse messages of all processes; and LateProcess about
+processes on other hosts, which it cannot sample. The launcher's own Heartbeat (process `gateway`) shows whether the control connection is
+current. It sends DetectorReport.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from flowrt.actors.control import (
     from_message,
 )
 from flowrt.actors.control_link import ControlLink, run_controlled
+from flowrt.actors.late_process import LateProcess
 from flowrt.graph.model import GATEWAY, ReliabilitySettings
-from flowrt.process_status import ProcessTimes
-from flowrt.reliability.detector import Detector, Operation, ProcessSample, StateChange, Timeouts
+from flowrt.process_status import ProcessSample, ProcessTimes
+from flowrt.reliability.detector import TICK_SECONDS, Detector, Operation, StateChange, Timeouts
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
 from flowrt.transports.wire.message import Message
 
 log = logging.getLogger("flowrt.monitor")
 
-TICK_SECONDS = 0.05
 _MAX_REPORTS = 1 << 12  # messages that the launcher may be behind
 
 
@@ -87,10 +88,7 @@ class Monitor:
                 due = max(due + TICK_SECONDS, now)
 
     def _sample(self, process: str) -> ProcessSample | None:
-        if not (pid := self._pids.get(process, 0)):
-            return None
-        times, activity = self._seams.process_times(pid), self._seams.process_activity(pid)
-        return ProcessSample(activity, times) if times is not None and activity is not None else None
+        return self._seams.process_sample(pid) if (pid := self._pids.get(process, 0)) else None
 
     def _times(self, process: str, pid: int) -> ProcessTimes | None:
         self._pids[process] = pid
@@ -107,6 +105,8 @@ class Monitor:
                 )
                 times = self._times(process, heartbeat.pid)
                 self._report(detector.record_heartbeat(now, process, heartbeat.incarnation, heartbeat.sequence, operation, times))
+            case LateProcess() as late:
+                detector.record_sample(late.process, late.incarnation, late.sample, late.silent_seconds)
             case LateResponse() as late:
                 seconds = late.waited_seconds, late.expected_seconds
                 self._report(detector.record_report(now, late.process, late.incarnation, late.by, *seconds))

@@ -12,14 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from flowrt.process_status import Activity, ProcessTimes
+from flowrt.process_status import Activity, ProcessSample, ProcessTimes
 from flowrt.reliability.detector import (
     DISK_SECONDS,
     REPORT_SECONDS,
     SEEN_SHARE,
     Detector,
     Operation,
-    ProcessSample,
     ProcessState,
     StateChange,
     Timeouts,

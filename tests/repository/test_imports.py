@@ -80,6 +80,7 @@ PLAIN_OPERATORS = (f"{OPERATORS}.model_config", f"{OPERATORS}.checkpoint_files",
 PLAIN_OPERATORS_FOR = (
     "flowrt.planning",
     "flowrt.launcher",
+    "flowrt.hosts",
     "flowrt.gateway",
     "flowrt.api",
     "flowrt.cli",

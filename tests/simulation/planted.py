@@ -7,12 +7,12 @@ New mechanisms add their bugs here.
 
 from __future__ import annotations
 
-from simulation.planted_clocks import CLOCK_BUGS
 from simulation.planted_colocated import COLOCATED_BUGS
 from simulation.planted_composed import COMPOSED_BUGS
 from simulation.planted_faults import FAULT_BUGS
 from simulation.planted_front_ends import FRONT_END_BUGS
 from simulation.planted_groups import GROUP_BUGS
+from simulation.planted_hosts import HOST_BUGS
 from simulation.planted_prefixes import PREFIX_BUGS
 from simulation.planted_standby import STANDBY_BUGS
 from simulation.planted_trampolines import TRAMPOLINE_BUGS
@@ -77,7 +77,7 @@ BUGS: tuple[Bug, ...] = (
     *FAULT_BUGS,
     *STANDBY_BUGS,
     *FRONT_END_BUGS,
-    *with_graphs("hosts", CLOCK_BUGS),
+    *with_graphs("hosts", HOST_BUGS),
     *with_graphs("colocated", COLOCATED_BUGS),
     *with_graphs("composed", COMPOSED_BUGS),
     *with_graphs("trampoline.yaml", TRAMPOLINE_BUGS),

@@ -8,7 +8,7 @@ import pytest
 from simulation.outcomes import finish_reasons
 from simulation.test_deaths import SEEDS, load, requests, serve_under
 
-from flowrt.reliability.scenario import Crash, Cut, Fault, Pause
+from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Cut, Fault, Pause, Stall
 from flowrt.simulation.campaign import campaign
 from flowrt.simulation.cases import draw
 
@@ -38,6 +38,16 @@ def test_the_loss_of_a_host_changes_no_token_and_its_processes_rejoin(seed: int,
     assert outcome.num_faults["restarted"] >= 2
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("process", ["experts.1", "attention.1"])
+@pytest.mark.parametrize("kind", [Pause, Stall])
+def test_a_process_that_stands_still_on_another_host_is_replaced(seed: int, process: str, kind: type[Pause | Stall]) -> None:
+    fault = kind(process=process, at_seconds=0.02, for_seconds=PERMANENT_SECONDS)
+    outcome = serve_under(seed, load(FILE, detector=True), requests(8), fault, expect="tokens")
+    assert finish_reasons(outcome.result) == ("length",) * 8
+    assert outcome.num_faults["restarted"] == 1
+
+
 def test_invariants_hold_under_drawn_faults() -> None:
-    counts = campaign(draw(seed, [load(FILE)]) for seed in range(20))
+    counts = campaign(draw(seed, [load(FILE, detector=True)]) for seed in range(20))
     assert counts.failures == []
