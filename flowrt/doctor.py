@@ -22,15 +22,17 @@ from rich.text import Text
 
 from flowrt.actors.emulated_links import modelled_seconds
 from flowrt.api import read_graph
+from flowrt.bench.measure.host_probe import HostReport, probe_hosts
 from flowrt.emulation import smallest_dilation
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from flowrt.launcher.transport_choice import AUTO, BETWEEN, WITHIN, usable_cores
+from flowrt.launcher.transport_choice import AUTO, BETWEEN, BETWEEN_HOSTS, WITHIN, usable_cores
 from flowrt.observe import duration_text, size_text
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
 from flowrt.process_status import Activity, ProcessTimes, process_activity, process_times
 from flowrt.processes.leftover import Marked, marked_processes
+from flowrt.seams import Seams
 from flowrt.timer import FineTimer, measure_lateness, new_timer
 from flowrt.transports.emulation.profiles import PROFILES
 from flowrt.transports.registry import known_schemes, unavailable_reason
@@ -38,6 +40,7 @@ from flowrt.transports.registry import known_schemes, unavailable_reason
 MIN_PYTHON = (3, 11)
 MIN_MEMORY_BYTES = 1 << 30
 _TORCH_SECONDS = 120.0
+HOST_SECONDS = 120.0  # time limit for each host to start
 _TORCH_PROBE = """
 import json, torch
 try:
@@ -101,6 +104,35 @@ async def collect(model: str | None = None, dtype: str | None = None, graph: str
     checks.append(leftover_check(marked_processes()))
     checks += await _emulation_checks(loaded)
     return checks if model is None else [*checks, await _strict_check(model, dtype)]
+
+
+async def collect_hosts(graph: str) -> list[Check]:
+    """Checks of the hosts of a graph file: what each has, and the way from each to each other one. They are used as for a run. Raises
+    GraphError, and UserError or WorkerDiedError for a host that cannot be used."""
+    settings = read_graph(graph).hosts
+    if settings is None:
+        raise UserError(f"--hosts {graph}: the graph has one host; write hosts: into it")
+    return host_checks(await probe_hosts(settings, Seams(), BETWEEN_HOSTS[0], HOST_SECONDS))
+
+
+def host_checks(found: HostReport) -> list[Check]:
+    """One check per host, and one per way from a host to another."""
+    checks, first = [], next(iter(found.facts.values()))
+    for host, facts in found.facts.items():
+        is_same = facts.flowrt == first.flowrt and facts.missing == first.missing
+        lacks = "".join(f"; not {scheme}: {reason}" for scheme, reason in facts.missing.items())
+        text = f"flowrt {facts.flowrt or 'not installed'}, Python {facts.python}, {facts.system}, listens at {facts.address}{lacks}"
+        remedy = None if is_same else "install the same packages as on the first host"
+        checks.append(Check(host, facts.flowrt == first.flowrt, text, remedy, needed=True))
+    for (source, target), way in found.ways.items():
+        ends = f"from {found.facts[source].address} to {found.facts[target].address}"
+        if way.error:
+            remedy = "let TCP connections between these two pass (docs/hosts.md)"
+            checks.append(Check(f"{source} to {target}", False, f"cannot connect {ends}: {way.error}", remedy, needed=True))
+        else:
+            text = f"{duration_text(way.one_way_seconds)} one way, {size_text(way.bytes_per_second)}/s"
+            checks.append(Check(f"{source} to {target}", True, text, None, needed=True))
+    return checks
 
 
 def report(checks: Iterable[Check], console: Console | None = None) -> bool:

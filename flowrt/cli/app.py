@@ -225,6 +225,10 @@ def doctor(
     graph: Annotated[
         str | None, Parameter(help="Also find the smallest dilation at which this machine can emulate this graph file.")
     ] = None,
+    hosts: Annotated[
+        str | None,
+        Parameter(help="Instead check every host of this graph file: versions, transports, latency and bandwidth."),
+    ] = None,
 ) -> None:
     """Report what works on this machine, what is missing, and what would help. It changes nothing.
 
@@ -232,8 +236,12 @@ def doctor(
     """
     import asyncio
 
-    from flowrt.doctor import collect, report
+    from flowrt.doctor import collect, collect_hosts, report
 
+    if hosts is not None:
+        if model is not None or graph is not None:
+            raise UserError("--hosts checks other things than --model and --graph; give one of them")
+        raise SystemExit(0 if report(asyncio.run(collect_hosts(hosts))) else 1)
     if dtype is not None and model is None:
         raise UserError("--dtype needs --model DIR")
     raise SystemExit(0 if report(asyncio.run(collect(model, dtype, graph))) else 1)
