@@ -184,8 +184,9 @@ class Transport(ABC):
         """None when this scheme works here, else one sentence: why not, and what would help."""
 
     def address_at(self, host_address: str) -> str:
-        """Where to listen for peers of other hosts, which reach this one by `host_address`: any free port, encrypted. With "", and where
-        the scheme does not reach other hosts: any free address for peers of this host."""
+        """Where to listen for peers of other hosts, which reach this one by `host_address`: any free port, encrypted. "ADDRESS:FROM-TO": a
+        free port of this range, as for all at which either end of a channel listens. With "", and where the scheme does not reach other
+        hosts: any free address for peers of this host."""
         return f"{self.scheme}://"
 
     @abstractmethod

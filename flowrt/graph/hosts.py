@@ -44,6 +44,11 @@ def place_processes(graph: Graph, hosts: HostSettings) -> dict[str, str]:
     return {process: placed[process] for process in graph.process_names()}
 
 
+def is_port_range(text: str) -> bool:
+    first, _, last = text.partition("-")
+    return first.isdecimal() and last.isdecimal() and 1024 <= int(first) < int(last) < 1 << 16
+
+
 def host_resources(graph: Graph, host: str) -> dict[str, float]:
     """What the processes of a host need together."""
     total = dict[str, float]()
@@ -61,6 +66,8 @@ def check_hosts(graph: Graph) -> Iterator[tuple[Path_, str]]:
         for role in graph.place:
             yield ("place", role), "there is one host only; write hosts: too, or remove place:"
         return
+    if graph.hosts.ports and not is_port_range(graph.hosts.ports):
+        yield ("hosts", "ports"), f"{graph.hosts.ports!r} is not a range of ports; write FROM-TO, between 1024 and 65535"
     if graph.processes != "many":
         yield ("hosts",), f"processes: {graph.processes} puts workers together before hosts are chosen; write processes: many"
     for role, rule in graph.place.items():

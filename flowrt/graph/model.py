@@ -311,13 +311,13 @@ class ServingSettings:
 class HostSettings:
     """The hosts of a run: host.0 is the launcher's, an engine starts a host server on each other one."""
 
-    engine: Literal["ray", "local"] = _key(
-        "ray", "What provides the hosts: a Ray cluster; local: this machine plays all of them, each with a loopback address."
-    )
+    engine: Literal["ray", "local"] = _key("ray", "What provides the hosts: a Ray cluster, or this machine, which plays all of them.")
     count: int = _key(2, "Number of hosts, with the launcher's own.", ge=1, le=250)
     address: str = _key("auto", "Ray: the address of the cluster, as for ray.init.")
     insecure: bool = _key(False, "Ray: use a cluster without token authentication, in which anyone who reaches a port may run code.")
     dead_seconds: float = _key(3.0, "A host that sends nothing for so long is lost, with all its processes.", ge=1, le=3600)
+
+    ports: str = _key("", "FROM-TO: the ports at which processes listen for other hosts. Default: any.")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -25,10 +25,13 @@ from flowrt.transports.contract import Identity
 
 
 class HostsBackend:
-    """`local`: of the launcher's host. `remote`: the other hosts, by name; `placement`: process -> host."""
+    """`host_address`: of the launcher's host, as in Seams.
+    `local`: of the launcher's host. `remote`: the other hosts, by name; `placement`: process -> host."""
 
-    def __init__(self, engine: HostEngine, local: ProcessBackend, remote: Mapping[str, RemoteHost], placement: Mapping[str, str]) -> None:
-        self.host_address = engine.address
+    def __init__(
+        self, host_address: str, engine: HostEngine, local: ProcessBackend, remote: Mapping[str, RemoteHost], placement: Mapping[str, str]
+    ) -> None:
+        self.host_address = host_address
         self._engine, self._local, self._remote, self._placement = engine, local, remote, placement
         self._is_closed = False
 
@@ -50,9 +53,12 @@ class HostsBackend:
         used = [name for name in settings.names if counts[name] or name == FIRST_HOST]
         resources = {name: host_resources(graph, name) for name in used}
         engine = await (seams.open_engine or partial(_open_engine, settings, seams))(resources, seconds)
-        open_local = seams.open_backend or partial(LocalBackend.open, host_address=engine.address)
+        host_address = f"{engine.address}:{settings.ports}" if settings.ports else engine.address
+        open_local = seams.open_backend or partial(LocalBackend.open, host_address=host_address)
         model_path = graph.model.path if graph.model is not None else ""
-        terms = HostTerms(run_id, scheme, spawn, tuple(preload), seconds, settings.dead_seconds, is_watched(graph), model_path)
+        terms = HostTerms(
+            run_id, scheme, spawn, tuple(preload), seconds, settings.dead_seconds, is_watched(graph), model_path, settings.ports
+        )
         remote = {name: RemoteHost(name, counts[name], engine, terms, owner, seams) for name in used if name != FIRST_HOST}
         local: ProcessBackend | None = None
 
@@ -65,7 +71,7 @@ class HostsBackend:
                 for start in (start_local(), *(host.open() for host in remote.values())):
                     tasks.create_task(start)
             assert local is not None
-            return cls(engine, local, remote, graph.placement)
+            return cls(host_address, engine, local, remote, graph.placement)
         except BaseException as error:
             engine.kill_all()
             if local is not None:

@@ -13,7 +13,7 @@ from flowrt.transports.wire.message import Message
 
 
 class HostStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The line that a host server reads from stdin. `scheme`: of its connections. `address`: by which other hosts reach this one.
+    """The line that a host server reads from stdin. `scheme`: of its connections. `address`: of this host, as in Seams.
     `public_key`: of the launcher, for this start. `is_watched`: the run has a monitor. `model_path`: of the model's files; "": none."""
 
     version: str

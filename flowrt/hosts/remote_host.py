@@ -48,7 +48,8 @@ Spawn = Callable[..., asyncio.Task[None]]
 @dataclass(frozen=True)
 class HostTerms:
     """What all hosts of a run have in common. `spawn` creates tasks, which the run ends when it ends itself. `seconds`: time limit for a
-    host to be ready, since the latest progress. `is_watched`: the run has a monitor. `model_path`: of the model's files; "": none."""
+    host to be ready, since the latest progress. `is_watched`: the run has a monitor. `model_path`: of the model's files; "": none. `ports`:
+    "FROM-TO", at which its processes may listen; "": any."""
 
     run_id: str
     scheme: str
@@ -58,6 +59,7 @@ class HostTerms:
     dead_seconds: float
     is_watched: bool
     model_path: str
+    ports: str
 
 
 class RemoteProcess:
@@ -128,7 +130,7 @@ class RemoteHost:
             version=own_version(),
             run_id=terms.run_id,
             host=self.name,
-            address=server.address,
+            address=f"{server.address}:{terms.ports}" if terms.ports else server.address,
             scheme=terms.scheme,
             public_key=public_key(private),
             preload=terms.preload,

@@ -33,14 +33,14 @@ class RelayedWorker:
 
     def tick(self, now: float, passed: float) -> None:
         """Count `passed` seconds of silence, and send a sample once a heartbeat is late. A sample that finds no room is dropped."""
-        self._silent_seconds += min(passed, max(0.0, now - self._heard_at))
+        self._silent_seconds += min(passed, max(0.0, now - self._received_at))
         if self._silent_seconds >= SAMPLE_SECONDS and (sample := self._seams.process_sample(self._pid)) is not None:
             if self._first is not None and self._send(self._first, 0.0):
                 self._first = None
             self._send(sample, self._silent_seconds)
 
     def _begin_silence(self) -> None:
-        self._heard_at, self._silent_seconds = self._seams.clock.now(), 0.0
+        self._received_at, self._silent_seconds = self._seams.clock.now(), 0.0
         times = self._seams.process_times(self._pid)
         self._first = ProcessSample(Activity.RUNNABLE, times) if times is not None else None  # it has just run
 

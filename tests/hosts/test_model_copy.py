@@ -135,12 +135,12 @@ def write(served: Served, folder: Path) -> Path:
 async def test_a_host_without_the_model_serves_the_same_tokens(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hide(served.directory, monkeypatch)
     async with flowrt.open(write(served, tmp_path)) as running:
-        assert len(copies := list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))) == 1
-        assert {path.name for path in copies[0].iterdir()} >= {"config.json", "model.safetensors"}
+        assert len(folders := list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))) == 1
+        assert {path.name for path in folders[0].iterdir()} >= {"config.json", "model.safetensors"}
         pids = [marked.pid for marked in marked_processes() if marked.run_id.startswith(running.launcher.run_id)]
         assert await tokens_of(running, served.prompts[:4], lambda count: None) == served.expected[:4]
     assert not left_processes(pids)
-    assert not copies[0].exists()
+    assert not folders[0].exists()
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs the right to mount")

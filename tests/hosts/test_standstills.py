@@ -160,14 +160,14 @@ def test_numbers_of_no_process_give_no_verdict_before_its_silence(messages: list
     """The host server of a run is authenticated, but may be wrong."""
     detector = Detector()
     detector.add(0.0, "x", "1")
-    for number, (sample, silent_seconds, is_heard) in enumerate(messages):
+    for number, (sample, silent_seconds, has_heartbeat) in enumerate(messages):
         header = msgspec.msgpack.encode(LateProcess(sample, silent_seconds, "x", "1"))
         late = from_message(Message(LateProcess.kind, header=header))
         assert isinstance(late, LateProcess)
         for incarnation in ("1", "2"):
             detector.record_sample("x", incarnation, late.sample, late.silent_seconds)
         detector.record_sample("y", "1", late.sample, late.silent_seconds)
-        if is_heard:
+        if has_heartbeat:
             detector.record_heartbeat(number * TICK_SECONDS, "x", "1", number)
         assert all(each.state is not ProcessState.DEAD for each in detector.tick(number * TICK_SECONDS, {}))
     assert detector.watched.keys() == {"x"}

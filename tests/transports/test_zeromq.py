@@ -159,8 +159,8 @@ async def test_stranger_at_the_endpoint_is_ignored(monkeypatch: pytest.MonkeyPat
     watcher = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
     bind = zeromq.bind
 
-    def bind_and_let_in(pair: zmq.Socket[bytes], host: str | None) -> str:
-        endpoint = bind(pair, host)
+    def bind_and_let_in(pair: zmq.Socket[bytes], host: str | None, ports: range) -> str:
+        endpoint = bind(pair, host, ports)
         stranger.connect(endpoint)
         stranger.send(b"\x06" + bytes(7) + bytes(32))
         assert watcher.poll(5000), "the stranger is neither in nor refused"
@@ -253,6 +253,17 @@ async def test_encrypted_channel_passes_the_checks(check: checks.Check, loop_kin
 
 
 @needs_curve
+async def test_encrypted_channel_takes_the_largest_message(loop_kind: str) -> None:
+    """A tensor of the limit is longer than that when it is encrypted."""
+    limits, nbytes = Limits(max_message_bytes=1 << 18), 1 << 18
+    async with await get_transport("zmq").listen(CURVE, limits, KEY, HERE) as listener:
+        accepting = asyncio.ensure_future(listener.accept())
+        async with await get_transport("zmq").connect(listener.address, limits, KEY, THERE) as one, await accepting as two:
+            await one.send(numbered(1, nbytes))
+            await receive_all(two, 1, 2, nbytes)
+
+
+@needs_curve
 @pytest.mark.parametrize("ours", ["", "?curve"])
 async def test_one_end_alone_cannot_decide_about_encryption(ours: str) -> None:
     theirs = "" if ours else "?curve"
@@ -284,8 +295,8 @@ def _stranger(monkeypatch: pytest.MonkeyPatch, keys: zeromq_sockets.CurveKeys | 
             stranger.set(zmq.CURVE_PUBLICKEY, zeromq_sockets.public_key(keys.client))
         return made
 
-    def bind_and_report(pair: zmq.Socket[bytes], host: str | None) -> str:
-        endpoints.append(bind(pair, host))
+    def bind_and_report(pair: zmq.Socket[bytes], host: str | None, ports: range) -> str:
+        endpoints.append(bind(pair, host, ports))
         stranger.connect(endpoints[-1])
         assert watcher.poll(60_000), "the kernel accepts the connection"
         assert _event_of(watcher) == zmq.EVENT_CONNECTED
@@ -348,8 +359,8 @@ async def test_what_goes_over_the_wire_is_encrypted(monkeypatch: pytest.MonkeyPa
     proxies: list[Proxy] = []
     bind = zeromq.bind
 
-    def through_proxy(pair: zmq.Socket[bytes], host: str | None) -> str:
-        proxies.append(Proxy(int(bind(pair, host).rpartition(":")[2]), seen))
+    def through_proxy(pair: zmq.Socket[bytes], host: str | None, ports: range) -> str:
+        proxies.append(Proxy(int(bind(pair, host, ports).rpartition(":")[2]), seen))
         return f"tcp://127.0.0.1:{proxies[0].port}"
 
     monkeypatch.setattr(zeromq, "bind", through_proxy)

@@ -68,7 +68,8 @@ class Offer(NamedTuple):
 class LocalEnd(NamedTuple):
     """The part of one process in a rendezvous: the address, and what its handshake declares.
 
-    `encryption` is the address option that encrypts all traffic after the handshake, "" without one.
+    `encryption` is the address option that encrypts all traffic after the handshake, "" without one. It may name the ports at which both
+    ends may listen: "curve:7000-7099".
     """
 
     scheme: str
@@ -106,9 +107,29 @@ def socket_address(scheme: str, name: str, encryption: str = "") -> tuple[int, s
     return socket.AF_UNIX, path
 
 
+def ports_of(encryption: str) -> range:
+    """The ports at which a process may listen, from the address option (see LocalEnd); 0 means any."""
+    first, _, last = encryption.partition(":")[2].partition("-")
+    return range(int(first), int(last) + 1) if last else range(1)
+
+
 def free_name() -> str:
     """An unused random name."""
     return secrets.token_hex(8) if sys.platform == "linux" else "127.0.0.1:0"
+
+
+def _bind_socket(sock: socket.socket, address: str | tuple[str, int], ports: range) -> None:
+    """Bind to the address; in place of port 0, to the first free port of `ports`."""
+    if isinstance(address, str) or address[1]:
+        ports = range(1)
+    for port in ports:
+        try:
+            sock.bind((address[0], port) if port else address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                raise
+        else:
+            return
 
 
 class SocketListener(QueuedListener):
@@ -132,11 +153,13 @@ class SocketListener(QueuedListener):
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.setblocking(False)
-            self._socket.bind(address)
+            _bind_socket(self._socket, address, ports_of(end.encryption))
             self._socket.listen(1024)
         except OSError as error:
             self._socket.close()
             if error.errno == errno.EADDRINUSE:
+                if len(ports := ports_of(end.encryption)) > 1:
+                    raise AddressError(f"no port from {ports[0]} to {ports[-1]} is free for {end}; give a wider range") from error
                 raise AddressError(f"another process listens at {end} already") from error
             raise AddressError(f"cannot listen at {end}: {error.strerror}") from error
         bound = self._socket.getsockname()

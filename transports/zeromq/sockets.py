@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import signal
@@ -30,6 +31,7 @@ else:
     missing = None
 
 FRAME_BYTES = 8  # before the envelope, in the first frame of a message
+CURVE_BYTES = 33  # that encryption adds to a frame
 INLINE_BYTES = 8192
 _NEVER = 7 * 24 * 3600 * 1000  # ms; with -1 (never) libzmq discards what it has read when the connection is lost
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -131,7 +133,7 @@ class SharedContext:
         made.set(zmq.SNDHWM, 0)  # no limit here: the credit window bounds both queues
         made.set(zmq.RCVHWM, 0)
         made.set(zmq.RECONNECT_IVL, _NEVER)
-        made.set(zmq.MAXMSGSIZE, max(limits.max_message_bytes, FRAME_BYTES + limits.max_header_bytes + INLINE_BYTES))
+        made.set(zmq.MAXMSGSIZE, max(limits.max_message_bytes, FRAME_BYTES + limits.max_header_bytes + INLINE_BYTES) + CURVE_BYTES)
         return made
 
     def close(self, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any] | None) -> None:
@@ -196,10 +198,17 @@ def pair_and_monitor(limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]
         raise
 
 
-def bind(pair: zmq.Socket[bytes], host: str | None) -> str:
-    """Binds to a new endpoint and returns it: a free TCP port of `host`, or a random ipc name when `host` is None."""
+def bind(pair: zmq.Socket[bytes], host: str | None, ports: range) -> str:
+    """Binds to a new endpoint and returns it: a free TCP port of `host`, or a random ipc name when `host` is None. `ports`: those that may
+    be used; 0 means any."""
     if host is not None:
-        pair.bind(f"tcp://{host}:*")
+        for port in ports:
+            try:
+                pair.bind(f"tcp://{host}:{port or '*'}")
+                break
+            except zmq.ZMQError as error:
+                if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                    raise
         bound = pair.get(zmq.LAST_ENDPOINT)
         return (bound if isinstance(bound, bytes) else bytes(str(bound), "ascii")).decode("ascii").rstrip("\0")
     endpoint = f"ipc://@flowrt/zmq-data/{secrets.token_hex(16)}"

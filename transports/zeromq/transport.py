@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from flowrt.transports.channel.greeted import GreetedChannel
-from flowrt.transports.channel.rendezvous import Meeting, Offer
+from flowrt.transports.channel.rendezvous import Meeting, Offer, ports_of
 from flowrt.transports.channel.socket_transport import SocketTransport
 from flowrt.transports.contract import Capabilities, ChannelStatistics
 from flowrt.transports.errors import AddressError, UnavailableError
@@ -45,7 +45,8 @@ _FRAME = struct.Struct("<B3xI")
 _TAKEN = struct.Struct("<QQ")
 _MESSAGE_KIND, _TAKEN_KIND, _WAITING_KIND, _CLOSE_KIND, _CLOSED_KIND, _GREETING_KIND = range(1, 7)
 _ENDPOINT = re.compile(r"ipc://@flowrt/zmq-data/[0-9a-f]{32}|tcp://(\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}):\d{1,5}")
-CURVE = "curve"  # the one option of an address
+CURVE = "curve"  # the one option of an address; it may be followed by a range of ports
+_OPTION = re.compile(CURVE + r"(?::(\d{1,5})-(\d{1,5}))?")
 _MESSAGES_AT_ONCE = 64  # read before the event loop turns
 
 
@@ -282,7 +283,8 @@ class ZeroMQChannel(GreetedChannel):
 
 
 class ZeroMQTransport(SocketTransport):
-    """`zmq://name` over ipc on one Linux host, `zmq://127.0.0.1:port` over TCP, `zmq://10.0.0.5:port?curve` encrypted over TCP."""
+    """`zmq://name` over ipc on one Linux host, `zmq://127.0.0.1:port` over TCP, `zmq://10.0.0.5:port?curve` encrypted over TCP; with
+    `?curve:7000-7099`, all ports at which either end listens are of this range."""
 
     scheme: ClassVar[str] = "zmq"
     capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, borrows_sender=True, between_hosts=True)
@@ -294,14 +296,15 @@ class ZeroMQTransport(SocketTransport):
         return None
 
     def address_at(self, host_address: str) -> str:
-        return f"zmq://{host_address}:0?{CURVE}" if host_address else "zmq://"
+        address, separator, ports = host_address.partition(":")
+        return f"zmq://{address}:0?{CURVE}{separator}{ports}" if host_address else "zmq://"
 
     def _split_name(self, rest: str) -> tuple[str, str]:
         name, separator, option = rest.partition("?")
         if not separator and re.fullmatch(r".*:(\d{1,5}|\*)", name) and not name.startswith("127."):
             raise AddressError(f"zmq://{name[:80]} is not on this host and would not be encrypted; write zmq://ADDRESS:PORT?{CURVE}")
-        if separator and option != CURVE:
-            raise AddressError(f"zmq://{rest[:80]}: the only option is ?{CURVE}")
+        if separator and not _is_option(option):
+            raise AddressError(f"zmq://{rest[:80]}: the only option is ?{CURVE}, or ?{CURVE}:FROM-TO with the ports to listen at")
         if separator and not zmq.has("curve"):
             raise UnavailableError("this libzmq was built without encryption (CURVE); the wheels of pyzmq have it: pip install pyzmq")
         return name, option
@@ -313,7 +316,7 @@ class ZeroMQTransport(SocketTransport):
             if meeting.encryption:
                 shared_context.encrypt_server(pair, CurveKeys.derive(meeting.handshake))
             host = meeting.sock.getsockname()[0] if meeting.sock.family == socket.AF_INET else None
-            endpoint = bind(pair, host)
+            endpoint = bind(pair, host, ports_of(meeting.encryption))
         except zmq.ZMQError as error:
             raise UnavailableError(f"zmq cannot bind a socket: {error}") from error
         return Offer(f"{endpoint}?{meeting.encryption}".encode(), [], lambda meeting: ZeroMQChannel(meeting, pair, monitor))
@@ -339,3 +342,8 @@ class ZeroMQTransport(SocketTransport):
             channel = ZeroMQChannel(meeting, pair, monitor)
             on_failure.pop_all()
         return channel
+
+
+def _is_option(text: str) -> bool:
+    match = _OPTION.fullmatch(text)
+    return match is not None and (match[1] is None or 0 < int(match[1]) < int(match[2]) < 1 << 16)
