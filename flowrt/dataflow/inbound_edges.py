@@ -193,6 +193,22 @@ class InboundEdges:
         """Edge and tag of those messages of the running call whose sender has ended since the call began."""
         return {(edge, firing.tag) for firing in batch for edge in firing.via if self._is_from(edge, self.ended)} if self.ended else set()
 
+    def without_stale(self, batch: Iterable[Firing], fences: Fences) -> list[Firing]:
+        """Consume the messages of the stale firings of a batch that is about to be computed. Returns the others."""
+        fresh, stale = [], []
+        for firing in batch:
+            (stale if fences.is_stale(firing.tag) else fresh).append(firing)
+        orphans = self.orphans(stale)
+        for firing in stale:
+            self.consume_firing(firing, (), orphans)
+        return fresh
+
+    def consume_firing(
+        self, firing: Firing, responded: Collection[tuple[int, Tag | None]], orphans: Collection[tuple[int | None, Tag]]
+    ) -> None:
+        """Consume the messages of a firing. `responded`, `orphans`: those with a response, and those that need none."""
+        self.consume([edge for edge in firing.via if (edge, firing.tag) not in orphans], firing.tag, responded)
+
     def is_from(self, firing: Firing, peer: str) -> bool:
         """Whether a firing consumes a credit of `peer`."""
         return any(self._is_from(edge, (peer,)) for edge in firing.via)

@@ -302,6 +302,8 @@ class Runner:
     async def _run_batch(self, batch: Sequence[Firing], short: bool, send_early: SendEarly | None) -> None:
         """Fire in one call. If that fails, fire each tag in its own, so that only tags with an error fail."""
         await self._alone.report(batch[0])
+        if self._fences.is_active and not (batch := self._inbound.without_stale(batch, self._fences)):
+            return  # its epoch or client has ended while the report left
         node, start = batch[0].node, self._clock.now()
         self._is_computing = not short
         try:
@@ -339,7 +341,7 @@ class Runner:
             if (request, output.tag) not in orphans:
                 self._emit(output)
         for firing in batch:
-            self._consume(firing, responded, orphans)
+            self._inbound.consume_firing(firing, responded, orphans)
         if fences.is_active:
             if any(fences.is_stale(firing.tag) for firing in batch):
                 self._drop_stale()  # it became stale while it was computed: nodes fused behind it may have left rows
@@ -354,7 +356,7 @@ class Runner:
         for request in requests if not orphans else ():
             edge = self._responses[request]
             self._emit(RoutedOutput(edge, tag, Payload((), FailedHeader(str(error), part_of_request(firing)))))
-        self._consume(firing, [(request, tag) for request in requests], orphans)
+        self._inbound.consume_firing(firing, [(request, tag) for request in requests], orphans)
         if not requests and not is_stale:
             self._on_failed(tag, error, True)
 
@@ -418,9 +420,6 @@ class Runner:
                 self._on_response(output.edge.id, output.tag, message)
             for firing in self._match(output.edge, output.tag, output.payload):
                 self._fire(firing)
-
-    def _consume(self, firing: Firing, responded: Collection[tuple[int, Tag | None]], orphans: Collection[tuple[int | None, Tag]]) -> None:
-        self._inbound.consume([edge for edge in firing.via if (edge, firing.tag) not in orphans], firing.tag, responded)
 
     def _drop(self, edge: Edge) -> None:
         self.statistics.num_dropped += 1

@@ -94,9 +94,8 @@ class Scheduler:
             return [(suspect, self._chunk(suspect, self._limits.max_num_batched_tokens))]
         budget = StepBudget(self._limits.max_num_batched_tokens, self._limits.target_step_seconds, self.step_times.cost, self._chunk_tokens)
         parts: list[Part] = []
-        idle = [
-            sequence for sequence in self.running if sequence.micro_batch == micro_batch
-        ]  # the micro-batch runs no step, so none of them is in one
+        # The micro-batch runs no step, so none of these is in one.
+        idle = [each for each in self.running if each.micro_batch == micro_batch and not each.waits_for_siblings]
         decoding = [sequence for sequence in idle if sequence.decodes]
         if budget.has_target:
             decoding.sort(key=lambda sequence: sequence.latest_step)  # those that the target left out of a step come first in the next

@@ -102,6 +102,12 @@ class Sequence:
         return self.is_suspect or (self.is_on_trial and self.num_computed_tokens >= self.num_proven_tokens)
 
     @property
+    def waits_for_siblings(self) -> bool:
+        """Whether it has passed its trial, and another choice of its request, which runs, has not. It may come to the same cause."""
+        siblings = self.siblings if self.request.is_suspect and not self.is_on_trial else ()
+        return any(each.is_on_trial and each.state is SequenceState.RUNNING for each in siblings)
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 

@@ -135,7 +135,7 @@ class RequestLog:
     prefix_digests: tuple[bytes, ...] | None = None  # of the prompt (prefix_index.py), when they are known
     num_cached_tokens: int = 0  # of the prompt, whose KV came from a prefix cache
     num_kv_lost: int = 0  # KV transfers that failed, in all attempts
-    waits_since: float = 0.0  # time in seconds, while it waits for a group
+    waits_since: float = 0.0  # seconds: when it was admitted, from when on it waits for a group while none is left
     is_suspect: bool = False  # its group crashed while it ran there: each choice runs alone until it has committed a token
     replays_alone: bool = False  # as a suspect: another group has crashed, while no request ran alone there
     unproven: set[int] = field(default_factory=set)  # of a suspect that was placed as one: the choices without a token since

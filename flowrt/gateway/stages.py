@@ -64,8 +64,9 @@ class Stages:
     def queue(self, log: RequestLog) -> None:
         """Begin an attempt. `place_waiting` follows."""
         self._open[log.index] = log
-        log.kv, log.kv_was_lost, log.prefill_worker, log.waits_since = None, False, None, self._now()
-        log.trial = None
+        log.kv, log.kv_was_lost, log.prefill_worker, log.trial = None, False, None, None
+        if log.attempt == 0:  # a prefill worker that dies does not prolong the wait for a group
+            log.waits_since = self._now()
         log.num_expected_tokens = min(log.max_tokens, math.ceil(self._mean_output_tokens or log.max_tokens))
         (self._groups if self._skips_prefill(log) else self._prefill).add(log)
 

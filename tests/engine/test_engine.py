@@ -453,6 +453,23 @@ def test_a_suspect_replays_beside_others_and_runs_alone_for_its_next_token(repla
     assert len(group.next_steps()) == 2
 
 
+def test_a_choice_that_has_passed_its_trial_waits_for_the_others_of_its_request() -> None:
+    """It may come to what crashed the first group, and must not do so beside other requests."""
+    group = ToyGroup(ROOMY)
+    moved = msgspec.structs.replace(request("moved", (5, 6), max_tokens=9, n=2), attempt=1, committed_token_ids=((7, 8, 9), ()))
+    group.submit(request("other", (1, 2), max_tokens=9), msgspec.structs.replace(moved, is_suspect=True))
+    beside_others: list[tuple[int, int]] = []  # tokens of both choices, when the second one's next is computed in company
+    for _ in range(40):
+        if not group.start():
+            break
+        names = set(group.running[0].batch.sequence_names)
+        if "moved/1/1" in names and "other/0" in names:
+            beside_others.append((len(group.tokens.get(("moved", 1), ())), len(group.tokens.get(("moved", 1, 1), ()))))
+        group.finish(0)
+    assert beside_others
+    assert all(first and second for first, second in beside_others)
+
+
 def test_sequences_of_a_failed_step_run_alone_and_only_the_one_that_fails_again_ends() -> None:
     group = ToyGroup(ROOMY, num_micro_batches=2)
     requests = [request(f"r{n}", (n + 1, n + 2), max_tokens=6, seed=n) for n in range(6)]

@@ -189,10 +189,12 @@ def test_a_prompt_in_work_ends_when_no_group_is_left_for_too_long() -> None:
     place(gateway, max_tokens=4)
     for group in ("g0", "g1"):
         gateway.lose_group(group, "was killed")
-    assert gateway.deadline == 5.0
+    clock.seconds = 3.0
+    gateway.lose_group("p0", "was killed")
+    assert gateway.deadline == 5.0, "the wait does not begin again in another prefill worker"
     clock.seconds = 5.0
     decisions = gateway.on_time()
-    assert cancelled_in(decisions) == [("p0", 0)]
+    assert cancelled_in(decisions) == [("p1", 1)]
     assert [each.finish_reason for each in decisions if isinstance(each, EndEvent)] == ["error"]
 
 

@@ -91,7 +91,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("replay-goes-on", "the replay of a suspect goes on behind the tokens that were computed before", (
         SCHEDULER, "Scheduler._chunk", "if sequence.is_on_trial and (not sequence.runs_alone):", "if False:")),
     bug("restart-forgets-crash", "a policy that restarts the groups with a crashed server restarts what crashed it, too", (
-        "flowrt.launcher.group_changes", "apply_group_change", "if may_recur and ends_groups:", "if False:")),
+        "flowrt.launcher.group_changes", "apply_group_change", "if may_recur and event.ends_groups:", "if False:")),
     bug("interrupted-trial-forgotten", "a request that ran alone in a group that a policy ended is never the cause", (
         PLACEMENT, "Placement.blame", "self._interrupted.get(group, (None, None))", "(None, None)")),
     bug("trial-never-over", "a suspect that has got a token is blamed for the next crash of its group", (
@@ -115,7 +115,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("inbound-not-renewed", "a server expects the credits of a dead client back", (
         RUNNER, "Runner.end_peer", "self._inbound.renew(peer)", "pass")),
     bug("credits-to-successor", "a firing of a dead client returns its credits to the next incarnation", (
-        RUNNER, "Runner._consume", "[edge for edge in firing.via if (edge, firing.tag) not in orphans]", "firing.via")),
+        "flowrt.dataflow.inbound_edges", "InboundEdges.consume_firing", "[edge for edge in firing.via if (edge, firing.tag) not in orphans]", "firing.via")),
     bug("response-to-successor", "the response to a dead client goes to its next incarnation", (
         RUNNER, "Runner._finish", "if fences.is_active and fences.is_stale(output.tag):", "if False:")),
     bug("absent-peers-open", "edges to peers that are down at the start are open", (
