@@ -172,7 +172,7 @@ class _SimulatedServer:
         try:
             await self._respond(connection)
         except ApiError as error:
-            client.failure = error.message
+            client.failure = client.failure or error.message  # it has left a dead process, whose tasks end after the run
         finally:
             del self._tasks[connection]
             when = loop.time() + self._seams.random.uniform(*WAY_SECONDS)
