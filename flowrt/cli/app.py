@@ -227,7 +227,7 @@ def doctor(
     ] = None,
     hosts: Annotated[
         str | None,
-        Parameter(help="Instead check every host of this graph file: versions, transports, latency and bandwidth."),
+        Parameter(help="Check instead every host of this graph file: versions, transports, latency and bandwidth."),
     ] = None,
 ) -> None:
     """Report what works on this machine, what is missing, and what would help. It changes nothing.
@@ -240,7 +240,7 @@ def doctor(
 
     if hosts is not None:
         if model is not None or graph is not None:
-            raise UserError("--hosts checks other things than --model and --graph; give one of them")
+            raise UserError("--hosts cannot be combined with --model or --graph; run flowrt doctor once for each")
         raise SystemExit(0 if report(asyncio.run(collect_hosts(hosts))) else 1)
     if dtype is not None and model is None:
         raise UserError("--dtype needs --model DIR")
