@@ -29,11 +29,18 @@ class LogWriter:
     """`on_written` is called with events, in their order, once they are in the log. `on_failure` is called once, when the log
     cannot be written: no event reaches `on_written` from then on. `compute`: for the thread that syncs; None: nothing is synced."""
 
-    def __init__(self, folder: LogFolder, contents: LogContents, identity: Mapping[str, str], compute: Compute | None = None) -> None:
-        """Raises UserError. `contents`: of the folder; the writer begins a segment behind them."""
+    def __init__(
+        self,
+        folder: LogFolder,
+        contents: LogContents,
+        identity: Mapping[str, str],
+        compute: Compute | None = None,
+        segment_bytes: int = MAX_SEGMENT_BYTES,
+    ) -> None:
+        """Raises UserError. `contents`: of the folder; the writer begins a segment behind them, and another one after `segment_bytes`."""
         self.on_written: Callable[[Sequence[ClientEvent]], None] = lambda events: None
         self.on_failure: Callable[[Exception], None] = lambda error: None
-        self._folder, self._identity, self._compute = folder, dict(identity), compute
+        self._folder, self._identity, self._compute, self._segment_bytes = folder, dict(identity), compute, segment_bytes
         self._number, self._segments = contents.next_number, list(contents.segments)
         self._submitted_in = {number: request.segment for number, request in contents.requests.items()}
         self._records: list[Record] = []
@@ -117,7 +124,7 @@ class LogWriter:
             self._number += 1
             self._num_bytes += len(data)
         self.on_written(events)
-        if self._num_bytes > MAX_SEGMENT_BYTES:
+        if self._num_bytes > self._segment_bytes:
             self._segment.close()
             self._segment = self._begin_segment()
 
@@ -148,7 +155,11 @@ def unusable(folder: LogFolder, error: OSError) -> UserError:
 
 
 def open_log(
-    folder: LogFolder, identity: Mapping[str, str], resumes: bool, compute: Compute | None = None
+    folder: LogFolder,
+    identity: Mapping[str, str],
+    resumes: bool,
+    compute: Compute | None = None,
+    segment_bytes: int = MAX_SEGMENT_BYTES,
 ) -> tuple[LogWriter, LogContents]:
     """The writer of a log, and what an earlier launcher left there. Raises UserError, and then closes the folder.
 
@@ -167,7 +178,7 @@ def open_log(
                 differ = (name for name in {**identity, **contents.identity} if identity.get(name) != contents.identity.get(name))
                 raise UserError(_other_identity(folder, next(differ), identity, contents.identity))
             contents.requests.clear()
-        return LogWriter(folder, contents, identity, compute), contents
+        return LogWriter(folder, contents, identity, compute, segment_bytes), contents
     except BaseException:
         folder.close()
         raise

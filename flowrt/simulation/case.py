@@ -13,6 +13,7 @@ from flowrt.reliability.scenario import Scenario
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.network_conditions import CALM, NetworkConditions
 from flowrt.simulation.processes import ProcessConditions
+from flowrt.simulation.request_log import LogConditions
 from flowrt.simulation.simulated_seams import ComputeDelays
 from flowrt.simulation.simulated_trace import SimulatedTrace
 
@@ -96,6 +97,7 @@ class Case:
     poison: Poison | None = None
     glitch: Glitch | None = None
     drain_seconds: float | None = None  # the owner drains the run so long after the first request
+    log: LogConditions | None = None  # the run has a request log
     calls: tuple[SimulatedCall, ...] = ()  # in place of requests, for a graph without a model
     trace: SimulatedTrace | None = field(default=None, compare=False)  # of a graph with a model
 

@@ -22,7 +22,7 @@ from flowrt.reliability.scenario import Scenario
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.calls import AnyServed, Result, check_calls, simulate_calls
 from flowrt.simulation.case import Case, Glitch, Poison, SimulatedCall, SimulatedRequest
-from flowrt.simulation.cluster import config_of, simulate
+from flowrt.simulation.cluster import config_of
 from flowrt.simulation.drawn_graphs import draw_graph
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.fault_draws import (
@@ -37,9 +37,11 @@ from flowrt.simulation.fault_draws import (
 from flowrt.simulation.inside import EXACT_MODEL
 from flowrt.simulation.invariants import Reference, check, front_ends_of
 from flowrt.simulation.invariants import mortal as mortal_workers
+from flowrt.simulation.launchers import simulate
 from flowrt.simulation.network_conditions import CALM, NetworkConditions
 from flowrt.simulation.outages import holders_of
 from flowrt.simulation.processes import ProcessConditions
+from flowrt.simulation.request_log import DeathKind, LauncherDeath, LogConditions
 from flowrt.simulation.served import ClientRecord
 from flowrt.simulation.simulated_seams import ComputeDelays
 from flowrt.simulation.world import Outcome
@@ -52,6 +54,7 @@ HUNG_PART_SHARE = 0.08
 GLITCH_SHARE = 0.12
 FRONT_ENDS_SHARE = 0.08
 GLITCHED = frozenset({"embed", "attention", "gate", "experts", "mlp", "shared", "combine", "head"})
+LOG_SHARE = 0.2
 POOL = 18  # different requests; few, so that their references are computed once for all seeds
 _COSTS = (ComputeDelays(), ComputeDelays(1e-6, 2e-5, 1), ComputeDelays(1e-4, 2e-2, 0), ComputeDelays(1e-6, 5e-3, 3))
 
@@ -106,7 +109,7 @@ def draw(
         return case
     case = _draw_front_ends(random.Random(f"front ends {seed}"), case)
     case = _draw_glitch(random.Random(f"glitch {seed}"), _draw_poison(random.Random(f"poison {seed}"), case))
-    return _draw_hung_part(random.Random(f"hung {seed}"), case)
+    return _draw_log(random.Random(f"log {seed}"), _draw_hung_part(random.Random(f"hung {seed}"), case))
 
 
 def _draw_front_ends(chance: random.Random, case: Case) -> Case:
@@ -185,6 +188,17 @@ def _draw_glitch(chance: random.Random, case: Case) -> Case:
         return case
     glitch = Glitch(chance.choice(operators), chance.choice(("raise", "nan")), chance.randint(1, 60))
     return replace(case, scenario=Scenario() if chance.random() < 0.5 else case.scenario, glitch=glitch)
+
+
+def _draw_log(chance: random.Random, case: Case) -> Case:
+    """In some cases the run has a request log, and most of their launchers die, some of them twice: another one continues the requests."""
+    if chance.random() >= LOG_SHARE or case.poison is not None or case.glitch is not None or case.processes.refuses_first:
+        return case
+    is_synced = chance.random() < 0.3
+    kinds_of_death: list[DeathKind] = ["death", "torn write", "power loss" if is_synced else "torn write", "full disk"]
+    count = 0 if case.front_ends or case.faults_from_launch else chance.choice((0, 1, 1, 1, 2))
+    deaths = tuple(LauncherDeath(10 ** chance.uniform(-2.7, -0.4), chance.choice(kinds_of_death)) for _ in range(count))
+    return replace(case, log=LogConditions(deaths, chance.choice((100, 1000, 1 << 20)), is_synced))
 
 
 def _draw_conditions(chance: random.Random) -> NetworkConditions:

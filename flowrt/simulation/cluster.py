@@ -19,6 +19,7 @@ from typing import Any
 from flowrt.actors.control import Control, KvCompleted, Statistics, Submit
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.gateway.gateway import Gateway
+from flowrt.gateway.log_writer import LogWriter
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.requests import Requests
 from flowrt.gateway.routing import find_policy
@@ -34,7 +35,7 @@ from flowrt.process_backend import BackendOwner
 from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Cut
 from flowrt.seams import Seams
 from flowrt.simulation.case import Case
-from flowrt.simulation.clients import DirectClients
+from flowrt.simulation.clients import Clients, DirectClients
 from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.front_ends import FrontEndClients, services_of
@@ -45,35 +46,22 @@ from flowrt.simulation.invariants import falls_back, fastest_clock
 from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.outages import Outages, holders_of
 from flowrt.simulation.processes import SimulatedBackend
+from flowrt.simulation.request_log import LauncherLog
 from flowrt.simulation.served import ClientRecord, Served
 from flowrt.simulation.server_checks import ServerChecks
-from flowrt.simulation.world import Outcome, World, run
+from flowrt.simulation.world import World
 from flowrt.simulation.wrong_results import WrongResults
 from flowrt.transports.contract import Channel
 
-ARRIVAL_SECONDS = 20e-3  # requests arrive within this time of each other
 QUIET_SECONDS = 2.0  # after the last end, with everything healed: all messages in flight arrive
 NEWS_SECONDS = 0.3  # a group may learn of a restarted server this late
 SLOWED_SECONDS = 10.0  # the same while a fault may slow it down
 RETRY_SECONDS = 5.0  # from healing everything: a process out of its restart budget must be started again if that is due by then
 SETTLE_SECONDS = 30.0  # from healing everything to the last restart
 STUCK_SECONDS = 20.0  # and `lost_group_seconds`, without a firing, a token or a restart while no fault lasts: heartbeats never end
-MAX_STEPS = 400_000  # of a run, which usually has some thousands: an endless recomputation takes virtual time, but not much
 STATISTICS_READS = 4
 PROMPT_SECONDS = 1.0  # for statistics, under faults of PROMPT_KINDS
 PROMPT_KINDS = frozenset({"crash", "duplicate", "roll_back", "tiny_queues"})  # under these each worker responds, or its end is noticed
-
-
-def simulate(case: Case) -> Outcome[Served]:
-    """Run a case. Raises InvariantError, DeadlockError, LivelockError, UnhandledError, and what the code itself raises."""
-    return run(
-        case.seed,
-        lambda world: serve(world, case),
-        conditions=case.conditions,
-        cost=case.cost,
-        max_seconds=case.max_seconds,
-        max_steps=MAX_STEPS,
-    )
 
 
 async def serve(world: World, case: Case) -> Served:
@@ -81,7 +69,7 @@ async def serve(world: World, case: Case) -> Served:
 
     Raises InvariantError for wrong internal state of workers (I3, I4) and for leftovers (I8).
     """
-    simulated = _SimulatedRun(world, case)
+    simulated = SimulatedRun(world, case)
     await simulated.serve()
     if left := world.leftovers():
         raise InvariantError("I8", f"left behind: {', '.join(left)}")
@@ -93,11 +81,13 @@ def config_of(path: str) -> ModelConfig:
     return read_model_config(Path(path))
 
 
-_latest_run: ContextVar[_SimulatedRun] = ContextVar("_latest_run")
+_latest_run: ContextVar[SimulatedRun] = ContextVar("_latest_run")
 
 
-class _SimulatedRun:
-    def __init__(self, world: World, case: Case) -> None:
+class SimulatedRun:
+    """`log`: None for a run without a request log. `earlier`: the clients of the launcher that had the log before."""
+
+    def __init__(self, world: World, case: Case, log: LauncherLog | None = None, earlier: Sequence[ClientRecord] = ()) -> None:
         graph = case.graph
         if (model := graph.model) is None:
             raise ValueError("only a graph with a model has requests to serve")
@@ -105,13 +95,15 @@ class _SimulatedRun:
             graph = replace(graph, model=replace(model, dtype="float64"))
         if case.front_ends:
             graph = replace(graph, serving=replace(graph.serving, front_ends=case.front_ends))
-        self._world, self._case = world, case
+        self._world, self._case, self._log_on_disk = world, case, log
         _latest_run.set(self)
         ends = [fault.ends_seconds for fault in case.scenario.faults if fault.ends_seconds > fault.at_seconds]
         self._slow_until = max(ends) + NEWS_SECONDS if ends else 0.0
         world.one_clock = graph.emulation is not None  # the two ends of an emulated link compare times
         open_engine = partial(SimulatedEngine.open, world, case.processes)
         self._seams = replace(world.seams(GATEWAY), open_backend=self._open_backend, open_engine=open_engine)
+        if log is not None:
+            self._seams = replace(self._seams, open_log_folder=log.open_folder)
         self._insides: dict[str, WorkerInternals] = {}  # of the latest incarnation of each worker
         self._launcher = Launcher(
             graph,
@@ -156,9 +148,9 @@ class _SimulatedRun:
         fastest, refuses = fastest_clock(case.scenario), case.processes.refuses_first
         self._checks = ServerChecks(world, self._launcher.graph, self._launcher, self._outages, self._faults, fastest, refuses)
         clients = self._requests, lambda: self._failure is not None, self._group_checks.open
-        self._direct = DirectClients(self._seams, *clients)
         self._front_ends = FrontEndClients(world, self._launcher, *clients) if case.front_ends else None
-        self._clients: list[ClientRecord] = []
+        run_client = (self._front_ends or DirectClients(self._seams, *clients)).run
+        self.clients = Clients(case, self._seams, earlier, run_client, lambda: self._failure is not None, self._log, self._note_client)
         self._open: dict[str, tuple[str, float]] = {}  # request id -> group, since when an outage may end it
         self._outage_seconds: dict[str, float] = {}  # of requests that have ended
         self._statistics: dict[str, Statistics] = {}
@@ -171,6 +163,7 @@ class _SimulatedRun:
     # The run.
 
     async def serve(self) -> None:
+        writer = self._open_log()
         if self._case.faults_from_launch:
             self._faults.begin()
         try:
@@ -180,14 +173,18 @@ class _SimulatedRun:
                     self._front_ends.served.begin()
                 try:
                     self._first_seconds = self._world.loop.time()
+                    if self._log_on_disk is not None:
+                        self._log_on_disk.begin()
                     if not self._case.faults_from_launch:
                         self._faults.begin()
                     async with asyncio.TaskGroup() as clients:
                         clients.create_task(self._read_statistics(), name="reader of statistics")
                         if self._case.drain_seconds is not None:
                             clients.create_task(self._drain(self._case.drain_seconds), name="drain")
-                        await self._submit_all(clients)
+                        await self.clients.submit_all(clients)
                     if self._failure is None:
+                        if self._log_on_disk is not None:
+                            await self._requests.drain()  # resumed requests go on without a client
                         await self._quieten()
                         async with asyncio.timeout(SETTLE_SECONDS):
                             await (self._requests.drain() if self._front_ends is None else self._front_ends.served.drain(SETTLE_SECONDS))
@@ -200,15 +197,36 @@ class _SimulatedRun:
         except (UserError, WorkerDiedError) as error:
             self._failure = error
         self._faults.heal()
-        self._requests.end_all()
+        if writer is None or self._failure is None:
+            self._requests.end_all()
+        if writer is not None:
+            await writer.aclose()
         self._checks.look([])
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether another launcher continues this run."""
+        log = self._log_on_disk
+        return log is not None and (log.died.done() or (self._failure is not None and log.is_full))
 
     def served(self) -> Served:
         failure, poison = self._failure, (self._world.num_faults["poisoned"], self._wrong_results.num_parts)
         if failure is None:
-            return Served(tuple(self._clients), self._statistics, None, None, None, *poison)
+            return Served(tuple(self.clients.records), self._statistics, None, None, None, *poison)
         seconds = self._failed_seconds - self._first_seconds
-        return Served(tuple(self._clients), self._statistics, getattr(failure, "process", ""), str(failure), seconds, *poison)
+        return Served(tuple(self.clients.records), self._statistics, getattr(failure, "process", ""), str(failure), seconds, *poison)
+
+    def _open_log(self) -> LogWriter | None:
+        if self._log_on_disk is None:
+            return None
+        writer, contents = self._log_on_disk.open(self._seams, {"graph": self._launcher.graph.folder})
+        writer.on_failure = self._launcher.end
+        for number in self._requests.begin_log(writer, contents):
+            self._group_checks.open(f"request-{number}")
+        resumed = {request_id for number in contents.requests if self._log(request_id := f"request-{number}") is not None}
+        self.clients.resumed |= resumed
+        self._world.num_faults["resumed request"] += len(resumed)
+        return writer
 
     # Callbacks of the launcher and the gateway.
 
@@ -283,24 +301,11 @@ class _SimulatedRun:
 
     # Clients.
 
-    async def _submit_all(self, clients: asyncio.TaskGroup) -> None:
-        for number, request in enumerate(self._case.requests):
-            drawn = self._seams.random.uniform(0.0, ARRIVAL_SECONDS)
-            await self._seams.clock.sleep(drawn if request.after_seconds is None else request.after_seconds)
-            if self._failure is not None:
-                return
-            self._clients.append(ClientRecord(request))
-            clients.create_task(self._read(self._clients[-1]), name=f"client of request {number}")
-
-    async def _read(self, client: ClientRecord) -> None:
-        """Run one client, from its request to its end."""
-        try:
-            await (self._front_ends or self._direct).run(client)
-        finally:
-            self._note_ends()
-            client.outage_seconds = self._outage_seconds.get(client.request_id, 0.0)
-            client.no_group_seconds = self._group_checks.no_group_seconds.get(client.request_id, 0.0)
-            client.ran_alone = client.request_id in self._group_checks.ran_alone
+    def _note_client(self, client: ClientRecord) -> None:
+        self._note_ends()
+        client.outage_seconds = max(client.outage_seconds, self._outage_seconds.get(client.request_id, 0.0))
+        client.no_group_seconds = max(client.no_group_seconds, self._group_checks.no_group_seconds.get(client.request_id, 0.0))
+        client.ran_alone |= client.request_id in self._group_checks.ran_alone
 
     async def _read_statistics(self) -> None:
         """Read the statistics several times; they must arrive in time, whichever process is paused or dies."""
@@ -410,7 +415,8 @@ class _SimulatedRun:
             raise InvariantError("I9", "; ".join(wrong))
         if self._front_ends is not None:
             self._front_ends.check_ended()
-        if self._gateway.num_unfinished or self._gateway.num_logs:
+        num_kept = 0 if self._log_on_disk is None else len(self._requests._unread)
+        if self._gateway.num_unfinished or self._gateway.num_logs != num_kept:
             raise InvariantError("I8", f"the gateway keeps {self._gateway.num_logs} logs when all clients have left")
 
 

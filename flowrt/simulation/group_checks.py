@@ -81,8 +81,8 @@ class GroupChecks:
         if request.attempt <= self._attempts.get(key, -1):
             self._wrong.append(InvariantError("I2", f"attempt {request.attempt} of {request.id} is sent to {group}, and was sent before"))
         is_early = request.kv is not None and not request.kv.is_complete  # on_completed checks its tokens
-        counts = [*map(len, request.committed_token_ids)]
-        if (request.attempt or request.kv) and not is_early and counts != self._committed(request.id):
+        counts, committed = [*map(len, request.committed_token_ids)], self._committed(request.id)
+        if counts != committed and (request.attempt or request.kv or any(committed)) and not is_early:
             self._wrong.append(InvariantError("I2", f"{request.id} is sent to {group} without its committed tokens"))
         if request.stage == "prefill":
             self._placed.pop((request.id, "all"), None)

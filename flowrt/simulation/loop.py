@@ -56,6 +56,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._instant_began = 0  # num_steps when time last moved
         self._digest = hashlib.blake2b(digest_size=16)
         self._failures: list[str] = []
+        self._is_over = False
         self._thread = threading.get_ident()
         self._max_seconds, self._max_steps = max_seconds, max_steps
         self._dead: dict[str, list[asyncio.Task[Any]]] = {}  # nodes that never run again, and their tasks, which must not be collected
@@ -95,8 +96,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def kill(self, node: str) -> None:
         """Like a power cut, no code of `node` runs again: no `finally`, no cancellation. Its tasks are kept until `bury`, so that no
         destructor runs either."""
+        if self._is_over:  # the tasks of a dead launcher end their processes, which must end by themselves
+            return
         self.park(node)
         self._dead.setdefault(node, [task for task in self._unfinished() if task.node == node])
+
+    def kill_all(self, but: str) -> None:
+        """`kill` every node but one. Nothing is ready or due any more, unless that one is."""
+        timers = (handle.node for _, _, handle in self._timers)
+        for node in sorted({*self._queues, *self._parked, *timers, *(task.node for task in self._unfinished())} - {but, *self._dead}):
+            self.kill(node)
 
     def is_dead(self, node: str) -> bool:
         return node in self._dead
@@ -105,6 +114,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """After the run: let the tasks of dead nodes end, and ignore their failures."""
         tasks = [task for tasks in self._dead.values() for task in tasks]
         self._dead.clear()
+        self._is_over = True
         self.accounts.clear()
         self._end(tasks)
         self._failures.clear()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -222,6 +223,16 @@ class Outcome(Generic[T_co]):
     virtual_seconds: float
     num_steps: int
     num_faults: Mapping[str, int] = field(default_factory=dict)  # by kind, of faults that hit a living target
+
+
+def joined(outcomes: Sequence[Outcome[Any]], result: T) -> Outcome[T]:
+    """One outcome of several runs of a seed, one after another."""
+    if len(outcomes) == 1:
+        digest = outcomes[0].digest
+    else:
+        digest = hashlib.blake2b("".join(each.digest for each in outcomes).encode(), digest_size=16).hexdigest()
+    faults = sum((Counter(each.num_faults) for each in outcomes), Counter[str]())
+    return Outcome(result, digest, sum(each.virtual_seconds for each in outcomes), sum(each.num_steps for each in outcomes), faults)
 
 
 def run(

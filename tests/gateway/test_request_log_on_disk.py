@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from flowrt.actors.control import Control, Ended, Logprobs, Token, Tokens
 from flowrt.actors.front_end_messages import Origin
 from flowrt.errors import UserError
-from flowrt.gateway import log_writer
 from flowrt.gateway.gateway import ClientEvent, EndEvent, Gateway, TokenEvent
 from flowrt.gateway.log_contents import LogContents, read_log
 from flowrt.gateway.log_records import MAGIC, Committed, LogHeader, Record, frame_of, read_frames
-from flowrt.gateway.log_writer import LogWriter, open_log
+from flowrt.gateway.log_writer import MAX_SEGMENT_BYTES, LogWriter, open_log
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import GraphLimits
 from flowrt.log_files import open_log_folder
@@ -48,10 +47,12 @@ async def send_nothing(group: str, control: Control) -> None:
     pass
 
 
-def new_requests(folder: Path, resumes: bool = False, synced: bool = False) -> tuple[Requests, LogWriter]:
+def new_requests(
+    folder: Path, resumes: bool = False, synced: bool = False, segment_bytes: int = MAX_SEGMENT_BYTES
+) -> tuple[Requests, LogWriter]:
     gateway = Gateway(["g"], GraphLimits(), 64, 26, draw_seed=lambda: 99, new_detokenizer=Letters)
     requests = Requests(gateway, send_nothing, RequestProgress(), RealClock())
-    log, contents = open_log(open_log_folder(folder), IDENTITY, resumes, ThreadCompute("log") if synced else None)
+    log, contents = open_log(open_log_folder(folder), IDENTITY, resumes, ThreadCompute("log") if synced else None, segment_bytes)
     requests.begin_log(log, contents)
     requests.begin()
     return requests, log
@@ -248,9 +249,8 @@ async def test_open_requests_are_neither_dropped_nor_continued_by_another_model(
 
 
 async def test_ended_requests_do_not_make_the_log_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_writer, "MAX_SEGMENT_BYTES", 4000)
     monkeypatch.setattr("flowrt.gateway.requests.MAX_UNREAD", 4)
-    requests, log = new_requests(tmp_path / "log")
+    requests, log = new_requests(tmp_path / "log", segment_bytes=4000)
     most = 0
     for number in range(400):
         index = await requests.submit(SamplingParams(max_tokens=9), submitter(1, 2))

@@ -54,6 +54,7 @@ TASK_OWNERS: dict[str, str] = {
     "flowrt/serving/http_server.py": "accepts TLS connections: cancelled and awaited by close",
     "flowrt/launcher/launcher.py": "the run: ended by stop, or by leaving `async with`",
     "flowrt/simulation/world.py": "simulated processes, which are cut off without being awaited; the run fails when one is left",
+    "flowrt/simulation/launchers.py": "the simulated launcher: awaited, or cut off by its death",
     "flowrt/simulation/front_ends.py": "the clients of a simulated front end: ended by close or end, or cut off with it",
     "transports/emulation/channel.py": "the reader of a channel: ended and awaited by its aclose",
 }

@@ -14,6 +14,7 @@ from simulation.planted_front_ends import FRONT_END_BUGS
 from simulation.planted_groups import GROUP_BUGS
 from simulation.planted_hosts import HOST_BUGS
 from simulation.planted_prefixes import PREFIX_BUGS
+from simulation.planted_request_log import REQUEST_LOG_BUGS
 from simulation.planted_standby import STANDBY_BUGS
 from simulation.planted_trampolines import TRAMPOLINE_BUGS
 from simulation.planted_transfers import TRANSFER_BUGS
@@ -77,6 +78,7 @@ BUGS: tuple[Bug, ...] = (
     *FAULT_BUGS,
     *STANDBY_BUGS,
     *FRONT_END_BUGS,
+    *REQUEST_LOG_BUGS,
     *with_graphs("hosts", HOST_BUGS),
     *with_graphs("colocated", COLOCATED_BUGS),
     *with_graphs("composed", COMPOSED_BUGS),

@@ -22,9 +22,9 @@ from flowrt.reliability.scenario import AnyFault, Crash, Fault, Hang, Pause, Res
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.case import Case, SimulatedRequest
 from flowrt.simulation.cases import references_of, run_case
-from flowrt.simulation.cluster import simulate
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.invariants import check, may_fail
+from flowrt.simulation.launchers import simulate
 from flowrt.simulation.network_conditions import NetworkConditions
 from flowrt.simulation.processes import ProcessConditions
 from flowrt.simulation.served import Served

@@ -7,7 +7,7 @@ from simulation.graph_files import load
 
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.case import Case, SimulatedRequest
-from flowrt.simulation.cluster import simulate
+from flowrt.simulation.launchers import simulate
 
 FAILURES = {
     "fail_to_load": "failed: no weights",

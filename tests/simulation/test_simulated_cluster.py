@@ -42,9 +42,9 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.campaign import campaign
 from flowrt.simulation.case import Case, SimulatedRequest
 from flowrt.simulation.cases import draw, references_of, run_case
-from flowrt.simulation.cluster import simulate
 from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.invariants import check
+from flowrt.simulation.launchers import simulate
 from flowrt.simulation.network_conditions import NetworkConditions
 from flowrt.simulation.served import Served
 from flowrt.simulation.transport import SimulatedChannel

@@ -17,8 +17,8 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
 from flowrt.simulation.case import Case, SimulatedRequest
 from flowrt.simulation.cases import references_of
-from flowrt.simulation.cluster import simulate
 from flowrt.simulation.faults import Faults
+from flowrt.simulation.launchers import simulate
 from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.simulated_seams import ComputeDelays
 from flowrt.simulation.world import World, run
