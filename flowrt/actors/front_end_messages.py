@@ -42,12 +42,13 @@ class Reserved(Control, frozen=True):
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
     """Of a request that outlives its launcher: the id of its HTTP request, the number of its prompt there and of all prompts, and what a
-    front end needs to respond to a client that comes back, in the front end's own form."""
+    front end needs to respond to a client that comes back, in the front end's own form. `is_named`: the client has given the id."""
 
     id: Annotated[str, Meta(min_length=1, max_length=128)]
     prompt: Annotated[int, Meta(ge=0, lt=1 << 16)]
     num_prompts: Annotated[int, Meta(ge=1, lt=1 << 16)]
     form: bytes
+    is_named: bool = False
 
 
 class Place(Control, frozen=True):
@@ -55,6 +56,22 @@ class Place(Control, frozen=True):
 
     number: int
     prompt_token_ids: tuple[int, ...]
+    origin: Origin | None = None
+
+
+class Attach(Control, frozen=True):
+    """From a front end: send the outputs of a request once more, from the first on. `id`, `prompt`: of its Origin."""
+
+    number: int
+    id: str
+    prompt: int
+
+
+class Attached(Control, frozen=True):
+    """To a front end: the response to Attach. `origin` None: there is no such request."""
+
+    number: int
+    prompt_token_ids: tuple[int, ...] = ()
     origin: Origin | None = None
 
 

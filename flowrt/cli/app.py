@@ -84,13 +84,15 @@ def serve(
 
 @app.command
 def up(
-    graph: Annotated[Path, Parameter(help="A graph file, or a Hugging Face model directory.")],
+    graph: Annotated[Path, Parameter(help="A graph file, or a Hugging Face model directory; with --resume, the name of a dead graph.")],
     /,
     *,
     options: ServeCommandOptions | None = None,
 ) -> None:
     """Start a graph as `flowrt serve` does, but in the background.
 
+    With --resume NAME, the graph NAME, whose launcher has died, starts with
+    the options that it had and continues the requests in its request log.
     The command returns when the graph is ready, or prints why it is not.
     Exit codes: 0 it is ready, 2 bad input or a graph of this name is up
     (nothing was started), 3 a worker died, 130 interrupted.
@@ -227,7 +229,7 @@ def doctor(
     ] = None,
     hosts: Annotated[
         str | None,
-        Parameter(help="Check instead every host of this graph file: versions, transports, latency and bandwidth."),
+        Parameter(help="Instead check every host of this graph file: versions, transports, latency and bandwidth."),
     ] = None,
 ) -> None:
     """Report what works on this machine, what is missing, and what would help. It changes nothing.
@@ -240,7 +242,7 @@ def doctor(
 
     if hosts is not None:
         if model is not None or graph is not None:
-            raise UserError("--hosts cannot be combined with --model or --graph; run flowrt doctor once for each")
+            raise UserError("--hosts checks other things than --model and --graph; give one of them")
         raise SystemExit(0 if report(asyncio.run(collect_hosts(hosts))) else 1)
     if dtype is not None and model is None:
         raise UserError("--dtype needs --model DIR")

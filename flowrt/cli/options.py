@@ -142,3 +142,7 @@ class ServeCommandOptions:
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Parameter(help="Log level of the processes on standard error.")] = (
         "warning"
     )
+    resume: Annotated[
+        bool,
+        Parameter(negative=(), show_default=False, help="Continue the open requests in the graph's request log, whose launcher has died."),
+    ] = False

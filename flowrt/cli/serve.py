@@ -13,12 +13,14 @@ from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import flowrt
 from flowrt.api.opening import read_graph
 from flowrt.api.running_graph import RunningGraph
 from flowrt.bench.peers.child import new_event_loop
 from flowrt.cli.options import ServeCommandOptions
+from flowrt.cli.resume import kept_options
 from flowrt.cli.text import visible
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.exit_codes import INTERRUPTED, SUCCESS
@@ -48,11 +50,13 @@ def open_session(path: Path, options: ServeCommandOptions, run_name: str | None,
     graph = read_graph(path, options.overrides, options.model)
     if graph.model is None:
         raise UserError(f"{path}: this graph serves no model; call it from Python: await graph(name=tensor)")
+    if options.resume and not graph.reliability.request_log:
+        raise UserError(f"{path} has no request log to resume from; set reliability.request_log, or leave out --resume")
     name = options.served_model_name or Path(graph.model.path).name
     _check(options, name)
     folder = None
     if run_name is not None:
-        folder = claim(run_name)
+        folder = claim(run_name, resumes=options.resume)
         stack.callback(folder.remove)
     listener = _open_listener(options)
     stack.callback(listener.close)
@@ -109,7 +113,8 @@ class ServeSession:
     def __init__(self, graph: Graph, serving: ServeOptions, options: ServeCommandOptions, folder: RunFolder | None, path: str) -> None:
         self._serving, self._options, self.folder, self._path = serving, options, folder, path
         self._seams = Seams()
-        self._graph = RunningGraph(graph, self._seams, options.log_level, self._on_event, self._on_line, serving=serving)
+        callbacks = self._on_event, self._on_line
+        self._graph = RunningGraph(graph, self._seams, options.log_level, *callbacks, serving=serving, resumes=options.resume)
         self.has_log, self._num_logged, self._is_ready = False, 0, False
         self.on_ready: Callable[[], None] = lambda: None
         self._graph.require_tokenizer()
@@ -147,13 +152,22 @@ class ServeSession:
             host_of = graph.launcher.graph.host_of
             processes = ", ".join(f"{name} {pid or f'on {host_of(name)}'}" for name, pid in graph.pids.items())
             _print(f"{self.sentence} ({processes})")
+            if self._options.resume:
+                _print(f"resumed requests: {len(graph.resumed)}")
             self._describe(is_ready=True)
+            self._keep_folder(bool(graph.graph.reliability.request_log))
             self.on_ready()
             _notify("READY=1")
             self._stop = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._stop, graph.launcher.opened_task()}, return_when=asyncio.FIRST_COMPLETED)
             if self._stop.done():
                 await graph.end_serving(self._options.drain_seconds)
+                self._keep_folder(False)
+
+    def _keep_folder(self, is_kept: bool) -> None:
+        """Whether the folder outlives this process: what is in it can be resumed."""
+        if self.folder is not None:
+            self.folder.is_kept = is_kept
 
     def _describe(self, is_ready: bool = False) -> None:
         if self.folder is not None:
@@ -170,6 +184,8 @@ class ServeSession:
                     max_requests=self._graph.max_requests,
                     is_ready=is_ready,
                     has_log=self.has_log,
+                    options=kept_options(self._options, urlsplit(listener.url).port or self._options.port),
+                    has_api_key=bool(self._options.api_key),
                 )
             )
 
@@ -201,6 +217,7 @@ class ServeSession:
             _notify("STOPPING=1")
         elif self._body is not None:
             _print("ending at once")
+            self._keep_folder(False)
             self._body.cancel()
 
 

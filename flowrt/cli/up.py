@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from flowrt.cli.options import ServeCommandOptions
+from flowrt.cli.resume import find_options
 from flowrt.cli.serve import ServeSession, open_session
 from flowrt.errors import WorkerDiedError
 from flowrt.exit_codes import INTERRUPTED, SUCCESS
@@ -18,7 +19,10 @@ _ERROR = "flowrt: error: "
 
 
 def up(path: Path, options: ServeCommandOptions) -> int:
-    """Returns the exit code, in the process that was called and in the one that serves. Raises UserError before anything starts."""
+    """Returns the exit code, in the process that was called and in the one that serves. Raises UserError before anything starts. With
+    `--resume` the path may be the name of a dead graph."""
+    if options.resume:
+        path, options = find_options(str(path), options)
     with ExitStack() as stack:
         session = open_session(path, options, options.name or path.absolute().stem, stack)
         assert session.folder is not None

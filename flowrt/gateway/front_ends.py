@@ -14,6 +14,8 @@ from functools import partial
 
 from flowrt.actors.control import Control, Logprobs
 from flowrt.actors.front_end_messages import (
+    Attach,
+    Attached,
     CancelRequest,
     ChoiceOutput,
     Outputs,
@@ -100,6 +102,8 @@ class FrontEnds:
                 self._reserve(name, front_end, control)
             case Place(number, prompt_token_ids, origin) if (request := front_end.requests.get(number)) is not None:
                 self._requests.place(request.index, prompt_token_ids, origin)
+            case Attach():
+                self._attach(name, front_end, control)
             case StopChoice(number, choice) if (request := front_end.requests.get(number)) is not None:
                 self._requests.stop_choice(request.index, choice)
             case CancelRequest(number):
@@ -147,6 +151,19 @@ class FrontEnds:
             on_change = partial(self._note_change, front_end, number)
             front_end.requests[number] = _FollowedRequest(requests.open(reserve.params, reserve.num_tokens, on_change), on_change)
         self._post(name, Reserved(number, refusal))
+
+    def _attach(self, name: str, front_end: _FrontEndQueue, attach: Attach) -> None:
+        number, requests = attach.number, self._requests
+        index = requests.find(attach.id).get(attach.prompt)
+        if index is None or number in front_end.requests or self._failure is not None:
+            self._post(name, Attached(number))
+            return
+        on_change = partial(self._note_change, front_end, number)
+        front_end.requests[number] = _FollowedRequest(index, on_change)
+        requests.attach(index, on_change)
+        log = requests.gateway.log(index)
+        self._post(name, Attached(number, log.prompt_token_ids, log.origin))
+        on_change()
 
     def _close(self, front_end: _FrontEndQueue, number: int) -> None:
         front_end.changed.pop(number, None)

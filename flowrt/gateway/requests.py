@@ -25,6 +25,7 @@ ROUNDING_SECONDS = 1e-6  # a timer that is set to a deadline may fire this much 
 MAX_UNREAD = 1024  # logs kept of requests that have ended and that no client follows
 # The same of a gateway with a request log, which keeps what clients have read too, because they may ask for it again.
 KEPT_SECONDS, MAX_KEPT_EVENTS = 600.0, 1 << 18
+UNATTENDED_SECONDS = 60.0  # that a request goes on when its last client has left, if it may
 
 
 class Requests:
@@ -48,7 +49,8 @@ class Requests:
         self._in_use: set[int] = set()  # requests that a call submits or follows
         self._unread: dict[int, float] = {}  # requests that have ended and that no call uses, oldest first, and since when
         self._num_unread_events = 0
-        self._unattended: set[int] = set()  # requests that go on when no client follows them
+        self._unattended: set[int] = set()  # requests that go on for a while when no client follows them
+        self._abandoned: dict[int, asyncio.TimerHandle] = {}  # of these, when they are cancelled
         self._by_origin: dict[str, dict[int, int]] = {}  # id of an HTTP request -> number of a prompt -> request
         self._outgoing: dict[str, Mailbox[ForWorker]] = {group: Mailbox(1 << 16) for group in gateway.workers}
         self._senders: list[asyncio.Task[None]] = []  # one per group: a stopped group does not delay the messages to others
@@ -90,8 +92,9 @@ class Requests:
 
     async def aclose(self) -> None:
         self._is_closing = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, *self._abandoned.values()):
+            if timer is not None:
+                timer.cancel()
         for sender in self._senders:
             sender.cancel()
         if self._senders:
@@ -213,6 +216,8 @@ class Requests:
         self.gateway.log(index).origin = origin
         if origin is not None and self._log is not None:
             self._register(index, origin)
+            if origin.is_named:
+                self.continue_unattended(index)
         self._place(index, prompt_token_ids, has_text=False)
 
     def stop_choice(self, index: int, choice: int) -> None:
@@ -226,15 +231,26 @@ class Requests:
         """Follow a request, perhaps beside others, from its first event on. `on_change` is as for `open`. `close` follows."""
         if self._unread.pop(index, None) is not None:
             self._num_unread_events -= len(self.gateway.log(index).events)
+        self._end_wait(index)
         self._in_use.add(index)
         self._on_change[index].append(on_change)
 
     def continue_unattended(self, index: int) -> None:
-        """From now on the request is not cancelled when its clients leave."""
+        """From now on the request goes on for UNATTENDED_SECONDS when its clients leave. One that has had no client goes on to its end."""
         self._unattended.add(index)
 
+    def _end_wait(self, index: int) -> None:
+        if (timer := self._abandoned.pop(index, None)) is not None:
+            timer.cancel()
+
+    def _give_up(self, index: int) -> None:
+        """No client has come back. One that has ended is kept as others are."""
+        del self._abandoned[index]
+        if not self.gateway.has_ended(index):
+            self._let_go(index)
+
     def close(self, index: int, on_change: Callable[[], None]) -> None:
-        """A client follows the request no more. The last one's request is cancelled, unless it has ended or goes on unattended."""
+        """A client follows the request no more. The last one's request is cancelled, unless it has ended or goes on for a while."""
         readers = self._on_change[index]
         readers.remove(on_change)
         if readers:
@@ -244,6 +260,8 @@ class Requests:
             self._keep_unread(index)
         elif end is not None or index not in self._unattended:
             self._let_go(index)
+        elif not self._is_closing:
+            self._abandoned[index] = asyncio.get_running_loop().call_later(UNATTENDED_SECONDS, self._give_up, index)
         self._in_use.discard(index)
 
     def prompt_token_ids(self, index: int) -> tuple[int, ...]:
@@ -320,6 +338,7 @@ class Requests:
         if log.end is not None:
             self.gateway.forget(index)
         del self._on_change[index]
+        self._end_wait(index)
         self._unattended.discard(index)
         if self._log is not None:
             self._log.forget(index)

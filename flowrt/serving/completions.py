@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
 import msgspec
 
 from flowrt.actors.control import Request
+from flowrt.actors.front_end_messages import Origin
 from flowrt.engine.validation import find_problem, max_new_tokens
 from flowrt.errors import TokenizerError
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import MAX_PROMPT_LOGPROBS
-from flowrt.serving.api_errors import INVALID, TOO_LONG, UNAVAILABLE, ApiError, internal_error
+from flowrt.serving.api_errors import INVALID, NO_REQUEST, TOO_LONG, UNAVAILABLE, ApiError, internal_error
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.api_response import PromptOutput, ResponseBuilder, Usage, merged
 from flowrt.serving.choice_text import RequestText, TextPiece
 from flowrt.serving.exchange import Exchange
 from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
 from flowrt.serving.json_body import Prompt, TokenIds, estimated_tokens, invalid
+from flowrt.serving.request_form import RequestForm, form_of, read_form
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcess, too_long
 
 log = logging.getLogger("flowrt.front_end")
 
+MAX_POSITION_BYTES = 8192
 MAX_WRITE_BYTES = 64 << 10  # of events at once: then it waits for a client that reads slowly
 
 
@@ -62,12 +66,19 @@ class PromptEncoder:
 
 
 class Completions:
-    """Answers the requests of one front end. `stream_interval`: tokens per event of a stream."""
+    """Answers the requests of one front end. `stream_interval`: tokens per event of a stream. `has_log`: the graph has a request log, so
+    that clients may read a response again."""
 
     def __init__(
-        self, client: GatewayClient, encoder: PromptEncoder, tokenizer: Tokenizer, eos_token_ids: Collection[int], stream_interval: int
+        self,
+        client: GatewayClient,
+        encoder: PromptEncoder,
+        tokenizer: Tokenizer,
+        eos_token_ids: Collection[int],
+        stream_interval: int,
+        has_log: bool = False,
     ) -> None:
-        self._client, self._encoder, self._tokenizer = client, encoder, tokenizer
+        self._client, self._encoder, self._tokenizer, self._has_log = client, encoder, tokenizer, has_log
         self._eos_token_ids, self._stream_interval = frozenset(eos_token_ids), stream_interval
 
     async def respond(self, request: CompletionRequest, exchange: Exchange, model: str, created: int) -> None:
@@ -79,23 +90,54 @@ class Completions:
                 params = msgspec.structs.replace(request.params, stop=())
                 opened.append(await self._client.reserve(params, estimated_tokens(prompt), inbox, index))
                 stack.callback(opened[-1].close)
-            texts, encoded = [], []
+            texts, prompts, count = [], [], len(request.prompts)
             for index, prompt in enumerate(request.prompts):
                 token_ids = await self._encoder.encode(prompt)
                 self._encoder.check(token_ids, request)
-                encoded.append(token_ids)
-                _check_prompt_logprobs(request, sum(map(len, encoded)))
-                stop = opened[index].stop_choice
-                texts.append(RequestText(request.params, self._tokenizer.stream, self._eos_token_ids, index * request.params.n, stop))
-                opened[index].place(token_ids)
-            prompts = [self._prompt(request, *both) for both in zip(request.prompts, encoded, strict=True)]
-            token_text = "token_id:{}".format if request.names_token_ids else self._tokenizer.token_text
-            builder = ResponseBuilder(exchange.id, created, model, request, token_text)
-            response = _Response(inbox, texts, prompts, builder, exchange, request)
-            if request.is_stream:
-                await response.stream(self._stream_interval)
-            else:
-                await response.respond()
+                prompts.append(self._prompt(request, prompt, token_ids))
+                _check_prompt_logprobs(request, sum(len(each.token_ids) for each in prompts))
+                texts.append(self._text(request, opened[index]))
+                form = form_of(request, created, model, prompts[-1].text) if self._has_log else b""
+                opened[index].place(token_ids, Origin(exchange.id, index, count, form, exchange.is_named) if self._has_log else None)
+            await self._write(
+                _Response(inbox, texts, prompts, self._builder(exchange.id, created, model, request), exchange, request), None
+            )
+
+    async def repeat_response(self, exchange: Exchange, position: bytes) -> None:
+        """Write the response to an earlier request, whose id `exchange.id` is, as it comes. `position`: the id of the last event of its
+        stream that the client has; b"": none. Raises ApiError."""
+        if not self._has_log:
+            raise ApiError(NO_REQUEST, "only a graph with a request log has responses that can be read again; see reliability.request_log")
+        with ExitStack() as stack:
+            inbox = stack.enter_context(self._client.inbox())
+            texts, prompts, forms, count = [], [], list[RequestForm](), 1
+            while len(forms) < count:
+                opened, token_ids, origin = await self._client.attach(exchange.id, len(forms), inbox)
+                stack.callback(opened.close)
+                try:
+                    count, form = origin.num_prompts, read_form(origin.form)
+                    request = replace(form.request, is_stream=exchange.query == b"stream=true")
+                except (msgspec.MsgspecError, TypeError):
+                    raise ApiError(NO_REQUEST, "another version of flowrt took this request; send it again") from None
+                forms.append(form)
+                texts.append(self._text(request, opened))
+                prompts.append(PromptOutput(token_ids, form.text))
+            builder = self._builder(exchange.id, form.created, form.model, request)
+            await self._write(_Response(inbox, texts, prompts, builder, exchange, request), position)
+
+    async def _write(self, response: _Response, position: bytes | None) -> None:
+        if response.is_stream:
+            await response.stream(self._stream_interval, self._has_log, position or b"")
+        else:
+            await response.respond()
+
+    def _text(self, request: CompletionRequest, opened: OpenRequest) -> RequestText:
+        params = request.params
+        return RequestText(params, self._tokenizer.stream, self._eos_token_ids, opened.prompt * params.n, opened.stop_choice)
+
+    def _builder(self, request_id: str, created: int, model: str, request: CompletionRequest) -> ResponseBuilder:
+        token_text = "token_id:{}".format if request.names_token_ids else self._tokenizer.token_text
+        return ResponseBuilder(request_id, created, model, request, token_text)
 
     def _prompt(self, request: CompletionRequest, prompt: Prompt, token_ids: tuple[int, ...]) -> PromptOutput:
         if not request.echo:
@@ -134,20 +176,33 @@ class _Response:
         body = self._builder.whole([choices[number] for number in sorted(choices)], self._prompt_of_choices(), self._usage)
         await self._exchange.respond(200, body)
 
-    async def stream(self, interval: int) -> None:
+    @property
+    def is_stream(self) -> bool:
+        return self._request.is_stream
+
+    async def stream(self, interval: int, has_ids: bool, position: bytes) -> None:
+        """`has_ids`: each event has an id, the number of pieces of each choice so far. `position`: the id of the last event that the client
+        has; what came before it is left out. Raises ApiError for one that this response has not."""
         exchange, builder = self._exchange, self._builder
+        known = _read_position(position, self._num_choices) if position else []
         await exchange.begin_events()
         pieces: list[TextPiece] = []
         while self._waits_for_prompt:
             pieces += await self._next_pieces()
         events = b"".join(builder.first_chunk(choice, prompt) for choice, prompt in enumerate(self._prompt_of_choices()))
-        if events:
+        if events and not known:
             await exchange.send_events(events)
+        num_seen, num_sent = Counter[int](), Counter(dict(enumerate(known)))
         held: dict[int, TextPiece] = {}  # by choice: what waits for the next event
         has_sent: set[int] = set()
         ready = bytearray()
         while pieces or not self._have_ended:
             for piece in pieces or await self._next_pieces():
+                num_seen[piece.choice] += 1
+                if known and num_seen[piece.choice] <= known[piece.choice]:
+                    builder.chunk(piece)  # it counts the characters
+                    has_sent.add(piece.choice)
+                    continue
                 waiting = held.pop(piece.choice, None)
                 if waiting is not None:
                     piece = merged((waiting, piece))[piece.choice]
@@ -155,7 +210,9 @@ class _Response:
                     held[piece.choice] = piece
                     continue
                 has_sent.add(piece.choice)
-                ready += builder.chunk(piece)
+                num_sent[piece.choice] = num_seen[piece.choice]
+                if chunk := builder.chunk(piece):
+                    ready += _position(num_sent, self._num_choices) + chunk if has_ids else chunk
                 if len(ready) >= MAX_WRITE_BYTES:
                     await exchange.send_events(bytes(ready))
                     ready.clear()
@@ -164,6 +221,10 @@ class _Response:
                 await exchange.send_events(bytes(ready))
                 ready.clear()
         await exchange.end_events(bytes(ready) + (builder.usage_chunk(self._usage) if self._request.includes_usage else b""))
+
+    @property
+    def _num_choices(self) -> int:
+        return len(self._prompts) * self._request.params.n
 
     @property
     def _waits_for_prompt(self) -> bool:
@@ -195,6 +256,17 @@ class _Response:
             if text.has_prompt_logprobs and self._prompts[prompt].logprobs is None:
                 self._prompts[prompt] = replace(self._prompts[prompt], logprobs=output.prompt_logprobs)
         return [_without_output(piece) for piece in pieces] if self._request.omits_output else pieces
+
+
+def _position(num_sent: Mapping[int, int], num_choices: int) -> bytes:
+    return b"id: %s\n" % ".".join(str(num_sent.get(choice, 0)) for choice in range(num_choices)).encode()
+
+
+def _read_position(position: bytes, num_choices: int) -> list[int]:
+    counts = position.split(b".")
+    if len(position) > MAX_POSITION_BYTES or len(counts) != num_choices or not all(each.isdigit() for each in counts):
+        raise ApiError(INVALID, "the header Last-Event-ID is not the id of an event of this response")
+    return [int(each) for each in counts]
 
 
 def _without_output(piece: TextPiece) -> TextPiece:

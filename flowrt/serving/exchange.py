@@ -16,7 +16,7 @@ from flowrt.serving.listener import WRITE_SECONDS
 MAX_BODY_BYTES = 16 << 20
 MAX_BUFFERED_BYTES = 64 << 20  # of all bodies that a front end holds at once
 BODY_SECONDS = 30.0  # for the whole body
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -50,8 +50,10 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.path: bytes = scope.get("raw_path") or scope["path"].encode()
         self.method: str = scope["method"]
+        self.query: bytes = scope.get("query_string", b"")
         given = self.headers.get(b"x-request-id", b"")
-        self.id = given.decode() if _REQUEST_ID.fullmatch(given) else new_id()
+        self.is_named = REQUEST_ID.fullmatch(given) is not None  # the client has given the id
+        self.id = given.decode() if self.is_named else new_id()
         self.has_begun = False  # the status has been sent
 
     async def read_body(self) -> bytes:

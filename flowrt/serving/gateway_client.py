@@ -7,10 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from typing import Any
 
 from flowrt.actors.control import Control
 from flowrt.actors.front_end_messages import (
+    Attach,
+    Attached,
     CancelRequest,
+    Origin,
     Outputs,
     Place,
     RequestOutput,
@@ -22,7 +26,7 @@ from flowrt.actors.front_end_messages import (
     Topic,
 )
 from flowrt.sampling_params import SamplingParams
-from flowrt.serving.api_errors import INVALID, OVERLOADED, UNAVAILABLE, ApiError
+from flowrt.serving.api_errors import INVALID, NO_REQUEST, OVERLOADED, UNAVAILABLE, ApiError
 
 MAX_UNREAD = 1 << 20  # size of all inboxes together
 RESPONSE_SECONDS = 5.0  # the gateway's loop is not this late; then it is stopped or hangs
@@ -73,8 +77,8 @@ class OpenRequest:
     def __init__(self, client: GatewayClient, number: int, inbox: Inbox, prompt: int) -> None:
         self._client, self.number, self.inbox, self.prompt = client, number, inbox, prompt
 
-    def place(self, token_ids: Sequence[int]) -> None:
-        self._client.send(Place(self.number, tuple(token_ids)))
+    def place(self, token_ids: Sequence[int], origin: Origin | None = None) -> None:
+        self._client.send(Place(self.number, tuple(token_ids), origin))
 
     def stop_choice(self, choice: int) -> None:
         self._client.send(StopChoice(self.number, choice))
@@ -93,7 +97,7 @@ class GatewayClient:
         self._numbers = count()
         self._requests: dict[int, OpenRequest] = {}
         self._inboxes: set[Inbox] = set()
-        self._reserving: dict[int, asyncio.Future[Reserved]] = {}
+        self._responses: dict[int, asyncio.Future[Any]] = {}  # to Reserve and Attach
         self._queries: dict[Topic, tuple[int, asyncio.Future[StateReport]]] = {}  # one at a time per topic: probes do not pile up
         self._error: str | None = None  # why no request is taken any more
 
@@ -115,23 +119,37 @@ class GatewayClient:
         """Admit a request; its outputs come to `inbox`, with the number `prompt`. Raises ApiError."""
         number = next(self._numbers)
         request = self._requests[number] = OpenRequest(self, number, inbox, prompt)
-        reserved = self._reserving[number] = asyncio.get_running_loop().create_future()
+        refusal = (await self._request(request, Reserve(number, params, num_tokens))).refusal
+        if refusal is not None:
+            self.forget(number)
+            raise ApiError(_KINDS[refusal.kind], refusal.text)
+        return request
+
+    async def attach(self, request_id: str, prompt: int, inbox: Inbox) -> tuple[OpenRequest, Sequence[int], Origin]:
+        """Get the outputs of a request once more; as `reserve`. Returns its prompt's token ids and origin, too. Raises ApiError."""
+        number = next(self._numbers)
+        request = self._requests[number] = OpenRequest(self, number, inbox, prompt)
+        attached = await self._request(request, Attach(number, request_id, prompt))
+        if attached.origin is None:
+            self.forget(number)
+            raise ApiError(NO_REQUEST, "there is no request with this id; it may have ended long ago, or been cancelled")
+        return request, attached.prompt_token_ids, attached.origin
+
+    async def _request(self, request: OpenRequest, control: Control) -> Any:
+        """Send, and wait for the response. Closes the request if none comes."""
+        response = self._responses[request.number] = asyncio.get_running_loop().create_future()
         try:
             self._check()
-            self.send(Reserve(number, params, num_tokens))
+            self.send(control)
             async with asyncio.timeout(RESPONSE_SECONDS):
-                refusal = (await reserved).refusal
+                return await response
         except BaseException as error:
             request.close()
             if isinstance(error, TimeoutError):
                 raise ApiError(UNAVAILABLE, _GONE) from None
             raise
         finally:
-            del self._reserving[number]
-        if refusal is not None:
-            self.forget(number)
-            raise ApiError(_KINDS[refusal.kind], refusal.text)
-        return request
+            del self._responses[request.number]
 
     async def query(self, topic: Topic) -> StateReport:
         """The gateway's report. Raises ApiError when none comes."""
@@ -152,9 +170,9 @@ class GatewayClient:
 
     def on_control(self, control: Control) -> None:
         match control:
-            case Reserved(number):
-                if (reserved := self._reserving.get(number)) is not None and not reserved.done():
-                    reserved.set_result(control)
+            case Reserved(number) | Attached(number):
+                if (response := self._responses.get(number)) is not None and not response.done():
+                    response.set_result(control)
             case Outputs(outputs):
                 for output in outputs:
                     if (request := self._requests.get(output.number)) is not None:
@@ -172,9 +190,9 @@ class GatewayClient:
     def end(self, error: str) -> None:
         """The gateway is gone: end all requests with this error, and take no more."""
         self._error = self._error or error
-        for reserved in self._reserving.values():
-            if not reserved.done():
-                reserved.set_exception(ApiError(UNAVAILABLE, error))
+        for response in self._responses.values():
+            if not response.done():
+                response.set_exception(ApiError(UNAVAILABLE, error))
         for number, request in list(self._requests.items()):
             self.forget(number)
             request.inbox.put(request.prompt, RequestOutput(number, (), "abort"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from hmac import compare_digest
 from typing import Any
 
@@ -19,6 +19,7 @@ from flowrt.seams import Seams
 from flowrt.serving.api_errors import (
     FORBIDDEN,
     INVALID,
+    NO_REQUEST,
     NO_ROUTE,
     UNAUTHORIZED,
     UNAVAILABLE,
@@ -28,7 +29,7 @@ from flowrt.serving.api_errors import (
 )
 from flowrt.serving.api_request import CompletionRequest, read_chat_request, read_completion_request
 from flowrt.serving.completions import Completions, PromptEncoder
-from flowrt.serving.exchange import BodyBudget, ClientLeftError, Exchange, Receive, Scope, Send
+from flowrt.serving.exchange import REQUEST_ID, BodyBudget, ClientLeftError, Exchange, Receive, Scope, Send
 from flowrt.serving.front_end_settings import FrontEndSettings
 from flowrt.serving.gateway_client import GatewayClient
 from flowrt.serving.json_body import Fields, TokenIds, invalid
@@ -37,6 +38,7 @@ from flowrt.serving.tokenizer import Tokenizer
 
 log = logging.getLogger("flowrt.front_end")
 
+REQUESTS = b"/v1/requests/"  # an id follows
 PUBLIC = frozenset({b"/health", b"/ready"})
 PAGE_FILES = read_page_files()  # a browser that loads them has no key to send
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -96,6 +98,8 @@ class HttpApp:
     async def _dispatch(self, exchange: Exchange) -> None:
         self._check_access(exchange)
         methods = self._routes.get(exchange.path) or (self._admin_routes.get(exchange.path) if exchange.is_admin else None)
+        if exchange.path.startswith(REQUESTS):
+            methods = {"GET": self._repeat_response}
         if methods is None:
             raise ApiError(NO_ROUTE, "there is no such path; docs/serve.md lists the paths")
         handler = methods.get(exchange.method)
@@ -172,14 +176,26 @@ class HttpApp:
         await self._generate(exchange, read_completion_request)
 
     async def _generate(self, exchange: Exchange, read: Callable[[bytes, str], CompletionRequest]) -> None:
-        """Respond until the client leaves; then cancel the request."""
         request = read(await exchange.read_body(), self._settings.model_name)
+        await self._respond(exchange, self._completions.respond(request, exchange, self._settings.model_name, int(self._seams.wall_now())))
+
+    async def _repeat_response(self, exchange: Exchange) -> None:
+        name = exchange.path.removeprefix(REQUESTS)
+        if not REQUEST_ID.fullmatch(name):
+            raise ApiError(NO_REQUEST, "this is not the id of a request")
+        if exchange.query not in (b"", b"stream=true", b"stream=false"):
+            raise ApiError(INVALID, "give stream=true, stream=false, or nothing behind the question mark")
+        exchange.id = name.decode()
+        await self._respond(exchange, self._completions.repeat_response(exchange, exchange.headers.get(b"last-event-id", b"")))
+
+    async def _respond(self, exchange: Exchange, response: Coroutine[Any, Any, None]) -> None:
+        """Respond until the client leaves; then its request is cancelled, or waits for it to come back."""
         error: ApiError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(exchange.wait_left(), name=f"client of {exchange.id}")
                 try:
-                    await self._completions.respond(request, exchange, self._settings.model_name, int(self._seams.wall_now()))
+                    await response
                 except ApiError as raised:
                     error = raised
                 finally:

@@ -54,7 +54,8 @@ class HttpClientServer:
         self._process, tokenizer = TokenizerProcess(directory), Tokenizer(directory)
         self._process.start()  # it loads meanwhile
         encoder = PromptEncoder(self._process, graph.group_limits(), read.max_model_len, read.vocab_size)
-        completions = Completions(client, encoder, tokenizer, read.eos_token_ids, graph.serving.stream_interval)
+        has_log = bool(graph.reliability.request_log)
+        completions = Completions(client, encoder, tokenizer, read.eos_token_ids, graph.serving.stream_interval, has_log)
         application = HttpApp(read, client, completions, encoder, tokenizer, seams)
         self._server = HttpServer(application, allow_connections(graph.serving.max_connections), read.certificate, read.private_key)
 

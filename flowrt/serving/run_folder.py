@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -30,7 +31,8 @@ _SOCKET, _LOG, _OLD_LOG, _DESCRIPTION, _STOPPING = "socket", "log", "log.1", "gr
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a graph without asking it. `started`: Unix time. `url`: where it serves HTTP. `is_ready`: it serves, or has done
-    so. `has_log`: it writes its log to the folder."""
+    so. `has_log`: it writes its log to the folder. `options`: those of the command, without the API key, for `flowrt up --resume`;
+    `has_api_key`: there was one."""
 
     name: str
     pid: int
@@ -42,6 +44,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int
     is_ready: bool = False
     has_log: bool = False
+    options: dict[str, Any] = {}
+    has_api_key: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,11 @@ class FoundGraph:
 
 
 class RunFolder:
-    """The folder of this process's graph, claimed by `claim`. `remove` gives it up."""
+    """The folder of this process's graph, claimed by `claim`. `remove` gives it up. `is_kept`: what is in it stays then, so that the graph
+    can be resumed."""
 
-    def __init__(self, name: str, path: Path, lock: int) -> None:
-        self.name, self.path, self._lock = name, path, lock
+    def __init__(self, name: str, path: Path, lock: int, is_kept: bool) -> None:
+        self.name, self.path, self._lock, self.is_kept = name, path, lock, is_kept
 
     @property
     def socket(self) -> Path:
@@ -101,13 +106,16 @@ class RunFolder:
 
     def remove(self) -> None:
         with _locked(self.path.parent):
-            if self.path.exists() and self.path.stat().st_ino == os.fstat(self._lock).st_ino:  # else it is another process's by now
+            if (
+                not self.is_kept and self.path.exists() and self.path.stat().st_ino == os.fstat(self._lock).st_ino
+            ):  # else it is another process's by now
                 shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
 
 
-def claim(name: str) -> RunFolder:
-    """Claim the folder of a name for this process, and empty it. Raises UserError when a living process has it."""
+def claim(name: str, resumes: bool = False) -> RunFolder:
+    """Claim the folder of a name for this process, and empty it; with `resumes`, but for the description. Raises UserError when a living
+    process has it."""
     if not _NAME.fullmatch(name):
         raise UserError(f"{shown(name)} cannot name a graph; give --name with 1 to 32 of A-Z a-z 0-9 _ . -, first a letter or digit")
     above = runtime_directory()
@@ -126,8 +134,9 @@ def claim(name: str) -> RunFolder:
             pid = f" (pid {described.pid})" if described is not None else ""
             raise UserError(f"{name} is up already{pid}; flowrt down {name} stops it, and --name gives this one another name") from None
         for left in path.iterdir():
-            left.unlink()
-    return RunFolder(name, path, lock)
+            if not resumes or left.name != _DESCRIPTION:
+                left.unlink()
+    return RunFolder(name, path, lock, resumes)
 
 
 def found_graphs() -> list[FoundGraph]:

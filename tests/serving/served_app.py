@@ -17,8 +17,10 @@ from flowrt.actors.control import Cancel, Control, Ended, Logprobs, Request, Sub
 from flowrt.actors.front_end_messages import StateQuery, StateReport
 from flowrt.gateway.front_ends import FrontEnds
 from flowrt.gateway.gateway import Gateway
+from flowrt.gateway.log_writer import LogWriter, open_log
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import GraphLimits
+from flowrt.log_files import open_log_folder
 from flowrt.reliability.health import RequestProgress
 from flowrt.seams import Seams
 from flowrt.serving.completions import Completions, PromptEncoder
@@ -113,7 +115,13 @@ class ServedApp:
     """Made by `served_app`. `submitted` and `cancelled`: what the group was sent."""
 
     def __init__(
-        self, listener: HttpListener, settings: FrontEndSettings, max_requests: int, max_prompt_tokens: int, connections: int
+        self,
+        listener: HttpListener,
+        settings: FrontEndSettings,
+        max_requests: int,
+        max_prompt_tokens: int,
+        connections: int,
+        log: Path | None,
     ) -> None:
         self.gateway = Gateway(
             [GROUP],
@@ -127,11 +135,15 @@ class ServedApp:
         )
         seams = Seams()
         self.requests = Requests(self.gateway, self._send_to_group, RequestProgress(), seams.clock)
+        self.log: LogWriter | None = None
+        if log is not None:
+            self.log, contents = open_log(open_log_folder(log), {}, resumes=True)
+            self.requests.begin_log(self.log, contents)
         self.front_ends = FrontEnds([NAME], self.requests, self._send, self._post, self._report_state)
         self.client = GatewayClient(lambda control: self.front_ends.on_control(NAME, over_the_wire(control)))
         self.tokenizer = Tokenizer(MODEL)
         encoder = PromptEncoder(DirectProcess(MODEL), LIMITS, settings.max_model_len, settings.vocab_size)
-        completions = Completions(self.client, encoder, self.tokenizer, settings.eos_token_ids, 1)
+        completions = Completions(self.client, encoder, self.tokenizer, settings.eos_token_ids, 1, log is not None)
         self.app = HttpApp(settings, self.client, completions, encoder, self.tokenizer, seams)
         self.server = HttpServer(self.app, connections, settings.certificate, settings.private_key)
         self.listener = listener
@@ -157,20 +169,23 @@ class ServedApp:
             await connection.close()
 
     def emit(self, request: Request, text: str, at: int = 0, choice: int = 0) -> int:
-        """The group sends the tokens of a text; returns the number of tokens so far. The logprob of each token of the prompt is minus its
-        position."""
+        """The group sends the tokens of a text; returns the number of tokens so far."""
         token_ids = tuple(self.tokenizer.encode(text))
+        for index, token_id in enumerate(token_ids, at):
+            self.emit_token(request, token_id, index, choice)
+        return at + len(token_ids)
+
+    def emit_token(self, request: Request, token_id: int, index: int, choice: int) -> None:
+        """The logprob of each token of the prompt is minus its position."""
         logprobs = (
             () if request.params.logprobs is None else (Logprobs(-0.5, tuple((i, -0.5 - i) for i in range(request.params.logprobs))),)
         )
-        for index, token_id in enumerate(token_ids, at):
-            token = Token(request.id, request.attempt, index, (token_id,), choice, logprobs)
-            if request.params.prompt_logprobs is not None and not index and not choice:
-                top = tuple((i, -1.0 - i) for i in range(request.params.prompt_logprobs))
-                of_prompt = tuple(Logprobs(-float(at), top) for at in range(1, len(request.prompt_token_ids)))
-                token = msgspec.structs.replace(token, prompt_logprobs=of_prompt)
-            self.requests.on_control(GROUP, Tokens((token,)))
-        return at + len(token_ids)
+        token = Token(request.id, request.attempt, index, (token_id,), choice, logprobs)
+        if request.params.prompt_logprobs is not None and not index and not choice:
+            top = tuple((i, -1.0 - i) for i in range(request.params.prompt_logprobs))
+            of_prompt = tuple(Logprobs(-float(at), top) for at in range(1, len(request.prompt_token_ids)))
+            token = msgspec.structs.replace(token, prompt_logprobs=of_prompt)
+        self.requests.on_control(GROUP, Tokens((token,)))
 
     def finish(self, request: Request, reason: Any = "stop", error: str | None = None, choice: int = 0) -> None:
         self.requests.on_control(GROUP, Ended(request.id, request.attempt, reason, error, choice))
@@ -206,7 +221,9 @@ async def served_app(
     connections: int = 64,
     certificate: str = "",
     private_key: str = "",
+    log: Path | None = None,
 ) -> AsyncIterator[ServedApp]:
+    """`log`: the folder of a request log, which is resumed."""
     listener = open_tcp_listener("127.0.0.1", 0)
     settings = FrontEndSettings(
         model_dir=str(MODEL),
@@ -220,7 +237,7 @@ async def served_app(
         certificate=certificate,
         private_key=private_key,
     )
-    served = ServedApp(listener, settings, max_requests, max_prompt_tokens, connections)
+    served = ServedApp(listener, settings, max_requests, max_prompt_tokens, connections, log)
     served.requests.begin()
     served.front_ends.begin()
     await served.server.start(listener.socket)
@@ -230,4 +247,6 @@ async def served_app(
         await served.server.close(1.0)
         await served.front_ends.aclose()
         await served.requests.aclose()
+        if served.log is not None:
+            await served.log.aclose()
         listener.close()

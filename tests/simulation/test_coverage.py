@@ -70,6 +70,8 @@ EXCEPTIONS = {
     "flowrt/gateway/log_writer.py:_other_identity": "needs another model; run by tests/gateway",
     "flowrt/gateway/requests.py:Requests._register": _REATTACHED,
     "flowrt/gateway/requests.py:Requests.find": _REATTACHED,
+    "flowrt/gateway/requests.py:Requests._give_up": _REATTACHED,
+    "flowrt/gateway/front_ends.py:FrontEnds._attach": _REATTACHED,
     "flowrt/gateway/routing.py:round_robin": "not the default; run by tests/gateway and flowrt bench routing",
     "flowrt/gateway/requests.py:Requests.prompt_token_ids": "for the Python API; no simulated client reads its prompt",
     "flowrt/launcher/launcher.py:Launcher.wait_failed": "needs a worker that must not be lost, and its broken link; at some seeds only",
