@@ -36,6 +36,29 @@ def reliability(
     run_case(f"reliability, {graph.name}", measure(read_graphs(graph, model, options), options), pairs, json, model=model)
 
 
+@bench_app.command(name="log")
+def request_log(
+    graph: Annotated[Path, Parameter(help="A graph file that serves a model.")],
+    /,
+    *,
+    pairs: Pairs = 20,
+    batch: Annotated[Positive, Parameter(help="Prompts at a time, and open requests of a resume.")] = 32,
+    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16,
+    new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each sequence.")] = 64,
+    sync: Annotated[bool, Parameter(negative=(), show_default=False, help="Wait for the disk, as with request_log_sync.")] = False,
+    model: ModelOption = None,
+    overrides: Annotated[
+        tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key of both graphs, as path=value; repeatable.")
+    ] = (),
+    json: JsonFile = None,
+) -> None:
+    """Measure the cost of a request log, and the time from a resume until each open request has its next token."""
+    from flowrt.bench.cases.request_log import measure
+
+    options = DecodeOptions(batch=(batch,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, overrides=overrides)
+    run_case(f"log, {graph.name}", measure(graph, model, options, sync), pairs, json, model=model)
+
+
 @bench_app.command
 def api(
     graph: Annotated[Path, Parameter(help="A graph file that serves a model.")],
