@@ -195,7 +195,7 @@ class InboundEdges:
 
     def without_stale(self, batch: Iterable[Firing], fences: Fences) -> list[Firing]:
         """Consume the messages of the stale firings of a batch that is about to be computed. Returns the others."""
-        fresh, stale = [], []
+        fresh, stale = list[Firing](), list[Firing]()
         for firing in batch:
             (stale if fences.is_stale(firing.tag) else fresh).append(firing)
         orphans = self.orphans(stale)
