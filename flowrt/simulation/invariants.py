@@ -80,7 +80,10 @@ def _with_cohosted(graph: Graph, names: set[str]) -> frozenset[str]:
 
 
 def _is_fatal(case: Case, fault: AnyFault) -> bool:
-    """Whether the fault may end the run. A standstill never does: a group is fenced. A lost connection does if neither end may die."""
+    """Whether the fault may end the run. A standstill never does: a group is fenced. A lost connection does if neither end may die. A host
+    that stops, or is cut off, may be lost with all its processes."""
+    if lost_with_host := set(processes_hit(case.graph, fault)) - set(fault.processes):
+        return not mortal(case.graph) >= lost_with_host
     if fault.heals or isinstance(fault, Pause | Stall | Hang) or falls_back(case, fault):
         return False
     return (mortal(case.graph) | {MONITOR, FORK_SERVER, *standby_names(case.graph), *front_ends_of(case)}).isdisjoint(

@@ -48,6 +48,10 @@ def test_a_process_that_stands_still_on_another_host_is_replaced(seed: int, proc
     assert outcome.num_faults["restarted"] == 1
 
 
+def test_a_run_without_recovery_may_end_with_a_host_that_is_cut_off() -> None:
+    assert campaign([draw(64, [load(FILE, detector=True)])]).failures == []
+
+
 def test_invariants_hold_under_drawn_faults() -> None:
     counts = campaign(draw(seed, [load(FILE, detector=True)]) for seed in range(20))
     assert counts.failures == []
