@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 from end_to_end.test_expert_failover import Story
-from hosts.network import cut, end_host, start_host
+from hosts.network import cut, end_host, host_of, start_host
 from left_processes import left_processes
 from served_models import NEW_TOKENS, Served, make_served
 
@@ -71,16 +71,17 @@ async def inject(kind: str, host: int, run_id: str, story: Story, chance: random
     """Inject one fault and wait until the processes that it costs are back. Returns the seconds until the first one was given up."""
     lost, back = len(story.lost), len(story.back)
     server, began = server_of(run_id, f"host.{host}"), time.monotonic()
+    machine = host_of(server)
     workers = [child.pid for child in psutil.Process(server).children() if child.name().startswith("fr:")]
     if kind == "worker":
         os.kill(chance.choice(workers), signal.SIGKILL)
     elif kind == "server":
         os.kill(chance.choice([server, psutil.Process(server).ppid()]), signal.SIGKILL)
     elif kind == "end":
-        end_host(host)
-        start_host(host)
+        end_host(machine)
+        start_host(machine)
     if kind.startswith("partition"):
-        with cut(host, one_way=kind.endswith("one way")):
+        with cut(machine, one_way=kind.endswith("one way")):
             await story.until(lambda story: len(story.lost) > lost)
             seconds = time.monotonic() - began
             left = await asyncio.to_thread(left_processes, [server, *workers])

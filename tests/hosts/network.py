@@ -71,6 +71,11 @@ def network(num_hosts: int) -> Iterator[None]:
                 ip("netns", "del", name)
 
 
+def host_of(pid: int) -> int:
+    """The host on which a process runs: Ray decides which one is host.1 of a run."""
+    return int(ip("netns", "identify", str(pid)).strip().rpartition("-")[2])
+
+
 @contextlib.contextmanager
 def cut(host: int, one_way: bool = False) -> Iterator[None]:
     """No packet reaches or leaves the host meanwhile; `one_way`: those to the first host do not leave it."""

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from end_to_end.test_expert_failover import Story, tokens_of
 from hosts.faults import server_of
-from hosts.network import address, cut
+from hosts.network import address, cut, host_of
 from left_processes import left_processes
 from processes.backend_checks import CHECKS, Check, Owner, run_check
 from served_models import Served, make_served
@@ -124,7 +124,7 @@ async def test_a_partition_changes_no_token_and_the_host_rejoins(served: Served,
 
         async def part() -> None:
             await begun.wait()
-            with cut(1, one_way):
+            with cut(host_of(server), one_way):
                 await story.until(lambda story: sorted(story.lost) == lost)
                 assert not left_processes(before)  # the host ends them by itself
 
