@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -45,6 +46,22 @@ def up(tmp_path: Path, *options: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def send_to_stopped_workers(client: Client, folder: Path) -> http.client.HTTPConnection:
+    """Send a request that is in the log, and open for certain: the workers are stopped before."""
+    (graph,) = json.loads(flowrt("ps", "--json").stdout)
+    for pid in {process["pid"] for process in graph["processes"] if process["name"].startswith(("attention", "experts"))}:
+        os.kill(pid, signal.SIGSTOP)
+
+    def num_bytes() -> int:
+        return sum(path.stat().st_size for path in (folder / "log").glob("*.log"))
+
+    before = num_bytes()
+    connection = client.send()
+    while num_bytes() == before:
+        time.sleep(0.01)
+    return connection
+
+
 def kill_launcher() -> None:
     found = find_graph("a")
     assert found.description is not None
@@ -66,18 +83,25 @@ class Client:
         self._response: http.client.HTTPResponse | None = None
 
     def open(self, key: str = "") -> None:
-        self._request("POST", self._path, json.dumps(self._body), {"x-request-id": self.id}, key)
+        self._read_head(self.send(key))
+
+    def send(self, key: str = "") -> http.client.HTTPConnection:
+        return self._request("POST", self._path, json.dumps(self._body), {"x-request-id": self.id}, key)
 
     def reopen(self, key: str = "") -> None:
-        self._request("GET", f"/v1/requests/{self.id}?stream=true", None, {"last-event-id": self.position}, key)
+        self._read_head(self._request("GET", f"/v1/requests/{self.id}?stream=true", None, {"last-event-id": self.position}, key))
 
-    def _request(self, method: str, path: str, body: str | None, headers: dict[str, str], key: str) -> None:
+    @staticmethod
+    def _request(method: str, path: str, body: str | None, headers: dict[str, str], key: str) -> http.client.HTTPConnection:
         described = find_graph("a").description
         assert described is not None
         (port,) = re.findall(r":(\d+)", described.url)
         connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=4 * SECONDS)
         authorization = {"authorization": f"Bearer {key}"} if key else {}
         connection.request(method, path, body, {"content-type": "application/json", "connection": "close"} | headers | authorization)
+        return connection
+
+    def _read_head(self, connection: http.client.HTTPConnection) -> None:
         self._response = connection.getresponse()
         assert self._response.status == 200, self._response.read()
 
@@ -152,10 +176,8 @@ def test_what_cannot_be_resumed_is_one_line(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert text in done.stderr
     up(tmp_path)
-    client = Client(1)
-    client.open()
-    kill_launcher()
-    client.read()
+    with contextlib.closing(send_to_stopped_workers(Client(1), tmp_path)):
+        kill_launcher()
     log = ("--set", f"reliability.request_log={tmp_path / 'log'}", "--port", "0")
     other = flowrt("serve", str(GRAPH), "--resume", *log)
     assert other.returncode == 2, other.stderr

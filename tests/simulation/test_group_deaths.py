@@ -86,7 +86,7 @@ def test_poison_ends_alone_after_two_victims(seed: int, hangs: bool) -> None:
 
 
 def test_third_victim_of_a_poison_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gateway, "on_runs_alone", lambda self, group, control: None)
+    monkeypatch.setattr(Gateway, "on_runs_alone", lambda self, group, control: [])
     case = Case(load("2x3.yaml", restarts=1, lost_group_seconds=0.5), tuple(requests(1)), poison=Poison(5))
     with pytest.raises(InvariantError, match=r"I1: \d processes computed the poison"):
         run_case(case)
