@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -23,7 +24,7 @@ from flowrt.gateway.log_writer import LogWriter
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.requests import Requests
 from flowrt.gateway.routing import find_policy
-from flowrt.graph.model import GATEWAY
+from flowrt.graph.model import GATEWAY, MONITOR
 from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events
 from flowrt.launcher.fork_server_loss import IMPORT_SECONDS
@@ -65,10 +66,8 @@ PROMPT_KINDS = frozenset({"crash", "duplicate", "roll_back", "tiny_queues"})  # 
 
 
 async def serve(world: World, case: Case) -> Served:
-    """Run the case's graph until every request has ended. For `world.run`.
-
-    Raises InvariantError for wrong internal state of workers (I3, I4) and for leftovers (I8).
-    """
+    """Run the case's graph until every request has ended, for `world.run`. Raises InvariantError for wrong internal state of workers (I3,
+    I4) and for leftovers (I8)."""
     simulated = SimulatedRun(world, case)
     await simulated.serve()
     if left := world.leftovers():
@@ -356,10 +355,11 @@ class SimulatedRun:
         now = self._world.loop.time()
         progress = sum(inside.num_firings for inside in insides), self._checks.counts.total()  # of living workers: the first may fall
         patience = self._lost_group_seconds + (STUCK_SECONDS if self._launcher.state.fork_server.is_up else STUCK_SECONDS + IMPORT_SECONDS)
-        if self._checks.down:  # until the next try nothing may be left that computes, or that finds a hang
+        if MONITOR in self._checks.down or self._checks.due_retries(math.inf):  # nothing may be left that computes, or finds a hang
             patience += self._launcher.graph.reliability.restart_window_seconds
-        if any(isinstance(fault, Cut) and fault.for_seconds >= PERMANENT_SECONDS for fault in self._case.scenario.faults):
-            patience += RESPONSE_SECONDS  # a process that starts meanwhile connects to its peer for so long
+        cuts = [fault for fault in self._case.scenario.faults if isinstance(fault, Cut) and fault.for_seconds >= PERMANENT_SECONDS]
+        if cuts and self._launcher.state.restarting():  # a process that starts connects to a peer for so long
+            patience += RESPONSE_SECONDS
         if progress != self._progress or now < self._first_seconds + self._case.scenario.ends_seconds:
             self._progress, self._progress_seconds = progress, now
         elif now > self._progress_seconds + patience and self._gateway.num_unfinished:

@@ -112,17 +112,18 @@ async def test_killed_servers_change_no_token_and_rejoin(served: Served, tmp_pat
     assert not left_processes(first.values())
 
 
-async def test_last_replica_that_rejoins_in_time_only_delays(served: Served, tmp_path: Path) -> None:
-    """The server is stopped before the requests come, so that parts certainly wait for it."""
+@pytest.mark.parametrize("cause", [signal.SIGKILL, signal.SIGSTOP])
+async def test_last_replica_that_rejoins_in_time_only_delays(served: Served, tmp_path: Path, cause: signal.Signals) -> None:
+    """The signal comes before the requests, so that parts of a stopped server certainly wait for it."""
     story = Story()
     graph = write(served, tmp_path, ALONE, reliability={"unavailable_expert_seconds": 60, "hedge": False})
     async with flowrt.open(graph, on_event=story.note) as running:
         expected = await tokens_of(running, served.prompts[:2], lambda count: None)
-        stopped = running.pids["experts.1"]
-        os.kill(stopped, signal.SIGSTOP)
+        first = running.pids["experts.1"]
+        os.kill(first, cause)
         assert await tokens_of(running, served.prompts[:2], lambda count: None) == expected
         await story.until(lambda story: story.back == ["experts.1"])
-        assert running.pids["experts.1"] != stopped
+        assert running.pids["experts.1"] != first
 
 
 async def test_loss_of_the_last_replica_ends_requests_and_service_resumes(served: Served, tmp_path: Path) -> None:

@@ -555,8 +555,8 @@ def test_every_state_of_a_worker_can_be_reached() -> None:
 class MonitoredDriver(Driver):
     """A run whose monitor is connected."""
 
-    def __init__(self) -> None:
-        super().__init__(replace(graph_of(), reliability=ReliabilitySettings()))
+    def __init__(self, settings: ReliabilitySettings = ReliabilitySettings()) -> None:
+        super().__init__(replace(graph_of(), reliability=settings))
         self.begin()
         self.start_monitor()
 
@@ -577,6 +577,13 @@ def test_monitor_that_does_not_respond_is_ended() -> None:
     assert driver.polls(NUM_POLLS - 1) == [Send(MONITOR, StatisticsRequest())] * (NUM_POLLS - 1)
     assert EndProcess(MONITOR) in driver.polls(1)
     assert announced(driver.die(MONITOR)) == [events.WorkerLost(MONITOR, f"sent nothing for {MONITOR_SECONDS:g} s; {KILLED}")]
+
+
+def test_monitor_returns_also_where_no_process_is_restarted() -> None:
+    """Without it no process that hangs is found."""
+    driver = MonitoredDriver(ReliabilitySettings(restarts=0))
+    driver.die(MONITOR)
+    assert [each.process for each in driver.pass_time(0.0) if isinstance(each, StartProcess)] == [MONITOR]
 
 
 def test_monitor_that_is_stopped_while_it_starts_is_ended() -> None:
