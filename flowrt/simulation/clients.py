@@ -112,14 +112,14 @@ class Clients:
         """Whether a client of an earlier launcher comes back: to read its request once more, or to send one that was not in the log. What
         it has got is in the log (I1)."""
         is_known = client.request_id in self.resumed
+        if not is_known:  # another request may get its number
+            client.request_id = ""
         if client.has_left or (client.end is not None and not is_known and not any(client.choices)):  # refused, with no more to come
             return False
         log = self._log_of(client.request_id) if is_known else None
         written = [choice.token_ids for choice in log.choices] if log is not None else [[] for _ in client.choices]
         if any([*got] != each[: len(got)] for got, each in zip(client.choices, written, strict=False)):
             raise InvariantError("I1", f"the request log has {written} of {client.request_id}, its client got {client.choices}")
-        if not is_known:
-            client.request_id = ""
         client.failure = None
         return True
 
