@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,7 @@ from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.errors import TransportError
 
 CONNECT_SECONDS = 10.0  # time limit of the connection to a host server
+END_SECONDS = 0.5  # within which the end of a host server is known, after a connection to it has failed
 
 
 Spawn = Callable[..., asyncio.Task[None]]
@@ -141,7 +143,7 @@ class RemoteHost:
             model_path=terms.model_path,
         )
         try:
-            channel = await self._connect(await server.start(msgspec.json.encode(start)), private)
+            channel = await self._connect(server, await server.start(msgspec.json.encode(start)), private)
             ready: asyncio.Future[HostReady] = asyncio.get_running_loop().create_future()
             connection = HostConnection(channel, self._seams, terms.dead_seconds)
             self._serving = self._terms.spawn(self._serve(server, connection, ready), name=f"host server of {self.name}")
@@ -187,7 +189,7 @@ class RemoteHost:
 
     # Inside.
 
-    async def _connect(self, line: bytes, private: bytes) -> Channel:
+    async def _connect(self, server: HostProcess, line: bytes, private: bytes) -> Channel:
         """Open the connection to a new host server, which has replied with this line."""
         try:
             reply = msgspec.json.decode(line, type=HostReply)
@@ -201,6 +203,9 @@ class RemoteHost:
             async with asyncio.timeout(CONNECT_SECONDS):
                 return await self._dial(GATEWAY)
         except (TimeoutError, TransportError) as error:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_SECONDS):
+                    raise WorkerDiedError(self.name, await server.wait()) from None
             reason = str(error) or f"no answer within {CONNECT_SECONDS:g} s"
             text = f"{self.name} cannot be reached at {self._address} from {self._engine.address}: {reason}"
             raise UserError(f"{text}; let TCP connections between these two pass") from None

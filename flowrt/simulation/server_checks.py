@@ -98,6 +98,7 @@ class ServerChecks:
                 self.down.discard(name)
             case events.WorkerGivenUp(name, _, retry_seconds):
                 self.down.add(name)
+                self._retry_at.pop(name, None)  # without another try it waits for the fork server
                 if retry_seconds is not None and name != MONITOR:  # of whose starts there is no event
                     self._retry_at[name] = now + retry_seconds
             case events.WorkerLost(name, while_loading=True):
