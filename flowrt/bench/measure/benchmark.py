@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -61,10 +61,7 @@ def run_benchmark(
             else:
                 new = [result] if isinstance(result, Figure) else await measure_trial(result, num_pairs)
                 figures.extend(new)
-                for each in new:
-                    print_progress(
-                        f"{each.name}: {each.ours.text(each.unit)}" + (f", {each.ratio.text()} of {each.peer}" if each.ratio else "")
-                    )
+                print_figures(new)
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(collect())
@@ -75,6 +72,12 @@ def run_benchmark(
     return report
 
 
+def print_figures(figures: Iterable[Figure]) -> None:
+    """Prints them as progress: what an interrupted benchmark has until then."""
+    for each in figures:
+        print_progress(f"{each.name}: {each.ours.text(each.unit)}" + (f", {each.ratio.text()} of {each.peer}" if each.ratio else ""))
+
+
 async def measure_trial(trial: Trial[V], num_pairs: int) -> Sequence[Figure]:
     """The figures of `num_pairs` pairs after one round that is not counted; of MAX_PAIRS when a verdict of a claim is still open."""
     for side in trial.sides:
@@ -83,6 +86,7 @@ async def measure_trial(trial: Trial[V], num_pairs: int) -> Sequence[Figure]:
     await _take_turns(trial, range(num_pairs))
     figures = trial.figures(trial.values)
     if MIN_PAIRS <= num_pairs < MAX_PAIRS and any(figure.verdict == "undecided" for figure in figures):
+        print_figures(figures)
         print_progress(f"{figures[0].name}: undecided after {num_pairs} pairs, measuring {MAX_PAIRS}")
         await _take_turns(trial, range(num_pairs, MAX_PAIRS))
         figures = trial.figures(trial.values)
