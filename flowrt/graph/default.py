@@ -21,12 +21,13 @@ model:
 deploy:
   attention:
     groups: 1                     # processes that schedule, batch and keep the KV cache of their own requests
-    micro_batches: 2              # while one batch waits for experts, another computes
+    micro_batches: 2              # at most; while one batch waits for experts, another computes
   experts:
     servers: 2                    # processes that share the experts; 0: the groups hold them
     replicas: 1                   # servers that hold each expert; with 2, a server may die and no request fails
 limits:
   max_num_seqs: 16                # sequences that a group computes at a time
+  dynamic_micro_batches: true     # use as many micro-batches as give the most tokens per second
   kv_pages: 512                   # pages of KV cache per group, 16 tokens each
   max_tokens: 256                 # maximum number of new tokens of an answer
 """
