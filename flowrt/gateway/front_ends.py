@@ -7,6 +7,7 @@ has room. So a front end that reads slowly delays no other, and gets larger mess
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, Token
 from flowrt.gateway.requests import Requests
 from flowrt.sampling_params import FinishReason
 from flowrt.transports.errors import TransportError
+
+log = logging.getLogger("flowrt.gateway")
 
 SEND_SECONDS = 2.0  # for a front end to read what is left
 MAX_EVENTS = 4096  # of one message: with 20 logprobs per token about 1 MiB
@@ -209,7 +212,11 @@ class FrontEnds:
         return tuple(outputs)
 
     async def _respond(self, name: str, query: StateQuery) -> None:
-        report = await self._report_state(query)
+        try:
+            report = await self._report_state(query)
+        except Exception:  # a front end that gets no response asks no more
+            log.exception("the state of the graph could not be read for %s", name)
+            report = StateReport(query.number, False, "the state of the graph could not be read")
         with suppress(TransportError):
             self._post(name, report)
 

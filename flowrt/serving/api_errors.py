@@ -39,11 +39,11 @@ UNAVAILABLE = ErrorKind(503, "server_error", "service_unavailable", retry_second
 
 
 class ApiError(Exception):
-    """An error to send to the client. `param`: the field of the body that is wrong."""
+    """An error to send to the client. `param`: the field of the body that is wrong. `allow`: the methods that the path has."""
 
-    def __init__(self, kind: ErrorKind, message: str, param: str | None = None) -> None:
+    def __init__(self, kind: ErrorKind, message: str, param: str | None = None, *, allow: str = "") -> None:
         super().__init__(message)
-        self.kind, self.message, self.param = kind, message, param
+        self.kind, self.message, self.param, self.allow = kind, message, param, allow
 
     @property
     def body(self) -> bytes:

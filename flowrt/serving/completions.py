@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ from flowrt.serving.tokenizer_process import TokenizerProcess, too_long
 
 log = logging.getLogger("flowrt.front_end")
 
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, in the text of an exception
 MAX_POSITION_BYTES = 8192
 MAX_WRITE_BYTES = 64 << 10  # of events at once: then it waits for a client that reads slowly
 
@@ -50,8 +52,12 @@ class PromptEncoder:
             await asyncio.sleep(0)  # other clients are served between the prompts of a request
             return prompt.read()
         except TokenizerError as error:
+            if error.is_unavailable:
+                log.warning("no prompt can be tokenized: %s", error)
+                raise ApiError(UNAVAILABLE, "prompts cannot be tokenized now; the log of the server has the reason") from None
+            text = _ADDRESS.sub("", str(error).replace(str(self._process.directory), "the model"))  # clients learn no path of this machine
             kind = TOO_LONG if error.is_too_long else INVALID
-            raise ApiError(kind, str(error), "messages" if isinstance(prompt, list) else "prompt") from None
+            raise ApiError(kind, text, "messages" if isinstance(prompt, list) else "prompt") from None
 
     def check(self, token_ids: tuple[int, ...], request: CompletionRequest) -> None:
         """Check a request as the gateway does. Raises ApiError."""
@@ -82,26 +88,35 @@ class Completions:
         self._eos_token_ids, self._stream_interval = frozenset(eos_token_ids), stream_interval
 
     async def respond(self, request: CompletionRequest, exchange: Exchange, model: str, created: int) -> None:
-        """Raises ApiError. A request whose client leaves is cancelled, because this call is."""
+        """Raises ApiError. A request whose client leaves is cancelled, because this call is. The caller must not keep the request: its
+        prompts are dropped, and leave the budget of bodies, once they have token ids."""
         with ExitStack() as stack:
             inbox = stack.enter_context(self._client.inbox())
-            opened: list[OpenRequest] = []
-            for index, prompt in enumerate(request.prompts):  # before the costly work
-                params = msgspec.structs.replace(request.params, stop=())
-                opened.append(await self._client.reserve(params, estimated_tokens(prompt), inbox, index))
-                stack.callback(opened[-1].close)
-            texts, prompts, count = [], [], len(request.prompts)
-            for index, prompt in enumerate(request.prompts):
-                token_ids = await self._encoder.encode(prompt)
-                self._encoder.check(token_ids, request)
-                prompts.append(self._prompt(request, prompt, token_ids))
-                _check_prompt_logprobs(request, sum(len(each.token_ids) for each in prompts))
-                texts.append(self._text(request, opened[index]))
-                form = form_of(request, created, model, prompts[-1].text) if self._has_log else b""
-                opened[index].place(token_ids, Origin(exchange.id, index, count, form, exchange.is_named) if self._has_log else None)
-            await self._write(
-                _Response(inbox, texts, prompts, self._builder(exchange.id, created, model, request), exchange, request), None
-            )
+            texts, prompts = await self._place(request, exchange, model, created, inbox, stack)
+            request = replace(request, prompts=())
+            exchange.release_body()
+            builder = self._builder(exchange.id, created, model, request)
+            await self._write(_Response(inbox, texts, prompts, builder, exchange, request), None)
+
+    async def _place(
+        self, request: CompletionRequest, exchange: Exchange, model: str, created: int, inbox: Inbox, stack: ExitStack
+    ) -> tuple[list[RequestText], list[PromptOutput]]:
+        """Admit a request per prompt, then tokenize and place them. `stack` closes them."""
+        opened: list[OpenRequest] = []
+        for index, prompt in enumerate(request.prompts):  # before the costly work
+            params = msgspec.structs.replace(request.params, stop=())
+            opened.append(await self._client.reserve(params, estimated_tokens(prompt), inbox, index))
+            stack.callback(opened[-1].close)
+        texts, prompts, count = list[RequestText](), list[PromptOutput](), len(request.prompts)
+        for index, prompt in enumerate(request.prompts):
+            token_ids = await self._encoder.encode(prompt)
+            self._encoder.check(token_ids, request)
+            prompts.append(self._prompt(request, prompt, token_ids))
+            _check_prompt_logprobs(request, sum(len(each.token_ids) for each in prompts))
+            texts.append(self._text(request, opened[index]))
+            form = form_of(request, created, model, prompts[-1].text) if self._has_log else b""
+            opened[index].place(token_ids, Origin(exchange.id, index, count, form, exchange.is_named) if self._has_log else None)
+        return texts, prompts
 
     async def repeat_response(self, exchange: Exchange, position: bytes) -> None:
         """Write the response to an earlier request, whose id `exchange.id` is, as it comes. `position`: the id of the last event of its

@@ -55,9 +55,11 @@ class Exchange:
         self.is_named = REQUEST_ID.fullmatch(given) is not None  # the client has given the id
         self.id = given.decode() if self.is_named else new_id()
         self.has_begun = False  # the status has been sent
+        self._num_body_bytes = 0  # in the budget
 
     async def read_body(self) -> bytes:
-        """The body of a JSON request. Raises ApiError; ClientLeftError when the client leaves."""
+        """The body of a JSON request, which counts in the budget until `release_body`. Raises ApiError; ClientLeftError when the client
+        leaves."""
         kind = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":  # a page of another origin can send other types without asking
             raise ApiError(WRONG_TYPE, "send the header Content-Type: application/json")
@@ -72,13 +74,17 @@ class Exchange:
                     if len(body) + len(piece) > MAX_BODY_BYTES:
                         raise ApiError(LARGE_BODY, f"the body is longer than {MAX_BODY_BYTES >> 20} MiB")
                     self._budget.add(len(piece))
+                    self._num_body_bytes += len(piece)
                     body += piece
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
             raise ApiError(SLOW_REQUEST, f"the body did not arrive within {BODY_SECONDS:g} s") from None
-        finally:
-            self._budget.add(-len(body))
+
+    def release_body(self) -> None:
+        """Nothing keeps the body any more. Idempotent."""
+        self._budget.add(-self._num_body_bytes)
+        self._num_body_bytes = 0
 
     async def wait_left(self) -> None:
         """Wait until the client has left. Raises ClientLeftError."""
@@ -99,6 +105,8 @@ class Exchange:
         headers = {} if error.kind.retry_seconds is None else {"retry-after": str(error.kind.retry_seconds)}
         if error.kind.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if error.allow:
+            headers["allow"] = error.allow
         if error.kind in (LARGE_BODY, SLOW_REQUEST, WRONG_TYPE):
             headers["connection"] = "close"  # the rest of the body is not read
         await self.respond(error.kind.status, error.body, **headers)

@@ -32,7 +32,7 @@ from flowrt.serving.completions import Completions, PromptEncoder
 from flowrt.serving.exchange import REQUEST_ID, BodyBudget, ClientLeftError, Exchange, Receive, Scope, Send
 from flowrt.serving.front_end_settings import FrontEndSettings
 from flowrt.serving.gateway_client import GatewayClient
-from flowrt.serving.json_body import Fields, TokenIds, invalid
+from flowrt.serving.json_body import Fields, Prompt, TokenIds, invalid
 from flowrt.serving.page_files import HEADERS, read_page_files
 from flowrt.serving.tokenizer import Tokenizer
 
@@ -56,7 +56,7 @@ class HttpApp:
     ) -> None:
         self._settings, self._client, self._completions = settings, client, completions
         self._encoder, self._tokenizer, self._seams = encoder, tokenizer, seams
-        self._budget = BodyBudget()
+        self._budget, self._tokenizing = BodyBudget(), asyncio.Lock()
         self._started = int(seams.wall_now())
         self._key = settings.api_key.encode()
         self._routes: dict[bytes, dict[str, Handler]] = {
@@ -88,6 +88,8 @@ class HttpApp:
         except Exception:
             log.exception("request %s failed", exchange.id)
             await self._respond_error(exchange, internal_error(exchange.id))
+        finally:
+            exchange.release_body()
 
     async def _respond_error(self, exchange: Exchange, error: ApiError) -> None:
         try:
@@ -102,9 +104,10 @@ class HttpApp:
             methods = {"GET": self._repeat_response}
         if methods is None:
             raise ApiError(NO_ROUTE, "there is no such path; docs/serve.md lists the paths")
-        handler = methods.get(exchange.method)
+        handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)  # the server leaves out the body
         if handler is None:
-            raise ApiError(WRONG_METHOD, f"use {' or '.join(methods)} for this path")
+            allow = "GET, HEAD" if "GET" in methods else ", ".join(methods)
+            raise ApiError(WRONG_METHOD, f"use {' or '.join(methods)} for this path", allow=allow)
         await handler(exchange)
 
     def _check_access(self, exchange: Exchange) -> None:
@@ -137,19 +140,26 @@ class HttpApp:
             state["problems"] = report.text
         await exchange.respond(200 if report.is_ok else UNAVAILABLE.status, msgspec.json.encode(state))
 
+    async def _report(self, topic: Topic) -> str:
+        """The gateway's report as text. Raises ApiError."""
+        report = await self._client.query(topic)
+        if not report.is_ok:
+            raise ApiError(UNAVAILABLE, "the state of the graph could not be read; its log has the reason")
+        return report.text
+
     async def _metrics(self, exchange: Exchange) -> None:
-        report = await self._client.query("metrics")
-        await exchange.respond(200, report.text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+        body = (await self._report("metrics")).encode()
+        await exchange.respond(200, body, "text/plain; version=0.0.4; charset=utf-8")
 
     async def _status(self, exchange: Exchange) -> None:
-        await exchange.respond(200, (await self._client.query("status")).text.encode())
+        await exchange.respond(200, (await self._report("status")).encode())
 
     async def _drain(self, exchange: Exchange) -> None:
         await self._client.query("drain")
         await _respond_json(exchange, {"status": "draining"})
 
     async def _live_state(self, exchange: Exchange) -> None:
-        await exchange.respond(200, (await self._client.query("page")).text.encode())
+        await exchange.respond(200, (await self._report("page")).encode())
 
     async def _page_file(self, exchange: Exchange) -> None:
         file = PAGE_FILES[exchange.path]
@@ -176,8 +186,10 @@ class HttpApp:
         await self._generate(exchange, read_completion_request)
 
     async def _generate(self, exchange: Exchange, read: Callable[[bytes, str], CompletionRequest]) -> None:
-        request = read(await exchange.read_body(), self._settings.model_name)
-        await self._respond(exchange, self._completions.respond(request, exchange, self._settings.model_name, int(self._seams.wall_now())))
+        model, created = self._settings.model_name, int(self._seams.wall_now())
+        # Only the coroutine may hold the request, since it drops the prompts.
+        response = self._completions.respond(read(await exchange.read_body(), model), exchange, model, created)
+        await self._respond(exchange, response)
 
     async def _repeat_response(self, exchange: Exchange) -> None:
         name = exchange.path.removeprefix(REQUESTS)
@@ -214,7 +226,11 @@ class HttpApp:
         fields.refuse_rest()
         if len(prompts) != 1 or isinstance(prompts[0], TokenIds):
             raise ApiError(INVALID, "give either prompt, which is a text, or messages", "prompt")
-        token_ids = await self._encoder.encode(prompts[0])
+        await self._respond(exchange, self._respond_tokens(exchange, prompts[0]))
+
+    async def _respond_tokens(self, exchange: Exchange, prompt: Prompt) -> None:
+        async with self._tokenizing:  # these texts are not admitted: one at a time goes before the prompts of requests
+            token_ids = await self._encoder.encode(prompt)
         await _respond_json(exchange, {"tokens": token_ids, "count": len(token_ids), "max_model_len": self._settings.max_model_len})
 
     async def _detokenize(self, exchange: Exchange) -> None:

@@ -11,7 +11,7 @@ from ssl import SSLContext
 from typing import Any
 
 from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from flowrt.serving.api_errors import INVALID, LARGE_HEADERS, SLOW_REQUEST, UNAVAILABLE, ApiError
@@ -25,13 +25,14 @@ IDLE_SECONDS = 75  # between two requests of a connection
 TLS_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0  # until the next try when no connection could be accepted
 _LARGE_HEADERS = ApiError(LARGE_HEADERS, f"the headers are longer than {MAX_HEADER_BYTES >> 10} KiB")
+_CHUNKS = ApiError(INVALID, "a chunked body may have no trailers, and no long extensions")
 _TOO_MANY = ApiError(UNAVAILABLE, "too many connections; close idle ones, or raise serving.max_connections")
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. Headers have a length and a time limit. `waiting`: the connections of the server on which a request, or the rest of
-    one, has yet to arrive, longest wait first: when there are too many connections, a new one takes the place of the first of these. With
-    TLS a connection counts, and waits, from its acceptance on (`begin_handshake`)."""
+    """One connection. Headers have a length and a time limit, and so has what is between the pieces of a body. `waiting`: the connections
+    of the server on which a request, or the rest of one, has yet to arrive, longest wait first: when there are too many connections, a new
+    one takes the place of the first of these. With TLS a connection counts, and waits, from its acceptance on (`begin_handshake`)."""
 
     def __init__(
         self,
@@ -45,6 +46,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(config=config, server_state=state, app_state={}, _loop=loop)
         self._max_connections, self._waiting, self._is_admin = max_connections, waiting, is_admin
         self._num_header_bytes = 0
+        self._num_bytes_between = 0  # since the latest piece of the body: sizes of chunks, their extensions, trailers
+        self._unfinished: list[RequestResponseCycle] = []  # several when the client sends requests before it gets responses
         self._header_timer: asyncio.TimerHandle | None = None
         self._in_headers = True
         self._is_counted = self._is_refused = False
@@ -83,6 +86,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
         self._waiting.pop(self, None)
+        for cycle in self._unfinished:
+            cycle.disconnected = True
+            cycle.message_event.set()
         if self._is_counted:
             super().connection_lost(exc)
 
@@ -92,9 +98,19 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._in_headers:
             self._num_header_bytes += len(data)
             self._await_headers()
+        else:
+            self._num_bytes_between += len(data)
         super().data_received(data)
         if self._in_headers and self._num_header_bytes > MAX_HEADER_BYTES:
             self._refuse(self.transport, _LARGE_HEADERS)
+        if not self._in_headers and self._num_bytes_between > MAX_HEADER_BYTES:
+            self._refuse(self.transport, _CHUNKS)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:
+            super().on_header(name, value)
+        else:  # the application would see it among the headers
+            self._refuse(self.transport, _CHUNKS)
 
     def on_headers_complete(self) -> None:
         self._cancel_timer()
@@ -105,8 +121,10 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(self.transport, _LARGE_HEADERS)
                 return
         super().on_headers_complete()
+        self._unfinished = [cycle for cycle in (*self._unfinished, self.cycle) if not cycle.response_complete]
 
     def on_body(self, body: bytes) -> None:
+        self._num_bytes_between = 0
         if not self._is_refused:
             super().on_body(body)
 
@@ -114,7 +132,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._is_refused:
             super().on_message_complete()
             self._note_wait()
-        self._in_headers, self._num_header_bytes = True, 0
+        self._in_headers, self._num_header_bytes, self._num_bytes_between = True, 0, 0
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -123,7 +141,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _note_wait(self) -> None:
         """Put the connection at the end of those that wait, or take it from there when a whole request has arrived."""
         self._waiting.pop(self, None)
-        has_request = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        has_request = any(not (cycle.response_complete or cycle.more_body) for cycle in self._unfinished)
         if not (has_request or self._is_admin or self.transport.is_closing()):
             self._waiting[self] = None
 
@@ -143,6 +161,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._header_timer = self.loop.call_later(HEADER_SECONDS, self._on_slow_headers)
 
     def _on_slow_headers(self) -> None:
+        self._header_timer = None
+        if any(not cycle.response_complete for cycle in self._unfinished):  # the rest of the next request may follow its response
+            self._await_headers()
+            return
         self._refuse(self.transport, ApiError(SLOW_REQUEST, f"the headers did not arrive within {HEADER_SECONDS:g} s"))
 
     def _cancel_timer(self) -> None:
@@ -153,11 +175,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(self.transport, ApiError(INVALID, "the request is not HTTP/1.1"))
 
+    @property
+    def _is_responding(self) -> bool:
+        return any(cycle.response_started and not cycle.response_complete for cycle in self._unfinished)
+
     def _refuse(self, transport: asyncio.Transport, error: ApiError) -> None:
         self._is_refused = True
-        is_responding = self.cycle is not None and not self.cycle.response_complete
         if not transport.is_closing():
-            if not is_responding:
+            if not self._is_responding:
                 transport.write(_response(error))
             transport.close()
 

@@ -70,7 +70,7 @@ class _TokenizerChild:
                 )
         except OSError as error:
             self.socket.close()
-            raise TokenizerError(f"the process that tokenizes text cannot be started: {error.strerror}") from error
+            raise TokenizerError(f"the process that tokenizes text cannot be started: {error.strerror}", is_unavailable=True) from error
         self.socket.setblocking(False)
 
     async def receive(self) -> _Encoded:
@@ -97,7 +97,7 @@ class TokenizerProcess:
     """
 
     def __init__(self, directory: Path, text_seconds: float = TEXT_SECONDS, start_seconds: float = START_SECONDS) -> None:
-        self._directory, self._text_seconds, self._start_seconds = directory, text_seconds, start_seconds
+        self.directory, self._text_seconds, self._start_seconds = directory, text_seconds, start_seconds
         self._child: _TokenizerChild | None = None
         self._is_closed = False
         self._turn = asyncio.Lock()
@@ -105,9 +105,9 @@ class TokenizerProcess:
     def start(self) -> _TokenizerChild:
         """Start the process if there is none, without waiting for it. Raises TokenizerError."""
         if self._is_closed:
-            raise TokenizerError("the graph was closed")
+            raise TokenizerError("the graph was closed", is_unavailable=True)
         if self._child is None:
-            self._child = _TokenizerChild(self._directory)
+            self._child = _TokenizerChild(self.directory)
         return self._child
 
     async def encode(self, prompt: str | list[dict[str, Any]], *, max_tokens: int) -> list[int]:
@@ -159,7 +159,7 @@ class TokenizerProcess:
                 async with asyncio.timeout(self._start_seconds):
                     ready = await child.receive()
                 if ready.error is not None:
-                    raise TokenizerError(ready.error)
+                    raise TokenizerError(ready.error, is_unavailable=True)
                 child.is_ready = True
             late = f"the text was not tokenized within {self._text_seconds:g} s"
             async with asyncio.timeout(self._text_seconds):
@@ -174,9 +174,10 @@ class TokenizerProcess:
                     child.num_stale += 1
                     raise
         except TimeoutError:
-            raise TokenizerError(late) from None
+            raise TokenizerError(late, is_unavailable=not child.is_ready) from None
         except (OSError, EOFError) as error:
-            raise TokenizerError("the process that tokenizes text has died, of too little memory perhaps") from error
+            text = "the process that tokenizes text has died, of too little memory perhaps"
+            raise TokenizerError(text, is_unavailable=True) from error
 
 
 def too_long(num_tokens: int, max_tokens: int) -> str:

@@ -389,12 +389,13 @@ async def test_connection_without_a_request_gives_way_to_a_new_one() -> None:
         idle.send("GET", "/ready")
         assert (await idle.response()).status == 200
         await until(lambda: sum(each._num_header_bytes == 21 for each in served.server._waiting) == 1)
+        refused = b"HTTP/1.1 503 Service Unavailable"
         seen, new = [], [await served.connect() for _ in waiting]
         for closed, connection in zip(waiting, new, strict=True):
             connection.send("GET", "/health")
             assert (await connection.response()).status == 200
             seen.append((await closed.reader.read()).split(b"\r\n")[0])
-        assert seen == [b"", b"HTTP/1.1 503 Service Unavailable", b"", b""]
+        assert seen == [b"", refused, refused, b""]
         for connection in (*waiting, *new):
             await connection.close()
         await until(lambda: not served.server.num_connections)

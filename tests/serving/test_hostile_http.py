@@ -1,0 +1,201 @@
+"""Clients that use HTTP in ways that no friendly client does, and prompts that cost more than they seem to."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+from serving.served_app import MODEL, DirectProcess, served_app
+from serving.test_http_api import CHAT, COMPLETE, HELLO, left, until
+
+from flowrt.actors.front_end_messages import StateQuery, StateReport
+from flowrt.errors import TokenizerError
+from flowrt.serving import exchange, http_server
+from flowrt.serving.http_server import BoundedProtocol
+from flowrt.serving.json_body import TokenIds
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+async def test_client_that_sends_requests_ahead_and_leaves_cancels_them_all() -> None:
+    async with served_app() as served:
+        connection = await served.connect()
+        for _ in range(3):
+            connection.send("POST", CHAT, HELLO | {"stream": True})
+        request = await served.submitted.get()
+        await connection.close()
+        await left(served)
+        assert [each.request_id for each in served.cancelled] == [request.id]
+        assert served.submitted.empty(), "the others had not begun"
+
+
+async def test_requests_sent_ahead_get_their_responses_in_order() -> None:
+    async with served_app() as served:
+        connection = await served.connect()
+        connection.send("POST", CHAT, HELLO)
+        connection.send("GET", "/version")
+        request = await served.submitted.get()
+        served.finish(request)
+        assert (await connection.response()).json()["object"] == "chat.completion"
+        assert (await connection.response()).json() == {"version": "1.2.3"}
+        await connection.close()
+
+
+async def test_part_of_a_next_request_does_not_end_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some clients send an empty line behind a body. It is no slow request while the response goes on."""
+    monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.001)
+    num_times, on_slow_headers = 0, BoundedProtocol._on_slow_headers
+
+    def count(protocol: BoundedProtocol) -> None:
+        nonlocal num_times
+        num_times += 1
+        on_slow_headers(protocol)
+
+    async with served_app() as served:
+        monkeypatch.setattr(BoundedProtocol, "_on_slow_headers", count)
+        connection = await served.connect()
+        connection.send("POST", CHAT, HELLO | {"stream": True})
+        request = await served.submitted.get()
+        connection.writer.write(b"\r\n")
+        await until(lambda: num_times > 2)
+        served.emit(request, " 1")
+        served.finish(request)
+        assert (await connection.events_after_head())[-1]["choices"][0]["finish_reason"] == "stop"
+        await connection.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "rest"),
+    [
+        (b"", b"2;x=" + b"a" * 40_000),
+        (b"2\r\n{}\r\n", b"2;x=" + b"a" * 40_000),
+        (b"2\r\n{}\r\n", b"0\r\nx: " + b"a" * 40_000),
+        (b"2\r\n{}\r\n", b"0\r\nx-request-id: of-another\r\n\r\n"),
+    ],
+)
+async def test_what_is_between_the_pieces_of_a_body_is_bounded(body: bytes, rest: bytes) -> None:
+    """No trailers at all: a proxy may have checked the headers only."""
+    async with served_app() as served:
+        connection = await served.connect()
+        connection.writer.write(CHUNKED + body)
+        await until(lambda: any(not each._in_headers for each in served.server._state.connections))
+        await until(lambda: bool(served.app._budget.num_bytes) == bool(body))
+        connection.writer.write(rest)
+        response = await connection.response()
+        assert (response.error[:2], response.headers["connection"]) == ((400, "invalid_value"), "close")
+        await connection.close()
+
+
+async def test_head_is_get_without_a_body_and_other_methods_are_named() -> None:
+    async with served_app() as served:
+        connection = await served.connect()
+        connection.send("HEAD", "/health")
+        head = await connection.head()
+        assert (head.status, int(head.headers["content-length"])) == (200, len(b'{"status":"ok"}'))
+        connection.send("POST", "/health")
+        assert (await connection.response()).headers["allow"] == "GET, HEAD"
+        connection.send("HEAD", CHAT)
+        head = await connection.head()
+        assert (head.status, head.headers["allow"]) == (405, "POST")
+        await connection.close()
+
+
+async def test_prompts_count_among_the_bodies_until_they_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_encode = asyncio.Event()
+
+    async def encode(process: DirectProcess, prompt: Any, *, max_tokens: int) -> list[int]:
+        await may_encode.wait()
+        return [5]
+
+    monkeypatch.setattr(exchange, "MAX_BUFFERED_BYTES", 3_000)
+    monkeypatch.setattr(DirectProcess, "encode", encode)
+    async with served_app() as served:
+        body = {"prompt": "a" * 2_000}
+        calls = [asyncio.create_task(served.call("POST", COMPLETE, body))]
+        await until(lambda: served.client.num_open)
+        assert (await served.call("POST", COMPLETE, body)).error[:2] == (429, "rate_limit_exceeded")
+        may_encode.set()
+        requests = [await served.submitted.get()]
+        calls.append(asyncio.create_task(served.call("POST", COMPLETE, body)))
+        requests.append(await served.submitted.get())
+        for request in requests:
+            served.finish(request)
+        assert [(await call).status for call in calls] == [200, 200]
+        assert served.app._budget.num_bytes == 0
+
+
+async def test_padding_of_a_prompt_is_not_kept_while_it_is_answered() -> None:
+    async with served_app() as served:
+        call = asyncio.create_task(served.call("POST", COMPLETE, b'{"prompt": [1,' + b" " * 100_000 + b"2]}"))
+        request = await served.submitted.get()
+        assert request.prompt_token_ids == (1, 2)
+        assert not [each for each in gc.get_objects() if isinstance(each, TokenIds)]
+        served.finish(request)
+        assert (await call).status == 200
+
+
+async def test_errors_of_the_tokenizer_show_no_path_and_no_address(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = TokenizerError(f"the chat template of {MODEL} failed: <jinja2.Cycler object at 0x7f12> has no name")
+
+    async def fail(process: DirectProcess, prompt: Any, *, max_tokens: int) -> list[int]:
+        raise error
+
+    monkeypatch.setattr(DirectProcess, "encode", fail)
+    async with served_app() as served:
+        response = await served.call("POST", CHAT, HELLO)
+        assert response.error == (400, "invalid_value", "messages")
+        assert response.json()["error"]["message"] == "the chat template of the model failed: <jinja2.Cycler object> has no name"
+        error = TokenizerError(f"{MODEL} cannot be read", is_unavailable=True)
+        response = await served.call("POST", CHAT, HELLO)
+        assert response.error == (503, "service_unavailable", None)
+        assert "cannot be read" not in response.body.decode()
+        assert "cannot be read" in caplog.text
+        await left(served)
+
+
+async def test_state_that_cannot_be_read_once_can_be_read_again(caplog: pytest.LogCaptureFixture) -> None:
+    async with served_app() as served:
+        report_state = served.front_ends._report_state
+
+        async def fail(query: StateQuery) -> StateReport:
+            raise KeyError("an edge that has just gone")
+
+        served.front_ends._report_state = fail
+        for _ in range(2):
+            assert (await served.call("GET", "/metrics")).error[:2] == (503, "service_unavailable")
+        assert "an edge that has just gone" in caplog.text
+        served.front_ends._report_state = report_state
+        assert (await served.call("GET", "/metrics")).status == 200
+
+
+async def test_texts_to_tokenize_wait_for_each_other_and_no_request_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them at a time is before the prompts of requests. A client that leaves takes its text along."""
+    may_encode, texts = asyncio.Event(), list[Any]()
+
+    async def encode(process: DirectProcess, prompt: Any, *, max_tokens: int) -> list[int]:
+        texts.append(prompt)
+        await may_encode.wait()
+        return [5]
+
+    monkeypatch.setattr(DirectProcess, "encode", encode)
+    async with served_app() as served:
+        connections = [await served.connect() for _ in range(3)]
+        for at, connection in enumerate(connections):
+            connection.send("POST", "/tokenize", {"prompt": f"text {at}"})
+            await until(lambda at=at: served.app._budget.num_bytes == (at + 1) * len('{"prompt": "text 0"}'))
+        call = asyncio.create_task(served.call("POST", COMPLETE, {"prompt": "a request"}))
+        await until(lambda: len(texts) == 2)
+        assert texts == ["text 0", "a request"]
+        await connections[1].close()
+        await until(lambda: served.server.num_connections == 3)
+        may_encode.set()
+        served.finish(await served.submitted.get())
+        assert (await call).status == 200
+        for connection in (connections[0], connections[2]):
+            assert (await connection.response()).json()["tokens"] == [5]
+            await connection.close()
+        assert texts == ["text 0", "a request", "text 2"]
