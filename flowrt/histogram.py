@@ -1,4 +1,4 @@
-"""A histogram of durations in buckets, as Prometheus has them."""
+"""A histogram in buckets, as Prometheus has them."""
 
 from __future__ import annotations
 

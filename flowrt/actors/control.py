@@ -249,6 +249,7 @@ class Statistics(Control, frozen=True):
     inline_seconds: float = 0.0  # the part of compute_seconds that ran on the event loop
     num_steps: int = 0
     num_rows: int = 0  # of all steps
+    step_row_counts: tuple[int, ...] = ()  # steps by bucket of STEP_ROW_EDGES (engine/scheduler.py)
     num_preemptions: int = 0
     num_prefix_queries: int = 0  # tokens of prompts looked up in the prefix cache
     num_prefix_hits: int = 0  # those found

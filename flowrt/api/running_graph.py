@@ -20,7 +20,7 @@ from flowrt.actors.emulated_links import check_machine
 from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt, each_input
 from flowrt.api.model_gateway import new_gateway
 from flowrt.api.request_log import open_request_log
-from flowrt.api.served import StateReports, front_end_services
+from flowrt.api.served import StateReports, front_end_services, max_model_len
 from flowrt.api.warm_up import warm_up
 from flowrt.errors import NotRunningError, TokenizerError, UserError
 from flowrt.gateway.completion import Completion
@@ -86,7 +86,7 @@ class RunningGraph:
         self._clock = seams.clock
         self._progress = self.launcher.health_record.progress
         on_token = trace.add_token if trace is not None else None
-        metrics = RequestMetrics() if serving is not None else None
+        metrics = RequestMetrics(max_model_len(graph, self._config, serving)) if serving is not None and self._config is not None else None
         self._requests: Requests | None = None
         if gateway is not None:
             self._requests = Requests(gateway, self.launcher.send, self._progress, seams.clock, on_token, metrics)

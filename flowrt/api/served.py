@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from flowrt.actors.control import Statistics, StatisticsRequest
 from flowrt.actors.front_end_messages import StateQuery, StateReport
-from flowrt.api.status import read_processes
+from flowrt.api.status import process_state, read_processes
 from flowrt.errors import FlowrtError
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import Graph, front_end_names
@@ -109,4 +109,5 @@ class StateReports:
             outages=launcher.health_record.outages,
             hosts={name: host for name in workers if (host := launcher.graph.shown_host(name))},
             down=frozenset(name for name in workers if not launcher.state.is_usable(name)),
+            states={name: process_state(launcher, name) for name in workers},
         )

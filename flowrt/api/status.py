@@ -48,7 +48,7 @@ def _status(
         role=role_of(name),
         pid=pid,
         host=launcher.graph.shown_host(name),
-        state="up" if name in (LAUNCHER, FORK_SERVER) else _state(launcher, name),
+        state="up" if name in (LAUNCHER, FORK_SERVER) else process_state(launcher, name),
         heartbeat_age_seconds=launcher.health_record.heartbeat_age(name),
         cpu_percent=cpu_percent,
         resident_bytes=resident_bytes if pid or statistics is None else statistics.resident_bytes,
@@ -58,6 +58,6 @@ def _status(
     )
 
 
-def _state(launcher: Launcher, name: str) -> ProcessState:
+def process_state(launcher: Launcher, name: str) -> ProcessState:
     condition = launcher.health_record.condition(name)
     return "starting" if condition == "up" and not launcher.state.is_usable(name) else condition

@@ -19,6 +19,7 @@ from flowrt.engine.sequence import Sequence, SequenceState
 from flowrt.engine.transfers import Hold, Pull, offered_prompts
 from flowrt.engine.validation import refusal
 from flowrt.graph.model import GraphLimits
+from flowrt.histogram import Histogram
 from flowrt.offered_prompt import OfferedPrompt
 from flowrt.reliability.fault_table import STEP_AGAIN, FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason
@@ -40,8 +41,7 @@ class EngineStatistics:
     num_free_pages: int
     num_pages: int
     num_requests: int
-    num_steps: int  # committed ones
-    num_rows: int  # rows of committed steps
+    step_rows: Histogram  # rows of each committed step
     num_tokens: int  # tokens emitted
     num_preemptions: int
     num_prefix_queries: int  # tokens looked up in the prefix cache
@@ -102,7 +102,7 @@ class Engine:
         self._epoch = 0
         self._draining = False
         self._begun: set[tuple[str, int]] = set()  # attempts whose pull was returned by `new_pulls`
-        self._num_requests = self._num_sequences = self._num_steps = self._num_rows = self._num_tokens = 0
+        self._num_requests = self._num_sequences = self._num_tokens = 0
 
     @property
     def epoch(self) -> int:
@@ -279,14 +279,12 @@ class Engine:
         if len(logprobs) != running.num_logprobs:
             raise ValueError(f"expected {running.num_logprobs} logprobs, got {len(logprobs)} (step {step} of micro-batch {micro_batch})")
         self._steps[micro_batch] = None
-        self._num_steps += 1
         decisions: list[Decision] = []
         tokens, logprobs_left, scores_left = iter(token_ids), iter(logprobs), islice(logprobs, len(logprobs) - len(batch.scores), None)
         for sequence, num_rows in running.parts:
             sequence.in_step = False
             sequence.is_suspect = False
             sequence.is_degraded = sequence.is_degraded or degraded
-            self._num_rows += num_rows
             token_id = next(tokens) if produces_token(sequence, num_rows) else None
             has_logprobs = token_id is not None and sequence.request.params.logprobs is not None
             own = next(logprobs_left) if has_logprobs else None
@@ -299,6 +297,7 @@ class Engine:
             elif token_id is not None:
                 self._scheduler.cache(sequence)
                 decisions += self._append(sequence, token_id, own)
+        self._scheduler.step_rows.observe(batch.num_rows)
         if self._limits.target_step_seconds:
             self._scheduler.step_times.observe(batch.num_rows, sum(batch.kv_lengths), now - running.began)
         if self._micro_batches is not None:
@@ -362,8 +361,7 @@ class Engine:
             num_free_pages=scheduler.num_free_pages,
             num_pages=scheduler.pages.num_pages,
             num_requests=self._num_requests,
-            num_steps=self._num_steps,
-            num_rows=self._num_rows,
+            step_rows=scheduler.step_rows,
             num_tokens=self._num_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_prefix_queries=scheduler.num_prefix_queries,

@@ -31,6 +31,9 @@ from flowrt.engine.sequence import Sequence, SequenceState
 from flowrt.engine.step_times import StepBudget, StepTimes
 from flowrt.engine.validation import num_pages_for
 from flowrt.graph.model import GraphLimits
+from flowrt.histogram import Histogram
+
+STEP_ROW_EDGES = (1.0, *(8.0 * 2**power for power in range(12)))  # as in vLLM
 
 
 def _age(sequence: Sequence) -> int:
@@ -53,6 +56,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.pulling: list[Sequence] = []  # in the order of admission, as `held`
         self.held: list[Sequence] = []
+        self.step_rows = Histogram(STEP_ROW_EDGES)  # of committed steps
         self.num_preemptions = 0
         self.num_prefix_queries = self.num_prefix_hits = 0  # tokens looked up in the prefix cache, and those found
         self.step_times = StepTimes()

@@ -421,7 +421,8 @@ def _count(metrics: RequestMetrics, decision: Decision, now: float) -> None:
         case TokenEvent():
             metrics.add_token(decision.request, decision.choice, now)
         case SendRequest() if decision.request.kv is None:  # otherwise the same attempt goes on in a group
-            metrics.place(decision.index, len(decision.request.prompt_token_ids), now)
+            request = decision.request
+            metrics.place(decision.index, len(request.prompt_token_ids), request.params.n, request.max_tokens, now)
         case EndEvent():
             metrics.end(decision.request, decision.finish_reason, now)
 

@@ -6,7 +6,7 @@ A killed incarnation counts up to its last reported statistics.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 import msgspec
@@ -31,6 +31,11 @@ def add_experts(all_experts: Iterable[ExpertStatistics]) -> dict[int, dict[int, 
     return {layer: dict(sorted(found[layer].items())) for layer in sorted(found)}
 
 
+def add_counts(*counts: Sequence[int]) -> tuple[int, ...]:
+    """The sums of counts by bucket."""
+    return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
+
+
 def total(past: Statistics | None, latest: Statistics, num_restarts: int = 0) -> Statistics:
     """Statistics of the past incarnations and the latest one as one: counts are summed, states are those of the latest."""
     past = past or Statistics()
@@ -43,7 +48,7 @@ def total(past: Statistics | None, latest: Statistics, num_restarts: int = 0) ->
             payload_bytes=former.payload_bytes + edge.payload_bytes,
             wait_seconds=former.wait_seconds + edge.wait_seconds,
             latency_seconds=former.latency_seconds + edge.latency_seconds,
-            latency_counts=tuple(map(sum, zip_longest(former.latency_counts, edge.latency_counts, fillvalue=0))),
+            latency_counts=add_counts(former.latency_counts, edge.latency_counts),
         )
     nodes = {node.node: msgspec.structs.replace(node, num_waiting=0) for node in past.nodes}
     for node in latest.nodes:
@@ -62,6 +67,7 @@ def total(past: Statistics | None, latest: Statistics, num_restarts: int = 0) ->
         nodes=tuple(nodes[name] for name in sorted(nodes)),
         edges=tuple(edges[name] for name in sorted(edges)),
         num_restarts=num_restarts,
+        step_row_counts=add_counts(past.step_row_counts, latest.step_row_counts),
         fallbacks=(*past.fallbacks, *latest.fallbacks)[-MAX_FALLBACKS:],
         **{name: getattr(past, name) + getattr(latest, name) for name in _COUNTS},
     )

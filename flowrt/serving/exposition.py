@@ -9,7 +9,9 @@ from typing import get_args
 from flowrt.actors.control import Statistics
 from flowrt.actors.front_end_messages import RefusalKind
 from flowrt.dataflow.edge_times import LATENCY_EDGES
+from flowrt.engine.scheduler import STEP_ROW_EDGES
 from flowrt.gateway.request_metrics import (
+    VLLM_CHOICES_EDGES,
     VLLM_FIRST_TOKEN_EDGES,
     VLLM_REQUEST_EDGES,
     VLLM_TOKEN_EDGES,
@@ -18,8 +20,9 @@ from flowrt.gateway.request_metrics import (
 from flowrt.graph.model import role_of
 from flowrt.histogram import Histogram
 from flowrt.launcher.outage_record import OutageRecord
-from flowrt.launcher.totals import add_experts
+from flowrt.launcher.totals import add_counts, add_experts
 from flowrt.sampling_params import FinishReason
+from flowrt.serving.graph_status import ProcessState
 
 Labels = Mapping[str, str]
 
@@ -27,7 +30,7 @@ Labels = Mapping[str, str]
 @dataclass(frozen=True)
 class ServedState:
     """What is exported. `num_waiting`: requests at the gateway without a group. `workers`: statistics by process. `down`: processes that
-    are not at work. `hosts`: the host of each process, where there are several."""
+    are not at work. `states`: what flowrt ps shows of each process. `hosts`: the host of each process, where there are several."""
 
     model_name: str
     is_healthy: bool
@@ -38,6 +41,7 @@ class ServedState:
     down: frozenset[str]
     outages: OutageRecord = field(default_factory=OutageRecord)
     hosts: Mapping[str, str] = field(default_factory=dict)
+    states: Mapping[str, ProcessState] = field(default_factory=dict)
 
     def labels(self, process: str, **more: str) -> Labels:
         host = {"host": self.hosts[process]} if process in self.hosts else {}
@@ -156,15 +160,17 @@ def _add_reliability(page: _Page, state: ServedState) -> None:
 
 
 def _add_vllm(page: _Page, state: ServedState) -> None:
-    """The series that dashboards for vLLM query, with its bucket edges."""
+    """The series that dashboards for vLLM query, with its bucket edges; also the names that were used for two of them before."""
     metrics, workers = state.metrics, state.workers.values()
     labels = {"model_name": state.model_name, "engine": "0"}
     running, waiting = sum(each.num_running for each in workers), state.num_waiting + sum(each.num_waiting for each in workers)
     num_pages, num_free = sum(each.num_pages for each in workers), sum(each.num_free_pages for each in workers)
+    used = (num_pages - num_free) / max(1, num_pages)
     for name, kind, text, value in (
         ("num_requests_running", "gauge", "Number of requests in model execution batches.", running),
         ("num_requests_waiting", "gauge", "Number of requests waiting to be processed.", waiting),
-        ("kv_cache_usage_perc", "gauge", "KV-cache usage. 1 means 100 percent usage.", (num_pages - num_free) / max(1, num_pages)),
+        ("kv_cache_usage_perc", "gauge", "KV-cache usage. 1 means 100 percent usage.", used),
+        ("gpu_cache_usage_perc", "gauge", "As kv_cache_usage_perc.", used),
         ("num_preemptions_total", "counter", "Number of preemptions.", sum(each.num_preemptions for each in workers)),
         ("prefix_cache_queries_total", "counter", "Prefix cache queries, in tokens.", sum(each.num_prefix_queries for each in workers)),
         ("prefix_cache_hits_total", "counter", "Prefix cache hits, in tokens.", sum(each.num_prefix_hits for each in workers)),
@@ -174,13 +180,25 @@ def _add_vllm(page: _Page, state: ServedState) -> None:
         page.add(f"vllm:{name}", kind, text, [(labels, value)])
     ended = [({**labels, "finished_reason": reason}, metrics.ended[reason]) for reason in get_args(FinishReason)]
     page.add("vllm:request_success_total", "counter", "Count of processed requests.", ended)
+    steps = Histogram(STEP_ROW_EDGES, add_counts(*(each.step_row_counts for each in workers)), sum(each.num_rows for each in workers))
     for name, histogram, edges in (
-        ("time_to_first_token", metrics.first_token_seconds, VLLM_FIRST_TOKEN_EDGES),
-        ("inter_token_latency", metrics.token_seconds, VLLM_TOKEN_EDGES),
-        ("e2e_request_latency", metrics.request_seconds, VLLM_REQUEST_EDGES),
-        ("request_queue_time", metrics.queue_seconds, VLLM_REQUEST_EDGES),
+        ("time_to_first_token_seconds", metrics.first_token_seconds, VLLM_FIRST_TOKEN_EDGES),
+        ("inter_token_latency_seconds", metrics.token_seconds, VLLM_TOKEN_EDGES),
+        ("time_per_output_token_seconds", metrics.token_seconds, VLLM_TOKEN_EDGES),
+        ("request_time_per_output_token_seconds", metrics.mean_token_seconds, VLLM_TOKEN_EDGES),
+        ("e2e_request_latency_seconds", metrics.request_seconds, VLLM_REQUEST_EDGES),
+        ("request_queue_time_seconds", metrics.queue_seconds, VLLM_REQUEST_EDGES),
+        ("request_inference_time_seconds", metrics.group_seconds, VLLM_REQUEST_EDGES),
+        ("request_prefill_time_seconds", metrics.prefill_seconds, VLLM_REQUEST_EDGES),
+        ("request_decode_time_seconds", metrics.decode_seconds, VLLM_REQUEST_EDGES),
+        ("request_prompt_tokens", metrics.prompt_tokens, metrics.prompt_tokens.edges),
+        ("request_generation_tokens", metrics.generation_tokens, metrics.generation_tokens.edges),
+        ("request_max_num_generation_tokens", metrics.choice_tokens, metrics.choice_tokens.edges),
+        ("request_params_max_tokens", metrics.max_tokens, metrics.max_tokens.edges),
+        ("request_params_n", metrics.num_choices, VLLM_CHOICES_EDGES),
+        ("iteration_tokens_total", steps, STEP_ROW_EDGES),
     ):
-        page.add_histogram(f"vllm:{name}_seconds", f"Histogram of {name.replace('_', ' ')} in seconds.", histogram, edges, labels)
+        page.add_histogram(f"vllm:{name}", f"Histogram of {name.replace('_', ' ')}.", histogram, edges, labels)
 
 
 def _written(labels: Labels) -> str:

@@ -15,16 +15,19 @@ from flowrt.gateway.request_metrics import RequestTimes
 from flowrt.graph.model import Graph, role_of
 from flowrt.launcher.totals import add_experts
 from flowrt.serving.exposition import ServedState
+from flowrt.serving.graph_status import ProcessState
 
 MAX_OPEN = 100  # requests in progress that are shown
 
 
 class LiveProcess(msgspec.Struct, frozen=True):
-    """`busy_seconds`: time that it computed. `num_pages` 0: not an attention group. `host`: "" where there is one host."""
+    """`state`: as flowrt ps shows it. `busy_seconds`: time that it computed. `num_pages` 0: not an attention group. `host`: "" where
+    there is one host."""
 
     name: str
     role: str
     is_up: bool
+    state: ProcessState
     busy_seconds: float
     resident_bytes: int
     num_restarts: int
@@ -99,16 +102,18 @@ def live_state(graph: Graph, state: ServedState, problems: tuple[str, ...], now:
         num_generation_tokens=metrics.num_generation_tokens,
         num_ended={str(reason): number for reason, number in metrics.ended.items()},
         num_refused=metrics.refused.total(),
-        processes=tuple(_process(name, each, name not in state.down, state.hosts.get(name, "")) for name, each in state.workers.items()),
+        processes=tuple(_process(name, each, state) for name, each in state.workers.items()),
         edges=tuple(_edges(graph, state.workers)),
         experts=tuple(_experts(state.workers)),
         requests=tuple(_request(each) for each in requests),
     )
 
 
-def _process(name: str, found: Statistics, is_up: bool, host: str) -> LiveProcess:
-    counts = found.resident_bytes, found.num_restarts, found.num_running, found.num_waiting
-    return LiveProcess(name, role_of(name), is_up, found.compute_seconds, *counts, found.num_pages, found.num_free_pages, host)
+def _process(name: str, found: Statistics, state: ServedState) -> LiveProcess:
+    is_up = name not in state.down
+    shown: ProcessState = state.states.get(name, "up" if is_up else "down")
+    counts = found.resident_bytes, found.num_restarts, found.num_running, found.num_waiting, found.num_pages, found.num_free_pages
+    return LiveProcess(name, role_of(name), is_up, shown, found.compute_seconds, *counts, state.hosts.get(name, ""))
 
 
 def _edges(graph: Graph, workers: Mapping[str, Statistics]) -> Iterator[LiveEdge]:

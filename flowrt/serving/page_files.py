@@ -11,6 +11,7 @@ _KINDS = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".json": "application/json",  # the dashboard for Grafana
 }
 # The page may load and call this server alone, runs no script that is not one of these files, and is not shown within other pages.
 HEADERS = {

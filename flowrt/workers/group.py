@@ -90,8 +90,9 @@ class Group:
         engine = self._engine.statistics()
         return msgspec.structs.replace(
             statistics,
-            num_steps=engine.num_steps,
-            num_rows=engine.num_rows,
+            num_steps=engine.step_rows.count,
+            num_rows=int(engine.step_rows.total),
+            step_row_counts=tuple(engine.step_rows.counts),
             num_preemptions=engine.num_preemptions,
             num_prefix_queries=engine.num_prefix_queries,
             num_prefix_hits=engine.num_prefix_hits,

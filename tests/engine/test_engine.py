@@ -63,6 +63,8 @@ def test_a_chunk_that_does_not_finish_the_prompt_yields_no_sample() -> None:
             assert step.batch.kv_lengths == [20]
             assert len(group.step_done(0, number, [7])) == 2
     assert lengths == [[8], [8], [4]]
+    rows = group.statistics().step_rows
+    assert (rows.counts[:3], rows.total) == ([0, 3, 0], 20)
 
 
 def test_decoding_rows_come_before_chunks_under_max_num_batched_tokens() -> None:

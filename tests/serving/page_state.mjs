@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import * as state from "../../flowrt/serving/page/state.js";
 
-const process = (name, busy = 0, more = {}) => ({ name, role: name.replace(/\.\d+$/, ""), is_up: true, busy_seconds: busy, num_pages: 0, ...more });
+const process = (name, busy = 0, more = {}) => ({ name, role: name.replace(/\.\d+$/, ""), is_up: true, state: "up", busy_seconds: busy, num_pages: 0, ...more });
 const edge = (source, target, num_bytes) => ({ source, target, transport: "shm", num_messages: num_bytes / 10, num_bytes });
 const at = (seconds, more = {}) => ({ seconds, num_generation_tokens: 0, num_prompt_tokens: 0, processes: [], edges: [], experts: [], requests: [], ...more });
 
@@ -26,6 +26,11 @@ const at = (seconds, more = {}) => ({ seconds, num_generation_tokens: 0, num_pro
   assert.equal(state.lineWidth(0, 0), 1);
   assert.equal(state.lineWidth(100, 100), 10);
   assert.ok(state.lineWidth(1, 100) > 1);
+}
+
+{ // processes
+  assert.deepEqual(["up", "suspect", "starting"].map((shown) => state.processClass(process("a.0", 0, { state: shown }))), ["", "suspect", "suspect"]);
+  assert.equal(state.processClass(process("a.0", 0, { is_up: false, state: "given up" })), "down");
 }
 
 for (const width of [320, 900]) { // layout

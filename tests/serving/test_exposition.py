@@ -13,13 +13,22 @@ from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.serving.exposition import ServedState, exposition
 
 ROOT = Path(__file__).resolve().parents[2]
+# What vLLM's own dashboards for Grafana query, present and former.
+VLLM_SERIES = (
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc", "request_success_total"),
+    *("prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds", "time_to_first_token_seconds"),
+    *("inter_token_latency_seconds", "time_per_output_token_seconds", "request_time_per_output_token_seconds"),
+    *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds"),
+    *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens", "iteration_tokens_total"),
+    *("request_params_n", "request_params_max_tokens", "prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"),
+)
 _SAMPLE = re.compile(r'[a-z0-9_:]+(\{([a-z_]+="(\\.|[^"\\\n])*",?)+\})? (\d+|[\d.e+-]+)')
 
 
 def state() -> ServedState:
-    metrics = RequestMetrics()
+    metrics = RequestMetrics(max_model_len=64)
     metrics.admit(0, 0.0)
-    metrics.place(0, 5, 0.0)
+    metrics.place(0, 5, 1, 8, 0.0)
     for now in (0.05, 0.052, 1.0):
         metrics.add_token(0, 0, now)
     metrics.end(0, "stop", 1.0)
@@ -28,6 +37,9 @@ def state() -> ServedState:
         (NodeStatistics("gate", 2, 6, 0.5, 3),),
         (ExpertStatistics(0, (0, 1, 2), (1, 2, 6)),),
         num_running=2,
+        num_steps=3,
+        num_rows=21,
+        step_row_counts=(1, 1, 1, *[0] * 11),
         num_waiting=1,
         num_pages=10,
         num_free_pages=4,
@@ -70,6 +82,13 @@ def test_values_are_those_of_the_state() -> None:
         'vllm:inter_token_latency_seconds_bucket{model_name="tiny",engine="0",le="0.01"} 1',
         'vllm:inter_token_latency_seconds_bucket{model_name="tiny",engine="0",le="+Inf"} 2',
         'vllm:request_success_total{model_name="tiny",engine="0",finished_reason="stop"} 1',
+        'vllm:request_prefill_time_seconds_sum{model_name="tiny",engine="0"} 0.05',
+        'vllm:request_decode_time_seconds_bucket{model_name="tiny",engine="0",le="1.0"} 1',
+        'vllm:request_prompt_tokens_bucket{model_name="tiny",engine="0",le="5.0"} 1',
+        'vllm:request_prompt_tokens_bucket{model_name="tiny",engine="0",le="50.0"} 1',
+        'vllm:request_params_max_tokens_bucket{model_name="tiny",engine="0",le="10.0"} 1',
+        'vllm:iteration_tokens_total_bucket{model_name="tiny",engine="0",le="8.0"} 2',
+        'vllm:iteration_tokens_total_sum{model_name="tiny",engine="0"} 21',
     ):
         assert line in lines
 
@@ -86,6 +105,8 @@ def test_processes_have_their_host_where_there_are_several() -> None:
 
 def test_names_of_vllm_are_there_only_if_wanted() -> None:
     assert "vllm:" not in exposition(state(), with_vllm_names=False)
+    lines = exposition(state(), with_vllm_names=True).splitlines()
+    assert {line.split()[2] for line in lines if line.startswith("# TYPE vllm:")} == {f"vllm:{name}" for name in VLLM_SERIES}
 
 
 def test_dashboard_shows_each_series_that_is_exported_and_no_other() -> None:

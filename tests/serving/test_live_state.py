@@ -18,9 +18,8 @@ GRAPH = read_graph(Path(__file__).resolve().parents[2] / "examples" / "quickstar
 
 
 def state(metrics: RequestMetrics, **workers: Statistics) -> LiveState:
-    served = ServedState(
-        "tiny", False, 2, 1, metrics, {name.replace("_", "."): each for name, each in workers.items()}, frozenset({"experts.1"})
-    )
+    named = {name.replace("_", "."): each for name, each in workers.items()}
+    served = ServedState("tiny", False, 2, 1, metrics, named, frozenset({"experts.1"}), states={"attention.0": "suspect"})
     made = live_state(GRAPH, served, ("one expert is lost",), 9.0)
     assert msgspec.json.decode(msgspec.json.encode(made), type=LiveState) == made
     return made
@@ -37,9 +36,9 @@ def test_edges_are_summed_between_processes_and_experts_over_them() -> None:
         experts_2=Statistics(experts=experts),
     )
     assert [(each.source, each.target, each.num_bytes) for each in found.edges] == [("attention.0", "experts.1", 100 * len(across))]
-    assert [(each.name, each.role, each.is_up) for each in found.processes][:2] == [
-        ("attention.0", "attention", True),
-        ("experts.1", "experts", False),
+    assert [(each.name, each.role, each.is_up, each.state) for each in found.processes][:2] == [
+        ("attention.0", "attention", True, "suspect"),
+        ("experts.1", "experts", False, "down"),
     ]
     assert [(each.layer, each.num_pairs) for each in found.experts] == [(0, (10, 0, 12))]
     assert found.problems == ("one expert is lost",)
@@ -49,7 +48,7 @@ def test_requests_are_those_that_run_and_the_latest_that_ended() -> None:
     metrics = RequestMetrics()
     for number in range(MAX_ENDED + 5):
         metrics.admit(number, 1.0)
-        metrics.place(number, 7, 2.0)
+        metrics.place(number, 7, 1, 8, 2.0)
         metrics.add_token(number, 0, 3.0)
         metrics.end(number, "stop", 4.0)
     metrics.admit(999, 5.0)
@@ -66,6 +65,7 @@ async def test_page_needs_no_key_but_its_data_do() -> None:
             ("/page/page.js", "text/javascript"),
             ("/page/state.js", "text/javascript"),
             ("/page/page.css", "text/css"),
+            ("/page/grafana-dashboard.json", "application/json"),
         ):
             response = await served.call("GET", path)
             assert (response.status, response.headers["content-type"].partition(";")[0]) == (200, kind)

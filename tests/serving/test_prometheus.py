@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 
 import pytest
 from serving.server_process import ROOT, SECONDS, Server
+from serving.test_exposition import VLLM_SERIES
 
 KEY = "change-me"
 PAUSE_SECONDS = 0.2
@@ -68,7 +69,8 @@ def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
         with prometheus(config, tmp_path) as found:
             server.kill("experts.0")
             server.wait_back("experts.0")
-            left = ["up{job='flowrt'} == 1", "vllm:generation_tokens_total", *expressions()]
+            vllm = [f'{{__name__=~"vllm:{name}(_count)?"}}' for name in VLLM_SERIES]
+            left = ["up{job='flowrt'} == 1", *vllm, *expressions()]
             for _ in range(int(SECONDS / PAUSE_SECONDS)):
                 server.json("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 4})
                 if not (left := [each for each in left if not found.query(each)]):

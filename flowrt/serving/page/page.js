@@ -104,13 +104,13 @@ function drawGraph(now, rates) {
 }
 
 function drawBox(name, box, busy) {
-  const group = svg("g", { class: box.process.is_up ? "" : "down" });
+  const group = svg("g", { class: state.processClass(box.process) });
   const place = { x: box.x, y: box.y, width: box.width, height: box.height, rx: 6 };
-  const text = box.process.is_up ? state.percentText(busy) : "down";
+  const text = box.process.is_up ? state.percentText(busy) : box.process.state;
   const label = box.width < 90 ? name.replace("attention", "attn").replace("front_end", "front") : name;
   const { host } = box.process;
   group.append(
-    svg("title", {}, `${name}${host ? ` on ${host}` : ""}: ${box.process.is_up ? `${text} busy` : "down"}`),
+    svg("title", {}, `${name}${host ? ` on ${host}` : ""}: ${box.process.state}${box.process.is_up ? `, ${text} busy` : ""}`),
     svg("rect", { ...place, class: "box" }),
     svg("rect", { ...place, class: "fill", "fill-opacity": box.process.is_up ? Math.min(0.85, busy) : 0 }),
     svg("text", { x: box.x + box.width / 2, y: box.y + 17, "text-anchor": "middle" }, label),
@@ -239,8 +239,8 @@ function showProcesses(now, rates) {
     const row = document.createElement("tr");
     const name = html("th", each.name);
     name.scope = "row";
-    const up = html("td", each.is_up ? "up" : "down");
-    up.className = each.is_up ? "" : "down";
+    const up = html("td", each.state);
+    up.className = state.processClass(each);
     const group = each.num_pages > 0;
     const host = html("td", each.host);
     host.className = "host";

@@ -127,6 +127,12 @@ export function readEvent(line) {
   return { text: choice?.text ?? choice?.delta?.content ?? "", reason: choice?.finish_reason ?? null, usage: event.usage ?? null };
 }
 
+/** The style of a process: "" for one that works well. */
+export function processClass(process) {
+  if (!process.is_up) return "down";
+  return process.state === "up" ? "" : "suspect";
+}
+
 export function bytesText(bytes) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let at = 0;
