@@ -73,7 +73,8 @@ def serve(
     """Start a graph and serve it through OpenAI's API over HTTP, until it is stopped.
 
     After SIGTERM or Ctrl-C, requests in progress finish within --drain-seconds
-    and new ones are refused. A second signal ends the server at once.
+    and new ones are refused. A second signal ends them with an error, and the
+    server at once.
     Exit codes: 0 stopped in order, 2 bad input (nothing was started),
     3 a worker died that the graph needs, 130 ended at once.
     """

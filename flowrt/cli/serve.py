@@ -120,6 +120,8 @@ class ServeSession:
         self._graph.require_tokenizer()
         self._body: asyncio.Task[Any] | None = None
         self._stop: asyncio.Future[None] | None = None  # once it serves
+        self._may_finish = False  # requests in progress, since the first signal
+        self._time_left: asyncio.Timeout | None = None  # for these
 
     @property
     def sentence(self) -> str:
@@ -161,8 +163,18 @@ class ServeSession:
             self._stop = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._stop, graph.launcher.opened_task()}, return_when=asyncio.FIRST_COMPLETED)
             if self._stop.done():
-                await graph.end_serving(self._options.drain_seconds)
+                await self._drain(graph)
                 self._keep_folder(False)
+
+    async def _drain(self, graph: RunningGraph) -> None:
+        """Let requests in progress finish. After a second signal each stream gets its error event; then raises CancelledError."""
+        try:
+            async with asyncio.timeout(None if self._may_finish else 0) as self._time_left:
+                await graph.end_serving(self._options.drain_seconds)
+                self._may_finish = False
+        except TimeoutError:
+            await graph.end_serving(0)
+            raise asyncio.CancelledError from None
 
     def _keep_folder(self, is_kept: bool) -> None:
         """Whether the folder outlives this process: what is in it can be resumed."""
@@ -208,16 +220,23 @@ class ServeSession:
                 events.print_news(event)
 
     def _on_signal(self, number: int) -> None:
-        """The first signal drains the server; the second one, or one before it serves, ends it at once."""
+        """The first signal drains the server; the second one ends requests in progress with an error, and then the server. A further
+        one, or one while no requests are served, ends it at once."""
         if self.folder is not None:
             self.folder.mark_stopping()
         if self._stop is not None and not self._stop.done():
             _print(f"stopping: requests in progress finish within {self._options.drain_seconds:g} s; once more to end at once")
             self._stop.set_result(None)
+            self._may_finish = True
             _notify("STOPPING=1")
+            return
+        _print("ending at once")
+        self._keep_folder(False)
+        if self._may_finish:
+            self._may_finish = False
+            if self._time_left is not None:
+                self._time_left.reschedule(asyncio.get_running_loop().time())
         elif self._body is not None:
-            _print("ending at once")
-            self._keep_folder(False)
             self._body.cancel()
 
 

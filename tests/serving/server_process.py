@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GRAPH = ROOT / "examples" / "quickstart.yaml"
 CLOSING = {"content-type": "application/json", "connection": "close"}  # the connection ends with the response
 SECONDS = 60.0  # a machine may be busy; no test waits for it when all is well
+STANDS_STILL = ("--set", "reliability.dead_seconds=600")  # a process may be stopped for as long as a test wants
 
 
 class Server:
@@ -61,16 +63,28 @@ class Server:
             assert response.status == 200, text
             return json.loads(text)
 
+    def open_stream(self, body: Any) -> http.client.HTTPResponse:
+        """A stream whose head has come: its request is in progress. `events_of` reads it."""
+        response = self.request("/v1/completions", body | {"stream": True})
+        assert response.status == 200, response.read()
+        return response
+
     def stream(self, body: Any) -> Iterator[Any]:
-        """The events of a stream, which must end with [DONE]."""
-        with self.request("/v1/completions", body | {"stream": True}) as response:
-            assert response.status == 200, response.read()
-            for line in response:
-                if line == b"data: [DONE]\n":
-                    return
-                if line.strip():
-                    yield json.loads(line.removeprefix(b"data: "))
-        raise AssertionError("the stream was cut off")
+        with self.open_stream(body) as response:
+            yield from events_of(response)
+
+    @contextmanager
+    def stopped(self, *names: str) -> Iterator[None]:
+        """These processes stand still, so that no request in them can end meanwhile. Give the server STANDS_STILL."""
+        pids = {self.pids[name] for name in names}
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                with suppress(ProcessLookupError):  # it has died with the launcher
+                    os.kill(pid, signal.SIGCONT)
 
     def kill(self, name: str) -> None:
         os.kill(self.pids[name], signal.SIGKILL)
@@ -84,6 +98,16 @@ class Server:
         self.process.wait()
         assert self.process.stderr is not None
         self.process.stderr.close()
+
+
+def events_of(response: http.client.HTTPResponse) -> Iterator[Any]:
+    """The events of a stream, which must end with [DONE]."""
+    for line in response:
+        if line == b"data: [DONE]\n":
+            return
+        if line.strip():
+            yield json.loads(line.removeprefix(b"data: "))
+    raise AssertionError("the stream was cut off")
 
 
 def metrics_of(server: Server) -> dict[str, float]:

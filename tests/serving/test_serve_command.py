@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,12 +17,14 @@ from typing import Any
 
 import psutil
 import pytest
-from serving.server_process import GRAPH, ROOT, SECONDS, Server, metrics_of
+from serving.server_process import GRAPH, ROOT, SECONDS, STANDS_STILL, Server, events_of, metrics_of
 
 from flowrt.bench.load.measure import bench_serve
 from flowrt.bench.load.options import LoadOptions
+from flowrt.exit_codes import INTERRUPTED
 
 ONE = ("--set", "deploy.processes=one")
+GROUPS = ("attention.0", "attention.1")
 JSON = {"content-type": "application/json"}
 LONG = {"prompt": "Once upon a time", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
 SHORT = LONG | {"max_tokens": 20}
@@ -115,7 +118,8 @@ def test_bench_serve_counts_the_tokens_that_the_server_counts(server: Server, tm
 
 def test_deaths_of_processes_and_the_end_of_the_server() -> None:
     """One server for all, because a start takes seconds."""
-    server = Server("--set", "deploy.experts.servers=2", "--set", "serving.front_ends=2", "--set", "numerics=strict")
+    sets = ("deploy.experts.servers=2", "serving.front_ends=2", "numerics=strict")
+    server = Server(*(word for each in sets for word in ("--set", each)), *STANDS_STILL, "--drain-seconds", "600")
     try:
         expected = text_of(list(server.stream(LONG)))
         for name in ("experts.0", "attention.0"):
@@ -138,38 +142,47 @@ def check_streams_survive(server: Server, name: str, expected: str) -> None:
 
 
 def check_front_end_dies_alone(server: Server, stack: ExitStack) -> None:
-    """Its connections break; those of the other front end, and new ones, do not."""
+    """Its connections break, and its requests are cancelled; connections of the other front end, and new ones, do not break."""
     connections: dict[str, http.client.HTTPConnection] = {}
     while len(connections) < 2:
         connection = server.connect()
         stack.callback(connection.close)
         connection.request("GET", "/ready")
         connection.getresponse().read()
-        owner = next(name for name in ("front_end.0", "front_end.1") if has_connection(server.pids[name], connection))
-        connections.setdefault(owner, connection)
+        connections.setdefault(owner_of(server, connection), connection)
     broken, other = connections["front_end.0"], connections["front_end.1"]
-    broken.request("POST", "/v1/completions", json.dumps(LONG | {"stream": True}), JSON)
-    response = broken.getresponse()
-    response.readline()
-    server.kill("front_end.0")
-    with pytest.raises((http.client.HTTPException, OSError)):
-        response.read()
-    other.request("GET", "/ready")
-    assert other.getresponse().status == 200
+    with server.stopped(*GROUPS):
+        broken.request("POST", "/v1/completions", json.dumps(LONG | {"stream": True}), JSON)
+        response = broken.getresponse()
+        server.kill("front_end.0")
+        with pytest.raises((http.client.HTTPException, OSError)):
+            response.read()
+        other.request("GET", "/version")
+        assert other.getresponse().status == 200
     assert server.json("/v1/completions", SHORT)["usage"]["completion_tokens"] == 20
+    while metrics_of(server)["flowrt_requests_active"]:
+        time.sleep(0.01)
     server.wait_back("front_end.0")
 
 
+def owner_of(server: Server, connection: http.client.HTTPConnection) -> str:
+    """The front end that has accepted the connection. The system's table may miss one while others come and go."""
+    while True:
+        for name in ("front_end.0", "front_end.1"):
+            if has_connection(server.pids[name], connection):
+                return name
+
+
 def check_streams_finish_when_stopped(server: Server) -> None:
-    stream = server.stream(LONG)
-    events = [next(stream)]
-    server.process.terminate()
-    server.wait_for("stopping")
-    for path, body in (("/ready", None), ("/v1/completions", LONG)):
-        with server.request(path, body) as response:
-            assert response.status == 503
-    events += stream
-    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    with server.stopped(*GROUPS):
+        response = server.open_stream(LONG)
+        server.process.terminate()
+        server.wait_for("stopping")
+        for path, body in (("/ready", None), ("/v1/completions", LONG)):
+            with server.request(path, body) as refused:
+                assert refused.status == 503
+    with response:
+        assert list(events_of(response))[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def has_connection(pid: int, connection: http.client.HTTPConnection) -> bool:
@@ -177,16 +190,22 @@ def has_connection(pid: int, connection: http.client.HTTPConnection) -> bool:
     return any(each.raddr and each.raddr.port == port for each in psutil.Process(pid).net_connections("tcp"))
 
 
-def test_streams_of_a_server_that_is_killed_end_with_an_error_event() -> None:
-    server = Server(*ONE)
+@pytest.mark.parametrize(("ends_at_once", "code"), [("killed", -signal.SIGKILL), ("second signal", INTERRUPTED)])
+def test_streams_of_a_server_that_ends_at_once_end_with_an_error_event(ends_at_once: str, code: int) -> None:
+    server = Server("--set", "deploy.processes=2", *STANDS_STILL)
     try:
-        stream = server.stream(LONG)
-        next(stream)
         front_end = psutil.Process(server.pids["front_end.0"])
-        server.process.kill()
-        assert list(stream)[-1]["error"]["type"] == "server_error"
+        with server.stopped(*GROUPS), server.open_stream(LONG) as response:
+            if ends_at_once == "killed":
+                server.process.kill()
+            else:
+                server.process.terminate()
+                server.wait_for("stopping")
+                server.process.terminate()
+            assert list(events_of(response))[-1]["error"]["type"] == "server_error"
         while is_running(front_end):
             time.sleep(0.01)
+        assert server.process.wait(SECONDS) == code
     finally:
         server.close()
 
