@@ -62,11 +62,19 @@ def show(
     mermaid: Annotated[bool, Parameter(negative=(), show_default=False, help="Print Mermaid text instead.")] = False,
     dot: Annotated[bool, Parameter(negative=(), show_default=False, help="Print Graphviz text instead.")] = False,
     svg: Annotated[Path | None, Parameter(help="Write an SVG picture to this file with Graphviz instead.")] = None,
+    html: Annotated[Path | None, Parameter(help="Write a page with a picture to this file instead; it needs no other program.")] = None,
     overrides: Overrides = None,
     model: ModelDirectory = None,
 ) -> None:
     """Show the expanded graph: its processes, fused chains, recovery, and the edges between processes."""
     graph = load(file, overrides, model)
+    if html is not None:
+        from flowrt.graph.html_page import to_html
+        from flowrt.output_file import check_writable, write_bytes
+
+        check_writable(str(html), "--html")
+        write_bytes(str(html), to_html(graph, file.name).encode(), "--html")
+        print(f"wrote {html}")
     if mermaid or dot or svg:
         from flowrt.graph.diagrams import to_dot, to_mermaid
 
@@ -74,6 +82,7 @@ def show(
             print(to_mermaid(graph) if mermaid else to_dot(graph), end="")
         if svg is not None:
             _draw(to_dot(graph), svg)
+    if mermaid or dot or svg or html:
         return
     from rich.console import Console
 

@@ -9,12 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import patch
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
 from flowrt.cli.app import main
-from flowrt.graph.diagrams import to_dot, to_mermaid
+from flowrt.graph.diagrams import drawn_edges, to_dot, to_mermaid
+from flowrt.graph.html_page import to_html
 from flowrt.graph.show import print_graph
 
 ROOT = Path(__file__).parents[2]
@@ -185,3 +187,33 @@ def test_a_large_graph_is_shown_by_role(load, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "process attention.0-11, 12 processes such as attention.0\n" in shown
     assert "edge attention.0-11 -> experts.0-7: 96 edges; auto; 2 credits\n" in shown
+
+
+@pytest.mark.parametrize("groups", [2, 12])
+def test_page_has_each_box_inside_and_each_edge_and_nothing_from_elsewhere(groups: int, load) -> None:
+    graph = load(DEPLOY, f"deploy.attention.groups={groups}")
+    page = ElementTree.fromstring(to_html(graph, "a <graph>").removeprefix("<!doctype html>\n"))
+    assert page.findtext("body/h1") == "a <graph>"
+    svg = page.find(".//svg")
+    assert svg is not None
+    boxes = [{name: float(box.attrib[name]) for name in ("x", "y", "width", "height")} for box in svg.iter("rect")]
+    for box in boxes:
+        assert box["x"] + box["width"] < float(svg.attrib["width"])
+        assert box["y"] + box["height"] < float(svg.attrib["height"])
+    names = [text.text for text in svg.iter("text") if text.attrib.get("class") == "name"]
+    assert names == (graph.process_names() if groups == 2 else ["attention.0-11", "experts.0-2"])
+    assert len(boxes) == len(names)
+    edges = list(drawn_edges(graph))
+    assert len(page.findall(".//table/tr")) == len(edges) + 1
+    shown = [line for path in svg.iter("path") for line in (path.findtext("title") or "").splitlines()]
+    assert set(shown) <= {f"{edge.source} to {edge.target}: {edge.label}" for edge in edges}
+    assert len(shown) == sum(edge.colour is not None or groups == 12 for edge in edges)
+    assert not re.search(r"https?:|<script|src=|@import|url\(", to_html(graph, "g"))
+
+
+def test_page_is_written_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("show", str(QUICKSTART), "--html", str(tmp_path / "graph.html")) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'graph.html'}\n"
+    assert (tmp_path / "graph.html").read_text().startswith("<!doctype html>\n")
+    assert call("show", str(QUICKSTART), "--html", str(tmp_path)) == 2
+    assert "--html" in capsys.readouterr().err
