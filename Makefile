@@ -131,7 +131,7 @@ chaos: $(STAMP) ## kill random processes of every role under load, one after ano
 overload: $(STAMP) ## measure goodput, refusals and memory at 1x to 5x the load that a server can serve, with kills (ARGS="--seconds 20" for less); on a quiet machine
 	@$(BIN)/python tests/serving/overload.py $(ARGS)
 
-aborts: $(STAMP) ## open 10,000 connections and abort each at a random point, beside slow clients; nothing may be left behind
+aborts: $(STAMP) ## measure how soon the request of a client that leaves is freed, then abort 10,000 connections at random points; nothing may be left behind
 	@$(BIN)/python tests/serving/aborts.py $(ARGS)
 
 picture: $(RUNS) ## draw docs/pictures/quickstart.svg from a real run; it shows figures, so use a quiet machine

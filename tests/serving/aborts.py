@@ -1,7 +1,7 @@
 """`make aborts`: opens many connections to a real server and aborts each at a random point, beside clients that are slow on purpose.
 
-Nothing may be left of them: no request, page, descriptor or task, and a request afterwards has the tokens that it had before. Exit code 1
-when something is left.
+Before, it measures how soon a request is freed everywhere when its client leaves in its stream. Nothing may be left of any: no request,
+page, descriptor or task, and a request afterwards has the tokens that it had before. Exit code 1 when something is left.
 """
 
 from __future__ import annotations
@@ -23,14 +23,25 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 from serving.server_process import Server  # noqa: E402
 
+from flowrt.bench.report.figures import nearest_rank  # noqa: E402
+
 AT_ONCE = 32
 MAX_READ_BYTES = 3000  # that a client reads before it leaves
 SETTLE_SECONDS = 20.0
+LONG = {"max_tokens": 120, "n": 8}  # so that a request whose client has left would go on for long
 
 
-def request(number: int) -> bytes:
+def request(number: int, **more: int) -> bytes:
     texts = ("Once upon a time", "What is 1 + 2?", "Count from 3 to 11", "The dog")
-    fields = {"prompt": texts[number % 4], "max_tokens": 60, "ignore_eos": True, "temperature": 1, "seed": number % 4, "stream": True}
+    fields = {
+        "prompt": texts[number % 4],
+        "max_tokens": 60,
+        "ignore_eos": True,
+        "temperature": 1,
+        "seed": number % 4,
+        "stream": True,
+        **more,
+    }
     body = json.dumps(fields).encode()
     head = f"host: localhost\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}"
     return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + body
@@ -95,9 +106,38 @@ def left(server: Server) -> dict[str, float]:
     return {name: float(value) for name, _, value in values if float(value)}
 
 
-async def measure(server: Server, number: int, num_slow: int, seed: int) -> bool:
+async def freed_seconds(server: Server, number: int) -> float:
+    """From the moment at which a client leaves, whose stream has begun, until no group has anything of its request. The scrape that sees it
+    is included."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(request(number, **LONG))
+    await reader.readuntil(b"data: ")
+    began = time.monotonic()
+    writer.transport.abort()
+    await asyncio.sleep(0)  # now the connection is closed
+    while left(server):
+        pass
+    return time.monotonic() - began
+
+
+async def whole_seconds(server: Server) -> float:
+    """Of such a request that goes to its end."""
+    began = time.monotonic()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(request(0, **LONG))
+    await reader.read(-1)
+    writer.close()
+    return time.monotonic() - began
+
+
+async def measure(server: Server, number: int, num_slow: int, num_leaving: int, seed: int) -> bool:
     port, rng, slots = server.port, random.Random(seed), asyncio.Semaphore(AT_ONCE)
     expected = await text_of(port, 0)
+    whole = await whole_seconds(server)
+    freed = [await freed_seconds(server, index) for index in range(num_leaving)]
+    step = f"a step takes {whole / LONG['max_tokens'] * 1e3:.1f} ms, the whole request {whole * 1e3:.0f} ms"
+    quantiles = ", ".join(f"p{share * 100:g} {nearest_rank(freed, share) * 1e3:.1f} ms" for share in (0.5, 0.99))
+    print(f"{num_leaving} clients left in a stream; freed everywhere after {quantiles} ({step})", flush=True)
     before, began = holding(server), time.monotonic()
 
     async def one(index: int) -> None:
@@ -124,12 +164,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connections", type=int, default=10_000)
     parser.add_argument("--slow", type=int, default=64)
+    parser.add_argument("--leaving", type=int, default=200, help="clients whose time from leaving to freeing is measured")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     server = Server()
     try:
-        return 0 if asyncio.run(measure(server, options.connections, options.slow, options.seed)) else 1
+        return 0 if asyncio.run(measure(server, options.connections, options.slow, options.leaving, options.seed)) else 1
     finally:
         server.process.terminate()
         server.process.wait()
