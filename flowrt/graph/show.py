@@ -67,7 +67,8 @@ def _summary(graph: Graph) -> str:
     processes, *rest = _sizes(graph)
     parts = [f"{processes} ({graph.processes})", *rest]
     if graph.model is not None:
-        parts += [f"model {graph.model.path} in {graph.model.dtype}", counted(graph.micro_batches, "micro-batch")]
+        bound = "at most " if graph.limits.dynamic_micro_batches and graph.micro_batches > 1 else ""
+        parts += [f"model {graph.model.path} in {graph.model.dtype}", bound + counted(graph.micro_batches, "micro-batch")]
     if graph.emulation is not None:
         parts.append(f"emulated at dilation {graph.emulation.dilation:g}")
     return ", ".join(parts)
