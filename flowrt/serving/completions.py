@@ -27,7 +27,7 @@ from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
 from flowrt.serving.json_body import Prompt, TokenIds, estimated_tokens, invalid
 from flowrt.serving.request_form import RequestForm, form_of, read_form
 from flowrt.serving.tokenizer import Tokenizer
-from flowrt.serving.tokenizer_process import TokenizerProcess, too_long
+from flowrt.serving.tokenizer_process import TokenizerProcesses, too_long
 
 log = logging.getLogger("flowrt.front_end")
 
@@ -39,14 +39,14 @@ MAX_WRITE_BYTES = 64 << 10  # of events at once: then it waits for a client that
 class PromptEncoder:
     """Turns prompts into token ids within the limits of the graph."""
 
-    def __init__(self, process: TokenizerProcess, limits: GraphLimits, max_model_len: int, vocab_size: int) -> None:
-        self._process, self._limits, self.max_model_len, self._vocab_size = process, limits, max_model_len, vocab_size
+    def __init__(self, processes: TokenizerProcesses, limits: GraphLimits, max_model_len: int, vocab_size: int) -> None:
+        self._processes, self._limits, self.max_model_len, self._vocab_size = processes, limits, max_model_len, vocab_size
 
     async def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ApiError."""
         try:
             if not isinstance(prompt, TokenIds):
-                return tuple(await self._process.encode(prompt, max_tokens=self.max_model_len))
+                return tuple(await self._processes.encode(prompt, max_tokens=self.max_model_len))
             if prompt.num_tokens > self.max_model_len:
                 raise TokenizerError(too_long(prompt.num_tokens, self.max_model_len), is_too_long=True)
             await asyncio.sleep(0)  # other clients are served between the prompts of a request
@@ -55,7 +55,8 @@ class PromptEncoder:
             if error.is_unavailable:
                 log.warning("no prompt can be tokenized: %s", error)
                 raise ApiError(UNAVAILABLE, "prompts cannot be tokenized now; the log of the server has the reason") from None
-            text = _ADDRESS.sub("", str(error).replace(str(self._process.directory), "the model"))  # clients learn no path of this machine
+            # Clients learn no path of this machine.
+            text = _ADDRESS.sub("", str(error).replace(str(self._processes.directory), "the model"))
             kind = TOO_LONG if error.is_too_long else INVALID
             raise ApiError(kind, text, "messages" if isinstance(prompt, list) else "prompt") from None
 

@@ -27,7 +27,7 @@ from flowrt.serving.gateway_client import GatewayClient
 from flowrt.serving.http_app import HttpApp
 from flowrt.serving.http_server import HttpServer
 from flowrt.serving.tokenizer import Tokenizer
-from flowrt.serving.tokenizer_process import TokenizerProcess
+from flowrt.serving.tokenizer_process import TokenizerProcesses
 from flowrt.transports.contract import Channel
 
 _PR_SET_PDEATHSIG = 1
@@ -51,9 +51,9 @@ class HttpClientServer:
         read = msgspec.json.decode(settings, type=FrontEndSettings)
         directory = Path(read.model_dir)
         self._descriptors = seams.descriptors
-        self._process, tokenizer = TokenizerProcess(directory), Tokenizer(directory)
-        self._process.start()  # it loads meanwhile
-        encoder = PromptEncoder(self._process, graph.group_limits(), read.max_model_len, read.vocab_size)
+        self._processes, tokenizer = TokenizerProcesses(directory), Tokenizer(directory)
+        self._processes.start()  # it loads meanwhile
+        encoder = PromptEncoder(self._processes, graph.group_limits(), read.max_model_len, read.vocab_size)
         has_log = bool(graph.reliability.request_log)
         completions = Completions(client, encoder, tokenizer, read.eos_token_ids, graph.serving.stream_interval, has_log)
         application = HttpApp(read, client, completions, encoder, tokenizer, seams)
@@ -68,7 +68,7 @@ class HttpClientServer:
         await self._server.close(seconds)
 
     def end(self) -> None:
-        self._process.close()
+        self._processes.close()
 
 
 def _end_gently_with_launcher(on_end: Callable[[], None]) -> None:

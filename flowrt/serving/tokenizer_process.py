@@ -24,6 +24,7 @@ from flowrt.errors import TokenizerError
 from flowrt.serving.tokenizer import Tokenizer
 
 MAX_TEXT_CHARACTERS = 4 << 20
+LONG_CHARACTERS = 64 << 10  # texts up to this take some hundredths of a second
 TEXT_SECONDS = 10.0  # for one text
 START_SECONDS = 30.0  # to load the tokenizer
 STALE_SECONDS = 0.2  # for the response to a call that was cancelled
@@ -97,7 +98,7 @@ class TokenizerProcess:
     """
 
     def __init__(self, directory: Path, text_seconds: float = TEXT_SECONDS, start_seconds: float = START_SECONDS) -> None:
-        self.directory, self._text_seconds, self._start_seconds = directory, text_seconds, start_seconds
+        self._directory, self._text_seconds, self._start_seconds = directory, text_seconds, start_seconds
         self._child: _TokenizerChild | None = None
         self._is_closed = False
         self._turn = asyncio.Lock()
@@ -107,12 +108,12 @@ class TokenizerProcess:
         if self._is_closed:
             raise TokenizerError("the graph was closed", is_unavailable=True)
         if self._child is None:
-            self._child = _TokenizerChild(self.directory)
+            self._child = _TokenizerChild(self._directory)
         return self._child
 
     async def encode(self, prompt: str | list[dict[str, Any]], *, max_tokens: int) -> list[int]:
         """Token ids of a text, or of the messages of a chat; both were checked (flowrt/api/arguments.py). Raises TokenizerError."""
-        num_characters = len(prompt if isinstance(prompt, str) else msgspec.json.encode(prompt).decode())
+        num_characters = _num_characters(prompt)
         if num_characters > MAX_TEXT_CHARACTERS:
             raise TokenizerError(f"the text has {num_characters} characters, it may have at most {MAX_TEXT_CHARACTERS}")
         async with self._turn:
@@ -178,6 +179,32 @@ class TokenizerProcess:
         except (OSError, EOFError) as error:
             text = "the process that tokenizes text has died, of too little memory perhaps"
             raise TokenizerError(text, is_unavailable=True) from error
+
+
+class TokenizerProcesses:
+    """Two tokenizer processes of one model directory: long texts wait for each other, and no other text waits for them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._short, self._long = TokenizerProcess(directory), TokenizerProcess(directory)
+
+    def start(self) -> None:
+        """Start the process for short texts, without waiting for it. The first long text starts the other one. Raises TokenizerError."""
+        self._short.start()
+
+    async def encode(self, prompt: str | list[dict[str, Any]], *, max_tokens: int) -> list[int]:
+        """As TokenizerProcess.encode."""
+        process = self._long if _num_characters(prompt) > LONG_CHARACTERS else self._short
+        return await process.encode(prompt, max_tokens=max_tokens)
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+        self._short.close()
+        self._long.close()
+
+
+def _num_characters(prompt: str | list[dict[str, Any]]) -> int:
+    return len(prompt if isinstance(prompt, str) else msgspec.json.encode(prompt).decode())
 
 
 def too_long(num_tokens: int, max_tokens: int) -> str:

@@ -30,7 +30,7 @@ from flowrt.serving.http_app import HttpApp
 from flowrt.serving.http_server import HttpServer
 from flowrt.serving.listener import HttpListener, open_tcp_listener
 from flowrt.serving.tokenizer import Tokenizer
-from flowrt.serving.tokenizer_process import TokenizerProcess
+from flowrt.serving.tokenizer_process import TokenizerProcesses
 from flowrt.transports.wire.message import Message
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-moe"
@@ -38,7 +38,7 @@ LIMITS = GraphLimits(max_tokens=128)
 NAME, GROUP = "front_end.0", "attention.0"
 
 
-class DirectProcess(TokenizerProcess):
+class DirectProcess(TokenizerProcesses):
     """Tokenizes in this process: the tests' texts are harmless."""
 
     async def encode(self, prompt: Any, *, max_tokens: int) -> list[int]:

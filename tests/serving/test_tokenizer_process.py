@@ -14,7 +14,7 @@ from serving.test_tokenizer import CHATML, byte_level
 from flowrt.errors import TokenizerError
 from flowrt.serving import tokenizer_process
 from flowrt.serving.tokenizer import Tokenizer
-from flowrt.serving.tokenizer_process import MAX_TEXT_CHARACTERS, TokenizerProcess
+from flowrt.serving.tokenizer_process import LONG_CHARACTERS, MAX_TEXT_CHARACTERS, TokenizerProcess, TokenizerProcesses
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 
@@ -86,6 +86,19 @@ async def test_process_that_is_stopped_while_it_loads_is_reported_as_such(direct
             await process.encode("ab", max_tokens=100)
     finally:
         process.close()
+
+
+async def test_no_other_text_waits_for_a_long_one(directory: Path) -> None:
+    processes = TokenizerProcesses(directory)
+    try:
+        os.kill(processes._long.start().process.pid, signal.SIGSTOP)
+        encoding = asyncio.create_task(processes.encode("a" * (LONG_CHARACTERS + 1), max_tokens=LONG_CHARACTERS))
+        assert await processes.encode("ab", max_tokens=100) == Tokenizer(directory).encode("ab")
+        os.kill(processes._long.start().process.pid, signal.SIGCONT)
+        with pytest.raises(TokenizerError, match="longer than"):
+            await encoding
+    finally:
+        processes.close()
 
 
 async def test_a_caller_that_goes_leaves_nothing_to_the_next(directory: Path) -> None:
