@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from flowrt.errors import UserError
 
-_LOCK = "lock"
+_LOCK, _SEGMENT = "lock", re.compile(r"\d{20}\.log")
 MAX_SEGMENT_FILE = 1 << 30  # bytes; no segment that flowrt writes is near it
 
 
@@ -59,7 +60,10 @@ def open_log_folder(path: Path) -> LogFolder:
     """The folder, which is made if need be. Raises UserError when another process has it, or it cannot be used."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        status = path.stat()
+        if status.st_mode & 0o022 or status.st_uid not in (0, os.getuid()):
+            raise UserError(f"the request log {path} cannot be trusted: other users may write to it; give a folder of your own (chmod 700)")
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise UserError(f"the request log {path} cannot be opened ({error.strerror}); give a folder that this user may write to") from None
     try:
@@ -78,7 +82,8 @@ class _RealFolder:
         self.path, self._folder, self._lock = str(path), path, lock
 
     def names(self) -> list[str]:
-        return sorted(entry.name for entry in os.scandir(self._folder) if entry.name.endswith(".log"))
+        with os.scandir(self._folder) as entries:
+            return sorted(entry.name for entry in entries if _SEGMENT.fullmatch(entry.name))
 
     def read(self, name: str) -> bytes:
         path = self._folder / name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from flowrt.gateway.log_contents import LogContents
@@ -20,7 +21,7 @@ def open_request_log(graph: Graph, seams: Seams, resumes: bool) -> tuple[LogWrit
         return None
     folder = seams.open_log_folder(Path(graph.folder, settings.request_log))
     compute = seams.new_compute("request log") if settings.request_log_sync else None
-    return open_log(folder, identity_of(graph), resumes, compute)
+    return open_log(folder, identity_of(graph), resumes, compute, first_number=seams.new_seed())
 
 
 def identity_of(graph: Graph) -> dict[str, str]:
@@ -30,14 +31,24 @@ def identity_of(graph: Graph) -> dict[str, str]:
     limits = graph.group_limits()
     found = {"model": model_digest(Path(graph.model.path)), "dtype": graph.model.dtype, "numerics": graph.numerics}
     if graph.numerics == "strict":
-        found |= {"page_size": str(limits.page_size), "chunk_tokens": str(limits.chunk_tokens)}
+        threads = str(next(iter(graph.threads.values()), 1))  # the same everywhere
+        found |= {"page_size": str(limits.page_size), "chunk_tokens": str(limits.chunk_tokens), "threads": threads, "torch": _torch_build()}
     return found
 
 
+def _torch_build() -> str:
+    """The version of torch and its kind ("2.9.0+cpu"), without an import of it."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return "not installed"
+
+
 def model_digest(directory: Path) -> str:
-    """A digest of the model's configuration, tokenizer and weights: name, size and samples of each file."""
+    """A digest of the model's configuration, stop tokens, tokenizer and weights: name, size and samples of each file."""
     digest = blake2b(digest_size=16)
-    paths = [directory / "config.json", directory / "tokenizer.json", *sorted(directory.glob("*.safetensors"))]
+    names = ("config.json", "generation_config.json", "tokenizer.json")
+    paths = [*(directory / name for name in names), *sorted(directory.glob("*.safetensors"))]
     for path in paths:
         if path.exists():
             num_bytes = path.stat().st_size

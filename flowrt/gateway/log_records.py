@@ -4,14 +4,15 @@
     frame     4 bytes FLR1 | number of the frame, 8 bytes | length of the payload, 4 bytes | hash, 8 bytes | payload
     payload   MessagePack: a list of records, each an array that begins with the number of its kind
 
-Numbers are little-endian. The hash is BLAKE2b of the number, the length and the payload. Frames are numbered over all segments. A frame
-holds what the gateway committed in one turn of its loop, so it is there as a whole or not at all. The digit in FLR1 is the version.
+Numbers are little-endian. The hash is BLAKE2b of the number, the length and the payload. Frames are numbered over all segments, from a
+random number on, so that no client can write a frame of this log into its prompt. What the gateway committed in one decision is in one
+frame, so it is there as a whole or not at all. The digit in FLR1 is the version.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Annotated
@@ -26,6 +27,7 @@ from flowrt.sampling_params import FinishReason, SamplingParams
 
 MAGIC = b"FLR1"
 MAX_PAYLOAD = 1 << 28
+FRAME_BYTES = 16 << 20  # a larger frame is divided
 _HEAD = struct.Struct("<4sQI8s")
 _HASHED = struct.Struct("<QI")
 _Whole = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -116,8 +118,24 @@ class FoundFrames:
 
 
 def frame_of(number: int, records: Sequence[Record]) -> bytes:
-    payload = _encoder.encode(records)
+    return framed(number, _encoder.encode(records))
+
+
+def framed(number: int, payload: bytes) -> bytes:
     return _HEAD.pack(MAGIC, number, len(payload), _hash(number, payload)) + payload
+
+
+def payloads_of(records: Sequence[Record]) -> list[bytes]:
+    """The payloads of the frames of these records. More than FRAME_BYTES are divided where requests begin: the records of one decision
+    stay together."""
+    payload = _encoder.encode(records)
+    if len(payload) <= FRAME_BYTES:
+        return [payload]
+    begins = [at for at, record in enumerate(records) if at and isinstance(record, Submitted)]
+    if not begins:
+        return [payload]
+    middle = begins[len(begins) // 2]
+    return payloads_of(records[:middle]) + payloads_of(records[middle:])
 
 
 def record_of(event: ClientEvent) -> Record:
@@ -153,7 +171,8 @@ def read_frames(data: bytes) -> FoundFrames:
         try:
             number, found, end = _read_frame(data, at)
         except FrameError as error:
-            is_torn = not isinstance(error, _VersionError) and not any(_later_frames(data, at))
+            later = _later_frames(data, at, None if first is None else first + len(records))
+            is_torn = not isinstance(error, _VersionError) and not any(later)
             return FoundFrames(records, first, at, str(error), is_torn)
         if first is None:
             first = number
@@ -164,14 +183,15 @@ def read_frames(data: bytes) -> FoundFrames:
     return FoundFrames(records, first, at)
 
 
-def _read_frame(data: bytes, at: int) -> tuple[int, list[Record], int]:
-    """The number and the records of the frame at this byte, and where it ends. Raises FrameError."""
+def _read_frame(data: bytes, at: int, numbers: Container[int] | None = None) -> tuple[int, list[Record], int]:
+    """The number and the records of the frame at this byte, and where it ends. Raises FrameError, also when its number is none of
+    `numbers`."""
     if len(data) - at < _HEAD.size:
         raise FrameError("a frame is cut off")
     magic, number, length, digest = _HEAD.unpack_from(data, at)
     if magic[:3] == MAGIC[:3] and magic != MAGIC:
         raise _VersionError("it was written by another version of flowrt")
-    if magic != MAGIC or length > MAX_PAYLOAD:
+    if magic != MAGIC or length > MAX_PAYLOAD or (numbers is not None and number not in numbers):
         raise FrameError("a frame is damaged")
     begin = at + _HEAD.size
     payload = data[begin : begin + length]
@@ -185,11 +205,13 @@ def _read_frame(data: bytes, at: int) -> tuple[int, list[Record], int]:
         raise FrameError(f"frame {number} holds no records ({error})") from None
 
 
-def _later_frames(data: bytes, at: int) -> Iterator[int]:
-    """Where whole frames begin behind this byte: what is there was not cut off with a writer's death, but damaged."""
+def _later_frames(data: bytes, at: int, number: int | None) -> Iterator[int]:
+    """Where whole frames begin behind this byte: what is there was not cut off with a writer's death, but damaged. `number`: of the frame
+    there, if it is known. Then only greater ones count: a client can put a frame into its prompt, but does not know the numbers."""
+    numbers = None if number is None else range(number + 1, number + 1 + (len(data) - at) // _HEAD.size)
     while (at := data.find(MAGIC, at + 1)) >= 0:
         try:
-            _read_frame(data, at)
+            _read_frame(data, at, numbers)
         except FrameError:
             continue
         yield at + 1

@@ -1,8 +1,8 @@
 """Writes the request log on disk: what the gateway commits is in the log before any client gets it.
 
-Events wait here until their records are written, all of one turn of the loop in one frame and one write. Data that was written survives
-this process, however it ends: the kernel has it. With `is_synced` each write is followed by fdatasync in a thread, so that it also
-survives a power loss of the host; what is committed meanwhile is the next frame.
+Events wait here until their records are written, all of one turn of the loop in one frame and one write (several where many requests are
+submitted at once). Data that was written survives this process, however it ends: the kernel has it. With `compute` each write is followed
+by fdatasync in a thread, so that it also survives a power loss of the host; what is committed meanwhile is the next frame.
 
 A segment is removed when all requests that were submitted in it or before have been forgotten, the oldest first. So no end of a request
 is removed before its beginning.
@@ -16,7 +16,7 @@ from functools import partial
 
 from flowrt.errors import UserError
 from flowrt.gateway.log_contents import LogContents, read_log
-from flowrt.gateway.log_records import LogHeader, Record, frame_of, record_of, submitted_of
+from flowrt.gateway.log_records import LogHeader, Record, frame_of, framed, payloads_of, record_of, submitted_of
 from flowrt.gateway.request_log import ClientEvent, RequestLog
 from flowrt.log_files import LogFolder, LogSegment
 from flowrt.seams import Compute
@@ -116,14 +116,18 @@ class LogWriter:
         records, events = self._records, self._events
         self._records, self._events = [], []
         if records:
-            data = frame_of(self._number, records)
-            if self._compute is None:
-                self._segment.append(data)
-            else:
-                await self._compute.run("write the request log", partial(self._append_synced, data), SYNC_SECONDS)
-            self._number += 1
-            self._num_bytes += len(data)
+            for payload in payloads_of(records):
+                await self._append(framed(self._number, payload))
         self.on_written(events)
+
+    async def _append(self, data: bytes) -> None:
+        """Append a frame. Raises OSError."""
+        if self._compute is None:
+            self._segment.append(data)
+        else:
+            await self._compute.run("write the request log", partial(self._append_synced, data), SYNC_SECONDS)
+        self._number += 1
+        self._num_bytes += len(data)
         if self._num_bytes > self._segment_bytes:
             self._segment.close()
             self._segment = self._begin_segment()
@@ -160,8 +164,10 @@ def open_log(
     resumes: bool,
     compute: Compute | None = None,
     segment_bytes: int = MAX_SEGMENT_BYTES,
+    first_number: int = 0,
 ) -> tuple[LogWriter, LogContents]:
-    """The writer of a log, and what an earlier launcher left there. Raises UserError, and then closes the folder.
+    """The writer of a log, and what an earlier launcher left there. Raises UserError, and then closes the folder. `first_number`: of the
+    frames of a new log (log_records.py).
 
     Requests that are open are refused unless `resumes`, and if they are of another `identity`: their tokens would not be the same.
     """
@@ -170,6 +176,8 @@ def open_log(
             contents = read_log(folder)
         except OSError as error:
             raise unusable(folder, error) from None
+        if not contents.segments:
+            contents.next_number = first_number
         if contents.num_open and not resumes:
             hint = "flowrt up --resume NAME continues them; remove the folder to drop them"
             raise UserError(f"the request log {folder.path} holds {contents.num_open} open requests of a launcher that died; {hint}")
@@ -186,4 +194,6 @@ def open_log(
 
 def _other_identity(folder: LogFolder, name: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     both = f"{name} {theirs.get(name, 'none')}, this graph has {ours.get(name, 'none')}"
-    return f"the request log {folder.path} has open requests of {both}; resume with the graph and the model that they began with"
+    return (
+        f"the request log {folder.path} has open requests of {both}; resume with the graph, the model and the packages that they began with"
+    )

@@ -159,6 +159,14 @@ class RequestLog:
         return last if isinstance(last, EndEvent) else None
 
     @property
+    def num_bytes(self) -> int:
+        """About the memory that it takes."""
+        tokens = [event for event in self.events if isinstance(event, TokenEvent)]
+        num_logprobs = sum(len(event.top_logprobs) + sum(1 + len(each.top) for each in event.prompt_logprobs) for event in tokens)
+        form = b"" if self.origin is None else self.origin.form
+        return 256 * len(self.events) + 128 * num_logprobs + 40 * len(self.prompt_token_ids) + len(form)
+
+    @property
     def num_expected_now(self) -> int:
         """Tokens of output that are expected to come."""
         open_choices = (choice for choice in self.choices if choice.finish_reason is None)

@@ -24,7 +24,7 @@ Send = Callable[[str, Control], Awaitable[None]]
 ROUNDING_SECONDS = 1e-6  # a timer that is set to a deadline may fire this much before it, because its sums round differently
 MAX_UNREAD = 1024  # logs kept of requests that have ended and that no client follows
 # The same of a gateway with a request log, which keeps what clients have read too, because they may ask for it again.
-KEPT_SECONDS, MAX_KEPT_EVENTS = 600.0, 1 << 18
+KEPT_SECONDS, MAX_KEPT_BYTES = 600.0, 1 << 27
 UNATTENDED_SECONDS = 60.0  # that a request goes on when its last client has left, if it may
 
 
@@ -48,7 +48,7 @@ class Requests:
         self._on_change: dict[int, list[Callable[[], None]]] = {}  # by request: called after new events
         self._in_use: set[int] = set()  # requests that a call submits or follows
         self._unread: dict[int, float] = {}  # requests that have ended and that no call uses, oldest first, and since when
-        self._num_unread_events = 0
+        self._num_unread_bytes = 0
         self._unattended: set[int] = set()  # requests that go on for a while when no client follows them
         self._abandoned: dict[int, asyncio.TimerHandle] = {}  # of these, when they are cancelled
         self._by_origin: dict[str, dict[int, int]] = {}  # id of an HTTP request -> number of a prompt -> request
@@ -230,7 +230,7 @@ class Requests:
     def attach(self, index: int, on_change: Callable[[], None]) -> None:
         """Follow a request, perhaps beside others, from its first event on. `on_change` is as for `open`. `close` follows."""
         if self._unread.pop(index, None) is not None:
-            self._num_unread_events -= len(self.gateway.log(index).events)
+            self._num_unread_bytes -= self.gateway.log(index).num_bytes
         self._end_wait(index)
         self._in_use.add(index)
         self._on_change[index].append(on_change)
@@ -315,13 +315,13 @@ class Requests:
         """Keep the log of a request that has ended without a reader, and drop the oldest of too many."""
         if index not in self._unread:
             self._unread[index] = now = self._clock.now()
-            self._num_unread_events += len(self.gateway.log(index).events)
+            self._num_unread_bytes += self.gateway.log(index).num_bytes
             while len(self._unread) > MAX_UNREAD or (self._log is not None and self._keeps_too_much(now)):
                 self._let_go(next(iter(self._unread)))
 
     def _keeps_too_much(self, now: float) -> bool:
         oldest = next(iter(self._unread.values()), now)
-        return oldest < now - KEPT_SECONDS or self._num_unread_events > MAX_KEPT_EVENTS
+        return oldest < now - KEPT_SECONDS or self._num_unread_bytes > MAX_KEPT_BYTES
 
     def _register(self, index: int, origin: Origin) -> None:
         known = self._by_origin.setdefault(origin.id, {})
@@ -333,7 +333,7 @@ class Requests:
         """Cancel a request without a reader, unless it has ended, and drop its log."""
         log = self.gateway.log(index)
         if self._unread.pop(index, None) is not None:
-            self._num_unread_events -= len(log.events)
+            self._num_unread_bytes -= log.num_bytes
         self._carry_out(self.gateway.cancel(index))
         if log.end is not None:
             self.gateway.forget(index)

@@ -32,7 +32,7 @@ from flowrt.serving.tokenizer_process import TokenizerProcesses, too_long
 log = logging.getLogger("flowrt.front_end")
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, in the text of an exception
-MAX_POSITION_BYTES = 8192
+MAX_POSITION_DIGITS = 18  # of each number in the id of an event
 MAX_WRITE_BYTES = 64 << 10  # of events at once: then it waits for a client that reads slowly
 
 
@@ -280,7 +280,7 @@ def _position(num_sent: Mapping[int, int], num_choices: int) -> bytes:
 
 def _read_position(position: bytes, num_choices: int) -> list[int]:
     counts = position.split(b".")
-    if len(position) > MAX_POSITION_BYTES or len(counts) != num_choices or not all(each.isdigit() for each in counts):
+    if len(counts) != num_choices or not all(each.isdigit() and len(each) <= MAX_POSITION_DIGITS for each in counts):
         raise ApiError(INVALID, "the header Last-Event-ID is not the id of an event of this response")
     return [int(each) for each in counts]
 

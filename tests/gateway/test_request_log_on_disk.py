@@ -16,7 +16,7 @@ from flowrt.actors.front_end_messages import Origin
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import ClientEvent, EndEvent, Gateway, TokenEvent
 from flowrt.gateway.log_contents import LogContents, read_log
-from flowrt.gateway.log_records import MAGIC, Committed, LogHeader, Record, frame_of, read_frames
+from flowrt.gateway.log_records import MAGIC, Committed, LogHeader, Record, RequestEnded, frame_of, read_frames
 from flowrt.gateway.log_writer import MAX_SEGMENT_BYTES, LogWriter, open_log
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import GraphLimits
@@ -48,11 +48,12 @@ async def send_nothing(group: str, control: Control) -> None:
 
 
 def new_requests(
-    folder: Path, resumes: bool = False, synced: bool = False, segment_bytes: int = MAX_SEGMENT_BYTES
+    folder: Path, resumes: bool = False, synced: bool = False, segment_bytes: int = MAX_SEGMENT_BYTES, first_number: int = 0
 ) -> tuple[Requests, LogWriter]:
     gateway = Gateway(["g"], GraphLimits(), 64, 26, draw_seed=lambda: 99, new_detokenizer=Letters)
     requests = Requests(gateway, send_nothing, RequestProgress(), RealClock())
-    log, contents = open_log(open_log_folder(folder), IDENTITY, resumes, ThreadCompute("log") if synced else None, segment_bytes)
+    compute = ThreadCompute("log") if synced else None
+    log, contents = open_log(open_log_folder(folder), IDENTITY, resumes, compute, segment_bytes, first_number)
     requests.begin_log(log, contents)
     requests.begin()
     return requests, log
@@ -192,6 +193,75 @@ async def test_damage_is_named_and_not_taken_for_a_death(tmp_path: Path) -> None
         contents_of(tmp_path / "log")
     segment.write_bytes(good)
     contents_of(tmp_path / "log")
+
+
+async def test_a_frame_in_the_prompt_of_a_client_is_not_one_of_the_log(tmp_path: Path) -> None:
+    """The frame that a death cuts off has a whole one in it, whose number the client has guessed wrongly."""
+    forged = frame_of(5, [RequestEnded(0, "stop", None)])
+    requests, log = new_requests(tmp_path / "log", first_number=1 << 40)
+    index = await requests.submit(SamplingParams(max_tokens=9), submitter(1, 2))
+    await requests.wait_written()
+    requests.place(requests.open(SamplingParams(max_tokens=9), 2, lambda: None), (1, 2), Origin("forger", 0, 1, forged + b"the rest"))
+    await requests.wait_written()
+    (segment,) = (tmp_path / "log").glob("*.log")
+    data = segment.read_bytes()
+    left = copy_of(tmp_path / "log", tmp_path / "left", data.index(forged) + len(forged))
+    await close(requests, log)
+    resumed, log = new_requests(left, resumes=True)
+    assert resumed.gateway.num_unfinished == 1
+    assert resumed.gateway.is_open(f"request-{index}")
+    await close(resumed, log)
+    later = frame_of((1 << 40) + 3, [RequestEnded(0, "stop", None)])
+    (left / segment.name).write_bytes(data[:-1] + b"x" + later)
+    with pytest.raises(UserError, match="a frame is damaged"):
+        contents_of(left)
+
+
+async def test_many_requests_at_once_are_several_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowrt.gateway.log_records.FRAME_BYTES", 300)
+    requests, log = new_requests(tmp_path / "log", segment_bytes=2000)
+    for number in range(20):
+        requests.place(requests.open(SamplingParams(max_tokens=9), 2, lambda: None), (1, 2), Origin(f"id {number}", 0, 1, bytes(200)))
+    await requests.wait_written()
+    segments = sorted((tmp_path / "log").glob("*.log"))
+    assert len(segments) > 2
+    assert max(path.stat().st_size for path in segments) < 2000 + 2 * 300
+    resumed, other = new_requests(copy_of(tmp_path / "log", tmp_path / "left"), resumes=True)
+    assert resumed.gateway.num_unfinished == 20
+    await close(resumed, other)
+    await close(requests, log)
+
+
+async def test_other_files_and_folders_of_others(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir(mode=0o700)
+    (tmp_path / "log" / "mine.log").write_text("is no segment")
+    requests, log = new_requests(tmp_path / "log")
+    await close(requests, log)
+    assert (tmp_path / "log" / "mine.log").exists()
+    (tmp_path / "log").chmod(0o770)
+    with pytest.raises(UserError, match="cannot be trusted: other users may write to it"):
+        open_log_folder(tmp_path / "log")
+    (tmp_path / "link").mkdir(mode=0o700)
+    (tmp_path / "link" / "lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(UserError, match="cannot be opened"):
+        open_log_folder(tmp_path / "link")
+    assert not (tmp_path / "victim").exists()
+
+
+async def test_long_prompts_of_ended_requests_take_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowrt.gateway.requests.MAX_KEPT_BYTES", 40 * 1000)
+    requests, log = new_requests(tmp_path / "log")
+    for number in range(100):
+        index = requests.open(SamplingParams(max_tokens=1), 40, lambda: None)
+        requests.place(index, tuple([1] * 40), Origin(f"id-{number}", 0, 1, b""))
+        requests.on_control("g", Tokens((Token(f"request-{index}", 0, 0, (5,)),)))
+        requests.on_control("g", Ended(f"request-{index}", 0, "length", None, 0, 1))
+        await requests.wait_written()
+        requests.close(index, next(iter(requests._on_change[index])))
+    kept = [number for number in range(100) if requests.find(f"id-{number}")]
+    assert 10 <= len(kept) <= 25
+    assert kept == list(range(100 - len(kept), 100)), "the latest"
+    await close(requests, log)
 
 
 @given(st.lists(st.binary(max_size=80)), st.integers(0, 3))
