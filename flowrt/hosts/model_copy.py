@@ -2,7 +2,7 @@
 
 They travel on a channel of their own, so that they delay no heartbeat; its window bounds what is on the way. The receiver checks names and
 sizes before it writes, and the digest of each file before it is used. Its folder is locked while its host server lives; the next copy on
-that host removes those of host servers that were killed.
+that host removes those of host servers that were killed. Other users may write to the parent folder, so no link in it is followed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -30,10 +30,12 @@ from flowrt.transports.errors import EndOfChannel, TransportError
 
 CHUNK_BYTES = 1 << 20
 MAX_FILES = 1 << 12
-PREFIX = "flowrt-model-"
+PREFIX, MAX_FOLDERS = "flowrt-model-", 10
 T = TypeVar("T", bound=HostMessage)
 _BOUND_SECONDS = 60.0  # of one read or write of CHUNK_BYTES
+_REMEDY = "copy the model to the same path on this host, or set TMPDIR there"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # no link, and no pipe, whose opening would wait for a writer
 
 
 def has_model(path: str) -> bool:
@@ -56,6 +58,8 @@ async def send_model(directory: Path, channel: Channel, compute: Compute, on_pro
 
 def _list_files(directory: Path) -> tuple[ModelFile, ...]:
     paths = [directory / "config.json", directory / INDEX_NAME, *sorted(directory.glob("*.safetensors"))]
+    if wrong := next((path for path in paths if not _NAME.fullmatch(path.name)), None):
+        raise UserError(f"{wrong} cannot be copied to another host: its name has other characters than A-Z a-z 0-9 _ . -; rename the file")
     return tuple(ModelFile(path.name, path.stat().st_size) for path in paths if path.exists())
 
 
@@ -97,8 +101,7 @@ def _check_offer(offer: ModelOffer, free_bytes: int, folder: Path) -> None:
     if len(names) > MAX_FILES or len(set(names)) < len(names) or not all(map(_NAME.fullmatch, names)):
         raise msgspec.ValidationError("its list of files is not valid")
     if (total := sum(each.num_bytes for each in offer.files)) > free_bytes:
-        text = f"the model needs {total / 2**30:.1f} GiB, and {folder.parent} has {free_bytes / 2**30:.1f} GiB"
-        raise UserError(f"{text}; copy the model to the same path on this host, or set TMPDIR there")
+        raise UserError(f"the model needs {total / 2**30:.1f} GiB, and {folder.parent} has {free_bytes / 2**30:.1f} GiB; {_REMEDY}")
 
 
 async def _receive_file(channel: Channel, compute: Compute, path: Path, num_bytes: int) -> None:
@@ -107,8 +110,9 @@ async def _receive_file(channel: Channel, compute: Compute, path: Path, num_byte
     def write(data: bytes) -> None:
         file.write(data)
         digest.update(data)
+        file.flush()
 
-    with path.open("xb", buffering=0) as file:
+    with path.open("xb") as file:
         while left:
             data = (await _next(channel, FileChunk)).data
             if not 0 < len(data) <= left:
@@ -126,28 +130,47 @@ async def _next(channel: Channel, kind: type[T]) -> T:
     return message
 
 
-@contextlib.contextmanager
-def model_folder() -> Iterator[Path]:
-    """A folder of this host for a copy, which is removed at the end. Removes those of processes that were killed."""
-    parent = Path(tempfile.gettempdir())
-    with contextlib.ExitStack() as stack:
-        with _locked(parent):  # no other process sees the folder before it is locked
-            others = list(parent.glob(f"{PREFIX}*"))
-            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            stack.enter_context(_locked(folder))
-            for other in others:
-                with contextlib.suppress(OSError), _locked(other, fcntl.LOCK_NB):
-                    shutil.rmtree(other, ignore_errors=True)
-        yield folder
+def remove_left() -> None:
+    """Remove the folders of processes that were killed. Takes long where their files are large."""
+    with contextlib.suppress(OSError):  # there is no folder for temporary files: ModelFolder reports it
+        for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+            if (lock := _lock(left)) is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path, more: int = 0) -> Iterator[None]:
-    """With LOCK_NB, raises OSError when another process has locked it."""
-    descriptor = os.open(folder, os.O_RDONLY)
+class ModelFolder:
+    """An empty folder of this host for a copy, until `remove`. Raises UserError."""
+
+    def __init__(self) -> None:
+        try:
+            for _ in range(MAX_FOLDERS):
+                self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+                if (lock := _lock(self.path)) is not None:
+                    self._lock = lock
+                    return
+                shutil.rmtree(self.path, ignore_errors=True)  # another process took it for one that was left
+        except OSError as error:
+            raise UserError(f"no folder for the model can be made: {error}; {_REMEDY}") from None
+        raise UserError(f"{self.path.parent} has no file locks, which a copy of the model needs; {_REMEDY}")
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds the lock of a folder of this user. None: another process holds it, or the folder is no more."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | more)
-        yield
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(folder, _FOLDER)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status = os.fstat(descriptor)
+        if status.st_uid == os.getuid() and os.path.samestat(status, os.stat(folder)):
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None

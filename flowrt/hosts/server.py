@@ -39,7 +39,7 @@ from flowrt.hosts.messages import (
     ProcessStarted,
     own_version,
 )
-from flowrt.hosts.model_copy import has_model, model_folder, receive_model
+from flowrt.hosts.model_copy import ModelFolder, has_model, receive_model, remove_left
 from flowrt.hosts.sampling import RelayedWorker, Sampling
 from flowrt.process_backend import CONTROL_LIMITS, OpenBackend, ProcessBackend, ProcessSpec, WorkerProcess
 from flowrt.processes.fork_server import run_loop
@@ -122,16 +122,18 @@ class HostServer:
         if not start.model_path or has_model(start.model_path):
             await self._open_backend("")
             return
-        folder = self._folders.enter_context(model_folder())
-        self._post(ModelRequest())
         compute = self._seams.new_compute("model")
         try:
+            await compute.run("remove", remove_left, self._start_line.load_seconds)  # beside the loop, whose heartbeats go on
+            folder = ModelFolder()
+            self._folders.callback(folder.remove)
+            self._post(ModelRequest())
             async with await self._model_channel as channel:
-                await receive_model(channel, compute, folder)
+                await receive_model(channel, compute, folder.path)
         except UserError as error:
             self._post(HostFailed(str(error), is_user=True))
         else:
-            await self._open_backend(str(folder))
+            await self._open_backend(str(folder.path))
         finally:
             await compute.aclose()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import resource
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -18,8 +20,9 @@ from served_models import Served
 import flowrt
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
+from flowrt.hosts import model_copy
 from flowrt.hosts.messages import FileChunk, FileEnd, HostMessage, ModelFile, ModelOffer, as_message
-from flowrt.hosts.model_copy import CHUNK_BYTES, PREFIX, model_folder, receive_model, send_model
+from flowrt.hosts.model_copy import CHUNK_BYTES, PREFIX, ModelFolder, receive_model, remove_left, send_model
 from flowrt.launcher.loaded_files import LoadedFiles
 from flowrt.process_backend import CONTROL_LIMITS
 from flowrt.processes.leftover import marked_processes
@@ -102,15 +105,73 @@ async def test_what_is_not_the_model_is_one_error(messages: list[HostMessage], e
     assert "\n" not in str(raised.value)
 
 
+async def test_a_file_that_another_host_could_not_name_is_one_error(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    (tmp_path / "model" / "model (1).safetensors").write_bytes(b"x")
+    (tmp_path / "copy").mkdir()
+    here, there = socket.socketpair()
+    compute = ThreadCompute()
+    async with await StreamChannel.from_socket(here, CONTROL_LIMITS, Identity("there")) as channel:
+        with pytest.raises(UserError, match=r"model \(1\)\.safetensors cannot be copied to another host: .* rename the file"):
+            await send_model(tmp_path / "model", channel, compute, lambda: None)
+    await compute.aclose()
+    there.close()
+
+
+async def test_a_disk_that_becomes_full_within_the_last_part_is_noticed(tmp_path: Path) -> None:
+    """The system writes what fits, and reports no error."""
+    write_model(tmp_path / "model")
+    (tmp_path / "copy").mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * CHUNK_BYTES - 100, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"the model cannot be written to .* \(File too large\)"):
+            await receive(tmp_path / "model", tmp_path / "copy")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_folders_of_killed_host_servers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (left := tmp_path / f"{PREFIX}left").mkdir()
     (left / "a.safetensors").write_bytes(b"x")
-    with model_folder() as first:
-        assert not left.exists()
-        with model_folder() as second:
-            assert {first, second} == set(tmp_path.iterdir())
-        assert list(tmp_path.iterdir()) == [first]
+    first = ModelFolder()
+    remove_left()
+    assert list(tmp_path.iterdir()) == [first.path]
+    second = ModelFolder()
+    remove_left()
+    assert {first.path, second.path} == set(tmp_path.iterdir())
+    second.remove()
+    assert list(tmp_path.iterdir()) == [first.path]
+    first.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_other_users_leave_in_the_folder_above_is_neither_followed_nor_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_bytes(b"x")
+    os.mkfifo(tmp_path / "tmp" / f"{PREFIX}pipe")
+    (tmp_path / "tmp" / f"{PREFIX}link").symlink_to(tmp_path / "precious")
+    above = os.open(tmp_path / "tmp", os.O_RDONLY)
+    fcntl.flock(above, fcntl.LOCK_EX)
+    remove_left()
+    ModelFolder().remove()
+    os.close(above)
+    assert (tmp_path / "precious" / "file").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"^no folder for the model can be made: .*none.*; copy the model to the same path on this host"):
+        ModelFolder()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(model_copy, "_lock", lambda folder: None)
+    with pytest.raises(UserError, match="has no file locks"):
+        ModelFolder()
     assert list(tmp_path.iterdir()) == []
 
 
