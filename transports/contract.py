@@ -30,7 +30,7 @@ import msgspec
 
 from flowrt.transports.wire.message import Message
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_COPY_THREADS = 16
 LINGER_SECONDS = 2.0  # how long `aclose` waits for a peer to take what was sent
 
@@ -48,6 +48,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     capacity_messages: int = 64
     capacity_bytes: int = 1 << 25
     copy_threads: int = 1  # that copy a bulk payload in stripes; at most MAX_COPY_THREADS; shm only
+    silent_seconds: int = 0  # after which an end gives up a channel to a silent host; each its own; 0: when the system does
 
     def smaller(self, other: Limits) -> Limits:
         """The smaller of both values, field by field."""

@@ -5,6 +5,8 @@ links.py opens the links; flowrt/launcher/transport_choice.py chooses the transp
 
 from __future__ import annotations
 
+from math import ceil
+
 from flowrt.actors.links import LinkPlan
 from flowrt.graph.builtin import KV_UNPACK, RETURN
 from flowrt.graph.model import GATEWAY, Edge, Graph
@@ -45,6 +47,7 @@ def limits_of(graph: Graph, edges: list[Edge]) -> Limits:
         max_message_bytes=max(graph.limits_of(process).max_message_bytes for edge in edges for process in graph.ends_of(edge)),
         capacity_messages=max(16, 2 * sum(credits_of(graph, edge) for edge in edges)),
         capacity_bytes=RING_BYTES,
+        silent_seconds=0 if graph.hosts is None else ceil(graph.hosts.dead_seconds),
     )
 
 

@@ -239,6 +239,17 @@ async def test_over_tcp_on_loopback(loop_kind: str) -> None:
         await receive_all(two, 1, 2, 50_000)
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system does not let a process choose")
+@pytest.mark.parametrize(("seconds", "probed"), [(0, [0, 0]), (1, [1, 1000, 1, 1]), (9, [1, 9000, 3, 3])])
+async def test_the_kernel_probes_a_silent_host_as_long_as_the_limits_say(seconds: int, probed: list[int]) -> None:
+    keys = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE)]
+    keys += [(socket.IPPROTO_TCP, key) for key in (socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)]
+    async with opened(pair_maker("zmq", "zmq://127.0.0.1:0"), Limits(silent_seconds=seconds)) as ends:
+        for end in ends:
+            assert isinstance(end, ZeroMQChannel)
+            assert [end._peer_watch._socket.getsockopt(*key) for key in keys[: len(probed)]] == probed
+
+
 needs_curve = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq has no CURVE")
 CURVE = "zmq://127.0.0.1:0?curve"
 

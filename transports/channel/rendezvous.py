@@ -113,6 +113,16 @@ def ports_of(encryption: str) -> range:
     return range(int(first), int(last) + 1) if last else range(1)
 
 
+def _break_when_silent(sock: socket.socket, seconds: int) -> None:
+    """Let the kernel probe the other host while no data comes, and give up the connection, or the attempt to connect, when it does not
+    respond for about so long. The host of a stopped process responds."""
+    if seconds and sock.family == socket.AF_INET and hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        pause = max(1, seconds // 3)
+        for option, value in ((socket.TCP_KEEPIDLE, pause), (socket.TCP_KEEPINTVL, pause), (socket.TCP_USER_TIMEOUT, 1000 * seconds)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 def free_name() -> str:
     """An unused random name."""
     return secrets.token_hex(8) if sys.platform == "linux" else "127.0.0.1:0"
@@ -210,6 +220,7 @@ class SocketListener(QueuedListener):
             return
         self._pause_seconds = MIN_PAUSE_SECONDS
         sock.setblocking(False)
+        _break_when_silent(sock, self._end.limits.silent_seconds)
         if not _same_user(sock):
             self.rejected += 1
             sock.close()
@@ -320,6 +331,7 @@ async def meet(end: LocalEnd, offer: Callable[[Meeting], Offer]) -> Meeting:
             raise UnavailableError(f"cannot connect to {end}: {error.strerror}") from error
         try:
             sock.setblocking(False)
+            _break_when_silent(sock, end.limits.silent_seconds)
             await _connect(sock, address, str(end))
             if not _same_user(sock):
                 raise HandshakeError(f"{end} belongs to another user")

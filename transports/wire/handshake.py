@@ -49,7 +49,7 @@ class _Hello(msgspec.Struct, frozen=True, array_like=True):
     nonce: bytes
     name: str
     incarnation: str
-    limits: tuple[int, int, int, int, int, int]  # the fields of Limits, in their order
+    limits: tuple[int, int, int, int, int, int, int]  # the fields of Limits, in their order
 
 
 _decode_hello = msgspec.msgpack.Decoder(_Hello).decode
