@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from left_processes import left_processes
@@ -20,6 +22,8 @@ from processes.backend_checks import CHECKS, Check, Owner, close, run_check, spe
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import Graph, HostSettings
 from flowrt.hosts.backend import HostsBackend
+from flowrt.hosts.local_engine import LocalHostProcess
+from flowrt.hosts.messages import HostReply
 from flowrt.processes.leftover import marked_processes
 from flowrt.seams import Seams
 
@@ -94,6 +98,35 @@ async def test_a_host_that_cannot_be_used_is_one_error_and_leaves_nothing(monkey
         await open_backend(Owner())
     await asyncio.sleep(0)
     assert not left_processes(pids())
+
+
+async def test_a_host_that_cannot_be_reached_is_one_error_with_both_ends_and_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = LocalHostProcess.start
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.2", 0))
+        port = silent.getsockname()[1]
+
+        async def start_elsewhere(self: LocalHostProcess, line: bytes) -> bytes:
+            reply = msgspec.json.decode(await start(self, line), type=HostReply)
+            return msgspec.json.encode(msgspec.structs.replace(reply, address=f"zmq://127.0.0.2:{port}?curve"))
+
+        monkeypatch.setattr(LocalHostProcess, "start", start_elsewhere)
+        with pytest.raises(UserError) as raised:
+            await open_backend(Owner())
+    text = f"host.1 cannot be reached at zmq://127.0.0.2:{port}?curve from 127.0.0.1: no process listens at zmq://127.0.0.2:{port}"
+    assert str(raised.value) == f"{text}; let TCP connections between these two pass"
+    assert not left_processes(pids())
+
+
+async def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"^hosts\.engine is ray, which is not installed; install it with: pip install 'flowrt\[ray\]'$"):
+        await open_backend(Owner(), replace(GRAPH, hosts=HostSettings()))
+
+
+def test_no_other_engine_imports_ray() -> None:
+    code = "import sys, flowrt.cli.app, flowrt.hosts.backend, flowrt.hosts.server; sys.exit('ray' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
 
 async def hold() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, get_args
 
 import pytest
 from simulation.outcomes import finish_reasons
-from simulation.test_deaths import SEEDS, load, requests, serve_under
+from simulation.test_deaths import GRAPHS, SEEDS, load, requests, serve_under
 
+from flowrt.graph.facts import ModelFacts
+from flowrt.graph.file import load_graph
+from flowrt.graph.model import Graph
+from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Cut, Fault, Pause, Stall
 from flowrt.simulation.campaign import campaign
 from flowrt.simulation.cases import draw
@@ -16,7 +21,10 @@ FILE = "hosts/two.yaml"
 LINKS = [("gateway", "host.1"), ("attention.0", "experts.1"), ("attention.0", "attention.1"), ("experts.0", "attention.1")]
 
 
-def partition(direction: Literal["both", "there", "back"]) -> list[Fault]:
+Direction = Literal["both", "there", "back"]
+
+
+def partition(direction: Direction) -> list[Fault]:
     return [Cut(between=link, at_seconds=0.02, for_seconds=6.0, direction=direction) for link in LINKS]
 
 
@@ -28,7 +36,7 @@ def partition(direction: Literal["both", "there", "back"]) -> list[Fault]:
         [Crash(process="host.1", at_seconds=0.02), Crash(process="host.1", at_seconds=2.0)],
         [Pause(process="host.1", at_seconds=0.02, for_seconds=6.0)],
         [Cut(between=("gateway", "host.1"), at_seconds=0.02, for_seconds=6.0)],
-        *(partition(direction) for direction in ("both", "there", "back")),
+        *(partition(direction) for direction in get_args(Direction)),
     ],
     ids=["crash", "twice", "stop", "cut", "both", "there", "back"],
 )
@@ -36,6 +44,30 @@ def test_the_loss_of_a_host_changes_no_token_and_its_processes_rejoin(seed: int,
     outcome = serve_under(seed, load(FILE), requests(8), *faults, expect="tokens")
     assert finish_reasons(outcome.result) == ("length",) * 8
     assert outcome.num_faults["restarted"] >= 2
+
+
+def on_three_hosts() -> Graph:
+    settings = ("hosts.count=3", "deploy.attention.groups=3", "deploy.experts={servers: 3, replicas: 3}")
+    graph = load_graph(GRAPHS / FILE, settings, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
+    return replace(graph, reliability=replace(graph.reliability, detector=False))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("second", get_args(Direction))
+def test_two_partitions_at_once_change_no_token_and_both_hosts_rejoin(seed: int, second: Direction) -> None:
+    """One host is cut off in both directions; while it is, another one too, perhaps one way."""
+    graph = on_three_hosts()
+    workers = [name for name in graph.process_names() if name.startswith(("attention", "experts"))]
+
+    def cut_off(host: str, at_seconds: float, direction: Direction) -> list[Fault]:
+        own = [name for name in workers if graph.host_of(name) == host]
+        links = [("gateway", host), *((other, name) for name in own for other in workers if other not in own)]
+        return [Cut(between=link, at_seconds=at_seconds, for_seconds=6.0, direction=direction) for link in links]
+
+    faults = cut_off("host.1", 0.02, "both") + cut_off("host.2", 1.0, second)
+    outcome = serve_under(seed, graph, requests(8), *faults, expect="tokens")
+    assert finish_reasons(outcome.result) == ("length",) * 8
+    assert outcome.num_faults["restarted"] >= 4
 
 
 @pytest.mark.parametrize("seed", SEEDS)
