@@ -21,7 +21,7 @@ from serving.server_process import GRAPH, ROOT, SECONDS, STANDS_STILL, Server, e
 
 from flowrt.bench.load.measure import bench_serve
 from flowrt.bench.load.options import LoadOptions
-from flowrt.exit_codes import INTERRUPTED
+from flowrt.exit_codes import INTERRUPTED, SUCCESS
 
 ONE = ("--set", "deploy.processes=one")
 GROUPS = ("attention.0", "attention.1")
@@ -190,17 +190,21 @@ def has_connection(pid: int, connection: http.client.HTTPConnection) -> bool:
     return any(each.raddr and each.raddr.port == port for each in psutil.Process(pid).net_connections("tcp"))
 
 
-@pytest.mark.parametrize(("ends_at_once", "code"), [("killed", -signal.SIGKILL), ("second signal", INTERRUPTED)])
-def test_streams_of_a_server_that_ends_at_once_end_with_an_error_event(ends_at_once: str, code: int) -> None:
-    server = Server("--set", "deploy.processes=2", *STANDS_STILL)
+@pytest.mark.parametrize(
+    ("end", "drain_seconds", "code"),
+    [("killed", 600, -signal.SIGKILL), ("second signal", 600, INTERRUPTED), ("no time left", 0.1, SUCCESS)],
+)
+def test_streams_that_a_server_cannot_finish_end_with_an_error_event(end: str, drain_seconds: float, code: int) -> None:
+    server = Server("--set", "deploy.processes=2", *STANDS_STILL, "--drain-seconds", str(drain_seconds))
     try:
         front_end = psutil.Process(server.pids["front_end.0"])
         with server.stopped(*GROUPS), server.open_stream(LONG) as response:
-            if ends_at_once == "killed":
+            if end == "killed":
                 server.process.kill()
             else:
                 server.process.terminate()
                 server.wait_for("stopping")
+            if end == "second signal":
                 server.process.terminate()
             assert list(events_of(response))[-1]["error"]["type"] == "server_error"
         while is_running(front_end):
