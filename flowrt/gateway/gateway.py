@@ -170,7 +170,8 @@ class Gateway(RequestLogs):
             if (choice := log.choices[record.choice]).finish_reason is not None:  # a stop string has ended it
                 continue
             if isinstance(record, ChoiceEnded):
-                decisions += self._end_choice(log, choice, record.finish_reason)
+                if logged.end is None or record.finish_reason in ("stop", "length"):  # others have ended with the request
+                    decisions += self._end_choice(log, choice, record.finish_reason)
             else:
                 decisions += self._commit(log, choice, token_of(record), 0)
         if log.end is None and logged.end is not None:

@@ -138,6 +138,24 @@ async def test_another_launcher_has_the_same_events_text_seeds_and_ends(tmp_path
     await close(resumed, log)
 
 
+@pytest.mark.parametrize("has_ended", [(), (0,), (1,)])
+async def test_another_launcher_has_the_error_of_a_request_with_two_choices(tmp_path: Path, has_ended: tuple[int, ...]) -> None:
+    requests, log = new_requests(tmp_path / "log")
+    failed = await requests.submit(SamplingParams(max_tokens=2, n=2, temperature=0.5), submitter(4, 5))
+    for choice in has_ended:
+        requests.on_control("g", Tokens((Token(f"request-{failed}", 0, 0, (0, 1), choice),)))
+        requests.on_control("g", Ended(f"request-{failed}", 0, "length", None, choice, 2))
+    requests.on_control("g", Ended(f"request-{failed}", 0, "error", "a step failed"))
+    await requests.wait_written()
+    before = requests.gateway.events(failed)
+    assert before[-1] == EndEvent(failed, "error", "", "a step failed")
+    left = copy_of(tmp_path / "log", tmp_path / "left")
+    await close(requests, log)
+    resumed, log = new_requests(left, resumes=True)
+    assert resumed.gateway.events(failed) == before
+    await close(resumed, log)
+
+
 async def test_no_client_gets_an_event_before_it_is_written(tmp_path: Path) -> None:
     requests, log = new_requests(tmp_path)
     index = await requests.submit(SamplingParams(max_tokens=4), submitter(1))
