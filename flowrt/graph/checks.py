@@ -66,7 +66,7 @@ def _check_sections(graph: Graph) -> Iterator[Problem]:
 
 
 def _check_strict(graph: Graph) -> Iterator[Problem]:
-    """Strict numerics need CPUs only, chunks that fit into a step, and one number of compute threads everywhere."""
+    """Strict numerics need CPUs only, chunks that fit into a step, and one number of compute threads and one page size everywhere."""
     numbers: dict[int, str] = {}
     for process, number in graph.threads.items():
         if number != "auto":
@@ -79,6 +79,10 @@ def _check_strict(graph: Graph) -> Iterator[Problem]:
         if device != "cpu":
             text = f"strict numerics need CPUs, process {process} computes on {device}; write cpu, or numerics: fast"
             yield Problem(("devices", process), text)
+    for role, limits in graph.role_limits.items():
+        if limits.page_size != graph.limits.page_size:
+            text = f"strict numerics need pages of one size, got {limits.page_size} here and {graph.limits.page_size} in limits; write one"
+            yield Problem(("limits", "roles", role, "page_size"), text)
     for limits in (graph.limits, *graph.role_limits.values()):
         if limits.chunk_tokens > limits.max_num_batched_tokens:
             text = f"a chunk of {limits.chunk_tokens} tokens exceeds limits.max_num_batched_tokens {limits.max_num_batched_tokens}"

@@ -316,7 +316,6 @@ class HostSettings:
     address: str = _key("auto", "Ray: the address of the cluster, as for ray.init.")
     insecure: bool = _key(False, "Ray: use a cluster without token authentication, in which anyone who reaches a port may run code.")
     dead_seconds: float = _key(3.0, "A host that sends nothing for so long is lost, with all its processes.", ge=1, le=3600)
-
     ports: str = _key("", "FROM-TO: the ports at which processes listen for other hosts. Default: any.")
 
     @property
@@ -400,10 +399,11 @@ class Graph:
         return self.role_limits.get(role_of(process), self.limits)
 
     def group_limits(self, widest: bool = False) -> GraphLimits:
-        """The limits that every group grants (or, `widest`, that no group exceeds): with several roles, the smallest (largest) of each."""
-        roles = [asdict(self.limits_of(node.process)) for node in self.nodes.values() if node.operator == "source"]
+        """What every group grants (or, `widest`, what none exceeds): of all roles the smallest (largest) limit, and number of KV tokens."""
+        roles = [asdict(self.limits_of(node.process)) for node in self.nodes.values() if node.operator == "source"] or [asdict(self.limits)]
         pick = max if widest else min
-        return GraphLimits(**{key: pick(limits[key] for limits in roles) for key in roles[0]}) if roles else self.limits
+        found = {key: pick(limits[key] for limits in roles) for key in roles[0]}
+        return GraphLimits(**found | {"kv_pages": pick(each["kv_pages"] * each["page_size"] for each in roles) // found["page_size"]})
 
     def tags_in_flight(self) -> int:
         """The maximum of tags in flight at once: each source's micro-batches in a model graph, `limits.in_flight` in a user's."""

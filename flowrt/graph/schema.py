@@ -331,6 +331,7 @@ class RoleLimitsSection(Section):
     max_num_seqs: int | None = Field(default=None, ge=1, le=4096)
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=1 << 16)
     kv_pages: int | None = Field(default=None, ge=1, le=1 << 24)
+    page_size: int | None = Field(default=None, ge=1, le=1024)
     max_micro_batches: int | None = Field(default=None, ge=1, le=64)
     target_step_seconds: float | None = Field(default=None, ge=0, le=3600)
     max_message_bytes: int | None = Field(default=None, ge=1024, le=1 << 34)

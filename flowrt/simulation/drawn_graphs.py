@@ -51,11 +51,14 @@ def draw_graph(seed: int, graph: Graph) -> Graph:
 
 
 def _draw_settings(chance: random.Random, keys: dict[str, Any]) -> None:
-    """Steps of a target time, and workers for long prompts alone."""
+    """Steps of a target time, workers for long prompts alone, and prefill workers with pages of another size."""
     if chance.random() < 0.3:
         keys["limits"]["target_step_seconds"] = chance.choice((1e-3, 5e-3))
     if chance.random() < 0.3:
         keys["long_prompts"] = {"min_tokens": chance.choice((4, 8, 16))}
+    if keys["deploy"]["prefill"]["workers"] and keys["numerics"] == "fast" and chance.random() < 0.5:
+        page_size, limits = chance.choice((1, 2, 3, 4)), keys["limits"]
+        limits["roles"] = {"prefill": {"page_size": page_size, "kv_pages": -(-limits["kv_pages"] * limits["page_size"] // page_size)}}
 
 
 def draw_deploy(chance: random.Random, facts: ModelFacts, transports: Sequence[str] = _TRANSPORTS) -> dict[str, Any]:

@@ -170,7 +170,7 @@ class DataPath:
                 self.runner,
                 send,
                 when_sent,
-                graph.limits.page_size,
+                graph.limits_of(name).page_size,
                 device,
                 client,
                 pack,

@@ -143,7 +143,7 @@ def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lam
 def _exact_computations(graph: Graph, process: str, device: torch.device | str, now: Callable[[], float]) -> Computations:
     config = config_of(graph)
     model = ExactModel(config)
-    pages = cache(lambda: KvPages.for_model(config, graph.limits_of(process).kv_pages, graph.limits.page_size))
+    pages = cache(lambda: KvPages.for_model(config, graph.limits_of(process).kv_pages, graph.limits_of(process).page_size))
 
     def computation_of(node: Node) -> Any:
         match node.operator:

@@ -122,7 +122,7 @@ def checkpoint_computations(
     config, strict = config_of(graph), graph.numerics == "strict"
     checkpoint = Checkpoint(_directory_of(graph), memory, on_read)
     blocks = blocks_of(config, torch.get_num_threads()) if strict else WHOLE
-    pages = cache(lambda: KvPages.for_model(config, graph.limits_of(process).kv_pages, graph.limits.page_size, device))
+    pages = cache(lambda: KvPages.for_model(config, graph.limits_of(process).kv_pages, graph.limits_of(process).page_size, device))
     embedding = cache(lambda: Embedding(config, checkpoint, device))
     embeds = any(node.operator == "embed" for node in graph.nodes_of(process))
 

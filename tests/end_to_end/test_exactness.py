@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "experts inside": {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 0}},
 }
-OF_PREFILL = {"max_num_seqs": 2, "kv_pages": 20, "max_num_batched_tokens": 96, "max_micro_batches": 1}
+OF_PREFILL = {"max_num_seqs": 2, "kv_pages": 64, "page_size": 5, "max_num_batched_tokens": 96, "max_micro_batches": 1}
 OF_ROLES = {"prefill": OF_PREFILL, "attention": {"max_num_seqs": 6}}
 LIMITS: dict[str, dict[str, Any]] = {"KV of complete prompts": {"limits": {"kv_pages": 64, "roles": OF_ROLES}}}
 

@@ -215,6 +215,12 @@ BAD = {
         "deploy.experts.threads",
         ["the same number of threads everywhere, got 1 and 2"],
     ),
+    "strict page size": (
+        MODEL + "deploy: {prefill: {workers: 1}}\nnumerics: strict\nlimits: {roles: {prefill: {page_size: 4}}}\n",
+        5,
+        "limits.roles.prefill.page_size",
+        ["strict numerics need pages of one size, got 4 here and 16 in limits"],
+    ),
     "strict device of prefill workers": (
         deploy(rest="  prefill: {workers: 1, device: cuda}\nnumerics: strict\n"),
         6,
@@ -332,7 +338,12 @@ BAD = {
         "limits.roles.attentoin",
         ["no process has the role", "did you mean 'attention'?"],
     ),
-    "a limit of a role": (MODEL + "limits: {roles: {attention: {page_size: 3}}}\n", 3, "limits.roles.attention.page_size", ["unknown key"]),
+    "a limit of a role": (
+        MODEL + "limits: {roles: {attention: {chunk_tokens: 3}}}\n",
+        3,
+        "limits.roles.attention.chunk_tokens",
+        ["unknown key"],
+    ),
     "messages of a role too small": (
         MODEL + "limits: {roles: {attention: {max_message_bytes: 2048}}}\n",
         3,

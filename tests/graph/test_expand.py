@@ -275,6 +275,14 @@ def test_limits_of_roles_differ_where_given_and_survive_being_written(load) -> N
     assert plan.limits.max_message_bytes == 99999999, "the wider of both ends"
 
 
+def test_roles_with_pages_of_other_sizes_grant_the_tokens_of_the_smaller_cache(load) -> None:
+    roles = "{prefill: {page_size: 4, kv_pages: 60}, attention: {page_size: 32, kv_pages: 9}}"
+    graph = load(PREFILL + f"limits: {{roles: {roles}}}\n")
+    assert [graph.limits_of(f"{role}.0").page_size for role in ("prefill", "attention", "experts")] == [4, 32, 16]
+    granted, widest = graph.group_limits(), graph.group_limits(widest=True)
+    assert (granted.page_size, granted.kv_pages, widest.page_size, widest.kv_pages) == (4, 60, 32, 9)
+
+
 def test_micro_batches_need_sequences_of_their_role(load) -> None:
     with pytest.raises(GraphError, match="3 micro-batches share 2 sequences"):
         load(QUICK + "limits: {roles: {attention: {max_num_seqs: 2}}}\n")

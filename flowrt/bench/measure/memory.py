@@ -91,8 +91,8 @@ def kv_bytes(graph: Graph) -> int:
     """Bytes of all KV pages of all groups, used or not."""
     model = served_model(graph)
     config = read_model_config(Path(model.path))
-    num_groups = sum(node.operator == "attention" for node in graph.nodes.values())
-    slots = num_groups * graph.group_limits().kv_pages * graph.limits.page_size
+    limits = [graph.limits_of(node.process) for node in graph.nodes.values() if node.operator == "attention"]
+    slots = sum(each.kv_pages * each.page_size for each in limits)
     return slots * config.num_layers * config.kv_width * DTYPE_BYTES[model.dtype]
 
 
