@@ -32,5 +32,6 @@ def new_gateway(graph: Graph, config: ModelConfig, tokenizer: Tokenizer | None, 
         routing=find_policy(graph.routing),
         limits_of=graph.limits_of,
         long_prompts=graph.long_prompts,
+        kv_hold_seconds=graph.reliability.kv_hold_seconds,
         **bounds,
     )

@@ -71,10 +71,11 @@ class Gateway(RequestLogs):
         routing: RoutingPolicy = cache_aware,
         limits_of: Callable[[str], GraphLimits] | None = None,
         long_prompts: LongPrompts | None = None,
+        kv_hold_seconds: float = 600.0,
     ) -> None:
         super().__init__()
         limits_of = limits_of or (lambda worker: limits)
-        self._stages = Stages(groups, prefill_workers, limits_of, lost_group_seconds, now, routing, long_prompts)
+        self._stages = Stages(groups, prefill_workers, limits_of, lost_group_seconds, now, routing, long_prompts, kv_hold_seconds)
         self._limits = limits
         self._max_position_embeddings = max_position_embeddings
         self._vocab_size = vocab_size
@@ -106,7 +107,7 @@ class Gateway(RequestLogs):
 
     @property
     def deadline(self) -> float | None:
-        """When `on_time` is due; None without a waiting request that may be given up."""
+        """When `on_time` is due; None: never, as it is now."""
         return self._stages.deadline
 
     def is_open(self, request_id: str) -> bool:
@@ -343,9 +344,10 @@ class Gateway(RequestLogs):
         return self._place_waiting()
 
     def on_time(self) -> list[Decision]:
-        """End the requests that have waited too long for a group."""
-        error = self._stages.why_no_group()
-        return [each for log in self._stages.expired() for each in self._end(log, "error", error, cancels_worker=True)]
+        """End the requests that have waited too long for a group. Begin another attempt of those whose prompts were held for too long."""
+        why, expired = self._stages.why_no_group(), self._stages.expired()
+        decisions = [each for log in expired for each in self._end(log, "error", why, cancels_worker=True)]
+        return decisions + [each for log in self._stages.overdue_holds() for each in self._move(log)] + self._place_waiting()
 
     def is_placed(self, request: Request, group: str) -> bool:
         """Whether the group still has this attempt."""

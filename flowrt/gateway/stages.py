@@ -22,7 +22,8 @@ LATEST_WEIGHT = 1 / 16  # of the latest request in the mean length of outputs
 
 
 class Stages:
-    """`groups` and `prefill_workers` are names of workers, `limits_of` returns the limits of each; `now` returns the time in seconds."""
+    """`groups` and `prefill_workers` are names of workers, `limits_of` returns the limits of each; `now` returns the time in seconds.
+    A prefill worker holds a computed prompt for at most `kv_hold_seconds`."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Stages:
         now: Callable[[], float],
         policy: RoutingPolicy,
         long_prompts: LongPrompts | None = None,
+        kv_hold_seconds: float = 600.0,
     ) -> None:
         prefill_workers = tuple(prefill_workers)
         of_prefill, of_groups = (long_prompts, None) if prefill_workers else (None, long_prompts)
@@ -41,6 +43,8 @@ class Stages:
         self._groups = Placement(tuple(groups), limits_of, lost_group_seconds, now, policy, "all", of_groups)
         self._prefill = Placement(prefill_workers, limits_of, lost_group_seconds, now, policy, "prefill", of_prefill)
         self._mean_output_tokens: float | None = None  # of choices of the latest requests
+        self._kv_hold_seconds = kv_hold_seconds
+        self._holds: dict[int, float] = {}  # number of a request whose prompt a worker holds -> when that ends; the earliest first
 
     @property
     def workers(self) -> dict[str, WorkerStatus]:
@@ -54,8 +58,9 @@ class Stages:
 
     @property
     def deadline(self) -> float | None:
-        """When the next request without a group is given up; None while a group is left."""
-        return self._groups.deadline(self._without_group())
+        """When the next request without a group is given up, or the next held prompt; None: none will be."""
+        deadlines = (self._groups.deadline(self._without_group()), next(iter(self._holds.values()), None))
+        return min((each for each in deadlines if each is not None), default=None)
 
     def _without_group(self) -> list[RequestLog]:
         """The requests that are in no group, be they in a prefill worker, while no group is left."""
@@ -102,6 +107,7 @@ class Stages:
         `place_waiting` follows."""
         self._prefill.note_token(log)
         log.trial = None
+        self._holds[log.index] = self._now() + self._kv_hold_seconds
         self.offer(log, kv)
         if (group := self.group_of(log)) is None:
             return None
@@ -109,10 +115,12 @@ class Stages:
 
     def pulled(self, log: RequestLog) -> None:
         """The group has the KV. The prefill worker has room for others: `place_waiting` follows."""
+        self._holds.pop(log.index, None)
         self._prefill.remove(log)
 
     def remove(self, log: RequestLog) -> None:
         """Forget a request that has ended, or whose attempt has."""
+        self._holds.pop(log.index, None)
         self._open.pop(log.index, None)
         if log.end is not None and log.end.finish_reason in ("stop", "length"):
             num_tokens = sum(len(choice.token_ids) for choice in log.choices) / len(log.choices)
@@ -180,6 +188,14 @@ class Stages:
     def expired(self) -> list[RequestLog]:
         """The requests that are given up now."""
         return self._groups.expired(self._without_group())
+
+    def overdue_holds(self) -> list[RequestLog]:
+        """The requests whose prompts prefill workers have held for too long. Another attempt begins for each."""
+        now = self._now()
+        found = [self._open[index] for index, deadline in self._holds.items() if deadline <= now]
+        for log in found:
+            log.num_kv_lost += 1
+        return found
 
     def why_no_group(self) -> str:
         return self._groups.why_no_group()

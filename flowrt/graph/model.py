@@ -19,8 +19,7 @@ from flowrt.transports.wire.message import Tag
 
 INPUT, OUTPUT = "input", "output"  # the pseudo-nodes of a user's graph; they live in the gateway's process
 GATEWAY = "gateway"  # the name of the launching process as a worker
-FORK_SERVER = "fork server"  # the process that forks the workers
-MONITOR = "monitor"  # the process that watches the workers
+FORK_SERVER, MONITOR = "fork server", "monitor"  # the processes that fork the workers, and watch them
 ROUTING_POLICIES, ROUTING_ENTRY_POINTS = ("cache_aware", "round_robin"), "flowrt.routing_policies"  # gateway/routing.py
 FRONT_END = "front_end"  # role of the processes that serve HTTP
 FIRST_HOST = "host.0"  # where the launcher runs, with the monitor, front ends and standby processes
@@ -275,6 +274,7 @@ class ReliabilitySettings:
     share_weights: bool = _key(True, "Share equal experts, and proofs of equal weights, between processes of one host and over restarts.")
     request_log: str = _key("", "A folder: what is committed is written there first, and outlives the launcher (flowrt up --resume).")
     request_log_sync: bool = _key(False, "Wait until the disk has it, so that it outlives a power loss, too.")
+    kv_hold_seconds: float = _key(600.0, "How long a prefill worker keeps a computed prompt for its group.", **_SECONDS)
 
 
 @dataclass(frozen=True)

@@ -272,9 +272,12 @@ def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
 
 
 def _draw_transfers(chance: random.Random, graph: Graph) -> Graph:
-    """In some cases, groups pull the KV of prompts when it is complete, as with `stream: false`."""
+    """In some cases, groups pull the KV of prompts when it is complete, as with `stream: false`; in some, no prompt is held for long."""
     progress = {node.name for node in graph.nodes.values() if node.operator == KV_PROGRESS}
-    if not progress or chance.random() < 0.7:
+    is_late = bool(progress) and chance.random() >= 0.7
+    if progress and chance.random() < 0.1:
+        graph = replace(graph, reliability=replace(graph.reliability, kv_hold_seconds=chance.choice((0.05, 0.5))))
+    if not is_late:
         return graph
     nodes = {name: node for name, node in graph.nodes.items() if name not in progress}
     return replace(graph, nodes=nodes, edges={name: edge for name, edge in graph.edges.items() if edge.target not in progress})

@@ -55,8 +55,7 @@ from flowrt.simulation.wrong_results import WrongResults
 from flowrt.transports.contract import Channel
 
 QUIET_SECONDS = 2.0  # after the last end, with everything healed: all messages in flight arrive
-NEWS_SECONDS = 0.3  # a group may learn of a restarted server this late
-SLOWED_SECONDS = 10.0  # the same while a fault may slow it down
+NEWS_SECONDS, SLOWED_SECONDS = 0.3, 10.0  # a group may learn of a restarted server this late; while a fault may slow it down
 RETRY_SECONDS = 5.0  # from healing everything: a process out of its restart budget must be started again if that is due by then
 SETTLE_SECONDS = 30.0  # from healing everything to the last restart
 STUCK_SECONDS = 20.0  # and `lost_group_seconds`, without a firing, a token or a restart while no fault lasts: heartbeats never end
@@ -131,6 +130,7 @@ class SimulatedRun:
             routing=find_policy(graph.routing),
             limits_of=graph.limits_of,
             long_prompts=graph.long_prompts,
+            kv_hold_seconds=graph.reliability.kv_hold_seconds,
         )
         on_token = None
         if (trace := case.trace) is not None:

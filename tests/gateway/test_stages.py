@@ -369,3 +369,53 @@ def test_what_is_placed_twice_ends_in_both(ends: str) -> None:
         [(1, False)] if ends.endswith(("lost", "lost it")) else []
     )
     assert all(not worker.num_sequences for worker in gateway.workers.values()) or moved
+
+
+@pytest.mark.parametrize("waits_for", ["group", "pull"])
+def test_a_prompt_is_held_for_a_bounded_time(waits_for: str) -> None:
+    """The pages are free, and the prompt is computed again, in the end by the group, whose KV nothing else needs."""
+    clock = Clock()
+    gateway = staged(now=clock.now, kv_hold_seconds=60.0)
+    placed = place(gateway, max_tokens=4)
+    for attempt in range(MAX_KV_LOST):
+        if waits_for == "pull":
+            prefill(gateway, placed)
+        else:
+            for group in ("g0", "g1"):
+                gateway.lose_group(group, "was killed", is_restarting=True)
+            gateway.on_transfer(placed.group, Prefilled("request-0", attempt, offer(placed)))
+        assert gateway.deadline == clock.seconds + 60.0
+        clock.seconds += 59.0
+        assert gateway.on_time() == []
+        clock.seconds += 1.0
+        decisions = gateway.on_time()
+        assert (placed.group, attempt) in cancelled_in(decisions)
+        if attempt + 1 < MAX_KV_LOST:
+            (placed,) = sent_in(decisions)
+            assert (placed.request.stage, placed.request.attempt) == ("prefill", attempt + 1)
+    assert gateway.deadline is None
+    if waits_for == "group":
+        assert sent_in(decisions) == []
+        decisions = gateway.readmit_group("g0")
+    (placed,) = sent_in(decisions)
+    assert (placed.group, placed.request.stage, placed.request.kv) == ("g0", "all", None)
+
+
+def test_the_time_of_a_hold_ends_when_the_group_has_the_kv() -> None:
+    gateway = staged(now=Clock().now, kv_hold_seconds=60.0)
+    first, second = (prefill(gateway, place(gateway, max_tokens=4)) for _ in range(2))
+    assert gateway.deadline == 60.0
+    gateway.on_transfer(first.group, pulled(first))
+    gateway.cancel(second.index)
+    assert gateway.deadline is None
+
+
+def test_a_group_that_pulls_nothing_stops_no_prompt_of_another() -> None:
+    """Its request holds pages of a prefill worker; the prompts of others go through what is left, to the other group."""
+    gateway = staged()
+    stuck = prefill(gateway, place(gateway, [1] * 40, max_tokens=9))
+    for _ in range(20):
+        each = prefill(gateway, place(gateway, (1, 2), max_tokens=4))
+        assert (stuck.group, each.group) == ("g0", "g1")
+        gateway.on_transfer(each.group, pulled(each))
+        gateway.cancel(each.index)
