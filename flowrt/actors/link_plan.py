@@ -5,15 +5,19 @@ links.py opens the links; flowrt/launcher/transport_choice.py chooses the transp
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, prod
 
 from flowrt.actors.links import LinkPlan
 from flowrt.graph.builtin import KV_UNPACK, RETURN
 from flowrt.graph.model import GATEWAY, Edge, Graph
+from flowrt.graph.notation import parse_tensor_spec
 from flowrt.graph.trampoline import window_of
 from flowrt.transports.contract import Limits
+from flowrt.transports.wire.message import DTYPE_BYTES
 
 RING_BYTES = 8 << 20  # per direction: payloads up to half of its area are not copied by the receiver; 1 MiB is one
+MAX_RING_BYTES = 64 << 20  # where messages of declared size are larger
+PAYLOADS = 4  # of a ring: two are on their way at once, and the receiver keeps as many
 
 
 def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
@@ -46,9 +50,18 @@ def limits_of(graph: Graph, edges: list[Edge]) -> Limits:
     return Limits(
         max_message_bytes=max(graph.limits_of(process).max_message_bytes for edge in edges for process in graph.ends_of(edge)),
         capacity_messages=max(16, 2 * sum(credits_of(graph, edge) for edge in edges)),
-        capacity_bytes=RING_BYTES,
+        capacity_bytes=max(RING_BYTES, min(MAX_RING_BYTES, PAYLOADS * max(declared_bytes(graph, edge) for edge in edges))),
         silent_seconds=0 if graph.hosts is None else ceil(graph.hosts.dead_seconds),
     )
+
+
+def declared_bytes(graph: Graph, edge: Edge) -> int:
+    """The payload of each message of an edge, if the specs at one of its ends give all dimensions as numbers; else 0."""
+    for port in (graph.nodes[edge.source].outputs.get(edge.source_port), graph.nodes[edge.target].inputs.get(edge.target_port)):
+        specs = [parse_tensor_spec(text) for text in (() if port is None else port.tensors)]
+        if specs and all(isinstance(size, int) for _, dimensions in specs for size in dimensions):
+            return sum(DTYPE_BYTES[dtype] * prod(map(int, dimensions)) for dtype, dimensions in specs)
+    return 0
 
 
 def outbox_messages(graph: Graph, edges: list[Edge]) -> int:

@@ -1,7 +1,9 @@
 """The capacity and transports of a worker's links follow from the graph alone."""
 
-from flowrt.actors.link_plan import plan_links
-from flowrt.graph.model import Edge, Graph, Node
+import pytest
+
+from flowrt.actors.link_plan import MAX_RING_BYTES, RING_BYTES, plan_links
+from flowrt.graph.model import Edge, Graph, Node, PortSpec
 
 
 def node(name, process):
@@ -48,3 +50,21 @@ def test_responses_need_as_much_room_as_their_requests_on_any_link():
     plans = {plan.scheme: plan for plan in plan_links(graph, "q")}
     assert plans["zmq"].capacity_messages >= 64
     assert plans["zmq"].limits.capacity_messages >= 64
+
+
+@pytest.mark.parametrize(
+    ("tensors", "capacity_bytes"),
+    [
+        ((), RING_BYTES),
+        (("float32[rows,4096]",), RING_BYTES),
+        (("bfloat16[512,7168]",), 4 * 2 * 512 * 7168),
+        (("float32[512,1024]", "int64[512]"), 4 * (4 * 512 * 1024 + 8 * 512)),
+        (("float64[4096,4096]",), MAX_RING_BYTES),
+    ],
+)
+def test_a_ring_holds_four_messages_of_declared_size(tensors, capacity_bytes):
+    """At either end of the edge, and of the largest on the link."""
+    small, large = PortSpec("y", ("float32[4]",)), PortSpec("x", tensors)
+    nodes = [Node("a", "m:f", "p", outputs={"y": small, "z": PortSpec("z")}), Node("b", "m:f", "q", inputs={"x": large})]
+    graph = Graph.of(nodes, [Edge("a", "z", "b", "x", transport="shm", credits=1), Edge("a", "y", "b", "w", transport="shm", credits=1)])
+    assert {plan.limits.capacity_bytes for worker in "pq" for plan in plan_links(graph, worker)} == {max(RING_BYTES, capacity_bytes)}

@@ -71,7 +71,7 @@ def many_to_many(num_senders: int, num_receivers: int, num_bytes: int, transport
 def rows_and_back(num_clients: int, num_servers: int, rows: int, columns: int, transport: str = "auto") -> RoundGraph:
     """Every client sends each server the same rows in bfloat16 and receives them back."""
     clients, servers = _names("client", num_clients), _names("server", num_servers)
-    spec = ("bfloat16[rows,columns]",)
+    spec = (f"bfloat16[{rows},{columns}]",)
     to_ports, from_ports = (dict.fromkeys(_names(prefix, num_servers), spec) for prefix in ("to", "from"))
     nodes: list[Node] = []
     ends: list[End] = []
