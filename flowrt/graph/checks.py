@@ -18,6 +18,7 @@ from flowrt.graph.placement import Held, experts_map, held_experts
 from flowrt.graph.reach import Flow, Point, emits, follow
 from flowrt.graph.reliability_checks import check_reliability
 from flowrt.graph.trampoline import check_trampolines
+from flowrt.graph.transfer_checks import check_transfers
 from flowrt.transports.wire.message import DTYPE_BYTES
 
 _FAULT_PLAN = re.compile(r"^faulty\+|(?<=[\w.+-])\?.*$")  # faulty+shm?drop@100 is shm with injected faults
@@ -40,7 +41,7 @@ def check(graph: Graph, facts: ModelFacts | None = None, schemes: Collection[str
     yield from _check_message_size(graph, facts)
     for check_part in (_check_ports, _check_responses, _check_transports):
         yield from check_part(graph)
-    yield from (Problem(path, text) for path, text in check_int8(graph))
+    yield from (Problem(path, text) for path, text in (*check_int8(graph), *check_transfers(graph)))
     flow = follow(graph)
     yield from _check_cycles(graph, flow)
     yield from _check_feeding(graph, flow)

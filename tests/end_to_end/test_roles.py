@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from served_models import NEW_TOKENS, Served
 import flowrt
 from flowrt.api import read_graph
 from flowrt.errors import UserError
+from flowrt.graph.written import to_yaml
 
 GREEDY = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 APART = {"prefill": {"workers": 1}, "attention": {"groups": 2}, "experts": {"servers": 0}}
@@ -48,6 +50,17 @@ async def test_pairs_of_a_graph_transfer_kv_over_different_transports(served: Se
     assert {"prefill.0", "prefill.1", "attention.0", "attention.1"} == {process for pair in used for process in pair}
     assert [used[pair] for pair in chosen] == [{"zmq"}, {"shm"}]
     assert used["prefill.0", "attention.0"] == used["prefill.1", "attention.1"] == {"inproc"}
+
+
+async def test_kv_nodes_in_a_graph_of_ones_own(served: Served, tmp_path: Path) -> None:
+    """The explicit form, with other names of processes."""
+    text = to_yaml(read_graph(served.write(tmp_path, {**APART, "processes": "one"})))
+    path = tmp_path / "own.yaml"
+    path.write_text(re.sub(r"attention\.(\d)", r"talkers.\1", text.replace("prefill.0", "prompts")))
+    async with flowrt.open(path) as running:
+        assert running.graph.process_names() == ["prompts", "talkers.0", "talkers.1"]
+        assert await answers(running, served) == served.expected
+        assert (await running.statistics())["prompts"].num_steps
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no process to cores")
