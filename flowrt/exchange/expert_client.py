@@ -371,8 +371,8 @@ class ExpertClient:
             part = entry.parts[number]
             if redo(FaultKind.LATE_PART, int(number in entry.hedged)) is not Redo.PART:
                 continue  # no third server computes the same part
-            if number in entry.unsent or part.server == UNAVAILABLE or part.server in self.lost or not self.hedging.has_budget:
-                continue
+            if number in (*entry.unsent, entry.in_flight) or part.server in {UNAVAILABLE, *self.lost} or not self.hedging.has_budget:
+                continue  # the hedge of the part in flight would wait for it
             if age < self.hedging.late_after(part.server, len(part.rows_R)):
                 continue
             trampoline, is_server_suspect = self._late_hop(entry, number)

@@ -183,6 +183,27 @@ def test_hedge_that_waits_at_a_crashed_server_goes_to_a_replica():
     assert (client.blamed, client.suspects) == ([], [])
 
 
+def test_redispatched_part_that_goes_alone_has_no_hedge_that_would_wait_for_it():
+    """One server is late with a part, and a second one is lost with another: its parts go one by one, after the hedge."""
+    client, clock = timed(0.01, 0.01, 0.01)
+    client.begin()
+    client.requested[1].popleft()
+    client.serve(0)
+    clock[0] = 0.1
+    client.failover.hedge()
+    client.die(2)
+    while (sent := in_flight(client)) and client.client.in_flight(Tag("s@1")) in client.client._outstanding[Tag("s@1")].hedges:
+        client.serve(sent[0][0])
+    ((server, header),) = sent
+    assert header.part == client.client.in_flight(Tag("s@1"))
+    client.join(2)
+    clock[0] = 1.0
+    client.failover.hedge()
+    client.die(server)
+    client.serve_all()
+    client.check()
+
+
 def test_slow_server_is_avoided_where_others_hold_a_replica():
     client, _ = timed(0.01, 0.05, 0.01)
     client.failover.hedge()

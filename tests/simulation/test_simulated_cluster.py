@@ -315,3 +315,8 @@ def test_seeds_that_have_failed_pass(seed: int) -> None:
     """Each showed a defect, or a wrong check; docs/simulation.md has the causes."""
     graphs = [load(path) for path in sorted(GRAPHS.glob("*.yaml"))]
     assert campaign([draw(seed, graphs)]).failures == []
+
+
+def test_seeds_of_transfers_that_have_failed_pass() -> None:
+    """A part that went alone was hedged, and the hedge waited for it: when its server was lost, no part was sent any more."""
+    assert campaign([draw(2343, [load(GRAPHS / "prefill.yaml")])]).failures == []
