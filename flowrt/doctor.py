@@ -26,7 +26,7 @@ from flowrt.bench.measure.host_probe import HostReport, probe_hosts
 from flowrt.emulation import smallest_dilation
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from flowrt.launcher.transport_choice import AUTO, BETWEEN, BETWEEN_HOSTS, WITHIN, usable_cores
+from flowrt.launcher.transport_choice import AUTO, BETWEEN, BETWEEN_HOSTS, WITHIN, tried_between, usable_cores
 from flowrt.observe import duration_text, size_text
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
@@ -112,26 +112,28 @@ async def collect_hosts(graph: str) -> list[Check]:
     settings = read_graph(graph).hosts
     if settings is None:
         raise UserError(f"--hosts {graph}: the graph has one host; write hosts: into it")
-    return host_checks(await probe_hosts(settings, Seams(), BETWEEN_HOSTS[0], HOST_SECONDS))
+    return host_checks(await probe_hosts(settings, Seams(), BETWEEN_HOSTS[0], tried_between(settings), HOST_SECONDS))
 
 
 def host_checks(found: HostReport) -> list[Check]:
-    """One check per host, and one per way from a host to another."""
+    """One check per host, and one per way from a host to another by each transport."""
     checks, first = [], next(iter(found.facts.values()))
     for host, facts in found.facts.items():
         is_same = facts.flowrt == first.flowrt and facts.missing == first.missing
         lacks = "".join(f"; not {scheme}: {reason}" for scheme, reason in facts.missing.items())
-        text = f"flowrt {facts.flowrt or 'not installed'}, Python {facts.python}, {facts.system}, listens at {facts.address}{lacks}"
+        listens = " and ".join(facts.addresses.values())
+        text = f"flowrt {facts.flowrt or 'not installed'}, Python {facts.python}, {facts.system}, listens at {listens}{lacks}"
         remedy = None if is_same else "install the same packages as on the first host"
         checks.append(Check(host, facts.flowrt == first.flowrt, text, remedy, needed=True))
-    for (source, target), way in found.ways.items():
-        ends = f"from {found.facts[source].address} to {found.facts[target].address}"
+    for (source, target, scheme), way in found.ways.items():
+        ends = f"from {found.facts[source].addresses[scheme]} to {found.facts[target].addresses[scheme]}"
+        name = f"{source} to {target}, {scheme}"
         if way.error:
             remedy = "let TCP connections between these two pass (docs/hosts.md)"
-            checks.append(Check(f"{source} to {target}", False, f"cannot connect {ends}: {way.error}", remedy, needed=True))
+            checks.append(Check(name, False, f"cannot connect {ends}: {way.error}", remedy, needed=True))
         else:
             text = f"{duration_text(way.one_way_seconds)} one way, {size_text(way.bytes_per_second)}/s"
-            checks.append(Check(f"{source} to {target}", True, text, None, needed=True))
+            checks.append(Check(name, True, text, None, needed=True))
     return checks
 
 

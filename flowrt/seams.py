@@ -36,7 +36,7 @@ from flowrt.process_status import (
     thread_queued_seconds,
 )
 from flowrt.timer import Timer, new_timer
-from flowrt.transports.contract import Transport
+from flowrt.transports.contract import HostAddress, Transport
 from flowrt.transports.registry import get_transport
 
 P = ParamSpec("P")
@@ -387,7 +387,7 @@ class Seams:
     open_log_folder: Callable[[Path], LogFolder] = open_log_folder  # of a request log
     name_process: Callable[[str], None] = lambda name: None  # sets the name of this process in `ps`
     new_timer: Callable[[], Timer] = new_timer  # a timer of the running loop, finer than the clock's sleep
-    host_address: str = ""  # by which other hosts reach this one, see Transport.address_at; "": the run has one host
+    host_address: HostAddress = HostAddress()  # by which other hosts reach this one
     descriptors: Mapping[str, int] = field(default_factory=dict)  # that the process was given: memory file of a weight set, or by name
     resident_bytes: Callable[..., int] = resident_bytes  # of this process, or of the one with this id
     process_times: Callable[[int], ProcessTimes | None] = process_times  # of the process with this id

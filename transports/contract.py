@@ -6,7 +6,7 @@
 * Bounded: a channel holds at most `limits.capacity_bytes` and `limits.capacity_messages` in flight. When it is full, `send` waits. The
   sender's side holds no more than that.
 * Ownership: the tensors given to `send` must not change until `send` returns. Afterwards they belong to the caller again, with two
-  exceptions. `capabilities.aliases_sender`: the receiver may see the sender's own memory (never write to them again).
+  exceptions. Within a process, the receiver may see the sender's own memory (never write to them again).
   `capabilities.borrows_sender`: the transport reads large tensors in place after `send` has returned (write to them only after a response
   shows that the peer has taken the message). In both cases the transport keeps the memory alive while it uses it.
 * Received tensors may alias the transport's memory. That memory stays valid until the last object that refers to `Tensor.data` is freed,
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import msgspec
 
@@ -55,6 +55,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return Limits(**{name: min(getattr(self, name), getattr(other, name)) for name in Limits.__struct_fields__})
 
 
+class HostAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """How processes of other hosts reach those of this one. `address`: "" when the run has one host. `ports`: FROM-TO, those at which
+    processes may listen; "": any. `trusted`: networks (10.1.0.0/16) in which messages need no encryption."""
+
+    address: str = ""
+    ports: str = ""
+    trusted: tuple[str, ...] = ()
+
+
 class Identity(msgspec.Struct, frozen=True):
     """One end of a channel: the process's name in the graph and its incarnation."""
 
@@ -65,12 +74,10 @@ class Identity(msgspec.Struct, frozen=True):
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What a scheme can do beyond the contract. Code checks these, never the type or the name of a scheme."""
 
-    aliasing_receive: bool = False  # received tensors may alias memory of the transport
-    aliases_sender: bool = False  # received tensors may be the sender's own memory
     borrows_sender: bool = False  # sent tensors may be read until the peer has taken them
     device_memory: bool = False  # buffers with __cuda_array_interface__ may be sent, and arrive as such without passing the host
     between_processes: bool = True
-    between_hosts: bool = False
+    between_hosts: Literal["no", "trusted", "encrypted"] = "no"  # trusted: it does not encrypt
 
 
 class ChannelStatistics(msgspec.Struct):
@@ -184,10 +191,10 @@ class Transport(ABC):
     def unavailable_reason(cls) -> str | None:
         """None when this scheme works here, else one sentence: why not, and what would help."""
 
-    def address_at(self, host_address: str) -> str:
-        """Where to listen for peers of other hosts, which reach this one by `host_address`: any free port, encrypted. "ADDRESS:FROM-TO": a
-        free port of this range, as for all at which either end of a channel listens. With "", and where the scheme does not reach other
-        hosts: any free address for peers of this host."""
+    def address_at(self, host: HostAddress) -> str:
+        """Where to listen for peers of other hosts: any free port, or one of `host.ports`, as for all at which either end of a channel
+        listens. What travels is encrypted, or stays in a trusted network. Without an address, and where the scheme does not reach other
+        hosts: any free address for peers of this host. Raises UnavailableError."""
         return f"{self.scheme}://"
 
     @abstractmethod

@@ -127,7 +127,7 @@ class InprocTransport(Transport):
     """`inproc://name`, for actors that share a process and an event loop."""
 
     scheme: ClassVar[str] = "inproc"
-    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, aliases_sender=True, between_processes=False)
+    capabilities: ClassVar[Capabilities] = Capabilities(between_processes=False)
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

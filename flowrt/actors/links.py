@@ -20,7 +20,7 @@ from flowrt.actors.lazy_opener import LazyOpener, connect_with_retries
 from flowrt.actors.link import LOST, Link, LinkLostError
 from flowrt.actors.link_channel import LinkChannel, reopener
 from flowrt.actors.probed_link import ProbedLink
-from flowrt.transports.contract import Channel, Identity, Limits, Listener, Transport
+from flowrt.transports.contract import Channel, HostAddress, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, BrokenChannelError, TransportError
 from flowrt.transports.wire.message import Message
 
@@ -64,7 +64,7 @@ class Links:
         wrap: Callable[[LinkPlan, Channel], Channel] = lambda plan, channel: channel,
         on_lost: Callable[[Identity, str], None] | None = None,
         tolerated: frozenset[str] = frozenset(),
-        host_address: str = "",
+        host_address: HostAddress = HostAddress(),
     ) -> None:
         self._identity = identity
         self._key = key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ipaddress import IPv4Network
 
 from flowrt.graph.document import Path_
 from flowrt.graph.model import Graph, HostSettings, PlaceRule, role_of
@@ -49,6 +50,14 @@ def is_port_range(text: str) -> bool:
     return first.isdecimal() and last.isdecimal() and 1024 <= int(first) < int(last) < 1 << 16
 
 
+def is_network(text: str) -> bool:
+    try:
+        IPv4Network(text)
+    except ValueError:
+        return False
+    return "/" in text
+
+
 def host_resources(graph: Graph, host: str) -> dict[str, float]:
     """What the processes of a host need together."""
     total = dict[str, float]()
@@ -68,6 +77,9 @@ def check_hosts(graph: Graph) -> Iterator[tuple[Path_, str]]:
         return
     if graph.hosts.ports and not is_port_range(graph.hosts.ports):
         yield ("hosts", "ports"), f"{graph.hosts.ports!r} is not a range of ports; write FROM-TO, between 1024 and 65535"
+    for number, network in enumerate(graph.hosts.trusted):
+        if not is_network(network):
+            yield ("hosts", "trusted", number), f"{network!r} is not an IPv4 network; write one such as 10.1.0.0/16"
     if graph.processes != "many":
         yield ("hosts",), f"processes: {graph.processes} puts workers together before hosts are chosen; write processes: many"
     for role, rule in graph.place.items():

@@ -317,6 +317,7 @@ class HostSettings:
     insecure: bool = _key(False, "Ray: use a cluster without token authentication, in which anyone who reaches a port may run code.")
     dead_seconds: float = _key(3.0, "A host that sends nothing for so long is lost, with all its processes.", ge=1, le=3600)
     ports: str = _key("", "FROM-TO: the ports at which processes listen for other hosts. Default: any.")
+    trusted: tuple[str, ...] = field(default=(), metadata={"description": "Networks that only the hosts reach; ucx may be used there."})
 
     @property
     def names(self) -> tuple[str, ...]:

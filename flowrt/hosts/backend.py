@@ -21,15 +21,20 @@ from flowrt.hosts.remote_host import HostTerms, RemoteHost, RemoteProcess, Spawn
 from flowrt.process_backend import BackendOwner, ProcessBackend, ProcessSpec, WorkerProcess
 from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.seams import Seams
-from flowrt.transports.contract import Identity
+from flowrt.transports.contract import HostAddress, Identity
 
 
 class HostsBackend:
-    """`host_address`: of the launcher's host, as in Seams.
-    `local`: of the launcher's host. `remote`: the other hosts, by name; `placement`: process -> host."""
+    """`host_address`: of the launcher's host, as in Seams. `local`: of the launcher's host. `remote`: the other hosts, by name.
+    `placement`: process -> host."""
 
     def __init__(
-        self, host_address: str, engine: HostEngine, local: ProcessBackend, remote: Mapping[str, RemoteHost], placement: Mapping[str, str]
+        self,
+        host_address: HostAddress,
+        engine: HostEngine,
+        local: ProcessBackend,
+        remote: Mapping[str, RemoteHost],
+        placement: Mapping[str, str],
     ) -> None:
         self.host_address = host_address
         self._engine, self._local, self._remote, self._placement = engine, local, remote, placement
@@ -53,11 +58,11 @@ class HostsBackend:
         used = [name for name in settings.names if counts[name] or name == FIRST_HOST]
         resources = {name: host_resources(graph, name) for name in used}
         engine = await (seams.open_engine or partial(_open_engine, settings, seams))(resources, seconds)
-        host_address = f"{engine.address}:{settings.ports}" if settings.ports else engine.address
+        host_address = HostAddress(address=engine.address, ports=settings.ports, trusted=settings.trusted)
         open_local = seams.open_backend or partial(LocalBackend.open, host_address=host_address)
         model_path = graph.model.path if graph.model is not None else ""
         terms = HostTerms(
-            run_id, scheme, spawn, tuple(preload), seconds, settings.dead_seconds, is_watched(graph), model_path, settings.ports
+            run_id, scheme, spawn, tuple(preload), seconds, settings.dead_seconds, is_watched(graph), model_path, host_address
         )
         remote = {name: RemoteHost(name, counts[name], engine, terms, owner, seams) for name in used if name != FIRST_HOST}
         local: ProcessBackend | None = None

@@ -8,18 +8,18 @@ from typing import Annotated
 import msgspec
 
 from flowrt.clock_offset import ClockStamp
-from flowrt.transports.contract import Identity
+from flowrt.transports.contract import HostAddress, Identity
 from flowrt.transports.wire.message import Message
 
 
 class HostStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The line that a host server reads from stdin. `scheme`: of its connections. `address`: of this host, as in Seams.
+    """The line that a host server reads from stdin. `scheme`: of its connections. `host_address`: of this host, as in Seams.
     `public_key`: of the launcher, for this start. `is_watched`: the run has a monitor. `model_path`: of the model's files; "": none."""
 
     version: str
     run_id: str
     host: str
-    address: str
+    host_address: HostAddress
     scheme: str
     public_key: bytes
     preload: tuple[str, ...]

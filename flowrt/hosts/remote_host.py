@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from flowrt.clock_offset import ClockExchange, ClockOffset
 from flowrt.errors import UserError, WorkerDiedError
@@ -37,12 +38,11 @@ from flowrt.hosts.messages import (
 from flowrt.hosts.model_copy import send_model
 from flowrt.process_backend import CONTROL_LIMITS, BackendOwner, ProcessSpec
 from flowrt.seams import Seams
-from flowrt.transports.contract import Channel, Identity
+from flowrt.transports.contract import Channel, HostAddress, Identity
 from flowrt.transports.errors import TransportError
 
 CONNECT_SECONDS = 10.0  # time limit of the connection to a host server
 END_SECONDS = 0.5  # within which the end of a host server is known, after a connection to it has failed
-
 
 Spawn = Callable[..., asyncio.Task[None]]
 
@@ -50,8 +50,8 @@ Spawn = Callable[..., asyncio.Task[None]]
 @dataclass(frozen=True)
 class HostTerms:
     """What all hosts of a run have in common. `spawn` creates tasks, which the run ends when it ends itself. `seconds`: time limit for a
-    host to be ready, since the latest progress. `is_watched`: the run has a monitor. `model_path`: of the model's files; "": none. `ports`:
-    "FROM-TO", at which its processes may listen; "": any."""
+    host to be ready, since the latest progress. `is_watched`: the run has a monitor. `model_path`: of the model's files; "": none.
+    `host_address`: of the launcher's host; another host has an address of its own."""
 
     run_id: str
     scheme: str
@@ -61,7 +61,7 @@ class HostTerms:
     dead_seconds: float
     is_watched: bool
     model_path: str
-    ports: str
+    host_address: HostAddress
 
 
 class RemoteProcess:
@@ -132,7 +132,7 @@ class RemoteHost:
             version=own_version(),
             run_id=terms.run_id,
             host=self.name,
-            address=f"{server.address}:{terms.ports}" if terms.ports else server.address,
+            host_address=replace(terms.host_address, address=server.address),
             scheme=terms.scheme,
             public_key=public_key(private),
             preload=terms.preload,
@@ -198,7 +198,10 @@ class RemoteHost:
             raise WorkerDiedError(self.name, f"{how}; can it run python -m flowrt.hosts.server?") from None
         if reply.error:
             raise UserError(f"{self.name}: {reply.error}")
-        self._key, self._address = shared_key(private, reply.public_key), reply.address
+        try:
+            self._key, self._address = shared_key(private, reply.public_key), reply.address
+        except ValueError as error:
+            raise WorkerDiedError(self.name, f"replied what no host server does: {error}") from None
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 return await self._dial(GATEWAY)

@@ -243,7 +243,7 @@ async def serve(start: HostStart, seams: Seams, open_backend: OpenBackend, reply
         if start.version != (version := own_version()):
             raise UserError(f"has flowrt {version}, and the launcher's host {start.version}; install the same version on both")
         key = shared_key(private, start.public_key)
-        listener = await transport.listen(transport.address_at(start.address), CONTROL_LIMITS, key, Identity(start.host))
+        listener = await transport.listen(transport.address_at(start.host_address), CONTROL_LIMITS, key, Identity(start.host))
     except (TransportError, UserError, ValueError) as error:
         reply(msgspec.json.encode(HostReply(error=str(error))))
         return
@@ -261,7 +261,7 @@ async def _serve_until_stdin_ends(start: HostStart) -> None:
             own.cancel()
 
     asyncio.get_running_loop().add_reader(stdin, on_readable)
-    open_backend = partial(LocalBackend.open, host_address=start.address)
+    open_backend = partial(LocalBackend.open, host_address=start.host_address)
     with contextlib.suppress(asyncio.CancelledError):
         await serve(start, Seams(), open_backend, lambda line: print(line.decode(), flush=True))
 

@@ -6,16 +6,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from flowrt.graph.model import GATEWAY, Edge, Graph
+from flowrt.graph.model import GATEWAY, Edge, Graph, HostSettings
 from flowrt.graph.notation import parse_ids
 from flowrt.transports.errors import AddressError
-from flowrt.transports.registry import base_scheme
+from flowrt.transports.registry import base_scheme, transport_class
 
 LOCAL = "local"  # an edge inside one worker: it never leaves the runner
 AUTO = "auto"
 WITHIN = "inproc"  # between workers of one OS process
 BETWEEN = ("shm", "zmq")  # between OS processes: what `auto` tries, best first
 BETWEEN_HOSTS = ("zmq",)  # the same between hosts; each encrypts
+BETWEEN_TRUSTED_HOSTS = ("ucx", "zmq")  # the same between hosts in networks that are named as trusted
 NUM_NAMES_SHOWN = 3
 
 # Of a scheme: None when it works here, else a sentence with the reason why not. Raises AddressError for an unknown scheme.
@@ -84,11 +85,12 @@ def choose_transports(graph: Graph, unavailable_reason: UnavailableReason) -> Gr
     for edge in graph.edges.values():
         is_auto = base_scheme(edge.transport) == AUTO  # `faulty+auto?drop@100` is auto too
         chosen = _choose(graph, replace(edge, transport=AUTO) if is_auto else edge, os_process_of, unavailable_reason)
-        if is_auto and chosen in BETWEEN:
+        if is_auto and chosen not in (LOCAL, WITHIN):
             hosts = _hosts_of(graph, edge)
-            tried = _tried(hosts)
-            fallbacks = tuple(scheme for scheme in tried[tried.index(chosen) + 1 :] if unavailable_reason(scheme) is None)
-            edge = replace(edge, fallbacks=fallbacks, why=_explain_choice(chosen, hosts, fallbacks, unavailable_reason))
+            tried = _tried(graph, hosts)
+            later = tried[tried.index(chosen) + 1 :] if len(hosts) == 1 else ()  # the ends meet again under a name of this host
+            fallbacks = tuple(scheme for scheme in later if unavailable_reason(scheme) is None)
+            edge = replace(edge, fallbacks=fallbacks, why=_explain_choice(chosen, tried, hosts, fallbacks, unavailable_reason))
         edges[edge.name] = replace(edge, transport=edge.transport.replace(AUTO, chosen, 1) if is_auto and chosen != LOCAL else chosen)
     return replace(graph, edges=edges)
 
@@ -98,14 +100,21 @@ def _hosts_of(graph: Graph, edge: Edge) -> tuple[str, ...]:
     return tuple(sorted({graph.host_of(_process_of(graph, end)) for end in (edge.source, edge.target)}))
 
 
-def _tried(hosts: Sequence[str]) -> tuple[str, ...]:
-    return BETWEEN if len(hosts) == 1 else BETWEEN_HOSTS
+def tried_between(hosts: HostSettings | None) -> tuple[str, ...]:
+    """What `auto` tries between two hosts, best first."""
+    return BETWEEN_TRUSTED_HOSTS if hosts is not None and hosts.trusted else BETWEEN_HOSTS
 
 
-def _explain_choice(chosen: str, hosts: Sequence[str], fallbacks: Sequence[str], unavailable_reason: UnavailableReason) -> str:
+def _tried(graph: Graph, hosts: Sequence[str]) -> tuple[str, ...]:
+    return BETWEEN if len(hosts) == 1 else tried_between(graph.hosts)
+
+
+def _explain_choice(
+    chosen: str, tried: Sequence[str], hosts: Sequence[str], fallbacks: Sequence[str], unavailable_reason: UnavailableReason
+) -> str:
     """One line on why `auto` chooses this transport between two OS processes."""
-    tried = _tried(hosts)
-    clauses = [f"{chosen}, the fastest that both ends have" if len(hosts) == 1 else f"{chosen}, encrypted, between {' and '.join(hosts)}"]
+    how = "encrypted" if chosen in BETWEEN_HOSTS else "in a network named as trusted"
+    clauses = [f"{chosen}, the fastest that both ends have" if len(hosts) == 1 else f"{chosen}, {how}, between {' and '.join(hosts)}"]
     clauses += [f"not {scheme}: {unavailable_reason(scheme)}" for scheme in tried[: tried.index(chosen)]]
     if fallbacks:
         clauses.append(f"when it breaks, {' then '.join(fallbacks)} carries on")
@@ -121,24 +130,35 @@ def _choose(graph: Graph, edge: Edge, os_process_of: Mapping[str, int], unavaila
         return WITHIN
     key, hosts = f"edges.{edge}.transport", _hosts_of(graph, edge)
     if edge.transport == AUTO:
-        for scheme in _tried(hosts):
+        tried = _tried(graph, hosts)
+        for scheme in tried:
             if unavailable_reason(scheme) is None:
                 return scheme
-        reasons = "; ".join(f"{scheme}: {unavailable_reason(scheme)}" for scheme in _tried(hosts))
+        reasons = "; ".join(f"{scheme}: {unavailable_reason(scheme)}" for scheme in tried)
         raise graph.error(key, f"no transport between processes works here ({reasons}); `processes: one` needs none")
     if edge.transport == WITHIN:
         text = f"{WITHIN} reaches only inside one OS process, and {source} and {target} are two; use auto, or `processes: one`"
         raise graph.error(key, text)
-    if len(hosts) == 2 and base_scheme(edge.transport) not in BETWEEN_HOSTS:
-        text = f"{edge.transport} does not reach other hosts, or does not encrypt: {source} is on {graph.host_of(source)}"
-        raise graph.error(key, f"{text}, {target} on {graph.host_of(target)}; use auto")
     try:
         reason = unavailable_reason(edge.transport)
     except AddressError as error:  # unknown, or with a fault plan that cannot be parsed
         raise graph.error(key, str(error)) from None
     if reason is not None:
         raise graph.error(key, f"transport {edge.transport} cannot be used here: {reason}")
+    if len(hosts) == 2 and (problem := _problem_between_hosts(graph, edge.transport)) is not None:
+        text = f"{edge.transport} {problem[0]}: {source} is on {graph.host_of(source)}, {target} on {graph.host_of(target)}"
+        raise graph.error(key, f"{text}; {problem[1]}")
     return edge.transport
+
+
+def _problem_between_hosts(graph: Graph, transport: str) -> tuple[str, str] | None:
+    """Why a transport cannot be used between two hosts, and what to do."""
+    reach = transport_class(base_scheme(transport)).capabilities.between_hosts
+    if reach == "no":
+        return "does not reach other hosts", "use auto"
+    if reach == "trusted" and not (graph.hosts is not None and graph.hosts.trusted):
+        return "does not encrypt", "use auto, or name the network between the hosts in hosts.trusted if only they reach it"
+    return None
 
 
 def _process_of(graph: Graph, node: str) -> str:

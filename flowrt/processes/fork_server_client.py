@@ -26,13 +26,13 @@ from flowrt.processes.leftover import processes_marked
 from flowrt.processes.local_process import GRACE_SECONDS, LocalProcess
 from flowrt.processes.output_tail import exit_text
 from flowrt.processes.weight_files import WeightFiles
-from flowrt.transports.contract import Identity
+from flowrt.transports.contract import HostAddress, Identity
 
 
 class LocalBackend:
     """A fork server and the processes that it and earlier ones forked, keyed by start number. See flowrt.process_backend.ProcessBackend."""
 
-    def __init__(self, run_id: str, owner: BackendOwner, preload: Sequence[str], host_address: str = "") -> None:
+    def __init__(self, run_id: str, owner: BackendOwner, preload: Sequence[str], host_address: HostAddress = HostAddress()) -> None:
         self._run_id, self._owner, self._preload, self._host_address = run_id, owner, tuple(preload), host_address
         self._loop = asyncio.get_running_loop()
         self._server: ForkServerProcess | None = None  # the latest
@@ -47,7 +47,13 @@ class LocalBackend:
 
     @classmethod
     async def open(
-        cls, run_id: str, owner: BackendOwner, preload: Sequence[str], num_processes: int, seconds: float, host_address: str = ""
+        cls,
+        run_id: str,
+        owner: BackendOwner,
+        preload: Sequence[str],
+        num_processes: int,
+        seconds: float,
+        host_address: HostAddress = HostAddress(),
     ) -> LocalBackend:
         """Start a fork server and wait until it serves; see OpenBackend. The fork server dies when the calling thread ends.
         `host_address`: that of the workers' Seams."""

@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from flowrt.transports.contract import HostAddress
+
 MAX_FRAME_BYTES = 1 << 20
 MAX_FDS = 253  # the kernel's bound per message
 _LENGTH = struct.Struct("<I")
@@ -42,7 +44,7 @@ class ForkRequest(Frame, frozen=True, kw_only=True):
     log_level: str
     holds_exit_lock: bool = False
     descriptors: tuple[str, ...] = ()
-    host_address: str = ""
+    host_address: HostAddress = HostAddress()
 
 
 class Loaded(Frame, frozen=True, kw_only=True):

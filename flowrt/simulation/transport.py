@@ -266,7 +266,7 @@ class SimulatedTransport(Transport):
     """Stands in for any scheme; `SimulatedNetwork.transport` makes one that bears that scheme's name."""
 
     scheme: ClassVar[str] = "simulated"
-    capabilities: ClassVar[Capabilities] = Capabilities(between_hosts=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(between_hosts="encrypted")
 
     def __init__(self, network: SimulatedNetwork) -> None:
         self._network = network

@@ -53,7 +53,7 @@ def test_the_resources_of_a_host_are_those_of_its_processes(load: Load) -> None:
 
 
 def test_an_expanded_graph_has_the_same_placement_and_show_prints_it(load: Load) -> None:
-    graph = load(TWO + "place: {attention: {hosts: [1]}}\n")
+    graph = load(TWO.replace("count: 2", "count: 2, trusted: [10.1.0.0/16]") + "place: {attention: {hosts: [1]}}\n")
     again_loaded = load(to_yaml(graph))
     assert (again_loaded.hosts, again_loaded.place, again_loaded.placement) == (graph.hosts, graph.place, graph.placement)
     text = io.StringIO()
@@ -80,6 +80,8 @@ def test_an_expanded_graph_has_the_same_placement_and_show_prints_it(load: Load)
             "place.experts.spread",
             "have two replicas on one host (experts.",
         ),
+        ("hosts: {engine: local, trusted: [10.1.0.5/16]}\n", "hosts.trusted", "'10.1.0.5/16' is not an IPv4 network; write one such as"),
+        ("hosts: {engine: local, trusted: [10.1.0.5]}\n", "hosts.trusted", "'10.1.0.5' is not an IPv4 network; write one such as"),
         ("deploy: {hosts: 2}\n", "deploy.hosts", "hosts belong at the top of the file"),
     ],
 )

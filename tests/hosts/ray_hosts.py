@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import psutil
 import pytest
 from end_to_end.test_expert_failover import Story, tokens_of
 from hosts.faults import server_of
-from hosts.network import address, cut, host_of
+from hosts.network import PREFIX, address, cut, host_of
 from left_processes import left_processes
 from processes.backend_checks import CHECKS, Check, Owner, run_check
 from served_models import Served, make_served
@@ -23,9 +24,34 @@ from flowrt.graph.model import Graph, HostSettings
 from flowrt.hosts.backend import HostsBackend
 from flowrt.processes.leftover import marked_processes
 from flowrt.seams import Seams
+from flowrt.transports.contract import HostAddress, Identity, Limits
+from flowrt.transports.errors import BrokenChannelError
+from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.wire.message import Message
 
 NUM_HOSTS = int(os.environ.get("FLOWRT_TEST_HOSTS", "0"))
 pytestmark = pytest.mark.skipif(NUM_HOSTS == 0, reason="needs several hosts; run by make test-hosts")
+KEY = bytes(32)
+TRUSTED = ["10.77.0.0/24"]
+needs_ucx = pytest.mark.skipif(unavailable_reason("ucx") is not None, reason=str(unavailable_reason("ucx")))
+networks = pytest.mark.parametrize("trusted", [[], pytest.param(TRUSTED, marks=needs_ucx)], ids=["zmq", "ucx"])
+SILENT = Limits(silent_seconds=2)
+ECHO = f"""
+import asyncio, sys
+from flowrt.transports.contract import Identity, Limits
+from flowrt.transports.errors import TransportError
+from flowrt.transports.registry import get_transport
+
+async def echo(scheme, address):
+    try:
+        async with await get_transport(scheme).connect(address, Limits(silent_seconds=2), {KEY!r}, Identity("there")) as channel:
+            while True:
+                await channel.send(await channel.recv())
+    except TransportError as error:
+        print(type(error).__name__)
+
+asyncio.run(echo(*sys.argv[1:]))
+"""
 NAMES = ("pair", "a", "b", "c", "same", "former", "standby", "cancelled", "kept")
 
 
@@ -63,13 +89,14 @@ async def test_ray_engine(check: Check) -> None:
     assert not left_processes(pids_of(run_id))
 
 
-async def test_tokens_are_exact_and_each_edge_has_its_transport(served: Served, tmp_path: Path) -> None:
-    async with flowrt.open(write(served, tmp_path)) as running:
+@networks
+async def test_tokens_are_exact_and_each_edge_has_its_transport(served: Served, tmp_path: Path, trusted: list[str]) -> None:
+    async with flowrt.open(write(served, tmp_path, trusted=trusted)) as running:
         graph, run_id = running.launcher.graph, running.launcher.run_id
         assert set(graph.placement.values()) == {f"host.{number}" for number in range(NUM_HOSTS)}
         for edge in graph.edges.values():
             ends = {graph.host_of(end) for end in graph.ends_of(edge)}
-            assert edge.transport in (("local", "shm") if len(ends) == 1 else ("zmq",))
+            assert edge.transport in (("local", "shm") if len(ends) == 1 else ("ucx",) if trusted else ("zmq",))
         assert await tokens_of(running, served.prompts, lambda count: None) == served.expected
         listening = {
             connection.laddr.ip
@@ -89,10 +116,11 @@ async def test_a_cluster_without_tokens_is_refused(served: Served, tmp_path: Pat
             pass
 
 
+@networks
 @pytest.mark.parametrize("victim", ["host server", "ray actor", "worker"])
-async def test_a_death_changes_no_token_and_its_processes_rejoin(served: Served, tmp_path: Path, victim: str) -> None:
+async def test_a_death_changes_no_token_and_its_processes_rejoin(served: Served, tmp_path: Path, victim: str, trusted: list[str]) -> None:
     story = Story()
-    async with flowrt.open(write(served, tmp_path), on_event=story.note) as running:
+    async with flowrt.open(write(served, tmp_path, trusted=trusted), on_event=story.note) as running:
         run_id, placement = running.launcher.run_id, running.launcher.graph.placement
         lost = sorted(name for name, host in placement.items() if host == "host.1")
         server = server_of(run_id, "host.1")
@@ -113,9 +141,28 @@ async def test_a_death_changes_no_token_and_its_processes_rejoin(served: Served,
 
 
 @pytest.mark.parametrize("one_way", [False, True])
-async def test_a_partition_changes_no_token_and_the_host_rejoins(served: Served, tmp_path: Path, one_way: bool) -> None:
+@pytest.mark.parametrize("scheme", ["zmq", pytest.param("ucx", marks=needs_ucx)])
+async def test_a_channel_to_a_host_that_is_silent_breaks_at_both_ends(scheme: str, one_way: bool) -> None:
+    transport = get_transport(scheme)
+    where = transport.address_at(HostAddress(address=address(0), trusted=tuple(TRUSTED)))
+    async with await transport.listen(where, SILENT, KEY, Identity("here")) as listener:
+        command = ("ip", "netns", "exec", f"{PREFIX}-1", sys.executable, "-c", ECHO, scheme, listener.address)
+        other = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        async with asyncio.timeout(60), await listener.accept() as channel:
+            await channel.send(Message("here"))
+            assert (await channel.recv()).kind == "here"
+            with cut(1, one_way):
+                with pytest.raises(BrokenChannelError):
+                    await channel.recv()
+                printed, _ = await other.communicate()
+            assert printed.decode().split() == ["BrokenChannelError"]
+
+
+@networks
+@pytest.mark.parametrize("one_way", [False, True])
+async def test_a_partition_changes_no_token_and_the_host_rejoins(served: Served, tmp_path: Path, one_way: bool, trusted: list[str]) -> None:
     story = Story()
-    async with flowrt.open(write(served, tmp_path, dead_seconds=2.0), on_event=story.note) as running:
+    async with flowrt.open(write(served, tmp_path, dead_seconds=2.0, trusted=trusted), on_event=story.note) as running:
         run_id, placement = running.launcher.run_id, running.launcher.graph.placement
         lost = sorted(name for name, host in placement.items() if host == "host.1")
         server = server_of(run_id, "host.1")

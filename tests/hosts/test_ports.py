@@ -15,7 +15,7 @@ import flowrt
 from flowrt.api.opening import read_graph
 from flowrt.errors import UserError
 from flowrt.processes.leftover import marked_processes
-from flowrt.transports.contract import Identity, Limits
+from flowrt.transports.contract import HostAddress, Identity, Limits
 from flowrt.transports.errors import AddressError
 from flowrt.transports.registry import get_transport
 
@@ -29,16 +29,16 @@ def listening(pid: int) -> set[tuple[str, int]]:
 
 
 async def test_both_ends_of_a_channel_listen_in_the_range() -> None:
-    transport, own = get_transport("zmq"), psutil.Process().pid
+    transport, own, host = get_transport("zmq"), psutil.Process().pid, HostAddress(address=HERE, ports="22000-22002")
     before = listening(own)
     with socket.create_server((HERE, 22_000)):  # is not free
-        async with await transport.listen(transport.address_at(f"{HERE}:22000-22002"), Limits(), KEY, Identity("there")) as listener:
+        async with await transport.listen(transport.address_at(host), Limits(), KEY, Identity("there")) as listener:
             assert listener.address == f"zmq://{HERE}:22001?curve:22000-22002"
             accepting = asyncio.ensure_future(listener.accept())
             async with await transport.connect(listener.address, Limits(), KEY, Identity("here")), await accepting:
                 assert {port for _, port in listening(own) - before} == {22_000, 22_001, 22_002}
                 with pytest.raises(AddressError, match=r"no port from 22000 to 22002 is free for zmq://127\.0\.0\.1:0; give a wider range"):
-                    await transport.listen(transport.address_at(f"{HERE}:22000-22002"), Limits(), KEY, Identity("there"))
+                    await transport.listen(transport.address_at(host), Limits(), KEY, Identity("there"))
 
 
 @pytest.mark.parametrize("option", ["curve:", "curve:7000", "curve:7001-7000", "curve:0-9", "curve:1-70000", "curve:7000-7001-", "plain"])

@@ -1,11 +1,12 @@
 """Which process hosts each worker, and which transport carries each edge."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from flowrt.errors import GraphError
-from flowrt.graph.model import GATEWAY, Edge, Graph, Node
+from flowrt.graph.model import GATEWAY, Edge, Graph, HostSettings, Node
 from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, num_threads, pack, process_name
 from flowrt.transports.errors import AddressError
 
@@ -115,3 +116,29 @@ def test_auto_keeps_the_others_as_fallbacks_and_explains_it() -> None:
     links = [edge for edge in edges if edge.transport != "local"]
     assert {(edge.transport, edge.fallbacks) for edge in links} == {("zmq", ())}
     assert {edge.why for edge in links} == {"zmq, the fastest that both ends have; not shm: no atomics"}
+
+
+def on_two_hosts(transport: str, *trusted: str) -> Graph:
+    placement = {"a": "host.0", "b": "host.1", "c": "host.1", "d": "host.1"}
+    return replace(graph_of(transport), hosts=HostSettings(engine="local", trusted=trusted), placement=placement)
+
+
+def test_between_hosts_auto_is_encrypted_unless_the_network_is_trusted() -> None:
+    available = ALL | {"ucx": None}
+    for trusted, chosen, how in (((), "zmq", "encrypted"), (("10.1.0.0/16",), "ucx", "in a network named as trusted")):
+        edge = choose_transports(on_two_hosts("auto", *trusted), reasons(available)).edges["a1.out -> b0.in"]
+        assert (edge.transport, edge.fallbacks, edge.why) == (chosen, (), f"{chosen}, {how}, between host.0 and host.1")
+    edge = choose_transports(on_two_hosts("auto", "10.1.0.0/16"), reasons(ALL | {"ucx": "no ucxx"})).edges["a1.out -> b0.in"]
+    assert (edge.transport, edge.why) == ("zmq", "zmq, encrypted, between host.0 and host.1; not ucx: no ucxx")
+
+
+def test_between_hosts_a_transport_must_encrypt_or_the_network_be_trusted() -> None:
+    available = ALL | {"ucx": None, "faulty+ucx": None}
+    for scheme in ("ucx", "faulty+ucx"):
+        assert choose_transports(on_two_hosts(scheme, "10.1.0.0/16"), reasons(available)).edges["a1.out -> b0.in"].transport == scheme
+        with pytest.raises(
+            GraphError, match=r"ucx does not encrypt: a is on host\.0, b on host\.1; use auto, or name the network .* hosts\.trusted"
+        ):
+            choose_transports(on_two_hosts(scheme), reasons(available))
+    with pytest.raises(GraphError, match=r"shm does not reach other hosts: a is on host\.0, b on host\.1; use auto"):
+        choose_transports(on_two_hosts("shm", "10.1.0.0/16"), reasons(available))

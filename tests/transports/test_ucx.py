@@ -30,7 +30,7 @@ from flowrt.transports.errors import BrokenChannelError, HandshakeError
 from flowrt.transports.registry import get_transport, unavailable_reason
 from flowrt.transports.ucx import endpoint as ucx_link
 from flowrt.transports.ucx import transport as ucx
-from flowrt.transports.ucx.endpoint import UCXLink
+from flowrt.transports.ucx.endpoint import Settings, UCXLink
 from flowrt.transports.ucx.regions import PIECE_BYTES, PIECES_AHEAD, cuts
 from flowrt.transports.ucx.transport import UCXChannel, UCXTransport
 from flowrt.transports.wire.codec import encode_envelope
@@ -75,8 +75,8 @@ class TappedLink(UCXLink):
     The first of its `tags` is that of frames, the second that of regions.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         self.stands, self.finds_regions, self.num_turns = False, True, 0
         self.tags: list[Any] = []
         self.sent: list[Any] = []  # tags
@@ -155,8 +155,8 @@ class Pairs:
         monkeypatch.setattr(ucx, "UCXLink", self._link)
         monkeypatch.setattr(greeted, "PeerWatch", self._watch)
 
-    def _link(self) -> TappedLink:
-        self.links.append(TappedLink())
+    def _link(self, settings: Settings) -> TappedLink:
+        self.links.append(TappedLink(settings))
         return self.links[-1]
 
     def _watch(self, sock: socket.socket, on_end: Callable[[str | None], None]) -> HeldWatch:
@@ -223,7 +223,7 @@ async def test_echoes_between_processes_lose_no_wake_up(loop_kind: str) -> None:
 async def test_nothing_of_ucx_before_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither side opens a worker, or sends or uses an address, for a peer that has another key."""
     opened_links: list[object] = []
-    monkeypatch.setattr(ucx, "UCXLink", lambda: opened_links.append(1))
+    monkeypatch.setattr(ucx, "UCXLink", lambda settings: opened_links.append(1))
     async with await get_transport("ucx").listen("ucx://", WIDE, KEY, HERE) as listener:
         with pytest.raises(HandshakeError):
             await get_transport("ucx").connect(listener.address, WIDE, bytes(32), THERE)

@@ -3,7 +3,8 @@
 The connector allocates memory and descriptors only after the listener has proved the key, so an unauthenticated caller costs a listener one
 socket and some bytes. A name `x` under scheme `s` is the abstract unix socket `flowrt/s/x`: it leaves nothing in the file system, and the
 kernel reports the user at the other end; processes of other users are refused. `127.0.0.1:port` is TCP over loopback. Other TCP addresses
-are only for transports that encrypt what follows: an eavesdropper can read names and limits from the handshake, but cannot change it.
+need an option, with which the transport encrypts what follows, or which names their network as trusted: an eavesdropper can read names and
+limits from the handshake, but cannot change it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Meeting(NamedTuple):
 
     sock: socket.socket
     handshake: Handshake
-    encryption: str  # the option of the address, see socket_address
+    option: str  # of the address, see LocalEnd
     descriptors: list[int]
 
     @property
@@ -68,13 +69,13 @@ class Offer(NamedTuple):
 class LocalEnd(NamedTuple):
     """The part of one process in a rendezvous: the address, and what its handshake declares.
 
-    `encryption` is the address option that encrypts all traffic after the handshake, "" without one. It may name the ports at which both
-    ends may listen: "curve:7000-7099".
+    `option` is that of the address, "" without one: it encrypts all traffic after the handshake ("curve"), or names the network as trusted
+    ("trusted=10.1.0.0/16"). It may name the ports at which both ends may listen: "curve:7000-7099".
     """
 
     scheme: str
     name: str
-    encryption: str
+    option: str
     limits: Limits
     key: bytes
     identity: Identity
@@ -86,19 +87,19 @@ class LocalEnd(NamedTuple):
         return Handshake(role, self.key, self.identity, self.limits, scheme=self.scheme, payload=payload)
 
 
-def socket_address(scheme: str, name: str, encryption: str = "") -> tuple[int, str | tuple[str, int]]:
+def socket_address(scheme: str, name: str, option: str = "") -> tuple[int, str | tuple[str, int]]:
     """Returns the family and address of the socket for `name`. Raises AddressError for an address that is not on this host.
 
-    With `encryption` (see LocalEnd), every IPv4 address but 0.0.0.0 is accepted, and plain names are refused.
+    With an `option` (see LocalEnd), every IPv4 address but 0.0.0.0 is accepted, and plain names are refused.
     """
-    if (match := _ADDRESS_AND_PORT.fullmatch(name)) and (encryption or match[1].startswith("127.")):
+    if (match := _ADDRESS_AND_PORT.fullmatch(name)) and (option or match[1].startswith("127.")):
         if match[1] == "0.0.0.0":
             raise AddressError(f"{scheme}://{name}: write the one address that the others reach this host by")
         return socket.AF_INET, (match[1], int(match[2]))
-    if encryption:
-        raise AddressError(f"{scheme}://{name}: {encryption} is for an IPv4 address and a port: {scheme}://10.0.0.5:7000?{encryption}")
+    if option:
+        raise AddressError(f"{scheme}://{name}: {option} is for an IPv4 address and a port: {scheme}://10.0.0.5:7000?{option}")
     if _HOST_AND_PORT.fullmatch(name):
-        raise AddressError(f"{scheme}://{name} is not on this host; only 127.0.0.1:port and plain names work without encryption")
+        raise AddressError(f"{scheme}://{name} is not on this host; only 127.0.0.1:port and plain names work without an option")
     if sys.platform != "linux":
         raise AddressError(f"{scheme}://{name}: names need Linux; use {scheme}://127.0.0.1:port here")
     path = f"\0flowrt/{scheme}/{name}"
@@ -107,10 +108,16 @@ def socket_address(scheme: str, name: str, encryption: str = "") -> tuple[int, s
     return socket.AF_UNIX, path
 
 
-def ports_of(encryption: str) -> range:
+def ports_of(option: str) -> range:
     """The ports at which a process may listen, from the address option (see LocalEnd); 0 means any."""
-    first, _, last = encryption.partition(":")[2].partition("-")
+    first, _, last = option.partition(":")[2].partition("-")
     return range(int(first), int(last) + 1) if last else range(1)
+
+
+def is_port_range(text: str) -> bool:
+    """Whether it is FROM-TO."""
+    first, _, last = text.partition("-")
+    return first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last) < 1 << 16
 
 
 def _break_when_silent(sock: socket.socket, seconds: int) -> None:
@@ -152,7 +159,7 @@ class SocketListener(QueuedListener):
     """
 
     def __init__(self, end: LocalEnd, make_channel: Callable[[Meeting], Channel]) -> None:
-        family, address = socket_address(end.scheme, end.name, end.encryption)
+        family, address = socket_address(end.scheme, end.name, end.option)
         self._loop = asyncio.get_running_loop()
         self._callers: dict[_Caller, None] = {}  # oldest first
         self._alarm: asyncio.TimerHandle | None = None  # the next eviction, or the end of a pause
@@ -163,18 +170,18 @@ class SocketListener(QueuedListener):
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.setblocking(False)
-            _bind_socket(self._socket, address, ports_of(end.encryption))
+            _bind_socket(self._socket, address, ports_of(end.option))
             self._socket.listen(1024)
         except OSError as error:
             self._socket.close()
             if error.errno == errno.EADDRINUSE:
-                if len(ports := ports_of(end.encryption)) > 1:
+                if len(ports := ports_of(end.option)) > 1:
                     raise AddressError(f"no port from {ports[0]} to {ports[-1]} is free for {end}; give a wider range") from error
                 raise AddressError(f"another process listens at {end} already") from error
             raise AddressError(f"cannot listen at {end}: {error.strerror}") from error
         bound = self._socket.getsockname()
         place = str(end) if family != socket.AF_INET else f"{end.scheme}://{bound[0]}:{bound[1]}"
-        super().__init__(f"{place}?{end.encryption}" if end.encryption else place)
+        super().__init__(f"{place}?{end.option}" if end.option else place)
         self._watch()
 
     def _stop(self) -> None:
@@ -225,7 +232,7 @@ class SocketListener(QueuedListener):
             self.rejected += 1
             sock.close()
             return
-        self._callers[_Caller(self, Meeting(sock, self._end.handshake("listener"), self._end.encryption, []))] = None
+        self._callers[_Caller(self, Meeting(sock, self._end.handshake("listener"), self._end.option, []))] = None
         self._watch()
 
     def settle(self, caller: _Caller, meeting: Meeting | None) -> None:
@@ -323,7 +330,7 @@ async def meet(end: LocalEnd, offer: Callable[[Meeting], Offer]) -> Meeting:
     returns. Raises AddressError (no listener), HandshakeError, UnavailableError (no descriptor), and any exception of
     `offer`. Connects again, at most MAX_EVICTIONS times in all, when the listener evicts this connector.
     """
-    family, address = socket_address(end.scheme, end.name, end.encryption)
+    family, address = socket_address(end.scheme, end.name, end.option)
     for _ in range(MAX_EVICTIONS):
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -356,7 +363,7 @@ async def _shake_hands(sock: socket.socket, end: LocalEnd, offer: Callable[[Meet
         return offered.payload
 
     handshake = end.handshake("connector", payload)
-    meeting = Meeting(sock, handshake, end.encryption, [])
+    meeting = Meeting(sock, handshake, end.option, [])
     with contextlib.suppress(ConnectionError):  # `_read` reports the reason
         sock.send(handshake.start())
     while not handshake.done:

@@ -17,7 +17,7 @@ class SocketTransport(Transport):
     """A scheme whose channels begin with a handshake over a socket. A subclass makes both ends of a channel."""
 
     def _split_name(self, rest: str) -> tuple[str, str]:
-        """Splits what follows `scheme://` into the name and the option for encryption, "" without one."""
+        """Splits what follows `scheme://` into the name and the option (see LocalEnd), "" without one."""
         return rest, ""
 
     @abstractmethod
@@ -31,12 +31,12 @@ class SocketTransport(Transport):
 
     async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
         check_key(key)
-        name, encryption = self._split_name(expect_scheme(address, self.scheme))
-        return SocketListener(LocalEnd(self.scheme, name or free_name(), encryption, limits, key, identity), self._accept)
+        name, option = self._split_name(expect_scheme(address, self.scheme))
+        return SocketListener(LocalEnd(self.scheme, name or free_name(), option, limits, key, identity), self._accept)
 
     async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
         check_key(key)
-        name, encryption = self._split_name(expect_scheme(address, self.scheme))
+        name, option = self._split_name(expect_scheme(address, self.scheme))
         offers: list[Offer] = []
 
         def offer(meeting: Meeting) -> Offer:
@@ -47,7 +47,7 @@ class SocketTransport(Transport):
             return offers[0]
 
         with contextlib.ExitStack() as on_failure:
-            meeting = await meet(LocalEnd(self.scheme, name, encryption, limits, key, identity), offer)
+            meeting = await meet(LocalEnd(self.scheme, name, option, limits, key, identity), offer)
             on_failure.callback(meeting.sock.close)
             try:
                 channel = offers[0].make_channel(meeting)

@@ -258,7 +258,7 @@ class CUDATransport(SocketTransport):
     """`cuda://name`, between processes of one user on one Linux host that see the same GPU."""
 
     scheme: ClassVar[str] = "cuda"
-    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, device_memory=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(device_memory=True)
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

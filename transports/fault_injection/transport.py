@@ -15,7 +15,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
-from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, Transport
+from flowrt.transports.contract import Channel, ChannelStatistics, HostAddress, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, InvalidMessageError
 from flowrt.transports.fault_injection.plan import TIMED, Direction, FaultPlan, MessageFault, parse_plan
 from flowrt.transports.wire.codec import WireError, decode, encode
@@ -249,8 +249,8 @@ class FaultyTransport(Transport):
     def unavailable_reason(cls) -> str | None:
         return cls.inner.unavailable_reason()
 
-    def address_at(self, host_address: str) -> str:
-        return PREFIX + self.inner().address_at(host_address)
+    def address_at(self, host: HostAddress) -> str:
+        return PREFIX + self.inner().address_at(host)
 
     async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
         listener = await self.inner().listen(self._inner_address(address), limits, key, identity)

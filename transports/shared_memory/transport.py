@@ -180,7 +180,7 @@ class SharedMemoryTransport(SocketTransport):
     """`shm://name`, between processes of one user on one Linux host."""
 
     scheme: ClassVar[str] = "shm"
-    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True)
+    capabilities: ClassVar[Capabilities] = Capabilities()
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

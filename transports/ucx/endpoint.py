@@ -1,11 +1,13 @@
-"""Wraps ucxx, UCX's Python library: one worker and one endpoint between two processes of a host. Only this module imports ucxx.
+"""Wraps ucxx, UCX's Python library: one worker and one endpoint between two processes. Only this module imports ucxx.
 
-The endpoints are made from worker addresses, because only those let UCX choose shared memory. `TLS=posix,cma`: small frames go through a
-ring in shared memory, large ones are read straight out of the sender's memory; nothing listens on a network. `POSIX_ERROR_HANDLING` and
-`CMA_MEMORY_INVALIDATE` let both be used with UCX's error handling, without which an endpoint whose peer is dead or stopped cannot be
-closed. The second needs UCX's registration cache, without which (UCX_MEM_EVENTS=n in the environment) UCX 1.21 crashes when it cancels:
-`RCACHE_ENABLE=y` makes that an error at the start. `KEEPALIVE_INTERVAL=inf`: the socket of the rendezvous reports the death of a peer,
-not UCX.
+The endpoints are made from worker addresses, because only those let UCX choose shared memory. Within a host, `TLS=posix,cma`: small frames
+go through a ring in shared memory, large ones are read straight out of the sender's memory; nothing listens on a network.
+`POSIX_ERROR_HANDLING` and `CMA_MEMORY_INVALIDATE` let both be used with UCX's error handling, without which an endpoint whose peer is dead
+or stopped cannot be closed. The second needs UCX's registration cache, without which (UCX_MEM_EVENTS=n in the environment) UCX 1.21
+crashes when it cancels: `RCACHE_ENABLE=y` makes that an error at the start. `KEEPALIVE_INTERVAL=inf`: the socket of the rendezvous reports
+the death of a peer, not UCX.
+
+Between hosts, `TLS=tcp,ib`: RDMA where this build of UCX and the devices have it, else TCP. UCX uses the devices of one network only.
 
 ucxx 0.40 to 0.52 keep a closed endpoint whose requests were cancelled alive (the requests refer to it, and it to them) until
 `Endpoint::getCancelingSize` is called, which its Python classes never do; `UCXLink.close` calls it in the C++ library.
@@ -16,20 +18,16 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections import Counter
 from functools import cache
 from typing import Any
 
 from flowrt.transports.errors import UnavailableError
 from flowrt.transports.wire.codec import WireError
 
-_SETTINGS = {
-    "TLS": "posix,cma",
-    "POSIX_ERROR_HANDLING": "y",
-    "CMA_MEMORY_INVALIDATE": "y",
-    "RCACHE_ENABLE": "y",
-    "KEEPALIVE_INTERVAL": "inf",
-    "RNDV_THRESH": "8192",
-}
+Settings = tuple[tuple[str, str], ...]
+_ALWAYS = (("RCACHE_ENABLE", "y"), ("KEEPALIVE_INTERVAL", "inf"), ("RNDV_THRESH", "8192"))
+WITHIN_HOST: Settings = (("TLS", "posix,cma"), ("POSIX_ERROR_HANDLING", "y"), ("CMA_MEMORY_INVALIDATE", "y"), *_ALWAYS)
 # UCX logs to standard output, and logs a dead peer as an error. Its Python package sets a variable that causes a warning of UCX.
 _ENVIRONMENT = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n"}
 _PURGE = "_ZNK4ucxx8Endpoint16getCancelingSizeEv"
@@ -37,8 +35,13 @@ _CLOSING_TURNS = 16
 IN_PROGRESS = 1  # value of a request's `status`
 
 
+def between_hosts(devices: str, ports: str) -> Settings:
+    """`devices`: UCX's names of those of one network. `ports`: FROM-TO, at which UCX may listen; "": any."""
+    return (("TLS", "tcp,ib"), ("NET_DEVICES", devices), ("TCP_PORT_RANGE", ports or "0"), *_ALWAYS)
+
+
 class _Library:
-    """The parts of ucxx in use, and UCX's context: one per process, alive while any UCXLink is open."""
+    """The parts of ucxx in use, and UCX's contexts: one per process and settings, alive while any UCXLink uses it."""
 
     def __init__(self) -> None:
         for name, value in _ENVIRONMENT.items():
@@ -50,28 +53,28 @@ class _Library:
         self.api: Any = api
         self.array: Any = Array
         self.full_mask: Any = api.UCXXTagMaskFull
-        self._context: Any = None
+        self._contexts: dict[Settings, Any] = {}
+        self._users = Counter[Settings]()
         self._process = 0
-        self._users = 0
         shared = ctypes.CDLL(os.path.join(os.path.dirname(libucxx.__file__), "lib64", "libucxx.so"))
         self.purge: Any = getattr(shared, _PURGE)
         self.purge.restype = ctypes.c_size_t
         self.purge.argtypes = [ctypes.c_void_p]
 
-    def open_worker(self) -> Any:
-        if self._context is None or self._process != os.getpid():  # a forked child must not use its parent's context
-            self._context = self.api.UCXContext(dict(_SETTINGS), (self.api.Feature.TAG, self.api.Feature.WAKEUP))
-            self._process = os.getpid()
-            self._users = 0
-        worker = self.api.UCXWorker(self._context)
-        self._users += 1
+    def open_worker(self, settings: Settings) -> Any:
+        if self._process != os.getpid():  # a forked child must not use its parent's contexts
+            self._contexts, self._users, self._process = {}, Counter(), os.getpid()
+        if settings not in self._contexts:
+            self._contexts[settings] = self.api.UCXContext(dict(settings), (self.api.Feature.TAG, self.api.Feature.WAKEUP))
+        worker = self.api.UCXWorker(self._contexts[settings])
+        self._users[settings] += 1
         worker.init_blocking_progress_mode()
         return worker
 
-    def worker_closed(self) -> None:
-        self._users -= 1
-        if not self._users:
-            self._context = None
+    def worker_closed(self, settings: Settings) -> None:
+        self._users[settings] -= 1
+        if not self._users[settings]:
+            self._contexts.pop(settings, None)
 
 
 @cache
@@ -105,10 +108,10 @@ class UCXLink:
     ended).
     """
 
-    def __init__(self) -> None:
-        self._library = _library()
+    def __init__(self, settings: Settings = WITHIN_HOST) -> None:
+        self._library, self._settings = _library(), settings
         try:
-            self._worker = self._library.open_worker()
+            self._worker = self._library.open_worker(settings)
         except Exception as error:
             raise UnavailableError(
                 f"ucx cannot open a worker: {_one_line(error)}; is a UCX_... variable set in the environment?"
@@ -135,6 +138,11 @@ class UCXLink:
             raise WireError(f"UCX cannot reach the peer: {_one_line(error)}") from error
         self.send = self._endpoint.tag_send
 
+    @property
+    def is_connected(self) -> bool:
+        """False once UCX has noticed that the peer has ended: nothing more arrives from it. False before `connect`."""
+        return self._endpoint is not None and bool(self._endpoint.alive)
+
     def tag(self, number: int) -> Any:
         """Returns the 64-bit `number` as a tag object of the library."""
         return self._library.api.UCXXTag(number)
@@ -153,7 +161,7 @@ class UCXLink:
                 worker.progress()
             self._library.purge(endpoint.ucxx_ptr)
         del endpoint, worker
-        self._library.worker_closed()
+        self._library.worker_closed(self._settings)
 
 
 class LostError(WireError):

@@ -1,8 +1,11 @@
-"""Implements the `ucx` transport: UCX between two processes of one host.
+"""Implements the `ucx` transport: UCX between two processes of one host, or of two hosts in a trusted network.
 
 UCX is not used before the key is proved: the connector sends its worker's address under its proof; the listener responds over UCX with
 its own address and a second proof. Both tags are secrets of that handshake. The socket of the rendezvous stays open: its end-of-file
 reports the peer's death. The event loop watches UCX's descriptor, armed when no work is left, so no loop spins.
+
+UCX does not encrypt, and takes messages of strangers that reach its port. So it reaches other hosts only within a network that the address
+names as trusted, `ucx://10.1.0.5:7000?trusted=10.1.0.0/16`: both ends must have an address there, and UCX uses no other interface.
 
 There are two message streams with one tag each. *Regions* (regions.py) carry large payloads. *Frames* are small, so that UCX copies them
 into the peer's ring at once, and credits never wait behind a payload:
@@ -17,18 +20,32 @@ The sender never lets UCX's ring fill up (FRAMES_AHEAD, PIECES_AHEAD), because i
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import re
 import struct
 from collections import deque
 from contextlib import ExitStack
+from ipaddress import IPv4Network
 from typing import Any, ClassVar
 
 from flowrt.transports.channel.blocks import BlockPool
 from flowrt.transports.channel.greeted import GreetedChannel
-from flowrt.transports.channel.rendezvous import Meeting, Offer
+from flowrt.transports.channel.rendezvous import Meeting, Offer, is_port_range
 from flowrt.transports.channel.socket_transport import SocketTransport
-from flowrt.transports.contract import Capabilities, ChannelStatistics
-from flowrt.transports.ucx.endpoint import IN_PROGRESS, LostError, UCXLink, check_status, unavailable_reason
+from flowrt.transports.contract import Capabilities, ChannelStatistics, HostAddress
+from flowrt.transports.errors import AddressError, UnavailableError
+from flowrt.transports.ucx.devices import address_in, devices_of, is_in
+from flowrt.transports.ucx.endpoint import (
+    IN_PROGRESS,
+    WITHIN_HOST,
+    LostError,
+    Settings,
+    UCXLink,
+    between_hosts,
+    check_status,
+    unavailable_reason,
+)
 from flowrt.transports.ucx.regions import MessageArrival, RegionReceiver, RegionSender
 from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat, split_buffers
 
@@ -36,6 +53,9 @@ FRAME_BYTES = 7936  # a whole frame: fits one slot of UCX's ring
 FRAMES_AHEAD = 96  # frames that the peer has not reported as read; UCX's ring has 256 slots
 READ_EVERY = 32  # frames between two reports to the peer
 TURNS = 16  # calls of progress before the event loop turns
+DEATH_SECONDS = 0.5  # longest time from the end of the socket to that of UCX's connection between hosts, which may still bring frames
+_TRUSTED = "trusted="  # the one option of an address; a range of ports may follow the network
+_OPTION = re.compile(_TRUSTED + r"(\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}/\d{1,2})(?::(\d{1,5}-\d{1,5}))?")
 _HEAD = struct.Struct("<B3xIQQQ")
 _HEAD_BYTES = _HEAD.size
 _READ_SO_FAR = struct.Struct("<Q")  # the head's last field
@@ -72,6 +92,8 @@ class UCXChannel(GreetedChannel):
         self._in_request = link.receive(self._in_array, self._tag)
         self._scheduled = False
         self._open = True
+        self._is_between_hosts = bool(meeting.option)
+        self._death_timer: asyncio.TimerHandle | None = None
         self._loop.add_reader(link.descriptor, self._turn)
         if self._is_listener:
             self.greeted.set_result(None)
@@ -159,6 +181,8 @@ class UCXChannel(GreetedChannel):
                     return
                 link.progress()
                 self._look()
+                if self._death_timer is not None and not link.is_connected:
+                    self._on_death()
                 if self._open and link.arm():  # False may only mean that a signal was consumed: call progress before the next attempt
                     self._scheduled = False
                     return
@@ -265,7 +289,15 @@ class UCXChannel(GreetedChannel):
     # Closing.
 
     def _on_peer_end(self, reason: str | None) -> None:
-        """Handles the end of the handshake's socket. Frames that the peer wrote into this end's ring are processed first."""
+        """Handles the end of the handshake's socket. Between hosts, frames that the peer has sent may still be on their way."""
+        if self._is_between_hosts and reason is None and self._open and self._link.is_connected:
+            self._death_timer = self._loop.call_later(DEATH_SECONDS, self._on_death)
+            self._finish()
+        else:
+            self._on_death(reason)
+
+    def _on_death(self, reason: str | None = None) -> None:
+        """Processes the frames that have arrived, then breaks the channel."""
         try:
             read = -1
             while self._open and read != self._frames_read:
@@ -296,6 +328,8 @@ class UCXChannel(GreetedChannel):
             if self.greeted.done():
                 await self._close_in_order()
         finally:
+            if self._death_timer is not None:
+                self._death_timer.cancel()
             self._stop()
             self._peer_watch.close()  # before memory that the peer may be reading is freed
             self._in_request = None  # cancels the request
@@ -310,26 +344,60 @@ class UCXChannel(GreetedChannel):
 
 
 class UCXTransport(SocketTransport):
-    """`ucx://name`, between processes of one user on one Linux host."""
+    """`ucx://name`, between processes of one user on one Linux host; `ucx://10.1.0.5:port?trusted=10.1.0.0/16`, between processes of hosts
+    with addresses in this network. With `?trusted=10.1.0.0/16:7000-7099`, all ports at which either end listens are of this range."""
 
     scheme: ClassVar[str] = "ucx"
-    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, borrows_sender=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(borrows_sender=True, between_hosts="trusted")
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
         return unavailable_reason()
 
+    def address_at(self, host: HostAddress) -> str:
+        if not host.trusted:
+            return "ucx://"
+        address, network = address_in(host.trusted, host.address)
+        return f"ucx://{address}:0?{_TRUSTED}{network}{f':{host.ports}' if host.ports else ''}"
+
+    def _split_name(self, rest: str) -> tuple[str, str]:
+        name, separator, option = rest.partition("?")
+        if not separator:
+            return name, ""
+        if (match := _OPTION.fullmatch(option)) is None or not _is_network(match[1]) or (match[2] and not is_port_range(match[2])):
+            text = f"the only option is ?{_TRUSTED}NETWORK, such as {_TRUSTED}10.1.0.0/16, or {_TRUSTED}NETWORK:FROM-TO with the ports"
+            raise AddressError(f"ucx://{rest[:80]}: {text} to listen at")
+        return name, option
+
+    def _settings(self, meeting: Meeting) -> Settings:
+        """Raises UnavailableError when this end has no address in the trusted network."""
+        if not meeting.option:
+            return WITHIN_HOST
+        network, _, ports = meeting.option.removeprefix(_TRUSTED).partition(":")
+        own = meeting.sock.getsockname()[0]
+        if not is_in(own, network):
+            raise UnavailableError(f"this host reaches the peer from {own}, which is not in the trusted network {network}")
+        return between_hosts(devices_of(own), ports)
+
     def _offer(self, meeting: Meeting, on_failure: ExitStack) -> Offer:
-        link = UCXLink()
+        link = UCXLink(self._settings(meeting))
         on_failure.callback(link.close)
         return Offer(link.address(), [], lambda meeting: UCXChannel(meeting, link))
 
     def _accept(self, meeting: Meeting) -> UCXChannel:
         """Connects to the worker whose address the connector sent under its proof."""
-        link = UCXLink()
+        link = UCXLink(self._settings(meeting))
         try:
             link.connect(meeting.handshake.payload)
             return UCXChannel(meeting, link)
         except BaseException:
             link.close()
             raise
+
+
+def _is_network(text: str) -> bool:
+    try:
+        IPv4Network(text)
+    except ValueError:
+        return False
+    return True

@@ -28,9 +28,9 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from flowrt.transports.channel.greeted import GreetedChannel
-from flowrt.transports.channel.rendezvous import Meeting, Offer, ports_of
+from flowrt.transports.channel.rendezvous import Meeting, Offer, is_port_range, ports_of
 from flowrt.transports.channel.socket_transport import SocketTransport
-from flowrt.transports.contract import Capabilities, ChannelStatistics
+from flowrt.transports.contract import Capabilities, ChannelStatistics, HostAddress
 from flowrt.transports.errors import AddressError, UnavailableError
 from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat, split_buffers
 from flowrt.transports.zeromq.sockets import INLINE_BYTES, CurveKeys, bind, missing, pair_and_monitor, shared_context
@@ -46,7 +46,7 @@ _TAKEN = struct.Struct("<QQ")
 _MESSAGE_KIND, _TAKEN_KIND, _WAITING_KIND, _CLOSE_KIND, _CLOSED_KIND, _GREETING_KIND = range(1, 7)
 _ENDPOINT = re.compile(r"ipc://@flowrt/zmq-data/[0-9a-f]{32}|tcp://(\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}):\d{1,5}")
 CURVE = "curve"  # the one option of an address; it may be followed by a range of ports
-_OPTION = re.compile(CURVE + r"(?::(\d{1,5})-(\d{1,5}))?")
+_OPTION = re.compile(CURVE + r"(?::(\d{1,5}-\d{1,5}))?")
 _MESSAGES_AT_ONCE = 64  # read before the event loop turns
 
 
@@ -287,7 +287,7 @@ class ZeroMQTransport(SocketTransport):
     `?curve:7000-7099`, all ports at which either end listens are of this range."""
 
     scheme: ClassVar[str] = "zmq"
-    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, borrows_sender=True, between_hosts=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(borrows_sender=True, between_hosts="encrypted")
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -295,9 +295,8 @@ class ZeroMQTransport(SocketTransport):
             return f"zmq needs the package pyzmq ({_missing}); install it with: pip install pyzmq"
         return None
 
-    def address_at(self, host_address: str) -> str:
-        address, separator, ports = host_address.partition(":")
-        return f"zmq://{address}:0?{CURVE}{separator}{ports}" if host_address else "zmq://"
+    def address_at(self, host: HostAddress) -> str:
+        return f"zmq://{host.address}:0?{CURVE}{f':{host.ports}' if host.ports else ''}" if host.address else "zmq://"
 
     def _split_name(self, rest: str) -> tuple[str, str]:
         name, separator, option = rest.partition("?")
@@ -313,13 +312,13 @@ class ZeroMQTransport(SocketTransport):
         try:
             pair, monitor = pair_and_monitor(meeting.limits)
             on_failure.callback(shared_context.close, pair, monitor)
-            if meeting.encryption:
+            if meeting.option:
                 shared_context.encrypt_server(pair, CurveKeys.derive(meeting.handshake))
             host = meeting.sock.getsockname()[0] if meeting.sock.family == socket.AF_INET else None
-            endpoint = bind(pair, host, ports_of(meeting.encryption))
+            endpoint = bind(pair, host, ports_of(meeting.option))
         except zmq.ZMQError as error:
             raise UnavailableError(f"zmq cannot bind a socket: {error}") from error
-        return Offer(f"{endpoint}?{meeting.encryption}".encode(), [], lambda meeting: ZeroMQChannel(meeting, pair, monitor))
+        return Offer(f"{endpoint}?{meeting.option}".encode(), [], lambda meeting: ZeroMQChannel(meeting, pair, monitor))
 
     def _accept(self, meeting: Meeting) -> ZeroMQChannel:
         """Connects to the endpoint that the connector sent under its proof."""
@@ -328,13 +327,13 @@ class ZeroMQTransport(SocketTransport):
         host = meeting.sock.getpeername()[0] if meeting.sock.family == socket.AF_INET else None
         if match is None or match[1] != host:
             raise WireError(f"{endpoint!r} is not an endpoint of the caller")
-        if option != meeting.encryption:
+        if option != meeting.option:
             raise WireError("one end requires encryption and the other does not")
         with ExitStack() as on_failure:
             try:
                 pair, monitor = pair_and_monitor(meeting.limits)
                 on_failure.callback(shared_context.close, pair, monitor)
-                if meeting.encryption:
+                if meeting.option:
                     shared_context.encrypt_client(pair, CurveKeys.derive(meeting.handshake))
                 pair.connect(endpoint)
             except zmq.ZMQError as error:
@@ -346,4 +345,4 @@ class ZeroMQTransport(SocketTransport):
 
 def _is_option(text: str) -> bool:
     match = _OPTION.fullmatch(text)
-    return match is not None and (match[1] is None or 0 < int(match[1]) < int(match[2]) < 1 << 16)
+    return match is not None and (match[1] is None or is_port_range(match[1]))

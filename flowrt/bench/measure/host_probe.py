@@ -37,25 +37,26 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ProbeStart(msgspec.Struct, frozen=True):
-    """To a probe: the transport between hosts, and the key of all probes."""
+    """To a probe: the transports between hosts, and the key of all probes."""
 
-    scheme: str
+    schemes: tuple[str, ...]
     key: bytes
 
 
 class HostFacts(msgspec.Struct, frozen=True):
-    """What a host has. `missing`: by scheme, why a transport does not work there. `address`: where its probe listens."""
+    """What a host has. `missing`: by scheme, why a transport does not work there. `addresses`: by scheme, where its probe listens."""
 
     flowrt: str
     python: str
     system: str
     missing: dict[str, str]
-    address: str
+    addresses: dict[str, str]
 
 
 class PeerRequest(msgspec.Struct, frozen=True):
-    """Measure the way to the probe that listens at this address."""
+    """Measure the way to the probe that listens at this address of a transport."""
 
+    scheme: str
     address: str
 
 
@@ -69,10 +70,10 @@ class PeerMeasured(msgspec.Struct, frozen=True):
 
 @dataclass
 class HostReport:
-    """`facts` by host; `ways` by source and target host."""
+    """`facts` by host; `ways` by source host, target host and scheme."""
 
     facts: dict[str, HostFacts] = field(default_factory=dict)
-    ways: dict[tuple[str, str], PeerMeasured] = field(default_factory=dict)
+    ways: dict[tuple[str, str, str], PeerMeasured] = field(default_factory=dict)
 
 
 # In the process of a probe.
@@ -81,18 +82,28 @@ class HostReport:
 async def run_probe(control: Channel, seams: Seams) -> None:
     """Report the facts of this host, respond to the probes of others, and measure the way to each that is requested."""
     start = (await control.recv()).decode_header(ProbeStart)
-    key, transport = start.key, seams.transport(start.scheme)
-    async with await transport.listen(transport.address_at(seams.host_address), LIMITS, key, Identity(_NAME)) as listener:
-        missing = {each: reason for each in known_schemes() if (reason := unavailable_reason(each)) is not None}
+    missing = {each: reason for each in known_schemes() if (reason := unavailable_reason(each)) is not None}
+    async with contextlib.AsyncExitStack() as stack:
+        listeners = dict[str, Listener]()
+        for scheme in start.schemes:
+            try:
+                transport = seams.transport(scheme)
+                listening = transport.listen(transport.address_at(seams.host_address), LIMITS, start.key, Identity(_NAME))
+                listeners[scheme] = await stack.enter_async_context(await listening)
+            except TransportError as error:
+                missing[scheme] = str(error)
+        addresses = {scheme: listener.address for scheme, listener in listeners.items()}
         system = f"{platform.system()} {platform.release()} {platform.machine()}"
-        await control.send(Message("facts", header=HostFacts(own_version(), platform.python_version(), system, missing, listener.address)))
+        await control.send(Message("facts", header=HostFacts(own_version(), platform.python_version(), system, missing, addresses)))
         async with asyncio.TaskGroup() as tasks:
-            accepting = tasks.create_task(_respond_all(listener))
+            accepting = [tasks.create_task(_respond_all(listener)) for listener in listeners.values()]
             with contextlib.suppress(TransportError):
                 while True:
                     request = (await control.recv()).decode_header(PeerRequest)
-                    await control.send(Message("measured", header=await _measure(request.address, key, transport, seams)))
-            accepting.cancel()
+                    measured = await _measure(request.address, start.key, seams.transport(request.scheme), seams)
+                    await control.send(Message("measured", header=measured))
+            for each in accepting:
+                each.cancel()
 
 
 async def _respond_all(listener: Listener) -> None:
@@ -158,10 +169,11 @@ class _Owner:
         return
 
 
-async def probe_hosts(settings: HostSettings, seams: Seams, scheme: str, seconds: float) -> HostReport:
-    """Probe all hosts, and measure one way after another. Raises UserError and WorkerDiedError for a host that cannot be used."""
+async def probe_hosts(settings: HostSettings, seams: Seams, scheme: str, schemes: tuple[str, ...], seconds: float) -> HostReport:
+    """Probe all hosts, and measure one way after another with each of `schemes`. `scheme`: of the connections to the hosts. Raises
+    UserError and WorkerDiedError for a host that cannot be used."""
     names = {f"{_NAME}.{number}": host for number, host in enumerate(settings.names)}
-    graph, owner, start = Graph({}, {}, hosts=settings, placement=names), _Owner(), ProbeStart(scheme, seams.new_key())
+    graph, owner, start = Graph({}, {}, hosts=settings, placement=names), _Owner(), ProbeStart(schemes, seams.new_key())
     try:
         async with asyncio.TaskGroup() as tasks:
             run = graph, seams, scheme, tasks.create_task, seams.new_incarnation()
@@ -183,8 +195,10 @@ async def _probe(backend: HostsBackend, names: Mapping[str, str], owner: _Owner,
             report.facts[host] = await _request(controls[host], owner, start, HostFacts)
         for source, control in controls.items():
             for target, facts in report.facts.items():
-                if target != source:
-                    report.ways[source, target] = await _request(control, owner, PeerRequest(facts.address), PeerMeasured)
+                for scheme in report.facts[source].addresses if target != source else ():
+                    if (address := facts.addresses.get(scheme)) is not None:
+                        measured = await _request(control, owner, PeerRequest(scheme, address), PeerMeasured)
+                        report.ways[source, target, scheme] = measured
     finally:
         for control in controls.values():
             await control.aclose()
