@@ -30,7 +30,7 @@ from flowrt.dataflow.parts import FAILED, FailedHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.ready_firings import ReadyFirings
 from flowrt.dataflow.schemas import MessageSchema
-from flowrt.dataflow.selection import policy_of
+from flowrt.dataflow.selection import by_layer, policy_of
 from flowrt.dataflow.sleeper import Sleeper
 from flowrt.dataflow.statistics import RunnerStatistics
 from flowrt.dataflow.subgraph import (
@@ -294,8 +294,9 @@ class Runner:
                 num_inline = num_inline + 1 if short else 0
                 send_early = None if not self._early else self._send_early if short else send_from_thread
                 self._inbound.ended.clear()
-                await self._run_batch(batch, short, send_early)
-                del batch  # a sleeping runner holds no tensor: it may alias transport memory, which is freed in order
+                for call in [batch] if self._isolates else by_layer(batch):
+                    await self._run_batch(call, short, send_early)
+                del batch, call  # a sleeping runner holds no tensor: it may alias transport memory, which is freed in order
         finally:
             self._sleeper.close()
 

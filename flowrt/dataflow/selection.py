@@ -103,6 +103,14 @@ class DomainTurns:
         return wake_at
 
 
+def by_layer(batch: Sequence[Firing]) -> list[list[Firing]]:
+    """The firings of a batch, layer by layer. Each layer is a call of its own: its responses leave before the next one is computed."""
+    layers: dict[int, list[Firing]] = {}
+    for firing in batch:
+        layers.setdefault(firing.tag.layer, []).append(firing)
+    return [*layers.values()]
+
+
 class Siblings:
     """Batches of the responses to one bundle. A batch does not wait for those that the bundle has not, and waits at most `max_wait_seconds`
     from the moment at which it could have run: a server that stands still delays no other server's rows for longer."""

@@ -4,7 +4,7 @@ ExpertService is the function of an `experts` node. The products are in operator
 client.
 
 The service keeps no state between calls (EaaS section 3.1). Which waiting requests it receives together is the node's selection
-policy (flowrt/dataflow/selection.py): those of one layer, from any client (section 3.3: "a sufficient number", not all).
+policy (flowrt/dataflow/selection.py): from any client (section 3.3: "a sufficient number", not all). A call has those of one layer.
 """
 
 from __future__ import annotations
@@ -34,33 +34,28 @@ class ExpertService:
         self._max_pairs, self._max_part_pairs = max_pairs, max_part_pairs
 
     def __call__(self, firings: Sequence[Firing]) -> list[dict[str, Payload]]:
-        by_layer: dict[int, list[int]] = {}
-        for place, firing in enumerate(firings):
-            by_layer.setdefault(firing.tag.layer, []).append(place)
-        responses: list[dict[str, Payload]] = [{} for _ in firings]
-        for layer, all_places in by_layer.items():
-            for places in self._batches(all_places, firings):
-                requests = [firings[place].inputs["rows"] for place in places]
-                for place, request, y_RH in zip(places, requests, self._compute(layer, requests), strict=True):
-                    responses[place] = {"results": Payload((y_RH,), request.header_as(PartHeader))}
+        layer, responses = firings[0].tag.layer, list[dict[str, Payload]]()
+        for requests in self._batches([firing.inputs["rows"] for firing in firings]):
+            for request, y_RH in zip(requests, self._compute(layer, requests), strict=True):
+                responses.append({"results": Payload((y_RH,), request.header_as(PartHeader))})
         return responses
 
     def num_pairs(self) -> dict[int, dict[int, int]]:
         """layer -> expert -> the pairs that were computed since the start."""
         return self._experts.num_pairs()
 
-    def _batches(self, places: Sequence[int], firings: Sequence[Firing]) -> Iterator[list[int]]:
-        """`places`, in order, cut so that the requests of each batch have at most `max_pairs` pairs together."""
-        batch: list[int] = []
+    def _batches(self, requests: Sequence[Payload]) -> Iterator[list[Payload]]:
+        """`requests`, in order, cut so that those of each batch have at most `max_pairs` pairs together."""
+        batch: list[Payload] = []
         batch_pairs = 0
-        for place in places:
-            num_pairs = len(firings[place].inputs["rows"].tensors[1])
+        for request in requests:
+            num_pairs = len(request.tensors[1])
             if num_pairs > self._max_part_pairs:
                 raise ValueError(f"a part has {num_pairs} pairs; a step of this graph has at most {self._max_part_pairs}")
             if batch and batch_pairs + num_pairs > self._max_pairs:
                 yield batch
                 batch, batch_pairs = [], 0
-            batch.append(place)
+            batch.append(request)
             batch_pairs += num_pairs
         yield batch
 

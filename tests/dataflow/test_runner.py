@@ -357,6 +357,24 @@ async def test_a_batch_waits_for_enough_tags_or_for_its_time():
     assert sizes == [3, 1]
 
 
+@pytest.mark.parametrize("same_layer", [False, True])
+async def test_the_responses_of_a_layer_leave_before_the_next_layer_is_computed(same_layer):
+    calls = []
+
+    def serve(firings):
+        calls.append(([firing.tag.layer for firing in firings], len(bench.data())))
+        return [{"y": firing.inputs["x"]} for firing in firings]
+
+    nodes = [SERVICE.nodes["in"], node("b", "q", ["x"], ["y"], batches=Batching(same_layer=same_layer)), SERVICE.nodes["end"]]
+    graph = graph_of(nodes, SERVICE.edges.values(), MODEL)
+    bench = Bench(graph, "q", {"b": serve})
+    for step, layer in enumerate((3, 4, 3)):
+        bench.accept(to_message(number(step), id_of(graph, "b"), tag(step, layer=layer)))
+    await bench.settle()
+    assert calls == [([3, 3], 0), ([4], 2)]
+    assert bench.data() == [("end", 0), ("end", 2), ("end", 1)]
+
+
 @pytest.mark.parametrize("settles", [False, True])
 async def test_a_failed_firing_is_reported_and_the_runner_goes_on(settles):
     nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("end", "p", ["x"])]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.selection import BoundedWait, DomainTurns, OldestFirst, policy_of
@@ -105,6 +108,27 @@ def test_a_turn_ends_after_a_bound_while_another_domain_waits() -> None:
     policy = DomainTurns(THREE)
     served = [sources(policy.select(of("c", "b", "a"), 0.0))[0] for _ in range(12)]
     assert served == ["a", "a", "b", "b", "c", "c"] * 2
+
+
+@given(st.integers(2, 4), st.integers(1, 3), st.lists(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 2))), min_size=1, max_size=40))
+def test_a_domain_that_waits_is_passed_over_by_a_bounded_number_of_calls(domains: int, turn_calls: int, arrivals: list[set[Any]]) -> None:
+    """Whatever arrives before each call, in which layer: a domain with a batch has its next call after at most (domains - 1) x turn_calls
+    calls of others."""
+    names = "abcd"[:domains]
+    policy = DomainTurns(Batching(domains=tuple((name,) for name in names), turn_calls=turn_calls))
+    waiting: list[Firing] = []
+    passed_over = dict.fromkeys(names, 0)
+    for step, arrived in enumerate([*arrivals, *[set()] * 4 * domains * turn_calls]):
+        waiting += [Firing("n", Tag(f"{names[domain % domains]}@1", step=step, layer=layer), {}) for domain, layer in sorted(arrived)]
+        if not waiting:
+            continue
+        selected = policy.select(waiting, 0.0)
+        (served,) = set(sources(selected))
+        for name in {name for name in sources(waiting) if name != served}:
+            passed_over[name] += 1
+            assert passed_over[name] <= (domains - 1) * turn_calls
+        passed_over[served] = 0
+        waiting = [firing for firing in waiting if firing not in selected]
 
 
 def test_a_turn_goes_on_while_no_other_domain_waits() -> None:

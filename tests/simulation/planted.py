@@ -120,10 +120,9 @@ BUGS: tuple[Bug, ...] = (
     bug("batch-offset", "the second request of a batch is computed from the rows of the first", (
         SERVICE, "ExpertService._compute", "offset += size", "offset += 0")),
     bug("responses-swapped", "two requests of one batch get each other's responses", (
-        SERVICE, "ExpertService.__call__", "zip(places, requests, self._compute(layer, requests), strict=True)",
-        "zip(reversed(places), requests, self._compute(layer, requests), strict=True)")),
+        SERVICE, "ExpertService.__call__", "return responses", "return responses[::-1]")),
     bug("layers-batched", "requests of different layers are computed with one layer's experts", (
-        SERVICE, "ExpertService.__call__", "by_layer.setdefault(firing.tag.layer, [])", "by_layer.setdefault(firings[0].tag.layer, [])")),
+        SELECTION, "by_layer", "layers.setdefault(firing.tag.layer, [])", "layers.setdefault(batch[0].tag.layer, [])")),
     bug("response-on-every-edge", "a response is sent on every response edge", (
         SUBGRAPH, "FusedSubgraph.run", "if route.request_id is not None and route.request_id not in firing.via:", "if False:")),
     bug("stale-map", "dispatch uses a map in which each expert is on the neighbouring server", (
