@@ -28,10 +28,13 @@ def draw(seed: int, directory: Path) -> Graph:
         chance = random.Random(f"real {seed} {attempt}")
         processes: Any = chance.choice(("many", "many", 2, "one"))
         transports = ("auto", "shm", "zmq") if processes != "one" else ("auto", "shm", "zmq", "inproc")
+        deploy = draw_deploy(chance, facts, transports)
+        deploy["attention"]["micro_batches"] = chance.randint(1, 4)
+        deploy["experts"].setdefault("batches", {}).update(same_layer=chance.random() < 0.5, turn_calls=chance.choice((1, 4)))
         keys = {
             "flowrt": 1,
             "model": {"path": str(directory), "dtype": "float32"},
-            "deploy": {**draw_deploy(chance, facts, transports), "processes": processes},
+            "deploy": {**deploy, "processes": processes},
             "numerics": chance.choice(("fast", "strict")),
             "limits": {"kv_pages": chance.choice((64, 512)), "max_num_batched_tokens": chance.choice((64, 512))},
         }

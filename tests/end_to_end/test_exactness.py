@@ -25,6 +25,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention": {"groups": 2, "micro_batches": 2},
         "experts": {"servers": 5, "replicas": 2, "trampoline": "always"},
     },
+    "3 domains of 2 micro-batches": {"attention": {"groups": 3, "domains": 3, "micro_batches": 2}, "experts": {"servers": 2}},
+    "2 unequal domains, 4 micro-batches, batches of several layers": {
+        "attention": {"groups": 3, "domains": 2, "micro_batches": 4},
+        "experts": {"servers": 2, "batches": {"same_layer": False, "min_tags": 3, "max_wait_seconds": 1e-3, "turn_calls": 1}},
+    },
     "3 groups, colocated": {"attention": {"groups": 3, "micro_batches": 2}, "experts": {"servers": "colocated"}},
     "2 prefill workers, 2 groups": {"prefill": {"workers": 2}, "attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 2}},
     "KV of complete prompts": {
@@ -68,6 +73,7 @@ BETWEEN_PROCESSES: list[tuple[str, Any, str]] = [
     ("2 groups, 5 servers, trampolines", "many", "shm"),
     ("2 groups, 5 servers, trampolines", "many", "zmq"),
     ("experts inside", "many", "auto"),
+    ("3 domains of 2 micro-batches", "many", "shm"),
     ("3 groups, colocated", "many", "shm"),
 ]
 # Each shape over each transport, where it has an edge between workers; over shm and zmq in one process only where no case above has both.

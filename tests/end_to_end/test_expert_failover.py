@@ -86,10 +86,10 @@ def without_restarts(running: flowrt.RunningGraph) -> Iterator[None]:
         os.kill(fork_server, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("transport", ["zmq", "auto"])
-async def test_killed_servers_change_no_token_and_rejoin(served: Served, tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize(("transport", "attention"), [("zmq", {"groups": 2}), ("auto", {"groups": 2, "domains": 2, "micro_batches": 2})])
+async def test_killed_servers_change_no_token_and_rejoin(served: Served, tmp_path: Path, transport: str, attention: dict[str, int]) -> None:
     """Each of three servers dies once, while every expert keeps a replica. One is stopped first, so that parts certainly wait for it."""
-    deploy = COPIES | {"links": {"attention-experts": {"transport": transport}}}
+    deploy = COPIES | {"attention": attention, "links": {"attention-experts": {"transport": transport}}}
     story = Story()
     async with flowrt.open(write(served, tmp_path, deploy, reliability={"hedge": False}), on_event=story.note) as running:
         expected = await tokens_of(running, served.prompts[:4], lambda count: None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from end_to_end.test_expert_failover import Story
+from end_to_end.test_expert_failover import Story, tokens_of
 from served_models import NEW_TOKENS, Served
 
 import flowrt
@@ -55,6 +55,38 @@ async def test_a_stopped_group_is_replaced_and_its_requests_move(served: Served,
         assert not running.health().warnings
         statistics = await running.statistics()
         assert statistics["attention.1"].num_steps > 0
+
+
+@pytest.mark.parametrize("cause", [signal.SIGKILL, signal.SIGSTOP])
+async def test_the_loss_of_a_colocated_process_is_that_of_a_group_and_of_a_server(
+    served: Served, tmp_path: Path, cause: signal.Signals
+) -> None:
+    """Its requests move to other groups, the parts that it had to other replicas, and it is used again as both."""
+    story, killed = Story(), list[int]()
+    deploy = {"attention": {"groups": 3}, "experts": {"servers": "colocated", "replicas": 2}}
+    graph = served.write(tmp_path, deploy, limits={"max_tokens": NEW_TOKENS}, numerics="strict")
+
+    def kill(count: int) -> None:
+        if count >= 20 and not killed:
+            killed.append(running.pids["attention.1"])
+            os.kill(killed[0], cause)
+
+    async def num_parts() -> int:
+        """Parts of other groups that process attention.1 was sent."""
+        statistics = await running.statistics()
+        return sum(
+            edge.num_messages for each in statistics.values() for edge in each.edges if edge.edge.endswith(" -> attention.1.experts.rows")
+        )
+
+    async with asyncio.timeout(120), flowrt.open(graph, on_event=story.note) as running:
+        assert await tokens_of(running, served.prompts, kill) == served.expected
+        await story.until(lambda story: story.back == ["attention.1"])
+        assert story.lost == ["attention.1"]
+        assert running.pids["attention.1"] != killed[0]
+        before = await num_parts()
+        assert await tokens_of(running, served.prompts, lambda count: None) == served.expected
+        assert await num_parts() > before
+        assert (await running.statistics())["attention.1"].num_steps > 0
 
 
 async def test_without_recovery_a_killed_group_ends_the_run_with_its_name(served: Served, tmp_path: Path) -> None:

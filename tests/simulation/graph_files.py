@@ -12,5 +12,5 @@ from flowrt.operators.families.registry import read_model_config
 GRAPHS = Path(__file__).resolve().parent / "graphs"
 
 
-def load(name: str) -> Graph:
-    return load_graph(GRAPHS / name, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
+def load(name: str, *overrides: str) -> Graph:
+    return load_graph(GRAPHS / name, overrides, facts_of=lambda path: ModelFacts.of(read_model_config(path)))

@@ -18,7 +18,7 @@ from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.simulated_trace import SimulatedTrace
 from flowrt.trace.perfetto_file import perfetto_bytes
 from flowrt.trace.records import RecordKind
-from flowrt.trace.summary import summarize
+from flowrt.trace.summary import key_of, summarize
 from flowrt.trace.timeline import timelines_of
 
 NUM_TOKENS = 5
@@ -70,6 +70,28 @@ def test_nodes_and_messages_of_emulated_hardware_take_their_modelled_times() -> 
     assert {role.role for role in summary.roles} == {"attention", "experts"}
     assert all(role.exposed_seconds > 0 and role.waiting_seconds > 0 for role in summary.roles)
     read(case)
+
+
+def test_a_server_receives_one_domain_while_it_computes_another_and_sends_to_a_third() -> None:
+    """The streams of an expert server run at the same time (xDeepServe section 5.2)."""
+    graph = load("emulated.yaml", "deploy.attention.groups=3", "deploy.attention.domains=3")
+    case = Case(graph, REQUESTS * 3, conditions=CALM, trace=SimulatedTrace())
+    run_case(case)
+    assert case.trace is not None
+    records = [each for trace in case.trace.traces() for each in trace.records]
+    sent = {key_of(each): each.start_seconds for each in records if each.kind == RecordKind.SEND}
+    received = {key_of(each): each.start_seconds for each in records if each.kind == RecordKind.RECEIVE}
+    arrivals = [(key[1].source, at) for key, at in received.items() if key[0].endswith(" -> experts.0.rows")]
+    on_the_way = [(key[1].source, sent[key], at) for key, at in received.items() if key[0].startswith("experts.0.results -> ")]
+    found = set()
+    for call in records:
+        if call.kind == RecordKind.NODE and call.name == "experts.0":
+            (computed,) = {tag.source for tag in call.tags}
+            start, end = call.start_seconds, call.end_seconds
+            came = {source for source, at in arrivals if start < at < end} - {computed}
+            left = {source for source, began, ended in on_the_way if began < end and ended > start} - {computed}
+            found |= {(one, computed, other) for one in came for other in left}
+    assert 3 in {len(set(each)) for each in found}
 
 
 def test_the_command_writes_the_trace_of_one_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
