@@ -147,3 +147,11 @@ async def test_gloo_makes_rounds_of_each_kind_and_ends() -> None:
             assert len(times) == 3
             assert min(times) > 0
         await check_echo(gloo)
+
+
+async def test_gloo_makes_rounds_in_which_one_receiver_gets_more() -> None:
+    async with gloo_group(2, 3) as gloo:
+        for method in ("all_to_all", "isend"):
+            receivers = await gloo.receiver_seconds(method, 2, 1 << 10, 10)
+            assert [len(each) for each in receivers] == [2, 2, 2]
+            assert min(map(min, receivers)) > 0

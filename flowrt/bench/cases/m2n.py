@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import AsyncIterator, Sequence
+from itertools import chain
 
 from flowrt.api import RunningGraph, open_graph
 from flowrt.bench.cases.graphs import many_to_many
@@ -69,9 +70,18 @@ async def measure(num_senders: int, num_receivers: int, num_bytes: int, transpor
                 blocks = await round_seconds(graph, go, ROUNDS)
                 return 1e6 * statistics.median([end for ends in blocks for end in ends[1:]])
 
+            async def slowed() -> float:
+                return await others(uneven) / await others(rounds.go)
+
+            async def slowed_gloo() -> float:
+                _, *receivers = await gloo.receiver_seconds("isend", ROUNDS, num_bytes, UNEVEN_FACTOR)
+                _, *evenly = await gloo.receiver_seconds("isend", ROUNDS, num_bytes, 1)
+                return statistics.median(chain(*receivers)) / statistics.median(chain(*evenly))
+
             uneven = (*rounds.go[:2], 0, UNEVEN_FACTOR)
             name = f"other receivers, one gets {UNEVEN_FACTOR}x"
             yield Trial.paired(name, "us", lambda: others(uneven), "even traffic", lambda: others(rounds.go), OTHERS_TARGET)
+            yield Trial.paired(f"{name}, of even traffic", "", slowed, "gloo isend", slowed_gloo, AHEAD)
 
 
 async def round_seconds(graph: RunningGraph, go: Sequence[int], num_rounds: int) -> list[list[float]]:

@@ -21,19 +21,27 @@ METHODS: tuple[Method, ...] = ("all_to_all", "isend", "rows", "echo")
 class GlooGroup:
     """Processes that make rounds: senders first, or clients; then receivers, or servers."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    def __init__(self, peer: Peer, num_senders: int) -> None:
+        self._peer, self._num_senders = peer, num_senders
 
     async def round_seconds(self, method: Method, num_rounds: int, num_bytes: int) -> list[float]:
         """Seconds of each round: every sender sends each receiver `num_bytes`; with "rows" the receivers send them back; "echo" is one
         sender and one receiver, without a barrier. Raises UserError when a process failed."""
-        response = await self._peer.request(method=method, num_rounds=num_rounds, num_bytes=num_bytes)
-        seconds: list[float] = response["seconds"]
-        return seconds
+        by_rank = await self._seconds_by_rank(method, num_rounds, num_bytes, 1)
+        return [max(each) for each in zip(*by_rank, strict=True)]
+
+    async def receiver_seconds(self, method: Method, num_rounds: int, num_bytes: int, factor: int) -> list[list[float]]:
+        """By receiver, the seconds of each round, in which the first one gets `factor` times as much from every sender."""
+        return (await self._seconds_by_rank(method, num_rounds, num_bytes, factor))[self._num_senders :]
 
     async def round_trip_seconds(self, num_rounds: int, payload: Any) -> float:
         """For a group of 1 and 1. The median, since a few round trips take a hundred times as long as the others."""
         return statistics.median(await self.round_seconds("echo", num_rounds, memoryview(payload).nbytes))
+
+    async def _seconds_by_rank(self, method: Method, num_rounds: int, num_bytes: int, factor: int) -> list[list[float]]:
+        response = await self._peer.request(method=method, num_rounds=num_rounds, num_bytes=num_bytes, factor=factor)
+        seconds: list[list[float]] = response["seconds"]
+        return seconds
 
 
 @asynccontextmanager
@@ -45,4 +53,4 @@ async def gloo_group(num_senders: int, num_receivers: int) -> AsyncIterator[Gloo
             peer,
             _,
         ):
-            yield GlooGroup(peer)
+            yield GlooGroup(peer, num_senders)

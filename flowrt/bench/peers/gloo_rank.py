@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,16 +33,16 @@ def open_peer(meeting: str, num_senders: str, num_receivers: str) -> Iterator[tu
     member = _Rank(rank, int(num_senders), int(num_receivers))
     dist.barrier()
     if rank:
-        while member.run_command([0, 0, 0]) is not None:
+        while member.run_command([0, 0, 0, 0]) is not None:
             pass
         dist.destroy_process_group()
         os._exit(0)
 
-    def respond(method: Method, num_rounds: int, num_bytes: int) -> dict[str, Any]:
-        return {"seconds": member.run_command([METHODS.index(method), num_rounds, num_bytes])}
+    def respond(method: Method, num_rounds: int, num_bytes: int, factor: int) -> dict[str, Any]:
+        return {"seconds": member.run_command([METHODS.index(method), num_rounds, num_bytes, factor])}
 
     yield {}, respond
-    member.run_command([_STOP, 0, 0])
+    member.run_command([_STOP, 0, 0, 0])
     dist.destroy_process_group()
     for child in children:
         os.waitpid(child, 0)
@@ -54,38 +54,43 @@ class _Rank:
     def __init__(self, rank: int, num_senders: int, num_receivers: int) -> None:
         self._world = num_senders + num_receivers
         self._sends = rank < num_senders
+        self._rank, self._first = rank, num_senders  # the latter is the first receiver
         self._peers = range(num_senders, self._world) if self._sends else range(num_senders)
 
-    def run_command(self, command: list[int]) -> list[float] | None:
-        """Runs the command of rank 0: [method, rounds, bytes]. The seconds of each round in the slowest process; None: the end."""
+    def run_command(self, command: list[int]) -> list[list[float]] | None:
+        """Runs the command of rank 0: [method, rounds, bytes, factor for the first receiver]. By rank, the seconds of each round; None: the
+        end."""
         shared = torch.tensor(command)
         dist.broadcast(shared, 0)
-        index, num_rounds, num_bytes = shared.tolist()
+        index, num_rounds, num_bytes, factor = shared.tolist()
         if index == _STOP:
             return None
         method = METHODS[index]
-        payload, received = (torch.ones(num_bytes * len(self._peers), dtype=torch.uint8) for _ in range(2))
+        sizes = {peer: num_bytes * (factor if self._first in (self._rank, peer) else 1) for peer in self._peers}
+        payload, received = (torch.ones(sum(sizes.values()), dtype=torch.uint8) for _ in range(2))
         times = []
         for number in range(num_rounds):
             if number == 0 or method != "echo":
                 dist.barrier()
             start = time.perf_counter()
             if method == "all_to_all":
-                self._all_to_all(payload, received, num_bytes)
+                self._all_to_all(payload, received, sizes)
             else:
-                self._exchange(payload.split(num_bytes), received.split(num_bytes), returns=method != "isend")
+                parts, places = (each.split([*sizes.values()]) for each in (payload, received))
+                self._exchange(parts, places, returns=method != "isend")
             times.append(time.perf_counter() - start if self._sends or method != "echo" else 0.0)
-        slowest = torch.tensor(times, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return slowest.tolist()
+        own = torch.tensor(times, dtype=torch.float64)
+        by_rank = [torch.empty_like(own) for _ in range(self._world)]
+        dist.all_gather(by_rank, own)
+        return [each.tolist() for each in by_rank]
 
-    def _all_to_all(self, payload: torch.Tensor, received: torch.Tensor, num_bytes: int) -> None:
-        sizes, none = [num_bytes * (peer in self._peers) for peer in range(self._world)], [0] * self._world
+    def _all_to_all(self, payload: torch.Tensor, received: torch.Tensor, sizes: Mapping[int, int]) -> None:
+        of_all, none = [sizes.get(rank, 0) for rank in range(self._world)], [0] * self._world
         if self._sends:
-            dist.all_to_all_single(received[:0], payload, none, sizes)
+            dist.all_to_all_single(received[:0], payload, none, of_all)
         else:
-            dist.all_to_all_single(received, payload[:0], sizes, none)
-            for part in received.split(num_bytes):
+            dist.all_to_all_single(received, payload[:0], of_all, none)
+            for part in received.split([*sizes.values()]):
                 check(part.numpy())
 
     def _exchange(self, payloads: tuple[torch.Tensor, ...], received: tuple[torch.Tensor, ...], returns: bool) -> None:
