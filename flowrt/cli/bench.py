@@ -290,13 +290,11 @@ def latency(
     run_case(f"latency, {graph.name}", results, pairs, json, asdict(options), plot_ratios, plot, model)
 
 
-def _run_pattern(
-    name: str,
-    measure: Callable[[bool, float], AsyncIterator[Result]],
-    draw: Callable[[BenchmarkReport, str], None],
-    options: PatternOptions | None,
-) -> None:
+def _run_pattern(name: str, measure: Callable[[bool, float], AsyncIterator[Result]], options: PatternOptions | None) -> None:
+    from flowrt.bench.report.plots import plot_curves, plot_ratios
+
     options = options or PatternOptions()
+    draw = plot_curves if options.virtual else plot_ratios
     run_case(name, measure(options.virtual, options.dilation), options.pairs, options.json, draw=draw, plot=options.plot)
 
 
@@ -304,36 +302,40 @@ def _run_pattern(
 def overlap(*, options: PatternOptions | None = None) -> None:
     """Measure the gain of a second and a third micro-batch on emulated hardware, beside the equations of the ping-pong pipeline."""
     from flowrt.bench.cases.overlap import measure_overlap
-    from flowrt.bench.report.plots import plot_ratios
 
-    _run_pattern("overlap", measure_overlap, plot_ratios, options)
+    _run_pattern("overlap", measure_overlap, options)
 
 
 @bench_app.command
 def domains(*, options: PatternOptions | None = None) -> None:
     """Measure the gain of domains on emulated hardware when attention is slow, and the delay that a stopped domain causes."""
     from flowrt.bench.cases.domains import measure_domains
-    from flowrt.bench.report.plots import plot_ratios
 
-    _run_pattern("domains", measure_domains, plot_ratios, options)
+    _run_pattern("domains", measure_domains, options)
 
 
 @bench_app.command
 def dispatch(*, options: PatternOptions | None = None) -> None:
     """Measure how a stalled client delays others on emulated hardware, beside an exchange that waits for counts of all ranks."""
     from flowrt.bench.cases.dispatch import measure_dispatch
-    from flowrt.bench.report.plots import plot_ratios
 
-    _run_pattern("dispatch", measure_dispatch, plot_ratios, options)
+    _run_pattern("dispatch", measure_dispatch, options)
+
+
+@bench_app.command
+def colocated(*, options: PatternOptions | None = None) -> None:
+    """Compare co-located experts on emulated hardware with servers of their own, that wait for requests or not, and with none."""
+    from flowrt.bench.cases.colocated import measure_colocated
+
+    _run_pattern("colocated", measure_colocated, options)
 
 
 @bench_app.command
 def trampoline(*, options: PatternOptions | None = None) -> None:
     """Compare trampolines with the direct exchange on emulated links: messages per group, bytes, and step times."""
     from flowrt.bench.cases.trampoline import measure_trampoline
-    from flowrt.bench.report.plots import plot_trampolines
 
-    _run_pattern("trampoline", measure_trampoline, plot_trampolines, options)
+    _run_pattern("trampoline", measure_trampoline, options)
 
 
 @bench_app.command

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowrt.api import read_graph
-from flowrt.bench.cases import dispatch, domains, overlap, trampoline
+from flowrt.bench.cases import colocated, dispatch, domains, overlap, trampoline
 from flowrt.bench.cases.patterns import Runs
 from flowrt.bench.cases.small_model import TOP_K, write_small_model
 from flowrt.bench.measure.benchmark import run_benchmark
@@ -46,12 +46,16 @@ def test_figures_of_the_overlap_benchmark_follow_from_its_runs() -> None:
         return ModelledRun((step_seconds,) * batch, {"experts.0": busy}, {}, ())
 
     times = PingPong(1.0, 1.0, 0.1)
-    runs = [[run(times.step_seconds(m, overlap.NUM_LAYERS), m, 0.99)] for m in overlap.MICRO_BATCHES]
-    second, third, *away, exposed = overlap._figures(times, 0.1, runs)
+    numbers = overlap.VIRTUAL_MICRO_BATCHES
+    runs = [[run(times.step_seconds(m, overlap.NUM_LAYERS), m, 0.99)] for m in numbers]
+    second, third, third_to_one, fourth, *away, exposed = overlap._figures(times, 0.1, numbers, runs)
     assert second.ours.median == pytest.approx(2 / times.step_seconds(2, overlap.NUM_LAYERS))
     assert third.ratio is not None
     assert third.ratio.median == pytest.approx(1.5 * times.step_seconds(2, 16) / times.step_seconds(3, 16))
-    assert [figure.ours.median for figure in away] == pytest.approx([0.0, 0.0, 0.0])
+    assert [figure.about["x"] for figure in (second, third_to_one, fourth)] == [2, 3, 4]
+    assert fourth.ratio is not None
+    assert fourth.ratio.median == pytest.approx(4 * times.step_seconds(1, 16) / times.step_seconds(4, 16))
+    assert [figure.ours.median for figure in away] == pytest.approx([0.0] * 4)
     assert exposed.ours.median == pytest.approx(0.01 * times.step_seconds(3, 16) / 16 / 0.1)
 
 
@@ -69,6 +73,7 @@ def test_the_benchmark_runs_in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> 
 def test_domains_keep_the_experts_busy_and_a_stopped_one_slows_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(domains, "NUM_LAYERS", 4)
     monkeypatch.setattr(domains, "NEW_TOKENS", 6)
+    monkeypatch.setattr(domains, "NUMBERS", (1, 3))
     report = run_benchmark("domains", domains.measure_domains(virtual=True, dilation=1.0), 1)
     gain, busy, _, turns, stopped = report.figures
     assert gain.ratio is not None
@@ -81,12 +86,25 @@ def test_domains_keep_the_experts_busy_and_a_stopped_one_slows_no_other(monkeypa
 def test_a_stalled_client_delays_others_only_when_counts_of_all_ranks_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "NUM_LAYERS", 2)
     monkeypatch.setattr(dispatch, "NEW_TOKENS", 6)
+    monkeypatch.setattr(dispatch, "STALL_SECONDS", (0.2,))
     report = run_benchmark("dispatch", dispatch.measure_dispatch(virtual=True, dilation=1.0), 1)
     per_client, all_ranks, undisturbed = report.figures
     assert per_client.verdict == "met"
-    assert all_ranks.ours.median == pytest.approx((dispatch.STALL_SECONDS * 1e6) / 5, rel=0.1)  # the stall, in 5 steps
+    assert all_ranks.ours.median == pytest.approx(0.2e6 / 5, rel=0.1)  # the stall, in 5 steps
     assert undisturbed.ratio is not None
     assert undisturbed.ratio.median == pytest.approx(1.0, abs=0.02)
+
+
+def test_colocated_experts_are_compared_with_servers_and_with_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(colocated, "NUM_LAYERS", 2)
+    monkeypatch.setattr(colocated, "NEW_TOKENS", 6)
+    monkeypatch.setattr(colocated, "EXPERT_SECONDS", (5e-6, 60e-6))
+    report = run_benchmark("colocated", colocated.measure_colocated(virtual=True, dilation=1.0), 1)
+    to_servers, to_whole, *_, waiting, busy = [figure.ratio.median for figure in report.figures if figure.ratio is not None]
+    assert to_servers > 1.2, "half of the processes have the attention of all sequences"
+    assert 0.8 < to_whole < 1.2
+    assert waiting > 1.0
+    assert busy < 0.75, "a server that waits reads the weights of an expert for several requests at once"
 
 
 def test_trampolines_save_messages_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,8 @@ def fractions() -> BenchmarkReport:
 
 
 def curves() -> BenchmarkReport:
-    sizes = [(servers, groups) for groups in (2, 8) for servers in (16, 64)]
-    figures = [Figure.paired("step", "us", [9.0], "direct", [10.0], servers=servers, groups=groups) for servers, groups in sizes]
+    points = [(servers, f"{groups} groups") for groups in (2, 8) for servers in (16, 64)]
+    figures = [Figure.paired("step", "us", [9.0], "direct", [10.0], x=servers, curve=groups) for servers, groups in points]
     return BenchmarkReport("trampoline", MACHINE, [*figures, Figure.alone("no curve", "", [1.0])])
 
 
@@ -70,7 +70,7 @@ def test_figures_are_ordered_by_batch_within_their_kind() -> None:
             ["flowrt bench decode", "decode 8 float32, to grouped_mm", "prefill 8 float32, to eager", "target met", "no target"],
         ),
         ("plot_operators", "fractions", ["flowrt bench operators", "per cent of the limit (18 GB/s)", "rows"]),
-        ("plot_trampolines", "curves", ["flowrt bench trampoline", "expert servers", "2 groups", "8 groups"]),
+        ("plot_curves", "curves", ["flowrt bench trampoline", "expert servers", "2 groups", "8 groups"]),
         ("plot_transports", "sizes", ["flowrt bench transports", "round trip", "memcpy, one core", "a peer (peer)"]),
     ],
 )
@@ -111,7 +111,7 @@ print(sum(legend.get_window_extent().overlaps(axes.get_window_extent()) for lege
 
 @pytest.mark.parametrize(
     ("draw", "report"),
-    [("plot_ratios", "ratios"), ("plot_operators", "fractions"), ("plot_trampolines", "curves"), ("plot_transports", "sizes")],
+    [("plot_ratios", "ratios"), ("plot_operators", "fractions"), ("plot_curves", "curves"), ("plot_transports", "sizes")],
 )
 def test_legends_cover_no_diagram(draw: str, report: str) -> None:
     assert _run(COVERED, draw, report) == "0"

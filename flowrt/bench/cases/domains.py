@@ -17,18 +17,19 @@ from flowrt.bench.report.figures import Figure, Target
 EXPERTS_SECONDS, EXCHANGE_SECONDS = 100e-6, 10e-6
 SLOWER = 3  # attention, than the experts
 DOMAINS, MICRO_BATCHES = 3, 2
+NUMBERS = (1, 2, 3, 4)  # of domains, in virtual time
 BUSY_TARGET, STOPPED_TARGET = 0.9, 1.05
 NUM_LAYERS = 8
 NEW_TOKENS = 8
 
 
 def measure_domains(virtual: bool, dilation: float) -> AsyncIterator[Result]:
-    several = partial(_variant, DOMAINS)
-    no_turns = Variant("three groups without turns", _keys(DOMAINS, 1), DOMAINS * MICRO_BATCHES)
-    gain = Comparison([_variant(1, "one domain"), several("three domains"), no_turns], _gain, NUM_LAYERS, new_tokens=NEW_TOKENS)
-    stopped = Comparison(
-        [several("undisturbed"), several("one domain stopped", "attention.0")], _stopped, NUM_LAYERS, new_tokens=NEW_TOKENS
-    )
+    numbers = NUMBERS if virtual else (1, DOMAINS)
+    no_turns = Variant(f"{DOMAINS} groups without turns", _keys(DOMAINS, 1), DOMAINS * MICRO_BATCHES)
+    variants = [*(_variant(number, f"domains: {number}") for number in numbers), no_turns]
+    gain = Comparison(variants, partial(_gain, numbers), NUM_LAYERS, new_tokens=NEW_TOKENS)
+    variants = [_variant(DOMAINS, "undisturbed"), _variant(DOMAINS, "one domain stopped", "attention.0")]
+    stopped = Comparison(variants, _stopped, NUM_LAYERS, new_tokens=NEW_TOKENS)
     return measure([gain, stopped], virtual, dilation)
 
 
@@ -49,14 +50,19 @@ def _keys(groups: int, domains: int) -> dict[str, Any]:
     }
 
 
-def _gain(runs: Runs) -> Sequence[Figure]:
-    one, several, no_turns = ([run.tokens_per_second for run in each] for each in runs)
-    busy = [run.busy_share("experts") for run in runs[1]]
+def _gain(numbers: Sequence[int], runs: Runs) -> Sequence[Figure]:
+    *each_number, no_turns = [[run.tokens_per_second for run in each] for each in runs]
+    speeds = dict(zip(numbers, each_number, strict=True))
+    busy = {number: [run.busy_share("experts") for run in each] for number, each in zip(numbers, runs, strict=False)}
+    curve = f"attention {SLOWER} x as slow"
     return [
-        Figure.paired(f"{DOMAINS} domains, decode", "tokens/s", several, "1", one),
-        Figure.alone(f"{DOMAINS} domains, experts busy", "", busy, Target(BUSY_TARGET, at_most=False)),
-        Figure.alone("1 domain, experts busy", "", [run.busy_share("experts") for run in runs[0]]),
-        Figure.paired(f"{DOMAINS} groups in turns", "tokens/s", several, "without turns", no_turns),
+        *(
+            Figure.paired(f"{number} domains, decode", "tokens/s", speeds[number], "1", speeds[1], curve=curve, x=number)
+            for number in numbers[1:]
+        ),
+        Figure.alone(f"{DOMAINS} domains, experts busy", "", busy[DOMAINS], Target(BUSY_TARGET, at_most=False)),
+        Figure.alone("1 domain, experts busy", "", busy[1]),
+        Figure.paired(f"{DOMAINS} groups in turns", "tokens/s", speeds[DOMAINS], "without turns", no_turns),
     ]
 
 

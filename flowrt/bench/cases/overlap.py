@@ -23,6 +23,7 @@ THIRD_TARGETS = {0.1: 1.08, 0.28: 1.22, 0.38: 1.30}
 SECOND_TARGET, DEVIATION_TARGET, EXPOSED_TARGET = 1.8, 0.05, 0.1
 NUM_LAYERS = 16
 MICRO_BATCHES = (1, 2, 3)
+VIRTUAL_MICRO_BATCHES = (*MICRO_BATCHES, 4)
 BATCH = 12  # of the dynamic number
 DYNAMIC_TARGET = 0.95
 DYNAMIC_LAYERS, DYNAMIC_TOKENS = 4, 250
@@ -31,14 +32,15 @@ CALLS_COST: Compute = {"attention": {"fixed_seconds": 100e-6}, "experts": {"fixe
 
 
 def measure_overlap(virtual: bool, dilation: float) -> AsyncIterator[Result]:
+    numbers = VIRTUAL_MICRO_BATCHES if virtual else MICRO_BATCHES
     dynamic = [_dynamic("computing by rows", ROWS_COST), _dynamic("computing by calls", CALLS_COST)]
-    return measure([*map(_comparison, EXCHANGE_SHARES), *dynamic], virtual, dilation)
+    return measure([*(_comparison(share, numbers) for share in EXCHANGE_SHARES), *dynamic], virtual, dilation)
 
 
-def _comparison(share: float) -> Comparison:
+def _comparison(share: float, numbers: Sequence[int]) -> Comparison:
     times = PingPong(COMPUTE_SECONDS, COMPUTE_SECONDS, share * COMPUTE_SECONDS)
-    variants = [_variant(times, micro_batches) for micro_batches in MICRO_BATCHES]
-    return Comparison(variants, lambda runs: _figures(times, share, runs), NUM_LAYERS)
+    variants = [_variant(times, micro_batches) for micro_batches in numbers]
+    return Comparison(variants, lambda runs: _figures(times, share, numbers, runs), NUM_LAYERS)
 
 
 def _variant(times: PingPong, micro_batches: int) -> Variant:
@@ -78,21 +80,21 @@ def _dynamic(name: str, compute: Compute) -> Comparison:
     return Comparison(variants, figures, DYNAMIC_LAYERS, new_tokens=DYNAMIC_TOKENS)
 
 
-def _figures(times: PingPong, share: float, runs: Runs) -> Sequence[Figure]:
-    speeds = [[run.tokens_per_second for run in each] for each in runs]
+def _figures(times: PingPong, share: float, numbers: Sequence[int], runs: Runs) -> Sequence[Figure]:
+    speeds = {number: [run.tokens_per_second for run in each] for number, each in zip(numbers, runs, strict=True)}
     label = f"exchange {share:g}"
-    figures = [
-        Figure.paired(
-            f"{label}: 2 micro-batches", "tokens/s", speeds[1], "1", speeds[0], Target(SECOND_TARGET, at_most=False), share=share
-        ),
-        Figure.paired(
-            f"{label}: 3 micro-batches", "tokens/s", speeds[2], "2", speeds[1], Target(THIRD_TARGETS[share], at_most=False), share=share
-        ),
-    ]
-    for micro_batches, each in zip(MICRO_BATCHES, runs, strict=True):
+
+    def gain(number: int, of: int, target: Target | None = None) -> Figure:
+        curve = {"curve": f"T_c = {share:g} T_f", "x": number} if of == 1 else {}
+        name = f"{label}: {number} micro-batches"
+        return Figure.paired(name, "tokens/s", speeds[number], str(of), speeds[of], target, share=share, **curve)
+
+    figures = [gain(2, 1, Target(SECOND_TARGET, at_most=False)), gain(3, 2, Target(THIRD_TARGETS[share], at_most=False))]
+    figures += [gain(number, 1) for number in numbers if number > 2]
+    for micro_batches, each in zip(numbers, runs, strict=True):
         expected = times.step_seconds(micro_batches, NUM_LAYERS)
         away = [abs(run.mean_step_seconds / expected - 1) for run in each]
         figures.append(Figure.alone(f"{label}: {micro_batches} off the equation", "", away, Target(DEVIATION_TARGET), share=share))
-    exposed = [(1 - run.busy_share("experts")) * run.mean_step_seconds / NUM_LAYERS / times.exchange_seconds for run in runs[-1]]
+    exposed = [(1 - run.busy_share("experts")) * run.mean_step_seconds / NUM_LAYERS / times.exchange_seconds for run in runs[2]]
     figures.append(Figure.alone(f"{label}: exposed exchange of 3", "of T_c", exposed, Target(EXPOSED_TARGET), share=share))
     return figures

@@ -64,7 +64,7 @@ def _variant(servers: int, groups: int, trampoline: str, in_step: bool) -> Varia
 def _figures(servers: int, groups: int, in_step: bool, runs: Runs) -> Sequence[Figure]:
     size = f"{servers} servers, {groups} groups{' in step' if in_step else ''}"
     bundled, direct = ([run.mean_step_seconds * 1e6 for run in each] for each in runs)
-    about = {} if in_step else {"servers": servers, "groups": groups}
+    about = {} if in_step else {"curve": f"{groups} groups", "x": servers}
     figures = [replace(Figure.paired(f"{size}: decode step", "us", bundled, "direct", direct), about=about)]
     updates = [[_sent(run, "dispatch.")[0] for run in each] for each in runs]
     num_bytes = [[_sent(run)[1] / 1024 for run in each] for each in runs]

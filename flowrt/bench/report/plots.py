@@ -15,6 +15,13 @@ from flowrt.output_file import LostOutputError, check_writable
 FORMATS = (".svg", ".png", ".pdf")
 COPIES_PER_ROUND_TRIP = 2  # at least one each way
 LIMIT = "memcpy"
+AXES = {  # of `plot_curves`, by benchmark
+    "overlap": ("micro-batches", "tokens per second / those of one micro-batch"),
+    "domains": ("domains", "tokens per second / those of one domain"),
+    "dispatch": ("ms for which one client stalls", "step of the others / undisturbed"),
+    "colocated": ("us to read the weights of an expert", "tokens per second, co-located / other"),
+    "trampoline": ("expert servers", "decode step with trampolines / without"),
+}
 _COLOURS = {"met": "#2a7f62", "not met": "#b5443a", "undecided": "#c9a227", None: "#5b7083"}
 _VERDICTS = {
     "met": "target met",
@@ -46,17 +53,19 @@ def plot_ratios(report: BenchmarkReport, path: str) -> None:
     save_report_picture(picture, report, path)
 
 
-def plot_trampolines(report: BenchmarkReport, path: str) -> None:
-    """Step times with trampolines, of those without, over servers; a line for each number of groups. Raises UserError as `plot_ratios`."""
-    lines: dict[int, list[tuple[int, float]]] = {}
+def plot_curves(report: BenchmarkReport, path: str) -> None:
+    """The ratio of each figure that is about a point `x` of a line `curve`. Raises UserError as `plot_ratios`."""
+    lines: dict[str, list[tuple[float, float]]] = {}
     for figure in report.figures:
-        if figure.ratio is not None and "servers" in figure.about:
-            lines.setdefault(figure.about["groups"], []).append((figure.about["servers"], figure.ratio.median))
-    picture, axes = new_picture((7, 4.5))
-    for groups, points in sorted(lines.items()):
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=f"{groups} groups")
+        if figure.ratio is not None and "curve" in figure.about:
+            lines.setdefault(figure.about["curve"], []).append((figure.about["x"], figure.ratio.median))
+    picture, axes = new_picture((7.5, 4.5))
+    for name, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
     axes.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="expert servers", ylabel="decode step with trampolines / without")
+    xlabel, ylabel = AXES[report.benchmark]
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.set_ylim(bottom=0)
     picture.legend(*axes.get_legend_handles_labels(), fontsize="small", loc="outside right center")
     save_report_picture(picture, report, path)
 
