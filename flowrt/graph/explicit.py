@@ -46,6 +46,7 @@ def build_explicit(file: GraphFile, document: Document) -> tuple[dict[str, Node]
         built[OUTPUT] = Node(OUTPUT, OUTPUT, GATEWAY, inputs={port: PortSpec(port) for port in taken[OUTPUT]})
     is_model = any(node.operator == SOURCE for node in built.values())
     num_credits = file.micro_batches or 1 if is_model else file.limits.in_flight
+    requests = {section.response_to for section in edges.values()} if is_model else set()
     pairs: dict[tuple[str, str], None] = {}
     built_edges: dict[str, Edge] = {}
     for name, section in edges.items():
@@ -53,7 +54,9 @@ def build_explicit(file: GraphFile, document: Document) -> tuple[dict[str, Node]
         if pair is not None:
             pairs[pair] = None
         is_response = section.response_to is not None or built[ends[name][0]].operator == RETURN
-        link = {} if pair is None else _link(file.links, pair, section, 0 if is_response else num_credits)
+        # One more for requests: a micro-batch that goes on does not wait for the response to an abandoned request (EaaS section 3.2).
+        default = 0 if is_response else num_credits + (name in requests)
+        link = {} if pair is None else _link(file.links, pair, section, default)
         built_edges[name] = _edge(name, section, ends, built, link, document)
     for key in file.links:
         if not any(key in (f"{a}-{b}", f"{b}-{a}") for a, b in pairs):

@@ -300,7 +300,9 @@ class LinkSection(Section):
 
     transport: str = Field(default="auto", description="auto, inproc, shm, zmq, or one that a package provides.")
     link: Link | None = Field(default=None, description="A profile's name, or your own numbers; a label unless emulate is given.")
-    credits: int | None = Field(default=None, ge=1, le=65536, description="Messages in flight per edge. Default: as many as tags.")
+    credits: int | None = Field(
+        default=None, ge=1, le=65536, description="Messages in flight per edge. Default: as many as tags; of requests of a model one more."
+    )
     open: Literal["lazy", "start"] = Field(
         default="lazy", description="lazy: a link opens with its first message; start: every link opens before the first request."
     )

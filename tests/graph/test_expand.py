@@ -96,7 +96,7 @@ def test_processes_credits_transport_link_and_responses(load) -> None:
     for edge in crossing:
         assert (edge.transport, edge.link) == ("shm", "ub")
         if edge.response_to is None:
-            assert edge.credits == 3
+            assert edge.credits == 4, "one more than micro-batches"
             assert edge.target_port == "rows"
         else:
             request = graph.edges[edge.response_to]
@@ -183,7 +183,7 @@ def test_an_expanded_file_is_refused_for_another_model(load) -> None:
 def test_an_expanded_file_is_checked_like_any_other(load) -> None:
     text = to_yaml(load(QUICK))
     for old, new, message in (
-        ("credits: 3}", "credits: 2}", r"server0 -> experts\.0\.rows\.credits: 2 is too few: 3 micro-batches keep 3 messages"),
+        ("credits: 4}", "credits: 2}", r"server0 -> experts\.0\.rows\.credits: 2 is too few: 3 micro-batches keep 3 messages"),
         ('experts.1, options: {experts: "0-1,5-7"}', 'experts.1, options: {experts: "1,5-7"}', "experts.1 does not hold expert 0"),
         ('"1": "0-1,5-7"', '"1": "0-1,5-9"', "there is no expert 9"),
         ('{"0": 0-4, "1": "0-1,5-7", "2": 2-7}', '{"0": 0-4, "1": "0-1", "2": 2-6}', "expert 7 has no replica"),

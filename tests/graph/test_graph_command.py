@@ -75,9 +75,9 @@ def test_show_in_every_form(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     plain = capsys.readouterr().out
     assert "process attention.1\n" in plain
     assert "  fires: combine -> attention -> gate -> dispatch -> head\n" in plain
-    assert "edge attention.0.dispatch.server1 <-> experts.1.rows: auto, 2 credits\n" in plain
+    assert "edge attention.0.dispatch.server1 <-> experts.1.rows: auto, 3 credits\n" in plain
     # 512 rows of a step, each with 128 float32 values and, for 2 experts, two 8-byte numbers and a weight
-    assert plain.count("  slots: 2 clients x 2 credits x 276.0 KiB = 1.1 MiB\n") == 3
+    assert plain.count("  slots: 2 clients x 3 credits x 276.0 KiB = 1.6 MiB\n") == 3
     assert "\x1b" not in plain
     assert call("show", str(QUICKSTART), "--mermaid") == 0
     assert capsys.readouterr().out.startswith("flowchart LR\n")
@@ -135,7 +135,7 @@ def test_large_graphs_are_drawn_by_role(load) -> None:
     assert drawn == ["attention.0-11", "experts.0-7"]
     assert '["attention.0-11<br/>12 processes, 84 nodes"]' in to_mermaid(graph)
     assert '[label="experts.0-7\\n8 processes, 8 nodes"]' in to_dot(graph)
-    assert '==>|"96 edges; auto; 2 credits"|' in to_mermaid(graph)
+    assert '==>|"96 edges; auto; 3 credits"|' in to_mermaid(graph)
 
 
 def test_a_link_is_shown_only_where_it_is_emulated(load) -> None:
@@ -179,14 +179,14 @@ def test_a_terminal_gets_the_same_lines_with_bold_names(load, capsys: pytest.Cap
     assert "  holds: experts 0-1,5-7\n" in plain
     assert "  on death: redispatch (state: nothing between two requests)\n" in plain
     assert "  on death: replay (state: sequences)\n" in plain
-    assert "edge attention.1.dispatch.server2 <-> experts.2.rows: auto, 2 credits\n" in plain
+    assert "edge attention.1.dispatch.server2 <-> experts.2.rows: auto, 3 credits\n" in plain
 
 
 def test_a_large_graph_is_shown_by_role(load, capsys: pytest.CaptureFixture[str]) -> None:
     print_graph(load(DEPLOY, "deploy.attention.groups=12", "deploy.experts.servers=8"), "g.yaml", Console(width=80))
     shown = capsys.readouterr().out
     assert "process attention.0-11, 12 processes such as attention.0\n" in shown
-    assert "edge attention.0-11 -> experts.0-7: 96 edges; auto; 2 credits\n" in shown
+    assert "edge attention.0-11 -> experts.0-7: 96 edges; auto; 3 credits\n" in shown
 
 
 @pytest.mark.parametrize("groups", [2, 12])
