@@ -107,9 +107,7 @@ class Batching:
     domains: tuple[tuple[str, ...], ...] = field(
         default=(), metadata={"description": "Source nodes by domain: domains take turns, and a call has tags of one. Default: no turns."}
     )
-    turn_calls: int = _key(
-        4, "A turn ends after so many calls if another domain waits; before, when the domain has no tag left.", ge=1, le=4096
-    )
+    turn_calls: int = _key(4, "A turn ends after so many calls if another domain waits; before, when no tag is left.", ge=1, le=4096)
 
 
 @dataclass(frozen=True)
