@@ -19,6 +19,7 @@ class WrongResults:
         self._num_left = 0 if glitch is None else glitch.number
         self._rows: set[tuple[Any, ...]] = set()  # (source, epoch, micro-batch, step, row) of the poison
         self._pairs: set[tuple[bytes, int]] = set()  # (row, expert) that end a server
+        self._parts: dict[tuple[Any, ...], set[tuple[Any, ...]]] = {}  # (source, epoch) -> (micro-batch, row, expert) of them
 
     @property
     def hangs(self) -> bool:
@@ -26,7 +27,8 @@ class WrongResults:
 
     @property
     def num_parts(self) -> int:
-        return len(self._pairs)
+        """Equal choices of a request are different parts where they are in different steps at a time."""
+        return max(len(self._pairs), *map(len, self._parts.values()), 0)
 
     def wrap(self, node: Node, function: Any, end_process: Callable[[], None]) -> Any:
         """The function of a node, with its wrong results. `end_process` ends the process, or its compute thread."""
@@ -68,7 +70,9 @@ class WrongResults:
                 tag, (x_TH, _), (ids_TA, _) = firing.tag, firing.inputs["x"].tensors, firing.inputs["routing"].tensors
                 for row in range(len(x_TH)):
                     if (tag.source, tag.epoch, tag.micro_batch, tag.step, row) in self._rows:
-                        self._pairs.add((x_TH[row].numpy().tobytes(), int(ids_TA[row, 0])))
+                        pair = x_TH[row].numpy().tobytes(), int(ids_TA[row, 0])
+                        self._pairs.add(pair)
+                        self._parts.setdefault((tag.source, tag.epoch), set()).add((tag.micro_batch, *pair))
             return function(firings)
 
         return run
