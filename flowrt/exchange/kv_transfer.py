@@ -37,7 +37,7 @@ from flowrt.offered_prompt import OfferedPrompt
 from flowrt.operators.kv_pages import KvPages
 from flowrt.transports.wire.message import Tag
 
-CHUNK_BYTES = 1 << 21
+CHUNK_BYTES = 1 << 20
 WINDOW = 8  # pulls that a transfer has in flight at most; one while the prefill worker has no chunk
 
 
