@@ -87,6 +87,8 @@ EXCEPTIONS = {
     "flowrt/launcher/run_state.py:RunState.on_overflow": "needs 4096 unread messages",
     "flowrt/launcher/trace_collector.py": "collects a trace; run by tests/simulation/test_trace.py, as these seeds are not traced",
     "flowrt/launcher/transport_choice.py:_operators": "threads of a graph with one tag in flight; no graph of the tests is so small",
+    "flowrt/launcher/transport_choice.py:_problem_between_hosts": "hosts; tests/launcher/test_transport_choice.py",
+    "flowrt/launcher/transport_choice.py:tried_between": "hosts; tests/launcher/test_transport_choice.py",
 }
 
 
