@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -24,7 +23,7 @@ from flowrt.gateway.log_writer import LogWriter
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.requests import Requests
 from flowrt.gateway.routing import find_policy
-from flowrt.graph.model import GATEWAY, MONITOR
+from flowrt.graph.model import GATEWAY
 from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events
 from flowrt.launcher.fork_server_loss import IMPORT_SECONDS
@@ -355,14 +354,12 @@ class SimulatedRun:
         now = self._world.loop.time()
         progress = sum(inside.num_firings for inside in insides), self._checks.counts.total()  # of living workers: the first may fall
         patience = self._lost_group_seconds + (STUCK_SECONDS if self._launcher.state.fork_server.is_up else STUCK_SECONDS + IMPORT_SECONDS)
-        if MONITOR in self._checks.down or self._checks.due_retries(math.inf):  # nothing may be left that computes, or finds a hang
-            patience += self._launcher.graph.reliability.restart_window_seconds
         cuts = [fault for fault in self._case.scenario.faults if isinstance(fault, Cut) and fault.for_seconds >= PERMANENT_SECONDS]
         if cuts and self._launcher.state.restarting():  # a process that starts connects to a peer for so long
             patience += RESPONSE_SECONDS
         if progress != self._progress or now < self._first_seconds + self._case.scenario.ends_seconds:
             self._progress, self._progress_seconds = progress, now
-        elif now > self._progress_seconds + patience and self._gateway.num_unfinished:
+        elif now > max(self._progress_seconds, self._checks.next_try_at) + patience and self._gateway.num_unfinished:
             raise DeadlockError(f"nothing for {STUCK_SECONDS:g} s at {now:.6f} s but heartbeats:\n{self._world.loop.describe_waiting()}")
 
     def _living_inside(self, name: str) -> WorkerInternals | None:
