@@ -467,7 +467,7 @@ async def test_nothing_spins_while_a_new_peer_does_not_respond(pairs: Pairs, loo
 
 
 @needs_ucx
-async def test_a_send_that_finds_the_peer_dead_when_it_asks_for_room_ends(pairs: Pairs, loop_kind: str) -> None:
+async def test_a_send_that_requests_room_of_a_dead_peer_ends(pairs: Pairs, loop_kind: str) -> None:
     """Nothing else would wake it: the channel breaks before it waits."""
     limits = Limits(max_message_bytes=1 << 16, capacity_messages=20, capacity_bytes=1 << 20)
     async with pairs.open(limits) as (one, _, under_one, _):
