@@ -43,6 +43,7 @@ from flowrt.simulation.group_checks import GroupChecks
 from flowrt.simulation.hosts import SimulatedEngine, clock_faults
 from flowrt.simulation.inside import WorkerInternals, credit_faults
 from flowrt.simulation.invariants import falls_back, fastest_clock
+from flowrt.simulation.modelled_time import ModelledTimeChecks
 from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.outages import Outages, holders_of
 from flowrt.simulation.processes import SimulatedBackend
@@ -97,6 +98,7 @@ class SimulatedRun:
         ends = [fault.ends_seconds for fault in case.scenario.faults if fault.ends_seconds > fault.at_seconds]
         self._slow_until = max(ends) + NEWS_SECONDS if ends else 0.0
         world.one_clock = graph.emulation is not None  # the two ends of an emulated link compare times
+        self._modelled_time = ModelledTimeChecks(world, graph.emulation)
         open_engine = partial(SimulatedEngine.open, world, case.processes)
         self._seams = replace(world.seams(GATEWAY), open_backend=self._open_backend, open_engine=open_engine)
         if log is not None:
@@ -237,6 +239,7 @@ class SimulatedRun:
         """Called with each new Worker, before it loads."""
         inside = WorkerInternals(worker)
         inside.when_named(lambda: self._insides.update({inside.name: inside}))
+        inside.when_named(lambda: self._modelled_time.watch(worker))
         if (trace := self._case.trace) is not None:
             inside.when_named(lambda: trace.begin_worker(inside.name, worker))
         if self._case.exact:

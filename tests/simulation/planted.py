@@ -13,6 +13,7 @@ from simulation.planted_faults import FAULT_BUGS
 from simulation.planted_front_ends import FRONT_END_BUGS
 from simulation.planted_groups import GROUP_BUGS
 from simulation.planted_hosts import HOST_BUGS
+from simulation.planted_modelled import MODELLED_BUGS
 from simulation.planted_prefixes import PREFIX_BUGS
 from simulation.planted_request_log import REQUEST_LOG_BUGS
 from simulation.planted_standby import STANDBY_BUGS
@@ -84,6 +85,7 @@ BUGS: tuple[Bug, ...] = (
     *with_graphs("composed", COMPOSED_BUGS),
     *with_graphs("trampoline.yaml", TRAMPOLINE_BUGS),
     *with_graphs("prefill.yaml", TRANSFER_BUGS),
+    *with_graphs("emulated.yaml", MODELLED_BUGS),
     *PREFIX_BUGS,
     # tags and matching
     bug("micro-batches-mixed", "rows are matched without the micro-batch", (
