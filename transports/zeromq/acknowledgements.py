@@ -1,4 +1,4 @@
-"""Implements `AcknowledgementLane`: the socket of the handshake also carries acknowledgements, which wait behind no payload there."""
+"""Implements `AcknowledgementSocket`: the socket of the handshake also carries acknowledgements, which wait behind no payload there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TOTALS = struct.Struct("<QQ")  # messages and bytes taken since the start
 _RECORDS_AT_ONCE = 256
 
 
-class AcknowledgementLane(PeerWatch):
+class AcknowledgementSocket(PeerWatch):
     """A PeerWatch whose peer sends totals of taken messages. Calls `on_totals(messages, payload_bytes)` for the latest that have arrived.
 
     Only for a socket within this host: what it carries is not encrypted.

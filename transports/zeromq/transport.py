@@ -36,7 +36,7 @@ from flowrt.transports.channel.socket_transport import SocketTransport
 from flowrt.transports.contract import Capabilities, ChannelStatistics, HostAddress
 from flowrt.transports.errors import AddressError, UnavailableError
 from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat, split_buffers
-from flowrt.transports.zeromq.acknowledgements import AcknowledgementLane
+from flowrt.transports.zeromq.acknowledgements import AcknowledgementSocket
 from flowrt.transports.zeromq.sockets import INLINE_BYTES, CurveKeys, bind, missing, pair_and_monitor, shared_context
 
 if missing is None:
@@ -81,8 +81,8 @@ class ZeroMQChannel(GreetedChannel):
 
     def _watch_peer(self, sock: socket.socket) -> PeerWatch:
         is_within_host = sock.family == getattr(socket, "AF_UNIX", None)
-        self._lane = AcknowledgementLane(sock, self._on_peer_end, self._on_lane) if is_within_host else None
-        return self._lane or super()._watch_peer(sock)
+        self._acknowledgements = AcknowledgementSocket(sock, self._on_peer_end, self._on_acknowledgement) if is_within_host else None
+        return self._acknowledgements or super()._watch_peer(sock)
 
     def statistics(self) -> ChannelStatistics:
         self._counters.held_buffers = len(self._held)
@@ -122,7 +122,7 @@ class ZeroMQChannel(GreetedChannel):
         self._send_frames([_FRAME.pack(kind, 0) + body])
 
     def _send_taken(self, messages: int, payload_bytes: int) -> None:
-        if self._lane is None or not self._lane.send(messages, payload_bytes):
+        if self._acknowledgements is None or not self._acknowledgements.send(messages, payload_bytes):
             self._write(_TAKEN_KIND, _TAKEN.pack(messages, payload_bytes))
 
     def _send_waiting(self) -> None:
@@ -195,7 +195,7 @@ class ZeroMQChannel(GreetedChannel):
         if shared_context.lender is not None:
             shared_context.lender.collect()
 
-    def _on_lane(self, messages: int, payload_bytes: int) -> None:
+    def _on_acknowledgement(self, messages: int, payload_bytes: int) -> None:
         try:
             self._on_totals(messages, payload_bytes)
         except WireError as error:
