@@ -153,7 +153,7 @@ class Panels(Copied):
 
     def checked(self, x_TK: Tensor) -> Tensor:
         """The rows, contiguous, so that their address can be passed to `into`. Raises ValueError for other rows, as the library does."""
-        if x_TK.dtype != self._dtype or x_TK.dim() != 2 or x_TK.shape[1] != self.shape[1] or x_TK.device.type != "cpu":
+        if x_TK.dtype is not self._dtype or x_TK.dim() != 2 or x_TK.shape[1] != self.shape[1] or not x_TK.is_cpu:
             wanted = f"rows of {self.shape[1]} {self._dtype}"
             raise ValueError(f"{list(x_TK.shape)} {x_TK.dtype} on {x_TK.device} were given to a matrix on the CPU that takes {wanted}")
         return x_TK.contiguous()

@@ -80,7 +80,7 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
         (lambda: rows.add_rms_norm(x, drawn(2, 8), weight, 1e-6), r"rows \[2, 8\] cannot be added to \[3, 8\]"),
         (
             lambda: combine(x, [(torch.arange(2), drawn(3, 8))]),
-            r"parts \[\(\[2\], \[3, 8\]\)\] .* cannot be added to \[3, 8\]",
+            r"rows \[2\] and responses \[3, 8\] of a part cannot be added to \[3, 8\]",
         ),
         (lambda: rows.rms_norm(drawn(2, 3, 8), drawn(6, 8), 1e-6), r"a weight \[6, 8\] does not go with rows \[2, 3, 8\]"),
         (
@@ -127,7 +127,7 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
             r"do not go with pages \[1, 4, 2, 8\]",
         ),
         (lambda: rows.add_parts(torch.zeros(1, 1, 1), []), "too many values to unpack"),
-        (lambda: combine(x, [(torch.arange(2)[None], drawn(1, 8))]), r"parts \[\(\[1, 2\], \[1, 8\]\)\]"),
+        (lambda: combine(x, [(torch.arange(2)[None], drawn(1, 8))]), r"rows \[1, 2\] and responses \[1, 8\]"),
         (lambda: rows.rms_norm(x.double(), weight.double(), 1e-6), "torch.float64 on cpu: rows are float32 or bfloat16 on the host"),
         (lambda: combine(x, [(torch.arange(2, dtype=torch.int32), drawn(2, 8))]), "indices must be int64 on the host"),
         (lambda: rows.topk_softmax(drawn(2, 4), 5, 1.0, torch.float32), "5 of 4 experts"),

@@ -90,14 +90,14 @@ def rope_and_store_kv(
     cosines, sines = _same(plan.cos_T1D, qkv_TC), _same(plan.sin_T1D, qkv_TC)
     (slots_T,) = _indices(slots_T)
     num_rotated = num_heads + num_kv_heads
-    if width % 2 or cosines.shape != (len(qkv_TC), 1, width) or sines.shape != cosines.shape or len(slots_T) != len(qkv_TC):
+    if width % 2 or cosines.shape != (qkv_TC.shape[0], 1, width) or sines.shape != cosines.shape or slots_T.shape[0] != qkv_TC.shape[0]:
         raise ValueError(f"rows {list(qkv_TC.shape)}, positions {list(cosines.shape)}, slots {list(slots_T.shape)} do not go together")
     if qk_norm is not None and _same(qk_norm, qkv_TC).shape != (num_rotated, width):
         raise ValueError(f"weights {list(qk_norm.shape)} for {num_rotated} heads of {width}")
     qk_norm = None if qk_norm is None else qk_norm.contiguous()
     positions = cosines.data_ptr(), sines.data_ptr(), 0 if qk_norm is None else qk_norm.data_ptr()
     storing = keys.data_ptr(), values.data_ptr(), slots_T.data_ptr()
-    sizes = len(qkv_TC), num_heads, num_kv_heads, width, num_pages * page_size
+    sizes = qkv_TC.shape[0], num_heads, num_kv_heads, width, num_pages * page_size
     _rows.rope_and_store_kv(_dtype(qkv_TC), qkv_TC.data_ptr(), *positions, *storing, *sizes, torch.get_num_threads(), epsilon)
 
 
@@ -111,16 +111,17 @@ def paged_attention(
     """
     keys, values = _layer_pages(qkv_TC, num_heads, layer, pages)
     num_pages, page_size, num_kv_heads, width = keys.shape
-    if _same(out_TC, qkv_TC) is not out_TC or out_TC.shape != (len(qkv_TC), num_heads * width) or num_heads % num_kv_heads:
-        raise ValueError(f"results {list(out_TC.shape)} for {len(qkv_TC)} rows of {num_heads} heads of {width}, {num_kv_heads} of keys")
+    if _same(out_TC, qkv_TC) is not out_TC or out_TC.shape != (qkv_TC.shape[0], num_heads * width) or num_heads % num_kv_heads:
+        raise ValueError(f"results {list(out_TC.shape)} for {qkv_TC.shape[0]} rows of {num_heads} heads of {width}, {num_kv_heads} of keys")
     if window is not None and window < 1:
         raise ValueError(f"a window of {window} tokens: a row sees at least itself")
     rows_P, sequences_P, lengths_S, table_SG = _indices(paged.rows_P, paged.sequences_P, paged.kv_length_S, paged.page_table_SG)
-    if len(rows_P) != len(sequences_P) or len(lengths_S) != len(table_SG):
-        raise ValueError(f"{len(rows_P)} rows of {len(sequences_P)} sequences, {len(lengths_S)} lengths, {len(table_SG)} page tables")
+    if rows_P.shape[0] != sequences_P.shape[0] or lengths_S.shape[0] != table_SG.shape[0]:
+        shapes = [list(each.shape) for each in (rows_P, sequences_P, lengths_S, table_SG)]
+        raise ValueError(f"rows, sequences, lengths and page tables {shapes} do not go together")
     queries = qkv_TC.data_ptr(), qkv_TC.shape[1] * qkv_TC.itemsize, rows_P.data_ptr(), sequences_P.data_ptr()
     contexts = lengths_S.data_ptr(), table_SG.data_ptr(), table_SG.shape[1], keys.data_ptr(), values.data_ptr(), out_TC.data_ptr()
-    sizes = len(rows_P), num_heads, num_kv_heads, width, page_size, num_pages, window or 0, len(qkv_TC), len(lengths_S)
+    sizes = rows_P.shape[0], num_heads, num_kv_heads, width, page_size, num_pages, window or 0, qkv_TC.shape[0], lengths_S.shape[0]
     _rows.paged_attention(_dtype(qkv_TC), *queries, *contexts, *sizes, torch.get_num_threads())
 
 
@@ -155,11 +156,15 @@ def add_parts(residual_TH: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Te
     residual_TH = residual_TH.contiguous()
     num_rows, width = residual_TH.shape
     total_TH = torch.empty_like(residual_TH)
-    held = [(*_indices(rows_R), _same(y_RH, residual_TH)) for rows_R, y_RH in parts]
-    numbers = [number for rows_R, y_RH in held for number in (rows_R.data_ptr(), y_RH.data_ptr(), len(rows_R))]
-    if any(rows_R.dim() != 1 or y_RH.shape != (len(rows_R), width) for rows_R, y_RH in held):
-        shapes = [(list(rows_R.shape), list(y_RH.shape)) for rows_R, y_RH in held]
-        raise ValueError(f"parts {shapes} (rows, responses) cannot be added to {list(residual_TH.shape)}")
+    held = []  # keeps copies alive
+    numbers: list[int] = []
+    for rows_R, y_RH in parts:
+        if y_RH.shape != (*rows_R.shape, width) or rows_R.dim() != 1:
+            shapes = f"rows {list(rows_R.shape)} and responses {list(y_RH.shape)}"
+            raise ValueError(f"{shapes} of a part cannot be added to {list(residual_TH.shape)}")
+        rows_R, y_RH = *_indices(rows_R), _same(y_RH, residual_TH)
+        held.append((rows_R, y_RH))
+        numbers += (rows_R.data_ptr(), y_RH.data_ptr(), rows_R.shape[0])
     _rows.add_parts(_dtype(residual_TH), residual_TH.data_ptr(), total_TH.data_ptr(), num_rows, width, torch.get_num_threads(), *numbers)
     return total_TH
 
@@ -172,19 +177,19 @@ def partition_by_server(
     expert_P, positions_T, servers_EB, num_replicas_E = _indices(expert_P, positions_T, table.servers_EB, table.num_replicas_E)
     weight_P, pair_P = weight_P.contiguous(), None if pair_P is None else _indices(pair_P)[0]
     num_experts, width = servers_EB.shape
-    num_pairs, num_shares = len(expert_P), num_servers + 1
-    num_named = len(positions_T) * num_active if pair_P is None else len(pair_P)
-    if num_active < 1 or weight_P.shape != (num_pairs,) or num_named != num_pairs or len(num_replicas_E) != num_experts:
-        raise ValueError(f"{num_pairs} pairs do not go with {len(weight_P)} weights and {len(positions_T)} rows of {num_active}")
+    num_pairs, num_shares = expert_P.shape[0], num_servers + 1
+    num_named = positions_T.shape[0] * num_active if pair_P is None else pair_P.shape[0]
+    if num_active < 1 or weight_P.shape != (num_pairs,) or num_named != num_pairs or num_replicas_E.shape[0] != num_experts:
+        raise ValueError(f"{num_pairs} pairs do not go with {weight_P.shape[0]} weights and {positions_T.shape[0]} rows of {num_active}")
     out, weights, counts = expert_P.new_empty(4 * num_pairs), torch.empty_like(weight_P), expert_P.new_empty(2 * num_shares)
     pairs = expert_P.data_ptr(), weight_P.data_ptr(), weight_P.itemsize, 0 if pair_P is None else pair_P.data_ptr(), num_pairs, num_active
     servers = positions_T.data_ptr(), servers_EB.data_ptr(), num_replicas_E.data_ptr(), num_experts, width, num_servers
-    _rows.partition_by_server(*pairs, *servers, out.data_ptr(), weights.data_ptr(), counts.data_ptr(), len(positions_T))
+    _rows.partition_by_server(*pairs, *servers, out.data_ptr(), weights.data_ptr(), counts.data_ptr(), positions_T.shape[0])
     sizes: list[int] = counts.tolist()
     found = [(share - 1, sizes[2 * share], sizes[2 * share + 1]) for share in range(num_shares) if sizes[2 * share]]
     lengths = [length for _, pairs_of, rows_of in found for length in (pairs_of, pairs_of, pairs_of, rows_of)]
-    pieces = out[: sum(lengths)].split(lengths)
-    weight_pieces = weights.split([pairs_of for _, pairs_of, _ in found])
+    pieces = out[: sum(lengths)].split_with_sizes(lengths)
+    weight_pieces = weights.split_with_sizes([pairs_of for _, pairs_of, _ in found])
     return [
         (server, pieces[4 * at + 3], pieces[4 * at], pieces[4 * at + 1], weight_pieces[at], pieces[4 * at + 2])
         for at, (server, _, _) in enumerate(found)
@@ -199,11 +204,11 @@ def sort_by_expert(x_RH: Tensor, row_P: Tensor, expert_P: Tensor, place_E: Tenso
     """
     x_RH = x_RH.contiguous()
     row_P, expert_P, place_E = _indices(row_P, expert_P, place_E)
-    num_pairs, (num_rows, width) = len(expert_P), x_RH.shape
-    if len(row_P) != num_pairs:
-        raise ValueError(f"{num_pairs} experts do not go with {len(row_P)} rows")
+    num_pairs, (num_rows, width) = expert_P.shape[0], x_RH.shape
+    if row_P.shape[0] != num_pairs:
+        raise ValueError(f"{num_pairs} experts do not go with {row_P.shape[0]} rows")
     sorted_PH, place_P, counts_E = x_RH.new_empty(num_pairs, width), expert_P.new_empty(num_pairs), expert_P.new_empty(num_held)
-    experts = expert_P.data_ptr(), place_E.data_ptr(), len(place_E), num_held
+    experts = expert_P.data_ptr(), place_E.data_ptr(), place_E.shape[0], num_held
     pairs = row_P.data_ptr(), num_pairs, num_rows, width * x_RH.itemsize, x_RH.data_ptr()
     results = sorted_PH.data_ptr(), place_P.data_ptr(), counts_E.data_ptr()
     return (sorted_PH, place_P, counts_E) if _rows.sort_by_expert(*experts, *pairs, *results, torch.get_num_threads()) else None
@@ -217,8 +222,8 @@ def weighted_sum(y_PH: Tensor, place_P: Tensor, row_P: Tensor, weight_P: Tensor,
     y_PH, weight_P = y_PH.contiguous(), _same(weight_P, y_PH)
     place_P, row_P = _indices(place_P, row_P)
     num_pairs, width = y_PH.shape
-    if not len(place_P) == len(row_P) == num_pairs or weight_P.shape != (num_pairs,):
-        raise ValueError(f"{num_pairs} responses do not go with {len(row_P)} rows and {len(weight_P)} weights")
+    if not place_P.shape[0] == row_P.shape[0] == num_pairs or weight_P.shape != (num_pairs,):
+        raise ValueError(f"{num_pairs} responses do not go with {row_P.shape[0]} rows and {weight_P.shape[0]} weights")
     y_RH = y_PH.new_empty(num_rows, width)
     pairs = y_PH.data_ptr(), place_P.data_ptr(), row_P.data_ptr(), weight_P.data_ptr()
     _rows.weighted_sum(_dtype(y_PH), *pairs, y_RH.data_ptr(), num_pairs, width, num_rows, torch.get_num_threads())
@@ -227,9 +232,10 @@ def weighted_sum(y_PH: Tensor, place_P: Tensor, row_P: Tensor, weight_P: Tensor,
 
 def _dtype(x: Tensor) -> int:
     """The number of the dtype in _rows.c. Raises ValueError for a tensor that _rows.c does not accept."""
-    if not fits(x.dtype, x.device):
+    number = _DTYPES.get(x.dtype)
+    if number is None or not x.is_cpu:
         raise ValueError(f"{x.dtype} on {x.device}: rows are float32 or bfloat16 on the host")
-    return _DTYPES[x.dtype]
+    return number
 
 
 def _same(x: Tensor, other: Tensor) -> Tensor:
@@ -241,6 +247,7 @@ def _same(x: Tensor, other: Tensor) -> Tensor:
 
 def _indices(*tensors: Tensor) -> list[Tensor]:
     """The tensors, contiguous. Raises ValueError unless all are int64 in host memory."""
-    if any(tensor.dtype != torch.int64 or tensor.device.type != "cpu" for tensor in tensors):
-        raise ValueError(f"indices must be int64 on the host, not {[f'{tensor.dtype} on {tensor.device}' for tensor in tensors]}")
+    for tensor in tensors:
+        if tensor.dtype is not torch.int64 or not tensor.is_cpu:
+            raise ValueError(f"indices must be int64 on the host, not {tensor.dtype} on {tensor.device}")
     return [tensor.contiguous() for tensor in tensors]
