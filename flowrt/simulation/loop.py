@@ -38,6 +38,9 @@ START_SECONDS = 1000.0  # not 0, so that code which takes 0 for "never" is caugh
 class VirtualLoop(asyncio.BaseEventLoop):
     """One run each: `run_until_complete` once, then `finish` and `close`. Errors of a run: DeadlockError, LivelockError, UnhandledError."""
 
+    _closed: bool  # of BaseEventLoop, as is the next: its method takes a call
+    _stopping: bool
+
     def __init__(self, seed: int, *, max_seconds: float = 24 * 3600.0, max_steps: float = math.inf) -> None:
         super().__init__()
         self.num_steps = 0
@@ -69,14 +72,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def note(self, *parts: bytes | bytearray | memoryview) -> None:
         """Add `parts` (a message in flight) to the digest."""
-        self._digest.update("".join(self._trace).encode())
+        pieces: list[bytes | bytearray | memoryview] = ["".join(self._trace).encode()]
         self._trace.clear()
         for part in parts:
-            self._digest.update(len(part).to_bytes(8, "little"))
-            self._digest.update(part)
+            pieces += (len(part).to_bytes(8, "little"), part)
+        self._digest.update(b"".join(pieces))
 
     def time(self) -> float:
         return self._now
+
+    get_debug = bool  # False, without a Python call for each future
 
     # nodes that stop
 
@@ -124,22 +129,29 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> VirtualHandle:
-        if self.is_closed():
+        if self._closed:
             raise RuntimeError("this loop is closed")
-        handle = VirtualHandle(self._now, callback, args, self, context)
-        self._make_ready(handle)
+        if context is None:
+            context = copy_context()
+        node = context.get(current_node, OUTSIDE)
+        handle = VirtualHandle(callback, args, context, node, self._now)
+        if (queue := self._queues.get(node)) is not None:  # then the node is not parked
+            queue.append(handle)
+        else:
+            self._make_ready(handle)
         return handle
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
+    ) -> VirtualHandle:
         if threading.get_ident() != self._thread:
             raise ForeignThreadError(
                 f"{name_of(callback)} from thread {threading.current_thread().name}: nothing orders it against the seed"
             )
         if self._from_thread is None:
             return self.call_soon(callback, *args, context=context)
-        handle = VirtualHandle(self._now, callback, args, self, context)
+        context = copy_context() if context is None else context
+        handle = VirtualHandle(callback, args, context, context.get(current_node, OUTSIDE), self._now)
         self._from_thread.append(handle)
         return handle
 
@@ -155,8 +167,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def accept(self, handle: VirtualHandle) -> None:
         """Make a handle from `on_a_thread` ready on the loop, unless it is cancelled."""
-        if not handle._cancelled:
+        if not handle.is_cancelled:
             self._make_ready(handle)
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> VirtualHandle:
+        return self.call_at_node(self._now + delay, None, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -169,14 +186,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """As call_at, for a callback that belongs to another node: a message that arrives there."""
         if self.tick_seconds:
             when = math.ceil(when / self.tick_seconds) * self.tick_seconds
-        handle = VirtualHandle(when, callback, args, self, context, node)
+        if context is None:
+            context = copy_context()
+        handle = VirtualHandle(callback, args, context, context.get(current_node, OUTSIDE) if node is None else node, when)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, handle))
         return handle
 
     def create_future(self) -> asyncio.Future[Any]:
-        self._num_waitables += 1
-        return VirtualFuture(self._num_waitables, self)
+        future = VirtualFuture[Any](loop=self)
+        self._num_waitables = future.number = self._num_waitables + 1
+        return future
 
     def create_task(
         self, coro: Coroutine[Any, Any, T] | Generator[Any, None, T], *, name: object = None, context: Context | None = None, **options: Any
@@ -229,42 +249,50 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._failures.append(f"{context.get('message')}{text}")
 
     def _run_once(self) -> None:
-        """BaseEventLoop calls this until the main task is done: run one callback."""
-        if not self._queues:
-            self._jump()
-        elif self._timers and self._timers[0][0] <= self._now and self._random.random() < 0.5:
-            self._release_timer()  # timers of this instant fire while other callbacks run, as events of a real system do
-        if not self._queues:
-            return
-        node = self._draw_node()
-        queue = self._queues[node]
-        handle = queue.popleft()
-        if not queue:
-            del self._queues[node]
-        if not handle._cancelled:
-            self._step(node, handle)
+        """BaseEventLoop calls this until the main task is done: run callbacks until then. Most of a simulation's own time is spent here."""
+        queues, timers, chance = self._queues, self._timers, self._random.random
+        while True:
+            if not queues:
+                self._jump()
+            elif timers and timers[0][0] <= self._now and chance() < 0.5:
+                self._release_timer()  # timers of this instant fire while other callbacks run, as events of a real system do
+            if queues:
+                node = next(iter(queues)) if len(queues) == 1 else self._draw_node()
+                queue = queues[node]
+                handle = queue.popleft()
+                if not queue:
+                    del queues[node]
+                if not handle.is_cancelled:
+                    self._step(node, handle)
+            if self._stopping:
+                return
 
     def _draw_node(self) -> str:
-        queues = self._queues
-        if len(queues) == 1:
-            return next(iter(queues))
-        return list(queues)[self._random.randrange(len(queues))]
+        """As `random.choice`, without its calls."""
+        nodes = list(self._queues)
+        num_nodes = len(nodes)
+        num_bits, draw_bits = num_nodes.bit_length(), self._random.getrandbits
+        while (place := draw_bits(num_bits)) >= num_nodes:
+            pass
+        return nodes[place]
 
-    def _step(self, node: str, handle: Any) -> None:
-        name = name_of(handle._callback)
+    def _step(self, node: str, handle: VirtualHandle) -> None:
+        callback = handle.callback
+        owner = getattr(callback, "__self__", None)
+        name = owner.label if type(owner) is VirtualTask else name_of(callback)
         self.num_steps += 1
         if self.num_steps - self._instant_began > MAX_STEPS_AT_INSTANT:
             where = f"now {node}: {name}\n{self.describe_waiting()}"
             raise LivelockError(f"{MAX_STEPS_AT_INSTANT} steps at {self._now:.6f} s; {where}")
         self._trace.append(f"{self._instant} {node} {name}\n")
         try:
-            handle._context.run(handle._callback, *handle._args)
+            handle.context.run(callback, *handle.args)
         except Exception as error:
             self.call_exception_handler({"message": f"callback {name} of {node}", "exception": error})
 
     def _jump(self) -> None:
         """With no ready handle: move time to the next timer and make it ready. Others of that instant follow, in order."""
-        while self._timers and self._timers[0][2]._cancelled:
+        while self._timers and self._timers[0][2].is_cancelled:
             heapq.heappop(self._timers)
         if not self._timers:
             raise DeadlockError(f"at {self._now:.6f} s nothing is ready and no timer is set:\n{self.describe_waiting()}")

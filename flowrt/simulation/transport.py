@@ -14,6 +14,7 @@ import ctypes
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from typing import ClassVar, Literal
 
@@ -89,9 +90,11 @@ class SimulatedNetwork:
         state = self._links[source, target]
         if state.num_cuts:
             state.held.append(lambda: self.depart(source, target, send))
-        else:
+        elif state.duplicate_one_in or state.slow_factors:
             num_frames = 1 + any(is_hit(self._random, one_in) for one_in in state.duplicate_one_in)
             send(state.slowness, num_frames)
+        else:
+            send(1.0, 1)
 
     async def trip(self, source: str, target: str, num_bytes: int) -> None:
         """Wait as long as `num_bytes` of a handshake take from node to node. Raises AddressError when one of the nodes dies."""
@@ -330,6 +333,7 @@ def _aligned(data: Part) -> memoryview:
     return view
 
 
+@cache
 def _class_for(scheme: str) -> type[SimulatedTransport]:
     """`scheme` is a property of the class in the contract, hence a class per name."""
     return type(f"Simulated[{scheme}]", (SimulatedTransport,), {"scheme": scheme})

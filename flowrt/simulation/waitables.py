@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Sequence
-from contextvars import Context, ContextVar, copy_context
+from contextvars import Context, ContextVar
 from typing import Any, TypeVar
+
+import msgspec
 
 T = TypeVar("T")
 
@@ -15,31 +17,28 @@ OUTSIDE = "outside"  # the node of code that runs before a node is named: the te
 current_node: ContextVar[str] = ContextVar("current_node", default=OUTSIDE)
 
 
-class VirtualHandle(asyncio.TimerHandle):
-    """A scheduled callback of a node. A cancelled handle stays in its queue, and the loop skips it."""
+class VirtualHandle(msgspec.Struct):
+    """A scheduled callback of a node. A cancelled handle stays in its queue, and the loop skips it.
 
-    __slots__ = ("node",)
+    It has what asyncio and the code under test use of asyncio.TimerHandle, whose constructor would take most of the time of a step.
+    """
 
-    def __init__(
-        self,
-        when: float,
-        callback: Callable[..., object],
-        args: Sequence[object],
-        loop: asyncio.AbstractEventLoop,
-        context: Context | None,
-        node: str | None = None,
-    ) -> None:
-        """`node`: None for the node of the context."""
-        # In place of the constructors of asyncio, which take most of the time of a step: nothing of a run is debugged with tracebacks.
-        self._when, self._callback, self._args, self._loop = when, callback, args, loop
-        self._context = context = copy_context() if context is None else context
-        self._cancelled = self._scheduled = False
-        self._repr = self._source_traceback = None
-        self.node = context.get(current_node, OUTSIDE) if node is None else node
+    callback: Callable[..., object]
+    args: Sequence[object]
+    context: Context
+    node: str
+    time: float
+    is_cancelled: bool = False
 
     def cancel(self) -> None:
-        self._cancelled = True
-        self._callback = self._args = None  # type: ignore[assignment]
+        self.is_cancelled = True
+        self.callback, self.args = bool, ()  # drop what they hold
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def when(self) -> float:
+        return self.time
 
 
 class _Numbered:
@@ -56,15 +55,20 @@ class _Numbered:
 
 
 class VirtualTask(_Numbered, asyncio.Task[T]):
-    def __init__(self, number: int, node: str, *arguments: Any, **options: Any) -> None:
+    """`label`: its name in the digest."""
+
+    def __init__(self, number: int, node: str, coro: Any, *, name: str, **options: Any) -> None:
         self.number, self.node = number, node  # first, since asyncio's constructor puts the task into a set
-        super().__init__(*arguments, **options)
+        self.label = f"task {name}"
+        super().__init__(coro, name=name, **options)
+
+    def set_name(self, name: object) -> None:
+        self.label = f"task {name}"
+        super().set_name(name)
 
 
 class VirtualFuture(_Numbered, asyncio.Future[T]):
-    def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        self.number = number
-        super().__init__(loop=loop)
+    """The loop sets the number of a new one: a constructor would cost as much as the rest."""
 
 
 def set_result(future: asyncio.Future[T], result: T) -> None:
@@ -84,8 +88,8 @@ def name_of(callback: Callable[..., object]) -> str:
     while isinstance(callback, functools.partial):
         callback = callback.func
     owner = getattr(callback, "__self__", None)
-    if isinstance(owner, asyncio.Task):
-        return f"task {owner.get_name()}"
+    if isinstance(owner, VirtualTask):
+        return owner.label
     return getattr(callback, "__qualname__", None) or type(callback).__name__
 
 
