@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
 from flowrt.graph.builtin import SOURCE
+from flowrt.graph.derived import derived
 from flowrt.graph.model import Edge, Graph, Node
 from flowrt.graph.reach import Flow, Point, emits, follow
 
@@ -28,6 +29,7 @@ class Fusion:
     chains: tuple[tuple[str, ...], ...]
 
 
+@derived
 def fuse(graph: Graph, process: str) -> Fusion:
     """The fusion of one process."""
     edges = [edge for edge in graph.edges.values() if graph.nodes[edge.target].process == process]

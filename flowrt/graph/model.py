@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -434,6 +434,7 @@ def to_json(graph: Graph) -> bytes:
     return msgspec.json.encode(graph)
 
 
+@lru_cache(maxsize=4)  # workers in one process share their graph
 def from_json(data: bytes) -> Graph:
     """The inverse of `to_json`. Raises msgspec.ValidationError or DecodeError for anything else."""
     return msgspec.json.decode(data, type=Graph)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flowrt.graph.builtin import KV_UNPACK, SOURCE
+from flowrt.graph.derived import derived
 from flowrt.graph.model import INPUT, Edge, Graph, Node
 
 Point = tuple[bool, int]  # (a later step than the first, first layer of a run)
@@ -42,6 +43,7 @@ class Flow:
         return self.arrivals.get((node, port), {})
 
 
+@derived
 def follow(graph: Graph) -> Flow:
     """Every point that a message can reach, if each firing produced a message on every port."""
     flow = Flow(_runs(graph))

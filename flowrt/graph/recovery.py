@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from flowrt.graph.builtin import BUILTIN, KV_PACK, KV_UNPACK, SOURCE, Keeps
+from flowrt.graph.derived import derived
 from flowrt.graph.model import FIRST_HOST, FORK_SERVER, FRONT_END, GATEWAY, MONITOR, Graph, Node, role_of
 from flowrt.graph.placement import weight_set
 
@@ -129,6 +130,7 @@ def attention_groups(graph: Graph) -> list[str]:
     return [process for process in pipelines(graph) if process not in prefill]
 
 
+@derived
 def survivable_processes(graph: Graph) -> frozenset[str]:
     """The workers whose death the run survives."""
     return frozenset(process for process in graph.process_names() if survives(graph, process))

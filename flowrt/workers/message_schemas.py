@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 from flowrt.dataflow.parts import BundleHeader, PartHeader, PlanHeader
 from flowrt.dataflow.schemas import MessageSchema, Spec, parse_spec
@@ -21,7 +21,7 @@ def edge_schemas(graph: Graph) -> dict[int, MessageSchema]:
     config = None if graph.model is None else config_of(graph)
     sources = frozenset(node.name for node in graph.nodes.values() if emits(node.operator))
     schema_of = partial(MessageSchema, sources=sources, num_micro_batches=graph.micro_batches)
-    sent = {} if config is None else _sent_by_operators(config, graph.numerics == "strict", schema_of)
+    sent = {} if config is None else _sent_by_operators(config, graph.numerics == "strict", sources, graph.micro_batches)
     found: dict[int, MessageSchema] = {}
     for edge in graph.edges.values():
         source, target = graph.nodes[edge.source], graph.nodes[edge.target]
@@ -50,8 +50,12 @@ def _declared(graph: Graph, edge: Edge) -> Spec | None:
     return None
 
 
-def _sent_by_operators(config: ModelConfig, strict: bool, schema_of: Callable[..., MessageSchema]) -> dict[tuple[str, str], MessageSchema]:
+@lru_cache(maxsize=4)
+def _sent_by_operators(
+    config: ModelConfig, strict: bool, sources: frozenset[str], num_micro_batches: int
+) -> Mapping[tuple[str, str], MessageSchema]:
     """By operator and output port; a port's number is left out."""
+    schema_of = partial(MessageSchema, sources=sources, num_micro_batches=num_micro_batches)
 
     def specs(*texts: str) -> tuple[Spec, ...]:
         return tuple(parse_spec(f"{config.dtype}{text}" if text.startswith("[") else text) for text in texts)

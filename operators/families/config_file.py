@@ -118,14 +118,25 @@ class ConfigFile:
 
 def read_config_file(path: Path) -> ConfigFile:
     """Parse one JSON file; ModelError when it is missing, unreadable, over MAX_JSON_BYTES or not a mapping."""
+    return parse_config_file(path, read_json_bytes(path))
+
+
+def read_json_bytes(path: Path) -> bytes:
+    """The content of one JSON file. Raises ModelError when it is missing, unreadable or over MAX_JSON_BYTES."""
     try:
         if (num_bytes := regular_file_bytes(path)) > MAX_JSON_BYTES:
             raise ModelError(f"{path} has {num_bytes} bytes; at most {MAX_JSON_BYTES} are supported")
-        values = json.loads(path.read_bytes())
+        return path.read_bytes()
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; a Hugging Face model directory has one") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def parse_config_file(path: Path, data: bytes) -> ConfigFile:
+    """Parse the content of a JSON file. Raises ModelError when it is not a mapping."""
+    try:
+        values = json.loads(data)
     except RecursionError:
         raise ModelError(f"{path} is not valid JSON: it is nested too deeply") from None
     except ValueError as error:

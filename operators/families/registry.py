@@ -7,12 +7,12 @@ is `module:FAMILY` (a families.family.Family). A built-in family takes precedenc
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from flowrt.operators.families import dbrx, deepseek_v2, deepseek_v3, mixtral, qwen3_moe
-from flowrt.operators.families.config_file import ConfigFile, read_config_file
+from flowrt.operators.families.config_file import ConfigFile, parse_config_file, read_json_bytes
 from flowrt.operators.families.family import Family
 from flowrt.operators.model_config import ModelConfig, ModelError
 
@@ -75,11 +75,15 @@ def read_model_config(directory: Path, dtype: str | None = None) -> ModelConfig:
     directory = Path(directory)
     if not directory.is_dir():
         raise ModelError(f"model directory {directory} does not exist; give a directory with config.json and *.safetensors")
-    file = read_config_file(directory / "config.json")
+    generation = directory / "generation_config.json"
+    generation_data = read_json_bytes(generation) if generation.exists() else b"{}"
+    return _parse_model_config(directory, read_json_bytes(directory / "config.json"), generation_data, dtype)
+
+
+@lru_cache(maxsize=16)  # a worker asks for its model's config again and again
+def _parse_model_config(directory: Path, data: bytes, generation_data: bytes, dtype: str | None) -> ModelConfig:
+    file = parse_config_file(directory / "config.json", data)
     config = find_family(file).read_config(file)
-    generation_path = directory / "generation_config.json"
-    if generation_path.exists():
-        ids = read_config_file(generation_path).token_ids("eos_token_id")
-        if ids:
-            config = replace(config, eos_token_ids=ids)
+    if ids := parse_config_file(directory / "generation_config.json", generation_data).token_ids("eos_token_id"):
+        config = replace(config, eos_token_ids=ids)
     return config if dtype is None else config.with_dtype(dtype)

@@ -109,6 +109,12 @@ def test_end_of_sequence_ids(tmp_path: Path, generation: dict[str, Any] | None, 
     assert read_model_config(write(tmp_path, {"eos_token_id": None})).eos_token_ids == ()
 
 
+def test_changed_files_are_read_again(tmp_path: Path) -> None:
+    before = read_model_config(write(tmp_path, generation={"eos_token_id": 7}))
+    after = read_model_config(write(tmp_path, {"hidden_size": 32}, generation={"eos_token_id": 8}))
+    assert [(each.hidden_size, each.eos_token_ids) for each in (before, after)] == [(64, (7,)), (32, (8,))]
+
+
 def test_dtype_can_be_chosen(tmp_path: Path) -> None:
     assert read_model_config(write(tmp_path), "float64").dtype == "float64"
     with pytest.raises(ModelError, match="dtype 'int8' is not supported; use one of float32"):
