@@ -55,6 +55,8 @@ class Faults:
         self._ends: dict[int, _End] = {}  # the ends of active faults, by fault number
         self._begun: list[tuple[float, AnyFault]] = []
         self._over = False
+        late = kinds.Pause | kinds.Stall | kinds.Cut | kinds.SlowLink | kinds.Skew
+        self._delayed = {name for fault in scenario.faults if isinstance(fault, late) for name in processes_hit(graph, fault)}
         for fault in scenario.faults:
             if isinstance(fault, kinds.TinyQueues):
                 world.network.tiny_nodes.add(self._node(fault.process))
@@ -75,10 +77,7 @@ class Faults:
 
     def delays(self, processes: Collection[str]) -> bool:
         """Whether some fault stops one of these processes, delays its messages, or changes its clock."""
-        late = kinds.Pause | kinds.Stall | kinds.Cut | kinds.SlowLink | kinds.Skew
-        return any(
-            isinstance(fault, late) and not set(processes).isdisjoint(processes_hit(self._graph, fault)) for fault in self._scenario.faults
-        )
+        return not self._delayed.isdisjoint(processes)
 
     def may_recur(self, process: str) -> bool:
         """Whether what the process computed may be presumed to be the reason of its death."""

@@ -1,8 +1,7 @@
 """Reads the internal state of a simulated worker: the pages of its engine, the rows and credits of its runner.
 
-Only this module and modelled_time.py read private attributes of workers, so that a change there needs few changes here. This module
-modifies a worker in two ways only: it replaces the model before the worker loads, and it rolls back a group, which otherwise only lost
-experts cause.
+Only this module of the simulation reads private attributes of workers, so that a change there needs one change here. It modifies a worker
+in two ways only: it replaces the model before the worker loads, and it rolls back a group, which otherwise only lost experts cause.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -105,19 +104,24 @@ class WorkerInternals:
         none of an epoch that it has left, except in the call that ran at that time. A part of a suspect is computed alone."""
 
         def run(firings: Any) -> Any:
-            engine, running = self._engine, self._worker._compute.running
+            engine = self._engine
             foreign = [] if engine is None else [each for each in firings if each.tag.source != self._part("group")._source]
             old = [] if engine is None or foreign else [firing for firing in firings if firing.tag.epoch < engine.epoch]
             if foreign and self._worker._graph.nodes[foreign[0].node].operator != "experts":
                 self.late_firings.append(f"{self.name}: {foreign[0].node} fired for {foreign[0].tag} of another incarnation")
-            if old and (running is None or running.since_seconds != self._rolled_back_during):
+            if old and not began(self._rolled_back_during):
                 self.late_firings.append(f"{self.name}: {old[0].node} fired for {old[0].tag} in epoch {engine.epoch}")
             if len(firings) > 1 and any(map(self._part("runner")._alone.is_alone, firings)):
                 self.late_firings.append(f"{self.name}: {firings[0].node} computes a part of a suspect beside others")
-            ended = [each for each in firings if each.tag.source in self._ended_during]
-            if ended and (running is None or running.since_seconds != self._ended_during[ended[0].tag.source]):
+            ended = self._ended_during and [each for each in firings if each.tag.source in self._ended_during]
+            if ended and not began(self._ended_during[ended[0].tag.source]):
                 self.late_firings.append(f"{self.name}: {ended[0].node} fired for {ended[0].tag} of a client that has ended")
             return function(firings)
+
+        def began(since_seconds: float | None) -> bool:
+            """Whether the running call began then."""
+            running = self._worker._compute.running
+            return running is not None and running.since_seconds == since_seconds
 
         return run
 
@@ -136,8 +140,8 @@ class WorkerInternals:
 
     @property
     def _engine(self) -> Any:
-        group = self._part("group")
-        return None if group is None else group._engine
+        data_path = self._worker._data_path
+        return None if data_path is None or data_path.group is None else data_path.group._engine
 
     @property
     def num_firings(self) -> int:
@@ -155,7 +159,7 @@ class WorkerInternals:
     def servers(self) -> list[str]:
         """The expert servers that this worker sends requests to."""
         failover = self._part("failover")
-        return [] if failover is None else sorted(failover.processes)
+        return [] if failover is None else _sorted(failover.processes)
 
     def has_ended(self, server: str, incarnation: str) -> bool:
         membership = self._worker._membership
@@ -231,9 +235,8 @@ class WorkerInternals:
         """At any time: what the worker keeps of clients whose incarnation it knows to have ended. A running call may add rows to its
         end."""
         runner, membership = self._part("runner"), self._worker._membership
-        if runner is None or membership is None:
+        if runner is None or membership is None or not (by_process := membership._ended._ended.items()):
             return []
-        by_process = membership._ended._ended.items()
         ended = {f"{source}@{end}" for process, ends in by_process for end in ends for source in membership._sources.get(process, ())}
         found = {"ready firings": {firing.tag.source for firings in runner._ready.values() for firing in firings}}
         if not self.computes:
@@ -270,7 +273,7 @@ class WorkerInternals:
         if engine is None:
             return []
         scheduler = engine._scheduler
-        pages, faults = scheduler.pages, []
+        pages, faults = scheduler.pages, list[str]()
         held: dict[int, list[str]] = {page: [HOLDER] for segment in scheduler._cache._segments.values() for page in segment.pages}
         content: dict[int, tuple[object, ...]] = {}
         for sequence in (*scheduler.running, *scheduler.pulling, *scheduler.held):
@@ -354,6 +357,11 @@ class WorkerInternals:
         inbound = [edge for edge in runner._inbound.edges.values() if edge.size]
         outstanding = {each.edge.name: (each.consumed, each.received - each.consumed) for each in inbound}
         return free, outstanding
+
+
+@cache
+def _sorted(names: frozenset[str]) -> list[str]:
+    return sorted(names)
 
 
 def credit_faults(insides: list[WorkerInternals]) -> list[str]:

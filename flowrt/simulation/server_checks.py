@@ -53,7 +53,6 @@ class ServerChecks:
         self.counts: Counter[str] = Counter()
         self.down: set[str] = set()  # given up
         self._retry_at: dict[str, float] = {}  # of them, those that the launcher must try to start again: when
-        self.next_try_at = 0.0  # until then nothing may be left that computes, or finds a hang
         self._suspect_seconds = graph.reliability.suspect_seconds / fastest_clock
         self._began: dict[str, float] = {}
         self._wrong: list[str] = []
@@ -84,7 +83,6 @@ class ServerChecks:
                 self._wrong.append(f"the fork server {how}, and no fault hit it")
             case events.ForkServerLost(_, retry_seconds) if retry_seconds is not None:
                 self._retry_at[FORK_SERVER] = now + retry_seconds
-                self.next_try_at = max(self.next_try_at, now + retry_seconds)
             case events.ForkServerRestarted():
                 del self._retry_at[FORK_SERVER]
                 waiting = (self.down & self._lost) - self._retry_at.keys() - {MONITOR}
@@ -101,10 +99,8 @@ class ServerChecks:
             case events.WorkerGivenUp(name, _, retry_seconds):
                 self.down.add(name)
                 self._retry_at.pop(name, None)  # without another try it waits for the fork server
-                if retry_seconds is not None:
-                    self.next_try_at = max(self.next_try_at, now + retry_seconds)
-                    if name != MONITOR:  # of whose starts there is no event
-                        self._retry_at[name] = now + retry_seconds
+                if retry_seconds is not None and name != MONITOR:  # of whose starts there is no event
+                    self._retry_at[name] = now + retry_seconds
             case events.WorkerLost(name, while_loading=True):
                 self.counts["died while loading"] += 1
             case events.WorkerLost(name, how, _, may_recur):
@@ -141,14 +137,17 @@ class ServerChecks:
         Except a fenced group on a host that the launcher does not reach: its peers have closed their links to it.
         """
         now, incarnations = self._world.loop.time(), self._launcher.incarnations
-        for inside in [each for each in insides if each.name not in self._elsewhere or not self._launcher.state.has_ended(each.name)]:
-            for name in inside.servers:
+        for inside in insides:
+            servers = inside.servers
+            if not servers or (inside.name in self._elsewhere and self._launcher.state.has_ended(inside.name)):
+                continue
+            for name in servers:
                 incarnation = incarnations[name]
                 if inside.has_ended(name, incarnation):
                     self._outages.down(name, now, inside.name)
                     if self._is_alive(name) and not self._is_faulty(name):
                         self._wrong.append(f"{inside.name} treats {name} as dead, which is alive and was hit by no fault")
-                elif self._is_alive(name) and self._outages.is_down(inside.name, name) and inside.uses(name, incarnation):
+                elif self._outages.is_down(inside.name, name) and self._is_alive(name) and inside.uses(name, incarnation):
                     self._outages.up(inside.name, name, now)
         if self._wrong:
             raise InvariantError("I7", self._wrong[0])
@@ -192,6 +191,8 @@ class ServerChecks:
     def _look_for_unsettled(self, insides: Sequence[WorkerInternals], now: float) -> None:
         """Check that the launcher explains each loss of a server before its clients stop waiting for the cause (I5)."""
         unsettled = {(inside.name, server) for inside in insides for server in inside.unsettled()}
+        if not unsettled and not self._unsettled:
+            return
         self._unsettled = {each: self._unsettled.get(each, now) for each in unsettled}
         for (name, server), since in self._unsettled.items():
             if now > since + UNSETTLED_SECONDS:
@@ -199,7 +200,7 @@ class ServerChecks:
 
     def _look_for_unused_standbys(self, now: float) -> None:
         """Check that no process waits for the fork server while a standby process can become it (I5)."""
-        waiting = self._can_stand_in & self._launcher.state.fork_server.waiting.keys()
+        waiting = self._can_stand_in and self._can_stand_in & self._launcher.state.fork_server.waiting.keys()
         is_unused = waiting and any(map(self._is_alive, self._ready_standbys)) and not self._world.loop.is_parked(OUTSIDE)
         self._unused_since = (now if self._unused_since is None else self._unused_since) if is_unused else None
         if self._unused_since is not None and now > self._unused_since + UNUSED_SECONDS:

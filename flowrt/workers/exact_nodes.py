@@ -12,7 +12,7 @@ Legend: as in operators/. Numbers are float64 and stay below 2**53, so that sums
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -47,8 +47,8 @@ class ExactModel:
         self.config = config
         self._moe = frozenset(config.moe_layers)
         self._factors_H, self._shifts_H = np.resize(_FACTORS, config.hidden_size), np.resize(_SHIFTS, config.hidden_size)
-        self._key_width = min(config.hidden_size, config.kv_width)
-        self._repeated_H = np.arange(config.hidden_size) % self._key_width
+        self.key_width = min(config.hidden_size, config.kv_width)
+        self._repeated_H = np.arange(config.hidden_size) % self.key_width
         self._multipliers_V = (np.arange(config.vocab_size) * 7919.0 + 1) % _LOGITS
 
     def embed(self, tokens_T: Numbers) -> Numbers:
@@ -56,13 +56,13 @@ class ExactModel:
 
     def key(self, x_TH: Numbers) -> Numbers:
         """The value that a row stores in the KV pages, [T, the width of a token in them, at most H]."""
-        return np.asarray(x_TH[:, : self._key_width] % MODULUS)
+        return np.asarray(x_TH[:, : self.key_width] % MODULUS)
 
     def normed(self, layer: int, x_TH: Numbers, keys_LW: Numbers) -> Numbers:
         """The output of attention for the last T positions of a sequence with these keys. Each position includes itself."""
-        weights_L = (np.arange(len(keys_LW)) * 7919 + layer * 31) % 997 + 1.0
-        sums_LW = (keys_LW * weights_L[:, None]).cumsum(axis=0)
-        contexts_TW = (sums_LW[len(sums_LW) - len(x_TH) :] + layer) % MODULUS
+        weighted_LW = keys_LW * _position_weights(layer, len(keys_LW))
+        sums_TW = weighted_LW.sum(axis=0, keepdims=True) if len(x_TH) == 1 else weighted_LW.cumsum(axis=0)[-len(x_TH) :]
+        contexts_TW = (sums_TW + layer) % MODULUS
         return np.asarray((3 * (x_TH % MODULUS) + contexts_TW[:, self._repeated_H]) % MODULUS)
 
     def route(self, normed_TH: Numbers) -> tuple[Numbers, Numbers]:
@@ -95,6 +95,12 @@ class ExactModel:
         for slot in range(ids_TA.shape[1]):
             total_TH += weights_TA[:, slot : slot + 1] * self.expert(layer, ids_TA[:, slot], normed_TH)
         return np.asarray(total_TH)
+
+
+@lru_cache(maxsize=1024)
+def _position_weights(layer: int, num_positions: int) -> Numbers:
+    """[L, 1]. Callers must not modify it."""
+    return ((np.arange(num_positions) * 7919 + layer * 31) % 997 + 1.0)[:, None]
 
 
 def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
@@ -150,7 +156,7 @@ def _exact_computations(graph: Graph, process: str, device: torch.device | str, 
             case "embed":
                 return _on_tensors(model.embed)
             case "attention":
-                return partial(_attend, model, [[each.numpy() for each in pages().blocks(layer)] for layer in range(config.num_layers)])
+                return partial(_attend, model, [_pieces(model, pages().blocks(layer)) for layer in range(config.num_layers)])
             case "kv_pack" | "kv_unpack":
                 return pages()
             case "gate":
@@ -176,29 +182,43 @@ class ExactExperts:
         return {}
 
     def forward(self, layer: int, x_RH: torch.Tensor, row_P: torch.Tensor, expert_P: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
-        y_PH = self.forward_pairs(layer, x_RH, row_P, expert_P) * weight_P[:, None]
-        return torch.zeros_like(x_RH).index_add_(0, row_P, y_PH)
+        y_PH, rows = self._forward_pairs(layer, x_RH.numpy(), row_P.numpy(), expert_P.numpy()), x_RH.shape[0]
+        y_RH = np.zeros((rows, y_PH.shape[1]))
+        np.add.at(y_RH, row_P.numpy(), y_PH * weight_P.numpy()[:, None])
+        return torch.from_numpy(y_RH)
 
     def forward_pairs(self, layer: int, x_RH: torch.Tensor, row_P: torch.Tensor, expert_P: torch.Tensor) -> torch.Tensor:
-        experts = expert_P.numpy()
-        if missing := set(experts.tolist()) - self._held[layer]:
-            raise KeyError(f"experts {sorted(missing)} of layer {layer} are not held here")
-        return torch.from_numpy(self._model.expert(layer, experts, x_RH.numpy()[row_P.numpy()]))
+        return torch.from_numpy(self._forward_pairs(layer, x_RH.numpy(), row_P.numpy(), expert_P.numpy()))
+
+    def _forward_pairs(self, layer: int, x_RH: Numbers, row_P: Numbers, expert_P: Numbers) -> Numbers:
+        if not self._held[layer].issuperset(expert_P.tolist()):
+            raise KeyError(f"experts {sorted(set(expert_P.tolist()) - self._held[layer])} of layer {layer} are not held here")
+        return self._model.expert(layer, expert_P, x_RH[row_P])
+
+
+def _pieces(model: ExactModel, blocks: Sequence[torch.Tensor]) -> list[tuple[slice, Numbers, Numbers]]:
+    """A key lies cut into as many pieces as there are blocks of KV pages. For each: its columns, and where they are stored, by slot and by
+    page, as views."""
+    columns = np.array_split(np.arange(model.key_width), len(blocks))
+    found = []
+    for own, block in zip(columns, blocks, strict=True):
+        stored_GCW = block.numpy().reshape(*block.shape[:2], -1)[:, :, : len(own)]
+        stored_SW = block.numpy().reshape(block.shape[0] * block.shape[1], -1)[:, : len(own)]
+        found.append((slice(own[0], own[-1] + 1) if len(own) else slice(0, 0), stored_SW, stored_GCW))
+    return found
 
 
 def _attend(
-    model: ExactModel, blocks_L: Sequence[Sequence[Numbers]], layer: int, x_TH: torch.Tensor, layout: StepLayout
+    model: ExactModel, pieces_L: Sequence[Sequence[tuple[slice, Numbers, Numbers]]], layer: int, x_TH: torch.Tensor, layout: StepLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An attention block without weights. `blocks_L`: the KV pages, by layer, in which a key lies cut into as many pieces as there are."""
-    blocks, num_rows, normed = blocks_L[layer], 0, []
-    own_TW = model.key(x_TH.numpy())
-    pieces = np.array_split(own_TW, len(blocks), axis=1)
-    for block, own in zip(blocks, pieces, strict=True):
-        block.reshape(-1, block[0, 0].size)[layout.slots_T.numpy(), : own.shape[1]] = own  # a view
+    """An attention block without weights. `pieces_L`: `_pieces` of the KV pages, by layer."""
+    pieces, num_rows, normed, rows_TH = pieces_L[layer], 0, [], x_TH.numpy()
+    own_TW = model.key(rows_TH)
+    for columns, stored_SW, _ in pieces:
+        stored_SW[layout.slots_T.numpy()] = own_TW[:, columns]
     for pages_G, length, kv_length in zip(layout.page_table_SG.numpy(), layout.query_lengths, layout.kv_lengths, strict=True):
-        stored = [block[pages_G].reshape(-1, block[0, 0].size)[:kv_length] for block in blocks]
-        keys_LW = np.concatenate([each[:, : own.shape[1]] for each, own in zip(stored, pieces, strict=True)], axis=1)
-        normed.append(model.normed(layer, x_TH.numpy()[num_rows : num_rows + length], keys_LW))
+        stored = [stored_GCW[pages_G].reshape(-1, stored_GCW.shape[2])[:kv_length] for _, _, stored_GCW in pieces]
+        normed.append(model.normed(layer, rows_TH[num_rows : num_rows + length], np.concatenate(stored, axis=1)))
         num_rows += length
     return x_TH, torch.from_numpy(np.concatenate(normed))
 
