@@ -103,9 +103,7 @@ class LoadProgress(Control, frozen=True):
 
 class Listening(Control, frozen=True):
     """Operators are loaded and the worker listens at these addresses (scheme -> address). Includes memory now and before loading.
-
-    `files`: fingerprints of the model's files, by path. They must be the same for all workers of a run (launcher/loaded_files.py).
-    """
+    `files`: fingerprints of the model's files, by path. They must be the same for all workers of a run (launcher/loaded_files.py)."""
 
     addresses: dict[str, str]
     resident_bytes: int = 0
@@ -253,6 +251,10 @@ class Statistics(Control, frozen=True):
     num_preemptions: int = 0
     num_prefix_queries: int = 0  # tokens of prompts looked up in the prefix cache
     num_prefix_hits: int = 0  # those found
+    working_seconds: float = 0.0  # of a group: time in which sequences ran, and of it, in which nothing was computed (engine/work_times.py)
+    bubble_seconds: float = 0.0
+    map_version: int = 0  # changes of the expert map of a client of expert servers
+    num_micro_batches: int = 0  # that a group uses now
     num_running: int = 0  # sequences of a group now, and those that wait in it
     num_waiting: int = 0
     num_pages: int = 0  # of a group's KV cache
@@ -287,8 +289,7 @@ class Stop(Control, frozen=True):
 
 class LinkLost(Control, frozen=True):
     """The link to `peer` broke. Usually the peer died and its exit notification is in flight. Without one, this ends the run, or the
-    incarnation of a peer that is allowed to die.
-    """
+    incarnation of a peer that is allowed to die."""
 
     peer: str
     reason: str
@@ -310,7 +311,6 @@ class PeerLeft(Control, frozen=True):
 
 class DeathCause(Control, frozen=True):
     """To a worker: how this incarnation of `process` ended. Follows PeerLeft, and comes before PeerJoined for the next incarnation.
-
     may_recur: it crashed or hung, and what it computed may be the reason. `tag` and `part`: it was computing that part alone.
     """
 

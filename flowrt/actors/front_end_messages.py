@@ -26,18 +26,22 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Reserve(Control, frozen=True):
-    """From a front end: admit a request with these parameters. `num_tokens` estimates the length of its prompt."""
+    """From a front end: admit a request with these parameters. `num_tokens` estimates the length of its prompt. `num_refused`: requests
+    that the front end itself has refused since its last message, because the gateway was full."""
 
     number: int
     params: SamplingParams
     num_tokens: int
+    num_refused: int = 0
 
 
 class Reserved(Control, frozen=True):
-    """To a front end: the response to Reserve. A request with a `refusal` has ended."""
+    """To a front end: the response to Reserve. A request with a `refusal` has ended. `overload`: why the next one would be refused now,
+    whatever it is; "" if it would not."""
 
     number: int
     refusal: Refusal | None = None
+    overload: str = ""
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
@@ -117,10 +121,12 @@ class Outputs(Control, frozen=True):
 
 
 class StateQuery(Control, frozen=True):
-    """From a front end: asks for the state of the run; "drain" first makes it admit no new requests. The response is StateReport."""
+    """From a front end: asks for the state of the run; "drain" first makes it admit no new requests. The response is StateReport.
+    `num_refused`: as of Reserve."""
 
     number: int
     topic: Topic
+    num_refused: int = 0
 
 
 class StateReport(Control, frozen=True):

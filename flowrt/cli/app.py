@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
+from cyclopts.config import Env
 
 import flowrt
 from flowrt.cli.bench_batch import bench_app
@@ -32,10 +33,16 @@ _MIN_DESCRIPTORS = 32  # to load the libraries and run in one process
 
 app = App(
     name="flowrt",
-    help="Run Mixture-of-Experts language models as asynchronous dataflow graphs of processes.",
+    help="""Run Mixture-of-Experts language models as asynchronous dataflow graphs of processes.
+
+    Each option is also an environment variable, as FLOWRT_SERVE_PORT=80 for
+    flowrt serve --port 80. The command line overrides it. A repeatable option
+    takes a line of its variable for each value.""",
     version=f"flowrt {flowrt.__version__}",
     version_flags=("--version",),
     help_format="plaintext",  # the others load a Markdown parser
+    config=Env("FLOWRT_", show=False),
+    default_parameter=Parameter(env_var_split=lambda hint, value, delimiter=None: value.splitlines()),
 )
 app.command(graph_app)
 app.command(bench_app)
@@ -56,6 +63,7 @@ def run(
 
     Answers go to standard output, progress and tables to standard error.
     Press Ctrl-C once to let running requests finish, twice to end at once.
+    Each option is also an environment variable, as FLOWRT_RUN_MAX_TOKENS.
     Exit codes: 0 all finished, 1 a request failed, a fault of --chaos was
     not injected or an output was lost, 2 bad input (nothing was started),
     3 a worker died, 130 interrupted, 141 the reader of the answers left.
@@ -75,6 +83,7 @@ def serve(
     After SIGTERM or Ctrl-C, requests in progress finish within --drain-seconds
     and new ones are refused. A second signal ends them with an error, and the
     server at once.
+    Each option is also an environment variable, as FLOWRT_SERVE_PORT.
     Exit codes: 0 stopped in order, 2 bad input (nothing was started),
     3 a worker died that the graph needs, 130 ended at once.
     """
@@ -95,6 +104,7 @@ def up(
     With --resume NAME, the graph NAME, whose launcher has died, starts with
     the options that it had and continues the requests in its request log.
     The command returns when the graph is ready, or prints why it is not.
+    Each option is also an environment variable, as FLOWRT_UP_PORT.
     Exit codes: 0 it is ready, 2 bad input or a graph of this name is up
     (nothing was started), 3 a worker died, 130 interrupted.
     """

@@ -40,13 +40,11 @@ class EngineStatistics:
     num_running: int
     num_free_pages: int
     num_pages: int
-    num_requests: int
     step_rows: Histogram  # rows of each committed step
-    num_tokens: int  # tokens emitted
     num_preemptions: int
     num_prefix_queries: int  # tokens looked up in the prefix cache
     num_prefix_hits: int  # those found
-    epoch: int
+    num_micro_batches: int  # in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,7 @@ class Engine:
         self._epoch = 0
         self._draining = False
         self._begun: set[tuple[str, int]] = set()  # attempts whose pull was returned by `new_pulls`
-        self._num_requests = self._num_sequences = self._num_tokens = 0
+        self._num_sequences = 0
 
     @property
     def epoch(self) -> int:
@@ -113,6 +111,11 @@ class Engine:
     def idle(self) -> bool:
         """Whether no request is alive and no step runs."""
         return not self._alive and not any(self._steps)
+
+    @property
+    def is_working(self) -> bool:
+        """Whether sequences run: a step does, or one is due."""
+        return bool(self._scheduler.running)
 
     @property
     def drained(self) -> bool:
@@ -131,7 +134,6 @@ class Engine:
             return [self._refuse(request, "abort")]
         # The gateway ignores the older attempt of a request that was placed again.
         decisions: list[Decision] = [self._end(sequence, "abort") for sequence in list(known)]
-        self._num_requests += 1
         error = refusal(request, self._limits, self._max_position_embeddings, self._vocab_size)
         if error is None and self._draining:
             error = "the group is draining and takes no new requests"
@@ -360,13 +362,11 @@ class Engine:
             num_running=len(scheduler.running),
             num_free_pages=scheduler.num_free_pages,
             num_pages=scheduler.pages.num_pages,
-            num_requests=self._num_requests,
             step_rows=scheduler.step_rows,
-            num_tokens=self._num_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_prefix_queries=scheduler.num_prefix_queries,
             num_prefix_hits=scheduler.num_prefix_hits,
-            epoch=self._epoch,
+            num_micro_batches=scheduler.used_micro_batches,
         )
 
     # Ends
@@ -384,7 +384,6 @@ class Engine:
             Token(request.id, request.attempt, index, (token_id,), sequence.choice, own, sequence.is_degraded, num_cached_tokens, of_prompt)
         ]
         sequence.append(token_id)
-        self._num_tokens += 1
         if (reason := sequence.end_reason()) is not None:
             decisions.append(self._end(sequence, reason))
         elif sequence.prefills:

@@ -91,7 +91,7 @@ class ExpertClient:
         self.hedging = HedgingPolicy(len(processes))
         self.omitted = OmittedExperts(now)
         self.computes_alone = False  # the running step belongs to a suspect, and no other step runs
-        self.num_redispatched = 0  # parts that were split again
+        self.num_redispatched, self.map_version = 0, 0  # parts that were split again; how often the map has changed
         self._change(expert_map)
 
     def replica_table(self, layer: int) -> ReplicaTable:
@@ -107,7 +107,7 @@ class ExpertClient:
         return tables
 
     def _change(self, expert_map: ExpertMap) -> None:
-        self.map = expert_map
+        self.map, self.map_version = expert_map, self.map_version + 1
         layers: list[int | None] = [*self._full.by_layer] or [None]
         lost = {layer: frozenset(expert_map.missing(layer)) - frozenset(self._full.missing(layer)) for layer in layers}
         # Experts without a replica in some layer in which the graph places one.

@@ -85,9 +85,9 @@ def slots_of(pages: Sequence[int], page_size: int, first: int, num_tokens: int) 
     return torch.tensor(pages)[tokens_T // page_size] * page_size + tokens_T % page_size
 
 
-def chunk_tokens_of(pages: KvPages) -> int:
-    """The most tokens of a chunk."""
-    return max(1, CHUNK_BYTES // sum(tensor[0, 0].nbytes for tensor in pages.blocks(0)))
+def chunk_tokens_of(pages: KvPages, max_bytes: int) -> int:
+    """The most tokens of a chunk of at most `max_bytes`; at least 1."""
+    return max(1, max_bytes // sum(tensor[0, 0].nbytes for tensor in pages.blocks(0)))
 
 
 @dataclass(eq=False, slots=True)
@@ -139,9 +139,9 @@ class KvPack:
     All methods run on the loop of the worker: so no page is given to another sequence while it is read.
     """
 
-    def __init__(self, pages: KvPages, int8_pulls: Collection[int] = ()) -> None:
+    def __init__(self, pages: KvPages, int8_pulls: Collection[int] = (), max_bytes: int = CHUNK_BYTES) -> None:
         self._pages, self._int8_pulls = pages, frozenset(int8_pulls)
-        self._chunk_tokens = chunk_tokens_of(pages)
+        self._chunk_tokens = chunk_tokens_of(pages, max_bytes)
         self._offers: dict[tuple[str, int], _PromptOffer] = {}  # by request and attempt
         self._num_offers = 0
 
@@ -260,7 +260,6 @@ class KvUnpack:
 
     def __init__(self, pages: KvPages) -> None:
         self._pages = pages
-        self._chunk_tokens = chunk_tokens_of(pages)
         self._transfers: dict[tuple[str, int], _Transfer] = {}  # by request and attempt
         self._by_step: dict[int, tuple[_Transfer, PullHeader]] = {}  # outstanding pulls
         self._num_pulls = 0
@@ -348,7 +347,7 @@ class KvUnpack:
             return f"it is of epoch {header.epoch}, which epoch {transfer.epoch} has made void"
         if header.epoch > transfer.epoch:
             transfer.begin_epoch(header.epoch, header.num_committed)
-        if first != transfer.received[layer] or not 1 <= num_tokens <= min(self._chunk_tokens, transfer.kv.num_tokens - first):
+        if first != transfer.received[layer] or not 1 <= num_tokens <= transfer.kv.num_tokens - first:
             return f"tokens {first} to {first + num_tokens - 1} do not follow token {transfer.received[layer] - 1}"
         if [tensor.shape[1:] for tensor in tensors] != [part.shape[1:] for part in self._pages.parts(layer)]:
             return "its rows have another size"

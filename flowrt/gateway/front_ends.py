@@ -100,6 +100,8 @@ class FrontEnds:
         front_end = self._front_ends.get(name)
         if front_end is None:
             return
+        if isinstance(control, Reserve | StateQuery) and control.num_refused and self._requests.metrics is not None:
+            self._requests.metrics.refuse("overloaded", control.num_refused)
         match control:
             case Reserve():
                 self._reserve(name, front_end, control)
@@ -153,7 +155,7 @@ class FrontEnds:
         if refusal is None and self._failure is None:
             on_change = partial(self._note_change, front_end, number)
             front_end.requests[number] = _FollowedRequest(requests.open(reserve.params, reserve.num_tokens, on_change), on_change)
-        self._post(name, Reserved(number, refusal))
+        self._post(name, Reserved(number, refusal, requests.gateway.overload))
 
     def _attach(self, name: str, front_end: _FrontEndQueue, attach: Attach) -> None:
         number, requests = attach.number, self._requests

@@ -92,9 +92,9 @@ class Gateway(RequestLogs):
         return len(self._active)
 
     @property
-    def is_full(self) -> bool:
-        """Whether the gateway refuses the next request because `max_requests` are active."""
-        return len(self._active) >= self.max_requests
+    def overload(self) -> str:
+        """Why the next request is refused, whatever it is, while others are active; "" if it is not."""
+        return f"too many active requests ({len(self._active)}, limit {limit})" if len(self._active) >= (limit := self.max_requests) else ""
 
     @property
     def num_waiting(self) -> int:
@@ -120,11 +120,11 @@ class Gateway(RequestLogs):
         """Why a request with a prompt of about so many tokens is not admitted now; None: it is."""
         if self.refuses_all is not None:
             return Refusal("unavailable", self.refuses_all)
-        if self.is_full:
-            return Refusal("overloaded", f"too many active requests ({len(self._active)}, limit {self.max_requests})")
+        if self.overload:
+            return Refusal("overloaded", self.overload)
         if self._num_prompt_tokens and self._num_prompt_tokens + num_tokens > self._max_prompt_tokens:
-            of_all = f"{self._num_prompt_tokens} tokens, limit {self._max_prompt_tokens}"
-            return Refusal("overloaded", f"the prompts of the active requests are too long ({of_all})")
+            numbers = f"{self._num_prompt_tokens} tokens, limit {self._max_prompt_tokens}"
+            return Refusal("overloaded", f"the prompts of the active requests are too long ({numbers})")
         return None
 
     def reserve(self, params: SamplingParams = SamplingParams(), *, num_tokens: int = 0, has_text: bool = True) -> int:

@@ -78,8 +78,8 @@ class RequestMetrics:
         self.ended_requests: deque[RequestTimes] = deque(maxlen=MAX_ENDED)  # the latest ones
         self._times: dict[int, RequestTimes] = {}  # by request, from its admission to its end
 
-    def refuse(self, kind: RefusalKind) -> None:
-        self.refused[kind] += 1
+    def refuse(self, kind: RefusalKind, number: int = 1) -> None:
+        self.refused[kind] += number
 
     def admit(self, request: int, now: float) -> None:
         self._times[request] = RequestTimes(request, now)

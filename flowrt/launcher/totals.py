@@ -15,7 +15,16 @@ from flowrt.actors.control import Statistics
 from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics, NodeStatistics
 
 MAX_FALLBACKS = 64  # sentences kept of past incarnations
-_STATES = ("resident_bytes", "num_restarts", "has_responded", "num_running", "num_waiting", "num_pages", "num_free_pages")
+_STATES = (
+    "resident_bytes",
+    "num_restarts",
+    "has_responded",
+    "num_running",
+    "num_waiting",
+    "num_pages",
+    "num_free_pages",
+    "num_micro_batches",
+)
 _COUNTS = [
     name
     for name, default in zip(Statistics.__struct_fields__, Statistics.__struct_defaults__, strict=True)

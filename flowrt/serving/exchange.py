@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -21,6 +21,12 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def given_id(headers: Mapping[bytes, bytes]) -> str | None:
+    """The request id that the client has given."""
+    given = headers.get(b"x-request-id", b"")
+    return given.decode() if REQUEST_ID.fullmatch(given) else None
 
 
 class ClientLeftError(Exception):
@@ -51,9 +57,8 @@ class Exchange:
         self.path: bytes = scope.get("raw_path") or scope["path"].encode()
         self.method: str = scope["method"]
         self.query: bytes = scope.get("query_string", b"")
-        given = self.headers.get(b"x-request-id", b"")
-        self.is_named = REQUEST_ID.fullmatch(given) is not None  # the client has given the id
-        self.id = given.decode() if self.is_named else new_id()
+        given = given_id(self.headers)
+        self.is_named, self.id = given is not None, given or new_id()  # is_named: the client has given the id
         self.has_begun = False  # the status has been sent
         self._num_body_bytes = 0  # in the budget
 

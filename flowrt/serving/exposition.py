@@ -120,6 +120,11 @@ def _add_processes(page: _Page, state: ServedState) -> None:
     add("group_rows_total", "counter", "Rows of all steps.", {name: each.num_rows for name, each in groups.items()})
     add("group_running_sequences", "gauge", "Sequences that run.", {name: each.num_running for name, each in groups.items()})
     add("group_waiting_sequences", "gauge", "Sequences that wait in the group.", {name: each.num_waiting for name, each in groups.items()})
+    add("group_working_seconds_total", "counter", "Time with sequences.", {name: each.working_seconds for name, each in groups.items()})
+    add("group_bubble_seconds_total", "counter", "Of it, not computing.", {name: each.bubble_seconds for name, each in groups.items()})
+    add("group_micro_batches", "gauge", "Micro-batches in use.", {name: each.num_micro_batches for name, each in groups.items()})
+    versions = {name: each.map_version for name, each in workers.items() if each.map_version}
+    add("expert_map_version", "gauge", "Version of the expert map: it rises with each change.", versions)
     add("group_preemptions_total", "counter", "Preemptions.", {name: each.num_preemptions for name, each in groups.items()})
     add("prefix_cache_queries_total", "counter", "Tokens looked up.", {name: each.num_prefix_queries for name, each in groups.items()})
     add("prefix_cache_hits_total", "counter", "Tokens found.", {name: each.num_prefix_hits for name, each in groups.items()})

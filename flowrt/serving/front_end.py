@@ -55,7 +55,7 @@ class FrontEnd:
         self._graph: Graph = from_json(start.graph)
         self._stopped, self._has_peers, self._is_draining = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.control = ControlLink(start.name, control, MAX_MESSAGES, self._on_message, self.on_launcher_end)
-        self.client = GatewayClient(self.control.send)
+        self.client = GatewayClient(self.control.send, seams.clock.now)
 
     async def run(self) -> None:
         server = self._new_server(self._graph, self._start.settings, self.client, self._seams)

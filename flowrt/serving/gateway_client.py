@@ -29,6 +29,7 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.serving.api_errors import INVALID, NO_REQUEST, OVERLOADED, UNAVAILABLE, ApiError
 
 MAX_UNREAD = 1 << 20  # size of all inboxes together
+FULL_SECONDS = 0.05  # since the gateway was full: then the next request goes there, as one of another front end may have ended
 RESPONSE_SECONDS = 5.0  # the gateway's loop is not this late; then it is stopped or hangs
 _KINDS = {"overloaded": OVERLOADED, "unavailable": UNAVAILABLE, "invalid": INVALID}
 _GONE = "the graph does not respond"
@@ -87,13 +88,16 @@ class OpenRequest:
         """Cancel the request unless it has ended."""
         if self._client.forget(self.number):
             self._client.send(CancelRequest(self.number))
+            self._client.note_room()
 
 
 class GatewayClient:
-    """`send` queues a message to the gateway and must not wait."""
+    """`send` queues a message to the gateway and must not wait. `now`: in seconds."""
 
-    def __init__(self, send: Callable[[Control], None]) -> None:
-        self.send = send
+    def __init__(self, send: Callable[[Control], None], now: Callable[[], float]) -> None:
+        self.send, self._now = send, now
+        self._overload, self._full_until = "", 0.0
+        self._num_refused = 0  # of `refuse_now`, not reported yet
         self._numbers = count()
         self._requests: dict[int, OpenRequest] = {}
         self._inboxes: set[Inbox] = set()
@@ -115,11 +119,33 @@ class GatewayClient:
         finally:
             self._inboxes.discard(inbox)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the gateway was full a moment ago, and no request of this front end has ended since."""
+        return bool(self._overload) and self._now() < self._full_until
+
+    def refuse_now(self) -> ApiError | None:
+        """Refuse a request without a message to the gateway, while it is full. None: it may be admitted."""
+        if not self.is_full:
+            return None
+        self._num_refused += 1
+        return ApiError(OVERLOADED, self._overload)
+
+    def note_room(self) -> None:
+        """A request has ended: the gateway may admit the next one."""
+        self._overload = ""
+
+    def _take_refused(self) -> int:
+        number, self._num_refused = self._num_refused, 0
+        return number
+
     async def reserve(self, params: SamplingParams, num_tokens: int, inbox: Inbox, prompt: int) -> OpenRequest:
         """Admit a request; its outputs come to `inbox`, with the number `prompt`. Raises ApiError."""
+        if (error := self.refuse_now()) is not None:
+            raise error
         number = next(self._numbers)
         request = self._requests[number] = OpenRequest(self, number, inbox, prompt)
-        refusal = (await self._request(request, Reserve(number, params, num_tokens))).refusal
+        refusal = (await self._request(request, Reserve(number, params, num_tokens, self._take_refused()))).refusal
         if refusal is not None:
             self.forget(number)
             raise ApiError(_KINDS[refusal.kind], refusal.text)
@@ -157,7 +183,7 @@ class GatewayClient:
         if topic not in self._queries:
             report: asyncio.Future[StateReport] = asyncio.get_running_loop().create_future()
             self._queries[topic] = next(self._numbers), report
-            self.send(StateQuery(self._queries[topic][0], topic))
+            self.send(StateQuery(self._queries[topic][0], topic, self._take_refused()))
         try:
             async with asyncio.timeout(RESPONSE_SECONDS):
                 return await asyncio.shield(self._queries[topic][1])
@@ -171,6 +197,8 @@ class GatewayClient:
     def on_control(self, control: Control) -> None:
         match control:
             case Reserved(number) | Attached(number):
+                if isinstance(control, Reserved):
+                    self._overload, self._full_until = control.overload, self._now() + FULL_SECONDS
                 if (response := self._responses.get(number)) is not None and not response.done():
                     response.set_result(control)
             case Outputs(outputs):
@@ -178,6 +206,7 @@ class GatewayClient:
                     if (request := self._requests.get(output.number)) is not None:
                         if output.end is not None:
                             self.forget(output.number)
+                            self.note_room()
                         request.inbox.put(request.prompt, output)
                 self._bound_inboxes()
             case StateReport(number):

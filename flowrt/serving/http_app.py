@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from hmac import compare_digest
 from typing import Any
 
@@ -29,7 +30,7 @@ from flowrt.serving.api_errors import (
 )
 from flowrt.serving.api_request import CompletionRequest, read_chat_request, read_completion_request
 from flowrt.serving.completions import Completions, PromptEncoder
-from flowrt.serving.exchange import REQUEST_ID, BodyBudget, ClientLeftError, Exchange, Receive, Scope, Send
+from flowrt.serving.exchange import REQUEST_ID, BodyBudget, ClientLeftError, Exchange, Receive, Scope, Send, given_id
 from flowrt.serving.front_end_settings import FrontEndSettings
 from flowrt.serving.gateway_client import GatewayClient
 from flowrt.serving.json_body import Fields, Prompt, TokenIds, invalid
@@ -39,6 +40,7 @@ from flowrt.serving.tokenizer import Tokenizer
 log = logging.getLogger("flowrt.front_end")
 
 REQUESTS = b"/v1/requests/"  # an id follows
+GENERATING = (b"/v1/chat/completions", b"/v1/completions")
 PUBLIC = frozenset({b"/health", b"/ready"})
 PAGE_FILES = read_page_files()  # a browser that loads them has no key to send
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -67,8 +69,7 @@ class HttpApp:
             **{path: {"GET": self._page_file} for path in PAGE_FILES},
             b"/version": {"GET": self._version},
             b"/v1/models": {"GET": self._models},
-            b"/v1/chat/completions": {"POST": self._chat},
-            b"/v1/completions": {"POST": self._complete},
+            **{path: {"POST": handler} for path, handler in zip(GENERATING, (self._chat, self._complete), strict=True)},
             b"/tokenize": {"POST": self._tokenize},
             b"/detokenize": {"POST": self._detokenize},
         }
@@ -98,7 +99,7 @@ class HttpApp:
             return
 
     async def _dispatch(self, exchange: Exchange) -> None:
-        self._check_access(exchange)
+        self._check_access(exchange.path, exchange.headers, exchange.is_admin)
         methods = self._routes.get(exchange.path) or (self._admin_routes.get(exchange.path) if exchange.is_admin else None)
         if exchange.path.startswith(REQUESTS):
             methods = {"GET": self._repeat_response}
@@ -110,19 +111,28 @@ class HttpApp:
             raise ApiError(WRONG_METHOD, f"use {' or '.join(methods)} for this path", allow=allow)
         await handler(exchange)
 
-    def _check_access(self, exchange: Exchange) -> None:
+    def refuse_early(self, method: bytes, path: bytes, headers: Mapping[bytes, bytes], is_admin: bool) -> tuple[ApiError, str] | None:
+        """Refuse a request by its headers alone, while the gateway is full; with its id. None: it goes on as usual."""
+        if self._client.is_full and method == b"POST" and path in GENERATING:
+            with suppress(ApiError):
+                self._check_access(path, headers, is_admin)
+                if (error := self._client.refuse_now()) is not None:
+                    return error, given_id(headers) or self._new_id()
+        return None
+
+    def _check_access(self, path: bytes, headers: Mapping[bytes, bytes], is_admin: bool) -> None:
         """Raises ApiError. Without a key, only programs that name this machine as their host are served, so that no web page of another
         host gets a response. Only their owner reaches admin sockets."""
-        if exchange.path in PUBLIC or exchange.is_admin:
+        if path in PUBLIC or is_admin:
             return
         if self._key:
-            if exchange.path not in PAGE_FILES and not self._has_key(exchange):
+            if path not in PAGE_FILES and not self._has_key(headers):
                 raise ApiError(UNAUTHORIZED, "the key is missing or wrong; send it as Authorization: Bearer KEY")
-        elif self._settings.hosts and _host_of(exchange) not in self._settings.hosts:
+        elif self._settings.hosts and _host_of(headers) not in self._settings.hosts:
             raise ApiError(FORBIDDEN, "the Host header does not name this server")
 
-    def _has_key(self, exchange: Exchange) -> bool:
-        scheme, _, given = exchange.headers.get(b"authorization", b"").partition(b" ")
+    def _has_key(self, headers: Mapping[bytes, bytes]) -> bool:
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         return compare_digest(given.strip(), self._key) and scheme.lower() == b"bearer"
 
     # Routes.
@@ -136,7 +146,7 @@ class HttpApp:
     async def _respond_state(self, exchange: Exchange, topic: Topic) -> None:
         report = await self._client.query(topic)
         state: dict[str, Any] = {"status": "ok" if report.is_ok else "unavailable"}
-        if self._has_key(exchange) if self._key else report.text:
+        if self._has_key(exchange.headers) if self._key else report.text:
             state["problems"] = report.text
         await exchange.respond(200 if report.is_ok else UNAVAILABLE.status, msgspec.json.encode(state))
 
@@ -252,8 +262,8 @@ async def _respond_json(exchange: Exchange, value: Any) -> None:
     await exchange.respond(200, msgspec.json.encode(value))
 
 
-def _host_of(exchange: Exchange) -> str:
+def _host_of(headers: Mapping[bytes, bytes]) -> str:
     """The Host header without its port."""
-    host = exchange.headers.get(b"host", b"").decode("latin-1").lower()
+    host = headers.get(b"host", b"").decode("latin-1").lower()
     name, colon, port = host.rpartition(":")
     return name if colon and port.isdecimal() else host

@@ -57,7 +57,8 @@ class HttpClientServer:
         has_log = bool(graph.reliability.request_log)
         completions = Completions(client, encoder, tokenizer, read.eos_token_ids, graph.serving.stream_interval, has_log)
         application = HttpApp(read, client, completions, encoder, tokenizer, seams)
-        self._server = HttpServer(application, allow_connections(graph.serving.max_connections), read.certificate, read.private_key)
+        connections = allow_connections(graph.serving.max_connections)
+        self._server = HttpServer(application, connections, read.certificate, read.private_key, application.refuse_early)
 
     async def accept(self) -> None:
         for name, number in self._descriptors.items():

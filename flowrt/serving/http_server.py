@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from ssl import SSLContext
 from typing import Any
@@ -24,6 +24,8 @@ HEADER_SECONDS = 10.0  # from the connection, or from the first byte of a later 
 IDLE_SECONDS = 75  # between two requests of a connection
 TLS_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0  # until the next try when no connection could be accepted
+MAX_SKIPPED_BYTES = 64 << 10  # of a body that is received but not kept, so that its connection can go on after an early refusal
+RefuseEarly = Callable[[bytes, bytes, Mapping[bytes, bytes], bool], tuple[ApiError, str] | None]  # of method, path, headers, is_admin
 _LARGE_HEADERS = ApiError(LARGE_HEADERS, f"the headers are longer than {MAX_HEADER_BYTES >> 10} KiB")
 _CHUNKS = ApiError(INVALID, "a chunked body may have no trailers, and no long extensions")
 _TOO_MANY = ApiError(UNAVAILABLE, "too many connections; close idle ones, or raise serving.max_connections")
@@ -41,10 +43,12 @@ class BoundedProtocol(HttpToolsProtocol):
         max_connections: int,
         waiting: dict[BoundedProtocol, None],
         is_admin: bool,
+        refuse_early: RefuseEarly,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         super().__init__(config=config, server_state=state, app_state={}, _loop=loop)
-        self._max_connections, self._waiting, self._is_admin = max_connections, waiting, is_admin
+        self._max_connections, self._waiting, self._is_admin, self._refuse_early = max_connections, waiting, is_admin, refuse_early
+        self._early: tuple[ApiError, str] | None = None  # the response to a request whose body is still to come, with its id
         self._num_header_bytes = 0
         self._num_bytes_between = 0  # since the latest piece of the body: sizes of chunks, their extensions, trailers
         self._unfinished: list[RequestResponseCycle] = []  # several when the client sends requests before it gets responses
@@ -113,26 +117,54 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(self.transport, _CHUNKS)
 
     def on_headers_complete(self) -> None:
-        self._cancel_timer()
+        if self._is_refused:
+            return
         self._in_headers = False
         if self._num_header_bytes > MAX_HEADER_BYTES:  # perhaps with a part of the body
             length = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if length > MAX_HEADER_BYTES:
                 self._refuse(self.transport, _LARGE_HEADERS)
                 return
+        if (refusal := self._early_refusal()) is not None:
+            self._early = refusal  # the timer of the headers goes on until its body is here
+            return
+        self._cancel_timer()
         super().on_headers_complete()
         self._unfinished = [cycle for cycle in (*self._unfinished, self.cycle) if not cycle.response_complete]
 
+    def _early_refusal(self) -> tuple[ApiError, str] | None:
+        """A refusal for which the request needs no task, and its body no memory: where the body is short, and no earlier request waits for
+        its response."""
+        headers = dict(self.headers)
+        length = headers.get(b"content-length", b"")
+        is_short = length.isdigit() and int(length) <= MAX_SKIPPED_BYTES and not self.expect_100_continue
+        if not is_short or any(not cycle.response_complete for cycle in self._unfinished):
+            return None
+        path = self.url.partition(b"?")[0]
+        return self._refuse_early(self.parser.get_method(), path, headers, self._is_admin)
+
     def on_body(self, body: bytes) -> None:
         self._num_bytes_between = 0
-        if not self._is_refused:
+        if not self._is_refused and self._early is None:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._is_refused:
+        if self._early is not None:
+            self._respond_early(*self._early)
+        elif not self._is_refused:
             super().on_message_complete()
             self._note_wait()
         self._in_headers, self._num_header_bytes, self._num_bytes_between = True, 0, 0
+
+    def _respond_early(self, error: ApiError, request_id: str) -> None:
+        self._early = None
+        self._cancel_timer()
+        self._is_refused = not (self.parser.should_keep_alive() and self.parser.get_http_version() != "1.0")
+        self.transport.write(_response(error, request_id, closes=self._is_refused))
+        if self._is_refused:
+            self.transport.close()
+        else:
+            self.on_response_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -162,6 +194,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _on_slow_headers(self) -> None:
         self._header_timer = None
+        if self._early is not None:
+            self._refuse(self.transport, self._early[0])
+            return
         if any(not cycle.response_complete for cycle in self._unfinished):  # the rest of the next request may follow its response
             self._await_headers()
             return
@@ -187,12 +222,15 @@ class BoundedProtocol(HttpToolsProtocol):
             transport.close()
 
 
-def _response(error: ApiError) -> bytes:
-    """A response that closes its connection, for what never becomes a request."""
+def _response(error: ApiError, request_id: str = "", *, closes: bool = True) -> bytes:
+    """The whole response to what never reaches the application. `closes`: its connection."""
     kind, body = error.kind, error.body
-    retry = "" if kind.retry_seconds is None else f"retry-after: {kind.retry_seconds}\r\n"
-    head = f"HTTP/1.1 {kind.status} {HTTPStatus(kind.status).phrase}\r\ncontent-type: application/json\r\n{retry}connection: close\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+    fields = {"content-type": "application/json", "x-content-type-options": "nosniff", "content-length": str(len(body))}
+    fields |= {"x-request-id": request_id} if request_id else {}
+    fields |= {"connection": "close"} if closes else {}
+    fields |= {} if kind.retry_seconds is None else {"retry-after": str(kind.retry_seconds)}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"HTTP/1.1 {kind.status} {HTTPStatus(kind.status).phrase}\r\n{lines}\r\n".encode() + body
 
 
 async def _accept_tls(listener: socket.socket, context: SSLContext, new_protocol: Callable[[], BoundedProtocol]) -> None:
@@ -228,9 +266,12 @@ async def _accept_tls(listener: socket.socket, context: SSLContext, new_protocol
 
 
 class HttpServer:
-    """`certificate` and `private_key`: files for TLS; "" without it. Raises OSError for files that are not usable."""
+    """`certificate` and `private_key`: files for TLS; "" without it. `refuse_early` may refuse a request by its headers. Raises OSError for
+    files that are not usable."""
 
-    def __init__(self, application: Callable[..., Any], max_connections: int, certificate: str = "", private_key: str = "") -> None:
+    def __init__(
+        self, application: Callable[..., Any], max_connections: int, certificate: str, private_key: str, refuse_early: RefuseEarly
+    ) -> None:
         self._config = Config(
             application,
             http=BoundedProtocol,
@@ -249,7 +290,7 @@ class HttpServer:
         )
         self._config.load()
         self._state = ServerState()
-        self._max_connections = max_connections
+        self._max_connections, self._refuse_early = max_connections, refuse_early
         self._waiting: dict[BoundedProtocol, None] = {}
         self._servers: list[asyncio.Server] = []
         self._accepting: list[asyncio.Task[None]] = []
@@ -263,7 +304,8 @@ class HttpServer:
         loop = asyncio.get_running_loop()
 
         def new_protocol() -> BoundedProtocol:
-            return BoundedProtocol(self._config, self._state, self._max_connections, self._waiting, is_admin, loop)
+            limits = self._max_connections, self._waiting, is_admin
+            return BoundedProtocol(self._config, self._state, *limits, self._refuse_early, loop)
 
         if self._config.ssl is not None and not is_admin:
             self._accepting.append(

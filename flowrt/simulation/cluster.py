@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -24,7 +23,7 @@ from flowrt.gateway.log_writer import LogWriter
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.requests import Requests
 from flowrt.gateway.routing import find_policy
-from flowrt.graph.model import GATEWAY, MONITOR
+from flowrt.graph.model import GATEWAY
 from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events
 from flowrt.launcher.fork_server_loss import IMPORT_SECONDS
@@ -44,6 +43,7 @@ from flowrt.simulation.group_checks import GroupChecks
 from flowrt.simulation.hosts import SimulatedEngine, clock_faults
 from flowrt.simulation.inside import WorkerInternals, credit_faults
 from flowrt.simulation.invariants import falls_back, fastest_clock
+from flowrt.simulation.modelled_time import ModelledTimeChecks
 from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.outages import Outages, holders_of
 from flowrt.simulation.processes import SimulatedBackend
@@ -98,6 +98,7 @@ class SimulatedRun:
         ends = [fault.ends_seconds for fault in case.scenario.faults if fault.ends_seconds > fault.at_seconds]
         self._slow_until = max(ends) + NEWS_SECONDS if ends else 0.0
         world.one_clock = graph.emulation is not None  # the two ends of an emulated link compare times
+        self._modelled_time = ModelledTimeChecks(world, graph.emulation)
         open_engine = partial(SimulatedEngine.open, world, case.processes)
         self._seams = replace(world.seams(GATEWAY), open_backend=self._open_backend, open_engine=open_engine)
         if log is not None:
@@ -239,6 +240,7 @@ class SimulatedRun:
         """Called with each new Worker, before it loads."""
         inside = WorkerInternals(worker)
         inside.when_named(lambda: self._insides.update({inside.name: inside}))
+        inside.when_named(lambda: self._modelled_time.watch(worker))
         if (trace := self._case.trace) is not None:
             inside.when_named(lambda: trace.begin_worker(inside.name, worker))
         if self._case.exact:
@@ -356,13 +358,11 @@ class SimulatedRun:
         now = self._world.loop.time()
         progress = sum(inside.num_firings for inside in insides), self._checks.counts.total()  # of living workers: the first may fall
         patience = self._lost_group_seconds + (STUCK_SECONDS if self._launcher.state.fork_server.is_up else STUCK_SECONDS + IMPORT_SECONDS)
-        if MONITOR in self._checks.down or self._checks.due_retries(math.inf):  # nothing may be left that computes, or finds a hang
-            patience += self._launcher.graph.reliability.restart_window_seconds
         if self._has_permanent_cut and self._launcher.state.restarting():  # a process that starts connects to a peer for so long
             patience += RESPONSE_SECONDS
         if progress != self._progress or now < self._first_seconds + self._case.scenario.ends_seconds:
             self._progress, self._progress_seconds = progress, now
-        elif now > self._progress_seconds + patience and self._gateway.num_unfinished:
+        elif now > max(self._progress_seconds, self._checks.next_try_at) + patience and self._gateway.num_unfinished:
             raise DeadlockError(f"nothing for {STUCK_SECONDS:g} s at {now:.6f} s but heartbeats:\n{self._world.loop.describe_waiting()}")
 
     def _living_inside(self, name: str) -> WorkerInternals | None:

@@ -19,18 +19,26 @@ from flowrt.graph.model import Graph
 from flowrt.operators.families.registry import read_model_config
 
 MAX_GROUPS, MAX_SERVERS = 4, 6
+EMULATED_LINK = "ub"
 _TRANSPORTS = ("auto", "auto", "zmq")  # of simulated links: the latter have nothing to fall back on
 _COLOCATED = ("colocated", "colocated")
 _PAGES = ((24, 1), (16, 2), (12, 4), (24, 4))
 
 
 def draw_graph(seed: int, graph: Graph) -> Graph:
-    """A drawn deployment of the model of `graph`, with its reliability settings; the first of the seed that is possible."""
+    """A drawn deployment of the model of `graph`, with its reliability settings and emulated hardware; the first of the seed that is
+    possible."""
     assert graph.model is not None
     facts = ModelFacts.of(read_model_config(Path(graph.model.path)))
     for attempt in count():
         chance = random.Random(f"graph {seed} {attempt}")
-        keys = {"flowrt": 1, "model": {"path": graph.model.path, "dtype": graph.model.dtype}, "deploy": draw_deploy(chance, facts)}
+        keys: dict[str, Any] = {
+            "flowrt": 1,
+            "model": {"path": graph.model.path, "dtype": graph.model.dtype},
+            "deploy": draw_deploy(chance, facts),
+        }
+        if graph.emulation is not None:
+            keys["deploy"]["links"]["attention-experts"]["link"] = EMULATED_LINK
         pages, page_size = chance.choice(_PAGES)
         keys["limits"] = {
             "max_num_seqs": chance.randint(2, 6),
@@ -44,7 +52,7 @@ def draw_graph(seed: int, graph: Graph) -> Graph:
         keys["numerics"] = chance.choice(("fast", "fast", "strict"))
         _draw_settings(random.Random(f"settings {seed} {attempt}"), keys)
         try:
-            return replace(load_graph(keys, facts_of=lambda path: facts), reliability=graph.reliability)
+            return replace(load_graph(keys, facts_of=lambda path: facts), reliability=graph.reliability, emulation=graph.emulation)
         except GraphError:
             continue
     raise AssertionError

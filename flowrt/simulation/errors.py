@@ -34,7 +34,7 @@ class ForeignThreadError(SimulationError):
 
 
 class InvariantError(SimulationError):
-    """An invariant is violated. `kind` is its number, I1 to I9 (docs/simulation.md)."""
+    """An invariant is violated. `kind` is its number, I1 to I10 (docs/simulation.md)."""
 
     def __init__(self, invariant: str, text: str) -> None:
         super().__init__(f"{invariant}: {text}")

@@ -1,7 +1,8 @@
 """Reads the internal state of a simulated worker: the pages of its engine, the rows and credits of its runner.
 
-Only this module of the simulation reads private attributes of workers, so that a change there needs one change here. It modifies a worker
-in two ways only: it replaces the model before the worker loads, and it rolls back a group, which otherwise only lost experts cause.
+Only this module and modelled_time.py read private attributes of workers, so that a change there needs few changes here. This module
+modifies a worker in two ways only: it replaces the model before the worker loads, and it rolls back a group, which otherwise only lost
+experts cause.
 """
 
 from __future__ import annotations

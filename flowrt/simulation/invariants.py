@@ -9,6 +9,7 @@ I6 Queues stay within their bounds; the code checks this itself.
 I7 A process without a fault is not marked dead.
 I8 No state is left behind.
 I9 The clocks of other hosts are known as exactly as stated.
+I10 On emulated hardware nothing is faster than its model; modelled_time.py checks this.
 
 The checks of internal worker state are in inside.py.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ KILLED, TERMINATED, SEGFAULT = "was killed by SIGKILL", "was killed by SIGTERM",
 # Seconds between these are drawn, short ones as often as long ones.
 NOTICE_SECONDS = 10e-6, 30e-3
 RESTART_SECONDS = 0.3e-3, 3.0
+MAX_REFUSALS = 2  # of one process in a row: the wait after a third would last longer than a case
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class SimulatedBackend:
         self._node = node = current_node.get()
         self._random = world.random_of("processes" if node == OUTSIDE else f"processes of {node}")
         self._processes: dict[str, SimulatedWorkerProcess] = {}  # node -> process; those whose exit was not reported
+        self._num_refusals = Counter[str]()  # of each process, since its last start
         self._waiting: dict[asyncio.Future[SimulatedWorkerProcess], None] = {}
         self._closed = self._is_serving = False
         world.deaths.append(self._on_death)
@@ -192,6 +195,7 @@ class SimulatedBackend:
             error = WorkerDiedError(spec.name, "could not be forked: BlockingIOError: (simulated)")
             self._later(self._node, set_error, started, error)
             return
+        del self._num_refusals[spec.name]
         world = self._world
         node = world.next_node(spec.name)
         # A heartbeat for which the monitor's connection has no room is dropped: with room for one, the monitor sees silence.
@@ -275,7 +279,10 @@ class SimulatedBackend:
         loop.call_at_node(loop.time() + seconds, node, call, *arguments, context=self._world.context(node))
 
     def _refuses(self, spec: ProcessSpec, one_in: int) -> bool:
-        return (self._conditions.refuses_first or self._is_known(spec)) and is_hit(self._random, one_in)
+        is_refused = (self._conditions.refuses_first or self._is_known(spec)) and is_hit(self._random, one_in)
+        is_refused = is_refused and self._num_refusals[spec.name] < MAX_REFUSALS
+        self._num_refusals[spec.name] += is_refused
+        return is_refused
 
     def _is_known(self, spec: ProcessSpec) -> bool:
         """Whether a process of this name was started before."""

@@ -53,6 +53,7 @@ class ServerChecks:
         self.counts: Counter[str] = Counter()
         self.down: set[str] = set()  # given up
         self._retry_at: dict[str, float] = {}  # of them, those that the launcher must try to start again: when
+        self.next_try_at = 0.0  # until then nothing may be left that computes, or finds a hang
         self._suspect_seconds = graph.reliability.suspect_seconds / fastest_clock
         self._began: dict[str, float] = {}
         self._wrong: list[str] = []
@@ -83,6 +84,7 @@ class ServerChecks:
                 self._wrong.append(f"the fork server {how}, and no fault hit it")
             case events.ForkServerLost(_, retry_seconds) if retry_seconds is not None:
                 self._retry_at[FORK_SERVER] = now + retry_seconds
+                self.next_try_at = max(self.next_try_at, now + retry_seconds)
             case events.ForkServerRestarted():
                 del self._retry_at[FORK_SERVER]
                 waiting = (self.down & self._lost) - self._retry_at.keys() - {MONITOR}
@@ -99,8 +101,10 @@ class ServerChecks:
             case events.WorkerGivenUp(name, _, retry_seconds):
                 self.down.add(name)
                 self._retry_at.pop(name, None)  # without another try it waits for the fork server
-                if retry_seconds is not None and name != MONITOR:  # of whose starts there is no event
-                    self._retry_at[name] = now + retry_seconds
+                if retry_seconds is not None:
+                    self.next_try_at = max(self.next_try_at, now + retry_seconds)
+                    if name != MONITOR:  # of whose starts there is no event
+                        self._retry_at[name] = now + retry_seconds
             case events.WorkerLost(name, while_loading=True):
                 self.counts["died while loading"] += 1
             case events.WorkerLost(name, how, _, may_recur):

@@ -212,6 +212,7 @@ class DataPath:
             emulation=self._emulated.statistics() if self._emulated is not None else None,
             fallbacks=self.links.fallbacks(),
             num_redispatched=self.failover.client.num_redispatched if self.failover is not None else 0,
+            map_version=self.failover.client.map_version if self.failover is not None else 0,
         )
         return statistics if self.group is None else self.group.with_counts(statistics)
 

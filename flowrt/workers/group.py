@@ -38,6 +38,7 @@ from flowrt.dataflow.runner import Runner
 from flowrt.engine.engine import Decision, Engine, StartStep
 from flowrt.engine.sequence import Sequence
 from flowrt.engine.transfers import Hold
+from flowrt.engine.work_times import WorkTimes
 from flowrt.errors import OperatorError
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.kv_transfer import KvPack, KvUnpack
@@ -79,6 +80,7 @@ class Group:
         self._on_trial: Sequence | None = None  # the latest choice of a suspect that was reported
         self.on_begin: Callable[[], None] = lambda: None  # called with each step that begins
         self._refusal: str | None = None
+        self._work = WorkTimes()
 
     @property
     def is_idle(self) -> bool:
@@ -87,6 +89,7 @@ class Group:
 
     def with_counts(self, statistics: Statistics) -> Statistics:
         """`statistics` with the counts of the engine."""
+        self._note_work()
         engine = self._engine.statistics()
         return msgspec.structs.replace(
             statistics,
@@ -100,7 +103,13 @@ class Group:
             num_waiting=engine.num_waiting,
             num_pages=engine.num_pages,
             num_free_pages=engine.num_free_pages,
+            num_micro_batches=engine.num_micro_batches,
+            working_seconds=self._work.working_seconds,
+            bubble_seconds=self._work.bubble_seconds,
         )
+
+    def _note_work(self) -> None:
+        self._work.note(self._now(), self._runner.statistics.compute_seconds, self._engine.is_working)
 
     def on_control(self, control: Control) -> None:
         """Handle Submit, Cancel, KvCompleted and Drain; ignore all other messages."""
@@ -194,6 +203,7 @@ class Group:
             self._update_offers(self._pack)
         if self._unpack is not None:
             self._unpack.drop_ended(self._engine.is_pulling)
+        self._note_work()
         self._when_sent(self._start_steps)
         if self._is_draining and self._engine.drained:
             self._is_draining = False
@@ -204,6 +214,7 @@ class Group:
         step was computed from, so a trial computes them again. It also knows whether the step was of a suspect alone."""
         if not self._starts:
             self._starts.extend(self._engine.next_steps(self._now()))
+            self._note_work()
             if self._unpack is not None:
                 for pull in self._engine.new_pulls():
                     self._unpack.begin(pull.request_id, pull.attempt, pull.kv, pull.pages, pull.first)

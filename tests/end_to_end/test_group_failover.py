@@ -86,7 +86,10 @@ async def test_the_loss_of_a_colocated_process_is_that_of_a_group_and_of_a_serve
         before = await num_parts()
         assert await tokens_of(running, served.prompts, lambda count: None) == served.expected
         assert await num_parts() > before
-        assert (await running.statistics())["attention.1"].num_steps > 0
+        statistics = await running.statistics()
+        assert statistics["attention.1"].num_steps > 0
+        assert statistics["attention.0"].map_version == 3, "as it began, without attention.1, with it"
+        assert all(0 <= each.bubble_seconds < each.working_seconds for each in statistics.values() if each.num_steps)
 
 
 async def test_without_recovery_a_killed_group_ends_the_run_with_its_name(served: Served, tmp_path: Path) -> None:

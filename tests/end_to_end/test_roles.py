@@ -15,6 +15,7 @@ import flowrt
 from flowrt.api import read_graph
 from flowrt.errors import UserError
 from flowrt.graph.written import to_yaml
+from flowrt.operators.families.registry import read_model_config
 
 GREEDY = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 APART = {"prefill": {"workers": 1}, "attention": {"groups": 2}, "experts": {"servers": 0}}
@@ -50,6 +51,20 @@ async def test_pairs_of_a_graph_transfer_kv_over_different_transports(served: Se
     assert {"prefill.0", "prefill.1", "attention.0", "attention.1"} == {process for pair in used for process in pair}
     assert [used[pair] for pair in chosen] == [{"zmq"}, {"shm"}]
     assert used["prefill.0", "attention.0"] == used["prefill.1", "attention.1"] == {"inproc"}
+
+
+async def test_kv_moves_in_messages_within_their_limit(served: Served, tmp_path: Path) -> None:
+    """A longer prompt needs more messages; without them the group would compute it itself."""
+    limits = {"max_message_bytes": 16384, "max_num_batched_tokens": 24}
+    deploy = {**APART, "prefill": {"workers": 1, "stream": False}, "processes": "one"}
+    prompt, expected = served.prompts[-1], served.expected[-1]
+    async with flowrt.open(served.write(tmp_path, deploy, limits=limits)) as running:
+        assert list((await running.complete(prompt, GREEDY)).token_ids) == expected
+        edges = [edge for each in (await running.statistics()).values() for edge in each.edges if ".chunk -> " in edge.edge]
+    config = read_model_config(served.directory)
+    num_bytes = config.num_layers * len(prompt) * config.kv_width * 4
+    assert sum(edge.payload_bytes for edge in edges) == num_bytes
+    assert num_bytes // 16384 < sum(edge.num_messages for edge in edges) < 2 * num_bytes // 16384
 
 
 async def test_kv_nodes_in_a_graph_of_ones_own(served: Served, tmp_path: Path) -> None:

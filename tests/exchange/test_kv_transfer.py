@@ -34,7 +34,12 @@ class Pair:
     called first."""
 
     def __init__(
-        self, page_sizes: tuple[int, int] = (4, 4), dtype: torch.dtype = torch.float32, shared_values: bool = False, int8: bool = False
+        self,
+        page_sizes: tuple[int, int] = (4, 4),
+        dtype: torch.dtype = torch.float32,
+        shared_values: bool = False,
+        int8: bool = False,
+        max_bytes: int = 256,  # 4 tokens of float32 with keys and values
     ) -> None:
         self.via = (INT8_PULL,) if int8 else ()
         self.held, self.own = (pages_of(size, dtype, shared_values) for size in page_sizes)
@@ -43,7 +48,7 @@ class Pair:
         for layer in range(LAYERS):
             values = [torch.randn(TOKENS, *part.shape[1:]).to(dtype) for part in self.held.parts(layer)]
             self.held.write_parts(layer, slots, values)
-        self.pack, self.unpack = KvPack(self.held, {INT8_PULL}), KvUnpack(self.own)
+        self.pack, self.unpack = KvPack(self.held, {INT8_PULL}, max_bytes), KvUnpack(self.own)
         self.pulls: deque[Firing] = deque()  # on their way to the worker
         self.chunks: deque[Firing] = deque()  # and to the group
         self.pack.connect(lambda firing, outputs: self.chunks.append(Firing("g.kv_unpack", firing.tag, dict(outputs))))
@@ -100,11 +105,6 @@ class Pair:
         return [(self.held_pages, self.held), (self.own_pages, self.own)]
 
 
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_transfer, "CHUNK_BYTES", 256)  # 4 tokens of float32 with keys and values
-
-
 @pytest.mark.parametrize("page_sizes", [(4, 4), (2, 16), (16, 3)])
 @pytest.mark.parametrize(("dtype", "shared_values"), [(torch.float32, False), (torch.bfloat16, True), (torch.float64, True)])
 def test_every_token_arrives_between_pages_of_any_size(page_sizes: tuple[int, int], dtype: torch.dtype, shared_values: bool) -> None:
@@ -151,6 +151,18 @@ def test_a_transfer_pulls_as_many_chunks_at_a_time_as_there_are() -> None:
     assert len(pair.pulls) == kv_transfer.WINDOW == LAYERS * 3 - 1
     pair.run()
     assert pair.ends == [("a", 0, "")]
+
+
+@pytest.mark.parametrize(("max_bytes", "num_tokens"), [(256, 4), (255, 3), (64, 1), (1, 1)])
+def test_a_chunk_has_as_many_tokens_as_its_bytes_allow(max_bytes: int, num_tokens: int) -> None:
+    pair = Pair(max_bytes=max_bytes)
+    pair.begin()
+    sizes = list[int]()
+    while pair.pulls or pair.chunks:
+        pair.respond(lambda chunk: sizes.append(len(chunk.tensors[0])) or chunk)  # type: ignore[func-returns-value]
+    assert pair.ends == [("a", 0, "")]
+    assert max(sizes) == num_tokens
+    assert sum(sizes) == LAYERS * TOKENS
 
 
 @pytest.mark.parametrize("first", [0, 4, 8])
@@ -261,7 +273,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "another layer": (_header(layer=LAYERS), "not of the offer that was requested"),
     "later tokens": (_header(first=4), "tokens 4 to 7 do not follow token -1"),
     "no tokens": (_header(num_tokens=0), "tokens 0 to -1 do not follow"),
-    "more tokens": (_header(num_tokens=5), "tokens 0 to 4 do not follow"),
+    "more tokens": (_header(num_tokens=5), "it has 4 tokens, expected 5"),
     "the last too soon": (_header(is_last=True), "it is the last one"),
     "no header": (lambda chunk: Payload(chunk.tensors, b"\xc1"), "its header cannot be read"),
 }

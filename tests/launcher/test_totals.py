@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from flowrt.actors.control import Statistics
 from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics, NodeStatistics
 from flowrt.launcher.totals import MAX_FALLBACKS, total
@@ -21,12 +23,15 @@ def test_counts_are_summed_and_states_are_the_last_ones() -> None:
         inline_seconds=0.5,
         num_steps=2,
         step_row_counts=(2, 0),
+        map_version=2,
+        num_micro_batches=4,
         late_wakeups=1,
         resident_bytes=9,
         fallbacks=("a: shm broke",),
     )
     edges = EdgeStatistics(1, "zmq", 2, 20), EdgeStatistics(3, "zmq", 1, 5, 0.25, 1.0, (0, 2))
     last = Statistics(edges, (NodeStatistics("b", 2, 4, 0.25, 1),), num_firings=1, num_steps=1, step_row_counts=(0, 1), resident_bytes=4)
+    last = msgspec.structs.replace(last, map_version=1, num_micro_batches=3)
     assert total(total(total(None, first), Statistics()), last, 2) == Statistics(
         edges=(EdgeStatistics(1, "zmq", 2, 20), EdgeStatistics(3, "zmq", 6, 55, 0.75, 3.0, (1, 5)), EdgeStatistics(4, "shm", 1, 10)),
         nodes=(NodeStatistics("a", 1, 2, 0.5), NodeStatistics("b", 3, 5, 1.25, 1)),
@@ -35,6 +40,8 @@ def test_counts_are_summed_and_states_are_the_last_ones() -> None:
         inline_seconds=0.5,
         num_steps=3,
         step_row_counts=(2, 1),
+        map_version=3,
+        num_micro_batches=3,
         late_wakeups=1,
         resident_bytes=4,
         fallbacks=("a: shm broke",),

@@ -3,6 +3,7 @@
 First the peak: a closed loop with as many clients as requests are admitted. Then open loops, whose requests come at multiples of the rate
 of the peak. Goodput counts tokens of requests that got all their tokens. Prints a line per load: goodput and its share of the peak, how
 long refusals took, and memory. During a last load of 3x expert servers are killed: how long after a kill was its death announced?
+At the end, with its workers stopped: how much processor time does a refusal take of the launcher and the front end?
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ import psutil
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
-from serving.server_process import Server  # noqa: E402
+from serving.server_process import STANDS_STILL, Server  # noqa: E402
 
 from flowrt.bench.report.figures import nearest_rank  # noqa: E402
+from flowrt.process_status import process_times  # noqa: E402
 
 TOKENS = 40
 
@@ -154,10 +156,38 @@ async def measure(server: Server, seconds: float, clients: int) -> None:
         print(", ".join([*parts, f"{load.mebibytes} MiB"]), flush=True)
 
 
+def measure_refusals(number: int) -> None:
+    server = Server("--set", "serving.max_requests=1", *STANDS_STILL)
+    pids = server.process.pid, server.pids["front_end.0"]
+    body = {"prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True}
+    text, headers = json.dumps(body), {"content-type": "application/json"}
+
+    def used_seconds() -> float:
+        return sum(times.loop_cpu_seconds for pid in pids if (times := process_times(pid)) is not None)
+
+    try:
+        with server.open_stream(body), server.stopped(*(name for name in server.pids if name.startswith(("attention", "experts")))):
+            for keeps in (False, True):
+                connection, before = server.connect(), used_seconds()
+                for _ in range(number):
+                    connection.request("POST", "/v1/completions", text, headers)
+                    response = connection.getresponse()
+                    assert response.status == 429, response.read()
+                    response.read()
+                    if not keeps:
+                        connection.close()  # the next request opens another one
+                connection.close()
+                name = "a refusal on a connection that is kept" if keeps else "a refusal with its connection"
+                print(f"{name}: {(used_seconds() - before) / number * 1e3:.3f} ms of processor time of the server", flush=True)
+    finally:
+        server.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="many times what a request takes")
     parser.add_argument("--clients", type=int, default=32, help="also serving.max_requests")
+    parser.add_argument("--refusals", type=int, default=2000, help="of which the processor time is measured")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     server = Server("--set", f"serving.max_requests={options.clients}", "--set", "reliability.restarts=1000")
@@ -167,6 +197,7 @@ def main() -> None:
         server.process.terminate()
         server.process.wait()
         server.close()
+    measure_refusals(options.refusals)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from flowrt.actors.front_end_messages import StateQuery, StateReport
 from flowrt.gateway.front_ends import FrontEnds
 from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.log_writer import LogWriter, open_log
+from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import GraphLimits
 from flowrt.log_files import open_log_folder
@@ -134,18 +135,19 @@ class ServedApp:
             max_prompt_tokens=max_prompt_tokens,
         )
         seams = Seams()
-        self.requests = Requests(self.gateway, self._send_to_group, RequestProgress(), seams.clock)
+        self.metrics = RequestMetrics(settings.max_model_len)
+        self.requests = Requests(self.gateway, self._send_to_group, RequestProgress(), seams.clock, metrics=self.metrics)
         self.log: LogWriter | None = None
         if log is not None:
             self.log, contents = open_log(open_log_folder(log), {}, resumes=True)
             self.requests.begin_log(self.log, contents)
         self.front_ends = FrontEnds([NAME], self.requests, self._send, self._post, self._report_state)
-        self.client = GatewayClient(lambda control: self.front_ends.on_control(NAME, over_the_wire(control)))
+        self.client = GatewayClient(lambda control: self.front_ends.on_control(NAME, over_the_wire(control)), seams.clock.now)
         self.tokenizer = Tokenizer(MODEL)
         encoder = PromptEncoder(DirectProcess(MODEL), LIMITS, settings.max_model_len, settings.vocab_size)
         completions = Completions(self.client, encoder, self.tokenizer, settings.eos_token_ids, 1, log is not None)
         self.app = HttpApp(settings, self.client, completions, encoder, self.tokenizer, seams)
-        self.server = HttpServer(self.app, connections, settings.certificate, settings.private_key)
+        self.server = HttpServer(self.app, connections, settings.certificate, settings.private_key, self.app.refuse_early)
         self.listener = listener
         self.submitted: asyncio.Queue[Request] = asyncio.Queue()
         self.cancelled: list[Cancel] = []

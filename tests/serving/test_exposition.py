@@ -44,6 +44,10 @@ def state() -> ServedState:
         num_pages=10,
         num_free_pages=4,
         compute_seconds=1.5,
+        working_seconds=2.0,
+        bubble_seconds=0.5,
+        map_version=3,
+        num_micro_batches=2,
     )
     server = Statistics(experts=(ExpertStatistics(0, (2, 3), (2, 1)),), num_restarts=2)
     return ServedState("tiny", True, 3, 1, metrics, {"attention.0": group, "experts.0": server}, frozenset({"experts.0"}))
@@ -67,6 +71,10 @@ def test_values_are_those_of_the_state() -> None:
         'flowrt_process_busy_seconds_total{process="attention.0",role="attention"} 1.5',
         'flowrt_node_firings_total{process="attention.0",node="gate"} 6',
         'flowrt_kv_pages_used{process="attention.0",role="attention"} 6',
+        'flowrt_group_working_seconds_total{process="attention.0",role="attention"} 2.0',
+        'flowrt_group_bubble_seconds_total{process="attention.0",role="attention"} 0.5',
+        'flowrt_group_micro_batches{process="attention.0",role="attention"} 2',
+        'flowrt_expert_map_version{process="attention.0",role="attention"} 3',
         'flowrt_node_waiting_firings{process="attention.0",node="gate"} 3',
         'flowrt_expert_tokens_total{layer="0",expert="2"} 8',
         'flowrt_layer_balance{layer="0"} 2.6666666666666665',

@@ -97,7 +97,7 @@ class Seed:
     def start(self, name: str) -> None:
         self.up[name], self.down[name] = deque(), deque()
         up = self.up[name]
-        self.clients[name] = GatewayClient(lambda control: up.append(over_the_wire(control)))
+        self.clients[name] = GatewayClient(lambda control: up.append(over_the_wire(control)), lambda: 0.0)
 
     # The other ends.
 

@@ -13,6 +13,7 @@ from simulation.planted_faults import FAULT_BUGS
 from simulation.planted_front_ends import FRONT_END_BUGS
 from simulation.planted_groups import GROUP_BUGS
 from simulation.planted_hosts import HOST_BUGS
+from simulation.planted_modelled import MODELLED_BUGS
 from simulation.planted_prefixes import PREFIX_BUGS
 from simulation.planted_request_log import REQUEST_LOG_BUGS
 from simulation.planted_standby import STANDBY_BUGS
@@ -84,6 +85,7 @@ BUGS: tuple[Bug, ...] = (
     *with_graphs("composed", COMPOSED_BUGS),
     *with_graphs("trampoline.yaml", TRAMPOLINE_BUGS),
     *with_graphs("prefill.yaml", TRANSFER_BUGS),
+    *with_graphs("emulated.yaml", MODELLED_BUGS),
     *PREFIX_BUGS,
     # tags and matching
     bug("micro-batches-mixed", "rows are matched without the micro-batch", (
@@ -334,8 +336,8 @@ BUGS: tuple[Bug, ...] = (
     body("client-not-woken", "clients are not woken for committed tokens", REQUESTS, "Requests._carry_out", "pass"),
     body("failure-unannounced", "clients are not woken when the run fails", REQUESTS, "Requests.fail", "self._failure = error"),
     body("left-uncancelled", "a request whose client left continues", REQUESTS, "Requests._let_go", "del self._changed[index]"),
-    body("never-full", "requests are admitted without bound", GATEWAY, "Gateway.is_full", "return False"),
-    body("always-full", "every request is refused", GATEWAY, "Gateway.is_full", "return True"),
+    body("never-full", "requests are admitted without bound", GATEWAY, "Gateway.overload", "return ''"),
+    body("always-full", "every request is refused", GATEWAY, "Gateway.overload", "return 'full'"),
     body("refused-is-active", "a refused request stays active", GATEWAY, "Gateway.refuse",
          "log = self._logs[index]\nlog.events.append(EndEvent(log.index, 'error', '', error))\nreturn log.events[-1]"),
     # lazy and fallback channels, the resend buffer

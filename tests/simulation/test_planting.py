@@ -80,6 +80,14 @@ def test_search_finds_a_kept_claim_where_pages_are_few() -> None:
     assert row.split(" | ")[3] == "I3", row
 
 
+def test_search_finds_wrong_modelled_time() -> None:
+    names = ["modelled-wait-short", "last-request-charged", "bandwidth-unshared"]
+    found = run_search("--graphs", "tests/simulation/graphs/emulated.yaml", "--seeds", "40", "--only", ",".join(names))
+    assert found.returncode == 0, found.stdout + found.stderr
+    rows = {row.split(" | ")[0].strip("| "): row.split(" | ")[3] for row in found.stdout.splitlines() if row.startswith("| ")}
+    assert [rows[name] for name in names] == ["I10"] * 3
+
+
 def test_search_reports_bugs_that_it_does_not_find_and_those_on_record(tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
     record.write_text('{"bug": "never-full", "seed": 41, "invariant": "I6", "text": "I6: as recorded"}\n')

@@ -467,6 +467,17 @@ async def test_nothing_spins_while_a_new_peer_does_not_respond(pairs: Pairs, loo
 
 
 @needs_ucx
+async def test_a_send_that_requests_room_of_a_dead_peer_ends(pairs: Pairs, loop_kind: str) -> None:
+    """Nothing else would wake it: the channel breaks before it waits."""
+    limits = Limits(max_message_bytes=1 << 16, capacity_messages=20, capacity_bytes=1 << 20)
+    async with pairs.open(limits) as (one, _, under_one, _):
+        number = fill(one, 1000)
+        under_one.link.send = lambda array, tag: SimpleNamespace(status=-25)  # the endpoint is closed
+        with pytest.raises(BrokenChannelError, match=r"UCX could not send \(status -25\)"):
+            await within(one.send(numbered(number, 1000)), "a send to a dead peer ends")
+
+
+@needs_ucx
 async def test_both_ends_full_go_on(pairs: Pairs, loop_kind: str) -> None:
     """The words that make room do not wait for room themselves."""
     async with pairs.open() as (one, two, *under), asyncio.TaskGroup() as group:

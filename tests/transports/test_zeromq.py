@@ -69,6 +69,34 @@ async def test_large_tensors_alias_the_received_frame(loop_kind: str) -> None:
         assert two.statistics().held_buffers == 0
 
 
+async def test_acknowledgements_overtake_payload() -> None:
+    limits = Limits(capacity_messages=4)
+    async with opened(pair_maker("zmq"), limits) as (one, two):
+        assert isinstance(one, ZeroMQChannel)
+        for number in range(4):
+            assert one.send_nowait(numbered(number))
+        assert not one.send_nowait(numbered(4))
+        one._loop.remove_reader(one._descriptors[0])
+        with pytest.MonkeyPatch.context() as patch:  # what `two` sends stays in libzmq's queue
+            patch.setattr(one, "_read", lambda: None)
+            assert two.send_nowait(numbered(0, 100_000))
+            for _ in range(4):
+                await within(two.recv(), "a message")
+            await within(one.send(numbered(4)), "room")
+        one._loop.add_reader(one._descriptors[0], one._read)
+        one._read()
+        check_numbered(await within(one.recv(), "the payload"), 0, 100_000)
+
+
+@pytest.mark.parametrize("sent_bytes", [b"\0" * 15, b"\xff" * 16])
+async def test_wrong_acknowledgements_break_the_channel(sent_bytes: bytes) -> None:
+    async with opened(pair_maker("zmq")) as (one, two):
+        assert isinstance(two, ZeroMQChannel)
+        two._peer_watch._socket.send(sent_bytes)
+        with pytest.raises(BrokenChannelError, match=r"acknowledgement|reports \d+ messages as taken"):
+            await within(one.recv(), "the end")
+
+
 async def test_the_context_goes_with_the_last_channel() -> None:
     async with opened(pair_maker("zmq")):
         assert zeromq.shared_context._context is not None

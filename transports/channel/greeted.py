@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from abc import abstractmethod
 
 from flowrt.transports.channel.flow_controlled import FlowControlledChannel
@@ -24,7 +25,10 @@ class GreetedChannel(FlowControlledChannel):
         self._is_listener = meeting.handshake.role == "listener"
         self.greeted: asyncio.Future[None] = self._loop.create_future()
         self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has received everything, or has ended
-        self._peer_watch = PeerWatch(meeting.sock, self._on_peer_end)
+        self._peer_watch = self._watch_peer(meeting.sock)
+
+    def _watch_peer(self, sock: socket.socket) -> PeerWatch:
+        return PeerWatch(sock, self._on_peer_end)
 
     @abstractmethod
     def _on_peer_end(self, reason: str | None) -> None:

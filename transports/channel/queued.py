@@ -232,6 +232,7 @@ class QueuedChannel(Channel):
             if self._expect_room():
                 await asyncio.sleep(0)
                 continue
+            self._check_sendable()  # a request for room is sent, and that may have shown that the peer is dead
             self._room = self._loop.create_future()
             try:
                 await self._room

@@ -12,8 +12,10 @@ broken channel, which the socket's monitor reports.
 
 Frame 0 is `uint8 kind, 3 zero bytes, uint32 envelope bytes` and the body. The body of a MESSAGE is the envelope and, if they are no more
 than INLINE_BYTES together, the tensors; larger ones follow as a frame each. The other kinds are as in stream.py, with GREETING (the
-proof) and CLOSED (the response to CLOSE, after which every queue is empty). A tensor of LENT_BYTES or more is not copied on its way out:
-libzmq's I/O thread writes it into the kernel in place, and it is kept until libzmq has finished with it.
+proof) and CLOSED (the response to CLOSE, after which every queue is empty). Within a host, acknowledgements (TAKEN) take the socket of the
+handshake, where they wait behind no payload. They take the PAIR when that socket is full, and between hosts, because the PAIR is encrypted.
+A tensor of LENT_BYTES or more is not copied on its way out: libzmq's I/O thread writes it into the kernel in place, and it is kept until
+libzmq has finished with it.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from flowrt.transports.channel.greeted import GreetedChannel
+from flowrt.transports.channel.peer_watch import PeerWatch
 from flowrt.transports.channel.rendezvous import Meeting, Offer, is_port_range, ports_of
 from flowrt.transports.channel.socket_transport import SocketTransport
 from flowrt.transports.contract import Capabilities, ChannelStatistics, HostAddress
 from flowrt.transports.errors import AddressError, UnavailableError
 from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat, split_buffers
+from flowrt.transports.zeromq.acknowledgements import AcknowledgementSocket
 from flowrt.transports.zeromq.sockets import INLINE_BYTES, CurveKeys, bind, missing, pair_and_monitor, shared_context
 
 if missing is None:
@@ -75,6 +79,11 @@ class ZeroMQChannel(GreetedChannel):
         self._read_soon()
         self._loop.call_soon(self._read_monitor)  # the monitor's descriptor also reports changes only
 
+    def _watch_peer(self, sock: socket.socket) -> PeerWatch:
+        is_within_host = sock.family == getattr(socket, "AF_UNIX", None)
+        self._acknowledgements = AcknowledgementSocket(sock, self._on_peer_end, self._on_acknowledgement) if is_within_host else None
+        return self._acknowledgements or super()._watch_peer(sock)
+
     def statistics(self) -> ChannelStatistics:
         self._counters.held_buffers = len(self._held)
         return super().statistics()
@@ -113,7 +122,8 @@ class ZeroMQChannel(GreetedChannel):
         self._send_frames([_FRAME.pack(kind, 0) + body])
 
     def _send_taken(self, messages: int, payload_bytes: int) -> None:
-        self._write(_TAKEN_KIND, _TAKEN.pack(messages, payload_bytes))
+        if self._acknowledgements is None or not self._acknowledgements.send(messages, payload_bytes):
+            self._write(_TAKEN_KIND, _TAKEN.pack(messages, payload_bytes))
 
     def _send_waiting(self) -> None:
         self._write(_WAITING_KIND)
@@ -165,9 +175,7 @@ class ZeroMQChannel(GreetedChannel):
         elif kind == _MESSAGE_KIND:
             self._read_data(body, envelope_bytes, frames)
         elif kind == _TAKEN_KIND and len(body) == _FRAME.size + _TAKEN.size:
-            self._on_taken(*_TAKEN.unpack_from(body, _FRAME.size))
-            if shared_context.lender is not None:
-                shared_context.lender.collect()
+            self._on_totals(*_TAKEN.unpack_from(body, _FRAME.size))
         elif kind == _WAITING_KIND:
             self._on_waiting()
         elif kind == _CLOSE_KIND:
@@ -179,6 +187,19 @@ class ZeroMQChannel(GreetedChannel):
         else:
             raise WireError(f"a frame of kind {kind}")
         frames.clear()
+
+    def _on_totals(self, messages: int, payload_bytes: int) -> None:
+        """Handles an acknowledgement. The two ways overtake each other, so older totals have no effect. Raises WireError."""
+        if messages >= self._sending.taken_messages:
+            self._on_taken(messages, payload_bytes)
+        if shared_context.lender is not None:
+            shared_context.lender.collect()
+
+    def _on_acknowledgement(self, messages: int, payload_bytes: int) -> None:
+        try:
+            self._on_totals(messages, payload_bytes)
+        except WireError as error:
+            self._fail(str(error), nonsense=True)
 
     def _greet(self) -> None:
         self.greeted.set_result(None)
