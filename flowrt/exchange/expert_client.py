@@ -294,7 +294,7 @@ class ExpertClient:
 
     def _request(self, entry: OutstandingTag, number: int) -> Payload:
         part, x_TH = entry.parts[number], entry.x_TH
-        rows_RH = x_TH if len(part.rows_R) == len(x_TH) else x_TH.index_select(0, part.rows_R)  # each row once, in order
+        rows_RH = x_TH if part.rows_R.shape[0] == x_TH.shape[0] else x_TH.index_select(0, part.rows_R)  # each row once, in order
         alone = self.computes_alone or bool(entry.hedges)
         return Payload((rows_RH, part.row_P, part.expert_P, part.weight_P), PartHeader(number, alone))
 
@@ -307,7 +307,7 @@ class ExpertClient:
             return
         for part in entry.parts[: entry.num_first]:
             if part.server == server:
-                self.hedging.record_response(server, len(part.rows_R), self._now() - entry.since_seconds)
+                self.hedging.record_response(server, part.rows_R.shape[0], self._now() - entry.since_seconds)
                 return
 
     def record_forwarded(self, trampoline: int, tag: Tag, numbers: Sequence[int]) -> None:

@@ -239,13 +239,13 @@ class Detector:
     # Decisions.
 
     def _evaluate(self, now: float, process: str, watched: Watched) -> list[StateChange]:
-        silence = f"no heartbeat for {watched.silent_seconds:.2f} s"
         if (evidence := self._evidence(watched)) is not None:
-            return [_change(process, watched, ProcessState.DEAD, evidence if watched.is_starting else f"{evidence}, {silence}")]
+            why = evidence if watched.is_starting else f"{evidence}, no heartbeat for {watched.silent_seconds:.2f} s"
+            return [_change(process, watched, ProcessState.DEAD, why)]
         if watched.silent_seconds > self._timeouts.suspect_seconds:
             if watched.state is ProcessState.ALIVE and not watched.is_starting:
                 seen = f" ({watched.activity.value})" if watched.activity is not None else ""
-                return [_change(process, watched, ProcessState.SUSPECT, silence + seen)]
+                return [_change(process, watched, ProcessState.SUSPECT, f"no heartbeat for {watched.silent_seconds:.2f} s{seen}")]
         elif watched.state is ProcessState.SUSPECT and now >= watched.reported_until and watched.sequence >= 0:
             return [_clear(process, watched)]
         return []

@@ -50,6 +50,7 @@ class HedgingPolicy:
         self._latest = [0] * num_servers  # size class of the latest part with a response
         self._budget = MAX_BUDGET
         self._tags = 0
+        self._has_changed = False  # an estimate, since `avoided` was updated
         self.avoided: frozenset[int] = frozenset()
         self.num_hedged = 0
 
@@ -61,9 +62,13 @@ class HedgingPolicy:
         if estimate is None:
             estimate = self._estimates[server][size] = _Estimate()
         estimate.add(seconds)
+        self._has_changed = True
 
     def update_avoided(self) -> None:
         """Updates `avoided` by the latest response of each server."""
+        if not self._has_changed:
+            return
+        self._has_changed = False
         self.avoided = frozenset(server for server in range(len(self._estimates)) if self._is_slow(server))
 
     def _is_slow(self, server: int) -> bool:
@@ -104,6 +109,7 @@ class HedgingPolicy:
     def forget(self, server: int) -> None:
         """Drops the estimates of a lost server: its next incarnation starts without history."""
         self._estimates[server].clear()
+        self._has_changed = True
         self.avoided -= {server}
 
     def _best_of_others(self, server: int, size: int) -> float | None:

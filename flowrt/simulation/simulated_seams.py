@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -90,26 +89,29 @@ class SimulatedCompute:
         self._loop.park(self._thread)
 
     def run_inline(self, label: str, call: Callable[[], T]) -> T:
+        self._begin(label, BOUND_SECONDS)
         self.is_inline = True
         try:
-            with self._running_call(label, BOUND_SECONDS):
-                return call()
+            return call()
         except Exception:
             if self.never_ends:
                 raise asyncio.CancelledError from None  # nothing of this callback follows
             raise
         finally:
             self.is_inline = False
+            self._end(label)
 
     async def run(self, label: str, call: Callable[[], T], bound_seconds: float | None = None) -> T:
         short = self.is_short(label)
-        with self._running_call(label, BOUND_SECONDS if bound_seconds is None else bound_seconds):
-            try:
-                return call() if short else await self._run_long(call)
-            except Exception:
-                if self.never_ends:
-                    await self._loop.create_future()
-                raise
+        self._begin(label, BOUND_SECONDS if bound_seconds is None else bound_seconds)
+        try:
+            return call() if short else await self._run_long(call)
+        except Exception:
+            if self.never_ends:
+                await self._loop.create_future()
+            raise
+        finally:
+            self._end(label)
 
     async def _run_long(self, call: Callable[[], T]) -> T:
         seconds = max(self.slow_factors, default=1.0) * self._random.uniform(self._cost.min_seconds, self._cost.max_seconds)
@@ -124,18 +126,16 @@ class SimulatedCompute:
             if handles or before < seconds:
                 await self._pass(seconds - before, handles)
 
-    @contextmanager
-    def _running_call(self, label: str, bound_seconds: float) -> Iterator[None]:
+    def _begin(self, label: str, bound_seconds: float) -> None:
         if self._running is not None:
             raise RuntimeError(f"{label} while {self._running.label} runs: a worker computes one call at a time")
         if self._closed:
             raise RuntimeError(f"{label} after the end of this worker's computing")
         self._running = Running(label, self._clock.now(), bound_seconds)
-        try:
-            yield
-        finally:
-            self._running = None
-            self._short[label] = is_hit(self._random, self._cost.short_one_in)
+
+    def _end(self, label: str) -> None:
+        self._running = None
+        self._short[label] = is_hit(self._random, self._cost.short_one_in)
 
     async def aclose(self) -> None:
         self._closed = True

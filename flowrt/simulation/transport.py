@@ -13,7 +13,7 @@ import asyncio
 import ctypes
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import count
 from typing import ClassVar, Literal
@@ -189,7 +189,7 @@ class SimulatedChannel(FlowControlledChannel):
         self._arrive("broken", [])
 
     def _send_message(self, parts: list[Part], payload_bytes: int) -> None:
-        self._send_frame("message", [bytes(parts[0]), *map(_aligned, parts[1:])])
+        self._send_frame("message", [parts[0], *_aligned(parts[1:])] if payload_bytes else [*map(bytes, parts)])
 
     def _send_waiting(self) -> None:
         self._send_frame("waiting")
@@ -199,11 +199,12 @@ class SimulatedChannel(FlowControlledChannel):
 
     def _send_frame(self, kind: FrameKind, parts: list[Part] | None = None) -> None:
         network, wire = self._network, parts or []
+        num_bytes = sum(map(len, wire))
         network.loop.note(self._name, kind.encode(), *wire)
 
         def send(factor: float, num_frames: int) -> None:
             for _ in range(num_frames if kind == "message" else 1):
-                arrival = network.loop.time() + factor * network.delay_seconds(sum(map(len, wire)))
+                arrival = network.loop.time() + factor * network.delay_seconds(num_bytes)
                 self._last_arrival = max(self._last_arrival, arrival)  # never before an earlier frame
                 self._other._on_the_way.append((kind, wire))
                 network.loop.call_at_node(self._last_arrival, self._other.node, self._other._arrive_next)
@@ -240,7 +241,7 @@ class SimulatedChannel(FlowControlledChannel):
             self._counters.messages_dropped += 1
             return
         self._expected += 1
-        size = message.payload_bytes
+        size = sum(map(len, parts)) - len(parts[0])
         self._receiving.arrived(size)
         self._inbox.append((message, size))
         self._wake_receiver()
@@ -324,13 +325,18 @@ class SimulatedTransport(Transport):
         return near
 
 
-def _aligned(data: Part) -> memoryview:
-    """A copy of `data` at a multiple of 64: some kernels give other bits at other alignments, and the seed does not fix addresses."""
-    buffer = bytearray(len(data) + _ALIGNMENT)
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % _ALIGNMENT
-    view = memoryview(buffer)[start : start + len(data)]
-    view[:] = data
-    return view
+def _aligned(parts: Sequence[Part]) -> list[memoryview]:
+    """Copies at multiples of 64: some kernels give other bits at other alignments, and the seed does not fix addresses."""
+    buffer = bytearray(sum(map(len, parts)) + _ALIGNMENT * len(parts))
+    views, whole, address = [], memoryview(buffer), ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    start = -address % _ALIGNMENT
+    for part in parts:
+        end = start + len(part)
+        view = whole[start:end]
+        view[:] = part
+        views.append(view)
+        start = end + -(address + end) % _ALIGNMENT
+    return views
 
 
 @cache

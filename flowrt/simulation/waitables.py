@@ -45,6 +45,8 @@ class _Numbered:
     """A waitable whose hash is its number. Task groups and `asyncio.wait` iterate over sets; with hashes by address, the order of
     cancellation would depend on memory addresses."""
 
+    __slots__ = ()
+
     number: int
 
     def __hash__(self) -> int:
@@ -69,6 +71,8 @@ class VirtualTask(_Numbered, asyncio.Task[T]):
 
 class VirtualFuture(_Numbered, asyncio.Future[T]):
     """The loop sets the number of a new one: a constructor would cost as much as the rest."""
+
+    __slots__ = ("number",)
 
 
 def set_result(future: asyncio.Future[T], result: T) -> None:

@@ -40,7 +40,7 @@ class Kernels(Protocol):
 
 def kernels_for(dtype: torch.dtype, device: torch.device | str) -> Kernels:
     """The kernels for rows of `dtype` on `device`."""
-    return _chosen(dtype, torch.device(device).type)
+    return _chosen(dtype, device.type if isinstance(device, torch.device) else torch.device(device).type)
 
 
 @lru_cache(maxsize=64)

@@ -113,7 +113,7 @@ def add_parts(residual_TH: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Te
     """x_TH: the residual plus the sum of the parts (rows_R, y_RH), added in the order given. Changes none of them."""
     total_TH = torch.zeros_like(residual_TH)
     for rows_R, y_RH in parts:
-        if len(rows_R) == len(total_TH):  # all rows: the same sums, in a sixth of the time for one row
+        if rows_R.shape[0] == total_TH.shape[0]:  # all rows: the same sums, in a sixth of the time for one row
             total_TH.add_(y_RH)
         else:
             total_TH.index_add_(0, rows_R, y_RH)
