@@ -1,12 +1,15 @@
 """The timelines in docs/slow.md and docs/exchange.md: `PYTHONPATH=tests python docs/pictures/timelines.py`, which writes them beside
 this file.
 
-Each panel is a run on emulated hardware in virtual time, drawn from its trace file, so it is the same on every machine.
+Each panel is a run on emulated hardware in virtual time, drawn from its trace file, so it is the same on every machine. With `--processes`
+the patterns run between real processes instead, on hardware that is emulated in real time, and are drawn into one picture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any
 import matplotlib
 from traces.perfetto_reader import ReadSlice, ReadTrace, check_flows, read_trace
 
+import flowrt
 from flowrt.api import read_graph
 from flowrt.bench.cases.patterns import one_link, one_row
 from flowrt.bench.cases.small_model import write_small_model
@@ -33,6 +37,7 @@ COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2")
 MESSAGE_COLORS = {"send": "#f58518", "receive": "#54a24b"}
 EXCHANGE = one_link(28e-6)
 FIXED = {"compute": {"attention": {"fixed_seconds": 40e-6}, "experts": {"fixed_seconds": 30e-6}}}
+PARAMS = SamplingParams(max_tokens=2 * STEP, ignore_eos=True)
 EVEN, SLOW_ATTENTION = one_row(100e-6, 100e-6), one_row(300e-6, 100e-6)
 
 
@@ -79,19 +84,33 @@ def pictures() -> Iterator[tuple[str, Sequence[Panel]]]:
     yield "trampoline", [Panel("trampoline: always", {"groups": 1}, {"servers": 3, "trampoline": "always"}, FIXED, 4, 220, ub, STREAMS)]
 
 
+def keys_of(panel: Panel, model: Path) -> dict[str, Any]:
+    """The graph file of a panel."""
+    return {
+        "flowrt": 1,
+        "model": {"path": str(model)},
+        "deploy": {"attention": panel.attention, "experts": panel.experts, "links": panel.link or EXCHANGE},
+        "emulate": {"dilation": DILATION, **panel.emulate},
+        "reliability": {"hedge": False},
+    }
+
+
+def prompts_of(panel: Panel) -> list[tuple[int, ...]]:
+    return [(5 + number, 6, 7) for number in range(panel.num_requests)]
+
+
+async def real_trace(panel: Panel, model: Path) -> ReadTrace:
+    """The trace of a run between real processes."""
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / "run.pftrace"
+        async with flowrt.open(keys_of(panel, model), trace=file) as running:
+            await asyncio.gather(*(running.complete(list(prompt), PARAMS) for prompt in prompts_of(panel)))
+        return read_trace(file.read_bytes())
+
+
 def simulated_trace(panel: Panel, model: Path) -> ReadTrace:
-    graph = read_graph(
-        {
-            "flowrt": 1,
-            "model": {"path": str(model)},
-            "deploy": {"attention": panel.attention, "experts": panel.experts, "links": panel.link or EXCHANGE},
-            "emulate": {"dilation": DILATION, **panel.emulate},
-            "reliability": {"hedge": False},
-        }
-    )
-    params = SamplingParams(max_tokens=2 * STEP, ignore_eos=True)
-    requests = tuple(SimulatedRequest((5 + number, 6, 7), params, 0.0) for number in range(panel.num_requests))
-    case = Case(graph, requests, conditions=CALM, trace=SimulatedTrace())
+    requests = tuple(SimulatedRequest(prompt, PARAMS, 0.0) for prompt in prompts_of(panel))
+    case = Case(read_graph(keys_of(panel, model)), requests, conditions=CALM, trace=SimulatedTrace())
     run_case(case)
     assert case.trace is not None
     return read_trace(perfetto_bytes(timelines_of(case.trace.traces(), case.graph)))
@@ -158,10 +177,13 @@ def main() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "flowrt"
     from matplotlib import pyplot
 
+    is_real = "--processes" in sys.argv[1:]
+    drawn: Iterable[tuple[str, Sequence[Panel]]]
+    drawn = [("processes", [panel for _, panels in pictures() for panel in panels if panel.title])] if is_real else pictures()
     with TemporaryDirectory() as directory:
         model = write_small_model(Path(directory), NUM_LAYERS, NUM_EXPERTS)
-        for name, panels in pictures():
-            traces = [simulated_trace(panel, model) for panel in panels]
+        for name, panels in drawn:
+            traces = [asyncio.run(real_trace(panel, model)) if is_real else simulated_trace(panel, model) for panel in panels]
             num_rows = [sum(stream in panel.streams for _, stream in trace.tracks) for panel, trace in zip(panels, traces, strict=True)]
             height = 0.6 + sum(0.3 * rows + 0.45 for rows in num_rows)
             figure, all_axes = pyplot.subplots(

@@ -119,11 +119,12 @@ def test_trampolines_save_messages_and_change_no_token(monkeypatch: pytest.Monke
     monkeypatch.setattr(trampoline, "TARGET_SIZE", (8, 2))
     monkeypatch.setattr(trampoline, "_figures", keep)
     report = run_benchmark("trampoline", trampoline.measure_trampoline(virtual=True, dilation=1.0), 1)
-    step, messages, num_bytes, *in_step = report.figures
+    step, messages, updates, num_bytes, *in_step = report.figures
     assert step.ratio is not None
-    assert len(in_step) == 3
+    assert len(in_step) == 4
     assert messages.ours.median == pytest.approx(2.0, rel=0.02)
-    assert messages.verdict == "met"
+    assert updates.ours.median == messages.ours.median / 8
+    assert updates.verdict == "met"
     assert num_bytes.ratio is not None
     assert 1.0 < num_bytes.ratio.median < 2.0
     assert runs[0].tokens == runs[1].tokens

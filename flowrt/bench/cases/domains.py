@@ -20,16 +20,16 @@ DOMAINS, MICRO_BATCHES = 3, 2
 NUMBERS = (1, 2, 3, 4)  # of domains, in virtual time
 BUSY_TARGET, STOPPED_TARGET = 0.9, 1.05
 NUM_LAYERS = 8
-NEW_TOKENS = 8
+NEW_TOKENS, PROCESS_NEW_TOKENS = 8, 4
 
 
 def measure_domains(virtual: bool, dilation: float) -> AsyncIterator[Result]:
-    numbers = NUMBERS if virtual else (1, DOMAINS)
+    numbers, new_tokens = (NUMBERS, NEW_TOKENS) if virtual else ((1, DOMAINS), PROCESS_NEW_TOKENS)
     no_turns = Variant(f"{DOMAINS} groups without turns", _keys(DOMAINS, 1), DOMAINS * MICRO_BATCHES)
     variants = [*(_variant(number, f"domains: {number}") for number in numbers), no_turns]
-    gain = Comparison(variants, partial(_gain, numbers), NUM_LAYERS, new_tokens=NEW_TOKENS)
+    gain = Comparison(variants, partial(_gain, numbers), NUM_LAYERS, new_tokens=new_tokens)
     variants = [_variant(DOMAINS, "undisturbed"), _variant(DOMAINS, "one domain stopped", "attention.0")]
-    stopped = Comparison(variants, _stopped, NUM_LAYERS, new_tokens=NEW_TOKENS)
+    stopped = Comparison(variants, _stopped, NUM_LAYERS, new_tokens=new_tokens)
     return measure([gain, stopped], virtual, dilation)
 
 

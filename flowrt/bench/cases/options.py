@@ -119,7 +119,7 @@ class PatternOptions:
         bool,
         Parameter(negative=(), show_default=False, help="Measure in virtual time, without processes: exact, and equal on every machine."),
     ] = False
-    dilation: Annotated[float, Parameter(validator=Number(gte=1), help="Without --virtual: factor of all modelled times.")] = 100.0
+    dilation: Annotated[float, Parameter(validator=Number(gte=1), help="Without --virtual: factor of all modelled times.")] = 1000.0
     pairs: Pairs = 20
     json: JsonFile = None
     plot: PlotFile = None

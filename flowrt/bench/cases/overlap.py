@@ -22,6 +22,7 @@ EXCHANGE_SHARES = (0.1, 0.28, 0.38)  # T_c / T_f
 THIRD_TARGETS = {0.1: 1.08, 0.28: 1.22, 0.38: 1.30}
 SECOND_TARGET, DEVIATION_TARGET, EXPOSED_TARGET = 1.8, 0.05, 0.1
 NUM_LAYERS = 16
+NEW_TOKENS, PROCESS_NEW_TOKENS = 8, 4
 MICRO_BATCHES = (1, 2, 3)
 VIRTUAL_MICRO_BATCHES = (*MICRO_BATCHES, 4)
 BATCH = 12  # of the dynamic number
@@ -32,15 +33,17 @@ CALLS_COST: Compute = {"attention": {"fixed_seconds": 100e-6}, "experts": {"fixe
 
 
 def measure_overlap(virtual: bool, dilation: float) -> AsyncIterator[Result]:
-    numbers = VIRTUAL_MICRO_BATCHES if virtual else MICRO_BATCHES
+    """Between processes without the comparison of a dynamic number, whose groups take hundreds of steps to choose."""
+    numbers, new_tokens = (VIRTUAL_MICRO_BATCHES, NEW_TOKENS) if virtual else (MICRO_BATCHES, PROCESS_NEW_TOKENS)
+    fixed = [_comparison(share, numbers, new_tokens) for share in EXCHANGE_SHARES]
     dynamic = [_dynamic("computing by rows", ROWS_COST), _dynamic("computing by calls", CALLS_COST)]
-    return measure([*(_comparison(share, numbers) for share in EXCHANGE_SHARES), *dynamic], virtual, dilation)
+    return measure([*fixed, *dynamic] if virtual else fixed, virtual, dilation)
 
 
-def _comparison(share: float, numbers: Sequence[int]) -> Comparison:
+def _comparison(share: float, numbers: Sequence[int], new_tokens: int) -> Comparison:
     times = PingPong(COMPUTE_SECONDS, COMPUTE_SECONDS, share * COMPUTE_SECONDS)
     variants = [_variant(times, micro_batches) for micro_batches in numbers]
-    return Comparison(variants, lambda runs: _figures(times, share, numbers, runs), NUM_LAYERS)
+    return Comparison(variants, lambda runs: _figures(times, share, numbers, runs), NUM_LAYERS, new_tokens=new_tokens)
 
 
 def _variant(times: PingPong, micro_batches: int) -> Variant:
