@@ -53,5 +53,13 @@ if sys.platform == "linux":
             optional=True,
         )
     )
+    extensions.append(
+        Extension(
+            "flowrt.operators.kernels.cpu._pages",
+            ["flowrt/operators/kernels/cpu/_pages.c"],
+            extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wno-unused-parameter"],
+            optional=True,
+        )
+    )
 
 setup(ext_modules=extensions)

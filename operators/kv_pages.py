@@ -6,7 +6,6 @@ The engine decides which sequence owns a page. A KV transfer moves a sequence pa
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -85,20 +84,6 @@ class KvPages:
         if not self._rope_width:
             return slots[::-1]
         return slots[0][..., : -self._rope_width], slots[0][..., -self._rope_width :]
-
-    def read_parts(self, layer: int, slots_L: Tensor | slice) -> tuple[Tensor, ...]:
-        """The parts of these slots, [L, K, D] each: copies, or for a slice, views of the pages."""
-        return tuple(
-            part[slots_L] if isinstance(slots_L, slice) else part.index_select(0, slots_L.to(part.device)) for part in self.parts(layer)
-        )
-
-    def write_parts(self, layer: int, slots_L: Tensor | slice, tensors: Sequence[Tensor]) -> None:
-        """Store the parts of these slots, as `read_parts` returns them."""
-        for part, tensor in zip(self.parts(layer), tensors, strict=True):
-            if isinstance(slots_L, slice):
-                part[slots_L].copy_(tensor)
-            else:
-                part.index_copy_(0, slots_L.to(part.device), tensor.to(part.device))
 
     @property
     def token_bytes(self) -> int:

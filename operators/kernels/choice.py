@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from flowrt.operators.kernels.cpu import pages as cpu_pages
 from flowrt.operators.kernels.cpu import rows as cpu_rows
+from flowrt.operators.kernels.torch import pages as torch_pages
 from flowrt.operators.kernels.torch import rows as torch_rows
 
 if TYPE_CHECKING:
@@ -36,6 +38,19 @@ class Kernels(Protocol):
     def weighted_sum(self, y_PH: Tensor, place_P: Tensor, row_P: Tensor, weight_P: Tensor, num_rows: int, /) -> Tensor: ...
 
     def add_parts(self, residual_TH: Tensor, parts: Sequence[tuple[Tensor, Tensor]], /) -> Tensor: ...
+
+
+class PageKernels(Protocol):
+    """The signatures that the C and the torch kernels of pages share; kernels/torch/pages.py documents each."""
+
+    def gather_slots(self, parts: Sequence[Tensor], slots_L: Tensor | slice, /) -> tuple[tuple[Tensor, ...], int]: ...
+
+    def scatter_slots(self, parts: Sequence[Tensor], slots_L: Tensor | slice, packed: Sequence[Tensor], /) -> int: ...
+
+
+def page_kernels_for(device: torch.device | str) -> PageKernels:
+    """The kernels for pages on `device`."""
+    return cpu_pages if cpu_pages.available and torch.device(device).type == "cpu" else torch_pages
 
 
 def kernels_for(dtype: torch.dtype, device: torch.device | str) -> Kernels:

@@ -1,0 +1,3 @@
+MIN_HASHED: int
+
+def move_slots(to_pages: bool, slots: int, rows: int, num_slots: int, /, *parts: int) -> int: ...
