@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
 from flowrt.transports.contract import Channel, ChannelStatistics, Identity
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
+from flowrt.transports.wire.codec import owned
 from flowrt.transports.wire.message import Message
 
 LOST = (BrokenChannelError, ClosedChannelError, EndOfChannel)  # the channel has ended; any other error concerns one message
@@ -65,6 +66,8 @@ class Link:
 
         A broken link drops the message: its `run` has raised the error, or is about to.
         """
+        if message.instead is not None and (self._waiting or not self._channel.copies_at_once):
+            message = owned(message)
         if not self._waiting:
             try:
                 if self._channel.send_nowait(message):
@@ -72,7 +75,7 @@ class Link:
             except LOST:
                 return  # `run` raises the same
         try:
-            self._outbox.post(message, overtakes=message.kind == CREDIT)
+            self._outbox.post(owned(message), overtakes=message.kind == CREDIT)
         except MailboxClosedError:
             return
 

@@ -72,6 +72,10 @@ class LinkChannel(Channel):
         self._num_waiting = 0  # calls of `send` that wait in the channel
 
     @property
+    def copies_at_once(self) -> bool:  # type: ignore[override]
+        return self._channel is not None and self._channel.copies_at_once
+
+    @property
     def scheme(self) -> str:
         """The scheme of the channel in use, or of the last one."""
         return self._scheme_lost if self._channel is None else self._channel.scheme
@@ -111,7 +115,7 @@ class LinkChannel(Channel):
         except BrokenChannelError:
             if self._ended or self._failure is not None:
                 raise
-        self.buffer.kept.append(message)
+        self.buffer.kept.append(message if message.instead is None else message.instead)
         return True
 
     async def send(self, message: Message) -> None:

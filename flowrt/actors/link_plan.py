@@ -18,6 +18,8 @@ from flowrt.transports.wire.message import DTYPE_BYTES
 RING_BYTES = 8 << 20  # per direction: payloads up to half of its area are not copied by the receiver; 1 MiB is one
 MAX_RING_BYTES = 64 << 20  # where messages of declared size are larger
 PAYLOADS = 4  # of a ring: two are on their way at once, and the receiver keeps as many
+KV_CHUNK_BYTES = 2 << 20  # of KV in one message, at most
+KV_RING_BYTES = 8 * KV_CHUNK_BYTES  # a channel copies an eighth of its capacity at once (transports/contract.py)
 
 
 def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
@@ -40,7 +42,7 @@ def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
             min((edge.fallbacks for edge in edges), key=len),  # an edge whose transport the file names has none, nor has its link
             all(edge.open == "lazy" for edge in edges),
             tuple(edge.id for edge in edges),
-            any(graph.nodes[edge.target].operator == KV_UNPACK for edge in edges),
+            carries_kv(graph, edges),
         )
         for (peer, scheme), edges in shared.items()
     ]
@@ -50,9 +52,16 @@ def limits_of(graph: Graph, edges: list[Edge]) -> Limits:
     return Limits(
         max_message_bytes=max(graph.limits_of(process).max_message_bytes for edge in edges for process in graph.ends_of(edge)),
         capacity_messages=max(16, 2 * sum(credits_of(graph, edge) for edge in edges)),
-        capacity_bytes=max(RING_BYTES, min(MAX_RING_BYTES, PAYLOADS * max(declared_bytes(graph, edge) for edge in edges))),
+        capacity_bytes=max(
+            KV_RING_BYTES if carries_kv(graph, edges) else RING_BYTES,
+            min(MAX_RING_BYTES, PAYLOADS * max(declared_bytes(graph, edge) for edge in edges)),
+        ),
         silent_seconds=0 if graph.hosts is None else ceil(graph.hosts.dead_seconds),
     )
+
+
+def carries_kv(graph: Graph, edges: list[Edge]) -> bool:
+    return any(graph.nodes[edge.target].operator == KV_UNPACK for edge in edges)
 
 
 def declared_bytes(graph: Graph, edge: Edge) -> int:

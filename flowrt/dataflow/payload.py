@@ -26,10 +26,15 @@ _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.it
 
 
 class Payload(msgspec.Struct, gc=False):
-    """Content of a message as an operator sees it: a typed header (or its undecoded bytes, or None) and tensors on any device."""
+    """Content of a message as an operator sees it: a typed header (or its undecoded bytes, or None) and tensors on any device.
+
+    `is_lent`: the tensors, of a response, may change when the call that passes them on returns. A message that cannot be sent by then gets
+    copies. After a break of the transport the request gets an error in place of a response that may be lost.
+    """
 
     tensors: tuple[torch.Tensor, ...] = ()
     header: msgspec.Struct | bytes | None = None
+    is_lent: bool = False
 
     def header_as(self, header_type: type[H]) -> H:
         """Decode the header. Raises msgspec.ValidationError when it is not of this type."""
@@ -52,7 +57,7 @@ def to_device_message(payload: Payload, edge: int, tag: Tag) -> Message:
 
 def by_reference(payload: Payload, edge: int, tag: Tag) -> Message:
     """Like `to_message`, for a transport within this OS process: the message holds the tensors themselves, on any device."""
-    tensors = payload.tensors
+    tensors = payload.tensors if not payload.is_lent else tuple(map(torch.clone, payload.tensors))
     if len(tensors) == 1:
         only = tensors[0]
         return Message("data", tag, edge, payload.header, (Tensor(_spec(only.dtype, only.shape), only),))
@@ -87,7 +92,7 @@ def with_int8_rows(payload: Payload) -> Payload:
         return payload
     rows, *others = payload.tensors
     quantized, scales = quantize_rows(rows)
-    return Payload((quantized, *others, scales), payload.header)
+    return Payload((quantized, *others, scales), payload.header, payload.is_lent)
 
 
 def from_int8_rows(payload: Payload, dtype: torch.dtype) -> Payload:

@@ -26,19 +26,20 @@ from dataclasses import dataclass, field
 
 import msgspec
 import torch
-import xxhash
 from torch import Tensor
 
 from flowrt.actors.control import KvOffer
+from flowrt.actors.link_plan import KV_CHUNK_BYTES
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload, from_int8_rows, with_int8_rows
 from flowrt.errors import error_text
 from flowrt.offered_prompt import OfferedPrompt
+from flowrt.operators.kernels.torch.pages import digest_of
+from flowrt.operators.kv_copies import pack, unpack
 from flowrt.operators.kv_pages import KvPages
 from flowrt.transports.wire.message import Tag
 
-CHUNK_BYTES = 1 << 20
-WINDOW = 8  # pulls that a transfer has in flight at most; one while the prefill worker has no chunk
+WINDOW = 4  # pulls that a transfer has in flight at most; one while the prefill worker has no chunk
 
 
 class PullHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -65,14 +66,6 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     is_last: bool = False
     digest: int = 0
     refusal: str = ""
-
-
-def digest_of(tensors: Sequence[Tensor]) -> int:
-    """A hash of the bytes of these tensors, in their order."""
-    found = xxhash.xxh3_64()
-    for tensor in tensors:
-        found.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
-    return found.intdigest()
 
 
 def slots_of(pages: Sequence[int], page_size: int, first: int, num_tokens: int) -> Tensor | slice:
@@ -139,7 +132,7 @@ class KvPack:
     All methods run on the loop of the worker: so no page is given to another sequence while it is read.
     """
 
-    def __init__(self, pages: KvPages, int8_pulls: Collection[int] = (), max_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, pages: KvPages, int8_pulls: Collection[int] = (), max_bytes: int = KV_CHUNK_BYTES) -> None:
         self._pages, self._int8_pulls = pages, frozenset(int8_pulls)
         self._chunk_tokens = chunk_tokens_of(pages, max_bytes)
         self._offers: dict[tuple[str, int], _PromptOffer] = {}  # by request and attempt
@@ -203,19 +196,20 @@ class KvPack:
             (firing, pull), (layer, first, num_tokens, is_last) = offer.waiting.popleft(), chunk
             slots_T = slots_of(offer.prompt.pages, self._pages.page_size, first, num_tokens)
             try:
-                tensors = tuple(tensor.to("cpu", copy=isinstance(slots_T, slice)) for tensor in self._pages.read_parts(layer, slots_T))
-                payload = Payload(tensors)
+                tensors, digest = pack(self._pages, layer, slots_T)
+                payload = Payload(tensors, is_lent=digest is None)
                 if not self._int8_pulls.isdisjoint(firing.via):
                     payload = with_int8_rows(payload)
-                    tensors = from_int8_rows(payload, tensors[0].dtype).tensors  # what the group will have
-                digest = digest_of(tensors)
+                    digest = digest_of(from_int8_rows(payload, tensors[0].dtype).tensors)  # of what the group will have
+                elif digest is None:
+                    digest = digest_of(tensors)
             except Exception as error:  # such as memory: it ends this transfer, not the worker
                 self._refuse(firing, pull, error_text(error))
                 continue
             offer.sent[layer] += num_tokens
             prompt, num_ready = offer.prompt, offer.num_ready(size)
             header = ChunkHeader(pull, layer, first, num_tokens, prompt.epoch, prompt.num_committed, num_ready, is_last, digest)
-            self._respond(firing, {"chunk": Payload(payload.tensors, header)})
+            self._respond(firing, {"chunk": Payload(payload.tensors, header, payload.is_lent)})
             if is_last:
                 self._refuse_waiting(offer, "the offer has no more chunks")
 
@@ -224,7 +218,7 @@ class KvPack:
             self._refuse(*offer.waiting.popleft(), why)
 
     def _refuse(self, firing: Firing, pull: PullHeader, why: str) -> None:
-        nothing = tuple(tensor.cpu() for tensor in self._pages.read_parts(0, slice(0, 0)))
+        nothing, _ = pack(self._pages, 0, slice(0, 0))
         self._respond(firing, {"chunk": Payload(nothing, ChunkHeader(pull, refusal=why))})
 
 
@@ -354,9 +348,8 @@ class KvUnpack:
         if any(len(tensor) != num_tokens for tensor in tensors):
             return f"it has {len(tensors[0])} tokens, expected {num_tokens}"
         slots_T = slots_of(transfer.pages, self._pages.page_size, first, num_tokens)
-        self._pages.write_parts(layer, slots_T, tensors)
-        # The sender can still write into the message, but not into the pages.
-        if digest_of(self._pages.read_parts(layer, slots_T)) != header.digest:
+        # The sender can still write into the message, but not into the pages, whose hash this is.
+        if unpack(self._pages, layer, slots_T, tensors) != header.digest:
             return "its bytes do not match their hash"
         transfer.received[layer] += num_tokens
         return "" if header.is_last == transfer.has_all else f"it is {'' if header.is_last else 'not '}the last one"

@@ -137,6 +137,7 @@ class SimulatedChannel(FlowControlledChannel):
     """One end. `_other` is the end at the peer; only `_arrive_next` of it is ever called, from a timer of its node."""
 
     scheme = "simulated"
+    copies_at_once = True
 
     def __init__(self, network: SimulatedNetwork, node: str, name: str, limits: Limits, peer: Identity) -> None:
         super().__init__(limits, peer)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from flowrt.actors.link_plan import KV_CHUNK_BYTES
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.subgraph import NodeFunction
@@ -19,7 +20,7 @@ from flowrt.engine.batch import Batch, SampleSpec
 from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.expert_service import ExpertService
-from flowrt.exchange.kv_transfer import CHUNK_BYTES, KvPack, KvUnpack, TransferEnd
+from flowrt.exchange.kv_transfer import KvPack, KvUnpack, TransferEnd
 from flowrt.exchange.trampoline import Collect, Return, Trampolines, forward
 from flowrt.graph.builtin import KV_PROGRESS, SOURCE
 from flowrt.graph.model import INPUT, OUTPUT, Graph, GraphLimits, Node
@@ -90,7 +91,7 @@ def build_model_nodes(
                 functions[node.name] = Collect(clients[0].parts, strict)
             case "kv_pack":
                 int8_pulls = [edge.request_id for edge in graph.edges_from(node.name) if edge.int8 and edge.request_id is not None]
-                max_bytes = min(CHUNK_BYTES, graph.limits_of(process).max_message_bytes)
+                max_bytes = min(KV_CHUNK_BYTES, graph.limits_of(process).max_message_bytes)
                 functions[node.name] = KvPack(computation_of(node), int8_pulls, max_bytes)
             case "kv_unpack":
                 functions[node.name] = KvUnpack(computation_of(node))

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from flowrt.dataflow.payload import Payload, from_message, to_message
+from flowrt.dataflow.payload import Payload, by_reference, from_message, from_reference, to_message
 from flowrt.transports.conformance.connection_checks import pair_maker
 from flowrt.transports.contract import Limits
 from flowrt.transports.registry import unavailable_reason
@@ -47,3 +47,11 @@ def test_received_numbers_are_not_copied(dtype: torch.dtype) -> None:
     before, after = overwritten("shm", dtype)
     assert torch.equal(before.to(torch.float32), torch.ones(64 << 10))
     assert not after.to(torch.float32).any()
+
+
+def test_tensors_pass_by_reference_unless_they_are_lent() -> None:
+    for is_lent, tensors in ((False, (torch.ones(2),)), (True, (torch.ones(2),)), (True, (torch.ones(2), torch.ones(3)))):
+        passed = from_reference(by_reference(Payload(tensors, is_lent=is_lent), 0, Tag("source@1"))).tensors
+        for tensor in tensors:
+            tensor.zero_()
+        assert all(tensor.sum() == len(tensor) * is_lent for tensor in passed)

@@ -418,6 +418,29 @@ async def test_failed_request_alone_gets_an_error_response():
     assert len(client.posted) == 4
 
 
+async def test_a_lent_response_may_be_replaced_by_an_error():
+    """Its link sends the error when the tensors may have changed; it is the response, and gives the credit back."""
+    server, client = Bench(SERVICE, "q", {}), Bench(SERVICE, "p", {})
+    for step in range(2):
+        client.runner.emit("in", tag(step), {"x": number(step)})
+    for _, message in client.posted:
+        server.deliver(message)
+    lent = torch.tensor([7.0])
+    for firing, is_lent in zip(server.sunk, (True, False), strict=True):
+        server.runner.respond(firing, {"y": Payload((lent,), is_lent=is_lent)})
+    (_, first), (_, second) = server.posted
+    assert second.instead is None
+    assert torch.frombuffer(first.tensors[0].data, dtype=torch.float32).data_ptr() == lent.data_ptr()
+    client.deliver(first.instead)
+    assert client.failed == [(0, "the link broke while it was on its way")]
+    client.deliver(second)
+    assert [value_of(firing.inputs["x"]) for firing in client.sunk] == [7.0]
+    client.posted.clear()
+    for step in range(2, 6):  # all four credits are back
+        client.runner.emit("in", tag(step), {"x": number(step)})
+    assert len(client.posted) == 4
+
+
 async def test_the_failure_of_an_older_epoch_is_dropped():
     failed = []
     client = Bench(SERVICE, "p", {}, on_failed=lambda tag, error, has_sent: failed.append(tag))

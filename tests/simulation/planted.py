@@ -187,7 +187,7 @@ BUGS: tuple[Bug, ...] = (
         "if future is not None and (not future.done()) and (self._counters.messages_received % 16 != 15):")),
     # links and channels
     bug("outbox-lost", "a message for a full channel is dropped", (
-        LINK, "Link.post", "self._outbox.post(message, overtakes=message.kind == CREDIT)", "pass")),
+        LINK, "Link.post", "self._outbox.post(owned(message), overtakes=message.kind == CREDIT)", "pass")),
     bug("read-not-settled", "messages of one read are not settled", (
         LINK, "Link._read", "on_pause()", "pass")),
     bug("lost-link-unreported", "a worker does not report a lost peer", (
@@ -346,7 +346,7 @@ BUGS: tuple[Bug, ...] = (
         FALLBACK, "LinkChannel.send_nowait", "self.opener.want()", "pass"), (
         FALLBACK, "LinkChannel._usable_channel", "self.opener.want()", "pass")),
     bug("resend-buffer-empty", "messages sent at once are not kept for resending", (
-        FALLBACK, "LinkChannel.send_nowait", "self.buffer.kept.append(message)", "pass")),
+        FALLBACK, "LinkChannel.send_nowait", "self.buffer.kept.append(message if message.instead is None else message.instead)", "pass")),
     body("resent-accepted-twice", "a message resent after a fallback is accepted twice", RESEND_BUFFER, "ResendBuffer.is_new", "self.received += 1\nreturn True"),
     body("call-never-marked", "the accepting end of a lazy channel never confirms it", LAZY, "LazyOpener._mark", "return True"),
     bug("nothing-resent", "after a fallback, unacknowledged messages are not sent again", (

@@ -126,6 +126,19 @@ async def check_bounds(make_pair: MakePair) -> None:
             expect(two.recv_nowait() is None, "recv_nowait returns None when no message has arrived")
 
 
+async def check_copies_at_once(make_pair: MakePair) -> None:
+    """A channel that copies at once sends the bytes that the tensors had during `send_nowait`, on each path."""
+    sizes = [size for size in _SIZES if size]
+    async with opened(make_pair, Limits(capacity_bytes=1 << 23)) as (one, two):
+        for number, nbytes in enumerate(sizes) if one.copies_at_once else ():
+            lent = numbered(number, nbytes)
+            buffer = bytearray(pattern(nbytes, number))
+            lent.tensors = (Tensor(lent.tensors[0].spec, buffer),)
+            expect(one.send_nowait(lent), f"{nbytes} bytes are sent at once")
+            buffer[:] = bytes(nbytes)
+            await receive_all(two, number, number + 1, nbytes)
+
+
 async def check_larger_than_capacity(make_pair: MakePair) -> None:
     """A message larger than the channel's capacity travels alone, and the messages around it keep their order."""
     limits = Limits(max_message_bytes=1 << 23, capacity_messages=4, capacity_bytes=1 << 18)

@@ -44,6 +44,7 @@ class SharedMemoryChannel(QueuedChannel):
     """One end. Owns the eventfds and the socket; the mapping stays valid for the received tensors that alias it."""
 
     scheme = "shm"
+    copies_at_once = True
 
     def __init__(self, meeting: Meeting, memory: Memory, layout: Layout, own_wake: int, peer_wake: int) -> None:
         super().__init__(meeting.limits, meeting.peer)

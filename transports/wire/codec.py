@@ -115,6 +115,14 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return view
 
 
+def owned(message: Message) -> Message:
+    """`message`, with copies of its tensors where they are lent. Errors as in `tensor_bytes`."""
+    if message.instead is None:
+        return message
+    tensors = tuple(Tensor(tensor.spec, bytes(tensor_bytes(tensor))) for tensor in message.tensors)
+    return Message(message.kind, message.tag, message.edge, message.header, tensors)
+
+
 def spec_bytes(spec: TensorSpec) -> int:
     """How many bytes a tensor of `spec` has; WireError when no tensor can be like that."""
     return _nbytes(spec.dtype, spec.shape)

@@ -61,6 +61,9 @@ class Message(msgspec.Struct, gc=False):
 
     `kind` names what this is ("data", "credit", ...), `edge` the edge of the graph it travels on (-1: none). `header` is a
     msgspec struct on the way out and, from a wire, its undecoded MessagePack bytes; read it with `decode_header`.
+
+    `instead`: the tensors are lent. They may change as soon as the call that got the message returns, and then this message is sent in
+    its place. It does not travel with it.
     """
 
     kind: str
@@ -68,6 +71,7 @@ class Message(msgspec.Struct, gc=False):
     edge: int = -1
     header: msgspec.Struct | bytes | None = None
     tensors: tuple[Tensor, ...] = ()
+    instead: Message | None = None
 
     @property
     def payload_bytes(self) -> int:
