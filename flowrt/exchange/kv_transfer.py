@@ -35,7 +35,7 @@ from flowrt.dataflow.payload import Payload, from_int8_rows, with_int8_rows
 from flowrt.errors import error_text
 from flowrt.offered_prompt import OfferedPrompt
 from flowrt.operators.kernels.torch.pages import digest_of
-from flowrt.operators.kv_copies import pack, unpack
+from flowrt.operators.kv_copies import pack, staging, unpack
 from flowrt.operators.kv_pages import KvPages
 from flowrt.transports.wire.message import Tag
 
@@ -135,6 +135,7 @@ class KvPack:
     def __init__(self, pages: KvPages, int8_pulls: Collection[int] = (), max_bytes: int = KV_CHUNK_BYTES) -> None:
         self._pages, self._int8_pulls = pages, frozenset(int8_pulls)
         self._chunk_tokens = chunk_tokens_of(pages, max_bytes)
+        self._staging = staging(pages, self._chunk_tokens)
         self._offers: dict[tuple[str, int], _PromptOffer] = {}  # by request and attempt
         self._num_offers = 0
 
@@ -196,8 +197,8 @@ class KvPack:
             (firing, pull), (layer, first, num_tokens, is_last) = offer.waiting.popleft(), chunk
             slots_T = slots_of(offer.prompt.pages, self._pages.page_size, first, num_tokens)
             try:
-                tensors, digest = pack(self._pages, layer, slots_T)
-                payload = Payload(tensors, is_lent=digest is None)
+                tensors, digest = pack(self._pages, layer, slots_T, num_tokens, self._staging)
+                payload = Payload(tensors, is_lent=True)
                 if not self._int8_pulls.isdisjoint(firing.via):
                     payload = with_int8_rows(payload)
                     digest = digest_of(from_int8_rows(payload, tensors[0].dtype).tensors)  # of what the group will have
@@ -209,7 +210,7 @@ class KvPack:
             offer.sent[layer] += num_tokens
             prompt, num_ready = offer.prompt, offer.num_ready(size)
             header = ChunkHeader(pull, layer, first, num_tokens, prompt.epoch, prompt.num_committed, num_ready, is_last, digest)
-            self._respond(firing, {"chunk": Payload(payload.tensors, header, payload.is_lent)})
+            self._respond(firing, {"chunk": Payload(payload.tensors, header, is_lent=True)})
             if is_last:
                 self._refuse_waiting(offer, "the offer has no more chunks")
 
@@ -218,7 +219,7 @@ class KvPack:
             self._refuse(*offer.waiting.popleft(), why)
 
     def _refuse(self, firing: Firing, pull: PullHeader, why: str) -> None:
-        nothing, _ = pack(self._pages, 0, slice(0, 0))
+        nothing = tuple(rows[:0] for rows in self._staging)
         self._respond(firing, {"chunk": Payload(nothing, ChunkHeader(pull, refusal=why))})
 
 

@@ -16,7 +16,7 @@ from flowrt.exchange import kv_transfer
 from flowrt.exchange.kv_transfer import ChunkHeader, KvPack, KvUnpack, PullHeader
 from flowrt.offered_prompt import NO_STEP, OfferedPrompt
 from flowrt.operators.kernels.torch.pages import digest_of
-from flowrt.operators.kv_copies import pack, unpack
+from flowrt.operators.kv_copies import unpack
 from flowrt.operators.kv_pages import KvPages
 from flowrt.transports.wire.message import Tag
 
@@ -29,6 +29,10 @@ INT8_PULL = 7  # id of an edge
 
 def pages_of(page_size: int, dtype: torch.dtype = torch.float32, shared_values: bool = False) -> KvPages:
     return KvPages(LAYERS, 16, page_size, 2, 4, dtype, shared_values=shared_values, rope_width=1 if shared_values else 0)
+
+
+def _parts(pages: KvPages, layer: int, slots: torch.Tensor | slice) -> list[torch.Tensor]:
+    return [part[slots] for part in pages.parts(layer)]
 
 
 class Pair:
@@ -100,7 +104,7 @@ class Pair:
 
     def is_equal(self, first: int = 0, layers: int = LAYERS) -> bool:
         slots = [kv_transfer.slots_of(pages, each.page_size, first, TOKENS - first) for pages, each in self._sides()]
-        values = [[pack(each, layer, own)[0] for layer in range(layers)] for (_, each), own in zip(self._sides(), slots, strict=True)]
+        values = [[_parts(each, layer, own) for layer in range(layers)] for (_, each), own in zip(self._sides(), slots, strict=True)]
         return all(torch.equal(a, b) for one, two in zip(*values, strict=True) for a, b in zip(one, two, strict=True))
 
     def _sides(self) -> list[tuple[list[int], KvPages]]:
@@ -126,7 +130,7 @@ def test_what_does_not_depend_on_positions_may_be_int8(dtype: torch.dtype, share
     pair.run()
     assert pair.ends == [("a", 0, "")]
     for layer in range(LAYERS):
-        held, own = (pack(each, layer, kv_transfer.slots_of(pages, 4, 0, TOKENS))[0] for pages, each in pair._sides())
+        held, own = (_parts(each, layer, kv_transfer.slots_of(pages, 4, 0, TOKENS)) for pages, each in pair._sides())
         assert torch.equal(held[1], own[1])
         steps = held[0].float().abs().amax(dim=-1, keepdim=True) / 127
         assert 0 < ((held[0].float() - own[0].float()).abs() / steps).max() < (1.1 if dtype is torch.bfloat16 else 0.51)

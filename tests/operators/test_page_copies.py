@@ -41,10 +41,11 @@ def test_copies_and_hashes_are_those_of_the_reference(
     dtype: torch.dtype, heads: int, widths: list[int], is_whole: bool, slots: Tensor | slice, seed: int
 ) -> None:
     parts = drawn_parts(dtype, heads, widths, is_whole, seed)
-    packed, digest = cpu_pages.gather_slots(parts, slots)
-    expected, expected_digest = torch_pages.gather_slots(parts, slots)
+    rows_of = [part[slots] for part in parts]
+    packed, expected = [torch.zeros_like(rows).contiguous() for rows in rows_of], [torch.zeros_like(rows) for rows in rows_of]
+    digest, expected_digest = cpu_pages.gather_slots(parts, slots, packed), torch_pages.gather_slots(parts, slots, expected)
     assert all(torch.equal(one, other) for one, other in zip(packed, expected, strict=True))
-    assert digest == expected_digest == torch_pages.digest_of(expected)
+    assert digest == expected_digest == torch_pages.digest_of(rows_of)
     targets = drawn_parts(dtype, heads, widths, is_whole, seed + 1)
     expected_targets = drawn_parts(dtype, heads, widths, is_whole, seed + 1)
     assert cpu_pages.scatter_slots(targets, slots, packed) == torch_pages.scatter_slots(expected_targets, slots, packed) == digest
@@ -55,7 +56,8 @@ def test_copies_and_hashes_are_those_of_the_reference(
 def test_each_length_of_a_hash_is_that_of_xxhash(num_bytes: int) -> None:
     """Around the sizes of XXH3's stripes and blocks, and of the pieces that are copied at a time."""
     part = torch.arange(num_bytes, dtype=torch.int64).mul(37).to(torch.uint8)[None, None]
-    ((copy,), digest) = cpu_pages.gather_slots((part,), torch.tensor([0]))
+    copy = torch.zeros_like(part)
+    digest = cpu_pages.gather_slots((part,), torch.tensor([0]), (copy,))
     assert torch.equal(copy, part)
     assert digest == torch_pages.digest_of((part,))
 
@@ -68,8 +70,10 @@ def test_a_slot_that_does_not_exist_moves_nothing(slot: int) -> None:
     with pytest.raises(IndexError, match=f"slot {slot} of {NUM_SLOTS}"):
         cpu_pages.scatter_slots(parts, slots, [torch.ones(2, 2, 64)])
     assert torch.equal(parts[0], before)
+    rows = torch.ones(2, 2, 64)
     with pytest.raises(IndexError):
-        cpu_pages.gather_slots(parts, slots)
+        cpu_pages.gather_slots(parts, slots, [rows])
+    assert torch.equal(rows, torch.ones(2, 2, 64))
 
 
 @pytest.mark.parametrize(
