@@ -292,6 +292,18 @@ async def test_encrypted_channel_passes_the_checks(check: checks.Check, loop_kin
 
 
 @needs_curve
+async def test_the_next_handler_of_keys_can_bind_at_once_and_one_that_cannot_leaves_no_socket() -> None:
+    """A process may open an encrypted channel when its last one has just closed."""
+    context = zmq.Context()
+    for _ in range(300):
+        zeromq_sockets.Authenticator(context).close()
+    first = zeromq_sockets.Authenticator(context)
+    with pytest.raises(zmq.ZMQError):
+        zeromq_sockets.Authenticator(context)
+    first.close()
+    context.term()  # waits for each open socket
+
+
 async def test_encrypted_channel_takes_the_largest_message(loop_kind: str) -> None:
     """A tensor of the limit is longer than that when it is encrypted."""
     limits, nbytes = Limits(max_message_bytes=1 << 18), 1 << 18

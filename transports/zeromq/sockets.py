@@ -80,12 +80,17 @@ class Authenticator:
         self.refused = 0
         self._socket: zmq.Socket[Any] = context.socket(zmq.REP)
         self._socket.set(zmq.LINGER, 0)
-        self._socket.bind(_ZAP_ENDPOINT)
+        try:
+            self._socket.bind(_ZAP_ENDPOINT)
+        except zmq.ZMQError:
+            self._socket.close(0)  # the end of the context would wait for it
+            raise
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(int(self._socket.get(zmq.FD)), self._respond)
 
     def close(self) -> None:
         self._loop.remove_reader(int(self._socket.get(zmq.FD)))
+        self._socket.unbind(_ZAP_ENDPOINT)  # now; `close` would do it later, and the next handler could not bind meanwhile
         self._socket.close(0)
 
     def _respond(self) -> None:
