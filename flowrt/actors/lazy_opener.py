@@ -128,6 +128,11 @@ class LazyOpener:
         self._beside: set[asyncio.Task[None]] = set()  # late marks, channels that are dropped
         self._reason = ""
 
+    @property
+    def has_opened(self) -> bool:
+        """Whether `on_open` has been called, or is about to be."""
+        return self.state is OpenerState.READY
+
     def want(self) -> None:
         """Open the channel: a message is to be sent."""
         self._step(OpenerEvent.WANTED)

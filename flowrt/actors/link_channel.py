@@ -7,7 +7,7 @@ Messages are numbered by counting: a channel keeps order and loses nothing until
 the messages it sent until the other end acknowledges how many it has taken, every ACK_EVERY messages. After a break each end sends,
 on the new channel, the number of its oldest kept message and resends from there. The receiver drops and counts the messages that it
 already has. No third process takes part: the accepting end listens under a name that only the two ends can derive (from the run's key),
-and the other end connects.
+or between hosts at an address that it has published at its start, and the other end connects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hashlib import sha256
 
 import msgspec
 
-from flowrt.actors.lazy_opener import Call, LazyOpener
+from flowrt.actors.lazy_opener import READY_KIND, Call, LazyOpener
 from flowrt.actors.resend_buffer import ResendBuffer
 from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Transport
 from flowrt.transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, TransportError
@@ -205,6 +205,8 @@ class LinkChannel(Channel):
 
     def _is_new_message(self, message: Message) -> bool:
         buffer = self.buffer
+        if message.kind == READY_KIND:  # this end has fallen back, and the other end has not known that the link was open
+            return False
         if message.edge == PROTOCOL_EDGE:
             try:
                 number = message.decode_header(_Count).number

@@ -43,6 +43,7 @@ def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
             all(edge.open == "lazy" for edge in edges),
             tuple(edge.id for edge in edges),
             carries_kv(graph, edges),
+            graph.host_of(worker) != graph.host_of(peer),
         )
         for (peer, scheme), edges in shared.items()
     ]

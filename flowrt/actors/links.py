@@ -41,6 +41,7 @@ class LinkPlan:
     is_lazy: bool = False  # the first sender opens it; both ends plan alike
     edges: tuple[int, ...] = ()  # ids of the edges that it carries
     is_probed: bool = False  # its channel may break without an error; both ends plan alike
+    between_hosts: bool = False  # no end can listen under a name that the other one derives
 
 
 class Links:
@@ -245,7 +246,7 @@ class Links:
     async def _meet(self, plan: LinkPlan, identity: Identity, addresses: Mapping[str, str]) -> None:
         """Open one link to a new incarnation."""
         if not (plan.connects or plan.is_lazy):
-            self._add(plan, self._wrap(plan, await self._callers.wait(identity, plan.scheme)))
+            self._add(plan, self._wrap(plan, await self._callers.wait(identity, plan.scheme)), addresses)
             return
         if plan.scheme not in addresses:
             raise AddressError(f"{identity.name} does not listen for {plan.scheme}")
@@ -270,20 +271,21 @@ class Links:
             self._lose(identity, reason)
 
     async def _connect(self, plan: LinkPlan, addresses: Mapping[str, str]) -> None:
-        self._add(plan, await connect_with_retries(partial(self._dial, plan, plan.scheme, addresses[plan.scheme])))
+        self._add(plan, await connect_with_retries(partial(self._dial, plan, plan.scheme, addresses[plan.scheme])), addresses)
 
     async def _dial(self, plan: LinkPlan, scheme: str, address: str) -> Channel:
         return self._wrap(plan, await self._transport(scheme).connect(address, plan.limits, self._key, self._identity))
 
     def _first_schemes(self, plan: LinkPlan) -> tuple[str, ...]:
-        """The schemes over which a link may open. A lazy link may fall back before it has ever been up, so both ends listen on each
-        fallback, except on one that is a link of its own to the same peer."""
-        return (plan.scheme, *(scheme for scheme in plan.fallbacks if plan.is_lazy and (plan.peer, scheme) not in self._plans))
+        """The schemes at which this link's calls come. A lazy link may fall back before it has ever been up, so both ends listen on each
+        fallback, except on one that is a link of its own to the same peer. Between hosts the accepting end does so for every link."""
+        listens = plan.is_lazy or plan.between_hosts
+        return (plan.scheme, *(scheme for scheme in plan.fallbacks if listens and (plan.peer, scheme) not in self._plans))
 
     def _expect(self, plan: LinkPlan, addresses: Mapping[str, str], peer: Identity) -> LazyOpener:
         """Prepare a lazy link."""
         calls = [partial(self._dial, plan, scheme, addresses[scheme]) for scheme in self._first_schemes(plan) if scheme in addresses]
-        channel = self._link_channel(plan, peer)
+        channel = self._link_channel(plan, peer, addresses)
         self._add_link(plan, channel)
         return channel.open_lazily(calls, plan.connects)
 
@@ -312,25 +314,36 @@ class Links:
         link = self._links.get(key)
         if link is not None and link.peer == peer:
             opener = self._channels[key].opener if plan.is_lazy else None
-            if opener is None:
-                return channel
+            if opener is None or opener.has_opened:
+                falls_back = plan.between_hosts and not plan.connects and scheme in plan.fallbacks
+                return self._callers.put(channel, scheme) if falls_back else channel
             opener.offer(self._wrap(plan, channel))
             return None
         is_first = link is None and peer == self._incarnations.current(peer.name)
         return self._callers.put(channel, scheme) if is_first or peer.name in self._tolerated else channel
 
-    def _add(self, plan: LinkPlan, channel: Channel) -> None:
+    def _add(self, plan: LinkPlan, channel: Channel, addresses: Mapping[str, str]) -> None:
         if plan.fallbacks:
-            over = self._link_channel(plan, channel.peer)
+            over = self._link_channel(plan, channel.peer, addresses)
             over.open_over(channel)
             channel = over
         self._add_link(plan, channel)
 
-    def _link_channel(self, plan: LinkPlan, peer: Identity) -> LinkChannel:
+    def _link_channel(self, plan: LinkPlan, peer: Identity, addresses: Mapping[str, str]) -> LinkChannel:
         wrap = partial(self._wrap, plan)
         reopen = reopener(plan.connects, self._transport, plan.limits, self._key, self._identity, peer, wrap)
+        if plan.between_hosts:
+            reopen = partial(self._reopen_between_hosts, plan, peer, addresses)
         channel = self._channels[plan.peer, plan.scheme] = LinkChannel(peer, plan.scheme, plan.limits, plan.fallbacks, reopen)
         return channel
+
+    async def _reopen_between_hosts(self, plan: LinkPlan, peer: Identity, addresses: Mapping[str, str], scheme: str) -> Channel:
+        """As a function of `reopener`, at the address at which the accepting end has listened since its start."""
+        if not plan.connects:
+            return self._wrap(plan, await self._callers.wait(peer, scheme))
+        if scheme not in addresses:
+            raise AddressError(f"{peer.name} does not listen for {scheme}")
+        return await connect_with_retries(partial(self._dial, plan, scheme, addresses[scheme]))
 
     def _add_link(self, plan: LinkPlan, channel: Channel) -> None:
         new_link = ProbedLink if plan.is_probed else Link

@@ -88,8 +88,7 @@ def choose_transports(graph: Graph, unavailable_reason: UnavailableReason) -> Gr
         if is_auto and chosen not in (LOCAL, WITHIN):
             hosts = _hosts_of(graph, edge)
             tried = _tried(graph, hosts)
-            later = tried[tried.index(chosen) + 1 :] if len(hosts) == 1 else ()  # the ends meet again under a name of this host
-            fallbacks = tuple(scheme for scheme in later if unavailable_reason(scheme) is None)
+            fallbacks = tuple(scheme for scheme in tried[tried.index(chosen) + 1 :] if unavailable_reason(scheme) is None)
             edge = replace(edge, fallbacks=fallbacks, why=_explain_choice(chosen, tried, hosts, fallbacks, unavailable_reason))
         edges[edge.name] = replace(edge, transport=edge.transport.replace(AUTO, chosen, 1) if is_auto and chosen != LOCAL else chosen)
     return replace(graph, edges=edges)
