@@ -54,7 +54,7 @@ HUNG_PART_SHARE = 0.08
 GLITCH_SHARE = 0.12
 FRONT_ENDS_SHARE = 0.08
 GLITCHED = frozenset({"embed", "attention", "gate", "experts", "mlp", "shared", "combine", "head"})
-LOG_SHARE = 0.2
+LOG_SHARE, LOG_SHARE_OF_FRONT_ENDS = 0.2, 0.5
 POOL = 18  # different requests; few, so that their references are computed once for all seeds
 _COSTS = (ComputeDelays(), ComputeDelays(1e-6, 2e-5, 1), ComputeDelays(1e-4, 2e-2, 0), ComputeDelays(1e-6, 5e-3, 3))
 
@@ -192,7 +192,8 @@ def _draw_glitch(chance: random.Random, case: Case) -> Case:
 
 def _draw_log(chance: random.Random, case: Case) -> Case:
     """In some cases the run has a request log, and most of their launchers die, some of them twice: another one continues the requests."""
-    if chance.random() >= LOG_SHARE or case.poison is not None or case.glitch is not None or case.processes.refuses_first:
+    share = LOG_SHARE_OF_FRONT_ENDS if case.front_ends else LOG_SHARE
+    if chance.random() >= share or case.poison is not None or case.glitch is not None or case.processes.refuses_first:
         return case
     is_synced = chance.random() < 0.3
     kinds_of_death: list[DeathKind] = ["death", "torn write", "power loss" if is_synced else "torn write", "full disk"]

@@ -148,7 +148,7 @@ class SimulatedRun:
         fastest, refuses = fastest_clock(case.scenario), case.processes.refuses_first
         self._checks = ServerChecks(world, self._launcher.graph, self._launcher, self._outages, self._faults, fastest, refuses)
         clients = self._requests, lambda: self._failure is not None, self._group_checks.open
-        self._front_ends = FrontEndClients(world, self._launcher, *clients) if case.front_ends else None
+        self._front_ends = FrontEndClients(world, self._launcher, *clients, log is not None) if case.front_ends else None
         run_client = (self._front_ends or DirectClients(self._seams, *clients)).run
         self.clients = Clients(case, self._seams, earlier, run_client, lambda: self._failure is not None, self._log, self._note_client)
         self._has_permanent_cut = any(isinstance(fault, Cut) and fault.for_seconds >= PERMANENT_SECONDS for fault in case.scenario.faults)

@@ -1,6 +1,7 @@
 """Front ends in a simulated run: processes that run the real FrontEnd and GatewayClient, and the clients that connect to them.
 
-HTTP, tokenizing and decoding are not simulated: a client's task in a front end sends its prompt and records the tokens that come.
+HTTP, tokenizing and decoding are not simulated: a client's task in a front end sends its prompt and records the tokens that come. Where the
+run has a request log, clients name their requests, and most of those whose front end dies read on at another one.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from flowrt.actors.control import Control
 from flowrt.actors.control_link import run_controlled
-from flowrt.actors.front_end_messages import CancelRequest, RequestOutput, Reserve, StateQuery, StateReport
+from flowrt.actors.front_end_messages import Attach, CancelRequest, Origin, RequestOutput, Reserve, StateQuery, StateReport
 from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import Graph, front_end_names
@@ -24,7 +25,7 @@ from flowrt.launcher.launcher import Launcher
 from flowrt.launcher.served_requests import ServedRequests
 from flowrt.launcher.service import Service
 from flowrt.seams import Seams
-from flowrt.serving.api_errors import INVALID, ApiError
+from flowrt.serving.api_errors import INVALID, NO_REQUEST, ApiError
 from flowrt.serving.front_end import FrontEnd
 from flowrt.serving.gateway_client import GatewayClient
 from flowrt.simulation.clients import POLL_SECONDS, tokenize_slowly
@@ -37,6 +38,7 @@ from flowrt.transports.contract import Channel
 ENTRY = "flowrt.simulation.front_ends:run_front_end"
 WAY_SECONDS = 10e-6, 10e-3  # between a client and a front end
 CONNECT_SECONDS = 30.0  # that a client waits while no front end accepts it
+RETURN_SHARE = 0.8  # of the clients whose front end dies
 
 
 def services_of(graph: Graph) -> dict[str, Service]:
@@ -44,12 +46,20 @@ def services_of(graph: Graph) -> dict[str, Service]:
 
 
 class FrontEndClients:
-    """The clients, on the node of the launcher; as DirectClients. The front ends share one listening socket, so any may get a client."""
+    """The clients, on the node of the launcher; as DirectClients. The front ends share one listening socket, so any may get a client.
+    `has_log`: the run has a request log."""
 
     def __init__(
-        self, world: World, launcher: Launcher, requests: Requests, has_failed: Callable[[], bool], on_open: Callable[[str], None]
+        self,
+        world: World,
+        launcher: Launcher,
+        requests: Requests,
+        has_failed: Callable[[], bool],
+        on_open: Callable[[str], None],
+        has_log: bool,
     ) -> None:
-        self.world, self._requests, self._has_failed, self._on_open = world, requests, has_failed, on_open
+        self.world, self._requests, self._has_failed, self._on_open, self._has_log = world, requests, has_failed, on_open, has_log
+        self._num_named = 0
         self.served = ServedRequests(launcher, requests, self._report_state)
         self._queues = self.served._front_ends._front_ends
         self._random = world.random_of("front ends")
@@ -59,12 +69,25 @@ class FrontEndClients:
 
     async def run(self, client: ClientRecord) -> None:
         """Run one client, from its connection to its end."""
+        name = ""
+        if self._has_log:
+            self._num_named += 1
+            name = f"named-{self._num_named}"
+        await self._run_connection(client, name, None)
+        while name and client.failure == CONNECTION_TEXT and client.request_id and self._random.random() < RETURN_SHARE:
+            before = client.front_end, client.choices
+            self.world.num_faults["client came back"] += 1
+            client.failure, client.events = None, []
+            await self._run_connection(client, name, before)
+
+    async def _run_connection(self, client: ClientRecord, name: str, before: tuple[str, tuple[tuple[int, ...], ...]] | None) -> None:
+        """`name`: of its request. `before`: the front end that it has lost, and the tokens that it had of each choice."""
         if (found := await self._connect()) is None:
             client.failure = CONNECTION_TEXT
             return
         client.front_end = found.process.name
         done = self.world.loop.create_future()
-        connection = _Connection(client, done)
+        connection = _Connection(client, done, name, client.events, is_back=before is not None)
         self._call(found.process.node, found.begin, connection)
         try:
             async with asyncio.timeout(client.request.cancel_seconds):
@@ -74,8 +97,21 @@ class FrontEndClients:
             self._call(found.process.node, found.leave, connection)
         if client.end is None and client.failure is None and not client.has_left:
             client.failure = CONNECTION_TEXT
-        if connection.number is not None:
-            client.request_id = self._ids[client.front_end].get((found.process.node, connection.number), "")
+        if connection.number is not None and (known := self._ids[client.front_end].get((found.process.node, connection.number))):
+            client.request_id = known
+        if before is not None:
+            self._check_return(client, connection, *before)
+
+    def _check_return(self, client: ClientRecord, connection: _Connection, front_end: str, tokens: tuple[tuple[int, ...], ...]) -> None:
+        """A client that comes back gets what it had got, and what follows. Its request may be unknown if it had got nothing: the front end
+        may have died before it sent the prompt."""
+        if connection.is_unknown:
+            if any(tokens):
+                raise InvariantError("I1", f"{client.request_id} is unknown when its client comes back, which has {tokens} of it")
+            client.failure, client.front_end = CONNECTION_TEXT, front_end
+        for got, once_more in zip(tokens, client.choices, strict=True):
+            if once_more[: len(got)] != got[: len(once_more)] or (client.end is not None and len(once_more) < len(got)):
+                raise InvariantError("I1", f"{client.request_id} gave {tokens} before the death of {front_end}, and then {client.choices}")
 
     async def _connect(self) -> _SimulatedServer | None:
         """A front end that accepts connections; None when there is none for too long."""
@@ -91,7 +127,7 @@ class FrontEndClients:
 
     def on_control(self, name: str, control: Control) -> None:
         self.served.on_control(name, control)
-        if isinstance(control, Reserve) and (request := self._queues[name].requests.get(control.number)) is not None:
+        if isinstance(control, Reserve | Attach) and (request := self._queues[name].requests.get(control.number)) is not None:
             request_id = self._requests.gateway.log(request.index).id
             self._ids[name][self.world.processes[name].node, control.number] = request_id
             self._on_open(request_id)
@@ -99,11 +135,12 @@ class FrontEndClients:
             raise InvariantError("I8", f"the gateway keeps request {control.number} of {name}, whose client has left")
 
     def note(self, event: events.Event) -> None:
-        """The requests of a front end end with it (I8)."""
+        """The requests of a front end end with it, unless their clients may come back (I8)."""
         self.served.note(event)
         if isinstance(event, events.WorkerLost) and event.name in self._queues:
+            gateway = self._requests.gateway
             for request_id in self._ids[event.name].values():
-                if self._requests.gateway.is_open(request_id):
+                if gateway.is_open(request_id) and (not self._has_log or gateway.log(_index_of(request_id)).origin is None):
                     raise InvariantError("I8", f"{request_id} goes on without its front end {event.name}")
 
     def check_ended(self) -> None:
@@ -127,11 +164,16 @@ _latest: ContextVar[FrontEndClients] = ContextVar("_latest")
 
 @dataclass(eq=False)
 class _Connection:
-    """`done`: the client has got its end. `number`: of its request, in the front end."""
+    """`done`: the client has got its end. `name`: of its request; "" without a request log. `events`: what it gets. `is_back`: it reads its
+    request once more. `number`: of the request, in the front end. `is_unknown`: there is no request of this name."""
 
     client: ClientRecord
     done: asyncio.Future[None]
+    name: str
+    events: list[ClientEvent] = field(repr=False)
+    is_back: bool
     number: int | None = None
+    is_unknown: bool = False
 
 
 class _SimulatedServer:
@@ -172,7 +214,9 @@ class _SimulatedServer:
         try:
             await self._respond(connection)
         except ApiError as error:
-            client.failure = client.failure or error.message  # it has left a dead process, whose tasks end after the run
+            connection.is_unknown = connection.is_back and error.kind is NO_REQUEST
+            if connection.events is client.events:  # else it has left a dead process, whose tasks end after the run
+                client.failure = client.failure or error.message
         finally:
             del self._tasks[connection]
             when = loop.time() + self._seams.random.uniform(*WAY_SECONDS)
@@ -185,13 +229,17 @@ class _SimulatedServer:
             inbox = stack.enter_context(self._gateway.inbox())
             if self._seams.random.random() < 0.2:
                 await self._gateway.query("ready")
-            opened = await self._gateway.reserve(replace(request.params, stop=()), len(request.prompt_token_ids), inbox, 0)
+            if connection.is_back:
+                opened, *_ = await self._gateway.attach(connection.name, 0, inbox)
+            else:
+                opened = await self._gateway.reserve(replace(request.params, stop=()), len(request.prompt_token_ids), inbox, 0)
             stack.callback(opened.close)
             connection.number = opened.number
-            await tokenize_slowly(self._seams)
-            if request.is_unreadable:
-                raise ApiError(INVALID, UNREADABLE_TEXT)
-            opened.place(request.prompt_token_ids)
+            if not connection.is_back:
+                await tokenize_slowly(self._seams)
+                if request.is_unreadable:
+                    raise ApiError(INVALID, UNREADABLE_TEXT)
+                opened.place(request.prompt_token_ids, Origin(connection.name, 0, 1, b"", is_named=True) if connection.name else None)
             while client.end is None:
                 if request.reads_late:
                     await self._seams.clock.sleep(POLL_SECONDS)
@@ -199,7 +247,7 @@ class _SimulatedServer:
                     for event in _events_of(output, client):
                         if client.has_left:
                             return
-                        client.events.append(event)
+                        connection.events.append(event)
                         client.has_left = client.end is None and len(client.events) == request.leaves_after
                         await self._seams.clock.sleep(request.pause_seconds)
 
@@ -220,6 +268,10 @@ def _events_of(output: RequestOutput, client: ClientRecord) -> Iterator[ClientEv
         raise ApiError(INVALID, CONNECTION_TEXT)
     if output.end is not None:
         yield EndEvent(0, output.end, "", output.error)
+
+
+def _index_of(request_id: str) -> int:
+    return int(request_id.removeprefix("request-"))
 
 
 async def run_front_end(control: Channel, seams: Seams) -> None:

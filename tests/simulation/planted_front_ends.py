@@ -7,6 +7,7 @@ from __future__ import annotations
 from simulation.planting import Bug, body, bug
 
 FRONT_ENDS = "flowrt.gateway.front_ends"
+REQUESTS = "flowrt.gateway.requests"
 CLIENT = "flowrt.serving.gateway_client"
 SERVED = "flowrt.launcher.served_requests"
 
@@ -23,6 +24,10 @@ FRONT_END_BUGS: tuple[Bug, ...] = (
         CLIENT, "OpenRequest.close", "self._client.send(CancelRequest(self.number))", "pass")),
     bug("front-end-keeps-ended", "the gateway keeps the request of a front end that has ended", (
         FRONT_ENDS, "FrontEnds._take_outputs", "self._close(front_end, number)", "pass")),
+    bug("front-end-named-cancelled", "a named request ends with its front end although there is a request log", (
+        REQUESTS, "Requests.place", "if origin.is_named:", "if False:")),
+    bug("front-end-return-late", "a client that comes back does not get the first events again", (
+        FRONT_ENDS, "FrontEnds._attach", "_FollowedRequest(index, on_change)", "_FollowedRequest(index, on_change, 2)")),
     bug("front-end-asleep", "new outputs do not wake the task that sends them", (
         FRONT_ENDS, "FrontEnds._note_change", "front_end.wake.set()", "pass")),
     bug("front-end-choice-mixed", "tokens of all choices are sent as those of the first", (

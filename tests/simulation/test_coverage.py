@@ -31,14 +31,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SEEDS, NUM_TWICE = (*range(62), 123, 176, 341), 20
 # These alone reach each function that any of SEEDS does. Tracing doubles the time of a seed; after a change that moves the draws, trace all
 # to find others.
-TRACED = frozenset((3, 6, 19, 26, 33, 47, 48, 58, 123, 176, 341))
+TRACED = frozenset((3, 6, 19, 26, 33, 39, 47, 48, 58, 123, 176, 341))
 GOAL = 0.95
 _SYSTEM = "calls the system (fork, signals, pipes, sockets, mutexes, /proc, limits); run by tests/processes and tests/launcher"
 _FRONT_ENDS = "for the front ends of flowrt serve: their metrics and stop strings are not simulated; run by tests/serving"
 _HOSTS = "transports between hosts: a simulated run has one transport; run by tests/launcher/test_transport_choice.py"
 _FAILED = "needs a run that fails while front ends serve; at some seeds only"
 _STATUS = "for flowrt ps"
-_REATTACHED = "for clients that come back by the id of their HTTP request, which are not simulated; run by tests/serving"
 # File, or "file:function": why it does not run.
 EXCEPTIONS = {
     "flowrt/processes/descriptors.py": _SYSTEM,
@@ -69,10 +68,7 @@ EXCEPTIONS = {
     "flowrt/gateway/stages.py:Stages.num_waiting": _FRONT_ENDS,
     "flowrt/gateway/log_contents.py:_damaged": "needs a file that was damaged; run by tests/gateway",
     "flowrt/gateway/log_writer.py:_other_identity": "needs another model; run by tests/gateway",
-    "flowrt/gateway/requests.py:Requests._register": _REATTACHED,
-    "flowrt/gateway/requests.py:Requests.find": _REATTACHED,
-    "flowrt/gateway/requests.py:Requests._give_up": _REATTACHED,
-    "flowrt/gateway/front_ends.py:FrontEnds._attach": _REATTACHED,
+    "flowrt/gateway/requests.py:Requests._give_up": "needs a request that takes a minute after its client has left; run by tests/serving",
     "flowrt/gateway/routing.py:round_robin": "not the default; run by tests/gateway and flowrt bench routing",
     "flowrt/gateway/requests.py:Requests.prompt_token_ids": "for the Python API; no simulated client reads its prompt",
     "flowrt/launcher/launcher.py:Launcher.wait_failed": "needs a worker that must not be lost, and its broken link; at some seeds only",
