@@ -11,9 +11,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from cProfile import Profile
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 
 import pytest
 from simulation.graph_files import GRAPHS, load
@@ -117,12 +119,9 @@ def run() -> Campaign:
     command = [sys.executable, "-m", "flowrt", "simulate", str(GRAPHS), "--digests", "--seeds", str(NUM_TWICE)]
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "PADDING": "x" * 999}
     elsewhere = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    called: set[CodeType] = set()
+    calls = Profile(builtins=False)  # in C: sys.settrace would call a function of Python for each call
     digests: list[str] = []
     failures: list[Failure] = []
-
-    def note_call(frame: FrameType, event: str, argument: object) -> None:
-        called.add(frame.f_code)
 
     def note_digest(case: Case, outcome: Outcome[AnyServed] | Failure, counts: CampaignCounts) -> bool:
         if not isinstance(outcome, Failure):
@@ -130,22 +129,18 @@ def run() -> Campaign:
         return True
 
     graphs = [load(path.name) for path in sorted(GRAPHS.glob("*.yaml"))]
-    try:
-        for seed in SEEDS:
-            sys.settrace(note_call if seed in TRACED else None)  # returns no tracer of lines, so that only calls cost time
+    for seed in SEEDS:
+        with calls if seed in TRACED else nullcontext():
             failures += campaign([draw(seed, graphs)], note_digest).failures
-        sys.settrace(note_call)
+    with calls:
         for worker in FAILURES:
             failure_of(worker)
         for kind in "torn write", "full disk":
             run_case(log_case(1, LauncherDeath(0.02, kind), LauncherDeath(0.012, kind)))
-    finally:
-        sys.settrace(None)
     printed, _ = elsewhere.communicate()
     names = set()
-    for code in called:
-        path = Path(code.co_filename)
-        if path.is_relative_to(REPOSITORY):
+    for code in (entry.code for entry in calls.getstats()):
+        if isinstance(code, CodeType) and (path := Path(code.co_filename)).is_relative_to(REPOSITORY):
             names.add(f"{path.relative_to(REPOSITORY)}:{code.co_qualname}")
     lines = [line for line in printed.splitlines() if line[0].isdigit() and "seeds" not in line]
     return Campaign(names, digests, lines, failures)

@@ -70,7 +70,8 @@ def test_failing_seed_prints_a_command_that_replays_the_smallest_case(
     graph = load_graph(GRAPH, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
     cases = (draw(seed, [graph]) for seed in range(400))
     alone = (case for case in cases if case.poison is None and case.glitch is None)  # these roll steps back without a fault
-    rolled = (case for case in alone if any(isinstance(fault, RollBack) for fault in case.scenario.faults))
+    few = (case for case in alone if len(case.scenario.faults) <= 6)  # each takes a run or two to leave out
+    rolled = (case for case in few if any(isinstance(fault, RollBack) for fault in case.scenario.faults))
     counts = campaign(rolled, lambda case, came, counts: not counts.failures)
     assert counts.failures
     seed = counts.failures[0].seed
