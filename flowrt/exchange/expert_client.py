@@ -28,7 +28,7 @@ from flowrt.operators.dispatch import Part, repartition
 from flowrt.operators.replica_table import UNAVAILABLE, ReplicaTable
 from flowrt.reliability.expert_map import ExpertMap
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
-from flowrt.reliability.hedging import OVERDUE_SECONDS, HedgingPolicy
+from flowrt.reliability.hedging import MIN_SECONDS, OVERDUE_SECONDS, HedgingPolicy
 from flowrt.transports.wire.message import Tag
 
 AVOIDED_SECONDS = 2.0  # after a part that was not finite: its sequence is computed again on other servers
@@ -354,8 +354,8 @@ class ExpertClient:
         hedges = [] if entry is None else [entry.parts[number] for number in missing if entry.hedges.get(number) in servers]
         return any(part.server != UNAVAILABLE and (part.server not in self.lost or part.server in unsettled) for part in hedges)
 
-    def hedge(self, tag: Tag, missing: Sequence[int], row_counts: Callable[[], Sequence[int]]) -> list[Redispatch]:
-        """Send late parts among `missing` to other servers too, if these hold replicas of all needed experts and the budget allows.
+    def hedge(self, tag: Tag, missing: Callable[[], Sequence[int]], row_counts: Callable[[], Sequence[int]]) -> list[Redispatch]:
+        """Send late parts of the `missing` ones to other servers too, if these hold replicas of all needed experts and the budget allows.
 
         A late part may be why its server is late, and end the next one, too. So each hedge has rows of one sequence (`row_counts`: of all
         sequences of the step), they go one by one, and a server computes each alone.
@@ -364,17 +364,17 @@ class ExpertClient:
         stands still delays one tag, not every next one. The same holds for a late trampoline; past it, the same server may compute the
         part."""
         entry = self._outstanding.get(tag)
-        if entry is None or self.computes_alone:  # a suspect ends one server at a time
-            return []
-        age, found = self._now() - entry.since_seconds, []
-        for number in missing:
+        if entry is None or self.computes_alone or (age := self._now() - entry.since_seconds) < MIN_SECONDS:
+            return []  # a suspect ends one server at a time
+        found = []
+        for number in missing() if self.hedging.has_budget else ():
             part = entry.parts[number]
+            if part.server == UNAVAILABLE or part.server in self.lost or age < self.hedging.late_after(part.server, len(part.rows_R)):
+                continue
             if redo(FaultKind.LATE_PART, int(number in entry.hedged)) is not Redo.PART:
                 continue  # no third server computes the same part
-            if number in (*entry.unsent, entry.in_flight) or part.server in {UNAVAILABLE, *self.lost} or not self.hedging.has_budget:
+            if number in (*entry.unsent, entry.in_flight) or not self.hedging.has_budget:
                 continue  # the hedge of the part in flight would wait for it
-            if age < self.hedging.late_after(part.server, len(part.rows_R)):
-                continue
             trampoline, is_server_suspect = self._late_hop(entry, number)
             others = self._tables_avoiding(self._avoided | ({part.server} if is_server_suspect else set())).of(tag.layer)
             if (trampoline is None and (others.servers_EB[part.expert_P] == part.server).any()) or not (counts := row_counts()):

@@ -172,7 +172,7 @@ class Failover:
         """Send late parts to other servers as well. The caller repeats this every few milliseconds."""
         self.client.hedging.update_avoided()
         for tag in self.client.tags:
-            for redispatch in self.client.hedge(tag, self._awaited(tag), partial(self._steps.row_counts, tag)):
+            for redispatch in self.client.hedge(tag, partial(self._awaited, tag), partial(self._steps.row_counts, tag)):
                 self._send(tag, redispatch)
         for process, (parts, error) in list(self._after_hedges.items()):
             self._fail_after_hedges(process, parts, error)
