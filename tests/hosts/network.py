@@ -2,8 +2,9 @@
 
     python tests/hosts/network.py --hosts 2 pytest tests/hosts/ray_hosts.py
 
-The namespaces are joined by virtual links and a bridge; the command may cut links (`cut`) and end hosts (`end_host`, `start_host`). Without
-the right to make namespaces, or without Ray, this prints why and does nothing. Everything that it makes is removed at its end.
+The namespaces are joined by virtual links and a bridge; the command may cut links (`cut`, `cut_between`) and end hosts (`end_host`,
+`start_host`). Without the right to make namespaces, or without Ray, this prints why and does nothing. Everything that it makes is removed
+at its end.
 """
 
 from __future__ import annotations
@@ -86,6 +87,19 @@ def cut(host: int, one_way: bool = False) -> Iterator[None]:
         yield
     finally:
         ip(*route, "del", "blackhole", f"{address(0)}/32") if one_way else ip(*link, "up")
+
+
+@contextlib.contextmanager
+def cut_between(one: int, other: int) -> Iterator[None]:
+    """No packet travels between these two hosts meanwhile; both reach all others."""
+    routes = [("-n", f"{PREFIX}-{here}", "route", f"{address(there)}/32") for here, there in ((one, other), (other, one))]
+    try:
+        for *route, there in routes:
+            ip(*route, "add", "blackhole", there)
+        yield
+    finally:
+        for *route, there in routes:
+            ip(*route, "del", "blackhole", there)
 
 
 def start_host(host: int) -> subprocess.Popen[str]:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from end_to_end.test_expert_failover import Story, tokens_of
 from hosts.faults import server_of
-from hosts.network import PREFIX, address, cut, host_of
+from hosts.network import PREFIX, address, cut, cut_between, host_of
 from left_processes import left_processes
 from processes.backend_checks import CHECKS, Check, Owner, run_check
 from served_models import Served, make_served
@@ -179,6 +179,36 @@ async def test_a_partition_changes_no_token_and_the_host_rejoins(served: Served,
         assert await tokens_of(running, served.prompts[:4], lambda count: begun.set() if count >= 20 else None) == served.expected[:4]
         await parting
         await story.until(lambda story: sorted(story.back) == lost)
+        assert await tokens_of(running, served.prompts[:4], lambda count: None) == served.expected[:4]
+        pids = pids_of(run_id)
+    assert not left_processes(pids)
+
+
+@pytest.mark.skipif(NUM_HOSTS < 3, reason="needs three hosts")
+@networks
+async def test_a_partition_between_two_other_hosts_changes_no_token(served: Served, tmp_path: Path, trusted: list[str]) -> None:
+    """The launcher reaches both, so neither is lost: links between them break, and a process of each ends or goes on without the other."""
+    story = Story()
+    async with flowrt.open(write(served, tmp_path, dead_seconds=2.0, trusted=trusted), on_event=story.note) as running:
+        run_id, placement = running.launcher.run_id, running.launcher.graph.placement
+        servers = [server_of(run_id, host) for host in ("host.1", "host.2")]
+        reached = sorted(name for name, host in placement.items() if host in ("host.1", "host.2"))
+        begun, heals = asyncio.Event(), asyncio.Event()
+
+        async def part() -> None:
+            await begun.wait()
+            with cut_between(*map(host_of, servers)):
+                await heals.wait()
+
+        parting = asyncio.create_task(part())
+        assert await tokens_of(running, served.prompts[:4], lambda count: begun.set() if count >= 20 else None) == served.expected[:4]
+        await story.until(lambda story: bool(story.lost))
+        assert await tokens_of(running, served.prompts[:4], lambda count: None) == served.expected[:4]
+        heals.set()
+        await parting
+        assert {*story.lost} <= {*reached}
+        assert all(psutil.pid_exists(server) for server in servers), "the hosts stay"
+        await story.until(lambda story: sorted(story.back) == sorted(story.lost))
         assert await tokens_of(running, served.prompts[:4], lambda count: None) == served.expected[:4]
         pids = pids_of(run_id)
     assert not left_processes(pids)
