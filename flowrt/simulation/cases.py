@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, Literal, cast
 
@@ -355,12 +356,17 @@ def _reference_of(case: Case, request: SimulatedRequest) -> Reference:
     return _known[key]
 
 
-def _pool(graph: Graph) -> list[SimulatedRequest]:
+def _pool(graph: Graph) -> Sequence[SimulatedRequest]:
     """The requests that seeds choose from: lengths from one token to several chunks and pages, and each sampling parameter."""
     assert graph.model is not None
-    config, limits, chance = config_of(graph.model.path), graph.group_limits(), random.Random("pool")
-    vocabulary, max_positions = config.vocab_size, min(limits.kv_pages * limits.page_size, config.max_position_embeddings)
-    max_new = min(limits.max_tokens, 12)
+    config, limits = config_of(graph.model.path), graph.group_limits()
+    max_positions = min(limits.kv_pages * limits.page_size, config.max_position_embeddings)
+    return _pool_of(config.vocab_size, max_positions, min(limits.max_tokens, 12))
+
+
+@lru_cache(maxsize=64)
+def _pool_of(vocabulary: int, max_positions: int, max_new: int) -> Sequence[SimulatedRequest]:
+    chance = random.Random("pool")
     beginning = tuple(random.Random("beginning").choices(range(vocabulary), k=max_positions))
     pool = []
     for number in range(POOL):

@@ -124,6 +124,8 @@ class GroupChecks:
         """Note the requests that have ended, and check that none waits too long for a group (I5)."""
         if self._wrong:
             raise self._wrong[0]
+        if not self._began:
+            return
         now = self._world.loop.time()
         lost_since = next((begin for begin, end in self._known.intervals(GATEWAY, now)[-1:] if end == now), now)
         for request_id, began in list(self._began.items()):

@@ -183,9 +183,11 @@ class ServerChecks:
 
     def _look_for_waiting(self, insides: Sequence[WorkerInternals], now: float) -> None:
         """Check that no part waits for a replica while one is available, and nothing at a trampoline, whatever other servers do (I5)."""
-        able = [inside for inside in insides if not self._is_faulty(inside.name)]
-        waiting: set[tuple[str, Any, int | str]] = {(inside.name, *part) for inside in able for part in inside.undispatched()}
-        waiting |= {(inside.name, *firing) for inside in able for firing in inside.held()}
+        waiting: set[tuple[str, Any, int | str]] = set()
+        for inside in insides:
+            found: list[tuple[Any, int | str]] = [*inside.undispatched(), *inside.held()]
+            if found and not self._is_faulty(inside.name):
+                waiting |= {(inside.name, *each) for each in found}
         self._waiting = {each: self._waiting.get(each, now) for each in waiting}
         for (name, tag, what), since in self._waiting.items():
             if now > since + WAITING_SECONDS:
