@@ -250,7 +250,8 @@ class Requests:
             self._let_go(index)
 
     def close(self, index: int, on_change: Callable[[], None]) -> None:
-        """A client follows the request no more. The last one's request is cancelled, unless it has ended or goes on for a while."""
+        """A client follows the request no more. The last one's request is cancelled, unless it has ended or goes on for a while, or the run
+        has failed: it stays open in the request log."""
         readers = self._on_change[index]
         readers.remove(on_change)
         if readers:
@@ -258,9 +259,9 @@ class Requests:
         end = self.gateway.log(index).end
         if self._log is not None and end is not None and end.finish_reason != "abort":
             self._keep_unread(index)
-        elif end is not None or index not in self._unattended:
+        elif end is not None or (index not in self._unattended and self._failure is None):
             self._let_go(index)
-        elif not self._is_closing:
+        elif not self._is_closing and self._failure is None:
             self._abandoned[index] = asyncio.get_running_loop().call_later(UNATTENDED_SECONDS, self._give_up, index)
         self._in_use.discard(index)
 

@@ -381,6 +381,19 @@ async def test_a_full_disk_ends_the_run_and_loses_no_token(tmp_path: Path, monke
     await close(resumed, log)
 
 
+async def test_a_request_of_a_run_that_fails_stays_open_in_the_log(tmp_path: Path) -> None:
+    """Its reader gets the failure and leaves; another launcher continues it."""
+    requests, log = new_requests(tmp_path / "log")
+    index = await requests.submit(SamplingParams(max_tokens=9), submitter(1))
+    reader = asyncio.ensure_future(anext(aiter(requests.follow(index))))
+    await asyncio.sleep(0)
+    requests.fail(UserError("the run has failed"))
+    with pytest.raises(UserError, match="the run has failed"):
+        await reader
+    await close(requests, log)
+    assert contents_of(tmp_path / "log").requests[index].end is None
+
+
 async def test_events_wait_for_the_disk_in_order(tmp_path: Path) -> None:
     """Synced: what is committed while a frame is written is the next frame."""
     requests, log = new_requests(tmp_path, synced=True)
