@@ -41,8 +41,8 @@ BACK_SECONDS, PAUSE_SECONDS, NUM_ROUNDS = 180.0, 0.2, 4
 
 
 def graph_of(served: Served, folder: Path, hosts: dict[str, Any] | None) -> Graph:
-    """Two groups and three expert servers, six processes with the monitor, over zmq."""
-    links = {"attention-experts": {"transport": "zmq"}}
+    """Two groups and three expert servers, six processes with the monitor, over zmq; over ucx where the hosts trust a network."""
+    links = {"attention-experts": {"transport": "ucx" if hosts is not None and hosts.get("trusted") else "zmq"}}
     deploy = {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}, "links": links}
     top = {"hosts": hosts} if hosts is not None else {}
     return read_graph(served.write(folder, deploy, numerics="strict", reliability={"restarts": 1000}, **top))
@@ -136,7 +136,8 @@ async def main(options: argparse.Namespace) -> int:
     result: dict[str, Any] = {"load": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as name:
         folder, served = Path(name), make_served(Path(name) / "model", seed=3)
-        several, one = graph_of(served, folder, {"engine": options.engine, "count": count}), graph_of(served, folder, None)
+        hosts = {"engine": options.engine, "count": count, "trusted": options.trusted}
+        several, one = graph_of(served, folder, hosts), graph_of(served, folder, None)
         if options.starts:
             result["start_seconds"] = summary(await measure_starts(several, options.starts))
         if options.pairs:
@@ -151,6 +152,7 @@ async def main(options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--engine", default="ray", choices=("ray", "local"))
+    parser.add_argument("--trusted", nargs="*", default=[], help="networks of the hosts in which ucx carries messages, unencrypted")
     for name in ("starts", "pairs", "kills", "seed"):
         parser.add_argument(f"--{name}", type=int, default=0)
     sys.exit(asyncio.run(main(parser.parse_args())))
