@@ -73,18 +73,19 @@ class FrontEndClients:
         if self._has_log:
             self._num_named += 1
             name = f"named-{self._num_named}"
-        await self._run_connection(client, name, None)
-        while name and client.failure == CONNECTION_TEXT and client.request_id and self._random.random() < RETURN_SHARE:
+        is_accepted = await self._run_connection(client, name, None)
+        while is_accepted and name and client.failure == CONNECTION_TEXT and client.request_id and self._random.random() < RETURN_SHARE:
             before = client.front_end, client.choices
             self.world.num_faults["client came back"] += 1
             client.failure, client.events = None, []
-            await self._run_connection(client, name, before)
+            is_accepted = await self._run_connection(client, name, before)
 
-    async def _run_connection(self, client: ClientRecord, name: str, before: tuple[str, tuple[tuple[int, ...], ...]] | None) -> None:
-        """`name`: of its request. `before`: the front end that it has lost, and the tokens that it had of each choice."""
+    async def _run_connection(self, client: ClientRecord, name: str, before: tuple[str, tuple[tuple[int, ...], ...]] | None) -> bool:
+        """`name`: of its request. `before`: the front end that it has lost, and the tokens that it had of each choice. Returns whether a
+        front end accepted it."""
         if (found := await self._connect()) is None:
             client.failure = CONNECTION_TEXT
-            return
+            return False
         client.front_end = found.process.name
         done = self.world.loop.create_future()
         connection = _Connection(client, done, name, client.events, is_back=before is not None)
@@ -101,6 +102,7 @@ class FrontEndClients:
             client.request_id = known
         if before is not None:
             self._check_return(client, connection, *before)
+        return True
 
     def _check_return(self, client: ClientRecord, connection: _Connection, front_end: str, tokens: tuple[tuple[int, ...], ...]) -> None:
         """A client that comes back gets what it had got, and what follows. Its request may be unknown if it had got nothing: the front end
