@@ -129,16 +129,17 @@ class BoundedProtocol(HttpToolsProtocol):
             self._early = refusal  # the timer of the headers goes on until its body is here
             return
         self._cancel_timer()
+        self._unset_keepalive_if_required()  # an early refusal may have set it in the same call of data_received
         super().on_headers_complete()
         self._unfinished = [cycle for cycle in (*self._unfinished, self.cycle) if not cycle.response_complete]
 
     def _early_refusal(self) -> tuple[ApiError, str] | None:
-        """A refusal for which the request needs no task, and its body no memory: where the body is short, and no earlier request waits for
-        its response."""
+        """A refusal for which the request needs no task, and its body no memory. None where the body is long, an earlier request waits for
+        its response, or the client does not read: uvicorn bounds the requests of such a client."""
         headers = dict(self.headers)
         length = headers.get(b"content-length", b"")
         is_short = length.isdigit() and int(length) <= MAX_SKIPPED_BYTES and not self.expect_100_continue
-        if not is_short or any(not cycle.response_complete for cycle in self._unfinished):
+        if not is_short or self.flow.write_paused or any(not cycle.response_complete for cycle in self._unfinished):
             return None
         path = self.url.partition(b"?")[0]
         return self._refuse_early(self.parser.get_method(), path, headers, self._is_admin)

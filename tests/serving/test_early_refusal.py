@@ -31,10 +31,12 @@ async def full_server(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncI
         headers = {"authorization": f"Bearer {options['api_key']}"} if "api_key" in options else {}
         call = asyncio.create_task(served.call("POST", COMPLETE, BODY, **headers))
         request = await served.submitted.get()
-        yield served, request
-        if request.id in served.gateway._active:
-            served.finish(request)
-        assert (await call).status == 200
+        try:
+            yield served, request
+        finally:
+            if request.id in served.gateway._active:
+                served.finish(request)
+            assert (await call).status == 200
 
 
 async def test_body_of_a_refused_request_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +90,37 @@ async def test_chunked_body_and_one_that_waits_for_continue_take_the_usual_way(m
         connection.send("POST", COMPLETE, b"", content_length="14", expect="100-continue")
         assert (await connection.head()).status == 100
         connection.writer.write(b'{"prompt":[5]}')
+        assert (await connection.response()).status == 429
+        await connection.close()
+
+
+async def test_client_that_does_not_read_gets_no_early_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their responses would fill the memory of the front end."""
+    async with full_server(monkeypatch) as (served, _):
+        connection = await served.connect()
+        connection.send("GET", "/version")
+        await connection.response()
+        (protocol,) = [each for each in served.server._state.connections if each.cycle.scope["path"] == "/version"]
+        protocol.pause_writing()
+        connection.send("POST", COMPLETE, NOT_JSON)
+        response = asyncio.create_task(connection.response())
+        await until(lambda: response.done() or protocol.cycle.scope["path"] == COMPLETE)
+        protocol.resume_writing()
+        assert (await response).status == 400
+        connection.send("POST", COMPLETE, NOT_JSON)
+        assert (await connection.response()).status == 429
+        await connection.close()
+
+
+async def test_request_right_behind_a_refused_one_is_not_taken_for_an_idle_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with full_server(monkeypatch) as (served, _):
+        connection = await served.connect()
+        connection.send("POST", COMPLETE, NOT_JSON)
+        connection.send("POST", COMPLETE, b'{"prompt": "', content_length="70000")
+        assert (await connection.response()).status == 429
+        await until(lambda: any(each.cycle and each.cycle.more_body for each in served.server._state.connections))
+        assert all(each.timeout_keep_alive_task is None for each in served.server._state.connections)
+        connection.writer.write(b"a" * (70_000 - 14) + b'"}')
         assert (await connection.response()).status == 429
         await connection.close()
 
