@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
 from flowrt.transports.contract import Channel, ChannelStatistics, Identity
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
-from flowrt.transports.wire.codec import owned
+from flowrt.transports.wire.codec import with_own_tensors
 from flowrt.transports.wire.message import Message
 
 LOST = (BrokenChannelError, ClosedChannelError, EndOfChannel)  # the channel has ended; any other error concerns one message
@@ -66,8 +66,8 @@ class Link:
 
         A broken link drops the message: its `run` has raised the error, or is about to.
         """
-        if message.instead is not None and (self._waiting or not self._channel.copies_at_once):
-            message = owned(message)
+        if message.instead is not None and not self._channel.copies_at_once:
+            message = with_own_tensors(message)
         if not self._waiting:
             try:
                 if self._channel.send_nowait(message):
@@ -75,7 +75,7 @@ class Link:
             except LOST:
                 return  # `run` raises the same
         try:
-            self._outbox.post(owned(message), overtakes=message.kind == CREDIT)
+            self._outbox.post(with_own_tensors(message), overtakes=message.kind == CREDIT)
         except MailboxClosedError:
             return
 

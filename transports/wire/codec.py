@@ -115,8 +115,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return view
 
 
-def owned(message: Message) -> Message:
-    """`message`, with copies of its tensors where they are lent. Errors as in `tensor_bytes`."""
+def with_own_tensors(message: Message) -> Message:
+    """`message`; with copies of its tensors if they are lent. Errors as in `tensor_bytes`."""
     if message.instead is None:
         return message
     tensors = tuple(Tensor(tensor.spec, bytes(tensor_bytes(tensor))) for tensor in message.tensors)
