@@ -20,7 +20,7 @@ def pack(
     pages: KvPages, layer: int, slots_L: Tensor | slice, num_rows: int, into: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], int | None]:
     """The parts of these `num_rows` slots in host memory, [L, K, D] each, and the xxh3_64 of their bytes. They are the first rows of
-    `into`; or, if the hash is None, views of the pages."""
+    `into`; or, if the hash is None, views of the pages. Raises IndexError for a slot that does not exist."""
     parts = pages.parts(layer)
     if isinstance(slots_L, slice):
         views = tuple(part[slots_L] for part in parts)
@@ -31,6 +31,7 @@ def pack(
 
 
 def unpack(pages: KvPages, layer: int, slots_L: Tensor | slice, tensors: Sequence[Tensor]) -> int:
-    """Store the parts of these slots, [L, K, D] each. Returns the xxh3_64 of the bytes that are in the pages then."""
+    """Store the parts of these slots, [L, K, D] each. Returns the xxh3_64 of the bytes that are in the pages then.
+    Raises IndexError for a slot that does not exist, and ValueError for tensors on the host that do not go with the slots."""
     parts = pages.parts(layer)
     return page_kernels_for(parts[0].device).scatter_slots(parts, slots_L, tensors)

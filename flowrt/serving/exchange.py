@@ -24,7 +24,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def given_id(headers: Mapping[bytes, bytes]) -> str | None:
-    """The request id that the client has given."""
+    """The request id that the client has given; None without one that is valid."""
     given = headers.get(b"x-request-id", b"")
     return given.decode() if REQUEST_ID.fullmatch(given) else None
 

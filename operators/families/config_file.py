@@ -134,7 +134,7 @@ def read_json_bytes(path: Path) -> bytes:
 
 
 def parse_config_file(path: Path, data: bytes) -> ConfigFile:
-    """Parse the content of a JSON file. Raises ModelError when it is not a mapping."""
+    """Parse the content of the JSON file `path`. Raises ModelError when it is not valid JSON, or not a mapping."""
     try:
         values = json.loads(data)
     except RecursionError:

@@ -68,7 +68,7 @@ class Comparison:
 
 def measure(comparisons: Sequence[Comparison], virtual: bool, dilation: float) -> AsyncIterator[Result]:
     """The figures of all comparisons. `dilation`: between processes; in virtual time it changes nothing. A variant that was slower than its
-    model adds a note; its stopped process, which is, does not count."""
+    model adds a note; the process that it stops does not count."""
     if virtual:  # now: a simulation has an event loop of its own
         os.environ["OMP_NUM_THREADS"] = "1"  # before a worker imports torch: its small products wait for no other thread
         return given([figure for each in comparisons for figure in _simulated(each)])
