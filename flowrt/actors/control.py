@@ -21,7 +21,7 @@ from flowrt.transports.wire.message import Message, Tag
 
 class KvOffer(msgspec.Struct, frozen=True):
     """The KV of a prompt, which an incarnation of a prefill worker holds for a group to pull. `number` counts its offers. `is_complete`:
-    else the worker still computes it, and `is_degraded` is not known yet."""
+    else the worker still computes it, and `is_degraded` is not known yet. `is_strict`: the numerics with which it is computed."""
 
     worker: str
     incarnation: str
@@ -29,6 +29,7 @@ class KvOffer(msgspec.Struct, frozen=True):
     num_tokens: int
     is_degraded: bool = False
     is_complete: bool = True
+    is_strict: bool = False
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -434,7 +435,6 @@ def as_message(control: Control) -> Message:
 
 def from_message(message: Message) -> Control:
     """Decode a control message. Raises msgspec.ValidationError for any other message."""
-    struct = _BY_KIND.get(message.kind)
-    if struct is None:
+    if (struct := _BY_KIND.get(message.kind)) is None:
         raise msgspec.ValidationError(f"{message.kind!r} is not a control message")
     return message.decode_header(struct)

@@ -9,6 +9,7 @@ from pathlib import Path
 from flowrt.gateway.log_contents import LogContents
 from flowrt.gateway.log_writer import LogWriter, open_log
 from flowrt.graph.model import Graph
+from flowrt.graph.numerics import is_exact, numerics_text
 from flowrt.seams import Seams
 
 NUM_SAMPLES, SAMPLE_BYTES = 16, 4096  # of each file of a model: to read gigabytes would delay the start
@@ -29,8 +30,8 @@ def identity_of(graph: Graph) -> dict[str, str]:
     of it."""
     assert graph.model is not None
     limits = graph.group_limits()
-    found = {"model": model_digest(Path(graph.model.path)), "dtype": graph.model.dtype, "numerics": graph.numerics}
-    if graph.numerics == "strict":
+    found = {"model": model_digest(Path(graph.model.path)), "dtype": graph.model.dtype, "numerics": numerics_text(graph)}
+    if is_exact(graph):
         threads = str(next(iter(graph.threads.values()), 1))  # the same everywhere
         found |= {"page_size": str(limits.page_size), "chunk_tokens": str(limits.chunk_tokens), "threads": threads, "torch": _torch_build()}
     return found

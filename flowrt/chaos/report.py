@@ -22,6 +22,7 @@ from flowrt.chaos.measure import ChaosResult, expert_servers
 from flowrt.chaos.moves import MAX_WAIT_SECONDS, MovedRequest, UsualTimes, moved_requests, stalls_of_new_requests, usual_times
 from flowrt.chaos.observer import InjectedFault
 from flowrt.graph.model import MONITOR
+from flowrt.graph.numerics import is_exact, numerics_text
 from flowrt.launcher import events
 from flowrt.observe import duration_text
 
@@ -116,8 +117,9 @@ def _notes(found: ChaosResult, num_unsteady: int, without_cause: Sequence[str]) 
     ]
     if num_unsteady:
         notes.append(f"{num_unsteady} answers differed from the first of their kind before any fault: use --set numerics=strict")
-    if found.graph.numerics != "strict":
-        notes.append("numerics are fast: an answer may depend on which server computed it; use --set numerics=strict")
+    if not is_exact(found.graph):
+        text = f"numerics are {numerics_text(found.graph)}: an answer may depend on which process computed it"
+        notes.append(f"{text}; {'make each role strict' if found.graph.role_numerics else 'use --set numerics=strict'}")
     if found.interrupted:
         notes.append("interrupted: this is the report so far")
     elif not found.num_faults:
@@ -338,7 +340,7 @@ def _details(found: ChaosResult) -> dict[str, Any]:
     seen = found.observer.seen
     return {
         "interrupted": found.interrupted,
-        "numerics": found.graph.numerics,
+        "numerics": numerics_text(found.graph),
         "expert_servers": found.num_servers,
         "seconds": since(found.ended),
         "faults": found.observer.as_json(found.begun),

@@ -87,7 +87,7 @@ class Engine:
         chunk_tokens: int = 0,
         streams: bool = False,
     ) -> None:
-        self._limits, self._streams, self._is_strict = limits, streams, chunk_tokens > 0
+        self._limits, self._streams, self.is_strict = limits, streams, chunk_tokens > 0
         self._max_position_embeddings = max_position_embeddings
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
@@ -183,7 +183,7 @@ class Engine:
         parts = self._scheduler.schedule(micro_batch)
         if not parts:
             return None
-        batch = build_batch(parts, self._limits.page_size, is_strict=self._is_strict)
+        batch = build_batch(parts, self._limits.page_size, is_strict=self.is_strict)
         number = self._next_step[micro_batch]
         self._next_step[micro_batch] += 1
         num_logprobs = sum(each.params.logprobs is not None for each in batch.samples)

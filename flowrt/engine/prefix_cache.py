@@ -1,9 +1,12 @@
 """Keeps KV pages for later sequences that begin with the same tokens. Pure; only the scheduler calls it.
 
 What is kept are *segments*: a page, and with strict numerics as many as end where a chunk of a prompt does. A segment is found by its
-content: the SHA-256 of its tokens behind that of the segment before it, the first behind the `cache_salt` of the request. Its tokens and
-the salt are compared too, so two contents with one hash are never taken for each other. Only whole segments are kept, and no step writes
-to them any more. So nothing has to be copied on write: a sequence computes the rest in pages of its own.
+content: the SHA-256 of its tokens behind that of the segment before it, the first behind its namespace. Its tokens and the namespace are
+compared too, so two contents with one hash are never taken for each other. Only whole segments are kept, and no step writes to them any
+more. So nothing has to be copied on write: a sequence computes the rest in pages of its own.
+
+The namespace is the `cache_salt` of the request and, in a strict group, whether its KV begins with that of a fast prefill worker. The KV
+behind that depends on it, and is not strict either, also when the group computes a preempted sequence again.
 
 The cache is a holder of its pages (page_allocator.py). Those that no sequence holds are *idle*. They are evicted when a sequence needs
 pages, the least recently used first, and of one content its end first.
@@ -26,7 +29,7 @@ class Segment:
     """Cached tokens, behind those of `parent`, and the pages with their KV."""
 
     digest: bytes
-    salt: str
+    namespace: tuple[str, bool]
     parent: Segment | None
     tokens: tuple[int, ...]
     pages: tuple[int, ...]
@@ -38,8 +41,13 @@ class Prefix:
 
     def __init__(self, salt: str) -> None:
         self.salt = salt
+        self.is_weaker = False  # in a strict group: its KV begins with that of a fast prefill worker
         self.digests: list[bytes] = []
         self.segments: list[Segment] = []
+
+    @property
+    def namespace(self) -> tuple[str, bool]:
+        return self.salt, self.is_weaker
 
 
 def content_digest(before: bytes, tokens: Sequence[int]) -> bytes:
@@ -95,7 +103,7 @@ class PrefixCache:
                     return  # of another content
                 start = number * self._segment_pages
                 own = tuple(pages[start : start + self._segment_pages])
-                segment = Segment(digest, prefix.salt, parent, self._tokens(tokens, number), own)
+                segment = Segment(digest, prefix.namespace, parent, self._tokens(tokens, number), own)
                 self._pages.share(segment.pages, HOLDER)
                 self._segments[digest] = self._by_page[segment.pages[0]] = segment
                 if parent is not None:
@@ -136,14 +144,14 @@ class PrefixCache:
     def _segment(self, prefix: Prefix, tokens: Sequence[int], number: int, parent: Segment | None) -> Segment | None:
         """The cached segment with this content, behind `parent`; None: there is none."""
         segment = self._segments.get(self._digest(prefix, tokens, number))
-        if segment is None or segment.parent is not parent or segment.salt != prefix.salt:
+        if segment is None or segment.parent is not parent or segment.namespace != prefix.namespace:
             return None
         return segment if segment.tokens == self._tokens(tokens, number) else None
 
     def _digest(self, prefix: Prefix, tokens: Sequence[int], number: int) -> bytes:
         digests = prefix.digests
         while len(digests) <= number:
-            before = digests[-1] if digests else prefix.salt.encode()
+            before = digests[-1] if digests else b"weaker " * prefix.is_weaker + prefix.salt.encode()
             digests.append(content_digest(before, self._tokens(tokens, len(digests))))
         return digests[number]
 

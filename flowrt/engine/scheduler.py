@@ -76,6 +76,8 @@ class Scheduler:
         return self.pages.num_free + self._cache.num_idle_pages
 
     def add(self, sequence: Sequence) -> None:
+        kv = sequence.request.kv
+        sequence.prefix.is_weaker = self._chunk_tokens > 0 and kv is not None and not kv.is_strict
         insort(self.waiting, sequence, key=_age)
 
     def remove(self, sequence: Sequence) -> None:

@@ -14,6 +14,7 @@ from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import check_int8
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, role_of
 from flowrt.graph.notation import link_numbers, nearest, specs_disagree
+from flowrt.graph.numerics_checks import check_numerics
 from flowrt.graph.placement import Held, experts_map, held_experts
 from flowrt.graph.reach import Flow, Point, emits, follow
 from flowrt.graph.reliability_checks import check_reliability
@@ -35,8 +36,7 @@ class Problem:
 def check(graph: Graph, facts: ModelFacts | None = None, schemes: Collection[str] | None = None) -> Iterator[Problem]:
     """Yield all problems, the most basic first. An earlier problem may cause a later one. `schemes`: the transports that edges may name."""
     yield from _check_sections(graph)
-    if graph.numerics == "strict":
-        yield from _check_strict(graph)
+    yield from (Problem(path, text) for path, text in check_numerics(graph))
     yield from _check_schemes(graph, schemes)
     yield from _check_message_size(graph, facts)
     for check_part in (_check_ports, _check_responses, _check_transports):
@@ -64,30 +64,6 @@ def _check_sections(graph: Graph) -> Iterator[Problem]:
         if role not in roles:
             yield Problem(("limits", "roles", role), f"no process has the role {role!r}; {nearest(role, roles)}")
     yield from (Problem(path, text) for path, text in check_reliability(graph))
-
-
-def _check_strict(graph: Graph) -> Iterator[Problem]:
-    """Strict numerics need CPUs only, chunks that fit into a step, and one number of compute threads and one page size everywhere."""
-    numbers: dict[int, str] = {}
-    for process, number in graph.threads.items():
-        if number != "auto":
-            numbers.setdefault(number, process)
-    if len(numbers) > 1:
-        found = " and ".join(str(number) for number in sorted(numbers))
-        text = f"strict numerics need the same number of threads everywhere, got {found}; write one number"
-        yield Problem(("threads", list(numbers.values())[1]), text)
-    for process, device in graph.devices.items():
-        if device != "cpu":
-            text = f"strict numerics need CPUs, process {process} computes on {device}; write cpu, or numerics: fast"
-            yield Problem(("devices", process), text)
-    for role, limits in graph.role_limits.items():
-        if limits.page_size != graph.limits.page_size:
-            text = f"strict numerics need pages of one size, got {limits.page_size} here and {graph.limits.page_size} in limits; write one"
-            yield Problem(("limits", "roles", role, "page_size"), text)
-    for limits in (graph.limits, *graph.role_limits.values()):
-        if limits.chunk_tokens > limits.max_num_batched_tokens:
-            text = f"a chunk of {limits.chunk_tokens} tokens exceeds limits.max_num_batched_tokens {limits.max_num_batched_tokens}"
-            yield Problem(("limits", "chunk_tokens"), f"{text}; write {limits.max_num_batched_tokens} or less")
 
 
 def _check_schemes(graph: Graph, schemes: Collection[str] | None) -> Iterator[Problem]:

@@ -23,10 +23,19 @@ from flowrt.graph.builtin import COLLECT, FORWARD, KV_PACK, KV_PROGRESS, KV_UNPA
 from flowrt.graph.document import Document
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import carries_rows
-from flowrt.graph.model import Batching, GraphLimits, edge_name
+from flowrt.graph.model import Batching, GraphLimits, Numerics, edge_name, role_of
 from flowrt.graph.notation import format_ids, parse_ids
 from flowrt.graph.placement import Held, even_placement, experts_map, held_experts, held_option
-from flowrt.graph.schema import COLOCATED, AttentionSection, DeploySection, EdgeSection, GraphFile, NodeSection, RoleSection
+from flowrt.graph.schema import (
+    COLOCATED,
+    AttentionSection,
+    DeploySection,
+    EdgeSection,
+    GraphFile,
+    NodeSection,
+    PipelineSection,
+    RoleSection,
+)
 from flowrt.graph.trampoline import MIN_SAVED_MESSAGES
 
 PULLS_IN_FLIGHT = 8  # chunks that a group requests ahead from each prefill worker
@@ -74,8 +83,13 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
             "devices": {process: section.device for process, section in by_process.items()},
             "threads": {process: section.threads for process, section in by_process.items()},
             "cores": _cores(by_process),
+            "role_numerics": {role_of(process): each for process, section in by_process.items() if (each := _numerics(section))},
         }
     )
+
+
+def _numerics(section: RoleSection) -> Numerics | None:
+    return section.numerics if isinstance(section, PipelineSection) else None
 
 
 def _cores(by_process: Mapping[str, RoleSection]) -> dict[str, str]:

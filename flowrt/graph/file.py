@@ -24,6 +24,7 @@ from flowrt.graph.facts import ModelFacts
 from flowrt.graph.hosts import check_hosts, place_processes
 from flowrt.graph.model import ROUTING_ENTRY_POINTS, ROUTING_POLICIES, Graph, GraphLimits, ModelPart, role_of
 from flowrt.graph.notation import shown_value
+from flowrt.graph.numerics import processes_of_one_thread_count
 from flowrt.graph.problems import raise_first, refuse_unbuilt
 from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.graph.schema import GraphFile, LimitsSection
@@ -39,6 +40,7 @@ _EXPLICIT_ONLY = {
     "devices": "the short form has deploy.attention.device and deploy.experts.device; write it there",
     "threads": "the short form has deploy.attention.threads and deploy.experts.threads; write it there",
     "cores": "the short form has deploy.attention.cores and deploy.experts.cores; write it there",
+    "role_numerics": "the short form has deploy.prefill.numerics and deploy.attention.numerics; write it there",
     "folder": "the short form has no functions to find; remove the key",
 }
 
@@ -123,6 +125,7 @@ def build_graph(
         limits=limits,
         role_limits=role_limits,
         numerics=file.numerics,
+        role_numerics=file.role_numerics,
         processes=file.processes or "many",
         micro_batches=file.micro_batches or 1,
         devices=file.devices,
@@ -156,10 +159,10 @@ def build_graph(
         graph = replace(graph, placement=place_processes(graph, graph.hosts))
     for path, text in check_hosts(graph):
         document.fail(path, text)
-    if graph.numerics == "strict":
+    if bound := processes_of_one_thread_count(graph):
         # Bits depend on the number of threads, and `auto` depends on the number of processes.
-        num_threads = next((number for number in graph.threads.values() if number != "auto"), 1)
-        graph = replace(graph, threads=dict.fromkeys(graph.process_names(), num_threads))
+        num_threads = next((number for process, number in graph.threads.items() if process in bound and number != "auto"), 1)
+        graph = replace(graph, threads={**graph.threads, **{name: num_threads for name in graph.process_names() if name in bound}})
     written = {dotted(path): _written_path(path, graph, document, is_short) for path in _checked_later(graph)}
     return replace(graph, places={key: (document.where(path), dotted(path)) for key, path in written.items()})
 
@@ -190,8 +193,9 @@ def _written_path(path: Path_, graph: Graph, document: Document, is_short: bool)
         return written or (links[0] if is_short else path)
     if not is_short:
         return path
-    if section in ("devices", "threads", "cores"):
-        return ("deploy", role_of(str(rest[0])), str(section).removesuffix("s") if section == "devices" else section)
+    if section in ("devices", "threads", "cores", "role_numerics"):
+        key = {"devices": "device", "role_numerics": "numerics"}.get(str(section), section)
+        return ("deploy", role_of(str(rest[0])), key) if rest else ("deploy",)
     if section == "nodes":
         return ("deploy", role_of(graph.nodes[str(rest[0])].process)) if rest else ("deploy",)
     return path

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from flowrt.graph.builtin import FORWARD, KV_PACK, RETURN
 from flowrt.graph.document import Path_
 from flowrt.graph.model import Edge, Graph
+from flowrt.graph.numerics import is_strict, strict_exchanges
 
 _TO_SERVERS, _BACK = ("dispatch", FORWARD), ("experts", RETURN)
 
@@ -30,4 +31,6 @@ def _fault(graph: Graph, edge: Edge) -> str:
         return "INT8 is for rows between dispatch and experts, and for KV; remove the key"
     if not graph.crosses(edge):
         return f"both ends are in process {source.process}, where messages do not travel; remove the key"
-    return "INT8 changes the numbers; write numerics: fast, or no int8" if graph.numerics == "strict" else ""
+    ends = graph.ends_of(edge)
+    needs_bits = all(is_strict(graph, end) for end in ends) if source.operator == KV_PACK else not strict_exchanges(graph).isdisjoint(ends)
+    return "INT8 changes the numbers; write numerics: fast, or no int8" if needs_bits else ""

@@ -22,6 +22,7 @@ GATEWAY = "gateway"  # the name of the launching process as a worker
 FORK_SERVER, MONITOR = "fork server", "monitor"  # the processes that fork the workers, and watch them
 ROUTING_POLICIES, ROUTING_ENTRY_POINTS = ("cache_aware", "round_robin"), "flowrt.routing_policies"  # gateway/routing.py
 FRONT_END = "front_end"  # role of the processes that serve HTTP
+Numerics = Literal["fast", "strict"]
 FIRST_HOST = "host.0"  # where the launcher runs, with the monitor, front ends and standby processes
 
 
@@ -64,11 +65,10 @@ class TagStep:
     def apply(self, tag: Tag) -> Tag:
         if self.kind == "same":
             return tag
-        if self.kind == "next_layer":
-            return Tag(tag.source, tag.epoch, tag.micro_batch, tag.step, tag.layer + 1)
         if self.kind == "next_step":
             return Tag(tag.source, tag.epoch, tag.micro_batch, tag.step + 1, 0)
-        return Tag(tag.source, tag.epoch, tag.micro_batch, tag.step, self.layer)
+        layer = tag.layer + 1 if self.kind == "next_layer" else self.layer
+        return Tag(tag.source, tag.epoch, tag.micro_batch, tag.step, layer)
 
     def __str__(self) -> str:
         return {"same": "", "next_layer": "layer+1", "next_step": "step+1", "to_layer": f"layer={self.layer}"}[self.kind]
@@ -344,7 +344,8 @@ class Graph:
     model: ModelPart | None = None
     limits: GraphLimits = GraphLimits()
     role_limits: Mapping[str, GraphLimits] = field(default_factory=dict)  # role -> its limits, where they differ from `limits`
-    numerics: Literal["fast", "strict"] = "fast"
+    numerics: Numerics = "fast"
+    role_numerics: Mapping[str, Numerics] = field(default_factory=dict)  # role -> its numerics, where it has its own
     processes: Literal["one", "many"] | int = "many"
     micro_batches: int = 1
     devices: Mapping[str, str] = field(default_factory=dict)  # process -> "cpu", "cuda", "cuda:1"; absent: cpu
@@ -406,8 +407,8 @@ class Graph:
 
     def tags_in_flight(self) -> int:
         """The maximum of tags in flight at once: each source's micro-batches in a model graph, `limits.in_flight` in a user's."""
-        num_sources = sum(1 for node in self.nodes.values() if node.operator == "source")
-        return num_sources * self.micro_batches if num_sources else self.limits.in_flight
+        num_sources = sum(node.operator == "source" for node in self.nodes.values())
+        return num_sources * self.micro_batches or self.limits.in_flight
 
     def ends_of(self, edge: Edge) -> tuple[str, str]:
         """The processes that an edge leads from and to."""
@@ -415,8 +416,7 @@ class Graph:
 
     def crosses(self, edge: Edge) -> bool:
         """Whether an edge leads from one process to another."""
-        source, target = self.ends_of(edge)
-        return source != target
+        return len({*self.ends_of(edge)}) == 2
 
     @cached_property
     def _outbound(self) -> dict[str, list[Edge]]:

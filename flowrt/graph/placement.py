@@ -11,6 +11,7 @@ from typing import Any
 from flowrt.graph.builtin import WITH_WEIGHTS
 from flowrt.graph.model import Graph
 from flowrt.graph.notation import format_ids, parse_ids
+from flowrt.graph.numerics import is_strict, strict_exchanges
 from flowrt.reliability.expert_map import ExpertMap, Replicas, servers_by_expert
 
 Held = dict[int, tuple[int, ...]]  # MoE layer -> the experts held, ascending
@@ -70,7 +71,8 @@ def weight_set(graph: Graph, process: str) -> str:
         return ""
     nodes = graph.nodes_of(process)
     others = {node.operator for node in nodes}.intersection(WITH_WEIGHTS)
-    return "; ".join([*sorted(others), *(str(node.options["experts"]) for node in nodes if node.operator == "experts")])
+    proven = [name for name, has in (("strict", is_strict(graph, process)), ("exchange", process in strict_exchanges(graph))) if has]
+    return "; ".join([*proven, *sorted(others), *(str(node.options["experts"]) for node in nodes if node.operator == "experts")])
 
 
 def held_option(held: Held) -> str | dict[str, str]:

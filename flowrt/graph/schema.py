@@ -32,6 +32,7 @@ from flowrt.graph.model import (
     HostSettings,
     JitterSettings,
     LongPrompts,
+    Numerics,
     PlaceRule,
     ReliabilitySettings,
     ServingSettings,
@@ -234,7 +235,13 @@ class RoleSection(Section):
     cores: Cores | None = Field(default=None, description="Cores of the role, divided evenly between its processes. Default: any core.")
 
 
-class PrefillSection(RoleSection):
+class PipelineSection(RoleSection):
+    """How the processes of a role compute that computes sequences."""
+
+    numerics: Numerics | None = Field(default=None, description="Numerics of the role. Default: those of the graph.")
+
+
+class PrefillSection(PipelineSection):
     """Prefill workers, which compute prompts and first tokens for the attention groups."""
 
     workers: int = Field(default=0, ge=0, le=256, description="Processes that compute prompts. 0: each group computes its own.")
@@ -242,7 +249,7 @@ class PrefillSection(RoleSection):
     int8: bool = Field(default=False, description="Send the part of KV that does not depend on positions as INT8 with a scale per row.")
 
 
-class AttentionSection(RoleSection):
+class AttentionSection(PipelineSection):
     """The attention groups: each schedules, batches and keeps the KV cache of its own requests."""
 
     groups: int = Field(default=1, ge=1, le=256)
@@ -405,7 +412,7 @@ class GraphFile(Section):
     )
     links: dict[str, LinkSection] = Field(default={}, description="Explicit form only: links between two roles, such as left-right.")
     limits: LimitsSection = LimitsSection()
-    numerics: Literal["fast", "strict"] = Field(default="fast", description="strict: no bit depends on batch, placement or preemption.")
+    numerics: Numerics = Field(default="fast", description="strict: no bit depends on batch, placement or preemption.")
     emulate: Emulation | None = Field(default=None, description="Emulate links and computation that this machine does not have.")
     reliability: ReliabilitySettings = ReliabilitySettings()
     jitter: JitterSettings = JitterSettings()
@@ -424,6 +431,7 @@ class GraphFile(Section):
     devices: dict[ProcessName, Device] = Field(default={}, description="Explicit form only: process -> device.")
     threads: dict[ProcessName, Threads] = Field(default={}, description="Explicit form only: process -> compute threads.")
     cores: dict[ProcessName, Cores] = Field(default={}, description="Explicit form only: process -> the cores that it runs on.")
+    role_numerics: dict[str, Numerics] = Field(default={}, description="Explicit form only: role -> its numerics.")
     folder: str | None = Field(default=None, description="Explicit form only: folder of operators' modules. Default: this file's folder.")
 
 

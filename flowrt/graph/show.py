@@ -13,6 +13,7 @@ from flowrt.graph.diagrams import drawn_edges, edge_properties, experts_text, is
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.fuse import Fusion, fuse_all
 from flowrt.graph.model import Graph
+from flowrt.graph.numerics import numerics_text, strict_processes
 from flowrt.graph.recovery import rule_of, standby_names, survives
 from flowrt.observe import size_text
 from flowrt.transports.wire.message import DTYPE_BYTES
@@ -69,6 +70,8 @@ def _summary(graph: Graph) -> str:
     if graph.model is not None:
         bound = "at most " if graph.limits.dynamic_micro_batches and graph.micro_batches > 1 else ""
         parts += [f"model {graph.model.path} in {graph.model.dtype}", bound + counted(graph.micro_batches, "micro-batch")]
+    if graph.model is not None and (numerics := numerics_text(graph)) != "fast":
+        parts.append(f"numerics {numerics}")
     if graph.emulation is not None:
         parts.append(f"emulated at dilation {graph.emulation.dilation:g}")
     return ", ".join(parts)
@@ -105,7 +108,8 @@ def _process_properties(graph: Graph, process: str) -> str:
     host = f", on {graph.host_of(process)}" if graph.hosts is not None else ""
     cores = f", cores {graph.cores[process]}" if process in graph.cores else ""
     computes = (f", {device}" if device != "cpu" else "") + (f", {counted(int(threads), 'thread')}" if threads != "auto" else "")
-    return host + computes + cores
+    numerics = f", {'strict' if process in strict_processes(graph) else 'fast'}" if graph.role_numerics else ""
+    return host + computes + cores + numerics
 
 
 def _process_lines(graph: Graph, process: str, fusion: Fusion, facts: ModelFacts | None) -> Iterator[tuple[str, str]]:

@@ -27,6 +27,7 @@ def to_yaml(graph: Graph, origin: str = "") -> str:
         "micro_batches": graph.micro_batches,
         "limits": _flow(limits | ({"roles": roles} if roles else {})),
         "numerics": graph.numerics,
+        "role_numerics": _flow(graph.role_numerics) if graph.role_numerics else None,
         "devices": _flow(graph.devices) if graph.devices else None,
         "threads": _flow(graph.threads) if graph.threads else None,
         "cores": _flow(graph.cores) if graph.cores else None,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from flowrt.actors.control import PeerLeft
 from flowrt.graph.builtin import RETURN
 from flowrt.graph.model import MONITOR, Graph, Node
+from flowrt.graph.numerics import is_strict, strict_exchanges
 from flowrt.graph.recovery import standby_candidates
 from flowrt.launcher.run_table import ProcessPhase, ProcessRecord, RunTable
 from flowrt.launcher.transport_choice import num_threads
@@ -66,7 +67,8 @@ class Standbys:
 
 def _operators_of(graph: Graph, process: str) -> str:
     """Equal for two processes when the operators of one do as those of the other."""
-    return repr(([_operator_of(graph, node) for node in graph.nodes_of(process)], graph.limits_of(process)))
+    numerics = is_strict(graph, process), process in strict_exchanges(graph)
+    return repr(([_operator_of(graph, node) for node in graph.nodes_of(process)], graph.limits_of(process), numerics))
 
 
 def _operator_of(graph: Graph, node: Node) -> tuple[object, ...]:

@@ -16,6 +16,7 @@ from flowrt.gateway.decisions import SendRequest
 from flowrt.gateway.gateway import Gateway
 from flowrt.graph.builtin import KV_PROGRESS, SOURCE
 from flowrt.graph.model import FORK_SERVER, Graph
+from flowrt.graph.numerics import numerics_text
 from flowrt.graph.recovery import is_watched
 from flowrt.launcher.fork_server_loss import FORK_SECONDS
 from flowrt.reliability import scenario as kinds
@@ -338,7 +339,7 @@ def _reference_of(case: Case, request: SimulatedRequest) -> Reference:
     """By plain arithmetic; with weights, from a run of this request alone under calm conditions."""
     assert case.graph.model is not None
     request = SimulatedRequest(request.prompt_token_ids, msgspec.structs.replace(request.params, stop=()))  # no text has such a stop
-    key = (case.graph.model.path, case.graph.numerics, case.exact, request.prompt_token_ids, request.params)
+    key = (case.graph.model.path, numerics_text(case.graph), case.exact, request.prompt_token_ids, request.params)
     if key not in _known:
         if case.exact:
             config = config_of(case.graph.model.path)

@@ -59,7 +59,7 @@ def draw_graph(seed: int, graph: Graph) -> Graph:
 
 
 def _draw_settings(chance: random.Random, keys: dict[str, Any]) -> None:
-    """Steps of a target time, workers for long prompts alone, and prefill workers with pages of another size."""
+    """Steps of a target time, workers for long prompts alone, and prefill workers with pages of another size or numerics of their own."""
     if chance.random() < 0.3:
         keys["limits"]["target_step_seconds"] = chance.choice((1e-3, 5e-3))
     if chance.random() < 0.3:
@@ -67,6 +67,8 @@ def _draw_settings(chance: random.Random, keys: dict[str, Any]) -> None:
     if keys["deploy"]["prefill"]["workers"] and keys["numerics"] == "fast" and chance.random() < 0.5:
         page_size, limits = chance.choice((1, 2, 3, 4)), keys["limits"]
         limits["roles"] = {"prefill": {"page_size": page_size, "kv_pages": -(-limits["kv_pages"] * limits["page_size"] // page_size)}}
+    if keys["deploy"]["prefill"]["workers"] and chance.random() < 0.5:
+        keys["deploy"]["prefill"]["numerics"] = chance.choice(("fast", "strict"))
 
 
 def draw_deploy(chance: random.Random, facts: ModelFacts, transports: Sequence[str] = _TRANSPORTS) -> dict[str, Any]:

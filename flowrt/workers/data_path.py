@@ -26,6 +26,7 @@ from flowrt.exchange.kv_transfer import KvPack, KvUnpack, TransferEnd
 from flowrt.exchange.trampoline import Forwarder
 from flowrt.graph.builtin import KV_PROGRESS, RETURN, SOURCE
 from flowrt.graph.model import Edge, Graph
+from flowrt.graph.numerics import is_strict
 from flowrt.graph.recovery import survivable_processes
 from flowrt.graph.trampoline import bundle_edges
 from flowrt.seams import Compute, Seams
@@ -160,7 +161,7 @@ class DataPath:
                 config.max_position_embeddings,
                 config.vocab_size,
                 config.eos_token_ids,
-                chunk_tokens=graph.limits.chunk_tokens if graph.numerics == "strict" else 0,
+                chunk_tokens=graph.limits.chunk_tokens if is_strict(graph, name) else 0,
                 streams=bool(progress),
             )
             group = self.group = Group(

@@ -234,13 +234,13 @@ class Group:
             raise ValueError(f"{self._node}: {hold.request_id} is for a prefill worker")
         self._update_offers(self._pack)
         number = self._pack.number_of(hold.request_id, hold.attempt)
-        kv = KvOffer(self._process, self._incarnation, number, hold.num_tokens, hold.is_degraded)
+        kv = KvOffer(self._process, self._incarnation, number, hold.num_tokens, hold.is_degraded, is_strict=self._engine.is_strict)
         self._send(Prefilled(hold.request_id, hold.attempt, kv))
 
     def _update_offers(self, pack: KvPack) -> None:
         for prompt, number in pack.update(self._engine.offered_prompts()):
             if not prompt.is_complete:
-                kv = KvOffer(self._process, self._incarnation, number, prompt.num_tokens, is_complete=False)
+                kv = KvOffer(self._process, self._incarnation, number, prompt.num_tokens, False, False, self._engine.is_strict)
                 self._send(Prefilling(prompt.request_id, prompt.attempt, kv))
 
     def _tag_of(self, start: StartStep, layer: int = 0) -> Tag:

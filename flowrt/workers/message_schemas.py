@@ -11,6 +11,7 @@ from flowrt.dataflow.schemas import MessageSchema, Spec, parse_spec
 from flowrt.exchange.kv_transfer import ChunkHeader, PullHeader
 from flowrt.graph.builtin import FORWARD, KV_PACK, KV_UNPACK, RETURN, SOURCE
 from flowrt.graph.model import INPUT, Edge, Graph
+from flowrt.graph.numerics import strict_exchanges
 from flowrt.graph.reach import emits
 from flowrt.operators.model_config import ModelConfig
 from flowrt.workers.model_nodes import config_of
@@ -21,12 +22,13 @@ def edge_schemas(graph: Graph) -> dict[int, MessageSchema]:
     config = None if graph.model is None else config_of(graph)
     sources = frozenset(node.name for node in graph.nodes.values() if emits(node.operator))
     schema_of = partial(MessageSchema, sources=sources, num_micro_batches=graph.micro_batches)
-    sent = {} if config is None else _sent_by_operators(config, graph.numerics == "strict", sources, graph.micro_batches)
+    strict = strict_exchanges(graph)
     found: dict[int, MessageSchema] = {}
     for edge in graph.edges.values():
         source, target = graph.nodes[edge.source], graph.nodes[edge.target]
         if source.process == target.process:
             continue
+        sent = {} if config is None else _sent_by_operators(config, source.process in strict, sources, graph.micro_batches)
         is_users = ":" in source.operator or source.operator == INPUT
         schema = schema_of((_declared(graph, edge),)) if is_users else sent.get((source.operator, edge.source_port.rstrip("0123456789")))
         if schema is not None:

@@ -24,6 +24,7 @@ from flowrt.exchange.kv_transfer import KvPack, KvUnpack, TransferEnd
 from flowrt.exchange.trampoline import Collect, Return, Trampolines, forward
 from flowrt.graph.builtin import KV_PROGRESS, SOURCE
 from flowrt.graph.model import INPUT, OUTPUT, Graph, GraphLimits, Node
+from flowrt.graph.numerics import is_strict, strict_exchanges, strict_processes
 from flowrt.graph.placement import expert_map_of, held_experts
 from flowrt.graph.trampoline import forwarded_servers, group_ports, window_of
 from flowrt.operators.attention import attention_for
@@ -37,7 +38,7 @@ from flowrt.operators.head import Head
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.proof import blocks_of, prove
-from flowrt.operators.row_blocks import WHOLE, StrictBlocks, describe
+from flowrt.operators.row_blocks import WHOLE, describe
 from flowrt.operators.sampling import log_probabilities, sample
 from flowrt.operators.sampling_inputs import Draw, SamplingInputs, Score
 from flowrt.operators.step_layout import StepLayout
@@ -72,7 +73,7 @@ def build_model_nodes(
         return {}
     if graph.model is None:
         raise ValueError(f"node {nodes[0].name}: {nodes[0].operator!r} is an operator of a model, and the graph names none")
-    config, strict = config_of(graph), graph.numerics == "strict"
+    config, strict = config_of(graph), process in strict_exchanges(graph)
     computation_of = (computations or checkpoint_computations)(graph, process, device, now)
     clients = [_expert_client(graph, node, config, device, now) for node in nodes if node.operator == "dispatch"]  # a group has one at most
     functions: dict[str, NodeFunction | TransferEnd] = {}
@@ -121,21 +122,22 @@ def checkpoint_computations(
     """Modules with weights; those of experts are in `memory` if it is given. `on_read` is called with each tensor that is read. With strict
     numerics each makes its proof (operators/row_blocks.py) before the worker serves requests, unless the process that filled the memory has
     made it."""
-    config, strict = config_of(graph), graph.numerics == "strict"
-    checkpoint = Checkpoint(_directory_of(graph), memory, on_read)
-    blocks = blocks_of(config, torch.get_num_threads()) if strict else WHOLE
+    config, checkpoint = config_of(graph), Checkpoint(_directory_of(graph), memory, on_read)
+    proofs = blocks_of(config, torch.get_num_threads())
+    blocks = proofs if is_strict(graph, process) else WHOLE
+    of_experts = proofs if process in strict_exchanges(graph) else WHOLE
     pages = cache(lambda: KvPages.for_model(config, graph.limits_of(process).kv_pages, graph.limits_of(process).page_size, device))
     embedding = cache(lambda: Embedding(config, checkpoint, device))
     embeds = any(node.operator == "embed" for node in graph.nodes_of(process))
 
     def proven(module: M) -> M:
-        if isinstance(blocks, StrictBlocks):
-            blocks.adopt(checkpoint.note(f"{type(module).__name__} in {torch.get_num_threads()} threads", partial(sizes_of, module)))
+        if (of_experts if isinstance(module, Experts) else blocks).strict:
+            proofs.adopt(checkpoint.note(f"{type(module).__name__} in {torch.get_num_threads()} threads", partial(sizes_of, module)))
         return module
 
     def sizes_of(module: M) -> dict[str, tuple[int, ...]]:
         prove(module, config, device)
-        return dict(blocks_of(config, torch.get_num_threads()).sizes)
+        return dict(proofs.sizes)
 
     def computation_of(node: Node) -> Any:
         match node.operator:
@@ -153,7 +155,8 @@ def checkpoint_computations(
             case "shared":
                 return proven(SharedExperts(config, checkpoint, config.moe_layers, device, blocks)).forward
             case "experts":
-                return proven(Experts(config, checkpoint, held_experts(node.options["experts"], config.moe_layers), device, blocks, now))
+                held = held_experts(node.options["experts"], config.moe_layers)
+                return proven(Experts(config, checkpoint, held, device, of_experts, now))
             case _:
                 return proven(Head(config, checkpoint, device, embedding() if embeds else None, blocks)).forward
 
@@ -180,10 +183,10 @@ def _directory_of(graph: Graph) -> Path:
     return Path(graph.model.path)
 
 
-def strict_blocks_text(graph: Graph) -> str:
-    """The row blocks that this process has proven for a strict graph's model, as text; "" for none. Call it in the thread that built
-    the nodes: another thread may use another number of compute threads."""
-    if graph.numerics != "strict" or graph.model is None:
+def strict_blocks_text(graph: Graph, process: str) -> str:
+    """The row blocks that this process has proven for the model, as text; "" if it computes nothing strictly. Call it in the thread that
+    built the nodes: another thread may use another number of compute threads."""
+    if process not in strict_processes(graph) or graph.model is None:
         return ""
     return describe(blocks_of(config_of(graph), torch.get_num_threads()).sizes)
 

@@ -304,7 +304,7 @@ class Worker:
         memory = self._open_memory(name, files)
         computations = partial(checkpoint_computations, memory=memory, on_read=on_read)
         functions.update(build_model_nodes(self._graph, name, self._device, on_built, now, computations))
-        if strict_blocks := strict_blocks_text(self._graph):
+        if strict_blocks := strict_blocks_text(self._graph, name):
             log.info("%s: strict numerics: %s", name, strict_blocks)
         if model is not None and fingerprints(Path(model.path)) != files:
             raise UserError(f"{model.path}: a file changed while its weights were loaded; start again")
@@ -319,12 +319,14 @@ class Worker:
     def _open_memory(self, name: str, files: Mapping[str, str]) -> WeightMemory | None:
         """The memory of the weights that this worker shares with others of its host; None where it shares none. Waits for another process
         that loads them."""
-        model, descriptor = self._graph.model, self._seams.descriptors.get(weight_set(self._graph, name))
+        weights = weight_set(self._graph, name)
+        model, descriptor = self._graph.model, self._seams.descriptors.get(weights)
         if model is None or descriptor is None:
             return None
         waiting = asyncio.run_coroutine_threadsafe(self._report_waiting(), self._loop)
         try:
-            return WeightMemory(os.dup(descriptor), repr((sorted(files.items()), model.dtype, self._graph.numerics, torch.__version__)))
+            # What is strict here is part of the set's name.
+            return WeightMemory(os.dup(descriptor), repr((sorted(files.items()), model.dtype, weights, torch.__version__)))
         except OSError as error:
             log.warning("%s reads its own copy of the weights: %s", name, error)
             return None

@@ -38,6 +38,7 @@ def draw(seed: int, directory: Path) -> Graph:
             "numerics": chance.choice(("fast", "strict")),
             "limits": {"kv_pages": chance.choice((64, 512)), "max_num_batched_tokens": chance.choice((64, 512))},
         }
+        deploy["prefill"]["numerics"] = chance.choice(("fast", "strict"))
         try:
             return read_graph(keys)
         except flowrt.GraphError:

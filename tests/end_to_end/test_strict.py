@@ -55,7 +55,7 @@ def hashes(monkeypatch: pytest.MonkeyPatch) -> Hashes:
     return found
 
 
-def write(family: Served, folder: Path, deploy: dict[str, Any], dtype: str = "float32", **limits: int) -> Path:
+def write(family: Served, folder: Path, deploy: dict[str, Any], dtype: str = "float32", **limits: Any) -> Path:
     model = {"path": str(family.directory), "dtype": dtype}
     limits = {"max_num_batched_tokens": 128, "chunk_tokens": 32, "page_size": 8, "max_tokens": NEW_TOKENS, **limits}
     # Groups get all requests at once, so that few pages make the scheduler preempt.
@@ -137,3 +137,39 @@ async def test_kv_of_the_prefix_cache_has_the_bits_of_a_prompt_alone(
         hashes.clear()
     assert runs[0] == runs[1]
     assert len(runs[0]) == len(prompts) * NEW_TOKENS
+
+
+@pytest.mark.parametrize("processes", ["one", "many"])
+async def test_first_tokens_of_a_strict_prefill_worker_are_exact_before_a_fast_group(
+    family: Served, tmp_path: Path, processes: str
+) -> None:
+    """Its prompts share steps with others, its rows the expert servers with those of the group. The group has other pages and threads."""
+    settings: dict[str, Any] = {"logprobs": 5, "prompt_logprobs": 2, "max_tokens": 2}
+    inside = write(family, tmp_path, {}, "bfloat16")
+    alone = [output for number in (2, 6) for output in await serve(inside, family.prompts, [number], **settings)]
+    deploy = {"prefill": {"workers": 1}, "attention": {"numerics": "fast", "groups": 2}, "experts": {"servers": 2}, "processes": processes}
+    if processes == "many":
+        deploy["attention"] |= {"threads": 2}
+    roles = {"attention": {"page_size": 4, "kv_pages": 1024}}
+    mixed = write(family, tmp_path, deploy, "bfloat16", roles=roles)
+    together = await serve(mixed, family.prompts, range(len(LENGTHS)), **settings)
+    for expected, found in zip(alone, (together[2], together[6]), strict=True):
+        assert (found.token_ids[0], found.logprobs[0], found.prompt_logprobs) == (
+            expected.token_ids[0],
+            expected.logprobs[0],
+            expected.prompt_logprobs,
+        )
+
+
+async def test_tokens_of_a_strict_group_depend_on_the_kv_of_their_prompt_alone(family: Served, tmp_path: Path, hashes: Hashes) -> None:
+    """The fast prefill worker computes one prompt at a time here, so that the KV of each is the same beside others."""
+    deploy = {"prefill": {"workers": 1, "numerics": "fast"}, "experts": {"servers": 2}}
+    graph = write(family, tmp_path, deploy, roles={"prefill": {"max_num_seqs": 1}})
+    async with flowrt.open(graph) as running:
+        for number, prompt in enumerate(family.prompts):
+            await running.complete(prompt, flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, seed=number))
+    truth = dict(hashes)
+    hashes.clear()
+    await serve(graph, family.prompts, range(len(LENGTHS)))
+    assert len(hashes) == len(LENGTHS) * NEW_TOKENS
+    assert hashes == truth

@@ -7,13 +7,14 @@ from hashlib import sha256
 
 import msgspec
 import pytest
-from engine.toy_group import ToyGroup, expected_output, request
+from engine.toy_group import VOCABULARY, ToyGroup, expected_output, request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flowrt.actors.control import KvOffer, Request
 from flowrt.engine import prefix_cache
+from flowrt.engine.engine import Engine, StartStep
 from flowrt.engine.page_allocator import PageAllocator
 from flowrt.engine.prefix_cache import HOLDER, Prefix, PrefixCache
 from flowrt.graph.model import GraphLimits
@@ -228,6 +229,78 @@ def test_a_group_pulls_what_its_cache_lacks() -> None:
     group.engine.pull_failed("b", 0, "no")
     assert group.engine.statistics().num_free_pages == LIMITS.kv_pages
     assert group.engine.statistics().num_prefix_hits == 0, "no computation was saved"
+
+
+class _PullingGroup:
+    """A group of 8 pages, whose next tokens are all 5. Prompts have 12 tokens."""
+
+    def __init__(self, is_strict: bool) -> None:
+        limits = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=4, max_tokens=64, max_num_batched_tokens=64)
+        self.engine = Engine(limits, 1, 100, VOCABULARY, chunk_tokens=4 if is_strict else 0)
+
+    def step(self) -> list[str]:
+        """The sequence of each row of the next step, which is computed."""
+        steps = self.engine.next_steps()
+        return self._finish(steps[0]) if steps else []
+
+    def _finish(self, step: StartStep) -> list[str]:
+        self.engine.step_done(0, step.step, [5] * len(step.batch.samples))
+        batch = step.batch
+        return [name for name, length in zip(batch.sequence_names, batch.query_lengths, strict=True) for _ in range(length)]
+
+    def pull(self, name: str, is_strict: bool, max_tokens: int = 2) -> int:
+        """Pull a prompt. Returns its first token that the group lacks."""
+        kv = KvOffer("prefill.0", "i", 1, 12, is_strict=is_strict)
+        self.engine.submit(msgspec.structs.replace(request(name, range(12), max_tokens), kv=kv, committed_token_ids=((7,),)))
+        steps = self.engine.next_steps()
+        (found,) = self.engine.new_pulls()
+        for step in steps:
+            self._finish(step)
+        self.engine.pulled(name, 0)
+        return found.first
+
+    def rows_until_idle(self) -> list[str]:
+        rows = []
+        while not self.engine.idle:
+            rows += self.step()
+        return rows
+
+
+def test_a_strict_group_keeps_kv_of_fast_prefill_workers_apart() -> None:
+    """No prompt that it computes itself, or pulls from a strict worker, begins with such KV."""
+    group = _PullingGroup(is_strict=True)
+    assert group.pull("a", is_strict=False) == 0
+    group.rows_until_idle()
+    assert group.pull("b", is_strict=False) == 8, "the pages of a"
+    group.rows_until_idle()
+    assert group.pull("c", is_strict=True) == 0
+    group.rows_until_idle()
+    group.engine.submit(request("d", range(12), max_tokens=1))
+    assert group.rows_until_idle() == ["d/0"] * 4, "the pages of c"
+
+
+def test_kv_of_every_prefill_worker_is_alike_in_a_fast_group() -> None:
+    group = _PullingGroup(is_strict=False)
+    assert group.pull("a", is_strict=False) == 0
+    group.rows_until_idle()
+    assert group.pull("b", is_strict=True) == 8
+    group.rows_until_idle()
+    group.engine.submit(request("c", range(12), max_tokens=1))
+    assert group.rows_until_idle() == ["c/0"] * 4
+
+
+def test_a_preempted_sequence_of_fast_kv_stays_apart() -> None:
+    """What it computes again behind such KV is not strict either: no other prompt begins with it."""
+    group = _PullingGroup(is_strict=True)
+    group.engine.submit(request("old", range(20, 32), max_tokens=10))
+    assert group.step() == ["old/0"] * 4
+    assert group.pull("young", is_strict=False, max_tokens=8) == 0
+    while not group.engine.statistics().num_preemptions:
+        assert group.step()
+    rows = group.rows_until_idle()
+    assert rows.count("young/0") == 4 + 7, "the end of its prompt, behind its own pages, and its output"
+    group.engine.submit(request("own", range(12), max_tokens=1))
+    assert group.rows_until_idle() == ["own/0"] * 12
 
 
 def test_held_pages_are_kept_when_the_hold_ends() -> None:

@@ -219,7 +219,7 @@ BAD = {
         MODEL + "deploy: {prefill: {workers: 1}}\nnumerics: strict\nlimits: {roles: {prefill: {page_size: 4}}}\n",
         5,
         "limits.roles.prefill.page_size",
-        ["strict numerics need pages of one size, got 4 here and 16 in limits"],
+        ["strict numerics need pages of one size, got 4 here and 16 for attention"],
     ),
     "strict device of prefill workers": (
         deploy(rest="  prefill: {workers: 1, device: cuda}\nnumerics: strict\n"),

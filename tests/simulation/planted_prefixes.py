@@ -19,7 +19,7 @@ PREFIX_BUGS: tuple[Bug, ...] = (
         CACHE, "PrefixCache._segment", "segment if segment.tokens == self._tokens(tokens, number) else None", "segment")),
     bug("prefix-salt-ignored", "requests of different cache_salt share pages", (
         CACHE, "PrefixCache._digest", "prefix.salt.encode()", "b''"), (
-        CACHE, "PrefixCache._segment", " or segment.salt != prefix.salt", "")),
+        CACHE, "PrefixCache._segment", " or segment.namespace != prefix.namespace", "")),
     bug("prefix-order-ignored", "pages of the middle of a prompt are found for a beginning", (
         CACHE, "PrefixCache._digest", "content_digest(before,", "content_digest(b'',"), (
         CACHE, "PrefixCache._segment", "segment.parent is not parent or ", "")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from simulation.graph_files import load
 
+from flowrt.graph.numerics import numerics_text
 from flowrt.simulation.campaign import campaign
 from flowrt.simulation.cases import draw
 from flowrt.simulation.drawn_graphs import draw_graph
@@ -27,5 +28,5 @@ def test_draws_differ_and_repeat() -> None:
     assert drawn == [draw_graph(seed, graph) for seed in range(40)]
     operators = [{node.operator for node in each.nodes.values()} for each in drawn]
     assert {"return" in each for each in operators} == {True, False}
-    assert {each.numerics for each in drawn} == {"fast", "strict"}
+    assert {numerics_text(each) for each in drawn} == {"fast", "strict", "attention fast, prefill strict", "attention strict, prefill fast"}
     assert len({len(each.process_names()) for each in drawn}) > 5

@@ -20,6 +20,7 @@ from flowrt.bench.report.figures import Target
 from flowrt.bench.report.report import print_progress
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
+from flowrt.graph.numerics import numerics_text
 from flowrt.operators.families.registry import read_model_config
 
 KEYS = {"detector": ("true", "false"), "recovery": ("fine", "off"), "hedge": ("true", "false")}  # key -> on, off
@@ -46,5 +47,6 @@ async def measure(graphs: tuple[Graph, Graph], options: DecodeOptions) -> AsyncI
     print_progress("loading two graphs")
     async with AsyncExitStack() as stack:
         sides = [GraphSide(await stack.enter_async_context(open_graph(graph)), NAMES[side]) for side, graph in enumerate(graphs)]
-        async for result in measure_batch(sides, prompts, f"{model.dtype}, {graphs[0].numerics}", options, {}, {"throughput": TARGET}):
+        label = f"{model.dtype}, {numerics_text(graphs[0])}"
+        async for result in measure_batch(sides, prompts, label, options, {}, {"throughput": TARGET}):
             yield result

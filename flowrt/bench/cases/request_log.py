@@ -26,6 +26,7 @@ from flowrt.bench.report.report import print_progress
 from flowrt.gateway.gateway import TokenEvent
 from flowrt.gateway.log_contents import read_log
 from flowrt.graph.model import Graph
+from flowrt.graph.numerics import numerics_text
 from flowrt.log_files import open_log_folder
 from flowrt.operators.families.registry import read_model_config
 
@@ -53,7 +54,7 @@ async def measure(graph_file: Path, model: Path | None, options: DecodeOptions, 
         print_progress("loading two graphs")
         async with AsyncExitStack() as stack:
             sides = [GraphSide(await stack.enter_async_context(open_graph(graph)), NAMES[side]) for side, graph in enumerate(graphs)]
-            label = f"{of_model.dtype}, {graphs[0].numerics}"
+            label = f"{of_model.dtype}, {numerics_text(graphs[0])}"
             async for result in measure_batch(sides, prompts, label, options, {}, {"throughput": TARGET}):
                 yield result
             await _leave_log(sides[0], prompts, options.new_tokens, folder / "log", left)

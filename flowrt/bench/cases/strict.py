@@ -41,6 +41,7 @@ def read_graphs(model: Path, graph_file: Path | None, dtype: str, options: Decod
             path = Path(folder) / "graph.yaml"
             path.write_text(json.dumps({**document, "limits": limits}))
             strict = read_graph(path, overrides)
+    strict = replace(strict, role_numerics={})
     check_limits(strict, options.batch, options.prompt_tokens, options.new_tokens)
     return strict, replace(strict, numerics="fast")
 
