@@ -31,6 +31,7 @@ from flowrt.observe import duration_text, size_text
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
 from flowrt.process_status import Activity, ProcessTimes, process_activity, process_times
+from flowrt.processes.import_path import import_path
 from flowrt.processes.leftover import Marked, marked_processes
 from flowrt.seams import Seams
 from flowrt.timer import FineTimer, measure_lateness, new_timer
@@ -278,7 +279,11 @@ async def _strict_check(model: str, dtype: str | None) -> Check:
 async def _run_probe(code: str) -> tuple[bytes | None, str]:
     """Run `code` in a new process of this interpreter. Returns its output, or None and the last line of its errors."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *(sys.executable, "-P", "-c", code),  # -P: a tree of flowrt in the current directory is not the installed one
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": import_path()},
     )
     try:
         async with asyncio.timeout(_TORCH_SECONDS):

@@ -31,7 +31,7 @@ def open_peer(word):
 
     def respond(number):
         if number == 13:
-            sys.exit("the last line of the peer")
+            sys.exit("the last line of the peer\\n  +---------------")
         return {"double": 2 * number}
 
     yield {"word": word, "child": child.pid, "has_packages": "site-packages" in " ".join(sys.path)}, respond

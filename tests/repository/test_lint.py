@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from itertools import pairwise
 
 from repository.source_tree import Source, sources
 
@@ -76,6 +77,20 @@ def test_time_randomness_threads_and_processes_come_through_the_seams() -> None:
         if entry.target.split(".")[0] in SEAM_MODULES
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_interpreters_do_not_import_from_the_current_directory() -> None:
+    """Else a command in a checkout would start processes of its tree, beside those of the installed package."""
+    found = [
+        (place(source, node), before)
+        for source in sources()
+        for node in ast.walk(source.tree)
+        for words in [node.args if isinstance(node, ast.Call) else getattr(node, "elts", [])]
+        for before, word in pairwise(words)
+        if isinstance(word, ast.Constant) and word.value in ("-m", "-c")
+    ]
+    assert len(found) > 5
+    assert not [at for at, before in found if not (isinstance(before, ast.Constant) and before.value == "-P")]
 
 
 def test_executors_belong_to_the_compute_seam() -> None:

@@ -57,6 +57,7 @@ async def other_process(scheme: str, behaviour: str) -> AsyncIterator[tuple[Chan
     async with await listen(scheme) as listener:
         peer = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "flowrt.transports.conformance.process_checks",
             listener.address,

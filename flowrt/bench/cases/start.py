@@ -53,7 +53,7 @@ async def measure_start(graph: Path, model: Path | None = None) -> dict[str, flo
     """
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
         record = Path(folder) / "run.json"
-        command = [sys.executable, "-m", "flowrt", "run", str(graph), "--max-tokens", "1", "--json", str(record)]
+        command = [sys.executable, "-P", "-m", "flowrt", "run", str(graph), "--max-tokens", "1", "--json", str(record)]
         command += ["--model", str(model)] if model is not None else []
         environment = {**os.environ, "PYTHONPATH": import_path()}
         begun = time.perf_counter()

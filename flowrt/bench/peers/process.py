@@ -17,6 +17,7 @@ import msgspec
 
 from flowrt.bench.peers.child import MAX_LINE_BYTES
 from flowrt.errors import UserError
+from flowrt.processes.import_path import import_path
 
 LOAD_SECONDS, RESPONSE_SECONDS, END_SECONDS = 600.0, 1200.0, 10.0
 _OUTPUT_TAIL_BYTES = 4096
@@ -68,8 +69,8 @@ class Peer:
     def _last_output(self) -> str:
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - _OUTPUT_TAIL_BYTES))
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it wrote nothing"
+        lines = [line.strip(" |") for line in self._errors.read().decode(errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if any(map(str.isalnum, line))), "it wrote nothing")  # not the frame of an ExceptionGroup
 
 
 @asynccontextmanager
@@ -80,8 +81,8 @@ async def start_peer(
 
     Raises UserError when it cannot be started.
     """
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} if python is None else {}
-    program = ["-m", f"{__package__}.child"] if python is None else [str(CHILD)]
+    own = {"PYTHONPATH": import_path()} if python is None else {}
+    program = ["-P", "-m", f"{__package__}.child"] if python is None else [str(CHILD)]
     with tempfile.TemporaryFile() as errors:
         try:
             child = await asyncio.create_subprocess_exec(
