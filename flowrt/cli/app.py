@@ -41,6 +41,7 @@ app = App(
     version=f"flowrt {flowrt.__version__}",
     version_flags=("--version",),
     help_format="plaintext",  # the others load a Markdown parser
+    suppress_keyboard_interrupt=False,  # else it exits without a word
     config=Env("FLOWRT_", show=False),
     default_parameter=Parameter(env_var_split=lambda hint, value, delimiter=None: value.splitlines()),
 )

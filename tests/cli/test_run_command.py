@@ -253,6 +253,19 @@ def test_interrupt_while_the_command_is_imported_ends_it_with_one_line(tmp_path:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "flowrt: interrupted\n")
 
 
+def test_interrupt_before_the_run_takes_the_signal_over_ends_it_with_one_line() -> None:
+    """As while it reads the graph file and the model."""
+    code = """
+import os, signal
+from flowrt.cli.app import app, main
+app.command(lambda: os.kill(os.getpid(), signal.SIGINT), name="interrupted")
+main()
+"""
+    command = [sys.executable, "-c", code, "interrupted"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=PLENTY_SECONDS, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "flowrt: interrupted\n")
+
+
 _STUCK = """
 import sys, threading
 import flowrt.cli.run, flowrt.seams
