@@ -1,4 +1,4 @@
-"""The matrix of a chaos run: the outcome of each cell of role, fault and phase; cells that were not tried are shown as such. Pure."""
+"""The matrix of a chaos run: the outcome of each cell of role, fault and phase. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_TRIED, IMPOSSIBLE = "-", "n/a"
 NOTES = (
     "N ok: after N faults every answer was exact, none failed, and the process came back",
     "N bad: after N faults an answer was wrong or failed, or the process stayed down",
-    f"{NOT_TRIED}: not tried; {IMPOSSIBLE}: such a process cannot take the fault then",
+    f"{NOT_TRIED}, or no row: not tried; {IMPOSSIBLE}: such a process cannot take the fault then",
 )
 
 
@@ -57,15 +57,16 @@ def matrix_of(found: ChaosResult, expected: Mapping[int, ExpectedAnswer]) -> dic
 
 
 def matrix_rows(found: ChaosResult, matrix: Mapping[Cell, Outcomes]) -> list[tuple[str, ...]]:
-    """A row of short texts for each role and fault, with a column for each phase."""
+    """A row of short texts for each role and fault that was tried, with a column for each phase."""
+    tried = {(cell.role, cell.fault) for cell in matrix}
+    roles = dict.fromkeys([*processes_by_role(found.graph), *(cell.role for cell in matrix)])
     faults = [*FAULTS, *sorted({cell.fault for cell in matrix} - set(FAULTS))]
-    rows = []
-    for role in dict.fromkeys([*processes_by_role(found.graph), *(cell.role for cell in matrix)]):
-        for fault in faults:
-            cells = [(phase, matrix.get(Cell(role, fault, phase))) for phase in PHASES]
-            if fault in FAULTS or any(outcomes for _, outcomes in cells):
-                rows.append((role, fault, *(_text(role, fault, phase, outcomes) for phase, outcomes in cells)))
-    return rows
+    return [
+        (role, fault, *(_text(role, fault, phase, matrix.get(Cell(role, fault, phase))) for phase in PHASES))
+        for role in roles
+        for fault in faults
+        if (role, fault) in tried
+    ]
 
 
 def _text(role: str, fault: str, phase: str, outcomes: Outcomes | None) -> str:

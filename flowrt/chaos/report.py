@@ -17,7 +17,7 @@ from flowrt.bench.report.report import Machine, new_table
 from flowrt.chaos import compare
 from flowrt.chaos.cells import FAULTS, PHASES, can_take, processes_by_role
 from flowrt.chaos.compare import Difference, ReceivedAnswer
-from flowrt.chaos.matrix import IMPOSSIBLE, NOT_TRIED, NOTES, Cell, Outcomes, matrix_of, matrix_rows
+from flowrt.chaos.matrix import NOTES, Cell, Outcomes, matrix_of, matrix_rows
 from flowrt.chaos.measure import ChaosResult, expert_servers
 from flowrt.chaos.moves import MAX_WAIT_SECONDS, MovedRequest, UsualTimes, moved_requests, stalls_of_new_requests, usual_times
 from flowrt.chaos.observer import InjectedFault
@@ -360,7 +360,7 @@ def _details(found: ChaosResult) -> dict[str, Any]:
 def print_report(report: ChaosReport, console: Console) -> None:
     rows = [(row.name, row.shown, row.target, row.verdict) for row in report.rows]
     console.print(new_table("flowrt chaos", "figure", "found", "target", "verdict", rows=rows))
-    if any(cell not in (NOT_TRIED, IMPOSSIBLE) for row in report.matrix for cell in row[2:]):
+    if report.matrix:
         table = new_table("role, fault and phase", "role", "fault", *PHASES, rows=report.matrix)
         table.padding = (0, 1, 0, 0)  # 60 columns hold it
         console.print(table)

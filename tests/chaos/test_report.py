@@ -262,7 +262,7 @@ def test_the_record_is_json_and_the_table_can_be_printed() -> None:
     assert "role, fault and phase" not in text, "the phase of this fault is unknown"
 
 
-def test_the_matrix_shows_each_cell_and_those_that_were_not_tried() -> None:
+def test_the_matrix_shows_the_phases_of_each_fault_that_was_tried() -> None:
     found = found_of(make_answers(0.5, 80))
     (kill,) = found.injected_faults
     kill.phase = "decode"
@@ -279,7 +279,7 @@ def test_the_matrix_shows_each_cell_and_those_that_were_not_tried() -> None:
         lines = [line.split() for line in console.export_text().splitlines()]
         assert ["role", "fault", "start", "prefill", "decode", "idle", "replay", "drain"] in lines
         assert ["experts", "kill", *(["-", "-", "1", "ok"] if each is found else ["-", "1", "bad", "-"]), "-", "-", "-"] in lines
-        assert ["monitor", "hang", *["n/a"] * 6] in lines
+        assert not [line for line in lines if line[:1] == ["monitor"]]
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ class _Streams:
         self._options, self._num_runs = options, 0
         self._front_ends = [pid for name, pid in running.pids.items() if name.startswith(f"{FRONT_END}.")]
         self._command = [sys.executable, "-P", "-m", "flowrt", "bench", "serve", "--base-url", url]
-        self._command += ["--num-prompts", str(self._batch), "--random-input-len", str(options.prompt_tokens), "--random-output-len", str(options.new_tokens)]
+        self._command += ["--num-prompts", str(self._batch)]
+        self._command += ["--random-input-len", str(options.prompt_tokens), "--random-output-len", str(options.new_tokens)]
         self._command += ["--temperature", "0", "--save-result"]
 
     async def run(self) -> ApiRun:

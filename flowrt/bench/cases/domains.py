@@ -57,7 +57,7 @@ def _gain(numbers: Sequence[int], runs: Runs) -> Sequence[Figure]:
     curve = f"attention {SLOWER} x as slow"
     return [
         *(
-            Figure.paired(f"{number} domains, decode", "tokens/s", speeds[number], "1", speeds[1], curve=curve, x=number)
+            Figure.paired(f"{number} domains, decode", "tokens/s", speeds[number], "1 domain", speeds[1], curve=curve, x=number)
             for number in numbers[1:]
         ),
         Figure.alone(f"{DOMAINS} domains, experts busy", "", busy[DOMAINS], Target(BUSY_TARGET, at_most=False)),

@@ -57,7 +57,11 @@ def _variant(times: PingPong, micro_batches: int) -> Variant:
         "limits": {"max_num_seqs": micro_batches},
     }
     exchange = times.exchange_seconds / times.compute_seconds
-    return Variant(f"{micro_batches} micro-batches, exchange {exchange:g} of computing", keys, micro_batches)
+    return Variant(f"{_micro_batches(micro_batches)}, exchange {exchange:g} of computing", keys, micro_batches)
+
+
+def _micro_batches(number: int) -> str:
+    return f"{number} micro-batch{'es' * (number > 1)}"
 
 
 def _dynamic(name: str, compute: Compute) -> Comparison:
@@ -71,13 +75,13 @@ def _dynamic(name: str, compute: Compute) -> Comparison:
             "emulate": {"compute": compute},
             "limits": {"max_num_seqs": BATCH, "dynamic_micro_batches": is_dynamic},
         }
-        return Variant(f"{name}, {'up to ' * is_dynamic}{micro_batches} micro-batches", keys, BATCH)
+        return Variant(f"{name}, {'up to ' * is_dynamic}{_micro_batches(micro_batches)}", keys, BATCH)
 
     def figures(runs: Runs) -> Sequence[Figure]:
         *fixed, dynamic = ([run.tokens_per_second for run in each] for each in runs)
         best = max(range(len(fixed)), key=lambda number: sum(fixed[number]))
         label, target = f"{name}: a dynamic number", Target(DYNAMIC_TARGET, at_most=False)
-        return [Figure.paired(label, "tokens/s", dynamic, f"the best, {MICRO_BATCHES[best]}", fixed[best], target)]
+        return [Figure.paired(label, "tokens/s", dynamic, f"the best, {_micro_batches(MICRO_BATCHES[best])}", fixed[best], target)]
 
     variants = [*(variant(number, is_dynamic=False) for number in MICRO_BATCHES), variant(MICRO_BATCHES[-1], is_dynamic=True)]
     return Comparison(variants, figures, DYNAMIC_LAYERS, new_tokens=DYNAMIC_TOKENS)
@@ -89,15 +93,16 @@ def _figures(times: PingPong, share: float, numbers: Sequence[int], runs: Runs) 
 
     def gain(number: int, of: int, target: Target | None = None) -> Figure:
         curve = {"curve": f"T_c = {share:g} T_f", "x": number} if of == 1 else {}
-        name = f"{label}: {number} micro-batches"
-        return Figure.paired(name, "tokens/s", speeds[number], str(of), speeds[of], target, share=share, **curve)
+        name = f"{label}: {_micro_batches(number)}"
+        return Figure.paired(name, "tokens/s", speeds[number], _micro_batches(of), speeds[of], target, share=share, **curve)
 
     figures = [gain(2, 1, Target(SECOND_TARGET, at_most=False)), gain(3, 2, Target(THIRD_TARGETS[share], at_most=False))]
     figures += [gain(number, 1) for number in numbers if number > 2]
     for micro_batches, each in zip(numbers, runs, strict=True):
         expected = times.step_seconds(micro_batches, NUM_LAYERS)
         away = [abs(run.mean_step_seconds / expected - 1) for run in each]
-        figures.append(Figure.alone(f"{label}: {micro_batches} off the equation", "", away, Target(DEVIATION_TARGET), share=share))
+        name = f"{label}: {_micro_batches(micro_batches)}, off the equation"
+        figures.append(Figure.alone(name, "", away, Target(DEVIATION_TARGET), share=share))
     exposed = [(1 - run.busy_share("experts")) * run.mean_step_seconds / NUM_LAYERS / times.exchange_seconds for run in runs[2]]
-    figures.append(Figure.alone(f"{label}: exposed exchange of 3", "of T_c", exposed, Target(EXPOSED_TARGET), share=share))
+    figures.append(Figure.alone(f"{label}: 3 micro-batches, exposed exchange", "of T_c", exposed, Target(EXPOSED_TARGET), share=share))
     return figures

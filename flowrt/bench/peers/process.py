@@ -70,7 +70,8 @@ class Peer:
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - _OUTPUT_TAIL_BYTES))
         lines = [line.strip(" |") for line in self._errors.read().decode(errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if any(map(str.isalnum, line))), "it wrote nothing")  # not the frame of an ExceptionGroup
+        texts = (line for line in reversed(lines) if any(map(str.isalnum, line)))  # not the frame of an ExceptionGroup
+        return next(texts, "it wrote nothing")
 
 
 @asynccontextmanager
