@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from flowrt.errors import GraphError
+from flowrt.graph.builtin import KV_PACK
 from flowrt.graph.checks import check
 from flowrt.graph.default import default_graph, hub_hint
 from flowrt.graph.document import Document, Path_, apply_overrides, document_of, dotted, read_document, read_text
@@ -186,7 +187,10 @@ def _written_path(path: Path_, graph: Graph, document: Document, is_short: bool)
     """The key of the file that a key of the expanded graph comes from."""
     section, *rest = path
     if section == "edges" and rest and not document.has(path):
-        pair = role_pair(*graph.ends_of(graph.edges[str(rest[0])])) or ("", "")
+        edge = graph.edges[str(rest[0])]
+        if is_short and rest[-1] == "int8":
+            return ("deploy", "prefill" if graph.nodes[edge.source].operator == KV_PACK else "experts", "int8")
+        pair = role_pair(*graph.ends_of(edge)) or ("", "")
         above: Path_ = ("deploy", "links") if is_short else ("links",)
         links: list[Path_] = [(*above, "-".join(pair)), (*above, "-".join(reversed(pair)))]
         written = next(((*link, *rest[1:]) for link in links if document.has((*link, *rest[1:]))), None)

@@ -48,14 +48,14 @@ def test_kv_travels_as_int8_where_the_file_has_the_key(load) -> None:
     assert int8_ports(graph) == {"chunk"}
     assert sum(edge.int8 for edge in graph.edges.values()) == 4
     assert load(to_yaml(graph)) == graph
-    with pytest.raises(GraphError, match="INT8 changes the numbers; write numerics: fast"):
+    with pytest.raises(GraphError, match=r":3: deploy\.prefill\.int8: INT8 changes the numbers; write numerics: fast"):
         load(text + "numerics: strict\n")
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        (TRAMPOLINES.replace("none", "both") + "numerics: strict\n", "INT8 changes the numbers; write numerics: fast"),
+        (TRAMPOLINES.replace("none", "both") + "numerics: strict\n", r"experts\.experts\.int8: INT8 changes the numbers; write numerics: fast"),
         ("flowrt: 1\nmodel: {path: m}\ndeploy: {experts: {int8: combine}}\n", "with servers: 0 no rows travel; write int8: none"),
         (TRAMPOLINES.replace("none", "all"), "'all' is not possible; write none, dispatch, combine or both"),
     ],
