@@ -60,7 +60,7 @@ def ps(is_json: bool) -> int:
         for graph in graphs:
             _print_graph(graph, console, now)
     else:
-        print("flowrt: no graph is up; flowrt up GRAPH starts one", file=sys.stderr)
+        print("flowrt: no graph is up; flowrt up GRAPH starts one, and flowrt serve needs --name to be shown", file=sys.stderr)
     return SUCCESS
 
 
