@@ -55,7 +55,7 @@ def test_kv_travels_as_int8_where_the_file_has_the_key(load) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        (TRAMPOLINES.replace("none", "both") + "numerics: strict\n", r"experts\.experts\.int8: INT8 changes the numbers; write numerics: fast"),
+        (TRAMPOLINES.replace("none", "both") + "numerics: strict\n", r"deploy\.experts\.int8: INT8 changes the numbers"),
         ("flowrt: 1\nmodel: {path: m}\ndeploy: {experts: {int8: combine}}\n", "with servers: 0 no rows travel; write int8: none"),
         (TRAMPOLINES.replace("none", "all"), "'all' is not possible; write none, dispatch, combine or both"),
     ],
