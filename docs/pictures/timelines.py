@@ -142,7 +142,7 @@ def draw(axes: Any, panel: Panel, trace: ReadTrace) -> None:
     for flow in check_flows(trace).values() if len(panel.streams) > 1 else ():
         for one, other in pairwise(each for each in flow if id(each) in place):
             arrow = {"arrowstyle": "->", "color": "#888888", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0}
-            axes.annotate("", (micros(other.start), place[id(other)]), (micros(one.end), place[id(one)]), arrowprops=arrow)
+            axes.annotate("", (micros(other.start), place[id(other)]), (micros(one.end), place[id(one)]), arrowprops=arrow, zorder=0)
     names = [process.split()[0] if panel.streams == ("compute",) else f"{process.split()[0]} {stream}" for process, stream in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
