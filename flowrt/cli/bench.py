@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 bench_app = App(name="bench", help="Compare flowrt with its peers in alternating pairs. Close other programs first.")
 
 ModelOption = Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")]
+Overrides = Annotated[
+    tuple[str, ...],
+    Parameter(name="--set", negative=(), show_default=False, help="Override a key of every graph, as path=value; repeatable."),
+]
 _WITHOUT_COMPUTING = ("hop", "transports", "m2n")  # one thread of OpenMP is enough
 ModelDirectory = Annotated[Path, Parameter(help="A Hugging Face model directory.")]
 
@@ -173,9 +177,7 @@ def restart(
     pairs: Pairs = 20,
     model: ModelOption = None,
     process: Annotated[str, Parameter(help="The process to kill.")] = "experts.0",
-    overrides: Annotated[
-        tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key of all graphs, as path=value; repeatable.")
-    ] = (),
+    overrides: Overrides = (),
     json: JsonFile = None,
 ) -> None:
     """Measure how soon a killed process is back: from a standby process, from weights in shared memory, and from files."""
@@ -210,9 +212,7 @@ def prefix(
     shared: Annotated[Positive, Parameter(help="Tokens that both prompts of a pair have in common, at their beginning.")] = 1024,
     suffix: Annotated[Positive, Parameter(help="Further tokens of each prompt.")] = 128,
     pairs: Pairs = 20,
-    overrides: Annotated[
-        tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key of all graphs, as path=value; repeatable.")
-    ] = (),
+    overrides: Overrides = (),
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
@@ -249,9 +249,7 @@ def kv_transfer(
     tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 4000,
     streams: StreamOptions | None = None,
     pairs: Pairs = 20,
-    overrides: Annotated[
-        tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key of both graphs, as path=value; repeatable.")
-    ] = (),
+    overrides: Overrides = (),
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:

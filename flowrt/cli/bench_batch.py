@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from flowrt.bench.cases.options import DecodeOptions, JsonFile, Pairs, Positive
-from flowrt.cli.bench import ModelOption, bench_app, run_case
+from flowrt.cli.bench import ModelOption, Overrides, bench_app, run_case
 
 __all__ = ["bench_app"]
 
@@ -24,9 +24,7 @@ def reliability(
     prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16,
     new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each sequence.")] = 64,
     model: ModelOption = None,
-    overrides: Annotated[
-        tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key of both graphs, as path=value; repeatable.")
-    ] = (),
+    overrides: Overrides = (),
     json: JsonFile = None,
 ) -> None:
     """Measure the cost of detector, failover and hedging without failures: the same graph with and without them."""
@@ -47,9 +45,7 @@ def request_log(
     new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each sequence.")] = 64,
     sync: Annotated[bool, Parameter(negative=(), show_default=False, help="Wait for the disk, as with request_log_sync.")] = False,
     model: ModelOption = None,
-    overrides: Annotated[
-        tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key of both graphs, as path=value; repeatable.")
-    ] = (),
+    overrides: Overrides = (),
     json: JsonFile = None,
 ) -> None:
     """Measure the cost of a request log, and the time from a resume until each open request has its next token."""
@@ -69,9 +65,7 @@ def api(
     prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16,
     new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each request.")] = 64,
     model: ModelOption = None,
-    overrides: Annotated[
-        tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key of the graph, as path=value; repeatable.")
-    ] = (),
+    overrides: Overrides = (),
     json: JsonFile = None,
 ) -> None:
     """Measure the cost of HTTP: streams of a running graph beside its Python API, and the processor time of each process."""

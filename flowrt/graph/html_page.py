@@ -14,7 +14,7 @@ _STYLE = """
 :root { color-scheme: light dark; --line: #8b949e; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 16px; }
 .wide { overflow-x: auto; }
-rect { fill: none; stroke: var(--line); }
+rect { fill: canvas; stroke: var(--line); }
 text { fill: currentColor; font-size: 12px; }
 text.name { font-weight: 600; }
 path { fill: none; stroke-width: 1.5; stroke: var(--line); }
