@@ -49,4 +49,4 @@ def _mark(axes: Any, fault: dict[str, Any], top: float, with_label: bool, first:
     if math.isfinite(back):
         axes.axvspan(at, at + back, color="#b5443a", alpha=0.10, linewidth=0, label="until it was back" if first else None)
     if with_label:
-        axes.text(at, 0.98 * top, fault['fault'], rotation=90, verticalalignment="top", fontsize="x-small", color="#b5443a")
+        axes.text(at, 0.98 * top, fault["fault"], rotation=90, verticalalignment="top", fontsize="x-small", color="#b5443a")
