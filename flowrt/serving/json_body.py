@@ -136,7 +136,10 @@ class Fields:
             return default
         if len(json) > MAX_FIELD_BYTES:
             raise invalid(name, f"is longer than {MAX_FIELD_BYTES >> 10} KiB")
-        return _decode(json, name)
+        try:
+            return _decode(json, name)
+        except msgspec.ValidationError:  # numbers are read here for the first time, too
+            raise invalid(name, "holds a number that is out of range") from None
 
     def take_bool(self, name: str, default: bool = False) -> bool:
         value = self.take(name, default)

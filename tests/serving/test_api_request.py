@@ -181,6 +181,14 @@ def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
         read_completion_request(body, "tiny")
 
 
+@pytest.mark.parametrize("number", [b"1e400", b"-1e400", b"1" * 5000, b'{"5": 1e400}'])
+def test_number_out_of_range_is_refused_with_its_field(number: bytes) -> None:
+    for name in ("temperature", "seed", "logit_bias", "model", "store"):
+        with pytest.raises(ApiError, match="out of range") as caught:
+            read_completion_request(b'{"prompt": "a", "%s": %s}' % (name.encode(), number), "tiny")
+        assert (caught.value.kind.code, caught.value.param) == ("invalid_value", name)
+
+
 SMALL = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=5) | st.just("user")
 VALUES = st.recursive(SMALL, lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=3), each, max_size=3), max_leaves=8)
 MESSAGES = st.lists(st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "type", "text"]), VALUES), max_size=3)
