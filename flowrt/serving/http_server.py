@@ -10,6 +10,7 @@ from http import HTTPStatus
 from ssl import SSLContext
 from typing import Any
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -104,11 +105,36 @@ class BoundedProtocol(HttpToolsProtocol):
             self._await_headers()
         else:
             self._num_bytes_between += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._in_headers and self._num_header_bytes > MAX_HEADER_BYTES:
             self._refuse(self.transport, _LARGE_HEADERS)
         if not self._in_headers and self._num_bytes_between > MAX_HEADER_BYTES:
             self._refuse(self.transport, _CHUNKS)
+
+    def _parse(self, data: bytes) -> None:
+        """HTTP/1.1 is not left for another protocol. The parser stops behind the headers of a request that offers one, as those of Java's
+        client do; a new parser gets them without the offer, and what follows."""
+        try:
+            while data:
+                data = self._parse_until_offer(data)
+        except HttpParserError:
+            self.send_400_response("")
+
+    def _parse_until_offer(self, data: bytes) -> bytes:
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as offer:
+            (num_parsed,) = offer.args
+        else:
+            return b""
+        if self.parser.get_method() == b"CONNECT":
+            raise HttpParserError
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        self.parser = HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the first one of uvicorn
+        return b"\r\n".join([*lines, b"", data[num_parsed:]])
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_headers:
@@ -117,7 +143,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(self.transport, _CHUNKS)
 
     def on_headers_complete(self) -> None:
-        if self._is_refused:
+        if self._is_refused or self.parser.should_upgrade():
             return
         self._in_headers = False
         if self._num_header_bytes > MAX_HEADER_BYTES:  # perhaps with a part of the body
@@ -150,6 +176,8 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         if self._early is not None:
             self._respond_early(*self._early)
         elif not self._is_refused:

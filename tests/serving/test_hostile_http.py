@@ -88,6 +88,32 @@ async def test_what_is_between_the_pieces_of_a_body_is_bounded(body: bytes, rest
         await connection.close()
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+async def test_offer_of_another_protocol_is_not_taken(is_split: bool) -> None:
+    """Java's client offers HTTP/2 with its first request. Neither its body nor the next request is lost, or read as something else."""
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2_settings": "AAMAAABkAAQAAP__"}
+    inner = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    async with served_app() as served:
+        connection = await served.connect()
+        if is_split:
+            connection.send("POST", CHAT, content_length=str(len(inner)), **offer)
+            await until(lambda: any(not each._in_headers for each in served.server._state.connections))
+            connection.writer.write(inner)
+        else:
+            connection.send("POST", CHAT, inner, **offer)
+        for _ in range(2):
+            connection.send("GET", "/health", **offer)
+        assert (await connection.response()).error == (400, "invalid_value", None), "not JSON"
+        assert [(await connection.response()).json() for _ in range(2)] == [{"status": "ok"}] * 2
+        connection.send("POST", CHAT, HELLO, **offer)
+        request = await served.submitted.get()
+        served.finish(request)
+        assert (await connection.response()).status == 200
+        connection.writer.write(b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await connection.response()).headers["connection"] == "close"
+        await connection.close()
+
+
 async def test_head_is_get_without_a_body_and_other_methods_are_named() -> None:
     async with served_app() as served:
         connection = await served.connect()
