@@ -12,7 +12,7 @@ import resource
 import sys
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env
@@ -31,6 +31,14 @@ from flowrt.simulation.options import SimulationOptions
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 _MIN_DESCRIPTORS = 32  # to load the libraries and run in one process
 
+
+
+def _split_variable(kind: Any, value: str, delimiter: str | None = None) -> list[str]:
+    """The values of an option from its environment variable. "" gives none; one that is not repeatable may have a newline at its end."""
+    lines = value.splitlines()
+    return lines if len(lines) < 2 or tuple in (get_origin(kind), *map(get_origin, get_args(kind))) else [value]
+
+
 app = App(
     name="flowrt",
     help="""Run Mixture-of-Experts language models as asynchronous dataflow graphs of processes.
@@ -43,7 +51,7 @@ app = App(
     help_format="plaintext",  # the others load a Markdown parser
     suppress_keyboard_interrupt=False,  # else it exits without a word
     config=Env("FLOWRT_", show=False),
-    default_parameter=Parameter(env_var_split=lambda hint, value, delimiter=None: value.splitlines()),
+    default_parameter=Parameter(env_var_split=_split_variable),
 )
 app.command(graph_app)
 app.command(bench_app)

@@ -64,6 +64,16 @@ def test_a_repeatable_option_takes_a_line_for_each_value(monkeypatch: pytest.Mon
     assert options.prompt == ("What is 1 + 2?",)
 
 
+def test_lines_are_the_value_of_an_option_that_is_not_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NAME": "a\nb", "API_KEY": "from a file\n", "SERVED_MODEL_NAME": ""}.items():
+        monkeypatch.setenv(f"FLOWRT_SERVE_{name}", value)
+    options = parsed("serve", "g")["options"]
+    assert (options.name, options.api_key, options.served_model_name) == ("a\nb", "from a file", None)
+    monkeypatch.setenv("FLOWRT_SERVE_PORT", "80\n81")
+    with pytest.raises(UserError, match="FLOWRT_SERVE_PORT is "):
+        parsed("serve", "g")
+
+
 def test_an_error_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubernetes sets this one for a service named flowrt-serve."""
     monkeypatch.setenv("FLOWRT_SERVE_PORT", "tcp://10.0.0.1:80")
