@@ -32,7 +32,6 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 _MIN_DESCRIPTORS = 32  # to load the libraries and run in one process
 
 
-
 def _split_variable(kind: Any, value: str, delimiter: str | None = None) -> list[str]:
     """The values of an option from its environment variable. "" gives none; one that is not repeatable may have a newline at its end."""
     lines = value.splitlines()

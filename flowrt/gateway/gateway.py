@@ -19,7 +19,7 @@ from flowrt.actors.control import Cancel, Ended, KvLost, KvPulled, Prefilled, Pr
 from flowrt.actors.front_end_messages import Refusal
 from flowrt.engine.validation import max_new_tokens, prompt_refusal, refusal
 from flowrt.gateway.decisions import Decision, ForWorker, SendCancel, SendCompleted, SendRequest
-from flowrt.gateway.log_contents import LoggedRequest
+from flowrt.gateway.log_contents import LoggedRequest, unfit
 from flowrt.gateway.log_records import ChoiceEnded, token_of
 from flowrt.gateway.request_log import (
     ChoiceEvent,
@@ -161,7 +161,7 @@ class Gateway(RequestLogs):
 
     def restore(self, logged: LoggedRequest) -> list[Decision]:
         """Take over a request of an earlier launcher, with its number. An open one continues as a new attempt behind its committed tokens.
-        Its earlier events are made again from the tokens; no decision has them."""
+        Its earlier events are made again from the tokens; no decision has them. Raises UserError when an open one does not fit."""
         given, decisions = logged.submitted, list[Decision]()
         self._num_requests = max(self._num_requests, given.request)
         log = self._admit(given.params, given.has_text)
@@ -181,7 +181,7 @@ class Gateway(RequestLogs):
         if log.end is not None:
             return decisions
         if (reason := refusal(request_of(log), self._limits, self._max_position_embeddings, self._vocab_size)) is not None:
-            return decisions + self._end(log, "error", reason)
+            raise unfit(given, reason)
         log.attempt += 1
         self._stages.queue(log)
         return decisions + self._place_waiting()

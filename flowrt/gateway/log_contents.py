@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from flowrt.errors import UserError
+from flowrt.errors import UserError, shown
 from flowrt.gateway.log_records import (
     ChoiceEnded,
     Committed,
@@ -123,3 +123,9 @@ def _add_segment(contents: LogContents, folder: LogFolder, name: str, found: Fou
 def _damaged(folder: LogFolder, name: str, at: int, problem: str) -> UserError:
     todo = "put a copy in its place, or remove the folder, which drops its open requests"
     return UserError(f"the request log {folder.path} is damaged: {name} at byte {at}: {problem}; {todo}")
+
+
+def unfit(submitted: Submitted, reason: str) -> UserError:
+    """The error for an open request that the graph cannot continue."""
+    name = f"request {submitted.request}" if submitted.origin is None else f"request {shown(submitted.origin.id)}"
+    return UserError(f"{name} of the request log is open, and does not fit: {reason}; resume with limits that it fits")

@@ -29,6 +29,8 @@ def check_reliability(graph: Graph) -> Iterator[tuple[Path_, str]]:
         yield from _check_standby(graph)
     if settings.request_log and graph.model is None:
         yield ("reliability", "request_log"), "only requests of a model are logged, and this graph serves none; remove the key"
+    if not settings.request_log.isprintable():
+        yield ("reliability", "request_log"), f"{settings.request_log!r} does not name a folder; write its path"
     if settings.request_log_sync and not settings.request_log:
         yield ("reliability", "request_log_sync"), "there is no request log to sync; write request_log: FOLDER, too"
 

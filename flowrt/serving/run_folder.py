@@ -136,7 +136,7 @@ def claim(name: str, resumes: bool = False) -> RunFolder:
         for left in path.iterdir():
             if not resumes or left.name != _DESCRIPTION:
                 left.unlink()
-    return RunFolder(name, path, lock, resumes)
+    return RunFolder(name, path, lock, is_kept=(path / _DESCRIPTION).exists())
 
 
 def found_graphs() -> list[FoundGraph]:

@@ -336,6 +336,22 @@ async def test_open_requests_are_neither_dropped_nor_continued_by_another_model(
     await close(resumed, log)
 
 
+async def test_open_request_that_does_not_fit_stays_in_the_log(tmp_path: Path) -> None:
+    requests, log = new_requests(tmp_path / "log")
+    requests.place(requests.open(SamplingParams(max_tokens=9), 2, lambda: None), (1, 2), Origin("job-1", 0, 1, b""))
+    await requests.submit(SamplingParams(max_tokens=9), submitter(1, 2))
+    await requests.wait_written()
+    left = copy_of(tmp_path / "log", tmp_path / "left")
+    await close(requests, log)
+    gateway = Gateway(["g"], GraphLimits(max_tokens=8), 64, 26, draw_seed=lambda: 99)
+    smaller = Requests(gateway, send_nothing, RequestProgress(), RealClock())
+    log, contents = open_log(open_log_folder(left), IDENTITY, resumes=True)
+    with pytest.raises(UserError, match="request 'job-1' of the request log is open, and does not fit: max_tokens 9 is more than"):
+        smaller.begin_log(log, contents)
+    await close(smaller, log)
+    assert contents_of(left).num_open == 2
+
+
 async def test_ended_requests_do_not_make_the_log_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowrt.gateway.requests.MAX_UNREAD", 4)
     requests, log = new_requests(tmp_path / "log", segment_bytes=4000)

@@ -327,6 +327,7 @@ BAD = {
         "reliability.suspect_seconds",
         ["two heartbeats of 0.1 s", "write at least 0.2"],
     ),
+    "log of no name": (MODEL + 'reliability: {request_log: "a\\0"}\n', 3, "reliability.request_log", [r"'a\x00' does not name a folder"]),
     "suspected after dead": (MODEL + "reliability: {suspect_seconds: 3}\n", 3, "reliability.suspect_seconds",
         ["not longer", "raise dead_seconds"],
     ),

@@ -57,6 +57,17 @@ def test_what_a_dead_process_left_is_taken_over_or_removed() -> None:
     assert found_graphs() == []
 
 
+def test_resume_that_fails_leaves_what_it_found() -> None:
+    claim("a", resumes=True).remove()
+    assert found_graphs() == []
+    folder = claim("a")
+    folder.describe(described("a"))
+    die(folder)
+    claim("a", resumes=True).remove()
+    assert find_graph("a").description == described("a")
+    remove_dead(find_graph("a"))
+
+
 def test_only_the_first_caller_stops_a_graph() -> None:
     folder = claim("a")
     found = find_graph("a")
