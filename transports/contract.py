@@ -112,7 +112,7 @@ class Channel(Closable):
     """One end of a connection between two processes; both directions. One task may be in `recv`, any number in `send`."""
 
     peer: Identity
-    copies_at_once = False  # `send_nowait` has copied the tensors when it returns, so that it may be given lent ones (Message.instead)
+    copies_at_once = False  # `send_nowait` has copied the tensors when it returns, so that it may be given lent ones (Message.lent)
 
     @property
     @abstractmethod

@@ -66,7 +66,7 @@ class Link:
 
         A broken link drops the message: its `run` has raised the error, or is about to.
         """
-        if message.instead is not None and not self._channel.copies_at_once:
+        if message.lent is not None and not self._channel.copies_at_once:
             message = with_own_tensors(message)
         if not self._waiting:
             try:

@@ -115,7 +115,7 @@ class LinkChannel(Channel):
         except BrokenChannelError:
             if self._ended or self._failure is not None:
                 raise
-        self.buffer.kept.append(message if message.instead is None else message.instead)
+        self.buffer.kept.append(message if message.lent is None else message.lent.replacement)
         return True
 
     async def send(self, message: Message) -> None:

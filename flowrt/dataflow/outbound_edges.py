@@ -211,8 +211,6 @@ class OutboundEdges:
             message = outbound.to_message(payload, edge.id, output.tag)
             if isinstance(payload.header, FailedHeader):
                 message.kind = FAILED
-            if payload.is_lent and outbound.to_message is not by_reference:
-                message.instead = Message(FAILED, output.tag, edge.id, FailedHeader("the link broke while it was on its way"))
             if outbound.declared is not None and (fault := outbound.declared.fault_of_tensors(message.tensors, {})):
                 raise InvalidMessageError(fault)
             requests = outbound.requests_of(output)

@@ -5,14 +5,16 @@ The wire format is in transports/wire/codec.py; checks against a port's spec are
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
 
+from flowrt.dataflow.parts import FAILED, FailedHeader
 from flowrt.operators.int8_rows import dequantize_rows, quantize_rows
-from flowrt.transports.wire.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
+from flowrt.transports.wire.message import DTYPE_BYTES, Lent, Message, Tag, Tensor, TensorSpec
 
 H = TypeVar("H", bound=msgspec.Struct)
 
@@ -28,13 +30,14 @@ _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.it
 class Payload(msgspec.Struct, gc=False):
     """Content of a message as an operator sees it: a typed header (or its undecoded bytes, or None) and tensors on any device.
 
-    `is_lent`: the tensors, of a response, may change when the call that passes them on returns. A message that cannot be sent by then gets
-    copies. After a break of the transport the request gets an error in place of a response that may be lost.
+    `copy_into`: the tensors of a response are copied by this call, into tensors on the host like those in `tensors`, of which only dtypes
+    and shapes are read. It returns the header, and is called before the call that passes the payload on returns. After a break of the
+    transport the request gets an error in place of a response that may be lost.
     """
 
     tensors: tuple[torch.Tensor, ...] = ()
     header: msgspec.Struct | bytes | None = None
-    is_lent: bool = False
+    copy_into: Callable[[Sequence[torch.Tensor]], msgspec.Struct] | None = None
 
     def header_as(self, header_type: type[H]) -> H:
         """Decode the header. Raises msgspec.ValidationError when it is not of this type."""
@@ -47,17 +50,24 @@ class Payload(msgspec.Struct, gc=False):
 
 def to_message(payload: Payload, edge: int, tag: Tag, kind: str = "data") -> Message:
     """Convert to a host message with the payload's own bytes: a view is made contiguous, a device tensor is copied to the host."""
+    if payload.copy_into is not None:
+        return _to_lent_message(payload, payload.copy_into, edge, tag)
     return Message(kind, tag, edge, payload.header, tuple(map(_to_buffer, payload.tensors)))
 
 
 def to_device_message(payload: Payload, edge: int, tag: Tag) -> Message:
     """Like `to_message`, for a transport with the capability `device_memory`: a tensor in device memory stays there."""
+    if payload.copy_into is not None:
+        return to_message(payload, edge, tag)
     return Message("data", tag, edge, payload.header, tuple(map(_to_device_buffer, payload.tensors)))
 
 
 def by_reference(payload: Payload, edge: int, tag: Tag) -> Message:
     """Like `to_message`, for a transport within this OS process: the message holds the tensors themselves, on any device."""
-    tensors = payload.tensors if not payload.is_lent else tuple(map(torch.clone, payload.tensors))
+    if payload.copy_into is not None:
+        targets = tuple([torch.empty(each.shape, dtype=each.dtype) for each in payload.tensors])
+        payload = Payload(targets, payload.copy_into(targets))
+    tensors = payload.tensors
     if len(tensors) == 1:
         only = tensors[0]
         return Message("data", tag, edge, payload.header, (Tensor(_spec(only.dtype, only.shape), only),))
@@ -92,7 +102,7 @@ def with_int8_rows(payload: Payload) -> Payload:
         return payload
     rows, *others = payload.tensors
     quantized, scales = quantize_rows(rows)
-    return Payload((quantized, *others, scales), payload.header, payload.is_lent)
+    return Payload((quantized, *others, scales), payload.header)
 
 
 def from_int8_rows(payload: Payload, dtype: torch.dtype) -> Payload:
@@ -132,6 +142,18 @@ def _to_buffer(tensor: torch.Tensor) -> Tensor:
         return Tensor(spec, b"")
     flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     return Tensor(spec, flat.view(torch.uint8).numpy())
+
+
+def _to_lent_message(payload: Payload, copy_into: Callable[[Sequence[torch.Tensor]], msgspec.Struct], edge: int, tag: Tag) -> Message:
+    def copy_into_buffers(buffers: Sequence[memoryview]) -> msgspec.Struct:
+        tensors = payload.tensors
+        return copy_into(
+            [torch.frombuffer(buffer, dtype=each.dtype).view(each.shape) for buffer, each in zip(buffers, tensors, strict=True)]
+        )
+
+    failed = Message(FAILED, tag, edge, FailedHeader("the link broke while it was on its way"))
+    specs = tuple([Tensor(_spec(each.dtype, each.shape), None) for each in payload.tensors])
+    return Message("data", tag, edge, payload.header, specs, Lent(copy_into_buffers, failed))
 
 
 def _to_device_buffer(tensor: torch.Tensor) -> Tensor:

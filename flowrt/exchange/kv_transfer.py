@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import torch
@@ -34,8 +35,8 @@ from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload, from_int8_rows, with_int8_rows
 from flowrt.errors import error_text
 from flowrt.offered_prompt import OfferedPrompt
+from flowrt.operators.kernels.choice import page_kernels_for
 from flowrt.operators.kernels.torch.pages import digest_of
-from flowrt.operators.kv_copies import pack, staging, unpack
 from flowrt.operators.kv_pages import KvPages
 from flowrt.transports.wire.message import Tag
 
@@ -135,7 +136,7 @@ class KvPack:
     def __init__(self, pages: KvPages, int8_pulls: Collection[int] = (), max_bytes: int = KV_CHUNK_BYTES) -> None:
         self._pages, self._int8_pulls = pages, frozenset(int8_pulls)
         self._chunk_tokens = chunk_tokens_of(pages, max_bytes)
-        self._staging = staging(pages, self._chunk_tokens)
+        self._kernels = page_kernels_for(pages.parts(0)[0].device)
         self._offers: dict[tuple[str, int], _PromptOffer] = {}  # by request and attempt
         self._num_offers = 0
 
@@ -196,30 +197,39 @@ class KvPack:
         while offer.waiting and (chunk := offer.next_chunk(size)) is not None:
             (firing, pull), (layer, first, num_tokens, is_last) = offer.waiting.popleft(), chunk
             slots_T = slots_of(offer.prompt.pages, self._pages.page_size, first, num_tokens)
-            try:
-                tensors, digest = pack(self._pages, layer, slots_T, num_tokens, self._staging)
-                payload = Payload(tensors, is_lent=True)
-                if not self._int8_pulls.isdisjoint(firing.via):
-                    payload = with_int8_rows(payload)
-                    digest = digest_of(from_int8_rows(payload, tensors[0].dtype).tensors)  # of what the group will have
-                elif digest is None:
-                    digest = digest_of(tensors)
-            except Exception as error:  # such as memory: it ends this transfer, not the worker
-                self._refuse(firing, pull, error_text(error))
-                continue
             offer.sent[layer] += num_tokens
             prompt, num_ready = offer.prompt, offer.num_ready(size)
-            header = ChunkHeader(pull, layer, first, num_tokens, prompt.epoch, prompt.num_committed, num_ready, is_last, digest)
-            self._respond(firing, {"chunk": Payload(payload.tensors, header, is_lent=True)})
+            header = ChunkHeader(pull, layer, first, num_tokens, prompt.epoch, prompt.num_committed, num_ready, is_last)
+            make = self._lent_chunk if self._int8_pulls.isdisjoint(firing.via) else self._int8_chunk
+            self._respond(firing, {"chunk": make(header, self._pages.parts(layer), slots_T)})
             if is_last:
                 self._refuse_waiting(offer, "the offer has no more chunks")
+
+    def _lent_chunk(self, header: ChunkHeader, parts: Sequence[Tensor], slots_T: Tensor | slice) -> Payload:
+        like_these = tuple(part[: header.num_tokens] for part in parts)
+        return Payload(like_these, copy_into=partial(self._copy_into, header, parts, slots_T))
+
+    def _copy_into(self, header: ChunkHeader, parts: Sequence[Tensor], slots_T: Tensor | slice, targets: Sequence[Tensor]) -> ChunkHeader:
+        try:
+            return msgspec.structs.replace(header, digest=self._kernels.gather_slots(parts, slots_T, targets))
+        except Exception as error:  # it ends this transfer, not the worker
+            return ChunkHeader(header.pull, refusal=error_text(error))
+
+    def _int8_chunk(self, header: ChunkHeader, parts: Sequence[Tensor], slots_T: Tensor | slice) -> Payload:
+        targets = [torch.empty(header.num_tokens, *part.shape[1:], dtype=part.dtype) for part in parts]
+        header = self._copy_into(header, parts, slots_T, targets)
+        payload = with_int8_rows(Payload(tuple(targets), header))
+        if header.refusal:
+            return payload
+        digest = digest_of(from_int8_rows(payload, parts[0].dtype).tensors)  # of what the group will have
+        return Payload(payload.tensors, msgspec.structs.replace(header, digest=digest))
 
     def _refuse_waiting(self, offer: _PromptOffer, why: str) -> None:
         while offer.waiting:
             self._refuse(*offer.waiting.popleft(), why)
 
     def _refuse(self, firing: Firing, pull: PullHeader, why: str) -> None:
-        nothing = tuple(rows[:0] for rows in self._staging)
+        nothing = tuple(torch.empty(0, *part.shape[1:], dtype=part.dtype) for part in self._pages.parts(0))
         self._respond(firing, {"chunk": Payload(nothing, ChunkHeader(pull, refusal=why))})
 
 
@@ -254,7 +264,7 @@ class KvUnpack:
     """
 
     def __init__(self, pages: KvPages) -> None:
-        self._pages = pages
+        self._pages, self._kernels = pages, page_kernels_for(pages.parts(0)[0].device)
         self._transfers: dict[tuple[str, int], _Transfer] = {}  # by request and attempt
         self._by_step: dict[int, tuple[_Transfer, PullHeader]] = {}  # outstanding pulls
         self._num_pulls = 0
@@ -350,7 +360,7 @@ class KvUnpack:
             return f"it has {len(tensors[0])} tokens, expected {num_tokens}"
         slots_T = slots_of(transfer.pages, self._pages.page_size, first, num_tokens)
         # The sender can still write into the message, but not into the pages, whose hash this is.
-        if unpack(self._pages, layer, slots_T, tensors) != header.digest:
+        if self._kernels.scatter_slots(self._pages.parts(layer), slots_T, tensors) != header.digest:
             return "its bytes do not match their hash"
         transfer.received[layer] += num_tokens
         return "" if header.is_last == transfer.has_all else f"it is {'' if header.is_last else 'not '}the last one"

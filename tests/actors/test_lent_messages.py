@@ -10,22 +10,13 @@ from actors.test_fallback import linked
 
 from flowrt.actors.link import Link
 from flowrt.transports.conformance.connection_checks import HERE, THERE, pair_maker
-from flowrt.transports.conformance.kit import check_numbered, fill, numbered, opened, pattern, receive_all, within
+from flowrt.transports.conformance.kit import check_numbered, fill, lent, numbered, opened, receive_all, within
 from flowrt.transports.contract import Channel, Limits
 from flowrt.transports.inproc import InprocChannel
 from flowrt.transports.registry import unavailable_reason
-from flowrt.transports.wire.message import Message, Tensor
 
 needs_shm = pytest.mark.skipif(unavailable_reason("shm") is not None, reason="needs shm")
 NUM_BYTES = 20000
-
-
-def lent(number: int) -> tuple[Message, bytearray]:
-    """Message `number`, and the buffer of its tensor."""
-    message, buffer = numbered(number, NUM_BYTES), bytearray(pattern(NUM_BYTES, number))
-    message.tensors = (Tensor(message.tensors[0].spec, buffer),)
-    message.instead = Message("instead", edge=1)
-    return message, buffer
 
 
 async def inproc_pair(limits: Limits) -> tuple[Channel, Channel]:
@@ -40,7 +31,7 @@ async def test_a_message_that_is_not_copied_at_once_gets_copies(
     async with opened(make_pair) as (one, two):
         number = fill(one) if is_full else 0
         link = Link(one, 16, lambda message: None)
-        message, buffer = lent(number)
+        message, buffer = lent(number, NUM_BYTES)
         link.post(message)
         buffer[:] = bytes(NUM_BYTES)
         running = asyncio.ensure_future(link.run())
@@ -55,13 +46,13 @@ async def test_a_message_that_is_not_copied_at_once_gets_copies(
 async def test_another_message_is_sent_in_its_place_after_a_break() -> None:
     async with linked("faulty+shm?out.drop@1", "zmq") as (one, two):
         receiving = asyncio.ensure_future(receive_all(one, 0, 1))  # as a link does: it notices the break
-        message, buffer = lent(1)
+        message, buffer = lent(1, NUM_BYTES)
         assert one.send_nowait(numbered(0))
         one.send_nowait(message)
         buffer[:] = bytes(NUM_BYTES)
         check_numbered(await within(two.recv(), "what was sent before the break"), 0)
         replaced = await within(two.recv(), "what is sent in place of the lent message")
-        assert (replaced.kind, replaced.edge, replaced.tensors) == ("instead", 1, ())
+        assert (replaced.kind, replaced.edge, replaced.tensors) == ("replacement", 1, ())
         await two.send(numbered(0))
         await within(receiving, "the link goes on")
 

@@ -1,10 +1,14 @@
 """Received payloads: which values may alias memory that the peer can still write."""
 
+from __future__ import annotations
+
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from flowrt.dataflow.parts import FailedHeader
 from flowrt.dataflow.payload import Payload, by_reference, from_message, from_reference, to_message
 from flowrt.transports.conformance.connection_checks import pair_maker
 from flowrt.transports.contract import Limits
@@ -49,9 +53,18 @@ def test_received_numbers_are_not_copied(dtype: torch.dtype) -> None:
     assert not after.to(torch.float32).any()
 
 
-def test_tensors_pass_by_reference_unless_they_are_lent() -> None:
-    for is_lent, tensors in ((False, (torch.ones(2),)), (True, (torch.ones(2),)), (True, (torch.ones(2), torch.ones(3)))):
-        passed = from_reference(by_reference(Payload(tensors, is_lent=is_lent), 0, Tag("source@1"))).tensors
-        for tensor in tensors:
-            tensor.zero_()
-        assert all(tensor.sum() == len(tensor) * is_lent for tensor in passed)
+@pytest.mark.parametrize("num_tensors", [1, 2])
+def test_tensors_pass_by_reference_unless_they_are_lent(num_tensors: int) -> None:
+    tensors = tuple(torch.ones(2) for _ in range(num_tensors))
+
+    def copy_into(targets: Sequence[torch.Tensor]) -> FailedHeader:
+        for copy, tensor in zip(targets, tensors, strict=True):
+            copy.copy_(tensor)
+        return FailedHeader("made by the copy")
+
+    for is_lent in (False, True):
+        payload = Payload(tensors, copy_into=copy_into if is_lent else None)
+        passed = from_reference(by_reference(payload, 0, Tag("source@1")))
+        assert (passed.header == FailedHeader("made by the copy")) == is_lent
+        assert all((one is other) != is_lent for one, other in zip(passed.tensors, tensors, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(passed.tensors, tensors, strict=True))

@@ -425,13 +425,20 @@ async def test_a_lent_response_may_be_replaced_by_an_error():
         client.runner.emit("in", tag(step), {"x": number(step)})
     for _, message in client.posted:
         server.deliver(message)
-    lent = torch.tensor([7.0])
-    for firing, is_lent in zip(server.sunk, (True, False), strict=True):
-        server.runner.respond(firing, {"y": Payload((lent,), is_lent=is_lent)})
+    rows = torch.tensor([7.0])
+
+    def copy_into(targets):
+        targets[0].copy_(rows)
+        return FailedHeader("made by the copy")
+
+    for firing, copy in zip(server.sunk, (copy_into, None), strict=True):
+        server.runner.respond(firing, {"y": Payload((rows,), copy_into=copy)})
     (_, first), (_, second) = server.posted
-    assert second.instead is None
-    assert torch.frombuffer(first.tensors[0].data, dtype=torch.float32).data_ptr() == lent.data_ptr()
-    client.deliver(first.instead)
+    assert second.lent is None
+    copied = bytearray(4)
+    assert first.lent.copy_into([memoryview(copied)]) == FailedHeader("made by the copy")
+    assert torch.frombuffer(copied, dtype=torch.float32) == rows
+    client.deliver(first.lent.replacement)
     assert client.failed == [(0, "the link broke while it was on its way")]
     client.deliver(second)
     assert [value_of(firing.inputs["x"]) for firing in client.sunk] == [7.0]

@@ -11,12 +11,11 @@ import torch
 
 from flowrt.actors.control import KvOffer
 from flowrt.dataflow.matching import Firing
-from flowrt.dataflow.payload import Payload, from_int8_rows
+from flowrt.dataflow.payload import Payload, by_reference, from_int8_rows, from_reference
 from flowrt.exchange import kv_transfer
 from flowrt.exchange.kv_transfer import ChunkHeader, KvPack, KvUnpack, PullHeader
 from flowrt.offered_prompt import NO_STEP, OfferedPrompt
-from flowrt.operators.kernels.torch.pages import digest_of
-from flowrt.operators.kv_copies import unpack
+from flowrt.operators.kernels.torch.pages import digest_of, scatter_slots
 from flowrt.operators.kv_pages import KvPages
 from flowrt.transports.wire.message import Tag
 
@@ -53,11 +52,11 @@ class Pair:
         slots = kv_transfer.slots_of(self.held_pages, page_sizes[0], 0, TOKENS)
         for layer in range(LAYERS):
             values = [torch.randn(TOKENS, *part.shape[1:]).to(dtype) for part in self.held.parts(layer)]
-            unpack(self.held, layer, slots, values)
+            scatter_slots(self.held.parts(layer), slots, values)
         self.pack, self.unpack = KvPack(self.held, {INT8_PULL}, max_bytes), KvUnpack(self.own)
         self.pulls: deque[Firing] = deque()  # on their way to the worker
         self.chunks: deque[Firing] = deque()  # and to the group
-        self.pack.connect(lambda firing, outputs: self.chunks.append(Firing("g.kv_unpack", firing.tag, dict(outputs))))
+        self.pack.connect(self._respond)
         self.ends: list[tuple[str, int, str]] = []
         self.unpack.connect(
             "g.kv_unpack@1", {"p": "pull0"}, self._emit, lambda *key: self.ends.append((*key, "")), lambda *end: self.ends.append(end)
@@ -77,6 +76,10 @@ class Pair:
         """The running step has written the KV of these layers."""
         for layer in layers:
             self.pack.on_written(Firing("p.kv_progress", Tag("p.source@1", epoch, 0, step, layer), {}))
+
+    def _respond(self, firing: Firing, outputs: Mapping[str, Payload]) -> None:
+        chunk = from_reference(by_reference(outputs["chunk"], 0, firing.tag))
+        self.chunks.append(Firing("g.kv_unpack", firing.tag, {"chunk": chunk}))
 
     def _emit(self, tag: Tag, outputs: Mapping[str, Payload]) -> None:
         self.pulls.append(Firing("p.kv_pack", tag, {"pull": outputs["pull0"]}, self.via))
@@ -204,7 +207,7 @@ def test_a_roll_back_makes_the_chunks_of_its_steps_void() -> None:
     pair.begin()
     pair.run()
     for layer in range(LAYERS):  # what the step computes is wrong
-        unpack(pair.held, layer, kv_transfer.slots_of(pair.held_pages, 4, 8, 3), [torch.full((3, 2, 4), 7.0)] * 2)
+        scatter_slots(pair.held.parts(layer), kv_transfer.slots_of(pair.held_pages, 4, 8, 3), [torch.full((3, 2, 4), 7.0)] * 2)
     pair.write_layers(0, 1)
     pair.run()
     assert pair.unpack._transfers["a", 0].received == [TOKENS, TOKENS, 4]
@@ -213,7 +216,7 @@ def test_a_roll_back_makes_the_chunks_of_its_steps_void() -> None:
     pair.run()
     assert pair.unpack._transfers["a", 0].epoch == 0, "there is nothing to send in the new epoch"
     for layer in range(LAYERS):
-        unpack(pair.held, layer, kv_transfer.slots_of(pair.held_pages, 4, 8, 3), [torch.full((3, 2, 4), 5.0)] * 2)
+        scatter_slots(pair.held.parts(layer), kv_transfer.slots_of(pair.held_pages, 4, 8, 3), [torch.full((3, 2, 4), 5.0)] * 2)
     pair.write_layers(0, 1, 2, epoch=1, step=1)
     pair.complete(epoch=1)
     pair.run()

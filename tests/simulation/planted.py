@@ -346,7 +346,7 @@ BUGS: tuple[Bug, ...] = (
         FALLBACK, "LinkChannel.send_nowait", "self.opener.want()", "pass"), (
         FALLBACK, "LinkChannel._usable_channel", "self.opener.want()", "pass")),
     bug("resend-buffer-empty", "messages sent at once are not kept for resending", (
-        FALLBACK, "LinkChannel.send_nowait", "self.buffer.kept.append(message if message.instead is None else message.instead)", "pass")),
+        FALLBACK, "LinkChannel.send_nowait", "self.buffer.kept.append(message if message.lent is None else message.lent.replacement)", "pass")),
     body("resent-accepted-twice", "a message resent after a fallback is accepted twice", RESEND_BUFFER, "ResendBuffer.is_new", "self.received += 1\nreturn True"),
     body("call-never-marked", "the accepting end of a lazy channel never confirms it", LAZY, "LazyOpener._mark", "return True"),
     bug("nothing-resent", "after a fallback, unacknowledged messages are not sent again", (

@@ -28,6 +28,7 @@ from flowrt.transports.conformance.kit import (
     expect,
     expect_error,
     fill,
+    lent,
     numbered,
     opened,
     pattern,
@@ -131,10 +132,8 @@ async def check_copies_at_once(make_pair: MakePair) -> None:
     sizes = [size for size in _SIZES if size]
     async with opened(make_pair, Limits(capacity_bytes=1 << 23)) as (one, two):
         for number, nbytes in enumerate(sizes) if one.copies_at_once else ():
-            lent = numbered(number, nbytes)
-            buffer = bytearray(pattern(nbytes, number))
-            lent.tensors = (Tensor(lent.tensors[0].spec, buffer),)
-            expect(one.send_nowait(lent), f"{nbytes} bytes are sent at once")
+            message, buffer = lent(number, nbytes)
+            expect(one.send_nowait(message), f"{nbytes} bytes are sent at once")
             buffer[:] = bytes(nbytes)
             await receive_all(two, number, number + 1, nbytes)
 

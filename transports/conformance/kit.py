@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
@@ -14,7 +14,7 @@ import msgspec
 
 from flowrt.transports.contract import Channel, Limits
 from flowrt.transports.errors import TransportError
-from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
+from flowrt.transports.wire.message import Lent, Message, Tag, Tensor, TensorSpec
 
 MakePair: TypeAlias = Callable[[Limits], Awaitable[tuple[Channel, Channel]]]
 Check: TypeAlias = Callable[[Any], Coroutine[Any, Any, None]]  # of a MakePair, or of a scheme
@@ -61,6 +61,20 @@ def numbered(number: int, nbytes: int = 0) -> Message:
     """Returns message `number`, with one tensor of `nbytes` bytes, or without tensors when `nbytes` is 0."""
     tensors = (Tensor(TensorSpec("uint8", (nbytes,)), pattern(nbytes, number)),) if nbytes else ()
     return Message("data", Tag("source@1", step=number), number % 3, Header(number, ["a", "b"]), tensors)
+
+
+def lent(number: int, nbytes: int) -> tuple[Message, bytearray]:
+    """Returns `numbered(number, nbytes)` with a lent tensor and a header that its copy gives, and the buffer from which it is copied."""
+    message, buffer = numbered(number, nbytes), bytearray(pattern(nbytes, number))
+
+    def copy_into(buffers: Sequence[memoryview]) -> Header:
+        (copy,) = buffers
+        copy[:] = buffer
+        return Header(number, ["a", "b"])
+
+    message.lent = Lent(copy_into, Message("replacement", edge=1))
+    message.header, message.tensors = None, (Tensor(message.tensors[0].spec, None),)
+    return message, buffer
 
 
 def check_numbered(message: Message, number: int, nbytes: int = 0) -> None:

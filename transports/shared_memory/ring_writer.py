@@ -13,8 +13,8 @@ from flowrt.transports.contract import ChannelStatistics, Limits
 from flowrt.transports.errors import InvalidMessageError
 from flowrt.transports.shared_memory import ring
 from flowrt.transports.shared_memory.ring import Layout, pieces
-from flowrt.transports.wire.codec import WireError, encode, encode_envelope, tensor_bytes
-from flowrt.transports.wire.message import Message
+from flowrt.transports.wire.codec import WireError, encode, encode_envelope, tensor_bytes, with_own_tensors
+from flowrt.transports.wire.message import Lent, Message
 
 if TYPE_CHECKING:
     from flowrt.transports.native._words import Memory
@@ -75,6 +75,8 @@ class RingWriter:
         Without `later`: False for more than an eighth of the capacity, because a caller that cannot wait delays its other work.
         With `later`: bulk may be copied after this returns (`copying`, `copy_threads`); its tensors must not change until then.
         """
+        if message.lent is not None and message.payload_bytes <= ring.INLINE_BYTES:
+            message = with_own_tensors(message)
         envelope, sizes, total = encode_envelope(message, self._sequence, self._limits)
         if not later and total > self._max_nowait_bytes:
             return False
@@ -83,7 +85,7 @@ class RingWriter:
             return True
         if self._refresh() and self._send(message, envelope, sizes, total, bulk):
             return True
-        if total <= ring.INLINE_BYTES or not self._begin(message, envelope, sizes, total, True):
+        if total <= ring.INLINE_BYTES or message.lent is not None or not self._begin(message, envelope, sizes, total, True):
             return False
         sent = self._send_chunks()
         if not later:
@@ -187,7 +189,11 @@ class RingWriter:
                     return False
                 self._copy_stripes(parts, self._area + start % self._area_bytes, offsets)
             else:
-                self._fill(message, sizes, self._area + start % self._area_bytes, offsets)
+                at = self._area + start % self._area_bytes
+                if message.lent is None:
+                    self._fill(message, sizes, at, offsets)
+                else:
+                    envelope = self._take_lent(message, message.lent, sizes, at, offsets)
                 if not self._put_record(ring.PLACED, start, total, envelope):
                     return False
             if self._released == self._placed:
@@ -215,6 +221,13 @@ class RingWriter:
                 self._memory.fill(base + offset, tensor.data)
         except (ValueError, TypeError, BufferError) as error:
             self._refuse(message, error)
+
+    def _take_lent(self, message: Message, lent: Lent, sizes: list[int], base: int, offsets: list[int]) -> bytes:
+        """Copies lent tensors, and returns the envelope with the header that this gives."""
+        area = memoryview(self._memory)[base:]
+        header = lent.copy_into([area[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)])
+        complete = Message(message.kind, message.tag, message.edge, header, message.tensors)
+        return encode_envelope(complete, self._sequence, self._limits)[0]
 
     def _refuse(self, message: Message, error: Exception) -> NoReturn:
         """Raises for buffers that do not match their specs; nothing was sent."""

@@ -46,10 +46,11 @@ _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 
 def encode(message: Message, sequence: int, limits: Limits | None = None) -> list[Part]:
     """The wire parts of `message`: the envelope, then one part per tensor, which is a view of the tensor's own memory, or of a copy
-    where that has strides.
+    where that has strides or is lent.
 
     Raises InvalidMessageError when it cannot be encoded, LimitError when `limits` are given and too small for it.
     """
+    message = with_own_tensors(message)
     return [encode_envelope(message, sequence, limits)[0], *map(tensor_bytes, message.tensors)]
 
 
@@ -116,11 +117,12 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def with_own_tensors(message: Message) -> Message:
-    """`message`; with copies of its tensors if they are lent. Errors as in `tensor_bytes`."""
-    if message.instead is None:
+    """`message`; with copies of its tensors if they are lent."""
+    if message.lent is None:
         return message
-    tensors = tuple(Tensor(tensor.spec, bytes(tensor_bytes(tensor))) for tensor in message.tensors)
-    return Message(message.kind, message.tag, message.edge, message.header, tensors)
+    tensors = tuple(Tensor(tensor.spec, bytearray(tensor.spec.nbytes)) for tensor in message.tensors)
+    header = message.lent.copy_into([memoryview(tensor.data) for tensor in tensors])  # type: ignore[arg-type]
+    return Message(message.kind, message.tag, message.edge, header, tensors)
 
 
 def spec_bytes(spec: TensorSpec) -> int:

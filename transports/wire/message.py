@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import TypeVar
@@ -56,14 +57,24 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
     data: object
 
 
+class Lent(msgspec.Struct, frozen=True, gc=False):
+    """Tensors that their owner may change as soon as the call that got the message returns.
+
+    `copy_into` copies them into one buffer each, and returns the header, which may depend on what was copied. `replacement` is sent in
+    place of the message when it may have been lost, and the tensors may have changed.
+    """
+
+    copy_into: Callable[[Sequence[memoryview]], msgspec.Struct | bytes | None]
+    replacement: Message
+
+
 class Message(msgspec.Struct, gc=False):
     """kind, edge, tag, typed header, tensors.
 
     `kind` names what this is ("data", "credit", ...), `edge` the edge of the graph it travels on (-1: none). `header` is a
     msgspec struct on the way out and, from a wire, its undecoded MessagePack bytes; read it with `decode_header`.
 
-    `instead`: the tensors are lent. They may change as soon as the call that got the message returns, and then this message is sent in
-    its place. It does not travel with it.
+    `lent`: the tensors, whose `data` is None, are not copied yet. This does not travel with the message.
     """
 
     kind: str
@@ -71,7 +82,7 @@ class Message(msgspec.Struct, gc=False):
     edge: int = -1
     header: msgspec.Struct | bytes | None = None
     tensors: tuple[Tensor, ...] = ()
-    instead: Message | None = None
+    lent: Lent | None = None
 
     @property
     def payload_bytes(self) -> int:

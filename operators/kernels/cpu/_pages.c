@@ -1,8 +1,9 @@
 /* Copies rows between KV pages and packed memory, and hashes the copies: the module flowrt.operators.kernels.cpu._pages.
  *
- * The hash is XXH3 of 64 bits (seed 0), as the package xxhash computes it, of the bytes at their destination: so it shows what is there,
- * also where another process can write into the source meanwhile. Each PIECE is hashed right after it was copied, from the cache, so that
- * memory is read and written once. https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
+ * The hash is XXH3 of 64 bits (seed 0), as the package xxhash computes it, of the bytes that are stored: so it shows what is at the
+ * destination, also where another process can write into the source meanwhile. What is hashed is loaded once, and stored from the register.
+ * Stores into pages pass the caches by: no step reads them before the whole prompt is there, and without these stores a line is read
+ * before it is written. https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -10,7 +11,6 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define PIECE 4096 /* bytes: copy and hash of so many stay in the first cache */
 #define STRIPE 64
 #define STRIPES 16 /* of a block, after which the sums are scrambled */
 #define MIN_HASHED 241 /* bytes: XXH3 hashes shorter inputs in other ways */
@@ -29,12 +29,15 @@ static const uint64_t PRIME64_1 = 0x9e3779b185ebca87, PRIME64_2 = 0xc2b2ae3d27d4
                       PRIME64_4 = 0x85ebca77c2b2ae63, PRIME64_5 = 0x27d4eb2f165667c5;
 
 /* The hash of `total` bytes, of which the first have been added. `begun` holds the `held` bytes of an unfinished stripe, `last` the last
-   STRIPE bytes of all. The last stripe, whole or not, is hashed once more at the end, so `left` stripes are hashed before. */
+   STRIPE bytes of all. The last stripe, whole or not, is hashed once more at the end, so `left` stripes are hashed before. `coming` bytes
+   have not been added. */
 typedef struct {
     two acc[TWOS];
     unsigned char begun[STRIPE], last[STRIPE];
-    long held, left, in_block;
+    long held, left, in_block, coming;
 } Hash;
+
+typedef enum { ONLY_HASH, STORE, STREAM } Copying; /* STREAM: past the caches, to addresses that are multiples of 16 */
 
 INLINE two load_two(const void *at)
 {
@@ -52,10 +55,23 @@ INLINE two low_times_high(two x)
 #endif
 }
 
-INLINE void add_stripe(two *acc, const unsigned char *at, const char *secret)
+INLINE void store_two(unsigned char *to, two data, Copying how)
+{
+#ifdef __SSE2__
+    if (how == STREAM) {
+        __builtin_ia32_movntdq((long long __attribute__((vector_size(16))) *)to, (long long __attribute__((vector_size(16))))data);
+        return;
+    }
+#endif
+    if (how != ONLY_HASH)
+        memcpy(to, &data, sizeof data);
+}
+
+INLINE void add_stripe(two *acc, const unsigned char *at, const char *secret, unsigned char *to, Copying how)
 {
     for (int i = 0; i < TWOS; i++) {
         const two data = load_two(at + 16 * i);
+        store_two(to + 16 * i, data, how);
         acc[i] += low_times_high(data ^ load_two(secret + 16 * i)) + __builtin_shuffle(data, (two){1, 0});
     }
 }
@@ -69,48 +85,57 @@ INLINE void scramble(two *acc)
 }
 
 /* `count` stripes before the last one. */
-INLINE void add_stripes(Hash *hash, const unsigned char *at, long count)
+INLINE void add_stripes(Hash *hash, const unsigned char *at, long count, unsigned char *to, Copying how)
 {
+    two acc[TWOS];
+    memcpy(acc, hash->acc, sizeof acc);
     hash->left -= count;
     while (count) {
         const long in_block = hash->in_block, some = count < STRIPES - in_block ? count : STRIPES - in_block;
-        two acc[TWOS];
-        memcpy(acc, hash->acc, sizeof acc);
         for (long i = 0; i < some; i++)
-            add_stripe(acc, at + i * STRIPE, (const char *)SECRET + 8 * (in_block + i));
+            add_stripe(acc, at + i * STRIPE, (const char *)SECRET + 8 * (in_block + i), to + i * STRIPE, how);
         hash->in_block = (in_block + some) % STRIPES;
         if (!hash->in_block)
             scramble(acc);
-        memcpy(hash->acc, acc, sizeof acc);
         at += some * STRIPE;
+        to += some * STRIPE;
         count -= some;
     }
+    memcpy(hash->acc, acc, sizeof acc);
 }
 
-static void add(Hash *hash, const unsigned char *at, long bytes)
+/* Copies some bytes and adds them to the hash. */
+static void move(Hash *hash, unsigned char *to, const unsigned char *from, long bytes, int to_pages)
 {
-    if (bytes >= STRIPE)
-        memcpy(hash->last, at + bytes - STRIPE, STRIPE);
-    else {
-        memmove(hash->last, hash->last + bytes, STRIPE - bytes);
-        memcpy(hash->last + STRIPE - bytes, at, bytes);
-    }
+    hash->coming -= bytes;
+    unsigned char *const begin = to, *const end = to + bytes;
     if (hash->held) {
         const long more = bytes < STRIPE - hash->held ? bytes : STRIPE - hash->held;
-        memcpy(hash->begun + hash->held, at, more);
-        at += more;
-        bytes -= more;
+        memcpy(to, from, more);
+        memcpy(hash->begun + hash->held, to, more);
+        to += more;
+        from += more;
         hash->held += more;
-        if (hash->held < STRIPE || !hash->left)
-            return;
-        add_stripes(hash, hash->begun, 1);
-        hash->held = 0;
+        if (hash->held == STRIPE && hash->left) {
+            add_stripes(hash, hash->begun, 1, NULL, ONLY_HASH);
+            hash->held = 0;
+        }
     }
-    const long whole = bytes / STRIPE < hash->left ? bytes / STRIPE : hash->left;
-    add_stripes(hash, at, whole);
-    if (hash->left) {
-        hash->held = bytes - whole * STRIPE;
-        memcpy(hash->begun, at + whole * STRIPE, hash->held);
+    if (!hash->held) {
+        const long fitting = (end - to) / STRIPE, whole = fitting < hash->left ? fitting : hash->left;
+        if (to_pages && (uintptr_t)to % sizeof(two) == 0)
+            add_stripes(hash, from, whole, to, STREAM);
+        else
+            add_stripes(hash, from, whole, to, STORE);
+        to += whole * STRIPE;
+        memcpy(to, from + whole * STRIPE, end - to);
+        memcpy(hash->begun, to, hash->held = end - to);
+    }
+    if (hash->coming < STRIPE && bytes >= STRIPE)
+        memcpy(hash->last, end - STRIPE, STRIPE);
+    else if (hash->coming < STRIPE) {
+        memmove(hash->last, hash->last + bytes, STRIPE - bytes);
+        memcpy(hash->last + STRIPE - bytes, begin, bytes);
     }
 }
 
@@ -123,7 +148,7 @@ INLINE uint64_t folded(uint64_t x, uint64_t y)
 static uint64_t end(Hash *hash, uint64_t total)
 {
     uint64_t found = total * PRIME64_1, acc[8], secret[8];
-    add_stripe(hash->acc, hash->last, (const char *)SECRET + sizeof SECRET - STRIPE - 7);
+    add_stripe(hash->acc, hash->last, (const char *)SECRET + sizeof SECRET - STRIPE - 7, NULL, ONLY_HASH);
     memcpy(acc, hash->acc, sizeof acc);
     memcpy(secret, (const char *)SECRET + 11, sizeof secret);
     for (int i = 0; i < 8; i += 2)
@@ -132,24 +157,19 @@ static uint64_t end(Hash *hash, uint64_t total)
     return found ^ found >> 32;
 }
 
-static void move(Hash *hash, char *to, const char *from, long bytes)
-{
-    for (long at = 0; at < bytes; at += PIECE) {
-        const long piece = bytes - at < PIECE ? bytes - at : PIECE;
-        memcpy(to + at, from + at, piece);
-        add(hash, (unsigned char *)to + at, piece);
-    }
-}
-
 /* The rows of one part: those in pages are `pitch` bytes apart, and rows in successive slots that fill it are moved at once. */
-static void move_part(Hash *hash, int to_pages, const int64_t *slots, long rows, char *pages, long pitch, long row_bytes, char *packed)
+static void move_part(Hash *hash, int to_pages, const int64_t *slots, long rows, unsigned char *pages, long pitch, long row_bytes,
+                      unsigned char *packed)
 {
     for (long row = 0, count; row < rows; row += count) {
         for (count = 1; pitch == row_bytes && row + count < rows && slots[row + count] == slots[row] + count;)
             count++;
-        char *at = pages + slots[row] * pitch, *other = packed + row * row_bytes;
-        move(hash, to_pages ? at : other, to_pages ? other : at, count * row_bytes);
+        unsigned char *at = pages + slots[row] * pitch, *other = packed + row * row_bytes;
+        move(hash, to_pages ? at : other, to_pages ? other : at, count * row_bytes, to_pages);
     }
+#ifdef __SSE2__
+    __builtin_ia32_sfence(); /* streamed bytes are there before what tells others so */
+#endif
 }
 
 static PyObject *move_slots(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
@@ -170,9 +190,9 @@ static PyObject *move_slots(PyObject *module, PyObject *const *arguments, Py_ssi
         bytes += rows * n[at + 2];
     if (bytes < MIN_HASHED)
         return PyErr_Format(PyExc_ValueError, "%ld bytes; at least %d are wanted", bytes, MIN_HASHED);
-    Hash hash = {{{PRIME32_3, PRIME64_1}, {PRIME64_2, PRIME64_3}, {PRIME64_4, PRIME32_2}, {PRIME64_5, PRIME32_1}}, .left = (bytes - 1) / STRIPE};
+    Hash hash = {{{PRIME32_3, PRIME64_1}, {PRIME64_2, PRIME64_3}, {PRIME64_4, PRIME32_2}, {PRIME64_5, PRIME32_1}}, .left = (bytes - 1) / STRIPE, .coming = bytes};
     for (Py_ssize_t at = OF_PART; at < given; at += OF_PART) /* under the interpreter's lock: to get it back may take longer than all this */
-        move_part(&hash, n[0], slots, rows, (char *)n[at], n[at + 1], n[at + 2], (char *)n[at + 3]);
+        move_part(&hash, n[0], slots, rows, (unsigned char *)n[at], n[at + 1], n[at + 2], (unsigned char *)n[at + 3]);
     return PyLong_FromUnsignedLongLong(end(&hash, bytes));
 }
 
