@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import sys
 from inspect import cleandoc
@@ -29,6 +30,8 @@ from flowrt.output_file import LostOutputError
 from flowrt.simulation.options import SimulationOptions
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
+_UNKNOWN_OPTION = re.compile(r'Unknown option: "?--([a-z0-9-]+)')
+_NO_GRAPH = "a graph file or model directory is missing; give its path without --model, or write one with flowrt init DIR"
 _MIN_DESCRIPTORS = 32  # to load the libraries and run in one process
 
 
@@ -217,7 +220,7 @@ def _run(graph: Path | None, options: RunOptions, sampling: SamplingOptions) -> 
 
         raise SystemExit(run_attached(graph, options, params))
     if graph is None:
-        raise UserError("a graph file or model directory is missing; flowrt init DIR writes a graph file")
+        raise UserError(_NO_GRAPH)
     raise SystemExit(run_graph(graph, options, params))
 
 
@@ -279,15 +282,24 @@ def _join_lines(command: App) -> None:
 _join_lines(app)
 
 
-def _plain(text: str) -> str:
+def _plain(error: CycloptsError) -> str:
     """The parser's message in the user's terms."""
+    text, command = str(error), " ".join(error.command_chain or ())
     if text.startswith("Unused Tokens: ["):
         extra = text.removeprefix("Unused Tokens: [").rstrip("].")
-        if sys.argv[1:2] in (["run"], ["demo"]):
+        if command in ("run", "demo"):
             return f"unexpected {extra}; a prompt is given with --prompt TEXT, and a value with spaces needs quotes"
         return f"unexpected {extra}; see --help, and quote a value with spaces"
     if text.endswith(("parameter GRAPH requires an argument.", "parameter FILE requires an argument.")):
-        return "a graph file or model directory is missing; flowrt init DIR writes a graph file"
+        return _NO_GRAPH
+    if text.startswith("Unknown command "):
+        return f"{text.partition(' Available commands:')[0]} {f'flowrt {command}'.strip()} --help lists the commands"
+    if (option := _UNKNOWN_OPTION.match(text)) and command.partition(" ")[0] in ("run", "demo", "serve", "up", "graph"):
+        from flowrt.graph.problems import find_section
+
+        key = option[1].replace("-", "_")
+        if section := find_section(key):
+            return f"there is no option --{option[1]}; this is a key of the graph: --set {'.'.join((*section, key))}=VALUE"
     return text
 
 
@@ -302,7 +314,7 @@ def main() -> None:
             if sys.stdout is not None:
                 sys.stdout.flush()  # here, where its failure can still be reported
     except CycloptsError as error:
-        _fail(_shortened(_plain(str(error))))
+        _fail(_shortened(_plain(error)))
     except UserError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:

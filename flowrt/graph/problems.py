@@ -73,15 +73,17 @@ def _problem(document: Document, item: Any) -> tuple[Path_, str]:
 
 def _unknown_key(path: Path_) -> str:
     *parents, key = map(str, path)
-    sections = list(_sections(GraphFile, ()))
-    known = next((keys for at, keys in sections if len(at) == len(parents) and all(map(fnmatchcase, parents, at))), [])
+    known = next((keys for at, keys in _sections(GraphFile, ()) if len(at) == len(parents) and all(map(fnmatchcase, parents, at))), [])
     if key in LINK_NUMBERS:
         return f"unknown key {key!r}; the numbers of a link belong inside it: link: {{{key}: ..}}"
-    hint = nearest(key, known)
-    elsewhere = next((at for at, keys in sections if key in keys and "*" not in at), None)
-    if elsewhere is not None and hint.startswith("known:"):
+    if (elsewhere := find_section(key)) is not None:
         return f"unknown key {key!r}; it belongs {'under ' + '.'.join(elsewhere) if elsewhere else 'at the top of the file'}"
-    return f"unknown key {key!r}; {hint}"
+    return f"unknown key {key!r}; {nearest(key, known)}"
+
+
+def find_section(key: str) -> tuple[str, ...] | None:
+    """The path of the first section of a graph file that has this key, or None."""
+    return next((at for at, keys in _sections(GraphFile, ()) if key in keys and "*" not in at), None)
 
 
 def _sections(section: type[Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[str]]]:

@@ -58,6 +58,7 @@ BAD = {
     "unknown key": (MODEL + "modle: 3\n", 3, "modle", ["unknown key 'modle'", "did you mean 'model'?"]),
     "unknown deep key": (deploy("grups: 2"), 4, "deploy.attention.grups", ["did you mean 'groups'?"]),
     "key elsewhere": (MODEL + "servers: 2\n", 3, "servers", ["belongs under deploy.experts"]),
+    "key elsewhere, like a known one": (MODEL + "groups: 2\n", 3, "groups", ["belongs under deploy.attention"]),
     "unknown far key": (deploy("zzz: 2"), 4, "deploy.attention.zzz", ["known: ", "micro_batches"]),
     "wrong type": (deploy("groups: two"), 4, "deploy.attention.groups", ["'two' is not a whole number"]),
     "float for int": (deploy("groups: 2.0"), 4, "deploy.attention.groups", ["2.0 is not a whole number"]),
