@@ -54,6 +54,7 @@ class Batch:
     sample_rows: list[int]  # [samples] the last row of each sequence that gets a token
     samples: list[SampleSpec]  # [samples]
     scores: list[ScoreSpec]  # in the order of the sequences
+    sampled_requests: list[tuple[str, int]]  # [samples] request and attempt
     sequence_names: list[str]  # [S] "request/attempt" or "request/attempt/choice", for traces and error texts
 
     @property
@@ -78,7 +79,7 @@ def num_scores(sequence: Sequence, num_rows: int) -> int:
 
 def build_batch(parts: Iterable[Part], page_size: int, *, is_strict: bool = False) -> Batch:
     """The next `num_rows` uncomputed tokens of each sequence. Its pages must already cover them."""
-    batch = Batch([], [], [], [], [], [], [], [])
+    batch = Batch([], [], [], [], [], [], [], [], [])
     for sequence, num_rows in parts:
         start = sequence.num_computed_tokens
         end = start + num_rows
@@ -94,6 +95,7 @@ def build_batch(parts: Iterable[Part], page_size: int, *, is_strict: bool = Fals
             batch.sequence_names.append(sequence.name)
         if end == len(sequence.tokens):
             batch.sample_rows.append(len(batch.token_ids) - 1)
+            batch.sampled_requests.append((sequence.request.id, sequence.request.attempt))
             batch.samples.append(
                 SampleSpec(
                     sequence.request.params,

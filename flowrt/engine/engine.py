@@ -194,8 +194,7 @@ class Engine:
     def next_steps(self, now: float = 0.0) -> list[StartStep]:
         """Begin a step in every free micro-batch that has something to do. Call it after every event: one micro-batch may wait for pages
         that an event of another one frees."""
-        steps = (self.next_step(micro_batch, now) for micro_batch in range(len(self._steps)))
-        return [step for step in steps if step is not None]
+        return [step for each in range(len(self._steps)) if (step := self.next_step(each, now)) is not None]
 
     def new_pulls(self) -> list[Pull]:
         """The transfers that the steps which began last have admitted."""
@@ -204,6 +203,9 @@ class Engine:
         self._begun = {*pulling}
         found = [(key, pulling[key]) for key in new]
         return [Pull(*key, each.kv, tuple(each.pages), each.num_computed_tokens) for key, each in found if each.kv is not None]
+
+    def is_alive(self, request_id: str, attempt: int) -> bool:
+        return any(each.request.attempt == attempt for each in self._alive.get(request_id, ()))
 
     def is_pulling(self, request_id: str, attempt: int) -> bool:
         """Whether the attempt still waits for its KV."""

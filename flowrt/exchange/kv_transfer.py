@@ -14,6 +14,7 @@ Fail closed:
   committed. At the first chunk of a newer epoch, both sides forget the tokens behind the committed ones; the worker sends them again.
 - The last chunk is sent when the prompt is complete and committed. Until it has arrived and all tokens of all layers with it, no step
   reads the pages. Anything else ends the transfer: the prompt is computed again.
+- The last chunk also has the extra tensors of the prompt (extra_tensors.py) and their hash. The group emits them once all of it is checked.
 
 Legend: T = tokens of a chunk, K = KV heads, D = their width.
 """
@@ -33,7 +34,9 @@ from flowrt.actors.control import KvOffer
 from flowrt.actors.link_plan import KV_CHUNK_BYTES
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload, from_int8_rows, with_int8_rows
+from flowrt.dataflow.schemas import Spec
 from flowrt.errors import error_text
+from flowrt.exchange.extra_tensors import SentExtras, received
 from flowrt.offered_prompt import OfferedPrompt
 from flowrt.operators.kernels.choice import page_kernels_for
 from flowrt.operators.kernels.torch.pages import digest_of
@@ -53,9 +56,9 @@ class PullHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
-    """The response to a pull, which it repeats: tokens `first` .. `first + num_tokens - 1` of a layer. `digest`: xxh3_64 of the tensors'
-    bytes. `num_committed`: tokens of the prompt that no roll back computes again, as of `epoch`. `num_ready`: chunks that are computed and
-    not sent. `refusal`: why there is no chunk, and no row."""
+    """The response to a pull, which it repeats: tokens `first` .. `first + num_tokens - 1` of a layer. `digest`: xxh3_64 of the bytes of
+    their KV; `extras_digest`: that of the extra tensors, if there are any. `num_committed`: tokens of the prompt that no roll back computes
+    again, as of `epoch`. `num_ready`: chunks that are computed and not sent. `refusal`: why there is no chunk, and no row."""
 
     pull: PullHeader
     layer: int = 0
@@ -67,6 +70,7 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     is_last: bool = False
     digest: int = 0
     refusal: str = ""
+    extras_digest: int = 0
 
 
 def slots_of(pages: Sequence[int], page_size: int, first: int, num_tokens: int) -> Tensor | slice:
@@ -106,9 +110,9 @@ class _PromptOffer:
             self.num_written = 0
         self.prompt = prompt
 
-    def next_chunk(self, size: int) -> tuple[int, int, int, bool] | None:
+    def next_chunk(self, size: int, has_extras: bool) -> tuple[int, int, int, bool] | None:
         """Layer, first token and number of tokens of a chunk that can be sent, and whether it is the last; None: none can be. The last one
-        waits until the prompt is committed."""
+        waits until the prompt is committed and has its extra tensors."""
         layers = [layer for layer, sent in enumerate(self.sent) if sent < self._num_computed(layer)]
         if not layers:
             return None
@@ -117,7 +121,7 @@ class _PromptOffer:
         end = min(first + size, self._num_computed(layer))
         num_left = sum(self.prompt.num_tokens - sent for sent in self.sent)
         is_last = num_left == end - first
-        return None if is_last and not self.prompt.is_complete else (layer, first, end - first, is_last)
+        return None if is_last and not (self.prompt.is_complete and has_extras) else (layer, first, end - first, is_last)
 
     def num_ready(self, size: int) -> int:
         return sum(-(-max(0, self._num_computed(layer) - sent) // size) for layer, sent in enumerate(self.sent))
@@ -128,13 +132,16 @@ class _PromptOffer:
 
 class KvPack:
     """Offers the KV of prompts in `pages`. Port in: `pull`. Out: `chunk`, the copies of the tokens' KV, [T,K,D] each: what does not depend
-    on positions first, as INT8 in response to the pulls of the edges `int8_pulls`. `connect` it before its first use.
+    on positions first, as INT8 in response to the pulls of the edges `int8_pulls`. `extras`: specs of the extra tensors, which the last
+    chunk of a prompt has behind these. `connect` it before its first use.
 
     All methods run on the loop of the worker: so no page is given to another sequence while it is read.
     """
 
-    def __init__(self, pages: KvPages, int8_pulls: Collection[int] = (), max_bytes: int = KV_CHUNK_BYTES) -> None:
-        self._pages, self._int8_pulls = pages, frozenset(int8_pulls)
+    def __init__(
+        self, pages: KvPages, int8_pulls: Collection[int] = (), max_bytes: int = KV_CHUNK_BYTES, extras: Mapping[str, Spec] = {}
+    ) -> None:
+        self._pages, self._int8_pulls, self.extras = pages, frozenset(int8_pulls), SentExtras(extras)
         self._chunk_tokens = chunk_tokens_of(pages, max_bytes)
         self._kernels = page_kernels_for(pages.parts(0)[0].device)
         self._offers: dict[tuple[str, int], _PromptOffer] = {}  # by request and attempt
@@ -171,9 +178,21 @@ class KvPack:
         """The step of this tag has written the KV of its layer, and of those before it."""
         tag = firing.tag
         for offer in self._offers.values():
-            if offer.prompt.step == (tag.epoch, tag.micro_batch, tag.step):
+            if offer.prompt.step == _step_of(tag):
                 offer.num_written = max(offer.num_written, tag.layer + 1)
                 self._serve(offer)
+
+    def on_extra(self, name: str, firing: Firing) -> None:
+        """The rows of an extra tensor of a step have arrived."""
+        self._serve_each(self.extras.add(name, _step_of(firing.tag), firing.inputs["rows"]))
+
+    def on_failed(self, tag: Tag, why: str) -> None:
+        """A firing of a step has failed, so its extra tensors may be missing."""
+        self._serve_each(self.extras.fail(_step_of(tag), why))
+
+    def _serve_each(self, keys: Sequence[tuple[str, int]]) -> None:
+        for offer in [self._offers[key] for key in keys if key in self._offers]:
+            self._serve(offer)
 
     def on_pull(self, firing: Firing) -> None:
         """Respond to a pull, now or when there is a chunk for it."""
@@ -193,31 +212,41 @@ class KvPack:
             self._serve(offer)
 
     def _serve(self, offer: _PromptOffer) -> None:
-        size = self._chunk_tokens
-        while offer.waiting and (chunk := offer.next_chunk(size)) is not None:
+        size, key = self._chunk_tokens, (offer.prompt.request_id, offer.prompt.attempt)
+        extras = self.extras.of(key)
+        if offer.prompt.is_complete and (fault := self.extras.fault_of(key)):  # else the step may be computed again
+            self._refuse_waiting(offer, fault)
+        while offer.waiting and (chunk := offer.next_chunk(size, extras is not None)) is not None:
             (firing, pull), (layer, first, num_tokens, is_last) = offer.waiting.popleft(), chunk
             slots_T = slots_of(offer.prompt.pages, self._pages.page_size, first, num_tokens)
             offer.sent[layer] += num_tokens
             prompt, num_ready = offer.prompt, offer.num_ready(size)
             header = ChunkHeader(pull, layer, first, num_tokens, prompt.epoch, prompt.num_committed, num_ready, is_last)
-            make = self._lent_chunk if self._int8_pulls.isdisjoint(firing.via) else self._int8_chunk
-            self._respond(firing, {"chunk": make(header, self._pages.parts(layer), slots_T)})
+            parts, sent = self._pages.parts(layer), extras if is_last and extras else ()
+            is_int8 = not self._int8_pulls.isdisjoint(firing.via)
+            payload = self._int8_chunk(header, parts, slots_T) if is_int8 else self._lent_chunk(header, parts, slots_T, sent)
+            self._respond(firing, {"chunk": payload})
             if is_last:
                 self._refuse_waiting(offer, "the offer has no more chunks")
 
-    def _lent_chunk(self, header: ChunkHeader, parts: Sequence[Tensor], slots_T: Tensor | slice) -> Payload:
-        like_these = tuple(part[: header.num_tokens] for part in parts)
-        return Payload(like_these, copy_into=partial(self._copy_into, header, parts, slots_T))
+    def _lent_chunk(self, header: ChunkHeader, parts: Sequence[Tensor], slots_T: Tensor | slice, extras: Sequence[Tensor]) -> Payload:
+        like_these = (*[part[: header.num_tokens] for part in parts], *extras)
+        return Payload(like_these, copy_into=partial(self._copy_into, header, parts, slots_T, extras))
 
-    def _copy_into(self, header: ChunkHeader, parts: Sequence[Tensor], slots_T: Tensor | slice, targets: Sequence[Tensor]) -> ChunkHeader:
+    def _copy_into(
+        self, header: ChunkHeader, parts: Sequence[Tensor], slots_T: Tensor | slice, extras: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> ChunkHeader:
         try:
-            return msgspec.structs.replace(header, digest=self._kernels.gather_slots(parts, slots_T, targets))
+            for extra, target in zip(extras, targets[len(parts) :], strict=True):
+                target.copy_(extra)
+            digest = self._kernels.gather_slots(parts, slots_T, targets[: len(parts)])
+            return msgspec.structs.replace(header, digest=digest, extras_digest=digest_of(extras) if extras else 0)
         except Exception as error:  # it ends this transfer, not the worker
             return ChunkHeader(header.pull, refusal=error_text(error))
 
     def _int8_chunk(self, header: ChunkHeader, parts: Sequence[Tensor], slots_T: Tensor | slice) -> Payload:
         targets = [torch.empty(header.num_tokens, *part.shape[1:], dtype=part.dtype) for part in parts]
-        header = self._copy_into(header, parts, slots_T, targets)
+        header = self._copy_into(header, parts, slots_T, (), targets)
         payload = with_int8_rows(Payload(tuple(targets), header))
         if header.refusal:
             return payload
@@ -231,6 +260,10 @@ class KvPack:
     def _refuse(self, firing: Firing, pull: PullHeader, why: str) -> None:
         nothing = tuple(torch.empty(0, *part.shape[1:], dtype=part.dtype) for part in self._pages.parts(0))
         self._respond(firing, {"chunk": Payload(nothing, ChunkHeader(pull, refusal=why))})
+
+
+def _step_of(tag: Tag) -> tuple[int, int, int]:
+    return tag.epoch, tag.micro_batch, tag.step
 
 
 @dataclass(eq=False, slots=True)
@@ -257,14 +290,15 @@ class _Transfer:
 
 
 class KvUnpack:
-    """Pulls KV into `pages`. `connect` it before its first use.
+    """Pulls KV into `pages`. Port in: `chunk`. Out: the pulls, and the extra tensors of a prompt that has arrived. `extras`: their specs.
+    `connect` it before its first use.
 
     All methods run on the loop of the worker, between the steps that its engine decides. So when a transfer is dropped, nothing is written
     to its pages any more.
     """
 
-    def __init__(self, pages: KvPages) -> None:
-        self._pages, self._kernels = pages, page_kernels_for(pages.parts(0)[0].device)
+    def __init__(self, pages: KvPages, extras: Mapping[str, Spec] = {}) -> None:
+        self._pages, self._extras, self._kernels = pages, extras, page_kernels_for(pages.parts(0)[0].device)
         self._transfers: dict[tuple[str, int], _Transfer] = {}  # by request and attempt
         self._by_step: dict[int, tuple[_Transfer, PullHeader]] = {}  # outstanding pulls
         self._num_pulls = 0
@@ -321,16 +355,23 @@ class KvUnpack:
             return self._fail(transfer, f"{worker} sent a chunk that does not fit: its header cannot be read: {error}")
         if header.refusal:
             return self._fail(transfer, f"{worker} sent no chunk: {header.refusal}")
-        if fault := self._write(transfer, pull, header, payload.tensors):
+        num_parts = len(self._pages.parts(0))
+        kv, extras = payload.tensors[:num_parts], payload.tensors[num_parts:]
+        own, fault = received(self._extras if header.is_last else {}, extras, header.extras_digest)
+        if fault := fault or self._write(transfer, pull, header, kv):
             return self._fail(transfer, f"{worker} sent a chunk of layer {header.layer} that does not fit: {fault}")
         if header.is_last:
             self._drop(transfer.key)
+            if own:
+                device = self._pages.keys_GCKD[0].device
+                self._emit(firing.tag, {name: Payload((tensor.to(device),)) for name, tensor in own.items()})
             return self._on_pulled(*transfer.key)
         transfer.num_ready = max(1, header.num_ready)
         self._request(transfer)
 
     def on_error(self, tag: Tag, error: str) -> bool:
-        """Handle an error in place of a chunk. False: the tag is not that of a pull."""
+        """Handle an error in place of a chunk. False: the tag is not that of a pull. It ends nothing if the chunk has arrived: then an
+        operator has failed that takes an extra tensor."""
         if tag.source != self._source:
             return False
         transfer, _ = self._by_step.pop(tag.step, (None, None))

@@ -10,7 +10,7 @@ from flowrt.graph.model import Batching, PortSpec
 
 SOURCE = "source"
 FORWARD, RETURN, COLLECT = "forward", "return", "collect"
-KV_PACK, KV_UNPACK, KV_PROGRESS = "kv_pack", "kv_unpack", "kv_progress"
+KV_PACK, KV_UNPACK, KV_PROGRESS, KV_EXTRA = "kv_pack", "kv_unpack", "kv_progress", "kv_extra"
 
 
 class Keeps(StrEnum):
@@ -26,7 +26,8 @@ class Keeps(StrEnum):
 class BuiltinOperator:
     """`inputs` and `outputs` are port names; an output that ends in "*" stands for any number of ports with that beginning.
 
-    `gathers` maps a gather port to its count port. `options` are the keys that a node of this operator must have. Experts and forwarders
+    `gathers` maps a gather port to its count port. `options` are the keys that a node of this operator must have, `may_have` further ones
+    that it may have. Experts and forwarders
     serve requests; all other operators work on the sequences of their group, and their state counts as the group's.
 
     `takes_each`: it fires for each message, also for several of one tag. `forwards`: it fires without a credit on every edge that it may
@@ -37,6 +38,7 @@ class BuiltinOperator:
     outputs: tuple[str, ...]
     gathers: tuple[tuple[str, str], ...] = ()
     options: tuple[str, ...] = ()
+    may_have: tuple[str, ...] = ()
     stateful: bool = False
     batches: Batching | None = None
     keeps: Keeps = Keeps.SEQUENCES
@@ -83,7 +85,9 @@ BUILTIN: dict[str, BuiltinOperator] = {
     KV_PACK: BuiltinOperator(("pull",), ("chunk",), keeps=Keeps.PROMPTS, takes_each=True),
     # In the same process: which layers of a running step have their KV, so that it can be pulled before the step ends.
     KV_PROGRESS: BuiltinOperator(("rows",), (), keeps=Keeps.PROMPTS, takes_each=True),
-    KV_UNPACK: BuiltinOperator(("chunk",), ("pull*",), options=("num_layers",)),
+    # There too: the rows of a step, of which those of the last tokens of prompts travel with their KV (extra_tensors.py).
+    KV_EXTRA: BuiltinOperator(("rows",), (), options=("name", "tensor"), keeps=Keeps.PROMPTS, takes_each=True),
+    KV_UNPACK: BuiltinOperator(("chunk",), ("pull*",), options=("num_layers",), may_have=("extras",)),
     "combine": BuiltinOperator(("residual", "plan", "parts"), ("y",), gathers=(("parts", "plan"),)),
     "head": BuiltinOperator(("x", "sampling"), ("tokens",)),
 }

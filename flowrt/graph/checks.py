@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from flowrt.graph.builtin import BUILTIN, RETURN, SOURCE
 from flowrt.graph.document import Path_
+from flowrt.graph.extra_tensors import check_extras
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import check_int8
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, role_of
@@ -41,7 +42,7 @@ def check(graph: Graph, facts: ModelFacts | None = None, schemes: Collection[str
     yield from _check_message_size(graph, facts)
     for check_part in (_check_ports, _check_responses, _check_transports):
         yield from check_part(graph)
-    yield from (Problem(path, text) for path, text in (*check_int8(graph), *check_transfers(graph)))
+    yield from (Problem(path, text) for path, text in (*check_int8(graph), *check_transfers(graph), *check_extras(graph, facts)))
     flow = follow(graph)
     yield from _check_cycles(graph, flow)
     yield from _check_feeding(graph, flow)

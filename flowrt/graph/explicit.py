@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flowrt.graph.builtin import BUILTIN, RETURN, SOURCE, BuiltinOperator
+from flowrt.graph.builtin import BUILTIN, KV_EXTRA, KV_UNPACK, RETURN, SOURCE, BuiltinOperator
 from flowrt.graph.document import Document, Path_
+from flowrt.graph.extra_tensors import ports_of_extras
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Node, PortSpec, role_of
 from flowrt.graph.notation import MAX_LAYER, is_edge_end, is_user_operator, nearest, parse_layers, parse_tag, shown_value
 from flowrt.graph.schema import EdgeSection, GraphFile, LinkSection, NodeSection
@@ -81,7 +82,12 @@ def _node(name: str, section: NodeSection, taken: dict[str, str], given: dict[st
     built = None if is_user_operator(section.operator) else BUILTIN.get(section.operator)
     if built is not None:
         _check_builtin(built, section, path, document)
-        inputs, outputs = built.input_ports(), built.output_ports(given)
+        try:
+            extras = ports_of_extras(section.operator, section.options)
+        except ValueError as error:
+            document.fail((*path, "options"), str(error))
+        inputs = built.input_ports() | (extras if section.operator == KV_EXTRA else {})
+        outputs = built.output_ports(given) | (extras if section.operator == KV_UNPACK else {})
         whose = f"{section.operator!r} has no"
     elif is_user_operator(section.operator):
         if section.options:
@@ -104,19 +110,20 @@ def _node(name: str, section: NodeSection, taken: dict[str, str], given: dict[st
         outputs=outputs,
         options=section.options,
         stateful=bool(section.stateful) if built is None else built.stateful,
+        keeps_nothing=section.keeps == "nothing",
         batches=section.batches if built is None or section.batches is not None else built.batches,
     )
 
 
 def _check_builtin(built: BuiltinOperator, section: NodeSection, path: Path_, document: Document) -> None:
-    for key in ("inputs", "outputs", "stateful", *(() if built.batches is not None else ("batches",))):
+    for key in ("inputs", "outputs", "stateful", "keeps", *(() if built.batches is not None else ("batches",))):
         if document.has((*path, key)):
             document.fail((*path, key), f"{section.operator!r} is built in and has its own; remove the key")
     if built.batches is not None and section.batches is None and document.has((*path, "batches")):
         document.fail((*path, "batches"), f"{section.operator!r} fires in batches; remove the key, or write min_tags and max_wait_seconds")
     for key in section.options:
-        if key not in built.options:
-            hint = nearest(key, built.options) if built.options else "it takes none"
+        if key not in (known := (*built.options, *built.may_have)):
+            hint = nearest(key, known) if known else "it takes none"
             document.fail((*path, "options", key), f"{section.operator!r} has no option {key!r}; {hint}")
     for key in built.options:
         if key not in section.options:

@@ -37,10 +37,8 @@ class LayerSet:
 
     def __str__(self) -> str:
         """As written in a graph file: "0-2,5"; "" for every layer."""
-        if self.layers is None:
-            return ""
         runs: list[list[int]] = []
-        for layer in sorted(self.layers):
+        for layer in sorted(self.layers or ()):
             if runs and runs[-1][1] == layer - 1:
                 runs[-1][1] = layer
             else:
@@ -115,7 +113,7 @@ class Node:
     """An operator in a process. `operator` is a built-in name (without a colon) or "module:function" of the user.
 
     `options` are plain values for a built-in operator (for experts: {"experts": {layer: [ids]}}). A `stateful` node fires in step order
-    per micro-batch. A node with `batches` may receive several tags in one call.
+    per micro-batch. A node with `batches` may receive several tags in one call. `keeps_nothing`: the user says so of an operator of theirs.
     """
 
     name: str
@@ -126,6 +124,7 @@ class Node:
     options: Mapping[str, Any] = field(default_factory=dict)
     stateful: bool = False
     batches: Batching | None = None
+    keeps_nothing: bool = False
 
 
 @dataclass(frozen=True)

@@ -79,12 +79,16 @@ def rule_of(graph: Graph, process: str) -> Rule:
         return RULES[STANDBY]
     if role_of(process) == FRONT_END:
         return RULES[FRONT_END]
-    kept = {keeps_of(node) for node in graph.nodes_of(process)}
+    kept = {keeps_of(node) for node in graph.nodes_of(process) if not node.keeps_nothing}
     return RULES[max(kept, key=list(Keeps).index, default=Keeps.UNKNOWN)]
 
 
 def keeps_of(node: Node) -> Keeps:
-    """The state that a node keeps. A user's operator counts as unknown: its module may keep anything, and no client holds its inputs."""
+    """The state that a node keeps. That of a user's operator is unknown unless the graph file says that it keeps nothing. Then it recovers
+    with the pipeline of its process, which computes its inputs again; a process of such operators alone ends the run, as no client holds
+    their inputs."""
+    if node.keeps_nothing:
+        return Keeps.NOTHING
     return BUILTIN[node.operator].keeps if node.operator in BUILTIN else Keeps.UNKNOWN
 
 

@@ -380,6 +380,7 @@ class NodeSection(Section):
     outputs: dict[PortName, Tensors | None] | None = None
     options: dict[str, Any] = Field(default_factory=dict, description="Options of built-in operators.")
     stateful: bool | None = Field(default=None, description="Fires in the order of the steps.")
+    keeps: Literal["nothing"] | None = Field(default=None, description="nothing: it keeps no state between two firings. Default: unknown.")
     batches: Annotated[Batching | None, BeforeValidator(_batches)] = Field(
         default=None, description="May receive several tags in one call: true, or same_layer, min_tags and max_wait_seconds."
     )
@@ -392,9 +393,7 @@ class EdgeSection(LinkSection):
     target: EdgeEnd | None = Field(default=None, alias="to", description="node.port. Default: the second end in the edge's name.")
     layers: Layers | None = Field(default=None, description="The layers whose messages it carries, by the sender's tag.")
     tag: TagText | None = Field(default=None, description="How the tag changes: layer+1, step+1, layer=N.")
-    int8: bool | None = Field(
-        default=None, description="Send its rows as INT8 with a scale per row; between dispatch and experts, and for KV."
-    )
+    int8: bool | None = Field(default=None, description="Send rows to or from experts, or KV, as INT8 with a scale per row.")
     response_to: str | None = Field(default=None, description="The edge of the requests to which this edge carries the responses.")
 
 

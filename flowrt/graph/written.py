@@ -71,7 +71,7 @@ def _node(node: Node) -> dict[str, Any]:
             written["inputs"] = {port.name: _input(port) for port in node.inputs.values()}
         if any(port.tensors for port in node.outputs.values()):
             written["outputs"] = {port.name: list(port.tensors) or None for port in node.outputs.values()}
-        written |= {"stateful": True} if node.stateful else {}
+        written |= ({"stateful": True} if node.stateful else {}) | ({"keeps": "nothing"} if node.keeps_nothing else {})
     built = BUILTIN.get(node.operator)
     if node.batches is not None and (built is None or node.batches != built.batches):
         written["batches"] = asdict(node.batches)

@@ -20,6 +20,7 @@ from flowrt.simulation.waitables import current_node
 from flowrt.simulation.wrong_results import WrongResults
 
 EXACT_MODEL = "flowrt.workers.exact_nodes"  # these import torch, so they are imported when used
+START_CHECK = "flowrt.workers.start_check"
 DISPATCH, DATA_PATH = "flowrt.exchange.dispatch", "flowrt.workers.data_path"
 REPLICA_TABLE = "flowrt.operators.replica_table"
 
@@ -58,13 +59,14 @@ class WorkerInternals:
         """Use the exact integer model instead of weights, with wrong results. Call it before the worker loads. `on_poison(process, hangs)`
         is called when the poison ends the process, and kills it unless it hangs."""
         worker = self._worker
-        build = import_module(EXACT_MODEL).build_exact_nodes
+        build, check_process = import_module(EXACT_MODEL).build_exact_nodes, import_module(START_CHECK).check_process
 
         def load(name: str) -> Any:
-            operators = import_module(DATA_PATH).LoadedOperators.of(build(worker._graph, name, worker._seams.clock.now))
+            users = check_process(worker._graph, name)
+            operators = import_module(DATA_PATH).LoadedOperators.of(users | build(worker._graph, name, worker._seams.clock.now))
             end = partial(self._end, wrong.hangs, on_poison)
             wrapped = {node: wrong.wrap(worker._graph.nodes[node], function, end) for node, function in operators.functions.items()}
-            return replace(operators, functions={node: self._checked(function) for node, function in wrapped.items()})
+            return replace(operators, functions={node: self._checked(function) for node, function in wrapped.items()} | users)
 
         make_data_path = worker._make_data_path
 
@@ -343,6 +345,7 @@ class WorkerInternals:
             left += [f"transfer of {key[0]}, attempt {key[1]}" for key in unpack._transfers] + [f"pull {step}" for step in unpack._by_step]
         if (group := self._part("group")) is not None and group._pack is not None:
             left += [f"offer of {key[0]}, attempt {key[1]}" for key in group._pack._offers]
+            left += [f"extra tensors of {key[0]}, attempt {key[1]}" for key in group._pack.extras._prompts]
         if (failover := self._part("failover")) is not None:
             left += [f"parts of {tag}" for tag in failover.client.tags]
             left += [f"trampoline {number} counts as late" for number in failover.client.trampolines.late]

@@ -24,7 +24,7 @@ from flowrt.exchange.expert_service import ExpertService
 from flowrt.exchange.failover import Failover
 from flowrt.exchange.kv_transfer import KvPack, KvUnpack, TransferEnd
 from flowrt.exchange.trampoline import Forwarder
-from flowrt.graph.builtin import KV_PROGRESS, RETURN, SOURCE
+from flowrt.graph.builtin import KV_EXTRA, KV_PROGRESS, RETURN, SOURCE
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.numerics import is_strict
 from flowrt.graph.recovery import survivable_processes
@@ -109,6 +109,8 @@ class DataPath:
         sinks: dict[str, Callable[[Firing], None]] = {} if unpack is None else {unpacks: unpack.on_chunk}
         if pack is not None:
             sinks |= {packs: pack.on_pull} | dict.fromkeys(progress, pack.on_written)
+            extras = [node for node in graph.nodes_of(name) if node.operator == KV_EXTRA]
+            sinks |= {node.name: partial(pack.on_extra, node.options["name"]) for node in extras}
         functions = operators.functions if emulated is None else emulated.charged(operators.functions)
         post: Callable[[Edge, Message], None] = self._post
         if traced is not None:
@@ -148,7 +150,7 @@ class DataPath:
             host_address=seams.host_address,
             **wrap,
         )
-        self.unpack = unpack
+        self._pack, self.unpack = pack, unpack
         self.group: Group | None = None
         self.failover: Failover | None = None
         self.forwarder = Forwarder(graph, name, self.runner) if any(node.operator == RETURN for node in graph.nodes_of(name)) else None
@@ -234,6 +236,8 @@ class DataPath:
     def _on_failed(self, tag: Tag, error: OperatorError, has_sent: bool) -> None:
         if self.unpack is not None and self.unpack.on_error(tag, str(error)):
             return
+        if self._pack is not None:
+            self._pack.on_failed(tag, str(error))
         if self.group is not None:
             self.group.fail_step(tag, error)
         elif self.forwarder is not None:

@@ -201,6 +201,7 @@ class Group:
                     self._offer(each)
         if self._pack is not None:
             self._update_offers(self._pack)
+            self._pack.extras.forget_ended(self._engine.is_alive)
         if self._unpack is not None:
             self._unpack.drop_ended(self._engine.is_pulling)
         self._note_work()
@@ -251,6 +252,9 @@ class Group:
         self.on_begin()
         if self._client is not None:
             self._client.computes_alone = start.is_alone
+        if self._pack is not None:
+            last_rows = dict(zip(start.batch.sampled_requests, start.batch.sample_rows, strict=True))
+            self._pack.extras.begin_step((start.epoch, start.micro_batch, start.step), last_rows)
         payloads = batch_payloads(start.batch, self._page_size, self._device)
         tags = [self._tag_of(start, layer) for layer in range(self._num_layers)]
         for tag in tags:

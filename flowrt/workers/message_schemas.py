@@ -10,6 +10,7 @@ from flowrt.dataflow.parts import BundleHeader, PartHeader, PlanHeader
 from flowrt.dataflow.schemas import MessageSchema, Spec, parse_spec
 from flowrt.exchange.kv_transfer import ChunkHeader, PullHeader
 from flowrt.graph.builtin import FORWARD, KV_PACK, KV_UNPACK, RETURN, SOURCE
+from flowrt.graph.extra_tensors import sent_extras
 from flowrt.graph.model import INPUT, Edge, Graph
 from flowrt.graph.numerics import strict_exchanges
 from flowrt.graph.reach import emits
@@ -31,6 +32,8 @@ def edge_schemas(graph: Graph) -> dict[int, MessageSchema]:
         sent = {} if config is None else _sent_by_operators(config, source.process in strict, sources, graph.micro_batches)
         is_users = ":" in source.operator or source.operator == INPUT
         schema = schema_of((_declared(graph, edge),)) if is_users else sent.get((source.operator, edge.source_port.rstrip("0123456789")))
+        if schema is not None and source.operator == KV_PACK:
+            schema = replace(schema, optional=tuple(map(parse_spec, sent_extras(graph, source.process).values())))
         if schema is not None:
             found[edge.id] = _as_int8(schema) if edge.int8 else schema
     return found

@@ -5,7 +5,7 @@ Each worker reads only the weights of its own nodes. user_nodes.py builds the fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ import torch
 from flowrt.actors.link_plan import KV_CHUNK_BYTES
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
+from flowrt.dataflow.schemas import Spec, parse_spec
 from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.engine.batch import Batch, SampleSpec
 from flowrt.exchange.dispatch import Combine, Dispatch
@@ -22,7 +23,8 @@ from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.expert_service import ExpertService
 from flowrt.exchange.kv_transfer import KvPack, KvUnpack, TransferEnd
 from flowrt.exchange.trampoline import Collect, Return, Trampolines, forward
-from flowrt.graph.builtin import KV_PROGRESS, SOURCE
+from flowrt.graph.builtin import KV_EXTRA, KV_PROGRESS, SOURCE
+from flowrt.graph.extra_tensors import num_bytes, received_extras, sent_extras
 from flowrt.graph.model import INPUT, OUTPUT, Graph, GraphLimits, Node
 from flowrt.graph.numerics import is_strict, strict_exchanges, strict_processes
 from flowrt.graph.placement import expert_map_of, held_experts
@@ -67,7 +69,7 @@ def build_model_nodes(
 
     Raises ModelError when the checkpoint lacks a tensor or a proof fails, ValueError for an operator that is not built in.
     """
-    others = (SOURCE, INPUT, OUTPUT, KV_PROGRESS)
+    others = (SOURCE, INPUT, OUTPUT, KV_PROGRESS, KV_EXTRA)
     nodes = [node for node in graph.nodes_of(process) if ":" not in node.operator and node.operator not in others]
     if not nodes:
         return {}
@@ -92,10 +94,11 @@ def build_model_nodes(
                 functions[node.name] = Collect(clients[0].parts, strict)
             case "kv_pack":
                 int8_pulls = [edge.request_id for edge in graph.edges_from(node.name) if edge.int8 and edge.request_id is not None]
-                max_bytes = min(KV_CHUNK_BYTES, graph.limits_of(process).max_message_bytes)
-                functions[node.name] = KvPack(computation_of(node), int8_pulls, max_bytes)
+                extras = sent_extras(graph, process)
+                max_bytes = min(KV_CHUNK_BYTES, graph.limits_of(process).max_message_bytes - num_bytes(extras))
+                functions[node.name] = KvPack(computation_of(node), int8_pulls, max_bytes, _specs(extras))
             case "kv_unpack":
-                functions[node.name] = KvUnpack(computation_of(node))
+                functions[node.name] = KvUnpack(computation_of(node), _specs(received_extras(node)))
             case "experts":
                 bounds = pair_bounds(config, graph.group_limits(widest=True))
                 functions[node.name] = ExpertService(computation_of(node), strict, **bounds)
@@ -109,6 +112,10 @@ def build_model_nodes(
                 )
     on_built("", len(nodes), len(nodes))
     return functions
+
+
+def _specs(tensors: Mapping[str, str]) -> dict[str, Spec]:
+    return {name: parse_spec(text) for name, text in tensors.items()}
 
 
 def checkpoint_computations(

@@ -12,6 +12,7 @@ import torch
 from flowrt.actors.control import KvOffer
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload, by_reference, from_int8_rows, from_reference
+from flowrt.dataflow.schemas import Spec
 from flowrt.exchange import kv_transfer
 from flowrt.exchange.kv_transfer import ChunkHeader, KvPack, KvUnpack, PullHeader
 from flowrt.offered_prompt import NO_STEP, OfferedPrompt
@@ -45,6 +46,7 @@ class Pair:
         shared_values: bool = False,
         int8: bool = False,
         max_bytes: int = 256,  # 4 tokens of float32 with keys and values
+        extras: Mapping[str, Spec] = {},
     ) -> None:
         self.via = (INT8_PULL,) if int8 else ()
         self.held, self.own = (pages_of(size, dtype, shared_values) for size in page_sizes)
@@ -53,7 +55,8 @@ class Pair:
         for layer in range(LAYERS):
             values = [torch.randn(TOKENS, *part.shape[1:]).to(dtype) for part in self.held.parts(layer)]
             scatter_slots(self.held.parts(layer), slots, values)
-        self.pack, self.unpack = KvPack(self.held, {INT8_PULL}, max_bytes), KvUnpack(self.own)
+        self.pack, self.unpack = KvPack(self.held, {INT8_PULL}, max_bytes, extras), KvUnpack(self.own, extras)
+        self.emitted: list[dict[str, torch.Tensor]] = []  # extra tensors
         self.pulls: deque[Firing] = deque()  # on their way to the worker
         self.chunks: deque[Firing] = deque()  # and to the group
         self.pack.connect(self._respond)
@@ -82,6 +85,8 @@ class Pair:
         self.chunks.append(Firing("g.kv_unpack", firing.tag, {"chunk": chunk}))
 
     def _emit(self, tag: Tag, outputs: Mapping[str, Payload]) -> None:
+        if "pull0" not in outputs:
+            return self.emitted.append({name: payload.tensors[0] for name, payload in outputs.items()})
         self.pulls.append(Firing("p.kv_pack", tag, {"pull": outputs["pull0"]}, self.via))
 
     def begin(self, linked: str = "i", first_token: int = 0) -> None:

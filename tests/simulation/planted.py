@@ -392,7 +392,7 @@ BUGS: tuple[Bug, ...] = (
     bug("unused-moved-in-step", "a micro-batch that goes out of use gives away a sequence while its step runs", (
         SCHEDULER, "Scheduler._balance", "sequence.micro_batch >= len(used) and (not sequence.in_step)", "sequence.micro_batch >= len(used)")),
     bug("micro-batch-starves", "only the first micro_batch gets steps when something happens", (
-        ENGINE, "Engine.next_steps", "for micro_batch in range(len(self._steps))", "for micro_batch in range(1)")),
+        ENGINE, "Engine.next_steps", "for each in range(len(self._steps))", "for each in range(1)")),
     bug("step-never-over", "a sequence stays marked as in a step when the step ends without a token", (
         ENGINE, "Engine.step_done", "sequence.in_step = False", "sequence.in_step = not produces_token(sequence, num_rows)")),
     bug("rollback-forgets-sequences", "a rollback leaves the sequences marked as in a step", (
