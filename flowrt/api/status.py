@@ -60,4 +60,6 @@ def _status(
 
 def process_state(launcher: Launcher, name: str) -> ProcessState:
     condition = launcher.health_record.condition(name)
-    return "starting" if condition == "up" and not launcher.state.is_usable(name) else condition
+    if condition != "up" or launcher.state.is_usable(name):
+        return condition
+    return "standby" if launcher.state.is_ready_standby(name) else "starting"

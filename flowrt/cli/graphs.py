@@ -30,7 +30,7 @@ from flowrt.serving.socket_client import new_client
 POLL_SECONDS = 0.2
 STOP_SECONDS = 15.0  # for the processes to end, after the time for requests
 END_SECONDS = 15.0  # for a killed process to end
-_STYLES = {"ready": "green", "up": "green", "dead": "red", "down": "red", "given up": "red", "not responding": "red"}
+_STYLES = {"ready": "green", "up": "green", "standby": "green", "dead": "red", "down": "red", "given up": "red", "not responding": "red"}
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,9 @@ class RunState:
         """The workers whose operators a standby process loads; [] for any other process."""
         return self._standbys.loads_of(process)
 
+    def is_ready_standby(self, process: str) -> bool:
+        return self._standbys.is_ready(process)
+
     def num_restarts(self, worker: str) -> int:
         return self._table.workers[worker].process.num_restarts
 

@@ -43,6 +43,10 @@ class Standbys:
         """The processes whose operators the process `name` loads, if it is a standby process."""
         return list(dict.fromkeys(self._loads.values())) if name in self.names else []
 
+    def is_ready(self, name: str) -> bool:
+        """Whether this is a standby process that has loaded, and still has its name."""
+        return name in self.names and name in self._table.processes and self._table.processes[name].phase == ProcessPhase.UP
+
     def take(self, process: ProcessRecord) -> str:
         """The standby process that becomes the next incarnation of this one, and is no longer a process of its own; "": none is ready."""
         standby = self.ready_for(process)

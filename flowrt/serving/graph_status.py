@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 GraphState = Literal["ready", "draining", "unhealthy"]
-ProcessState = Literal["starting", "up", "suspect", "down", "given up"]
+ProcessState = Literal["starting", "standby", "up", "suspect", "down", "given up"]
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):

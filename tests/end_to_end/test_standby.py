@@ -12,6 +12,7 @@ import pytest
 from served_models import Served
 
 import flowrt
+from flowrt.api.status import process_state
 from flowrt.launcher import events
 
 DEPLOY = {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}}
@@ -46,6 +47,7 @@ async def test_standby_process_takes_the_place_of_each_role(served: Served, tmp_
         expected = (await running.complete(prompt, max_tokens=8)).token_ids
         await found.wait(events.WorkerListening, "standby.0")
         for victim in ("experts.2", "attention.1"):
+            assert process_state(running.launcher, "standby.0") == "standby"
             standby = running.pids["standby.0"]
             os.kill(running.pids[victim], signal.SIGKILL)
             await found.wait(events.WorkerRestarted, victim)

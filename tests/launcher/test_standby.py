@@ -49,6 +49,7 @@ def starts(actions: list[Action]) -> list[tuple[str, str]]:
 
 def test_standby_process_becomes_the_next_incarnation() -> None:
     driver = ready()
+    assert driver.state.is_ready_standby(STANDBY)
     former = driver.state.incarnations[SERVER]
     driver.die(SERVER)
     actions = driver.pass_time(0.0)
@@ -56,6 +57,7 @@ def test_standby_process_becomes_the_next_incarnation() -> None:
     assert start == StartProcess(SERVER, (Identity(SERVER, driver.state.incarnations[SERVER]),), STANDBY)
     assert start.workers[0].incarnation != former
     assert not driver.state.accepts_messages(STANDBY, "any")
+    assert not driver.state.is_ready_standby(STANDBY)
     (sent,) = [action for action in driver.do(driver.state.on_forked, SERVER, 8) if isinstance(action, Send)]
     assert sent.worker == SERVER
 
@@ -74,6 +76,7 @@ def test_another_one_starts_when_all_processes_are_up() -> None:
 
 def test_standby_process_that_loads_is_not_used() -> None:
     driver = started()
+    assert not driver.state.is_ready_standby(STANDBY)
     driver.die(SERVER)
     assert starts(driver.pass_time(0.0)) == [(SERVER, "")]
 
