@@ -5,8 +5,11 @@ Errors of transports are in transports/errors.py. This module imports nothing fr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from types import TracebackType
 
+_OWN_FOLDER = os.path.join(os.path.dirname(__file__), "")
 _SHOWN_CHARACTERS, _SHOWN_PATH_CHARACTERS, _MESSAGE_CHARACTERS = 80, 160, 1000
 
 
@@ -39,6 +42,23 @@ def error_text(error: BaseException) -> str:
     except BaseException as second:
         text = f"its text cannot be shown, str() raises {type(second).__name__}"
     return as_line(f"{name}: {text}" if text else name)
+
+
+def place_of(error: BaseException) -> str:
+    """`file.py:12`, where foreign code raised: the last line in the file that flowrt called, behind decorators of installed packages.
+    "" if flowrt itself raised."""
+    frames = [(each.tb_frame.f_code.co_filename, each.tb_lineno) for each in _frames(error.__traceback__)]
+    foreign = [frame for frame in frames if not frame[0].startswith(_OWN_FOLDER)]
+    if not foreign:
+        return ""
+    called, _ = next((frame for frame in foreign if "-packages" not in frame[0]), foreign[0])
+    return f"{os.path.basename(called)}:{[line for path, line in foreign if path == called][-1]}"
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

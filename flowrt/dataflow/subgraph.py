@@ -17,7 +17,7 @@ import torch
 from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload
-from flowrt.errors import OperatorError, as_line, error_text
+from flowrt.errors import OperatorError, as_line, error_text, place_of
 from flowrt.graph.builtin import KV_PROGRESS, forwards
 from flowrt.graph.model import Edge, Graph
 from flowrt.transports.wire.message import Tag
@@ -162,13 +162,15 @@ class FusedSubgraph:
                     send_early(early)
 
     def failure(self, firing: Firing, error: BaseException) -> OperatorError:
-        """The error of a firing in one line: the node, the tag, in a user's graph the edges that fed it, and the cause."""
+        """The error of a firing in one line: the node, the tag, the cause; in a user's graph the edges that fed it, and the place, too."""
         node, tag = firing.node, firing.tag
         edges = ", ".join(self._edge_names[edge] for edge in firing.via[:MAX_NAMED_EDGES]) if self._isolates else ""
         if len(firing.via) > MAX_NAMED_EDGES and edges:
             edges += f" and {len(firing.via) - MAX_NAMED_EDGES} more"
         fed = f", fed by {edges}" if edges else ""
         cause = str(error) if isinstance(error, OperatorError) else error_text(error)
+        if self._isolates and (place := place_of(error)):
+            cause = f"{place}: {cause}"
         return OperatorError(as_line(f"{node} failed at step {tag.step}, layer {tag.layer}{fed}: {cause}"), node)
 
     def route(self, firing: Firing, outputs: Mapping[str, Payload]) -> list[RoutedOutput]:

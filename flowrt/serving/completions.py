@@ -291,6 +291,7 @@ def _without_output(piece: TextPiece) -> TextPiece:
 
 def _failure(error: str | None, request_id: str) -> ApiError:
     if error is None:
-        return ApiError(UNAVAILABLE, "the server has ended before this request; send it again when /ready answers 200")
+        text = "the server has ended before this request; when /ready answers 200, send it again"
+        return ApiError(UNAVAILABLE, f"{text}, or with a request log read on at /v1/requests/{request_id}")
     log.warning("request %s failed: %s", request_id, error)
     return internal_error(request_id)

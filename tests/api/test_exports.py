@@ -11,9 +11,11 @@ import sys
 from importlib import import_module
 
 import pytest
+import torch
 from repository.source_tree import sources
 
 import flowrt
+from flowrt.errors import place_of
 
 COMMANDS = ("flowrt.cli", "flowrt.bench", "flowrt.output_file")  # their errors end a command
 ERRORS = [
@@ -66,3 +68,19 @@ def test_a_wrong_argument_is_a_type_error_and_a_value_error() -> None:
     assert issubclass(flowrt.ArgumentError, flowrt.UserError)
     assert issubclass(flowrt.ArgumentError, TypeError)
     assert issubclass(flowrt.ArgumentError, ValueError)
+
+
+def test_the_place_of_an_error_is_a_line_of_the_operator() -> None:
+    """Not of a decorator of torch around it. An error that flowrt raises has none."""
+
+    @torch.no_grad()
+    def operator() -> None:
+        raise ValueError
+
+    with pytest.raises(ValueError) as caught:
+        operator()
+    line = operator.__wrapped__.__code__.co_firstlineno + 2
+    assert place_of(caught.value.with_traceback(caught.tb.tb_next)) == f"test_exports.py:{line}"
+    with pytest.raises(flowrt.UserError) as raised:
+        flowrt.start("/nope")
+    assert place_of(raised.value.with_traceback(raised.tb.tb_next)) == ""
