@@ -48,11 +48,11 @@ def processes_of_one_thread_count(graph: Graph) -> frozenset[str]:
 
 @derived
 def numerics_text(graph: Graph) -> str:
-    """ "strict", "fast", or both by role: "attention fast, prefill strict"."""
+    """ "strict", "fast", or both by role: "attention fast and prefill strict"."""
     roles = {role_of(node.process) for node in graph.nodes.values() if node.operator == SOURCE}
     by_role = {role: graph.role_numerics.get(role, graph.numerics) for role in sorted(roles)}
     found = set(by_role.values()) or {graph.numerics}
-    return found.pop() if len(found) == 1 else ", ".join(" ".join(each) for each in by_role.items())
+    return found.pop() if len(found) == 1 else " and ".join(" ".join(each) for each in by_role.items())
 
 
 def is_exact(graph: Graph) -> bool:

@@ -11,6 +11,7 @@ from checkpoints import make_checkpoint
 from flowrt.bench.cases.options import DecodeOptions
 from flowrt.bench.cases.strict import NUM_PROOFS, measure, read_graphs
 from flowrt.bench.measure.benchmark import run_benchmark
+from flowrt.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +25,8 @@ def test_graphs_differ_in_numerics_alone(model: Path, tmp_path: Path) -> None:
     assert replace(strict, numerics="fast") == fast
     assert set(fast.threads.values()) == {1}  # what strict makes of auto
     assert (strict.limits.max_num_seqs, strict.limits.kv_pages) == (32, 32 * 6)
+    with pytest.raises(UserError, match=r"roles have numerics of their own \(attention strict and prefill fast\); remove them"):
+        read_graphs(model, None, "bfloat16", DecodeOptions(overrides=("deploy.prefill={workers: 1, numerics: fast}",)))
     own = tmp_path / "own.yaml"
     own.write_text(f"flowrt: 1\nmodel: {{path: {model}}}\ndeploy: {{experts: {{servers: 3}}}}\n")
     mine, _ = read_graphs(model, own, "float32", DecodeOptions(batch=(8,), overrides=("deploy.experts.servers=4",)))

@@ -22,14 +22,14 @@ FAST_PREFILL = ("numerics=strict", "deploy.prefill={workers: 1, numerics: fast}"
     [
         ([], "fast", set()),
         (["numerics=strict"], "strict", {"prefill.0", "attention.0", "experts.0"}),
-        (["deploy.prefill.numerics=strict"], "attention fast, prefill strict", {"prefill.0", "experts.0"}),
-        (["deploy.attention.numerics=strict"], "attention strict, prefill fast", {"attention.0", "experts.0"}),
-        (["numerics=strict", "deploy.prefill.numerics=fast"], "attention strict, prefill fast", {"attention.0", "experts.0"}),
+        (["deploy.prefill.numerics=strict"], "attention fast and prefill strict", {"prefill.0", "experts.0"}),
+        (["deploy.attention.numerics=strict"], "attention strict and prefill fast", {"attention.0", "experts.0"}),
+        (["numerics=strict", "deploy.prefill.numerics=fast"], "attention strict and prefill fast", {"attention.0", "experts.0"}),
         (["deploy.prefill.numerics=strict", "deploy.attention.numerics=strict"], "strict", {"prefill.0", "attention.0", "experts.0"}),
-        (["deploy.experts.servers=0", "deploy.prefill.numerics=strict"], "attention fast, prefill strict", {"prefill.0"}),
+        (["deploy.experts.servers=0", "deploy.prefill.numerics=strict"], "attention fast and prefill strict", {"prefill.0"}),
         (
             ["deploy.experts.servers=colocated", "deploy.prefill.numerics=strict"],
-            "attention fast, prefill strict",
+            "attention fast and prefill strict",
             {"prefill.0", "attention.0"},  # whose experts serve the prefill worker
         ),
         (["numerics=strict", "deploy.prefill.numerics=fast", "deploy.attention.numerics=fast"], "fast", set()),

@@ -20,7 +20,9 @@ from flowrt.bench.measure.decoding import TokenAgreement, prompts_of
 from flowrt.bench.measure.graph_side import GraphSide, check_limits
 from flowrt.bench.peers.process import start_peer
 from flowrt.bench.report.report import ReportSection, print_progress
+from flowrt.errors import UserError
 from flowrt.graph.model import Graph
+from flowrt.graph.numerics import is_exact, numerics_text
 from flowrt.operators.families.registry import read_model_config
 
 NUM_PROOFS = 3
@@ -41,9 +43,10 @@ def read_graphs(model: Path, graph_file: Path | None, dtype: str, options: Decod
             path = Path(folder) / "graph.yaml"
             path.write_text(json.dumps({**document, "limits": limits}))
             strict = read_graph(path, overrides)
-    strict = replace(strict, role_numerics={})
+    if not is_exact(strict):
+        raise UserError(f"roles have numerics of their own ({numerics_text(strict)}); remove them for this benchmark")
     check_limits(strict, options.batch, options.prompt_tokens, options.new_tokens)
-    return strict, replace(strict, numerics="fast")
+    return strict, replace(strict, numerics="fast", role_numerics={})
 
 
 async def measure(model: Path, graph_file: Path | None, options: DecodeOptions) -> AsyncIterator[Result]:
