@@ -104,6 +104,7 @@ def figures() -> Sequence[Figure]:
         Figure.alone("start", "s", [4.0] * 6, Target(5.0)),
         Figure.alone("too few values", "s", [4.0], Target(5.0)),
         Figure("only in the JSON", "s", Figure.alone("", "s", [4.0]).ours, listed=False),
+        Figure.paired("without a unit", "", [4.0], "another", [5.0]),
     ]
 
 
@@ -111,7 +112,15 @@ def test_table_has_figures_verdicts_machine_and_load() -> None:
     out = io.StringIO()
     print_report(BenchmarkReport("hop", MACHINE, figures(), notes=["shm: no compiler"]), Console(file=out, width=160))
     text = out.getvalue()
-    expected = ("2.00 (2.00 to 2.00)", "<= 1.5", "not met", "a peer", "shm: no compiler", "2 cores of a processor")
+    expected = (
+        "2.00 (2.00 to 2.00)",
+        "<= 1.5",
+        "not met",
+        "10.5 us, a peer",
+        "5.00, another",
+        "shm: no compiler",
+        "2 cores of a processor",
+    )
     assert all(each in text for each in expected)
     assert "load 0.5 before, 0.8 after" in text
     assert "inf" not in text
@@ -123,7 +132,7 @@ def test_json_has_every_figure_and_no_infinity(tmp_path: Path) -> None:
     write_file(str(path), json_text(BenchmarkReport("hop", MACHINE, figures()).record()))
     read = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert read["machine"]["load_after"] == 0.75
-    assert [figure["verdict"] for figure in read["figures"]] == ["not met", "met", "undecided", None]
+    assert [figure["verdict"] for figure in read["figures"]] == ["not met", "met", "undecided", None, None]
     assert read["figures"][0]["ratio"] == {"median": 2.0, "low": 2.0, "high": 2.0, "count": 20}
     assert read["figures"][2]["ours"]["low"] is None
 

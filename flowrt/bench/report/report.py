@@ -94,7 +94,7 @@ def print_report(report: BenchmarkReport, console: Console) -> None:
             (
                 figure.name,
                 f"{format_amount(figure.ours.median)} {figure.unit}" if figure.ratio is not None else figure.ours.text(figure.unit),
-                f"{format_amount(figure.theirs.median)} {figure.unit}, {figure.peer}" if figure.theirs is not None else "",
+                f"{format_amount(figure.theirs.median)} {figure.unit}".rstrip() + f", {figure.peer}" if figure.theirs is not None else "",
                 figure.ratio.text() if figure.ratio is not None else "",
                 str(figure.target or ""),
                 figure.verdict or "",
