@@ -88,7 +88,8 @@ class GroupChecks:
             self._placed.pop((request.id, "all"), None)
         self._placed[key], self._attempts[key] = (group, request.attempt), request.attempt
         self._world.num_faults["KV transfer"] += request.kv is not None
-        here = [log for (name, _), (place, _) in self._placed.items() if place == group and (log := self._log_of(name)) and log.end is None]
+        logs = [(self._log_of(name), attempt) for (name, _), (place, attempt) in self._placed.items() if place == group]
+        here = [log for log, attempt in logs if log is not None and log.end is None and log.attempt == attempt]  # older ones were cancelled
         if len(here) > 1 and (count := sum(len(log.choices) for log in here)) > (
             room := SEQUENCES_AHEAD * self._graph.limits_of(group).max_num_seqs
         ):

@@ -317,7 +317,8 @@ def test_seeds_that_have_failed_pass(seed: int) -> None:
     assert campaign([draw(seed, graphs)]).failures == []
 
 
-@pytest.mark.parametrize("seed", [2343, 3507])
-def test_seeds_of_transfers_that_have_failed_pass(seed: int) -> None:
-    """The first: a hedge waited for the part in flight, whose server was lost. The second: equal choices had the poison in two steps."""
-    assert campaign([draw(seed, [load(GRAPHS / "prefill.yaml")])]).failures == []
+@pytest.mark.parametrize(("seed", "num_cancelled"), [(2343, 0), (3507, 0), (3000373, 100)])
+def test_seeds_of_transfers_that_have_failed_pass(seed: int, num_cancelled: int) -> None:
+    """The first: a hedge waited for the part in flight, whose server was lost. The second: equal choices had the poison in two steps. The
+    third: a request whose KV was lost counted as one of its group while it waited for its next attempt."""
+    assert campaign([draw(seed, [load(GRAPHS / "prefill.yaml")], num_cancelled=num_cancelled)]).failures == []
