@@ -198,6 +198,7 @@ class ServeSession:
                     has_log=self.has_log,
                     options=kept_options(self._options, urlsplit(listener.url).port or self._options.port),
                     has_api_key=bool(self._options.api_key),
+                    run_id=self._graph.launcher.run_id,
                 )
             )
 

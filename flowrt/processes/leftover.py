@@ -1,4 +1,4 @@
-"""Finds the processes of a run by a marker: the processes that flowrt starts, and their children, have the run's id in their environment.
+"""Finds and ends the processes of a run by a marker: the processes that flowrt starts, and their children, have the run's id in their environment.
 
 Linux only: elsewhere no process is found.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import signal
 from dataclasses import dataclass
 
 MARKER = "FLOWRT_RUN"  # the run's id
 PARENT_MARKER = "FLOWRT_LAUNCHER"  # the pid of the process that launched it
+LEFT_SECONDS, KILL_SECONDS = 2.0, 5.0  # for the last events of a front end, whose launcher has died; until the kernel has ended it
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,21 @@ def marked_processes() -> list[Marked]:
 def processes_marked(run_id: str) -> list[int]:
     """The pids of the living processes of one run, without the calling process."""
     return [marked.pid for marked in marked_processes() if marked.run_id == run_id and marked.pid != os.getpid()]
+
+
+def end_left(run_id: str) -> None:
+    """Wait until the processes of a run have ended whose launcher has died; kill those that do not end, as one that is stopped."""
+    seconds = LEFT_SECONDS
+    for pid in processes_marked(run_id) if run_id else ():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            process = os.pidfd_open(pid)
+            try:
+                if not select.select([process], [], [], seconds)[0]:
+                    seconds = 0.0  # of all together
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                    select.select([process], [], [], KILL_SECONDS)
+            finally:
+                os.close(process)
 
 
 def _read_marked(pid: int) -> Marked | None:

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from flowrt.errors import UserError, shown
+from flowrt.processes.leftover import end_left
 
 VARIABLE = "FLOWRT_RUNTIME_DIR"
 MAX_LOG_BYTES = 16 << 20  # then a new file is begun, and the one before it is kept
@@ -32,7 +33,7 @@ _SOCKET, _LOG, _OLD_LOG, _DESCRIPTION, _STOPPING = "socket", "log", "log.1", "gr
 class Description(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a graph without asking it. `started`: Unix time. `url`: where it serves HTTP. `is_ready`: it serves, or has done
     so. `has_log`: it writes its log to the folder. `options`: those of the command, without the API key, for `flowrt up --resume`;
-    `has_api_key`: there was one."""
+    `has_api_key`: there was one. `run_id`: marks its processes."""
 
     name: str
     pid: int
@@ -46,6 +47,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     has_log: bool = False
     options: dict[str, Any] = {}
     has_api_key: bool = False
+    run_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ def claim(name: str, resumes: bool = False) -> RunFolder:
             described = _described(path)
             pid = f" (pid {described.pid})" if described is not None else ""
             raise UserError(f"{name} is up already{pid}; flowrt down {name} stops it, and --name gives this one another name") from None
+        if (former := _described(path)) is not None:
+            end_left(former.run_id)  # a front end has the port until it ends
         for left in path.iterdir():
             if not resumes or left.name != _DESCRIPTION:
                 left.unlink()
@@ -176,6 +180,8 @@ def begin_stop(found: FoundGraph) -> bool:
 
 def remove_dead(found: FoundGraph) -> bool:
     """Remove what a dead process left. False when a living one has the folder now."""
+    if found.description is not None:
+        end_left(found.description.run_id)
     with _locked(found.folder.parent):
         if not found.folder.exists():
             return True

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from flowrt.errors import NotRunningError, UserError
+from flowrt.processes import leftover
 from flowrt.serving.run_folder import VARIABLE, Description, RunFolder, begin_stop, claim, find_graph, found_graphs, remove_dead
 from flowrt.serving.socket_client import new_client
 
@@ -55,6 +60,19 @@ def test_what_a_dead_process_left_is_taken_over_or_removed() -> None:
     die(second)
     assert remove_dead(found)
     assert found_graphs() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
+@pytest.mark.parametrize("end", [lambda: claim("a").remove(), lambda: remove_dead(find_graph("a"))], ids=["up", "down"])
+def test_process_of_a_dead_graph_ends_with_it(end: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftover, "LEFT_SECONDS", 0.0)
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, leftover.MARKER: "a-run"}) as stopped:
+        stopped.send_signal(signal.SIGSTOP)
+        folder = claim("a")
+        folder.describe(described("a", run_id="a-run"))
+        die(folder)
+        end()
+        assert stopped.wait() == -signal.SIGKILL
 
 
 def test_resume_that_fails_leaves_what_it_found() -> None:
