@@ -1,4 +1,4 @@
-"""Finds and ends the processes of a run by a marker: the processes that flowrt starts, and their children, have the run's id in their environment.
+"""Finds and ends the processes of a run by a marker: those that flowrt starts, and their children, have the run's id in their environment.
 
 Linux only: elsewhere no process is found.
 """
