@@ -14,7 +14,8 @@ _STATELESS = ("source", "dispatch", "combine")  # operators that hold nothing: n
 
 @dataclass(frozen=True)
 class ProcessReport:
-    """One worker. `busy_share` is the part of the time since the start in which it computed; None without statistics of it."""
+    """One worker. `busy_share` is the part of the time since the start in which it computed; None without statistics of it. `pid` is 0 on
+    another host; `host` is "" where there is one."""
 
     name: str
     pid: int
@@ -24,6 +25,7 @@ class ProcessReport:
     busy_share: float | None
     num_firings: int | None
     num_steps: int | None
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def _process(
         busy_share=min(1.0, counters.compute_seconds / seconds) if counters is not None and seconds else None,
         num_firings=counters.num_firings if counters is not None else None,
         num_steps=counters.num_steps if counters is not None else None,
+        host=graph.shown_host(name),
     )
 
 

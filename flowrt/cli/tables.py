@@ -93,12 +93,14 @@ def _number(heading: str) -> Column:
 
 def _processes(report: RunReport, console: Console) -> Table:
     holds, transport = Column("holds", overflow="fold", min_width=16), Column("transport", min_width=9)
-    pid = [_number("pid")] if console.width >= NARROW else []
-    table = new_table(console, _name("process"), *pid, holds, transport, _number("memory"), _number("busy"))
+    place = [_number("pid")] if console.width >= NARROW else []
+    if place and any(process.host for process in report.processes):
+        place.append(_name("host"))
+    table = new_table(console, _name("process"), *place, holds, transport, _number("memory"), _number("busy"))
     for process in report.processes[:MAX_PROCESSES]:
         table.add_row(
             process.name,
-            *([str(process.pid)] if pid else []),
+            *[str(process.pid or UNKNOWN), process.host][: len(place)],
             _AFTER_COMMAS.sub(", ", process.holds),
             ", ".join(process.transports) or UNKNOWN,
             size_text(process.resident_bytes) if process.resident_bytes else UNKNOWN,

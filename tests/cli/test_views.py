@@ -192,7 +192,7 @@ def test_tables_are_the_same_figures_plain_and_framed(graph: Graph) -> None:
         print_tables(report, Figures.of([]), Console(file=out, force_terminal=terminal, width=80, color_system=None))
         shown.append(re.sub(r"[ ─]+", " ", out.getvalue()))
         assert max(map(cell_len, out.getvalue().split("\n"))) <= 80
-    for text in ("experts.0 0 experts 0-3 ", "5.0 MiB", "attention.0 experts.1", "time to first token - - -", "start: 1.25 s"):
+    for text in ("experts.0 - experts 0-3 ", "5.0 MiB", "attention.0 experts.1", "time to first token - - -", "start: 1.25 s"):
         assert text in shown[0]
         assert text in shown[1]
 
@@ -209,6 +209,20 @@ def test_tables_break_between_words_only(graph: Graph) -> None:
         words = set(re.split(r"[\s,]+", shown))
         assert {*ids.split(","), "embed", "attention", "shm", "zmq", "attention.0", "4194303", "GiB"} <= words
         assert max(map(cell_len, shown.split("\n"))) <= width
+
+
+def test_the_table_of_processes_names_hosts_where_there_are_several(graph: Graph) -> None:
+    known = ProcessReport("experts.0", 42, "experts 0-3", ("zmq",), 1 << 20, 0.5, 1, 1, "host.0")
+    processes = (known, replace(known, name="experts.1", pid=0, host="host.11"))
+    report = replace(report_of(graph, {}, {}, {}, 1.25, None), processes=processes)
+    for width, rows in (
+        (80, ["process pid host holds", "experts.0 42 host.0 experts 0-3", "experts.1 - host.11 experts 0-3"]),
+        (60, ["process holds", "experts.0 experts 0-3", "experts.1 experts 0-3"]),
+    ):
+        out = io.StringIO()
+        print_tables(report, Figures.of([]), Console(file=out, force_terminal=False, width=width))
+        lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+        assert [next(line for line in lines if line.startswith(row)) for row in rows]
 
 
 def test_doctor_breaks_between_words_on_a_terminal_and_nowhere_else() -> None:
