@@ -64,7 +64,7 @@ def find_problem(request: Request, limits: GraphLimits, max_position_embeddings:
         return RequestProblem("max_tokens", f"max_tokens is {new}, it must be at least 1")
     if new > limits.max_tokens:
         limit = f"limits.max_tokens of the graph ({limits.max_tokens})"
-        return RequestProblem("max_tokens", f"max_tokens {new} is more than {limit}; raise that limit")
+        return RequestProblem("max_tokens", f"max_tokens {new} is more than {limit}; ask for fewer, or raise that limit")
     if params.min_tokens > new:
         return RequestProblem("min_tokens", f"min_tokens is {params.min_tokens}, it must be from 0 to max_tokens ({new})")
     if set(request.ended_choices) >= set(range(params.n)):

@@ -107,7 +107,7 @@ REFUSALS = [
     (request("x", (1, VOCABULARY)), "prompt token 97 at position 1 is outside the vocabulary (0 to 96)"),
     (request("x", (-1,)), "prompt token -1 at position 0"),
     (request("x", max_tokens=0), "max_tokens is 0"),
-    (request("x", max_tokens=17), "max_tokens 17 is more than limits.max_tokens of the graph (16); raise that limit"),
+    (request("x", max_tokens=17), "max_tokens 17 is more than limits.max_tokens of the graph (16); ask for fewer, or raise that limit"),
     (request("x", [1] * 101), "prompt of 101 tokens needs 101 positions, the model has 100 (max_position_embeddings)"),
     (request("x", [1] * 90), "prompt of 90 tokens needs 23 pages, the group has 8 (limits.kv_pages)"),
     (request("x", [1] * 30, max_tokens=4), "prompt of 30 tokens and 4 new tokens need 9 pages, the group has 8 (limits.kv_pages)"),
