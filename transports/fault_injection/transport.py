@@ -191,9 +191,8 @@ class FaultyChannel(Channel):
         injected.append(done)
         self._num_logged += 1
         if self._num_logged <= _MAX_LOGGED:
-            log.warning(
-                "%s, channel %d to %s, %s: %s at message %d %s", self.scheme, self._number, self.peer.name, direction, kind, number, detail
-            )
+            channel = f"{self.scheme}, channel {self._number} to {self.peer.name}, {direction}"
+            log.warning("%s: %s at message %d%s", channel, kind, number, detail and f", {detail}")
 
     # Closing.
 
