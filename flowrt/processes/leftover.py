@@ -45,11 +45,14 @@ def processes_marked(run_id: str) -> list[int]:
 
 
 def end_left(run_id: str) -> None:
-    """Wait until the processes of a run have ended whose launcher has died; kill those that do not end, as one that is stopped."""
+    """Wait until the processes of a run have ended whose launcher has died, also those of hosts on this machine, whose run ids begin with
+    this one. Kill those that do not end, as one that is stopped."""
     seconds = LEFT_SECONDS
-    for pid in processes_marked(run_id) if run_id else ():
+    for marked in marked_processes():
+        if not run_id or not f"{marked.run_id}.".startswith(f"{run_id}."):
+            continue
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            process = os.pidfd_open(pid)
+            process = os.pidfd_open(marked.pid)
             try:
                 if not select.select([process], [], [], seconds)[0]:
                     seconds = 0.0  # of all together

@@ -64,9 +64,10 @@ def test_what_a_dead_process_left_is_taken_over_or_removed() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
 @pytest.mark.parametrize("end", [lambda: claim("a").remove(), lambda: remove_dead(find_graph("a"))], ids=["up", "down"])
-def test_process_of_a_dead_graph_ends_with_it(end: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("run_id", ["a-run", "a-run.host.1"])
+def test_process_of_a_dead_graph_ends_with_it(end: Callable[[], object], run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leftover, "LEFT_SECONDS", 0.0)
-    with subprocess.Popen(["sleep", "600"], env={**os.environ, leftover.MARKER: "a-run"}) as stopped:
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, leftover.MARKER: run_id}) as stopped:
         stopped.send_signal(signal.SIGSTOP)
         folder = claim("a")
         folder.describe(described("a", run_id="a-run"))
