@@ -66,8 +66,7 @@ def open_unix_listener(path: Path) -> HttpListener:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
-        if _is_stale(path):
-            path.unlink()
+        remove_stale(path)
         listener.bind(str(path))
         listener.listen(BACKLOG)
     except OSError as error:
@@ -76,6 +75,12 @@ def open_unix_listener(path: Path) -> HttpListener:
     finally:
         os.umask(before)
     return HttpListener(listener, f"unix:{path}", is_public=False, path=str(path))
+
+
+def remove_stale(path: Path) -> None:
+    """Remove a unix socket that no process listens on. Raises OSError."""
+    if _is_stale(path):
+        path.unlink()
 
 
 def _is_stale(path: Path) -> bool:

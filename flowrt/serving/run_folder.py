@@ -22,6 +22,7 @@ import msgspec
 
 from flowrt.errors import UserError, shown
 from flowrt.processes.leftover import end_left
+from flowrt.serving.listener import remove_stale
 
 VARIABLE = "FLOWRT_RUNTIME_DIR"
 MAX_LOG_BYTES = 16 << 20  # then a new file is begun, and the one before it is kept
@@ -180,8 +181,11 @@ def begin_stop(found: FoundGraph) -> bool:
 
 def remove_dead(found: FoundGraph) -> bool:
     """Remove what a dead process left. False when a living one has the folder now."""
-    if found.description is not None:
-        end_left(found.description.run_id)
+    if (described := found.description) is not None:
+        end_left(described.run_id)
+        if path := described.options.get("uds"):
+            with suppress(OSError):
+                remove_stale(Path(path))
     with _locked(found.folder.parent):
         if not found.folder.exists():
             return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,6 +61,20 @@ def test_what_a_dead_process_left_is_taken_over_or_removed() -> None:
     die(second)
     assert remove_dead(found)
     assert found_graphs() == []
+
+
+def test_socket_of_a_dead_graph_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    for is_stale in (False, True):
+        folder = claim("a")
+        folder.describe(described("a", options={"uds": str(path)}))
+        die(folder)
+        with socket.socket(socket.AF_UNIX) as of_another:
+            if not is_stale:
+                of_another.bind(str(path))
+                of_another.listen()
+            remove_dead(find_graph("a"))
+            assert path.exists() is not is_stale
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
