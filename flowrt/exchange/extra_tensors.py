@@ -17,7 +17,7 @@ Key = tuple[str, int]  # request and attempt
 
 @dataclass(eq=False, slots=True)
 class _OfPrompt:
-    """`row`: of the prompt's last token in `step`. `fault`: why some tensor will not come."""
+    """`row`: that of the prompt's last token in `step`. `fault`: why tensors that are missing will not come."""
 
     step: Step
     row: int
@@ -54,7 +54,7 @@ class SentExtras:
         """The rows of this step will not come, unless it is computed again. Returns its prompts."""
         found = {key: each for key, each in self._prompts.items() if each.step == step}
         for each in found.values():
-            each.fault = each.fault or ("" if len(each.tensors) == len(self._specs) else why)
+            each.fault = each.fault or why
         return list(found)
 
     def of(self, key: Key) -> tuple[Tensor, ...] | None:
@@ -64,8 +64,12 @@ class SentExtras:
         each = self._prompts.get(key)
         return tuple(each.tensors[name] for name in self._specs) if each is not None and len(each.tensors) == len(self._specs) else None
 
-    def fault_of(self, key: Key) -> str:
-        return each.fault if (each := self._prompts.get(key)) is not None else ""
+    def fault_of(self, key: Key, epoch: int) -> str:
+        """Why some tensor of a prompt that is committed will not come; "": none is known to be missing. `epoch`: that of the worker."""
+        each = self._prompts.get(key)
+        if each is None or len(each.tensors) == len(self._specs):
+            return ""
+        return each.fault or ("a rollback has dropped the rows of its extra tensors" if each.step[0] < epoch else "")
 
     def forget_ended(self, is_alive: Callable[[str, int], bool]) -> None:
         """Free the tensors of attempts for which `is_alive` is false."""

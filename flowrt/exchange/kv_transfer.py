@@ -214,7 +214,7 @@ class KvPack:
     def _serve(self, offer: _PromptOffer) -> None:
         size, key = self._chunk_tokens, (offer.prompt.request_id, offer.prompt.attempt)
         extras = self.extras.of(key)
-        if offer.prompt.is_complete and (fault := self.extras.fault_of(key)):  # else the step may be computed again
+        if offer.prompt.is_complete and (fault := self.extras.fault_of(key, offer.prompt.epoch)):  # else the step may be computed again
             self._refuse_waiting(offer, fault)
         while offer.waiting and (chunk := offer.next_chunk(size, extras is not None)) is not None:
             (firing, pull), (layer, first, num_tokens, is_last) = offer.waiting.popleft(), chunk
@@ -223,8 +223,10 @@ class KvPack:
             prompt, num_ready = offer.prompt, offer.num_ready(size)
             header = ChunkHeader(pull, layer, first, num_tokens, prompt.epoch, prompt.num_committed, num_ready, is_last)
             parts, sent = self._pages.parts(layer), extras if is_last and extras else ()
-            is_int8 = not self._int8_pulls.isdisjoint(firing.via)
-            payload = self._int8_chunk(header, parts, slots_T) if is_int8 else self._lent_chunk(header, parts, slots_T, sent)
+            if self._int8_pulls.isdisjoint(firing.via):
+                payload = self._lent_chunk(header, parts, slots_T, sent)
+            else:
+                payload = self._int8_chunk(header, parts, slots_T)
             self._respond(firing, {"chunk": payload})
             if is_last:
                 self._refuse_waiting(offer, "the offer has no more chunks")
@@ -245,21 +247,25 @@ class KvPack:
             return ChunkHeader(header.pull, refusal=error_text(error))
 
     def _int8_chunk(self, header: ChunkHeader, parts: Sequence[Tensor], slots_T: Tensor | slice) -> Payload:
-        targets = [torch.empty(header.num_tokens, *part.shape[1:], dtype=part.dtype) for part in parts]
-        header = self._copy_into(header, parts, slots_T, (), targets)
-        payload = with_int8_rows(Payload(tuple(targets), header))
-        if header.refusal:
-            return payload
-        digest = digest_of(from_int8_rows(payload, parts[0].dtype).tensors)  # of what the group will have
-        return Payload(payload.tensors, msgspec.structs.replace(header, digest=digest))
+        try:
+            rows = tuple(torch.empty(header.num_tokens, *part.shape[1:], dtype=part.dtype) for part in parts)
+            self._kernels.gather_slots(parts, slots_T, rows)
+            payload = with_int8_rows(Payload(rows))
+            digest = digest_of(from_int8_rows(payload, parts[0].dtype).tensors)  # of what the group will have
+            return Payload(payload.tensors, msgspec.structs.replace(header, digest=digest))
+        except Exception as error:  # it ends this transfer, not the worker
+            return self._refusal(header.pull, error_text(error))
 
     def _refuse_waiting(self, offer: _PromptOffer, why: str) -> None:
         while offer.waiting:
             self._refuse(*offer.waiting.popleft(), why)
 
     def _refuse(self, firing: Firing, pull: PullHeader, why: str) -> None:
+        self._respond(firing, {"chunk": self._refusal(pull, why)})
+
+    def _refusal(self, pull: PullHeader, why: str) -> Payload:
         nothing = tuple(torch.empty(0, *part.shape[1:], dtype=part.dtype) for part in self._pages.parts(0))
-        self._respond(firing, {"chunk": Payload(nothing, ChunkHeader(pull, refusal=why))})
+        return Payload(nothing, ChunkHeader(pull, refusal=why))
 
 
 def _step_of(tag: Tag) -> tuple[int, int, int]:

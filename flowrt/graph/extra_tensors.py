@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from flowrt.graph.builtin import KV_EXTRA, KV_PACK, KV_UNPACK
+from flowrt.graph.builtin import KV_EXTRA, KV_PACK, KV_UNPACK, SOURCE
 from flowrt.graph.document import Path_
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import Edge, Graph, Node, PortSpec
@@ -94,8 +94,9 @@ def _check_sender(graph: Graph, node: Node, facts: ModelFacts | None) -> Iterato
 def _check_rows(graph: Graph, edge: Edge, node: Node, facts: ModelFacts | None) -> Iterator[tuple[Path_, str]]:
     path: Path_ = ("edges", edge.name)
     source = graph.nodes[edge.source]
-    if graph.crosses(edge) or edge.tag.kind != "same":
-        yield path, f"rows reach {node.name} from its own process, with the tag of their step; compute them there"
+    own = {each.name for each in graph.nodes_of(node.process) if each.operator == SOURCE}
+    if graph.crosses(edge) or edge.tag.kind != "same" or not follow(graph).edge_origins.get(edge.name, own) <= own:
+        yield path, f"expected rows of a step of {node.process}, with the tag of this step; compute them in this process"
     elif ":" not in source.operator and (source.operator, edge.source_port) not in _WITH_ROWS:
         ports = ", ".join(".".join(each) for each in sorted(_WITH_ROWS))
         yield path, f"{source.operator}.{edge.source_port} does not have a row per row of the step; connect one of {ports}"

@@ -150,7 +150,7 @@ class DataPath:
             host_address=seams.host_address,
             **wrap,
         )
-        self._pack, self.unpack = pack, unpack
+        self.unpack = unpack
         self.group: Group | None = None
         self.failover: Failover | None = None
         self.forwarder = Forwarder(graph, name, self.runner) if any(node.operator == RETURN for node in graph.nodes_of(name)) else None
@@ -236,8 +236,6 @@ class DataPath:
     def _on_failed(self, tag: Tag, error: OperatorError, has_sent: bool) -> None:
         if self.unpack is not None and self.unpack.on_error(tag, str(error)):
             return
-        if self._pack is not None:
-            self._pack.on_failed(tag, str(error))
         if self.group is not None:
             self.group.fail_step(tag, error)
         elif self.forwarder is not None:

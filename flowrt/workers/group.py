@@ -134,6 +134,8 @@ class Group:
 
     def fail_step(self, tag: Tag, error: OperatorError) -> None:
         """Handle a failed step of this group: compute it once more, then end its requests."""
+        if self._pack is not None and tag.source == self._source:
+            self._pack.on_failed(tag, str(error))
         self.fail_steps([tag], f"a step of this request failed twice: {error}")
 
     def fail_steps(self, tags: Collection[Tag], error: str) -> None:

@@ -141,6 +141,18 @@ def test_rows_that_do_not_come_end_the_transfer_of_a_committed_step() -> None:
     assert pair.ends == [("a", 0, "p sent no chunk: no rows")]
 
 
+def test_rows_that_a_rollback_drops_end_the_transfer_of_a_committed_step() -> None:
+    """An operator beside the head computes them when a step of another micro-batch fails."""
+    for arrive in ({"number": NUMBERS}, {"number": NUMBERS, "hidden": HIDDEN}):
+        pair = begun()
+        for name, tensor in arrive.items():
+            rows(pair, name, tensor)
+        pair.complete(epoch=1)
+        pair.run()
+        fault = "" if "hidden" in arrive else "p sent no chunk: a rollback has dropped the rows of its extra tensors"
+        assert pair.ends == [("a", 0, fault)]
+
+
 def test_they_are_free_when_the_attempt_has_ended() -> None:
     pair = begun()
     rows(pair, "hidden", HIDDEN)

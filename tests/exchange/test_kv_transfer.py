@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from flowrt.actors.control import KvOffer
 from flowrt.dataflow.matching import Firing
-from flowrt.dataflow.payload import Payload, by_reference, from_int8_rows, from_reference
+from flowrt.dataflow.payload import Payload, by_reference, from_int8_rows, from_reference, with_int8_rows
 from flowrt.dataflow.schemas import Spec
 from flowrt.exchange import kv_transfer
 from flowrt.exchange.kv_transfer import ChunkHeader, KvPack, KvUnpack, PullHeader
@@ -81,7 +83,8 @@ class Pair:
             self.pack.on_written(Firing("p.kv_progress", Tag("p.source@1", epoch, 0, step, layer), {}))
 
     def _respond(self, firing: Firing, outputs: Mapping[str, Payload]) -> None:
-        chunk = from_reference(by_reference(outputs["chunk"], 0, firing.tag))
+        chunk = with_int8_rows(outputs["chunk"]) if self.via else outputs["chunk"]  # as the edge does
+        chunk = from_reference(by_reference(chunk, 0, firing.tag))
         self.chunks.append(Firing("g.kv_unpack", firing.tag, {"chunk": chunk}))
 
     def _emit(self, tag: Tag, outputs: Mapping[str, Payload]) -> None:
@@ -155,6 +158,21 @@ def test_a_flipped_bit_of_int8_is_found() -> None:
 
     pair.respond(flip)
     assert [why for *_, why in pair.ends] == ["p sent a chunk of layer 0 that does not fit: its bytes do not match their hash"]
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_copy_that_fails_ends_its_transfer_alone(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise MemoryError("no memory")
+
+    pair = Pair(int8=int8)
+    if int8:
+        monkeypatch.setattr(kv_transfer, "with_int8_rows", fail)
+    else:
+        monkeypatch.setattr(pair.pack, "_kernels", SimpleNamespace(gather_slots=fail))
+    pair.begin()
+    pair.run()
+    assert pair.ends == [("a", 0, "p sent no chunk: MemoryError: no memory")]
 
 
 def test_a_transfer_pulls_as_many_chunks_at_a_time_as_there_are() -> None:

@@ -141,7 +141,11 @@ WRONG: dict[str, tuple[Callable[[Document], object], str]] = {
         "expected float32, got bfloat16",
     ),
     "every layer": (_edge("prefill.0.combine.y -> scale.x", "prefill.0.combine.y -> scale.x", tag="layer+1"), "rows of several layers"),
-    "from another process": (_node("scale", process="side"), "rows reach hidden from its own process"),
+    "from another process": (_node("scale", process="side"), "expected rows of a step of prefill.0"),
+    "of a step of another process": (
+        _edge("prefill.0.combine.y -> scale.x", "attention.0.combine.y -> scale.x", layers=str(LAST)),
+        "scale.y -> hidden.rows: expected rows of a step of prefill.0",
+    ),
     "in a group": (_node("hidden", process="attention.0"), "process attention.0 has no kv_pack"),
     "to another process": (
         _node("take", process="side"),
