@@ -149,18 +149,21 @@ class ServedApp:
         self.app = HttpApp(settings, self.client, completions, encoder, self.tokenizer, seams)
         self.server = HttpServer(self.app, connections, settings.certificate, settings.private_key, self.app.refuse_early)
         self.listener = listener
+        self.connections: list[Connection] = []  # made by `connect`
         self.submitted: asyncio.Queue[Request] = asyncio.Queue()
         self.cancelled: list[Cancel] = []
         self.is_ok = True
 
     async def connect(self, buffer_bytes: int = 0) -> Connection:
-        """`buffer_bytes`: of the client's end, where it reads slowly."""
+        """A connection that ends with the app at the latest, also when a test fails. `buffer_bytes`: of the client's end, where it reads
+        slowly."""
         client = socket.socket()
         if buffer_bytes:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
         client.setblocking(False)
         await asyncio.get_running_loop().sock_connect(client, self.listener.socket.getsockname())
-        return Connection(*await asyncio.open_connection(sock=client))
+        self.connections.append(Connection(*await asyncio.open_connection(sock=client)))
+        return self.connections[-1]
 
     async def call(self, method: str, path: str, body: Any = None, **headers: str) -> Response:
         connection = await self.connect()
@@ -246,6 +249,8 @@ async def served_app(
     try:
         yield served
     finally:
+        for connection in served.connections:
+            connection.writer.transport.abort()
         await served.server.close(1.0)
         await served.front_ends.aclose()
         await served.requests.aclose()

@@ -64,7 +64,6 @@ async def test_connection_goes_on_after_a_refusal_and_is_served_once_there_is_ro
         connection.send("POST", COMPLETE, BODY)
         served.finish(await served.submitted.get())
         assert (await connection.response()).status == 200
-        await connection.close()
 
 
 @pytest.mark.parametrize("headers", [{"connection": "close"}, {"content_length": "70000", "connection": "close"}])
@@ -78,7 +77,6 @@ async def test_connection_ends_where_the_client_wants_it(headers: dict[str, str]
         response = await connection.response()
         assert (response.status, response.headers["connection"]) == (429, "close")
         assert await connection.reader.read() == b""
-        await connection.close()
 
 
 async def test_chunked_body_and_one_that_waits_for_continue_take_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +89,6 @@ async def test_chunked_body_and_one_that_waits_for_continue_take_the_usual_way(m
         assert (await connection.head()).status == 100
         connection.writer.write(b'{"prompt":[5]}')
         assert (await connection.response()).status == 429
-        await connection.close()
 
 
 async def test_client_that_does_not_read_gets_no_early_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +106,6 @@ async def test_client_that_does_not_read_gets_no_early_refusals(monkeypatch: pyt
         assert (await response).status == 400
         connection.send("POST", COMPLETE, NOT_JSON)
         assert (await connection.response()).status == 429
-        await connection.close()
 
 
 async def test_request_right_behind_a_refused_one_is_not_taken_for_an_idle_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +118,6 @@ async def test_request_right_behind_a_refused_one_is_not_taken_for_an_idle_conne
         assert all(each.timeout_keep_alive_task is None for each in served.server._state.connections)
         connection.writer.write(b"a" * (70_000 - 14) + b'"}')
         assert (await connection.response()).status == 429
-        await connection.close()
 
 
 async def test_key_and_host_are_checked_before_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +137,6 @@ async def test_client_that_does_not_send_its_body_is_cut_off(monkeypatch: pytest
         response = await connection.response()
         assert (response.status, response.headers["connection"]) == (429, "close")
         assert await connection.reader.read() == b""
-        await connection.close()
 
 
 async def test_each_refusal_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
