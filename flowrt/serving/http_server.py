@@ -21,13 +21,14 @@ from flowrt.serving.listener import BACKLOG
 log = logging.getLogger("flowrt.front_end")
 
 MAX_HEADER_BYTES = 32 << 10
+MAX_HEADERS = 256  # each takes some hundred bytes of memory, however short it is
 HEADER_SECONDS = 10.0  # from the connection, or from the first byte of a later request, to the end of its headers
 IDLE_SECONDS = 75  # between two requests of a connection
 TLS_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0  # until the next try when no connection could be accepted
 MAX_SKIPPED_BYTES = 64 << 10  # of a body that is received but not kept, so that its connection can go on after an early refusal
 RefuseEarly = Callable[[bytes, bytes, Mapping[bytes, bytes], bool], tuple[ApiError, str] | None]  # of method, path, headers, is_admin
-_LARGE_HEADERS = ApiError(LARGE_HEADERS, f"the headers are longer than {MAX_HEADER_BYTES >> 10} KiB")
+_LARGE_HEADERS = ApiError(LARGE_HEADERS, f"the headers are longer than {MAX_HEADER_BYTES >> 10} KiB, or more than {MAX_HEADERS}")
 _CHUNKS = ApiError(INVALID, "a chunked body may have no trailers, and no long extensions")
 _TOO_MANY = ApiError(UNAVAILABLE, "too many connections; close idle ones, or raise serving.max_connections")
 
@@ -137,10 +138,14 @@ class BoundedProtocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", data[num_parsed:]])
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:
-            super().on_header(name, value)
-        else:  # the application would see it among the headers
+        if self._is_refused:
+            return
+        if not self._in_headers:  # the application would see it among the headers
             self._refuse(self.transport, _CHUNKS)
+        elif len(self.headers) == MAX_HEADERS:
+            self._refuse(self.transport, _LARGE_HEADERS)
+        else:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._is_refused or self.parser.should_upgrade():

@@ -114,6 +114,16 @@ async def test_offer_of_another_protocol_is_not_taken(is_split: bool) -> None:
         await connection.close()
 
 
+async def test_number_of_headers_is_bounded() -> None:
+    """Thousands of short ones would take a megabyte for as long as their request."""
+    async with served_app() as served:
+        connection = await served.connect()
+        for number, status in ((http_server.MAX_HEADERS - 1, 200), (http_server.MAX_HEADERS, 431)):
+            connection.writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n%s\r\n" % (b"a:\r\n" * number))
+            assert (await connection.response()).status == status
+        await connection.close()
+
+
 async def test_head_is_get_without_a_body_and_other_methods_are_named() -> None:
     async with served_app() as served:
         connection = await served.connect()
