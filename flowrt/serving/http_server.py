@@ -21,6 +21,7 @@ from flowrt.serving.listener import BACKLOG
 log = logging.getLogger("flowrt.front_end")
 
 MAX_HEADER_BYTES = 32 << 10
+MAX_AHEAD = 16  # requests that wait for the responses to earlier ones, and requests of one read of the socket
 MAX_HEADERS = 256  # each takes some hundred bytes of memory, however short it is
 HEADER_SECONDS = 10.0  # from the connection, or from the first byte of a later request, to the end of its headers
 IDLE_SECONDS = 75  # between two requests of a connection
@@ -30,6 +31,7 @@ MAX_SKIPPED_BYTES = 64 << 10  # of a body that is received but not kept, so that
 RefuseEarly = Callable[[bytes, bytes, Mapping[bytes, bytes], bool], tuple[ApiError, str] | None]  # of method, path, headers, is_admin
 _LARGE_HEADERS = ApiError(LARGE_HEADERS, f"the headers are longer than {MAX_HEADER_BYTES >> 10} KiB, or more than {MAX_HEADERS}")
 _CHUNKS = ApiError(INVALID, "a chunked body may have no trailers, and no long extensions")
+_TOO_FAR_AHEAD = ApiError(INVALID, f"more than {MAX_AHEAD} requests were sent ahead of their responses; wait for these")
 _TOO_MANY = ApiError(UNAVAILABLE, "too many connections; close idle ones, or raise serving.max_connections")
 
 
@@ -52,6 +54,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._max_connections, self._waiting, self._is_admin, self._refuse_early = max_connections, waiting, is_admin, refuse_early
         self._early: tuple[ApiError, str] | None = None  # the response to a request whose body is still to come, with its id
         self._num_header_bytes = 0
+        self._num_in_read = 0  # requests
         self._num_bytes_between = 0  # since the latest piece of the body: sizes of chunks, their extensions, trailers
         self._unfinished: list[RequestResponseCycle] = []  # several when the client sends requests before it gets responses
         self._header_timer: asyncio.TimerHandle | None = None
@@ -107,6 +110,7 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self._num_bytes_between += len(data)
         self._unset_keepalive_if_required()
+        self._num_in_read = 0
         self._parse(data)
         if self._in_headers and self._num_header_bytes > MAX_HEADER_BYTES:
             self._refuse(self.transport, _LARGE_HEADERS)
@@ -133,9 +137,19 @@ class BoundedProtocol(HttpToolsProtocol):
             raise HttpParserError
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        self._num_in_read -= 1  # it begins once more
         self.parser = HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the first one of uvicorn
         return b"\r\n".join([*lines, b"", data[num_parsed:]])
+
+    def on_message_begin(self) -> None:
+        """A read may bring thousands of requests, each of which costs more than its bytes."""
+        self._num_in_read += 1
+        if self._num_in_read > MAX_AHEAD or len(self.pipeline) >= MAX_AHEAD:
+            self._refuse(self.transport, _TOO_FAR_AHEAD)
+        if self._is_refused:
+            raise HttpParserError  # nothing more is parsed
+        super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_refused:

@@ -13,6 +13,7 @@ from serving.test_http_api import CHAT, COMPLETE, HELLO, left, until
 from flowrt.actors.front_end_messages import StateQuery, StateReport
 from flowrt.errors import TokenizerError
 from flowrt.serving import exchange, http_server
+from flowrt.serving.api_errors import OVERLOADED, ApiError
 from flowrt.serving.http_server import BoundedProtocol
 from flowrt.serving.json_body import TokenIds
 
@@ -111,6 +112,34 @@ async def test_offer_of_another_protocol_is_not_taken(is_split: bool) -> None:
         assert (await connection.response()).status == 200
         connection.writer.write(b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await connection.response()).headers["connection"] == "close"
+        await connection.close()
+
+
+@pytest.mark.parametrize("first", ["stream", "refused early"])
+async def test_number_of_requests_sent_ahead_is_bounded(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read of the socket may bring ten thousand; they took a front end longer than it may be silent."""
+    error = ApiError(OVERLOADED, "full")
+    num_parsed, on_url = 0, BoundedProtocol.on_url
+
+    def count(protocol: BoundedProtocol, url: bytes) -> None:
+        nonlocal num_parsed
+        num_parsed += 1
+        on_url(protocol, url)
+
+    async with served_app() as served:
+        monkeypatch.setattr(BoundedProtocol, "on_url", count)
+        connection = await served.connect()
+        if first == "stream":
+            connection.send("POST", CHAT, HELLO | {"stream": True})
+            await served.submitted.get()
+        else:
+            monkeypatch.setattr(served.server, "_refuse_early", lambda *request: (error, "an-id"))
+            await connection.close()
+            connection = await served.connect()
+        connection.writer.write(b"GET / HTTP/1.1\r\ncontent-length: 0\r\n\r\n" * 1000)
+        text = await connection.reader.read()  # to the end of the connection
+        assert text.count(b"HTTP/1.1 ") <= http_server.MAX_AHEAD + 2
+        assert num_parsed <= 2 * http_server.MAX_AHEAD + 1
         await connection.close()
 
 
