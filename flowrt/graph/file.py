@@ -188,13 +188,15 @@ def _written_path(path: Path_, graph: Graph, document: Document, is_short: bool)
     section, *rest = path
     if section == "edges" and rest and not document.has(path):
         edge = graph.edges[str(rest[0])]
-        if is_short and rest[-1] == "int8":
-            return ("deploy", "prefill" if graph.nodes[edge.source].operator == KV_PACK else "experts", "int8")
+        if is_short:
+            is_transfer = KV_PACK in (graph.nodes[edge.source].operator, graph.nodes[edge.target].operator)
+            if rest[-1] == "int8":
+                return ("deploy", "prefill" if is_transfer else "experts", "int8")
+            link = ("deploy", "links", "prefill-attention" if is_transfer else "attention-experts")
+            return (*link, *rest[1:]) if document.has((*link, *rest[1:])) else link
         pair = role_pair(*graph.ends_of(edge)) or ("", "")
-        above: Path_ = ("deploy", "links") if is_short else ("links",)
-        links: list[Path_] = [(*above, "-".join(pair)), (*above, "-".join(reversed(pair)))]
-        written = next(((*link, *rest[1:]) for link in links if document.has((*link, *rest[1:]))), None)
-        return written or (links[0] if is_short else path)
+        links = [("links", "-".join(each), *rest[1:]) for each in (pair, pair[::-1])]
+        return next(filter(document.has, links), path)
     if not is_short:
         return path
     if section in ("devices", "threads", "cores", "role_numerics"):

@@ -112,6 +112,18 @@ BAD = {
         "deploy.links.attention-experts.transport",
         ["no transport 'shmm'", "did you mean 'shm'?"],
     ),
+    "transport between prefill workers and experts": (
+        deploy("", "servers: 1", "  prefill: {workers: 1}\n  links: {attention-experts: {transport: shmm}}\n"),
+        7,
+        "deploy.links.attention-experts.transport",
+        ["no transport 'shmm'"],
+    ),
+    "transport of transfers": (
+        deploy("", "servers: 1", "  prefill: {workers: 1}\n  links: {prefill-attention: {transport: shmm}}\n"),
+        7,
+        "deploy.links.prefill-attention.transport",
+        ["no transport 'shmm'"],
+    ),
     "inproc between processes": (
         deploy("", "servers: 1", "  links: {attention-experts: {transport: inproc}}\n"),
         6,
