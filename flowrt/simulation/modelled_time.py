@@ -32,7 +32,7 @@ class ModelledTimeChecks:
 
     def __init__(self, world: World, emulation: Emulation | None) -> None:
         self._now, self._num_seen = world.loop.time, world.num_faults
-        self._offered: dict[Key, tuple[float, Any]] = {}  # when the first message of this number was offered, and the sender's channel
+        self._offered: dict[Key, tuple[float, Any]] = {}  # of messages on their way: when each was first offered, and the sender's channel
         self._recent: dict[Any, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=MAX_RECENT))
         self._wrong: list[str] = []
         if emulation is not None:
@@ -111,7 +111,7 @@ class ModelledTimeChecks:
         def taken() -> Any:
             number = channel._inbox[0].number if channel._inbox else -1
             message = take()
-            if message is not None and (sent := self._offered.get((peer, own, number))) is not None:
+            if message is not None and (sent := self._offered.pop((peer, own, number), None)) is not None:
                 is_certain = channel._final is None and not sent[1].closed  # else the times of the sender's NIC are an estimate
                 self._check_arrival(peer, own, link, sent[0], message.payload_bytes, is_certain)
             return message
