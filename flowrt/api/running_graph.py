@@ -119,7 +119,7 @@ class RunningGraph:
     @property
     def max_requests(self) -> int:
         """The maximum number of active requests; the gateway refuses further ones."""
-        return self._of_model().gateway.max_requests
+        return self._of_model().gateway.admission.max_requests
 
     @property
     def pids(self) -> Mapping[str, int]:

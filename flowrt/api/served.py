@@ -70,18 +70,18 @@ class StateReports:
         if query.topic == "drain":
             self._requests.gateway.drain()
         health = self._health()
-        is_ok = health.ok and (query.topic != "ready" or self._requests.gateway.refuses_all is None)
+        is_ok = health.ok and (query.topic != "ready" or self._requests.gateway.admission.refuses_all is None)
         return StateReport(query.number, is_ok, "; ".join(health.problems))
 
     async def _status(self) -> GraphStatus:
         gateway, health = self._requests.gateway, self._health()
         processes = await read_processes(self._launcher, await self._statistics())
         return GraphStatus(
-            state="draining" if gateway.refuses_all is not None else "ready" if health.ok else "unhealthy",
+            state="draining" if gateway.admission.refuses_all is not None else "ready" if health.ok else "unhealthy",
             problems=health.problems,
             num_active=gateway.num_unfinished,
             num_waiting=gateway.num_waiting,
-            max_requests=gateway.max_requests,
+            max_requests=gateway.admission.max_requests,
             processes=processes,
         )
 

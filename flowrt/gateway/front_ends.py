@@ -149,13 +149,13 @@ class FrontEnds:
         number, requests = reserve.number, self._requests
         if number in front_end.requests:
             return
-        refusal = requests.gateway.refusal_now(reserve.num_tokens)
+        refusal = requests.gateway.admission.refusal_now(reserve.num_tokens)
         if refusal is not None and requests.metrics is not None:
             requests.metrics.refuse(refusal.kind)
         if refusal is None and self._failure is None:
             on_change = partial(self._note_change, front_end, number)
             front_end.requests[number] = _FollowedRequest(requests.open(reserve.params, reserve.num_tokens, on_change), on_change)
-        self._post(name, Reserved(number, refusal, requests.gateway.overload))
+        self._post(name, Reserved(number, refusal, requests.gateway.admission.overload))
 
     def _attach(self, name: str, front_end: _FrontEndQueue, attach: Attach) -> None:
         number, requests = attach.number, self._requests

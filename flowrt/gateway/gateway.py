@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from flowrt.actors.control import Cancel, Ended, KvLost, KvPulled, Prefilled, Prefilling, Request, RunsAlone, Token
-from flowrt.actors.front_end_messages import Refusal
 from flowrt.engine.validation import max_new_tokens, prompt_refusal, refusal
+from flowrt.gateway.admission import Admission
 from flowrt.gateway.decisions import Decision, ForWorker, SendCancel, SendCompleted, SendRequest
 from flowrt.gateway.log_contents import LoggedRequest, unfit
 from flowrt.gateway.log_records import ChoiceEnded, token_of
@@ -48,9 +48,9 @@ __all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "TokenEvent"]
 class Gateway(RequestLogs):
     """`groups` and `prefill_workers` are the names of the workers that take requests; a call that names a group takes either.
 
-    `limits` are those that each request must fit; `limits_of` returns those of a worker, by default the same. `max_requests` bounds the
-    requests that have not ended, and `max_prompt_tokens` their prompts together. `now` returns the time in seconds; requests wait for
-    `lost_group_seconds` when no group is left.
+    `limits` are those that each request must fit; `limits_of` returns those of a worker, by default the same. `max_requests` and
+    `max_prompt_tokens` are those of Admission. `now` returns the time in seconds; requests wait for `lost_group_seconds` when no group is
+    left.
     """
 
     def __init__(
@@ -82,19 +82,12 @@ class Gateway(RequestLogs):
         self._draw_seed = draw_seed
         self._new_detokenizer = new_detokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
-        self.max_requests, self._max_prompt_tokens = max_requests, max_prompt_tokens
+        self.admission = Admission(max_requests, max_prompt_tokens)
         self._active: dict[str, RequestLog] = {}  # by Request.id
-        self._num_prompt_tokens = 0  # of the active requests
-        self.refuses_all: str | None = None  # why no new request is admitted, whatever it is
 
     @property
     def num_unfinished(self) -> int:
         return len(self._active)
-
-    @property
-    def overload(self) -> str:
-        """Why the next request is refused, whatever it is, while others are active; "" if it is not."""
-        return f"too many active requests ({len(self._active)}, limit {limit})" if len(self._active) >= (limit := self.max_requests) else ""
 
     @property
     def num_waiting(self) -> int:
@@ -116,30 +109,17 @@ class Gateway(RequestLogs):
 
     # From clients
 
-    def refusal_now(self, num_tokens: int = 0) -> Refusal | None:
-        """Why a request with a prompt of about so many tokens is not admitted now; None: it is."""
-        if self.refuses_all is not None:
-            return Refusal("unavailable", self.refuses_all)
-        if self.overload:
-            return Refusal("overloaded", self.overload)
-        if self._num_prompt_tokens and self._num_prompt_tokens + num_tokens > self._max_prompt_tokens:
-            numbers = f"{self._num_prompt_tokens} tokens, limit {self._max_prompt_tokens}"
-            return Refusal("overloaded", f"the prompts of the active requests are too long ({numbers})")
-        return None
-
     def reserve(self, params: SamplingParams = SamplingParams(), *, num_tokens: int = 0, has_text: bool = True) -> int:
         """Admit a request with checked parameters before any costly work on it. Returns its number; a refused request has ended already.
 
         `num_tokens` estimates the length of its prompt. Without `has_text` its events have no text, because a front end decodes the tokens.
         The next call is `place` when its prompt has token ids, `refuse` when tokenization fails, or `cancel` when its client is gone.
         """
-        if (refusal := self.refusal_now(num_tokens)) is not None:
+        if (refusal := self.admission.refusal_now(num_tokens)) is not None:
             return self._refused(params, refusal.text)
         if params.stop and self._new_detokenizer is None:
             return self._refused(params, "stop strings need a tokenizer, and the model's directory has none; use stop_token_ids")
-        log = self._admit(params, has_text)
-        self._count_prompt(log, num_tokens)
-        return log.index
+        return self._admit(params, has_text, num_tokens).index
 
     def place(self, index: int, prompt_token_ids: Sequence[int]) -> list[Decision]:
         """Place a reserved request, or let it wait for a group. A request that cannot be served ends with an error that contains the
@@ -150,7 +130,7 @@ class Gateway(RequestLogs):
         if (reason := prompt_refusal(len(prompt_token_ids), self._limits, self._max_position_embeddings)) is not None:
             return [self.refuse(index, reason)]  # before the copy: a prompt that is too long may be very long
         log.prompt_token_ids = tuple(prompt_token_ids)
-        self._count_prompt(log, len(log.prompt_token_ids))
+        self.admission.count(index, len(log.prompt_token_ids))
         log.seed = self._draw_seed() if log.params.seed is None else log.params.seed
         room = max_new_tokens(len(log.prompt_token_ids), self._limits, self._max_position_embeddings)
         log.max_tokens = max(room, 1) if log.params.max_tokens is None else log.params.max_tokens
@@ -164,9 +144,8 @@ class Gateway(RequestLogs):
         Its earlier events are made again from the tokens; no decision has them. Raises UserError when an open one does not fit."""
         given, decisions = logged.submitted, list[Decision]()
         self._num_requests = max(self._num_requests, given.request)
-        log = self._admit(given.params, given.has_text)
+        log = self._admit(given.params, given.has_text, len(given.prompt_token_ids))
         log.prompt_token_ids, log.seed, log.max_tokens, log.origin = given.prompt_token_ids, given.seed, given.max_tokens, given.origin
-        self._count_prompt(log, len(log.prompt_token_ids))
         for record in logged.output:
             if (choice := log.choices[record.choice]).finish_reason is not None:  # a stop string has ended it
                 continue
@@ -203,7 +182,7 @@ class Gateway(RequestLogs):
 
     def drain(self) -> None:
         """Admit no new requests from now on."""
-        self.refuses_all = "the run is draining and takes no new requests"
+        self.admission.refuses_all = "the run is draining and takes no new requests"
 
     def cancel(self, index: int) -> list[Decision]:
         """End the request with reason "abort" and cancel it in its group. No-op after the end."""
@@ -360,7 +339,7 @@ class Gateway(RequestLogs):
 
     def end_all(self) -> list[EndEvent]:
         """End every active request with reason "abort", because the run is over. Returns their EndEvents."""
-        self.refuses_all = "the run has ended"
+        self.admission.refuses_all = "the run has ended"
         for group in self.workers:
             self._stages.lose(group, "has ended")
         decisions = [decision for log in list(self._active.values()) for decision in self._end(log, "abort")]
@@ -371,8 +350,9 @@ class Gateway(RequestLogs):
     def _place_waiting(self) -> list[Decision]:
         return [SendRequest(worker, request_of(log, stage), log.index) for worker, log, stage in self._stages.place_waiting()]
 
-    def _admit(self, params: SamplingParams, has_text: bool) -> RequestLog:
+    def _admit(self, params: SamplingParams, has_text: bool, num_tokens: int) -> RequestLog:
         log = self._new_log(params)
+        self.admission.count(log.index, num_tokens)
         log.choices = [self._new_choice(choice, params) if has_text else ChoiceLog(choice) for choice in range(params.n)]
         self._active[log.id] = log
         return log
@@ -400,10 +380,6 @@ class Gateway(RequestLogs):
     def _prove(self, log: RequestLog, choice: ChoiceLog) -> list[Decision]:
         """A choice has committed a token or ended."""
         return self._place_waiting() if self._stages.note_progress(log, choice.index) else []
-
-    def _count_prompt(self, log: RequestLog, num_tokens: int) -> None:
-        self._num_prompt_tokens += num_tokens - log.counted_tokens
-        log.counted_tokens = num_tokens
 
     def _end_choice(self, log: RequestLog, choice: ChoiceLog, reason: FinishReason, cancels_worker: bool = False) -> list[Decision]:
         """End one choice. The end of the last choice ends the request."""
@@ -435,6 +411,6 @@ class Gateway(RequestLogs):
         log.events += events
         decisions: list[Decision] = [*events, *self._cancel(log, but="" if cancels_worker else self._stages.worker_of(log) or "")]
         del self._active[log.id]
-        self._count_prompt(log, 0)
+        self.admission.end(log.index)
         self._stages.remove(log)
         return decisions + self._place_waiting()

@@ -123,7 +123,6 @@ class RequestLog:
     index: int
     params: SamplingParams
     prompt_token_ids: tuple[int, ...] = ()  # empty until the request is placed
-    counted_tokens: int = 0  # length of the prompt, estimated until then
     choices: list[ChoiceLog] = field(default_factory=lambda: [ChoiceLog(0)])
     max_tokens: int = 0
     seed: int = 0

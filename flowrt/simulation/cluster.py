@@ -351,8 +351,8 @@ class SimulatedRun:
                 raise InvariantError("I8", kept[0])
             if faults := inside.page_faults():
                 raise InvariantError("I3", "; ".join(faults))
-        if self._gateway.num_unfinished > self._gateway.max_requests:
-            raise InvariantError("I6", f"{self._gateway.num_unfinished} requests are active, {self._gateway.max_requests} may be")
+        if self._gateway.num_unfinished > self._gateway.admission.max_requests:
+            raise InvariantError("I6", f"{self._gateway.num_unfinished} requests are active, {self._gateway.admission.max_requests} may be")
         self._checks.look(insides)
         self._note_ends()
         now = self._world.loop.time()

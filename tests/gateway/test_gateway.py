@@ -254,11 +254,11 @@ def test_refused_requests_have_their_one_end_too() -> None:
     assert gateway.refuse(reserved, "no tokenizer") == EndEvent(1, "error", "", "no tokenizer")
     placed = place(gateway)
     place(gateway)
-    assert gateway.overload
+    assert gateway.admission.overload
     assert admit(gateway, (1,)) == EndEvent(4, "error", "", "too many active requests (2, limit 2)")
     assert [len(gateway.events(index)) for index in (0, 1, 4)] == [1, 1, 1]
     gateway.cancel(placed.index)
-    assert not gateway.overload
+    assert not gateway.admission.overload
     with pytest.raises(ValueError, match="request 3 has not ended"):
         gateway.forget(3)
 

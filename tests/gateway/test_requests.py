@@ -57,7 +57,7 @@ async def test_a_place_is_reserved_before_the_prompt_is_tokenized() -> None:
 
     first = asyncio.create_task(requests.submit(SamplingParams(), slow))
     await asyncio.sleep(0)
-    assert requests.gateway.overload
+    assert requests.gateway.admission.overload
     refused = await requests.submit(SamplingParams(), slow)
     assert [event.error async for event in requests.follow(refused)] == ["too many active requests (1, limit 1)"]
     finish.set()
@@ -106,7 +106,7 @@ async def test_thousands_of_requests_without_a_reader_keep_a_bounded_number_of_l
         if number % 5 < 2:
             await asyncio.sleep(0)  # until it is sent
             requests.on_control("g", Ended(sent[-1].request.id, 0, "length"))
-        if gateway.overload:
+        if gateway.admission.overload:
             assert gateway.has_ended(await requests.submit(SamplingParams(), three_tokens)), "refused: too many are active"
             requests.lose_group("g", "stopped")
             clock.seconds += 1.0

@@ -55,7 +55,7 @@ DETECTOR = "flowrt.reliability.detector"
 MONITOR = "flowrt.workers.monitor"
 PARTITION, REPLICA_TABLE = "flowrt.operators.dispatch", "flowrt.operators.replica_table"
 TORCH_KERNELS = "flowrt.operators.kernels.torch.rows"
-GATEWAY, PLACEMENT = "flowrt.gateway.gateway", "flowrt.gateway.placement"
+GATEWAY, ADMISSION, PLACEMENT = "flowrt.gateway.gateway", "flowrt.gateway.admission", "flowrt.gateway.placement"
 WINDOW = "flowrt.transports.channel.flow_control"
 LAUNCHER = "flowrt.launcher.launcher"
 FORK_SERVER_LOSS = "flowrt.launcher.fork_server_loss"
@@ -336,8 +336,8 @@ BUGS: tuple[Bug, ...] = (
     body("client-not-woken", "clients are not woken for committed tokens", REQUESTS, "Requests._carry_out", "pass"),
     body("failure-unannounced", "clients are not woken when the run fails", REQUESTS, "Requests.fail", "self._failure = error"),
     body("left-uncancelled", "a request whose client left continues", REQUESTS, "Requests._let_go", "del self._changed[index]"),
-    body("never-full", "requests are admitted without bound", GATEWAY, "Gateway.overload", "return ''"),
-    body("always-full", "every request is refused", GATEWAY, "Gateway.overload", "return 'full'"),
+    body("never-full", "requests are admitted without bound", ADMISSION, "Admission.overload", "return ''"),
+    body("always-full", "every request is refused", ADMISSION, "Admission.overload", "return 'full'"),
     body("refused-is-active", "a refused request stays active", GATEWAY, "Gateway.refuse",
          "log = self._logs[index]\nlog.events.append(EndEvent(log.index, 'error', '', error))\nreturn log.events[-1]"),
     # lazy and fallback channels, the resend buffer
