@@ -190,7 +190,7 @@ class Fields:
             self._take_json(name)
         for name in (*self._values, *([] if self._unknown is None else [self._unknown])):
             if name not in _UNSUPPORTED:
-                near = difflib.get_close_matches(name, [*self._known, *_UNSUPPORTED], 1)
+                near = difflib.get_close_matches(name[:80], [*self._known, *_UNSUPPORTED], 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ApiError(UNSUPPORTED, f"there is no field {shown(name)}{hint}", name[:80])
             if self.take(name) not in _UNSUPPORTED[name]:
