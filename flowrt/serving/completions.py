@@ -7,7 +7,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 import msgspec
@@ -87,6 +87,7 @@ class Completions:
     ) -> None:
         self._client, self._encoder, self._tokenizer, self._has_log = client, encoder, tokenizer, has_log
         self._eos_token_ids, self._stream_interval = frozenset(eos_token_ids), stream_interval
+        self._writing_logprobs = asyncio.Lock()
 
     async def respond(self, request: CompletionRequest, exchange: Exchange, model: str, created: int) -> None:
         """Raises ApiError. A request whose client leaves is cancelled, because this call is. The caller must not keep the request: its
@@ -97,7 +98,7 @@ class Completions:
             request = replace(request, prompts=())
             exchange.release_body()
             builder = self._builder(exchange.id, created, model, request)
-            await self._write(_Response(inbox, texts, prompts, builder, exchange, request), None)
+            await self._write(_Response(inbox, texts, prompts, builder, exchange, request, self._writing_logprobs), None)
 
     async def _place(
         self, request: CompletionRequest, exchange: Exchange, model: str, created: int, inbox: Inbox, stack: ExitStack
@@ -139,7 +140,7 @@ class Completions:
                 texts.append(self._text(request, opened))
                 prompts.append(PromptOutput(token_ids, form.text))
             builder = self._builder(exchange.id, form.created, form.model, request)
-            await self._write(_Response(inbox, texts, prompts, builder, exchange, request), position)
+            await self._write(_Response(inbox, texts, prompts, builder, exchange, request, self._writing_logprobs), position)
 
     async def _write(self, response: _Response, position: bytes | None) -> None:
         if response.is_stream:
@@ -169,7 +170,8 @@ def _check_prompt_logprobs(request: CompletionRequest, num_prompt_tokens: int) -
 
 
 class _Response:
-    """The outputs of the prompts of one HTTP request."""
+    """The outputs of the prompts of one HTTP request. `writing_logprobs`: of all responses; JSON of a hundred thousand logprobs takes a
+    third of a second, and heartbeats come between two."""
 
     def __init__(
         self,
@@ -179,9 +181,12 @@ class _Response:
         builder: ResponseBuilder,
         exchange: Exchange,
         request: CompletionRequest,
+        writing_logprobs: asyncio.Lock,
     ) -> None:
         self._inbox, self._texts, self._prompts, self._builder, self._exchange = inbox, texts, prompts, builder, exchange
         self._request = request
+        has_logprobs = (request.params.logprobs, request.params.prompt_logprobs) != (None, None)
+        self._turn = writing_logprobs if has_logprobs else nullcontext()
         self._num_cached_tokens: dict[int, int] = {}  # by prompt
 
     async def respond(self) -> None:
@@ -189,7 +194,9 @@ class _Response:
         while not self._have_ended:
             pieces += await self._next_pieces()
         choices = merged(pieces)
-        body = self._builder.whole([choices[number] for number in sorted(choices)], self._prompt_of_choices(), self._usage)
+        async with self._turn:
+            body = self._builder.whole([choices[number] for number in sorted(choices)], self._prompt_of_choices(), self._usage)
+            await asyncio.sleep(0)
         await self._exchange.respond(200, body)
 
     @property
@@ -205,7 +212,9 @@ class _Response:
         pieces: list[TextPiece] = []
         while self._waits_for_prompt:
             pieces += await self._next_pieces()
-        events = b"".join(builder.first_chunk(choice, prompt) for choice, prompt in enumerate(self._prompt_of_choices()))
+        async with self._turn:
+            events = b"".join(builder.first_chunk(choice, prompt) for choice, prompt in enumerate(self._prompt_of_choices()))
+            await asyncio.sleep(0)
         if events and not known:
             await exchange.send_events(events)
         num_seen, num_sent = Counter[int](), Counter(dict(enumerate(known)))

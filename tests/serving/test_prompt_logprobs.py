@@ -9,6 +9,7 @@ import pytest
 from serving.served_app import ServedApp, served_app
 
 from flowrt.serving import completions
+from flowrt.serving.api_response import ResponseBuilder
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 TEXT = "one and two"
@@ -102,3 +103,35 @@ async def test_those_of_all_choices_together_are_bounded(monkeypatch: pytest.Mon
         while not served.submitted.empty():
             served.submitted.get_nowait()
         await events_of(served, COMPLETE, {"prompt": TEXT, "n": 5, "prompt_logprobs": 1})
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_responses_with_logprobs_are_written_in_turns(is_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may take a third of a second: several in one turn of the loop would keep a front end silent for too long."""
+    name = "first_chunk" if is_stream else "whole"
+    num_in_turn, most, write = 0, 0, getattr(ResponseBuilder, name)
+
+    def end_turn() -> None:
+        nonlocal num_in_turn
+        num_in_turn = 0
+
+    def count(*arguments: Any) -> Any:
+        nonlocal num_in_turn, most
+        asyncio.get_running_loop().call_soon(end_turn)
+        num_in_turn += 1
+        most = max(most, num_in_turn)
+        return write(*arguments)
+
+    monkeypatch.setattr(ResponseBuilder, name, count)
+    async with served_app() as served:
+        connections = [await served.connect() for _ in range(4)]
+        for connection in connections:
+            connection.send("POST", COMPLETE, {"prompt": TEXT, "prompt_logprobs": 2, "stream": is_stream})
+        for request in [await served.submitted.get() for _ in connections]:
+            served.emit(request, " 1")
+            served.finish(request)
+        for connection in connections:
+            assert await (connection.events_after_head() if is_stream else connection.response())
+        assert most == 1
+        for connection in connections:
+            await connection.close()
