@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from flowrt.actors.links import LinkPlan
 from flowrt.emulation import Lateness, check_dilation
-from flowrt.graph.model import Emulation, Graph
+from flowrt.graph.model import Graph
+from flowrt.graph.settings import Emulation
 from flowrt.seams import Seams
 from flowrt.timer import Timer, measure_lateness
 from flowrt.transports.contract import Channel

@@ -11,7 +11,7 @@ from flowrt.api import RunningGraph
 from flowrt.chaos.compare import PackedTokens, ReceivedAnswer, ReceivedToken
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.gateway.gateway import ChoiceEvent, EndEvent, TokenEvent
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
 

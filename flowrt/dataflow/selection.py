@@ -14,7 +14,8 @@ from typing import Protocol
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.parts import FailedHeader, PartHeader
 from flowrt.graph.builtin import RETURN
-from flowrt.graph.model import Batching, Emulation, Node
+from flowrt.graph.model import Node
+from flowrt.graph.settings import Batching, Emulation
 from flowrt.transports.wire.message import Tag
 
 ROUNDING_SECONDS = 1e-6  # a timer that is set to the end of a wait may end this much before it, because its sums round differently

@@ -18,7 +18,7 @@ from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence, SequenceState
 from flowrt.engine.transfers import Hold, Pull, offered_prompts
 from flowrt.engine.validation import refusal
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 from flowrt.histogram import Histogram
 from flowrt.offered_prompt import OfferedPrompt
 from flowrt.reliability.fault_table import STEP_AGAIN, FaultKind, Redo, redo

@@ -30,7 +30,7 @@ from flowrt.engine.prefix_cache import PrefixCache, Segment
 from flowrt.engine.sequence import Sequence, SequenceState
 from flowrt.engine.step_times import StepBudget, StepTimes
 from flowrt.engine.validation import num_pages_for
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 from flowrt.histogram import Histogram
 
 STEP_ROW_EDGES = (1.0, *(8.0 * 2**power for power in range(12)))  # as in vLLM

@@ -13,7 +13,7 @@ from collections.abc import Collection
 import numpy as np
 
 from flowrt.cost_fit import fit_factors
-from flowrt.graph.model import ComputeCost
+from flowrt.graph.settings import ComputeCost
 
 WEIGHT_OF_LATEST = 0.25  # in the mean time of steps of a size
 FIT_STEPS = 16  # from one fit to the next, unless a step has a new size

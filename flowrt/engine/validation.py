@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flowrt.actors.control import Request
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import MAX_PROMPT_LOGPROBS
 
 

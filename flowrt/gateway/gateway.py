@@ -37,7 +37,7 @@ from flowrt.gateway.request_log import (
 from flowrt.gateway.routing import RoutingPolicy, WorkerStatus, cache_aware
 from flowrt.gateway.stages import Stages
 from flowrt.gateway.stop_strings import StopStrings
-from flowrt.graph.model import GraphLimits, LongPrompts
+from flowrt.graph.settings import GraphLimits, LongPrompts
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason, SamplingParams
 from flowrt.transports.wire.message import Tag

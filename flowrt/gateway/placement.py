@@ -22,7 +22,7 @@ from typing import Literal
 from flowrt.gateway.prefix_index import PrefixIndex, digests_of
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.routing import RoutingPolicy, WaitingRequest, WorkerStatus, has_room
-from flowrt.graph.model import GraphLimits, LongPrompts
+from flowrt.graph.settings import GraphLimits, LongPrompts
 from flowrt.transports.wire.message import Tag
 
 SEQUENCES_AHEAD = 2  # sequences that a group is sent, in units of the most that it runs

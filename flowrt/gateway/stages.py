@@ -14,7 +14,7 @@ from flowrt.actors.control import KvCompleted, KvOffer
 from flowrt.gateway.placement import Placement
 from flowrt.gateway.request_log import RequestLog, Stage
 from flowrt.gateway.routing import RoutingPolicy, WorkerStatus
-from flowrt.graph.model import GraphLimits, LongPrompts
+from flowrt.graph.settings import GraphLimits, LongPrompts
 from flowrt.transports.wire.message import Tag
 
 MAX_KV_LOST = 2

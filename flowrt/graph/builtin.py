@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from flowrt.graph.model import Batching, PortSpec
+from flowrt.graph.model import PortSpec
+from flowrt.graph.settings import Batching
 
 SOURCE = "source"
 FORWARD, RETURN, COLLECT = "forward", "return", "collect"

@@ -23,7 +23,7 @@ from flowrt.graph.builtin import COLLECT, FORWARD, KV_PACK, KV_PROGRESS, KV_UNPA
 from flowrt.graph.document import Document
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import carries_rows
-from flowrt.graph.model import Batching, GraphLimits, Numerics, edge_name, role_of
+from flowrt.graph.model import Numerics, edge_name, role_of
 from flowrt.graph.notation import format_ids, parse_ids
 from flowrt.graph.placement import Held, even_placement, experts_map, held_experts, held_option
 from flowrt.graph.schema import (
@@ -36,6 +36,7 @@ from flowrt.graph.schema import (
     PipelineSection,
     RoleSection,
 )
+from flowrt.graph.settings import Batching, GraphLimits
 from flowrt.graph.trampoline import MIN_SAVED_MESSAGES
 
 PULLS_IN_FLIGHT = 8  # chunks that a group requests ahead from each prefill worker

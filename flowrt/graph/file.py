@@ -23,12 +23,13 @@ from flowrt.graph.expand import expand_deploy, trampoline_choice
 from flowrt.graph.explicit import build_explicit, role_pair
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.hosts import check_hosts, place_processes
-from flowrt.graph.model import ROUTING_ENTRY_POINTS, ROUTING_POLICIES, Graph, GraphLimits, ModelPart, role_of
+from flowrt.graph.model import ROUTING_ENTRY_POINTS, ROUTING_POLICIES, Graph, ModelPart, role_of
 from flowrt.graph.notation import shown_value
 from flowrt.graph.numerics import processes_of_one_thread_count
 from flowrt.graph.problems import raise_first, refuse_unbuilt
 from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.graph.schema import GraphFile, LimitsSection
+from flowrt.graph.settings import GraphLimits
 
 FactsOf = Callable[[Path], ModelFacts]
 BUILT_IN_SCHEMES = ("inproc", "shm", "zmq", "ucx", "cuda")

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from ipaddress import IPv4Network
 
 from flowrt.graph.document import Path_
-from flowrt.graph.model import Graph, HostSettings, PlaceRule, role_of
+from flowrt.graph.model import Graph, role_of
 from flowrt.graph.notation import format_ids, nearest, parse_ids
 from flowrt.graph.placement import held_experts
+from flowrt.graph.settings import HostSettings, PlaceRule
 
 Experts = frozenset[tuple[int, int]]  # (layer, expert)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flowrt.graph.document import Path_
-from flowrt.graph.model import Graph, ReliabilitySettings
+from flowrt.graph.model import Graph
 from flowrt.graph.recovery import standby_candidates, standby_names, survivable_processes
+from flowrt.graph.settings import ReliabilitySettings
 
 MIN_SUSPECT_SECONDS = 0.2  # two heartbeats
 

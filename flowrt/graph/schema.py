@@ -17,27 +17,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from flowrt.graph.model import (
-    FORK_SERVER,
-    FRONT_END,
-    GATEWAY,
-    INPUT,
-    MONITOR,
-    OUTPUT,
-    ROUTING_POLICIES,
-    Batching,
-    ComputeCost,
-    Emulation,
-    GraphLimits,
-    HostSettings,
-    JitterSettings,
-    LongPrompts,
-    Numerics,
-    PlaceRule,
-    ReliabilitySettings,
-    ServingSettings,
-    role_of,
-)
+from flowrt.graph.model import FORK_SERVER, FRONT_END, GATEWAY, INPUT, MONITOR, OUTPUT, ROUTING_POLICIES, Numerics, role_of
 from flowrt.graph.notation import (
     LINK_NUMBERS,
     LINK_PROFILES,
@@ -50,6 +30,18 @@ from flowrt.graph.notation import (
     parse_tag,
     parse_tensor_spec,
     shown_value,
+)
+from flowrt.graph.settings import (
+    Batching,
+    ComputeCost,
+    Emulation,
+    GraphLimits,
+    HostSettings,
+    JitterSettings,
+    LongPrompts,
+    PlaceRule,
+    ReliabilitySettings,
+    ServingSettings,
 )
 
 MAX_THREADS = 1024

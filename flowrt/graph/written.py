@@ -11,8 +11,9 @@ import yaml
 from flowrt.graph.builtin import BUILTIN
 from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
-from flowrt.graph.model import GATEWAY, ROUTING_POLICIES, Edge, Graph, JitterSettings, Node, PortSpec, ServingSettings, edge_name
+from flowrt.graph.model import GATEWAY, ROUTING_POLICIES, Edge, Graph, Node, PortSpec, edge_name
 from flowrt.graph.notation import link_numbers
+from flowrt.graph.settings import JitterSettings, ServingSettings
 
 
 def to_yaml(graph: Graph, origin: str = "") -> str:

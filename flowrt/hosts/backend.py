@@ -13,8 +13,9 @@ from functools import partial
 
 from flowrt.errors import WorkerDiedError, named_error
 from flowrt.graph.hosts import host_resources
-from flowrt.graph.model import FIRST_HOST, FORK_SERVER, Graph, HostSettings
+from flowrt.graph.model import FIRST_HOST, FORK_SERVER, Graph
 from flowrt.graph.recovery import is_watched
+from flowrt.graph.settings import HostSettings
 from flowrt.host_engine import HostEngine
 from flowrt.hosts.local_engine import LocalEngine
 from flowrt.hosts.remote_host import HostTerms, RemoteHost, RemoteProcess, Spawn

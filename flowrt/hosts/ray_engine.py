@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from flowrt.errors import UserError, WorkerDiedError, as_line
-from flowrt.graph.model import FIRST_HOST, HostSettings
+from flowrt.graph.model import FIRST_HOST
+from flowrt.graph.settings import HostSettings
 from flowrt.hosts.local_engine import start_server
 from flowrt.processes.output_tail import exit_text
 from flowrt.seams import Seams

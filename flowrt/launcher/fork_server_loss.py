@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from flowrt.actors.control import DetectorReport, PeerJoined
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import FORK_SERVER, ReliabilitySettings
+from flowrt.graph.model import FORK_SERVER
+from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import events
 from flowrt.launcher.actions import End, KillForkServer, StartForkServer
 from flowrt.launcher.root_cause import FailureKind, RootCause

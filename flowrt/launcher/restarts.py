@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from flowrt.actors.control import ComputesAlone, DeathCause
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import FORK_SERVER, MONITOR, ReliabilitySettings
+from flowrt.graph.model import FORK_SERVER, MONITOR
+from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import events, run_table
 from flowrt.launcher.actions import End, StartProcess
 from flowrt.launcher.fork_server_loss import ForkServerLoss

@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from flowrt.graph.model import GATEWAY, Edge, Graph, HostSettings
+from flowrt.graph.model import GATEWAY, Edge, Graph
 from flowrt.graph.notation import parse_ids
+from flowrt.graph.settings import HostSettings
 from flowrt.transports.errors import AddressError
 from flowrt.transports.registry import base_scheme, transport_class
 

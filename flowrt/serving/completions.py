@@ -16,7 +16,7 @@ from flowrt.actors.control import Request
 from flowrt.actors.front_end_messages import Origin
 from flowrt.engine.validation import find_problem, max_new_tokens
 from flowrt.errors import TokenizerError
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import MAX_PROMPT_LOGPROBS
 from flowrt.serving.api_errors import INVALID, NO_REQUEST, TOO_LONG, UNAVAILABLE, ApiError, internal_error
 from flowrt.serving.api_request import CompletionRequest

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from flowrt.graph.model import Emulation
+from flowrt.graph.settings import Emulation
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.world import World
 from flowrt.transports.emulation.profiles import profile_of

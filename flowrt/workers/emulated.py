@@ -19,7 +19,8 @@ from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.emulation import EmulatedCompute, EmulationStatistics
 from flowrt.graph.fuse import fuse
-from flowrt.graph.model import ComputeCost, Emulation, Graph
+from flowrt.graph.model import Graph
+from flowrt.graph.settings import ComputeCost, Emulation
 from flowrt.operators.step_layout import KV_LENGTHS
 from flowrt.seams import Compute
 from flowrt.timer import Timer

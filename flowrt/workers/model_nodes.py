@@ -25,9 +25,10 @@ from flowrt.exchange.kv_transfer import KvPack, KvUnpack, TransferEnd
 from flowrt.exchange.trampoline import Collect, Return, Trampolines, forward
 from flowrt.graph.builtin import KV_EXTRA, KV_PROGRESS, SOURCE
 from flowrt.graph.extra_tensors import num_bytes, received_extras, sent_extras
-from flowrt.graph.model import INPUT, OUTPUT, Graph, GraphLimits, Node
+from flowrt.graph.model import INPUT, OUTPUT, Graph, Node
 from flowrt.graph.numerics import is_strict, strict_exchanges, strict_processes
 from flowrt.graph.placement import expert_map_of, held_experts
+from flowrt.graph.settings import GraphLimits
 from flowrt.graph.trampoline import forwarded_servers, group_ports, window_of
 from flowrt.operators.attention import attention_for
 from flowrt.operators.attention_block import AttentionBlock

@@ -10,8 +10,9 @@ from flowrt.actors.emulated_links import EmulatedLinks, check_machine, modelled_
 from flowrt.actors.link_plan import plan_links
 from flowrt.emulation import Lateness
 from flowrt.errors import UserError
-from flowrt.graph.model import ComputeCost, Edge, Emulation, Graph, Node, from_json, to_json
+from flowrt.graph.model import Edge, Graph, Node, from_json, to_json
 from flowrt.graph.notation import LINK_NUMBERS, LINK_PROFILES
+from flowrt.graph.settings import ComputeCost, Emulation
 from flowrt.seams import Seams
 from flowrt.timer import LoopTimer
 from flowrt.transports.contract import Identity, Limits

@@ -21,7 +21,7 @@ from flowrt.bench.cases.options import OperatorOptions
 from flowrt.bench.cases.random_weights import MODEL_LIKE_QWEN3, CountingCheckpoint, RandomCheckpoint
 from flowrt.bench.measure.cost_fit import ComputeLoad, compute_section, fit_cost
 from flowrt.bench.measure.limits import MachineLimits, better_of
-from flowrt.graph.model import ComputeCost
+from flowrt.graph.settings import ComputeCost
 from flowrt.operators.families.registry import read_model_config
 
 SIZES = {"hidden_size": 64, "expert_width": 32, "num_experts": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 128}

@@ -19,7 +19,8 @@ from flowrt.doctor import (
     rows_check,
     transport_checks,
 )
-from flowrt.graph.model import Edge, Emulation, Graph, Node
+from flowrt.graph.model import Edge, Graph, Node
+from flowrt.graph.settings import Emulation
 from flowrt.process_status import Activity, ProcessTimes
 from flowrt.processes.leftover import MARKER, PARENT_MARKER, Marked, marked_processes
 

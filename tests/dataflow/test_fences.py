@@ -18,7 +18,8 @@ from flowrt.dataflow.payload import Payload, to_message
 from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.schemas import MessageSchema
 from flowrt.graph.fuse import fuse
-from flowrt.graph.model import Batching, Edge, PortSpec
+from flowrt.graph.model import Edge, PortSpec
+from flowrt.graph.settings import Batching
 from flowrt.seams import RealClock
 from flowrt.transports.wire.message import Message, Tag
 

@@ -19,7 +19,8 @@ from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import FusedSubgraph, RoutedOutput
 from flowrt.errors import OperatorError
 from flowrt.graph.fuse import fuse
-from flowrt.graph.model import Batching, Edge, Graph, ModelPart, Node, PortSpec
+from flowrt.graph.model import Edge, Graph, ModelPart, Node, PortSpec
+from flowrt.graph.settings import Batching
 from flowrt.seams import RealClock
 from flowrt.transports.wire.message import Message, Tag
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.selection import BoundedWait, DomainTurns, OldestFirst, policy_of
-from flowrt.graph.model import Batching, Emulation, Node
+from flowrt.graph.model import Node
+from flowrt.graph.settings import Batching, Emulation
 from flowrt.transports.wire.message import Tag
 
 

@@ -7,7 +7,7 @@ from engine.toy_group import VOCABULARY, ToyGroup, expected_output, request
 
 from flowrt.actors.control import Ended, Logprobs, Request, Token
 from flowrt.engine.engine import Engine
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 
 LIMITS = GraphLimits(max_num_seqs=4, kv_pages=16, page_size=4, max_tokens=16, max_num_batched_tokens=8)
 

@@ -6,7 +6,7 @@ from engine.toy_group import request
 
 from flowrt.actors.control import Request, Token
 from flowrt.engine.engine import Engine
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 
 LIMITS = GraphLimits(max_num_seqs=4, kv_pages=16, page_size=2, max_tokens=8, max_num_batched_tokens=4)
 

@@ -11,7 +11,7 @@ from engine.toy_group import VOCABULARY, ToyGroup, expected_output, next_token, 
 from flowrt.actors.control import Ended, Logprobs, Request, Token
 from flowrt.engine.batch import SampleSpec
 from flowrt.engine.engine import Engine
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
 
 SMALL = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=4, max_tokens=16, max_num_batched_tokens=8)

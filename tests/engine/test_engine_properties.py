@@ -8,7 +8,7 @@ from engine.toy_group import ToyGroup, expected_output, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 
 TEXT = [(7 * number) % 97 for number in range(40)]
 BEGINNING = st.builds(lambda num_tokens, rest: [*TEXT[:num_tokens], *rest], st.integers(1, 40), st.lists(st.integers(0, 96), max_size=2))

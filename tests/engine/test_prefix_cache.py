@@ -17,7 +17,7 @@ from flowrt.engine import prefix_cache
 from flowrt.engine.engine import Engine, StartStep
 from flowrt.engine.page_allocator import PageAllocator
 from flowrt.engine.prefix_cache import HOLDER, Prefix, PrefixCache
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 
 Content = tuple[str, tuple[int, ...]]  # the salt, and all tokens up to the end of a page
 LIMITS = GraphLimits(max_num_seqs=4, kv_pages=16, page_size=4, max_tokens=8, max_num_batched_tokens=64)

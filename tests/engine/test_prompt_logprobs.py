@@ -12,7 +12,7 @@ from flowrt.actors.control import Ended, KvOffer, Logprobs, Request, Token
 from flowrt.engine.batch import ScoreSpec
 from flowrt.engine.engine import Decision, Engine
 from flowrt.engine.validation import find_problem
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import MAX_PROMPT_LOGPROBS
 
 LIMITS = GraphLimits(max_num_seqs=4, kv_pages=16, page_size=4, max_tokens=8, max_num_batched_tokens=5)

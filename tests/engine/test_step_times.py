@@ -8,7 +8,7 @@ import pytest
 from engine.toy_group import KV_SECONDS, ROW_SECONDS, ToyGroup, expected_output, request
 
 from flowrt.engine.step_times import MIN_PROMPT_ROWS, StepBudget, StepTimes, fit
-from flowrt.graph.model import ComputeCost, GraphLimits
+from flowrt.graph.settings import ComputeCost, GraphLimits
 
 TRUTH = ComputeCost(fixed_seconds=2e-3, row_seconds=1e-4, kv_token_seconds=1e-6)
 SIZES = [(1, 40), (8, 500), (64, 64), (32, 9000), (512, 512), (200, 3000)]

@@ -11,7 +11,7 @@ from engine.toy_group import VOCABULARY, request
 from flowrt.actors.control import Ended, KvCompleted, KvLost, KvOffer, KvPulled, Request, Token
 from flowrt.engine.engine import Decision, Engine, StartStep
 from flowrt.engine.transfers import Hold
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 
 LIMITS = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=4, max_tokens=8, max_num_batched_tokens=16)
 

@@ -13,7 +13,7 @@ from typing import Any
 from flowrt.actors.control import Ended, Request, Token
 from flowrt.engine.batch import Batch, SampleSpec
 from flowrt.engine.engine import Decision, Engine, StartStep
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
 
 VOCABULARY = 97

@@ -6,7 +6,7 @@ from flowrt.actors.control import Ended, Token
 from flowrt.gateway.completion import Completion
 from flowrt.gateway.decisions import SendRequest
 from flowrt.gateway.gateway import Gateway, TokenEvent
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
 
 

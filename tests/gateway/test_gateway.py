@@ -17,7 +17,7 @@ from flowrt.gateway.decisions import Decision, SendCancel, SendRequest
 from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Gateway, TokenEvent
 from flowrt.gateway.routing import WaitingRequest, WorkerStatus
 from flowrt.gateway.stop_strings import StopStrings
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
 from flowrt.transports.wire.message import Tag
 

@@ -19,7 +19,7 @@ from flowrt.gateway.log_contents import LogContents, read_log
 from flowrt.gateway.log_records import MAGIC, Committed, LogHeader, Record, RequestEnded, frame_of, read_frames
 from flowrt.gateway.log_writer import MAX_SEGMENT_BYTES, LogWriter, open_log
 from flowrt.gateway.requests import Requests
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 from flowrt.log_files import open_log_folder
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ from flowrt.errors import UserError
 from flowrt.gateway.gateway import EndEvent, Gateway
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import MAX_UNREAD, Requests
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import RealClock

@@ -17,7 +17,8 @@ from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.prefix_index import PIECE_TOKENS, PrefixIndex, digests_of
 from flowrt.gateway.routing import WaitingRequest, WorkerStatus, cache_aware, find_policy, round_robin
 from flowrt.graph.file import load_graph
-from flowrt.graph.model import ROUTING_POLICIES, LongPrompts
+from flowrt.graph.model import ROUTING_POLICIES
+from flowrt.graph.settings import LongPrompts
 
 TWO_ACTORS = Path(__file__).resolve().parents[2] / "examples" / "two_actors" / "graph.yaml"
 IDLE = WorkerStatus("", max_num_seqs=4, max_num_batched_tokens=100, max_kv_tokens=1000)

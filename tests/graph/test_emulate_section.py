@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from flowrt.graph.model import ComputeCost, Emulation, from_json, to_json
+from flowrt.graph.model import from_json, to_json
+from flowrt.graph.settings import ComputeCost, Emulation
 from flowrt.graph.show import print_graph
 from flowrt.graph.written import to_yaml
 

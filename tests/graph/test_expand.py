@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from flowrt.actors.link_plan import plan_links
 from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
-from flowrt.graph.model import Graph, JitterSettings, LayerSet, LongPrompts, TagStep, from_json, to_json
+from flowrt.graph.model import Graph, LayerSet, TagStep, from_json, to_json
 from flowrt.graph.placement import expert_map_of, held_experts
+from flowrt.graph.settings import JitterSettings, LongPrompts
 from flowrt.graph.written import to_yaml
 from flowrt.launcher.transport_choice import num_threads
 

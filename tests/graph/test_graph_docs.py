@@ -37,7 +37,7 @@ def test_the_errors_on_the_page_are_real(load) -> None:
 
 
 def test_every_key_of_the_short_form_is_on_the_page() -> None:
-    from flowrt.graph import model, schema
+    from flowrt.graph import schema, settings
 
     names = (
         "GraphFile",
@@ -53,13 +53,13 @@ def test_every_key_of_the_short_form_is_on_the_page() -> None:
             assert re.search(rf"\b{re.escape(field.alias or name)}\b", PAGE), f"{section.__name__}.{name}"
     for section in (
         schema.LimitsSection,
-        model.Batching,
-        model.Emulation,
-        model.ComputeCost,
-        model.JitterSettings,
-        model.LongPrompts,
-        model.ReliabilitySettings,
-        model.ServingSettings,
+        settings.Batching,
+        settings.Emulation,
+        settings.ComputeCost,
+        settings.JitterSettings,
+        settings.LongPrompts,
+        settings.ReliabilitySettings,
+        settings.ServingSettings,
     ):
         for field in dataclasses.fields(section):
             assert re.search(rf"\b{field.name}\b", PAGE), f"{section.__name__}.{field.name}"

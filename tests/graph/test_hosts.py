@@ -13,9 +13,10 @@ from rich.console import Console
 
 from flowrt.errors import GraphError
 from flowrt.graph.hosts import check_hosts, host_resources, place_processes
-from flowrt.graph.model import Edge, Graph, HostSettings, Node
+from flowrt.graph.model import Edge, Graph, Node
 from flowrt.graph.notation import format_ids
 from flowrt.graph.placement import even_placement
+from flowrt.graph.settings import HostSettings
 from flowrt.graph.show import print_graph
 from flowrt.graph.written import to_yaml
 

@@ -6,8 +6,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Edge, Graph, Node, ReliabilitySettings
+from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Edge, Graph, Node
 from flowrt.graph.recovery import RULES, Recovery, neighbours, rule_of, survivable_processes, survives
+from flowrt.graph.settings import ReliabilitySettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 

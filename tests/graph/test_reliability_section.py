@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flowrt.graph.model import ReliabilitySettings, from_json, to_json
+from flowrt.graph.model import from_json, to_json
+from flowrt.graph.settings import ReliabilitySettings
 from flowrt.graph.written import to_yaml
 
 MODEL = "flowrt: 1\nmodel: {path: m}\ndeploy: {experts: {servers: 2, replicas: 2}}\n"

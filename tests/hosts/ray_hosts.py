@@ -20,7 +20,8 @@ from served_models import Served, make_served
 
 import flowrt
 from flowrt.errors import UserError
-from flowrt.graph.model import Graph, HostSettings
+from flowrt.graph.model import Graph
+from flowrt.graph.settings import HostSettings
 from flowrt.hosts.backend import HostsBackend
 from flowrt.processes.leftover import marked_processes
 from flowrt.seams import Seams

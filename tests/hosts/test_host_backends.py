@@ -20,7 +20,8 @@ from left_processes import left_processes
 from processes.backend_checks import CHECKS, Check, Owner, close, run_check, spec, talk
 
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import Graph, HostSettings
+from flowrt.graph.model import Graph
+from flowrt.graph.settings import HostSettings
 from flowrt.hosts.backend import HostsBackend
 from flowrt.hosts.local_engine import LocalHostProcess
 from flowrt.hosts.messages import HostReply

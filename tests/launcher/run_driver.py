@@ -8,7 +8,8 @@ from flowrt.actors.control import (
     Listening,
     Start,
 )
-from flowrt.graph.model import Edge, Graph, Node, ReliabilitySettings
+from flowrt.graph.model import Edge, Graph, Node
+from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, Announce, End, StartProcess
 from flowrt.launcher.run_state import RunState

@@ -12,7 +12,7 @@ from launcher.test_launcher import nothing_left
 from launcher.test_restarts import Run, graph_of
 
 from flowrt.errors import WorkerDiedError
-from flowrt.graph.model import ReliabilitySettings
+from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import events
 
 __all__ = ["nothing_left"]  # the fixture that looks for what is left, for every test here

@@ -11,7 +11,8 @@ from launcher.run_driver import KILLED, Driver, announced
 from flowrt.actors.control import Listening, PeerLeft, Peers
 from flowrt.graph import recovery
 from flowrt.graph.builtin import Keeps
-from flowrt.graph.model import MONITOR, Edge, Graph, Node, ReliabilitySettings
+from flowrt.graph.model import MONITOR, Edge, Graph, Node
+from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, End, EndProcess, Send, StartProcess
 from flowrt.launcher.group_changes import apply_group_change

@@ -13,7 +13,8 @@ from launcher.test_launcher import LOOPS, held, nothing_left, on_loop, open_fds
 
 from flowrt.actors.control import Control, Ended, Request, Submit
 from flowrt.errors import NotRunningError, WorkerDiedError
-from flowrt.graph.model import MONITOR, Edge, Graph, Node, ReliabilitySettings
+from flowrt.graph.model import MONITOR, Edge, Graph, Node
+from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import events, link_loss, run_state, worker_pool
 from flowrt.launcher.launcher import Launcher
 

@@ -22,7 +22,8 @@ from flowrt.actors.control import (
     Stop,
 )
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import FORK_SERVER, MONITOR, Edge, Graph, Node, ReliabilitySettings
+from flowrt.graph.model import FORK_SERVER, MONITOR, Edge, Graph, Node
+from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send, StartProcess
 from flowrt.launcher.link_loss import EXPLAINED_SECONDS

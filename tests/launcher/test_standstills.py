@@ -13,7 +13,8 @@ from launcher.test_restarts import Monitored, Run, fake_monitor, graph_of
 from left_processes import left_processes
 
 from flowrt.errors import WorkerDiedError
-from flowrt.graph.model import MONITOR, ReliabilitySettings
+from flowrt.graph.model import MONITOR
+from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import events, run_state
 
 __all__ = ["fake_monitor", "nothing_left"]

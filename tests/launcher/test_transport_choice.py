@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from flowrt.errors import GraphError
-from flowrt.graph.model import GATEWAY, Edge, Graph, HostSettings, Node
+from flowrt.graph.model import GATEWAY, Edge, Graph, Node
+from flowrt.graph.settings import HostSettings
 from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, num_threads, pack, process_name
 from flowrt.transports.errors import AddressError
 

@@ -20,7 +20,7 @@ from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.log_writer import LogWriter, open_log
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import Requests
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 from flowrt.log_files import open_log_folder
 from flowrt.reliability.health import RequestProgress
 from flowrt.seams import Seams

@@ -20,7 +20,7 @@ from flowrt.actors.front_end_messages import RequestOutput, StateQuery, StateRep
 from flowrt.gateway.front_ends import FrontEnds
 from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.requests import Requests
-from flowrt.graph.model import GraphLimits
+from flowrt.graph.settings import GraphLimits
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import RealClock

@@ -21,7 +21,8 @@ from flowrt.emulation import (
 )
 from flowrt.errors import UserError
 from flowrt.graph.builtin import BUILTIN
-from flowrt.graph.model import ComputeCost, Edge, Emulation, Graph, LayerSet, Node, PortSpec
+from flowrt.graph.model import Edge, Graph, LayerSet, Node, PortSpec
+from flowrt.graph.settings import ComputeCost, Emulation
 from flowrt.operators.step_layout import StepLayout
 from flowrt.seams import Running
 from flowrt.simulation.world import run

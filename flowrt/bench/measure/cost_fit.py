@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flowrt.cost_fit import fit_factors
-from flowrt.graph.model import ComputeCost
+from flowrt.graph.settings import ComputeCost
 
 
 class ComputeLoad(NamedTuple):

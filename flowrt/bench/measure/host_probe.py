@@ -17,7 +17,8 @@ from typing import TypeVar
 import msgspec
 
 from flowrt.errors import WorkerDiedError, named_error
-from flowrt.graph.model import Graph, HostSettings
+from flowrt.graph.model import Graph
+from flowrt.graph.settings import HostSettings
 from flowrt.hosts.backend import HostsBackend
 from flowrt.hosts.messages import own_version
 from flowrt.process_backend import ProcessSpec, WorkerProcess
