@@ -144,7 +144,8 @@ class Engine:
     def _begin(self, request: Request) -> list[Decision]:
         choices = [choice for choice in range(request.params.n) if choice not in request.ended_choices]
         if request.stage == "prefill":
-            choices = [choice for choice in choices if not request.committed(choice)] or choices[:1]
+            has_tokens = [choice for choice in choices if request.committed(choice)]
+            choices = [choice for choice in choices if choice not in has_tokens[1:]]  # one keeps the KV if first tokens end the others
         siblings: list[Sequence] = []
         for choice in choices:
             self._num_sequences += 1

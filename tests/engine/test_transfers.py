@@ -108,6 +108,17 @@ def test_a_choice_with_tokens_is_prefilled_without_another() -> None:
     assert (hold.attempt, hold.num_tokens) == (1, 6)
 
 
+def test_a_choice_with_tokens_keeps_the_prompt_when_the_others_end() -> None:
+    """A resumed request: choice 1 had no token yet, and ends with its first one."""
+    engine = new_engine()
+    resumed = request("a", range(6), n=3, stop_token_ids=(9,), attempt=1, committed_token_ids=((5, 6), (), (7,)))
+    engine.submit(prefill_of(resumed))
+    decisions = [*step(engine, 77)[1], *step(engine, 9)[1]]
+    assert [each.choice for each in decisions if isinstance(each, Token)] == [1]
+    assert [each.choice for each in decisions if isinstance(each, Ended)] == [1]
+    assert [(each.attempt, each.num_tokens) for each in decisions if isinstance(each, Hold)] == [(1, 6)]
+
+
 def test_a_group_computes_nothing_until_the_kv_is_there() -> None:
     engine = new_engine()
     engine.submit(pulling(request("a", range(6), committed_token_ids=((42,),))))
