@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from flowrt.actors.control import Control, Failed, Start, as_message, from_message
+from flowrt.actors.control import Control, Failed, Heartbeat, Start, as_message, from_message
 from flowrt.actors.links import LOST, Link, LinkLostError
 from flowrt.errors import UserError, error_text
 from flowrt.transports.contract import Channel
@@ -39,7 +39,9 @@ class ControlLink:
     def __init__(
         self, name: str, channel: Channel, capacity_messages: int, on_message: Callable[[Message], None], on_end: Callable[[], None]
     ) -> None:
-        self._name, self._on_end, self._link = name, on_end, Link(channel, capacity_messages, on_message)
+        self._name, self._on_end = name, on_end
+        # Behind much traffic heartbeats would be late, and the process suspected.
+        self._link = Link(channel, capacity_messages, on_message, overtaking=Heartbeat.kind)
 
     def send(self, control: Control) -> None:
         self._link.post(as_message(control))

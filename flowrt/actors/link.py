@@ -36,15 +36,22 @@ class Link:
     """One channel to one process. `on_message` is called for each message, in order, and must not wait. `on_pause` is called after the
     last message that has arrived.
 
-    `run` reads and sends until the peer ends (returns) or breaks (LinkLostError).
+    `run` reads and sends until the peer ends (returns) or breaks (LinkLostError). `overtaking`: the kind of messages that overtake
+    those that wait for the channel.
     """
 
     def __init__(
-        self, channel: Channel, capacity_messages: int, on_message: Callable[[Message], None], on_pause: Callable[[], None] | None = None
+        self,
+        channel: Channel,
+        capacity_messages: int,
+        on_message: Callable[[Message], None],
+        on_pause: Callable[[], None] | None = None,
+        overtaking: str = CREDIT,
     ) -> None:
         self._channel = channel
         self._on_message = on_message
         self._on_pause = on_pause or _nothing
+        self._overtaking = overtaking
         self._outbox: Mailbox[Message] = Mailbox(capacity_messages)
         self._waiting: Collection[Message] | tuple[None] = self._outbox.items
         self._once_sent: dict[Callable[[], None], None] = {}  # calls that wait for an empty outbox, in order
@@ -61,8 +68,8 @@ class Link:
         return self._channel.statistics()
 
     def post(self, message: Message) -> None:
-        """Send soon, in order; returned credits overtake what waits for the channel. Raises OverflowError for more messages than the
-        graph's credits allow, and LimitError or InvalidMessageError for a message that this channel cannot carry.
+        """Send soon, in order. Raises OverflowError for more messages than the graph's credits allow, and LimitError or
+        InvalidMessageError for a message that this channel cannot carry.
 
         A broken link drops the message: its `run` has raised the error, or is about to.
         """
@@ -75,7 +82,7 @@ class Link:
             except LOST:
                 return  # `run` raises the same
         try:
-            self._outbox.post(with_own_tensors(message), overtakes=message.kind == CREDIT)
+            self._outbox.post(with_own_tensors(message), overtakes=message.kind == self._overtaking)
         except MailboxClosedError:
             return
 

@@ -7,6 +7,7 @@ run has a request log, clients name their requests, and most of those whose fron
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -89,13 +90,13 @@ class FrontEndClients:
         client.front_end = found.process.name
         done = self.world.loop.create_future()
         connection = _Connection(client, done, name, client.events, is_back=before is not None)
-        self._call(found.process.node, found.begin, connection)
+        self._call(found.process.node, connection, found.begin)
         try:
             async with asyncio.timeout(client.request.cancel_seconds):
                 await asyncio.wait([done, found.process.exit], return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             client.has_left = True
-            self._call(found.process.node, found.leave, connection)
+            self._call(found.process.node, connection, found.leave)
         if client.end is None and client.failure is None and not client.has_left:
             client.failure = CONNECTION_TEXT
         if connection.number is not None and (known := self._ids[client.front_end].get((found.process.node, connection.number))):
@@ -156,9 +157,10 @@ class FrontEndClients:
         await asyncio.sleep(self._random.uniform(*WAY_SECONDS))
         return StateReport(query.number, not self._has_failed(), "")
 
-    def _call(self, node: str, call: Callable[..., object], *arguments: object) -> None:
-        loop = self.world.loop
-        loop.call_at_node(loop.time() + self._random.uniform(*WAY_SECONDS), node, call, *arguments, context=self.world.context(node))
+    def _call(self, node: str, connection: _Connection, call: Callable[[_Connection], None]) -> None:
+        loop, way_seconds = self.world.loop, self._random.uniform(*WAY_SECONDS)
+        connection.on_the_way.append(call)
+        loop.call_at_node(loop.time() + way_seconds, node, connection.arrive_next, context=self.world.context(node))
 
 
 _latest: ContextVar[FrontEndClients] = ContextVar("_latest")
@@ -167,7 +169,8 @@ _latest: ContextVar[FrontEndClients] = ContextVar("_latest")
 @dataclass(eq=False)
 class _Connection:
     """`done`: the client has got its end. `name`: of its request; "" without a request log. `events`: what it gets. `is_back`: it reads its
-    request once more. `number`: of the request, in the front end. `is_unknown`: there is no request of this name."""
+    request once more. `number`: of the request, in the front end. `is_unknown`: there is no request of this name. `on_the_way`: what the
+    client does, and the front end does not know yet."""
 
     client: ClientRecord
     done: asyncio.Future[None]
@@ -176,6 +179,11 @@ class _Connection:
     is_back: bool
     number: int | None = None
     is_unknown: bool = False
+    on_the_way: deque[Callable[[_Connection], None]] = field(default_factory=deque, repr=False)
+
+    def arrive_next(self) -> None:
+        """In order, as the bytes of one connection."""
+        self.on_the_way.popleft()(self)
 
 
 class _SimulatedServer:

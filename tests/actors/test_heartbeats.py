@@ -10,13 +10,17 @@ from collections.abc import Callable
 
 import pytest
 
-from flowrt.actors.control import Control, Heartbeat
+from flowrt.actors.control import Control, Ended, Heartbeat, from_message
+from flowrt.actors.control_link import ControlLink
 from flowrt.actors.heartbeats import FIRST_STILL_SECONDS, HEARTBEAT_SECONDS, OperationWatch, send_heartbeats
 from flowrt.process_status import other_threads_want_processor
 from flowrt.reliability.scenario import Scenario, Stall
 from flowrt.seams import BOUND_SECONDS, STILL_SECONDS, Running, Seams, ThreadCompute
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.world import World, run
+from flowrt.transports.conformance.connection_checks import HERE, THERE
+from flowrt.transports.conformance.kit import SMALL, fill, receive_all, within
+from flowrt.transports.inproc import InprocChannel
 
 
 def heartbeats_of(seconds: float, *faults: object, block: tuple[float, float] = (0.0, 0.0)) -> list[tuple[float, Heartbeat]]:
@@ -42,6 +46,22 @@ def heartbeats_of(seconds: float, *faults: object, block: tuple[float, float] = 
         return sent
 
     return run(0, main).result
+
+
+async def test_heartbeats_overtake_other_messages_that_wait_for_the_launcher() -> None:
+    one, two = InprocChannel.pair(SMALL, HERE, THERE)
+    async with one, two:
+        num_before = fill(one)
+        link = ControlLink("p", one, 16, lambda message: None, lambda: None)
+        for number in range(3):
+            link.send(Ended(f"r{number}", 0, "stop"))
+        link.send(Heartbeat(sequence=7, lag_seconds=0.0, num_firings=0))
+        running = asyncio.ensure_future(link.run())
+        await receive_all(two, 0, num_before)
+        received = [from_message(await within(two.recv(), "a message to the launcher")) for _ in range(4)]
+        assert [type(each) for each in received] == [Ended, Heartbeat, Ended, Ended], "the first one may be on its way"
+        running.cancel()
+        await asyncio.wait([running])
 
 
 def test_heartbeat_reports_its_sources_at_even_intervals() -> None:

@@ -187,7 +187,7 @@ BUGS: tuple[Bug, ...] = (
         "if future is not None and (not future.done()) and (self._counters.messages_received % 16 != 15):")),
     # links and channels
     bug("outbox-lost", "a message for a full channel is dropped", (
-        LINK, "Link.post", "self._outbox.post(with_own_tensors(message), overtakes=message.kind == CREDIT)", "pass")),
+        LINK, "Link.post", "self._outbox.post(with_own_tensors(message), overtakes=message.kind == self._overtaking)", "pass")),
     bug("read-not-settled", "messages of one read are not settled", (
         LINK, "Link._read", "on_pause()", "pass")),
     bug("lost-link-unreported", "a worker does not report a lost peer", (
