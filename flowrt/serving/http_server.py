@@ -22,6 +22,7 @@ log = logging.getLogger("flowrt.front_end")
 
 MAX_HEADER_BYTES = 32 << 10
 MAX_AHEAD = 16  # requests that wait for the responses to earlier ones, and requests of one read of the socket
+MAX_PIECES = 4096  # of a chunked body, in one read of the socket
 MAX_HEADERS = 256  # each takes some hundred bytes of memory, however short it is
 HEADER_SECONDS = 10.0  # from the connection, or from the first byte of a later request, to the end of its headers
 IDLE_SECONDS = 75  # between two requests of a connection
@@ -30,7 +31,7 @@ ACCEPT_SECONDS = 1.0  # until the next try when no connection could be accepted
 MAX_SKIPPED_BYTES = 64 << 10  # of a body that is received but not kept, so that its connection can go on after an early refusal
 RefuseEarly = Callable[[bytes, bytes, Mapping[bytes, bytes], bool], tuple[ApiError, str] | None]  # of method, path, headers, is_admin
 _LARGE_HEADERS = ApiError(LARGE_HEADERS, f"the headers are longer than {MAX_HEADER_BYTES >> 10} KiB, or more than {MAX_HEADERS}")
-_CHUNKS = ApiError(INVALID, "a chunked body may have no trailers, and no long extensions")
+_CHUNKS = ApiError(INVALID, "a chunked body may have no trailers, no long extensions, and no thousands of tiny chunks")
 _TOO_FAR_AHEAD = ApiError(INVALID, f"more than {MAX_AHEAD} requests were sent ahead of their responses; wait for these")
 _TOO_MANY = ApiError(UNAVAILABLE, "too many connections; close idle ones, or raise serving.max_connections")
 
@@ -54,7 +55,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._max_connections, self._waiting, self._is_admin, self._refuse_early = max_connections, waiting, is_admin, refuse_early
         self._early: tuple[ApiError, str] | None = None  # the response to a request whose body is still to come, with its id
         self._num_header_bytes = 0
-        self._num_in_read = 0  # requests
+        self._num_in_read = self._num_pieces = 0  # requests, and pieces of bodies, of one read of the socket
         self._num_bytes_between = 0  # since the latest piece of the body: sizes of chunks, their extensions, trailers
         self._unfinished: list[RequestResponseCycle] = []  # several when the client sends requests before it gets responses
         self._header_timer: asyncio.TimerHandle | None = None
@@ -110,7 +111,7 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self._num_bytes_between += len(data)
         self._unset_keepalive_if_required()
-        self._num_in_read = 0
+        self._num_in_read = self._num_pieces = 0
         self._parse(data)
         if self._in_headers and self._num_header_bytes > MAX_HEADER_BYTES:
             self._refuse(self.transport, _LARGE_HEADERS)
@@ -191,6 +192,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_bytes_between = 0
+        self._num_pieces += 1
+        if self._num_pieces > MAX_PIECES:
+            self._refuse(self.transport, _CHUNKS)
+            raise HttpParserError  # nothing more is parsed
         if not self._is_refused and self._early is None:
             super().on_body(body)
 

@@ -71,6 +71,7 @@ async def test_part_of_a_next_request_does_not_end_a_stream(monkeypatch: pytest.
     ("body", "rest"),
     [
         (b"", b"2;x=" + b"a" * 40_000),
+        (b"", b"1\r\n \r\n" * (3 * http_server.MAX_PIECES)),  # too many for one of two reads, too
         (b"2\r\n{}\r\n", b"2;x=" + b"a" * 40_000),
         (b"2\r\n{}\r\n", b"0\r\nx: " + b"a" * 40_000),
         (b"2\r\n{}\r\n", b"0\r\nx-request-id: of-another\r\n\r\n"),
