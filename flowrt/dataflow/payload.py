@@ -30,8 +30,8 @@ _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.it
 class Payload(msgspec.Struct, gc=False):
     """Content of a message as an operator sees it: a typed header (or its undecoded bytes, or None) and tensors on any device.
 
-    `copy_into`: the tensors of a response are copied by this call, into tensors on the host like those in `tensors`, of which only dtypes
-    and shapes are read. It returns the header, and is called before the call that passes the payload on returns. After a break of the
+    `copy_into`: copies the tensors of a response, which may change later, and returns its header. The call that passes the payload on calls
+    it before it returns, with tensors on the host of the dtypes and shapes of `tensors`, whose values are not read. After a break of the
     transport the request gets an error in place of a response that may be lost.
     """
 

@@ -27,9 +27,9 @@ class Keeps(StrEnum):
 class BuiltinOperator:
     """`inputs` and `outputs` are port names; an output that ends in "*" stands for any number of ports with that beginning.
 
-    `gathers` maps a gather port to its count port. `options` are the keys that a node of this operator must have, `may_have` further ones
-    that it may have. Experts and forwarders
-    serve requests; all other operators work on the sequences of their group, and their state counts as the group's.
+    `gathers` maps a gather port to its count port. `options` are the keys that a node of this operator must have, `may_have` those that it
+    may have. Experts and forwarders serve requests; all other operators work on the sequences of their group, and their state counts as the
+    group's.
 
     `takes_each`: it fires for each message, also for several of one tag. `forwards`: it fires without a credit on every edge that it may
     send on; each output waits for its own.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from flowrt.graph.builtin import FORWARD, KV_PACK, RETURN
 from flowrt.graph.document import Path_
 from flowrt.graph.model import Edge, Graph
-from flowrt.graph.numerics import is_strict, strict_exchanges
+from flowrt.graph.numerics import is_strict, numerics_text, strict_exchanges
 
 _TO_SERVERS, _BACK = ("dispatch", FORWARD), ("experts", RETURN)
 
@@ -33,4 +33,4 @@ def _fault(graph: Graph, edge: Edge) -> str:
         return f"both ends are in process {source.process}, where messages do not travel; remove the key"
     ends = graph.ends_of(edge)
     needs_bits = all(is_strict(graph, end) for end in ends) if source.operator == KV_PACK else not strict_exchanges(graph).isdisjoint(ends)
-    return "INT8 changes the numbers; write numerics: fast, or no int8" if needs_bits else ""
+    return f"INT8 changes the numbers, and numerics are {numerics_text(graph)}; write fast, or no int8" if needs_bits else ""

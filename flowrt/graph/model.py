@@ -105,7 +105,7 @@ class Node:
     """An operator in a process. `operator` is a built-in name (without a colon) or "module:function" of the user.
 
     `options` are plain values for a built-in operator (for experts: {"experts": {layer: [ids]}}). A `stateful` node fires in step order
-    per micro-batch. A node with `batches` may receive several tags in one call. `keeps_nothing`: the user says so of an operator of theirs.
+    per micro-batch. A node with `batches` may receive several tags in one call. `keeps_nothing`: a user's operator keeps no state.
     """
 
     name: str

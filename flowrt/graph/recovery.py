@@ -84,9 +84,9 @@ def rule_of(graph: Graph, process: str) -> Rule:
 
 
 def keeps_of(node: Node) -> Keeps:
-    """The state that a node keeps. That of a user's operator is unknown unless the graph file says that it keeps nothing. Then it recovers
-    with the pipeline of its process, which computes its inputs again; a process of such operators alone ends the run, as no client holds
-    their inputs."""
+    """The state that a node keeps. That of a user's operator is unknown, unless the graph file has `keeps: nothing`. Then it recovers with
+    the pipeline of its process, which computes its inputs again. A process of such operators alone ends the run when it dies, as no client
+    holds their inputs."""
     if node.keeps_nothing:
         return Keeps.NOTHING
     return BUILTIN[node.operator].keeps if node.operator in BUILTIN else Keeps.UNKNOWN

@@ -228,7 +228,7 @@ class RoleSection(Section):
 
 
 class PipelineSection(RoleSection):
-    """How the processes of a role compute that computes sequences."""
+    """A role that computes sequences."""
 
     numerics: Numerics | None = Field(default=None, description="Numerics of the role. Default: those of the graph.")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListLike
+from functools import partial
 
 import msgspec
 import torch
@@ -65,7 +66,8 @@ class Group:
         unpack: KvUnpack | None = None,
         now: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._node, self._process, self._incarnation = node.name, node.process, incarnation
+        self._node = node.name
+        self._new_kv_offer = partial(KvOffer, node.process, incarnation, is_strict=engine.is_strict)
         self._source = f"{node.name}@{incarnation}"
         self._num_layers: int = node.options["num_layers"]
         self._engine = engine
@@ -237,13 +239,12 @@ class Group:
             raise ValueError(f"{self._node}: {hold.request_id} is for a prefill worker")
         self._update_offers(self._pack)
         number = self._pack.number_of(hold.request_id, hold.attempt)
-        kv = KvOffer(self._process, self._incarnation, number, hold.num_tokens, hold.is_degraded, is_strict=self._engine.is_strict)
-        self._send(Prefilled(hold.request_id, hold.attempt, kv))
+        self._send(Prefilled(hold.request_id, hold.attempt, self._new_kv_offer(number, hold.num_tokens, hold.is_degraded)))
 
     def _update_offers(self, pack: KvPack) -> None:
         for prompt, number in pack.update(self._engine.offered_prompts()):
             if not prompt.is_complete:
-                kv = KvOffer(self._process, self._incarnation, number, prompt.num_tokens, False, False, self._engine.is_strict)
+                kv = self._new_kv_offer(number, prompt.num_tokens, is_complete=False)
                 self._send(Prefilling(prompt.request_id, prompt.attempt, kv))
 
     def _tag_of(self, start: StartStep, layer: int = 0) -> Tag:

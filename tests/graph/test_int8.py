@@ -48,7 +48,7 @@ def test_kv_travels_as_int8_where_the_file_has_the_key(load) -> None:
     assert int8_ports(graph) == {"chunk"}
     assert sum(edge.int8 for edge in graph.edges.values()) == 4
     assert load(to_yaml(graph)) == graph
-    with pytest.raises(GraphError, match=r":3: deploy\.prefill\.int8: INT8 changes the numbers; write numerics: fast"):
+    with pytest.raises(GraphError, match=r":3: deploy\.prefill\.int8: INT8 changes the numbers, and numerics are strict; write fast"):
         load(text + "numerics: strict\n")
 
 

@@ -59,7 +59,7 @@ def test_demands_of_strict_roles_leave_fast_ones_alone(load: Load) -> None:
 
 
 def test_int8_is_refused_where_strict_bits_would_change(load: Load) -> None:
-    with pytest.raises(GraphError, match="INT8 changes the numbers; write numerics: fast"):
+    with pytest.raises(GraphError, match="INT8 changes the numbers, and numerics are attention fast and prefill strict; write fast"):
         load(MODEL, STRICT_PREFILL, "deploy.experts={servers: 1, int8: dispatch}")
     for overrides in ((STRICT_PREFILL,), FAST_PREFILL):  # the tokens of the group are not exact in any case
         assert any(edge.int8 for edge in load(MODEL, *overrides, "deploy.prefill.int8=true").edges.values())

@@ -60,8 +60,8 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
 class Lent(msgspec.Struct, frozen=True, gc=False):
     """Tensors that their owner may change as soon as the call that got the message returns.
 
-    `copy_into` copies them into one buffer each, and returns the header, which may depend on what was copied. `replacement` is sent in
-    place of the message when it may have been lost, and the tensors may have changed.
+    `copy_into` copies them into one writable buffer each, of the sizes of their specs, and returns the header, which may depend on what was
+    copied. When it raises, nothing is sent. `replacement` is sent instead of a message that may be lost, as the tensors may have changed.
     """
 
     copy_into: Callable[[Sequence[memoryview]], msgspec.Struct | bytes | None]
