@@ -12,7 +12,6 @@ step on a dict, or works on entries that it has taken out.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
+from flowrt.exchange.not_finite_parts import NotFiniteParts
 from flowrt.exchange.omitted_experts import OmittedExperts
 from flowrt.exchange.replica_tables import ReplicaTables
 from flowrt.exchange.trampoline import Trampolines, bundle
@@ -30,9 +30,6 @@ from flowrt.reliability.expert_map import ExpertMap
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.reliability.hedging import MIN_SECONDS, OVERDUE_SECONDS, HedgingPolicy
 from flowrt.transports.wire.message import Tag
-
-AVOIDED_SECONDS = 2.0  # after a part that was not finite: its sequence is computed again on other servers
-log = logging.getLogger("flowrt.worker")
 
 
 @dataclass(slots=True)
@@ -86,8 +83,7 @@ class ExpertClient:
         self._late_servers: frozenset[int] = frozenset()  # servers whose response is late: until it arrives, others are preferred
         self.trampolines = trampolines or Trampolines({}, {}, {})
         self._late_parts: dict[tuple[Tag, int], int] = {}  # parts of late servers, through trampolines -> server
-        self._not_finite: dict[int, float] = {}  # server that returned a part that was not finite -> until when others are preferred
-        self._not_finite_text: dict[tuple[str, int, int, int], str] = {}  # by step
+        self.not_finite = NotFiniteParts(processes, now)
         self.hedging = HedgingPolicy(len(processes))
         self.omitted = OmittedExperts(now)
         self.computes_alone = False  # the running step belongs to a suspect, and no other step runs
@@ -121,10 +117,7 @@ class ExpertClient:
 
     @property
     def _suspected(self) -> frozenset[int]:
-        if not self._not_finite:
-            return self._late_servers
-        now = self._now()
-        return self._late_servers | {server for server, until in list(self._not_finite.items()) if until > now}
+        return self._late_servers | self.not_finite.servers
 
     # --- outstanding parts ------------------------------------------------------------------------------------------------
 
@@ -149,25 +142,9 @@ class ExpertClient:
         return None if entry is None else [entry.parts[number] for number in numbers]
 
     def note_not_finite(self, tag: Tag, numbers: Sequence[int], responses: Sequence[Tensor]) -> None:
-        """Avoid the servers of responses to these parts that are not finite although their rows are. A strict response has a row per
-        pair."""
-        entry = self._outstanding.get(tag)
-        if entry is None:
-            return
-        is_finite_T = entry.x_TH.isfinite().all(dim=1)
-        for number, y in zip(numbers, responses, strict=True):
-            part = entry.parts[number]
-            rows = part.rows_R if len(y) == len(part.rows_R) else part.rows_R[part.row_P]
-            if not y[is_finite_T[rows]].isfinite().all():
-                text = f"{self.processes[part.server]} returned NaN or infinity in layer {tag.layer}"
-                if self._now() >= self._not_finite.get(part.server, 0.0):  # once, while it is avoided
-                    log.error("%s, step %d; check the weights, or run in a wider dtype", text, tag.step)
-                self._not_finite[part.server] = self._now() + AVOIDED_SECONDS
-                self._not_finite_text.setdefault((tag.source, tag.epoch, tag.micro_batch, tag.step), text)
-
-    def take_not_finite(self, step: Tag) -> str:
-        """The first part of this step, which has ended, that was not finite, as text; "" for none."""
-        return self._not_finite_text.pop((step.source, step.epoch, step.micro_batch, step.step), "")
+        """Avoid the servers of responses to these parts that are not finite although their rows are."""
+        if (entry := self._outstanding.get(tag)) is not None:
+            self.not_finite.note(tag, entry.x_TH, [entry.parts[number] for number in numbers], responses)
 
     @property
     def has_waiting_parts(self) -> bool:
@@ -187,7 +164,7 @@ class ExpertClient:
     def roll_back(self, source: str, epoch: int) -> None:
         """Delete the tags of `source` older than `epoch`."""
         self._epochs[source] = epoch
-        self._not_finite_text.clear()  # one source has one client
+        self.not_finite.roll_back()  # one source has one client
         for tag in self.tags:
             if tag.source == source and tag.epoch < epoch:
                 self._outstanding.pop(tag, None)
@@ -425,7 +402,7 @@ class ExpertClient:
         self.lost.add(server)
         self._late_servers -= {server}
         self._late_parts = {part: late for part, late in self._late_parts.items() if late != server}
-        self._not_finite.pop(server, None)
+        self.not_finite.forget(server)
         self.hedging.forget(server)
         self._change(self.map.without_server(server))
 
