@@ -96,11 +96,7 @@ class Failover:
                 missing = self._missing(tag)
                 for part in self.client.take_unsent(server, tag, missing):
                     self._redispatch(tag, part)
-                in_flight = self.client.in_flight(tag)
-                if in_flight is None or self.client.server_of(tag, in_flight) != server or in_flight in missing:
-                    continue
-                if self.client.hedged_row(tag, in_flight) is not None:  # the late part has its response
-                    self._send_next(tag)  # of a suspect whose plan has not arrived, no part may come before the plan
+        self._send_behind(process)
         if any(self._missing_at(frozenset(self._servers.get(process, [])))):
             self._unsettled.add(process)
         if (trampoline := self._trampolines.get(process)) is not None:
@@ -138,6 +134,7 @@ class Failover:
                 self._redispatch(tag, part)
             else:
                 lost.append(tag)
+        self._send_behind(process)  # late responses may have come since the loss
         self._fail_after_hedges(process, crashed, alone)
         self._steps.fail_steps(lost, "expert servers died or hung again and again while they computed a part of this request")
 
@@ -229,6 +226,16 @@ class Failover:
     def _send_next(self, tag: Tag) -> None:
         if requests := self.client.next_request(tag, self._missing(tag)):
             self._runner.emit(self._dispatch, tag, requests)
+
+    def _send_behind(self, process: str) -> None:
+        """Send the next parts behind hedges that were in flight to this lost server, and are not needed: their late parts have responses.
+        Of a suspect whose plan has not arrived, no part may come before the plan."""
+        for tag in self.client.tags:
+            in_flight = self.client.in_flight(tag)
+            if in_flight is None or self.client.server_of(tag, in_flight) not in self._servers.get(process, []):
+                continue
+            if in_flight not in self._missing(tag) and self.client.hedged_row(tag, in_flight) is not None:
+                self._send_next(tag)
 
     def _fail_after_hedges(self, process: str, parts: list[tuple[Tag, int]], error: str) -> None:
         """Fail the steps of these parts of a lost server. While hedges of parts that it was late with are computed, each alone, one of

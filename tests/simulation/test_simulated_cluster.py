@@ -318,7 +318,7 @@ def test_seeds_that_have_failed_pass(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "num_cancelled"), [(2343, 0), (3507, 0), *((seed, 100) for seed in (3000175, 3000190, 3000373, 3000509, 3000981))]
+    ("seed", "num_cancelled"), [(2343, 0), (3507, 0), *((seed, 100) for seed in (3000175, 3000190, 3000373, 3000509, 3000981, 3001235))]
 )
 def test_seeds_of_transfers_that_have_failed_pass(seed: int, num_cancelled: int) -> None:
     """Each showed a defect, or a wrong check; docs/simulation.md has the causes."""
