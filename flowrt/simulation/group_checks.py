@@ -133,6 +133,8 @@ class GroupChecks:
             if not is_open(request_id):
                 self.no_group_seconds[request_id] = self._outages.longest(GATEWAY, began, now)
                 del self._began[request_id]
+            elif (log := self._log_of(request_id)) is not None and not log.prompt_token_ids:
+                self._began[request_id] = now  # a request without a prompt yet waits for its client
             elif now - max(began, lost_since) > self._lost_group_seconds + LATE_SECONDS and not self._faults.has_met(GATEWAY):
                 raise InvariantError("I5", f"{request_id} still waits for a group, and none is left since {lost_since:.6f} s")
 
