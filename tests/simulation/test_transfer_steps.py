@@ -111,7 +111,7 @@ def run(fault: AnyFault | None = None, *, detector: bool = False, cancel_seconds
             if name not in seconds and is_step(self, *values):
                 seconds[name] = asyncio.get_running_loop().time()
                 if isinstance(self, Group):
-                    workers.setdefault("prefill" if self._pack is not None else "group", self._process)
+                    workers.setdefault("prefill" if self._pack is not None else "group", self._node.removesuffix(".source"))
             return method(self, *values)
 
         return call
