@@ -49,9 +49,9 @@ def chain(num_nodes: int = NUM_FUSED, num_layers: int = 50) -> HopGraph:
 
 
 def stream(transport: str, num_in_flight: int, num_layers: int = 20) -> HopGraph:
-    """`left` sends, `right` reads and requests more, `num_layers` times for each call."""
-    go = {"go": ("int64[1]",)}
-    nodes = [_node("left", "give", "left", go, {"x": _BYTES}), _node("right", "take", "right", {"x": _BYTES}, go)]
+    """`left` sends bfloat16, `right` reads and requests more, `num_layers` times for each call."""
+    go, x = {"go": ("int64[1]",)}, {"x": ("bfloat16[n]",)}
+    nodes = [_node("left", "give", "left", go, x), _node("right", "take", "right", x, go)]
     return HopGraph(_loop(nodes, num_layers, transport, "many", GraphLimits(in_flight=num_in_flight)), num_layers)
 
 

@@ -34,7 +34,7 @@ def read_and_echo(x: torch.Tensor) -> torch.Tensor:
 
 
 def give(go: torch.Tensor) -> torch.Tensor:
-    """A payload of go[0] bytes, one of NUM_STREAMED."""
+    """A payload of go[0] bytes in bfloat16, one of NUM_STREAMED."""
     given = _streamed(int(go[0]))
     given.append(given.pop(0))
     return given[-1]
@@ -43,7 +43,7 @@ def give(go: torch.Tensor) -> torch.Tensor:
 def take(x: torch.Tensor) -> torch.Tensor:
     """Reads and checks `x`. Its output requests another payload of that size."""
     check(bytes_of(x))
-    return torch.tensor([x.numel()])
+    return torch.tensor([x.nbytes])
 
 
 def send(go: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -104,4 +104,4 @@ def _payloads(sizes: tuple[int, ...]) -> tuple[dict[str, torch.Tensor], list[np.
 
 @lru_cache(maxsize=8)
 def _streamed(num_bytes: int) -> list[torch.Tensor]:
-    return [torch.ones(num_bytes, dtype=torch.uint8) for _ in range(NUM_STREAMED)]
+    return [torch.ones(num_bytes, dtype=torch.uint8).view(torch.bfloat16) for _ in range(NUM_STREAMED)]
