@@ -120,8 +120,9 @@ def with_own_tensors(message: Message) -> Message:
     """`message`; with copies of its tensors if they are lent."""
     if message.lent is None:
         return message
-    tensors = tuple(Tensor(tensor.spec, bytearray(tensor.spec.nbytes)) for tensor in message.tensors)
-    header = message.lent.copy_into([memoryview(tensor.data) for tensor in tensors])  # type: ignore[arg-type]
+    buffers = [bytearray(tensor.spec.nbytes) for tensor in message.tensors]
+    header = message.lent.copy_into([memoryview(buffer) for buffer in buffers])
+    tensors = tuple(Tensor(tensor.spec, buffer) for tensor, buffer in zip(message.tensors, buffers, strict=True))
     return Message(message.kind, message.tag, message.edge, header, tensors)
 
 
