@@ -11,12 +11,13 @@ from typing import Annotated
 
 import msgspec
 
-from flowrt.operators.families.config_file import read_config_file, regular_file_bytes
-from flowrt.operators.families.family import parts_to_read
+from flowrt.operators.families.config_file import LFS_HEAD, LFS_PROBLEM, read_config_file, regular_file_bytes
+from flowrt.operators.families.family import Layout, Piece, part_shapes, parts_to_read
+from flowrt.operators.families.quantization import refuse_quantized_tensors
 from flowrt.operators.families.registry import family_named, read_model_config
 from flowrt.operators.model_config import ModelError
 
-INDEX_NAME = "model.safetensors.index.json"
+INDEX_NAME, WHOLE_NAME = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 MAX_DIMENSIONS, MAX_SIZE = 8, 1 << 40  # of a stored tensor; checked before sizes are multiplied
 STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # of one number, by the dtypes that can be read
@@ -44,12 +45,13 @@ class _HeaderEntry(msgspec.Struct):
 def tensor_files(directory: Path, header: Callable[[Path], Collection[str]]) -> dict[str, Path]:
     """Tensor name -> its file, by the index or, without one, by the `header` of each file.
 
-    Raises ModelError when there is no file, the index is broken, or two files hold the same tensor.
+    A model.safetensors that the index does not name is a model of its own: it is read, and the index is not, as in transformers. Raises
+    ModelError when there is no file, the index is broken or names a file that is not there, or two files hold the same tensor.
     """
-    index_path = directory / INDEX_NAME
-    if index_path.exists():
-        return _read_index(index_path)
-    paths = sorted(directory.glob("*.safetensors"))
+    if (index := _index_in_use(directory)) is not None:
+        return index
+    whole = directory / WHOLE_NAME
+    paths = [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
     if not paths:
         raise ModelError(f"{directory} holds no *.safetensors file; weights in that format are needed")
     files: dict[str, Path] = {}
@@ -64,14 +66,41 @@ def tensor_files(directory: Path, header: Callable[[Path], Collection[str]]) -> 
 
 def named_place(directory: Path, files: Mapping[str, Path]) -> str:
     """Where a tensor that is not among `files` should be, for errors: the only file, the index, or the directory."""
-    index_path = directory / INDEX_NAME
-    paths = {index_path} if index_path.exists() else set(files.values())
+    paths = set(files.values())
+    if len(paths) > 1 and (directory / INDEX_NAME).exists():
+        paths = {directory / INDEX_NAME}
     return str(paths.pop() if len(paths) == 1 else directory)
 
 
-def check_files(directory: Path) -> None:
-    """Raises ModelError for a weight file that is missing or cut off, for a tensor of the index that its file does not hold, and for a
-    tensor of the model that no file holds.
+def piece_shape(stored: StoredTensor, name: str, piece: Piece, num_experts: int, shape: tuple[int, ...], start: int) -> tuple[int, ...]:
+    """The shape, as stored, of what `piece` takes of tensor `name`. Raises ModelError for a dtype that cannot be read, and when the piece
+    does not fit into `shape` from row `start` on."""
+    if stored.stored_dtype not in STORED_BYTES:
+        raise ModelError(f"tensor {name} in {stored.path} is stored as {stored.stored_dtype}; {', '.join(STORED_BYTES)} are supported")
+    taken = stored.shape
+    if piece.expert is not None:
+        if not taken or taken[0] % num_experts or (piece.expert == "index" and taken[0] != num_experts):
+            raise ModelError(f"tensor {name} in {stored.path} has shape {list(taken)}, which is not that of {num_experts} experts")
+        taken = taken[1:] if piece.expert == "index" else (taken[0] // num_experts, *taken[1:])
+    placed = tuple(reversed(taken)) if piece.transpose else taken
+    if len(placed) != len(shape) or placed[1:] != shape[1:] or start + placed[0] > shape[0]:
+        fits = f"does not fit the {list(shape)} that config.json requires"
+        raise ModelError(f"tensor {name} in {stored.path} has shape {list(stored.shape)}, which {fits}")
+    return taken
+
+
+def check_rows(num_rows: int, shape: tuple[int, ...], layout: Layout, layer: int, expert: int, directory: Path) -> None:
+    """Raises ModelError when the pieces of a layout do not fill `shape`."""
+    if num_rows != shape[0]:
+        names = " + ".join(piece.tensor(layer, expert) for piece in layout)
+        raise ModelError(f"{names} in {directory} have {num_rows} rows; config.json requires {shape[0]}")
+
+
+def check_files(directory: Path) -> tuple[str, ...]:
+    """Checks the headers of all weight files against the index and config.json, without a read of any weight.
+
+    Raises ModelError for a file that is missing or cut off, for a tensor of the index that its file does not hold, and for a tensor of the
+    model that no file holds or that has another dtype or shape. Returns notes, one line each, on files that are not read.
     """
     header = cache(read_header)
     files = tensor_files(directory, header)
@@ -80,10 +109,40 @@ def check_files(directory: Path) -> None:
             raise ModelError(f"tensor {name} is missing from {path}, which {INDEX_NAME} names for it; copy both files again")
     config = read_model_config(directory)
     family, place = family_named(config.family), named_place(directory, files)
-    for part, layers in parts_to_read(config).items():
-        for layer in layers:
-            for expert in range(config.num_experts if part.startswith("expert_") else 1):
-                family.find_layout(part, layer, expert, files, place)
+    shapes = part_shapes(config)
+    try:
+        for part, layers in parts_to_read(config).items():
+            shape = shapes[part]
+            for layer in layers:
+                for expert in range(config.num_experts if part.startswith("expert_") else 1):
+                    layout, num_rows = family.find_layout(part, layer, expert, files, place), 0
+                    for piece in layout:
+                        name = piece.tensor(layer, expert)
+                        taken = piece_shape(header(files[name])[name], name, piece, config.num_experts, shape, num_rows)
+                        num_rows += taken[-1] if piece.transpose else taken[0]
+                    check_rows(num_rows, shape, layout, layer, expert, directory)
+    except ModelError:
+        refuse_quantized_tensors(directory, files)  # the better reason, where there is one
+        raise
+    index = directory / INDEX_NAME
+    if index.exists() and set(files.values()) == {directory / WHOLE_NAME} and _index_in_use(directory) is None:
+        return (f"{directory / WHOLE_NAME} is read, and the files that {INDEX_NAME} names are not: remove those of the other model",)
+    return ()
+
+
+def _index_in_use(directory: Path) -> dict[str, Path] | None:
+    """The tensors of the index. None: there is none, or model.safetensors holds another model. Raises ModelError."""
+    path, whole = directory / INDEX_NAME, directory / WHOLE_NAME
+    if not path.exists():
+        return None
+    files = _read_index(path)
+    named = set(files.values())
+    if whole not in named and whole.exists():
+        return None
+    if missing := sorted(each.name for each in named if not each.exists()):
+        count = f" ({len(missing)} of {len(named)} files are missing)" if len(named) > 1 else ""
+        raise ModelError(f"{path} names {missing[0]}, which is not there{count}; copy the model's files again")
+    return files
 
 
 def _read_index(path: Path) -> dict[str, Path]:
@@ -103,7 +162,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         file_bytes = regular_file_bytes(path)
         with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
+            head = file.read(len(LFS_HEAD))
+            if head == LFS_HEAD:
+                raise ModelError(f"{path} {LFS_PROBLEM}")
+            header_bytes = int.from_bytes(head[:8], "little")
+            file.seek(8)
             if file_bytes < 8 or header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
                 sizes = f"its header would be {header_bytes} bytes of {file_bytes}"
                 raise ModelError(f"{path} is not a safetensors file, or was cut off: {sizes}; copy it again")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrt.operators.checkpoint_files import INDEX_NAME, StoredTensor, named_place, read_header, tensor_files
+from flowrt.operators.checkpoint_files import INDEX_NAME, StoredTensor, check_rows, named_place, piece_shape, read_header, tensor_files
 from flowrt.operators.families.family import Piece
 from flowrt.operators.families.registry import family_named
 from flowrt.operators.model_config import DTYPES, ModelConfig, ModelError
@@ -64,15 +64,13 @@ class Checkpoint:
         self._place = named_place(self.directory, self._files)
 
     def stored(self, name: str) -> StoredTensor:
-        """The location of tensor `name`. Raises ModelError when it is missing or its dtype is not supported."""
+        """The location of tensor `name`. Raises ModelError when it is missing."""
         path = self._files.get(name)
         if path is None:
             raise ModelError(f"tensor {name} is missing from the checkpoint in {self.directory}")
         tensor = self._header(path).get(name)
         if tensor is None:
             raise ModelError(f"tensor {name} is missing from {path}, which {INDEX_NAME} names for it")
-        if tensor.stored_dtype not in STORED_DTYPES:
-            raise ModelError(f"tensor {name} in {path} is stored as {tensor.stored_dtype}; {', '.join(STORED_DTYPES)} are supported")
         return tensor
 
     def read_part(
@@ -98,9 +96,7 @@ class Checkpoint:
         start = 0
         for piece in layout:
             start += self._read_piece(piece.tensor(layer, expert), piece, config.num_experts, expert, shape, out, start)
-        if start != shape[0]:
-            names = " + ".join(piece.tensor(layer, expert) for piece in layout)
-            raise ModelError(f"{names} in {self.directory} have {start} rows; config.json requires {shape[0]}")
+        check_rows(start, shape, layout, layer, expert, self.directory)
         return out
 
     def hold(
@@ -119,16 +115,10 @@ class Checkpoint:
         """Read one piece into out[start:]; returns its number of rows."""
         self._on_read()
         stored = self.stored(name)
-        taken, offset = stored.shape, stored.offset_bytes
+        taken, offset = piece_shape(stored, name, piece, num_experts, shape, start), stored.offset_bytes
         if piece.expert is not None:
-            if not taken or taken[0] % num_experts or (piece.expert == "index" and taken[0] != num_experts):
-                raise ModelError(f"tensor {name} in {stored.path} has shape {list(taken)}, which is not that of {num_experts} experts")
-            taken = taken[1:] if piece.expert == "index" else (taken[0] // num_experts, *taken[1:])
             offset += expert * prod(taken) * STORED_DTYPES[stored.stored_dtype].itemsize
         placed = tuple(reversed(taken)) if piece.transpose else taken
-        if len(placed) != len(shape) or placed[1:] != shape[1:] or start + placed[0] > shape[0]:
-            fits = f"does not fit the {list(shape)} that config.json requires"
-            raise ModelError(f"tensor {name} in {stored.path} has shape {list(stored.shape)}, which {fits}")
         destination = out[start : start + placed[0]]
         if piece.transpose:
             buffer = self._buffer(taken, STORED_DTYPES[stored.stored_dtype])

@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, M
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -19,12 +18,13 @@ from flowrt.actors.control import Control, Statistics, TraceRecords
 from flowrt.actors.emulated_links import check_machine
 from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt, each_input
 from flowrt.api.model_gateway import new_gateway
+from flowrt.api.opened_model import open_model
 from flowrt.api.request_log import open_request_log
 from flowrt.api.served import StateReports, front_end_services, max_model_len
 from flowrt.api.warm_up import warm_up
 from flowrt.errors import NotRunningError, TokenizerError, UserError
 from flowrt.gateway.completion import Completion
-from flowrt.gateway.gateway import ClientEvent, Gateway
+from flowrt.gateway.gateway import ClientEvent
 from flowrt.gateway.log_writer import LogWriter
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import Requests
@@ -32,11 +32,8 @@ from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
 from flowrt.launcher import events
 from flowrt.launcher.group_changes import apply_group_change
 from flowrt.launcher.launcher import Launcher
-from flowrt.launcher.model_check import check_weights
 from flowrt.launcher.served_requests import ServedRequests
 from flowrt.launcher.trace_collector import TraceCollector
-from flowrt.operators.families.registry import read_model_config
-from flowrt.operators.model_config import ModelConfig
 from flowrt.reliability.health import STALL_SECONDS, Health
 from flowrt.sampling_params import SamplingKeywords, SamplingParams, checked_params
 from flowrt.seams import Seams
@@ -61,12 +58,10 @@ class RunningGraph:
         resumes: bool = False,
     ) -> None:
         self._on_event = on_event or events.print_news
-        self._tokenizer: Tokenizer | None = None
-        self._tokenizer_process: TokenizerProcess | None = None
-        self._config: ModelConfig | None = None
+        self._model = model = open_model(graph)
         self._endpoint: Any = None
         hosted: dict[str, Any] = {}
-        gateway = self._open_model(graph, seams, serving) if graph.model is not None else None
+        gateway = new_gateway(graph, model.config, model.tokenizer, seams, serving) if model is not None else None
         if INPUT in graph.nodes or OUTPUT in graph.nodes:
             self._endpoint = importlib.import_module("flowrt.workers.endpoint").Endpoint(graph)
             hosted[GATEWAY] = self._endpoint.run
@@ -80,13 +75,13 @@ class RunningGraph:
             on_control=self._on_control,
             on_line=on_line,
             hosted=hosted,
-            services={} if serving is None or self._config is None else front_end_services(graph, self._config, serving),
+            services={} if serving is None or model is None else front_end_services(graph, model.config, serving),
             farewell=self._on_failing,
         )
         self._clock = seams.clock
         self._progress = self.launcher.health_record.progress
         on_token = trace.add_token if trace is not None else None
-        metrics = RequestMetrics(max_model_len(graph, self._config, serving)) if serving is not None and self._config is not None else None
+        metrics = RequestMetrics(max_model_len(graph, model.config, serving)) if serving is not None and model is not None else None
         self._requests: Requests | None = None
         if gateway is not None:
             self._requests = Requests(gateway, self.launcher.send, self._progress, seams.clock, on_token, metrics)
@@ -107,14 +102,18 @@ class RunningGraph:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self._tokenizer
+        return self._model.tokenizer if self._model is not None else None
 
     def require_tokenizer(self) -> TokenizerProcess:
         """What encodes texts and messages. Raises TokenizerError when the model's directory has no tokenizer."""
-        if self._tokenizer_process is None:
+        if (process := self._tokenizer_process) is None:
             name = self.graph.model.path if self.graph.model is not None else "this graph"
             raise TokenizerError(f"{name} has no tokenizer.json, which texts need; add the file, or give token ids")
-        return self._tokenizer_process
+        return process
+
+    @property
+    def _tokenizer_process(self) -> TokenizerProcess | None:
+        return self._model.tokenizer_process if self._model is not None else None
 
     @property
     def max_requests(self) -> int:
@@ -130,6 +129,8 @@ class RunningGraph:
         if self._opened:
             raise UserError("this graph was opened before; call flowrt.open again for another run")
         self._opened = True
+        for note in self._model.notes if self._model is not None else ():
+            self._on_event(events.ModelNotice(note))
         await check_machine(self.graph, self.launcher.seams)
         try:
             self._open_log()
@@ -342,15 +343,6 @@ class RunningGraph:
 
     # --- inside ------------------------------------------------------------------------------------------------------------------
 
-    def _open_model(self, graph: Graph, seams: Seams, serving: ServeOptions | None) -> Gateway:
-        assert graph.model is not None
-        check_weights(graph)
-        directory = Path(graph.model.path)
-        config = self._config = read_model_config(directory)
-        self._tokenizer = Tokenizer.open(directory)
-        self._tokenizer_process = TokenizerProcess(directory) if self._tokenizer is not None else None
-        return new_gateway(graph, config, self._tokenizer, seams, serving)
-
     def _open_log(self) -> None:
         """Continue what an earlier launcher has left in the request log, if there is one, before any other request."""
         if self._requests is not None and (opened := open_request_log(self.graph, self.launcher.seams, self._resumes)) is not None:
@@ -399,7 +391,7 @@ class RunningGraph:
     def _max_prompt_tokens(self) -> int:
         limits = self.graph.group_limits()
         capacity = limits.kv_pages * limits.page_size
-        return capacity if self._config is None else min(self._config.max_position_embeddings, capacity)
+        return capacity if self._model is None else min(self._model.config.max_position_embeddings, capacity)
 
     async def _encode(self, prompt: CheckedPrompt) -> Sequence[int]:
         if not isinstance(prompt, TextPrompt):

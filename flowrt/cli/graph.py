@@ -41,16 +41,19 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
         process = stack.enter_context(_start_check()) if _is_probably_explicit(file) else None
         graph = load(file, overrides, model)
         from flowrt.graph.show import summary_of_valid
-        from flowrt.launcher.model_check import check_prompts, check_weights
+        from flowrt.launcher.model_check import check_model, check_prompts
+        from flowrt.observe import print_line
         from flowrt.serving.tokenizer import Tokenizer
 
-        check_weights(graph)
+        notes = check_model(graph)
         check_prompts(graph)
         if graph.model is not None:
             Tokenizer.open(graph.model.path)
         has_functions = any(":" in node.operator for node in graph.nodes.values())
         if graph.cores or has_functions or any(device != "cpu" for device in graph.devices.values()):
             _check_processes(graph, process or stack.enter_context(_start_check()))
+    for note in notes:
+        print_line(f"flowrt: warning: {note}")
     print(f"{file}: valid; {summary_of_valid(graph)}")
 
 

@@ -10,6 +10,13 @@ from flowrt.transports.wire.message import Tag
 
 
 @dataclass(frozen=True)
+class ModelNotice:
+    """The files of the model contradict each other, or one of them is not used as it asks for; `text` says which one counts."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class ForkServerReady:
     """The fork server has imported what workers need. `num_threads` other than 1 means that an import started threads."""
 
@@ -162,7 +169,8 @@ class RunFailed:
 
 
 Event = (
-    ForkServerReady
+    ModelNotice
+    | ForkServerReady
     | ForkServerLost
     | ForkServerRestarted
     | WorkerStarted
@@ -183,8 +191,11 @@ Event = (
 
 
 def news(event: Event) -> str | None:
-    """One line about an event that changes which workers or experts of a continuing run are usable; None for all other events."""
+    """One line about the files of the model, or about an event that changes which workers or experts of a continuing run are usable; None
+    for all other events."""
     match event:
+        case ModelNotice(text):
+            return f"warning: {text}"
         case ForkServerLost(how, None):
             return f"the fork server {how}; workers run on, and no process is started again"
         case ForkServerLost(how, retry_seconds):

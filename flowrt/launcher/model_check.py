@@ -9,13 +9,17 @@ from flowrt.operators.checkpoint_files import check_files
 from flowrt.operators.model_config import ModelError
 
 
-def check_weights(graph: Graph) -> None:
-    """Raises GraphError for weight files of the graph's model that are missing or cut off."""
-    if graph.model is not None:
-        try:
-            check_files(Path(graph.model.path))
-        except (ModelError, OSError) as error:
-            raise graph.error("model.path", str(error)) from error
+def check_model(graph: Graph) -> tuple[str, ...]:
+    """Checks the files of the graph's model, without a read of any weight. Returns notes for the user, one line each.
+
+    Raises GraphError for weight files that are missing, cut off, or do not fit config.json.
+    """
+    if graph.model is None:
+        return ()
+    try:
+        return check_files(Path(graph.model.path))
+    except (ModelError, OSError) as error:
+        raise graph.error("model.path", str(error)) from error
 
 
 def check_prompts(graph: Graph) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 from flowrt.operators.model_config import DTYPES, ModelError
 
 MAX_JSON_BYTES = 64 << 20
+LFS_HEAD = b"version https://git-lfs"  # how a Git LFS pointer begins, which stands for a file that was not downloaded
+LFS_PROBLEM = "is a Git LFS pointer, not the file itself; run git lfs pull in its folder"
 _LAYERS, _HEADS, _EXPERTS, _WIDTH, _VOCABULARY, _OTHER = 1000, 4096, 1 << 16, 1 << 20, 1 << 24, (1 << 31) - 1
 # Upper bound of each key, far above any existing model: a damaged file is refused before anything of its size is built.
 MAX_VALUES: dict[str, int] = {
@@ -111,10 +113,6 @@ class ConfigFile:
             raise self.error(key, f"is {value!r}; use one of {', '.join(DTYPES)}")
         return name
 
-    def refuse_quantized(self) -> None:
-        if self.has("quantization_config"):
-            raise self.error("quantization_config", "quantized checkpoints are not supported; use one in bfloat16 or float32")
-
 
 def read_config_file(path: Path) -> ConfigFile:
     """Parse one JSON file; ModelError when it is missing, unreadable, over MAX_JSON_BYTES or not a mapping."""
@@ -135,6 +133,8 @@ def read_json_bytes(path: Path) -> bytes:
 
 def parse_config_file(path: Path, data: bytes) -> ConfigFile:
     """Parse the content of the JSON file `path`. Raises ModelError when it is not valid JSON, or not a mapping."""
+    if data.startswith(LFS_HEAD):
+        raise ModelError(f"{path} {LFS_PROBLEM}")
     try:
         values = json.loads(data)
     except RecursionError:

@@ -44,6 +44,34 @@ PARTS: Mapping[str, str] = {
 }
 
 
+def part_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes that PARTS describes, in numbers of this model; of an expert part that of one expert."""
+    hidden, heads, experts = config.hidden_size, config.num_heads, config.num_experts
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("embedding", "head"), (config.vocab_size, hidden)),
+        **dict.fromkeys(("final_norm", "attention_norm", "mlp_norm", "attention_output_bias"), (hidden,)),
+        "gate": (experts, hidden),
+        "gate_bias": (experts,),
+    }
+    for kind, width in (("expert", config.expert_width), ("dense", config.dense_width), ("shared", config.shared_expert_width)):
+        shapes |= {f"{kind}_gate_up": (2 * width, hidden), f"{kind}_down": (hidden, width)}
+    if (latent := config.latent) is None:
+        qkv = (heads + 2 * config.num_kv_heads) * config.head_dim
+        shapes |= {"qkv": (qkv, hidden), "qkv_bias": (qkv,), "attention_output": (hidden, heads * config.head_dim)}
+        return shapes | dict.fromkeys(("query_norm", "key_norm"), (config.head_dim,))
+    queries, key_rows = latent.query_rank or heads * latent.key_width, heads * latent.key_width
+    return shapes | {
+        "latent_down": (queries + latent.page_width, hidden),
+        "query_down_bias": (queries,),
+        "kv_down_bias": (latent.page_width,),
+        "query_latent_norm": (queries,),
+        "kv_latent_norm": (latent.rank,),
+        "query_up": (key_rows, queries),
+        "kv_up": (heads * (latent.nope_width + latent.value_width), latent.rank),
+        "attention_output": (hidden, heads * latent.value_width),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One stored tensor, or one expert's share of it.

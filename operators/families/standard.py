@@ -7,6 +7,7 @@ from typing import Any
 
 from flowrt.operators.families.config_file import ConfigFile
 from flowrt.operators.families.family import Layout, Piece, stored_as
+from flowrt.operators.families.quantization import refuse_quantized_config
 from flowrt.operators.families.rotary_keys import read_rotary
 from flowrt.operators.model_config import ModelConfig
 
@@ -26,7 +27,7 @@ STANDARD_FACTS: dict[str, Callable[[ConfigFile], Any]] = {
 def read_model(file: ConfigFile, family: str, **facts: Any) -> ModelConfig:
     """A ModelConfig of these facts, with each of STANDARD_FACTS that is not among them read from its key."""
     file.must_be("hidden_act", "silu", default="silu")
-    file.refuse_quantized()
+    refuse_quantized_config(file.path, file.values)
     return ModelConfig(family=family, **{name: read(file) for name, read in STANDARD_FACTS.items() if name not in facts} | facts)
 
 

@@ -18,6 +18,7 @@ import flowrt
 from flowrt.cli.app import main
 from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
+from flowrt.launcher import events
 from flowrt.launcher.transport_choice import choose_transports
 from flowrt.workers.start_check import check_process
 
@@ -92,6 +93,7 @@ def _without_weights(model: Path) -> None:
 
 
 def _index_of_a_missing_file(model: Path) -> None:
+    _weights(model).rename(model / "model-00001-of-00002.safetensors")
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}}))
 
 
@@ -105,6 +107,17 @@ def _without_a_tensor(model: Path) -> None:
     save_file(tensors, _weights(model))
 
 
+def _another_dtype(model: Path) -> None:
+    tensors = load_file(_weights(model))
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, _weights(model))
+
+
+def _another_shape(model: Path) -> None:
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"moe_intermediate_size": 2}))
+
+
 def _without_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").unlink()
 
@@ -114,13 +127,15 @@ def _without_tokenizer(model: Path) -> None:
     [
         (_cut_off, "2: model.path", "copy the file again"),
         (_without_weights, "2: model.path", "holds no *.safetensors file"),
-        (_index_of_a_missing_file, "2: model.path", "model-00002-of-00002.safetensors cannot be read: No such file"),
+        (_index_of_a_missing_file, "2: model.path", "names model-00002-of-00002.safetensors, which is not there; copy"),
         (_index_of_a_missing_tensor, "2: model.path", "tensor none is missing from"),
         (
             _without_a_tensor,
             "2: model.path",
             "tensor model.layers.1.mlp.experts.3.up_proj.weight (expert_gate_up) is missing from {model}/model.safetensors; copy",
         ),
+        (_another_dtype, "2: model.path", "model.norm.weight in {model}/model.safetensors is stored as I8"),
+        (_another_shape, "2: model.path", "which does not fit the [4, "),
         (_without_tokenizer, "3: prompts", "has no tokenizer.json, which texts need"),
     ],
 )
@@ -145,12 +160,35 @@ def test_validate_reads_the_tokenizer(model: Path, capsys: pytest.CaptureFixture
     assert err.startswith(f"flowrt: error: {model}/tokenizer.json is not a readable tokenizer: ")
 
 
-async def test_a_run_finds_damaged_weights_before_any_process_starts(model: Path) -> None:
-    _cut_off(model)
+@pytest.mark.parametrize(("damage", "text"), [(_cut_off, "copy the file again"), (_another_dtype, "I8"), (_another_shape, "not fit")])
+async def test_a_run_finds_damaged_weights_before_any_process_starts(damage, text: str, model: Path) -> None:
+    damage(model)
     started: list[object] = []
-    with pytest.raises(GraphError, match=r"g\.yaml:2: model\.path: .*copy the file again"):
+    with pytest.raises(GraphError, match=rf"g\.yaml:2: model\.path: .*{text}"):
         flowrt.open(model.parent / "g.yaml", on_event=started.append)
     assert started == []
+
+
+def test_files_that_are_not_read_are_a_warning(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}}))
+    assert validate(model) == 0
+    out, err = capsys.readouterr()
+    assert err == (
+        f"flowrt: warning: {model}/model.safetensors is read, and the files that model.safetensors.index.json names are not: "
+        "remove those of the other model\n"
+    )
+    assert out.startswith(f"{model}: valid; ")
+
+
+async def test_a_warning_on_the_model_comes_before_any_process_starts(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}}))
+    found: list[events.Event] = []
+    async with flowrt.open(model, overrides=["deploy.processes=one"], on_event=found.append):
+        pass
+    first, *others = found
+    assert isinstance(first, events.ModelNotice)
+    assert not any(isinstance(event, events.ModelNotice) for event in others)
+    assert (events.news(first) or "").startswith(f"warning: {model}/model.safetensors is read")
 
 
 @pytest.fixture

@@ -113,7 +113,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok: is 9; there are only 8 experts"),
     (MIXTRAL, {"sliding_window": 0}, "sliding_window: is 0; at least 1"),
     (MIXTRAL, {"hidden_act": "gelu"}, "hidden_act: is 'gelu'; only 'silu'"),
-    (V3, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints are not supported"),
+    (
+        V3,
+        {"quantization_config": {"quant_method": "fp8"}},
+        "the weights are FP8, which flowrt does not load; give the folder of the model in bfloat16",
+    ),
     (V3, {"scoring_func": "softmax"}, "scoring_func: is 'softmax'; only 'sigmoid'"),
     (V3, {"topk_method": "greedy"}, "topk_method: is 'greedy'; only 'noaux_tc'"),
     (V3, {"n_group": 3}, "n_group: is 3; it must cut 16 experts into equal groups of at least 2"),

@@ -140,7 +140,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mlp_only_layers": [0, 1, 2, 3, 4, 5]}, "leave no layer with experts"),
     ({"hidden_act": "gelu"}, "hidden_act: is 'gelu'; only 'silu' is supported"),
     ({"use_sliding_window": True}, "sliding windows are not supported"),
-    ({"quantization_config": {"bits": 8}}, "quantized checkpoints are not supported"),
+    ({"quantization_config": {"bits": 8}}, "the weights are quantized (quant_method 'None'), which flowrt does not load"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "rope_scaling: rope_type 'dynamic' turns keys by the length of the context"),
     ({"rope_scaling": {"type": "longrope"}}, "keys in pages are turned once; use one of default, linear, yarn, llama3"),
     ({"rope_parameters": {"rope_type": "spiral"}}, "rope_parameters: rope_type 'spiral' is not supported; use one of default"),

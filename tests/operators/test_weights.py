@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from flowrt.operators import weights
 from flowrt.operators.checkpoint_files import INDEX_NAME, check_files
 from flowrt.operators.experts import Experts
-from flowrt.operators.families.family import Family, Piece, parts_to_read
+from flowrt.operators.families.family import Family, Piece, part_shapes, parts_to_read
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.head import Head
 from flowrt.operators.model_config import ModelConfig, ModelError
@@ -112,17 +112,21 @@ def refusal(config: ModelConfig, directory: Path, part: str, *shape: int) -> str
     ["plain", "mixed", "mixtral", "deepseek_v3", "deepseek_v3 yarn", "deepseek_v3 other", "deepseek_v2", "deepseek_v2 limited", "dbrx"],
 )
 def test_the_check_of_files_names_the_parts_that_operators_read(models: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    read: dict[str, set[int]] = {}
+    read, shapes = dict[str, set[int]](), dict[str, tuple[int, ...]]()
     read_part = Checkpoint.read_part
 
-    def record(checkpoint: Checkpoint, config: ModelConfig, part: str, *shape: Any, layer: int = 0, **place: Any) -> torch.Tensor:
+    def record(
+        checkpoint: Checkpoint, config: ModelConfig, part: str, shape: tuple[int, ...], *, layer: int = 0, **place: Any
+    ) -> torch.Tensor:
         read.setdefault(part, set()).add(layer)
-        return read_part(checkpoint, config, part, *shape, layer=layer, **place)
+        shapes[part] = tuple(shape)
+        return read_part(checkpoint, config, part, shape, layer=layer, **place)
 
     monkeypatch.setattr(Checkpoint, "read_part", record)
     config = FastModel(models[name]).config
     assert read == {part: set(layers) for part, layers in parts_to_read(config).items()}
-    check_files(models[name])
+    assert shapes == {part: part_shapes(config)[part] for part in shapes}
+    assert check_files(models[name]) == ()
 
 
 def test_missing_and_ill_fitting_tensors_are_named(models: Any, tmp_path: Path) -> None:
@@ -139,8 +143,9 @@ def test_missing_and_ill_fitting_tensors_are_named(models: Any, tmp_path: Path) 
     assert "model.norm.weight in" in refusal(config, tmp_path, "final_norm", 64)
     assert "is stored as I8; F64, F32, BF16, F16 are supported" in refusal(config, tmp_path, "final_norm", 64)
     assert "does not define the tensors of part 'eyes'" in refusal(config, tmp_path, "eyes", 1)
+    file.rename(tmp_path / "some.safetensors")
     save_file({"lm_head.weight": torch.zeros(512, 64)}, tmp_path / "more.safetensors")
-    assert "tensor lm_head.weight is in model.safetensors and more.safetensors" in refusal(config, tmp_path, "head", 512, 64)
+    assert "tensor lm_head.weight is in more.safetensors and some.safetensors" in refusal(config, tmp_path, "head", 512, 64)
 
 
 def test_broken_files_are_named(models: Any, tmp_path: Path) -> None:
@@ -159,13 +164,14 @@ def test_broken_files_are_named(models: Any, tmp_path: Path) -> None:
         header = json.dumps({"lm_head.weight": entry}).encode()
         file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(131072))
         assert "tensor lm_head.weight" in refusal(config, tmp_path, "head", 512, 64)
+    file = file.rename(tmp_path / "part.safetensors")
     file.write_bytes(good)
     index = tmp_path / INDEX_NAME
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../model.safetensors"}}))
     assert "the name of a file beside the index is needed" in refusal(config, tmp_path, "head", 512, 64)
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "gone.safetensors"}}))
-    assert "gone.safetensors cannot be read: No such file" in refusal(config, tmp_path, "head", 512, 64)
-    index.write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "model.safetensors"}}))
+    assert "names gone.safetensors, which is not there; copy" in refusal(config, tmp_path, "head", 512, 64)
+    index.write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "part.safetensors"}}))
     assert "model.embed_tokens.weight is missing from" in refusal(config, tmp_path, "embedding", 512, 64)
     index.write_text("{}")
     assert "weight_map: is missing or empty" in refusal(config, tmp_path, "head", 512, 64)

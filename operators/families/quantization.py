@@ -1,0 +1,74 @@
+"""Recognizes the schemes of quantized checkpoints, which are refused: each by its name, with what to do. Free of torch.
+
+A key of config.json names a scheme, or a file beside it, or only the names of its tensors. A scheme that is loaded leaves the table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrt.operators.model_config import ModelError
+
+KEYS = ("quantization_config", "compression_config")  # of config.json; the second one is of older writers of compressed-tensors
+_PLAIN = "give the folder of the model in bfloat16 or float16"
+_DEQUANTIZED = f"{_PLAIN}, or write one: transformers' from_pretrained(FOLDER, quantization_config="
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """`methods`: values of `quant_method`. `file`: the file beside config.json that only checkpoints of this scheme have. `tensors`: a
+    pattern of the ends of tensor names. `remedy`: what the user can do."""
+
+    name: str
+    methods: tuple[str, ...]
+    remedy: str
+    tensors: str = ""
+    file: str = ""
+
+
+SCHEMES = (
+    Scheme(
+        "FP8",
+        ("fp8", "fbgemm_fp8"),
+        f"{_DEQUANTIZED}FineGrainedFP8Config(dequantize=True)).save_pretrained(NEW)",
+        r"\.weight_scale_inv",
+    ),
+    Scheme("MXFP4", ("mxfp4",), f"{_DEQUANTIZED}Mxfp4Config(dequantize=True)).save_pretrained(NEW)", r"_blocks"),
+    Scheme("compressed-tensors", ("compressed-tensors",), _PLAIN, r"\.weight_packed"),
+    Scheme("AWQ", ("awq",), _PLAIN, file="quant_config.json"),
+    Scheme("GPTQ", ("gptq", "auto-round"), _PLAIN, r"\.qweight", "quantize_config.json"),
+    Scheme("ModelOpt", ("modelopt", "modelopt_fp4"), _PLAIN, r"\.(weight_scale_2|input_scale)", "hf_quant_config.json"),
+    Scheme("bitsandbytes", ("bitsandbytes",), _PLAIN, r"\.weight\.(absmax|quant_map|quant_state\..*)"),
+)
+_BY_METHOD = {method: scheme for scheme in SCHEMES for method in scheme.methods}
+
+
+def refuse_quantized_config(path: Path, values: Mapping[str, Any]) -> None:
+    """Raises ModelError when config.json, or a file beside it, names a scheme."""
+    for key in KEYS:
+        given = values.get(key)
+        if given is not None:
+            method = given.get("quant_method") if isinstance(given, Mapping) else given
+            scheme = _BY_METHOD.get(method) if isinstance(method, str) else None
+            name = scheme.name if scheme is not None else f"quantized (quant_method {str(method)[:40]!r})"
+            raise _error(f"{path}: {key}", name, scheme)
+    for scheme in SCHEMES:
+        if scheme.file and (path.parent / scheme.file).exists():
+            raise _error(str(path.parent / scheme.file), scheme.name, scheme)
+
+
+def refuse_quantized_tensors(directory: Path, names: Iterable[str]) -> None:
+    """Raises ModelError when the names of tensors are those of a scheme."""
+    names = list(names)
+    for scheme in SCHEMES:
+        pattern = re.compile(f"(?:{scheme.tensors})$")
+        if scheme.tensors and (name := next(filter(pattern.search, names), None)) is not None:
+            raise _error(f"{directory}: tensor {name}", scheme.name, scheme)
+
+
+def _error(where: str, name: str, scheme: Scheme | None) -> ModelError:
+    return ModelError(f"{where}: the weights are {name}, which flowrt does not load; {_PLAIN if scheme is None else scheme.remedy}")
