@@ -48,9 +48,9 @@ __all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "TokenEvent"]
 class Gateway(RequestLogs):
     """`groups` and `prefill_workers` are the names of the workers that take requests; a call that names a group takes either.
 
-    `limits` are those that each request must fit; `limits_of` returns those of a worker, by default the same. `max_requests` and
-    `max_prompt_tokens` are those of Admission. `now` returns the time in seconds; requests wait for `lost_group_seconds` when no group is
-    left.
+    `limits` are those that each request must fit; `limits_of` returns those of a worker, by default the same. `new_detokenizer` takes the
+    token ids of a prompt, and decodes one output of it. `max_requests` and `max_prompt_tokens` are those of Admission. `now` returns the
+    time in seconds; requests wait for `lost_group_seconds` when no group is left.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Gateway(RequestLogs):
         vocab_size: int,
         *,
         draw_seed: Callable[[], int],
-        new_detokenizer: Callable[[], Detokenizer] | None = None,
+        new_detokenizer: Callable[[Sequence[int]], Detokenizer] | None = None,
         eos_token_ids: Iterable[int] = (),
         max_requests: int = 1024,
         max_prompt_tokens: int = 1 << 40,
@@ -136,6 +136,7 @@ class Gateway(RequestLogs):
         log.max_tokens = max(room, 1) if log.params.max_tokens is None else log.params.max_tokens
         if (reason := refusal(request_of(log), self._limits, self._max_position_embeddings, self._vocab_size)) is not None:
             return [self.refuse(index, reason)]
+        self._begin_text(log)
         self._stages.queue(log)
         return self._place_waiting()
 
@@ -146,6 +147,7 @@ class Gateway(RequestLogs):
         self._num_requests = max(self._num_requests, given.request)
         log = self._admit(given.params, given.has_text, len(given.prompt_token_ids))
         log.prompt_token_ids, log.seed, log.max_tokens, log.origin = given.prompt_token_ids, given.seed, given.max_tokens, given.origin
+        self._begin_text(log)
         for record in logged.output:
             if (choice := log.choices[record.choice]).finish_reason is not None:  # a stop string has ended it
                 continue
@@ -352,8 +354,9 @@ class Gateway(RequestLogs):
 
     def _admit(self, params: SamplingParams, has_text: bool, num_tokens: int) -> RequestLog:
         log = self._new_log(params)
+        log.has_text = has_text
         self.admission.count(log.index, num_tokens)
-        log.choices = [self._new_choice(choice, params) if has_text else ChoiceLog(choice) for choice in range(params.n)]
+        log.choices = [ChoiceLog(choice) for choice in range(params.n)]
         self._active[log.id] = log
         return log
 
@@ -362,9 +365,12 @@ class Gateway(RequestLogs):
         log.events.append(EndEvent(log.index, "error", "", error))
         return log.index
 
-    def _new_choice(self, index: int, params: SamplingParams) -> ChoiceLog:
-        detokenizer = self._new_detokenizer() if self._new_detokenizer is not None else None
-        return ChoiceLog(index, detokenizer, StopStrings(params.stop) if params.stop else None)
+    def _begin_text(self, log: RequestLog) -> None:
+        """The prompt is known, so the choices can be decoded."""
+        if log.has_text and self._new_detokenizer is not None:
+            for choice in log.choices:
+                choice.detokenizer = self._new_detokenizer(log.prompt_token_ids)
+                choice.stops = StopStrings(log.params.stop) if log.params.stop else None
 
     def _commit(self, log: RequestLog, choice: ChoiceLog, token: Token, at: int) -> list[Decision]:
         index, token_id = len(choice.token_ids), token.token_ids[at]

@@ -67,7 +67,7 @@ ClientEvent = TokenEvent | ChoiceEvent | EndEvent
 
 
 class Detokenizer(Protocol):
-    """Converts the token ids of one output to text, token by token."""
+    """Converts the token ids of the output of one prompt to text, token by token."""
 
     def push(self, token_id: int) -> str:
         """Add a token and return the new text that later tokens cannot change; may be empty."""
@@ -88,7 +88,7 @@ class ChoiceLog:
     """The output of one choice of a request, and the state of its text conversion."""
 
     index: int
-    detokenizer: Detokenizer | None = None  # None: no tokenizer, or the text is complete
+    detokenizer: Detokenizer | None = None  # None: no tokenizer, no prompt yet, or the text is complete
     stops: StopStrings | None = None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None  # None while the choice is running
@@ -124,6 +124,7 @@ class RequestLog:
     params: SamplingParams
     prompt_token_ids: tuple[int, ...] = ()  # empty until the request is placed
     choices: list[ChoiceLog] = field(default_factory=lambda: [ChoiceLog(0)])
+    has_text: bool = True  # its events have text; else a front end decodes the tokens
     max_tokens: int = 0
     seed: int = 0
     attempt: int = 0

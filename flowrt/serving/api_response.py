@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ import msgspec
 from flowrt.actors.control import Logprobs
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.choice_text import TextPiece
+from flowrt.serving.text_stream import TextPosition
+from flowrt.serving.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 
@@ -46,22 +48,22 @@ def event(fields: Any) -> bytes:
 
 
 class ResponseBuilder:
-    """The response to one HTTP request. `created`: Unix time. `token_text` returns the text of one token, also of a special one."""
+    """The response to one HTTP request. `created`: Unix time."""
 
-    def __init__(self, request_id: str, created: int, model: str, request: CompletionRequest, token_text: Callable[[int], str]) -> None:
+    def __init__(self, request_id: str, created: int, model: str, request: CompletionRequest, tokenizer: Tokenizer) -> None:
         is_chat = request.is_chat
-        self._request, self._is_chat, self._token_text = request, is_chat, token_text
+        self._request, self._is_chat, self._tokenizer = request, is_chat, tokenizer
         kind = ("chat.completion" if is_chat else "text_completion") + (".chunk" if is_chat else "")
         self._chunk = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}", "object": kind, "created": created, "model": model}
         self._whole = self._chunk | {"object": kind.removesuffix(".chunk")}
         self._no_usage: dict[str, Any] = {"usage": None} if request.includes_usage else {}
-        self._num_characters: dict[int, int] = {}  # by choice, of the text so far: offsets of tokens
+        self._positions: dict[int, TextPosition] = {}  # by choice: of its next token, if it has logprobs
 
     def first_chunk(self, choice: int, prompt: PromptOutput) -> bytes:
         """Of each choice of a stream: its role, and what the response has of its prompt; b"" for none."""
-        if self._is_chat:
-            return self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None, self._of_prompt(choice, prompt))
         logprobs, of_prompt = self._echoed_logprobs(choice, prompt), self._of_prompt(choice, prompt)
+        if self._is_chat:
+            return self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None, of_prompt)
         shown = {"text": prompt.text} if logprobs is None else {"text": prompt.text, "logprobs": logprobs}
         return self._event(choice, shown, None, of_prompt) if prompt.text or logprobs or of_prompt else b""
 
@@ -107,43 +109,74 @@ class ResponseBuilder:
         fields: dict[str, Any] = {"prompt_token_ids": prompt.token_ids} if self._request.has_token_ids else {}
         if self._request.has_prompt_logprobs and not choice % self._request.params.n:
             found = zip(prompt.token_ids[1:], prompt.logprobs or (), strict=True)
-            fields["prompt_logprobs"] = [None, *(self._ranked(token_id, each) for token_id, each in found)]
+            is_first = self._is_special(prompt.token_ids[0])
+            ranked: list[dict[str, Any] | None] = [None]
+            for token_id, each in found:
+                ranked.append(self._ranked(token_id, each, is_first))
+                is_first = is_first and self._is_special(token_id)
+            fields["prompt_logprobs"] = ranked
         return fields
 
-    def _ranked(self, token_id: int, logprobs: Logprobs) -> dict[str, dict[str, Any]]:
+    def _ranked(self, token_id: int, logprobs: Logprobs, is_first: bool) -> dict[str, dict[str, Any]]:
         """The logprobs of a token and of the most likely ones in its place, by token id. One that is not among these has no rank."""
         own = {token_id: {"logprob": logprobs.token, "rank": None}}
         top = {each: {"logprob": logprob, "rank": rank} for rank, (each, logprob) in enumerate(logprobs.top, 1)}
-        return {str(each): value | {"decoded_token": self._token_text(each)} for each, value in (own | top).items()}
+        return {str(each): value | {"decoded_token": self._name(each, is_first)} for each, value in (own | top).items()}
 
     def _logprobs(self, piece: TextPiece) -> dict[str, Any] | None:
         if not piece.logprobs:
             return None
+        position = self._positions[piece.choice]
         if not self._is_chat:
-            return self._text_logprobs(piece.choice, piece.token_ids, piece.logprobs)
-        texts = map(self._token_text, piece.token_ids)
-        return {"content": [self._chat_logprob(text, each) for text, each in zip(texts, piece.logprobs, strict=True)]}
+            return self._text_logprobs(position, piece.token_ids, piece.logprobs)
+        content = []
+        for at, (token_id, logprobs) in enumerate(zip(piece.token_ids, piece.logprobs, strict=True), 1):
+            own = self._chat_logprob(token_id, logprobs.token, position.is_first)
+            if piece.ends_at_stop_token and at == len(piece.token_ids):
+                own["bytes"] = []
+            content.append(own | {"top_logprobs": [self._chat_logprob(*each, position.is_first) for each in logprobs.top]})
+            self._advance(position, token_id)
+        return {"content": content}
 
     def _echoed_logprobs(self, choice: int, prompt: PromptOutput) -> dict[str, Any] | None:
         """Those of a repeated prompt. The text of the output begins behind it."""
-        self._num_characters[choice] = 0
-        is_shown = self._request.has_echoed_logprobs
-        found = self._text_logprobs(choice, prompt.token_ids, [None, *(prompt.logprobs or ())]) if is_shown else None
-        self._num_characters[choice] = len(prompt.text)
+        if self._request.params.logprobs is None:
+            return None
+        self._positions[choice] = TextPosition(len(prompt.text), all(map(self._is_special, prompt.token_ids)))
+        if not self._request.has_echoed_logprobs:
+            return None
+        return self._text_logprobs(TextPosition(), prompt.token_ids, [None, *(prompt.logprobs or ())])
+
+    def _text_logprobs(self, position: TextPosition, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> dict[str, Any]:
+        names, top, offsets = [], [], []
+        for token_id, each in zip(token_ids, logprobs, strict=True):
+            names.append(self._name(token_id, position.is_first))
+            top.append(each and self._by_name(token_id, each, position.is_first))
+            offsets.append(self._advance(position, token_id))
+        token_logprobs = [each and each.token for each in logprobs]
+        return {"tokens": names, "token_logprobs": token_logprobs, "top_logprobs": top, "text_offset": offsets}
+
+    def _by_name(self, token_id: int, logprobs: Logprobs, is_first: bool) -> dict[str, float]:
+        """The most likely tokens in the place of this one. Of several with the same text, one has it as its name: this one, if it is among
+        them."""
+        owners, found = {self._name(token_id, is_first): token_id}, dict[str, float]()
+        for each, logprob in logprobs.top:
+            name = self._name(each, is_first)
+            found[name if owners.setdefault(name, each) == each else f"token_id:{each}"] = logprob
         return found
 
-    def _text_logprobs(self, choice: int, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> dict[str, Any]:
-        texts, offsets = [self._token_text(token_id) for token_id in token_ids], []
-        for text, _ in zip(texts, logprobs, strict=True):
-            offsets.append(offset := self._num_characters.get(choice, 0))
-            self._num_characters[choice] = offset + len(text)
-        top = [each and {self._token_text(token_id): logprob for token_id, logprob in each.top} for each in logprobs]
-        token_logprobs = [each and each.token for each in logprobs]
-        return {"tokens": texts, "token_logprobs": token_logprobs, "top_logprobs": top, "text_offset": offsets}
+    def _chat_logprob(self, token_id: int, logprob: float, is_first: bool) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id, is_first)
+        return {"token": self._name(token_id, is_first), "logprob": logprob, "bytes": list(data)}
 
-    def _chat_logprob(self, text: str, logprobs: Logprobs) -> dict[str, Any]:
-        top = [_token_logprob(self._token_text(token_id), logprob) for token_id, logprob in logprobs.top]
-        return _token_logprob(text, logprobs.token) | {"top_logprobs": top}
+    def _name(self, token_id: int, is_first: bool) -> str:
+        return f"token_id:{token_id}" if self._request.names_token_ids else self._tokenizer.token_text(token_id, is_first)
+
+    def _advance(self, position: TextPosition, token_id: int) -> int:
+        return position.advance(self._tokenizer.token_bytes(token_id, position.is_first), self._is_special(token_id))
+
+    def _is_special(self, token_id: int) -> bool:
+        return token_id in self._tokenizer.special_token_ids
 
 
 def merged(pieces: Iterable[TextPiece]) -> dict[int, TextPiece]:
@@ -155,6 +188,7 @@ def merged(pieces: Iterable[TextPiece]) -> dict[int, TextPiece]:
             into.token_ids += piece.token_ids
             into.logprobs += piece.logprobs
             into.finish_reason = piece.finish_reason or into.finish_reason
+            into.ends_at_stop_token |= piece.ends_at_stop_token
             into.is_degraded |= piece.is_degraded
     return whole
 
@@ -163,8 +197,3 @@ def _choice(index: int, fields: dict[str, Any], piece: TextPiece | None) -> dict
     """`degraded` is there when a token was computed without an expert (docs/reliability.md)."""
     degraded = {"degraded": True} if piece is not None and piece.is_degraded else {}
     return {"index": index, **fields, "finish_reason": piece.finish_reason if piece is not None else None, **degraded}
-
-
-def _token_logprob(text: str, logprob: float) -> dict[str, Any]:
-    is_whole = "\ufffd" not in text  # else the token is a part of a character, whose bytes are not known here
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}

@@ -15,7 +15,7 @@ from flowrt.sampling_params import FinishReason, SamplingParams
 @dataclass
 class TextPiece:
     """New text of a choice, and the tokens that it comes from. `logprobs`: one per token, or none. The last piece of a choice has the
-    `finish_reason`."""
+    `finish_reason`. `ends_at_stop_token`: its last token gives no text."""
 
     choice: int
     text: str = ""
@@ -23,6 +23,7 @@ class TextPiece:
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     is_degraded: bool = False
+    ends_at_stop_token: bool = False
 
 
 class RequestText:
@@ -75,7 +76,8 @@ class RequestText:
         looks_for_stops = len(choice.token_ids) >= self._params.min_tokens
         choice.token_ids.append(token_id)
         piece = TextPiece(self._first_choice + choice.index, "", [token_id], logprobs, None, is_degraded)
-        if not is_stop_token(self._params, self._eos_token_ids, token_id):
+        piece.ends_at_stop_token = is_stop_token(self._params, self._eos_token_ids, token_id)
+        if not piece.ends_at_stop_token:
             piece.text, has_stopped = choice.push(token_id, looks_for_stops)
             if has_stopped:
                 piece.finish_reason, _ = choice.end("stop")

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -115,7 +116,7 @@ class Completions:
             self._encoder.check(token_ids, request)
             prompts.append(self._prompt(request, prompt, token_ids))
             _check_prompt_logprobs(request, sum(len(each.token_ids) for each in prompts))
-            texts.append(self._text(request, opened[index]))
+            texts.append(self._text(request, opened[index], token_ids))
             form = form_of(request, created, model, prompts[-1].text) if self._has_log else b""
             opened[index].place(token_ids, Origin(exchange.id, index, count, form, exchange.is_named) if self._has_log else None)
         return texts, prompts
@@ -137,7 +138,7 @@ class Completions:
                 except (msgspec.MsgspecError, TypeError):
                     raise ApiError(NO_REQUEST, "another version of flowrt took this request; send it again") from None
                 forms.append(form)
-                texts.append(self._text(request, opened))
+                texts.append(self._text(request, opened, token_ids))
                 prompts.append(PromptOutput(token_ids, form.text))
             builder = self._builder(exchange.id, form.created, form.model, request)
             await self._write(_Response(inbox, texts, prompts, builder, exchange, request, self._writing_logprobs), position)
@@ -148,13 +149,12 @@ class Completions:
         else:
             await response.respond()
 
-    def _text(self, request: CompletionRequest, opened: OpenRequest) -> RequestText:
-        params = request.params
-        return RequestText(params, self._tokenizer.stream, self._eos_token_ids, opened.prompt * params.n, opened.stop_choice)
+    def _text(self, request: CompletionRequest, opened: OpenRequest, token_ids: Sequence[int]) -> RequestText:
+        params, new_detokenizer = request.params, partial(self._tokenizer.stream, token_ids)
+        return RequestText(params, new_detokenizer, self._eos_token_ids, opened.prompt * params.n, opened.stop_choice)
 
     def _builder(self, request_id: str, created: int, model: str, request: CompletionRequest) -> ResponseBuilder:
-        token_text = "token_id:{}".format if request.names_token_ids else self._tokenizer.token_text
-        return ResponseBuilder(request_id, created, model, request, token_text)
+        return ResponseBuilder(request_id, created, model, request, self._tokenizer)
 
     def _prompt(self, request: CompletionRequest, prompt: Prompt, token_ids: tuple[int, ...]) -> PromptOutput:
         if not request.echo:

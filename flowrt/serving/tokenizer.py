@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory: encodes text, decodes tokens one by one as a stream, and renders the chat template.
+"""The tokenizer of a model directory: encodes text, decodes tokens, and renders the chat template.
 
 It needs neither torch nor transformers: the `tokenizers` library reads tokenizer.json, and jinja2 (only for a chat) renders the template.
 The launching process uses it for output only; a separate process tokenizes prompts (tokenizer_process.py).
@@ -16,70 +16,10 @@ import tokenizers
 
 from flowrt.errors import TokenizerError, shortened
 from flowrt.sampling_params import check_text
+from flowrt.serving.text_stream import TextStream, TokenTexts
 
 MAX_FILE_BYTES = 256 << 20
 _MAX_ERROR_CHARACTERS = 500
-_BROKEN = "\ufffd"  # the library's text for bytes that are not a whole character (yet)
-_MAX_OPEN = 6  # maximum of U+FFFD for one incomplete character: its 3 bytes, and those of a character before it
-_CUT_TOKENS = 8
-_LONGEST_WINDOW_TOKENS = 64  # no real text is this long without a boundary
-
-
-class TextStream:
-    """Decodes one output token by token. It never returns part of a character: it holds the bytes until the character is complete.
-
-    Each token decodes only a window: the tokens since the last clean boundary, and the tokens before it that the decoder needs
-    (word-initial spaces depend on the previous token). Special tokens give no text. All returned texts, with that of `flush`, together
-    equal the text of decoding all tokens at once.
-    """
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer, special_token_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._special_token_ids = special_token_ids
-        self._context: list[int] = []  # tokens whose text was returned
-        self._pending: list[int] = []
-        self._given = ""  # the part of the pending tokens' text that was returned already
-
-    def push(self, token_id: int) -> str:
-        """Add a token. Returns the text that is certain now; it may be empty."""
-        if token_id in self._special_token_ids:
-            return ""
-        self._pending.append(token_id)
-        text = self._pending_text()
-        num_open = len(text) - len(text.rstrip(_BROKEN))
-        if not num_open or len(self._pending) >= _LONGEST_WINDOW_TOKENS:
-            return self._give(text)
-        # An open character is one U+FFFD at the end with byte-level tokens; with byte tokens it is a few, and takes characters
-        # before it along. More than that are bytes that will never be text, of which only the last may still become some.
-        num_held = num_open if num_open <= _MAX_OPEN else 1
-        certain = text[: len(text) - num_held]
-        if not certain.startswith(self._given):
-            return ""
-        new, self._given = certain[len(self._given) :], certain
-        if len(self._pending) >= 2 * _CUT_TOKENS:
-            # Tokens that begin in one character and end in the next never leave a clean boundary, so the window is cut in the
-            # middle of a character. That one counts as one U+FFFD on both sides of the cut.
-            self._context, self._pending = self._pending[:-_CUT_TOKENS], self._pending[-_CUT_TOKENS:]
-            text = self._pending_text()
-            self._given = text[: len(text) - num_held]
-        return new
-
-    def flush(self) -> str:
-        """Return the text still held back. An incomplete character becomes U+FFFD."""
-        return self._give(self._pending_text()) if self._pending else ""
-
-    def _pending_text(self) -> str:
-        context = self._decode(self._context)
-        return self._decode(self._context + self._pending)[len(context) :]
-
-    def _give(self, text: str) -> str:
-        new = text[len(self._given) :]
-        if text:  # tokens without text stay pending: later tokens are decoded together with them
-            self._context, self._pending, self._given = self._pending, [], ""
-        return new
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
 
 
 class Tokenizer:
@@ -97,6 +37,7 @@ class Tokenizer:
             raise TokenizerError(f"{path} is not a readable tokenizer: {error}; copy the file again") from error
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._texts = TokenTexts(self._tokenizer, self._special_token_ids)
 
     @classmethod
     def open(cls, directory: str | Path) -> Tokenizer | None:
@@ -123,13 +64,17 @@ class Tokenizer:
         """The text of all tokens at once, special tokens left out."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def token_text(self, token_id: int) -> str:
-        """The text of one token, also of a special one; U+FFFD for a part of a character."""
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+    def token_text(self, token_id: int, is_first: bool = False) -> str:
+        """The text of one token, also of a special one; U+FFFD for a part of a character. `is_first`: no text is before it."""
+        return self._texts.text(token_id, is_first)
 
-    def stream(self) -> TextStream:
-        """A new detokenizer for one output."""
-        return TextStream(self._tokenizer, self._special_token_ids)
+    def token_bytes(self, token_id: int, is_first: bool = False) -> bytes:
+        """What the token adds to the UTF-8 of a text; b"" for a special one. `is_first`: no text is before it."""
+        return self._texts.utf8(token_id, is_first)
+
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+        """A new detokenizer for one output of this prompt."""
+        return TextStream(self._tokenizer, self._special_token_ids, prompt_token_ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation ({"role", "content"} each) up to where the assistant answers, by the model's chat template.

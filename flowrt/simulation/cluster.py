@@ -423,7 +423,7 @@ class SimulatedRun:
 class SimulatedDetokenizer:
     """Emits one word per token and holds back the space after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         self._held = ""
 
     def push(self, token_id: int) -> str:

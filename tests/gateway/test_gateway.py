@@ -29,7 +29,7 @@ TRIAL = Tag("g1.source@0001", 0, 0, 7, 0)  # the first step of a suspect alone
 class Letters:
     """Token n is the n-th letter; token 26 only shows with the token after it, as half a character would."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         self._held = ""
 
     def push(self, token_id: int) -> str:

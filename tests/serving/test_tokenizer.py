@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,8 @@ def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(path)
 
 
-def streamed(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
-    stream = tokenizer.stream()
+def streamed(tokenizer: Tokenizer, token_ids: list[int], prompt_token_ids: Sequence[int] = ()) -> list[str]:
+    stream = tokenizer.stream(prompt_token_ids)
     return [*(stream.push(token_id) for token_id in token_ids), stream.flush()]
 
 
