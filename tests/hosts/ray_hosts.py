@@ -13,7 +13,7 @@ import psutil
 import pytest
 from end_to_end.test_expert_failover import Story, tokens_of
 from hosts.faults import server_of
-from hosts.network import PREFIX, address, cut, cut_between, host_of
+from hosts.network import PREFIX, address, cut, cut_between, host_of, ip
 from left_processes import left_processes
 from processes.backend_checks import CHECKS, Check, Owner, run_check
 from served_models import Served, make_served
@@ -157,6 +157,22 @@ async def test_a_channel_to_a_host_that_is_silent_breaks_at_both_ends(scheme: st
                     await channel.recv()
                 printed, _ = await other.communicate()
             assert printed.decode().split() == ["BrokenChannelError"]
+
+
+async def test_a_channel_opens_as_soon_as_the_link_to_the_host_is_back() -> None:
+    """Meanwhile the kernel of the other host has found this one unreachable, which ends an attempt to connect at once."""
+    patient_echo = ECHO.replace("silent_seconds=2", "silent_seconds=60")
+    transport = get_transport("zmq")
+    async with await transport.listen(transport.address_at(HostAddress(address=address(0))), SILENT, KEY, Identity("here")) as listener:
+        with cut(1):
+            command = ("ip", "netns", "exec", f"{PREFIX}-1", sys.executable, "-c", patient_echo, "zmq", listener.address)
+            other = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+            while "FAILED" not in ip("-n", f"{PREFIX}-1", "neighbour", "show", address(0)):
+                await asyncio.sleep(0.01)
+        async with asyncio.timeout(60), await listener.accept():
+            pass
+        printed, _ = await other.communicate()
+        assert printed.decode().split() == ["EndOfChannel"]
 
 
 @networks

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import re
 import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
+import msgspec
 import pytest
 
 from flowrt.transports.channel import rendezvous
@@ -17,7 +21,7 @@ from flowrt.transports.channel.rendezvous import LocalEnd, Meeting, SocketListen
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
 from flowrt.transports.conformance.kit import num_descriptors, until, within
 from flowrt.transports.contract import Listener
-from flowrt.transports.errors import HandshakeError, TransportError
+from flowrt.transports.errors import AddressError, HandshakeError, TransportError
 from flowrt.transports.inproc import InprocChannel
 from flowrt.transports.registry import get_transport, unavailable_reason
 from flowrt.transports.wire.address import parse_address
@@ -25,6 +29,7 @@ from flowrt.transports.wire.handshake import EVICTED, Handshake
 
 pytestmark = pytest.mark.skipif(get_transport("shm").unavailable_reason() is not None, reason="needs shared memory")
 HOUR = 3600.0
+PATIENT = msgspec.structs.replace(SMALL, silent_seconds=3600)
 
 
 async def test_silent_callers_are_evicted_when_the_table_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +161,26 @@ def count_attempts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(SocketListener, "_on_call", count)
     return attempts
+
+
+async def test_a_host_that_cannot_be_reached_yet_is_tried_for_silent_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reports a host as unreachable for some seconds after the link to it is back."""
+    loop = asyncio.get_running_loop()
+    connect, failures = loop.sock_connect, [errno.EHOSTUNREACH, errno.ENETUNREACH]
+
+    async def sock_connect(sock: socket.socket, address: Any) -> None:
+        if failures:
+            raise OSError(failures.pop(), f"Connect call failed {address}")
+        await connect(sock, address)
+
+    monkeypatch.setattr(loop, "sock_connect", sock_connect)
+    async with await get_transport("zmq").listen("zmq://127.0.0.1:0?curve", PATIENT, KEY, HERE) as listener:
+        async with await within(get_transport("zmq").connect(listener.address, PATIENT, KEY, THERE), "connect"):
+            await (await within(listener.accept(), "accept")).aclose()
+        assert not failures
+        failures.append(errno.EHOSTUNREACH)
+        with pytest.raises(AddressError, match=rf"^cannot connect to {re.escape(listener.address.partition('?')[0])}: No route to host$"):
+            await get_transport("zmq").connect(listener.address, SMALL, KEY, THERE)
 
 
 @contextmanager

@@ -33,12 +33,13 @@ FULL_TABLE_SECONDS = 1.0  # time limit of a handshake while the table of callers
 MAX_EVICTIONS = 10  # attempts of a connector that a listener evicts
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.01, 1.0  # between attempts to accept while this process has no descriptor left
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 MAX_DESCRIPTORS = 4
 _READY = b"\x01"
 _READ_BYTES = 4096
 _ADDRESS_AND_PORT = re.compile(r"(\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}):(\d{1,5})")
 _HOST_AND_PORT = re.compile(r".*:(\d{1,5}|\*)")
-_CONNECT_AGAIN_SECONDS = 0.005
+_CONNECT_AGAIN_SECONDS, _UNREACHABLE_SECONDS = 0.005, 0.1
 
 
 class Meeting(NamedTuple):
@@ -330,16 +331,9 @@ async def meet(end: LocalEnd, offer: Callable[[Meeting], Offer]) -> Meeting:
     returns. Raises AddressError (no listener), HandshakeError, UnavailableError (no descriptor), and any exception of
     `offer`. Connects again, at most MAX_EVICTIONS times in all, when the listener evicts this connector.
     """
-    family, address = socket_address(end.scheme, end.name, end.option)
     for _ in range(MAX_EVICTIONS):
+        sock = await _connect(end)
         try:
-            sock = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:
-            raise UnavailableError(f"cannot connect to {end}: {error.strerror}") from error
-        try:
-            sock.setblocking(False)
-            _break_when_silent(sock, end.limits.silent_seconds)
-            await _connect(sock, address, str(end))
             if not _same_user(sock):
                 raise HandshakeError(f"{end} belongs to another user")
             return await _shake_hands(sock, end, offer)
@@ -375,21 +369,39 @@ async def _shake_hands(sock: socket.socket, end: LocalEnd, offer: Callable[[Meet
     return meeting
 
 
-async def _connect(sock: socket.socket, address: str | tuple[str, int], shown: str) -> None:
+async def _connect(end: LocalEnd) -> socket.socket:
+    """Returns a socket that is connected to the listener. A host that cannot be reached is tried for `silent_seconds`, as long as one that
+    does not respond: for seconds after a link is back, the kernel still reports what it found while the link was down."""
+    family, address = socket_address(end.scheme, end.name, end.option)
+    give_up_at = asyncio.get_running_loop().time() + end.limits.silent_seconds
     while True:
         try:
-            if sock.family == socket.AF_INET:
-                await asyncio.get_running_loop().sock_connect(sock, address)
-            else:
-                sock.connect(address)
-            return
-        except BlockingIOError:  # the backlog of a unix socket is full
-            await asyncio.sleep(_CONNECT_AGAIN_SECONDS)
-        except (ConnectionRefusedError, FileNotFoundError) as error:
-            raise AddressError(f"no process listens at {shown}") from error
+            sock = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
-            failure = UnavailableError if error.errno in _NO_DESCRIPTOR else AddressError
-            raise failure(f"cannot connect to {shown}: {error.strerror}") from error
+            raise UnavailableError(f"cannot connect to {end}: {error.strerror}") from error
+        try:
+            sock.setblocking(False)
+            _break_when_silent(sock, end.limits.silent_seconds)
+            if family == socket.AF_UNIX:
+                sock.connect(address)
+            else:
+                await asyncio.get_running_loop().sock_connect(sock, address)
+            return sock
+        except BlockingIOError:  # the backlog of a unix socket is full
+            sock.close()
+            pause = _CONNECT_AGAIN_SECONDS
+        except OSError as error:
+            sock.close()
+            if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+                raise AddressError(f"no process listens at {end}") from error
+            if error.errno not in _UNREACHABLE or asyncio.get_running_loop().time() >= give_up_at:
+                failure = UnavailableError if error.errno in _NO_DESCRIPTOR else AddressError
+                raise failure(f"cannot connect to {end}: {os.strerror(error.errno or 0)}") from error
+            pause = _UNREACHABLE_SECONDS
+        except BaseException:
+            sock.close()
+            raise
+        await asyncio.sleep(pause)
 
 
 async def _read(sock: socket.socket, max_bytes: int = _READ_BYTES) -> bytes:
