@@ -25,6 +25,7 @@ FILES ?= 900
 CROWD_SECONDS ?= 3600
 KILLS ?= 1000
 HOSTS ?= 2
+FAMILY ?= 4
 ABORTS ?= 1000
 TRANSFER_SEEDS ?= 24000
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
@@ -94,9 +95,9 @@ sanitize: $(STAMP) ## test the C modules with AddressSanitizer and UndefinedBeha
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
 		$(BIN)/pytest -p no:cacheprovider -o pythonpath="build/sanitized/lib tests" --timeout 0 $(SANITIZED_TESTS) $(ARGS)
 
-test-hosts: $(STAMP) ## run graphs on HOSTS=2 network namespaces, each with its own Ray node; needs root
+test-hosts: $(STAMP) ## run graphs on HOSTS=2 network namespaces with addresses of IPv4 or FAMILY=6, each with its own Ray node; needs root
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[ray]"
-	@$(BIN)/python tests/hosts/network.py --hosts $(HOSTS) \
+	@FLOWRT_TEST_FAMILY=$(FAMILY) $(BIN)/python tests/hosts/network.py --hosts $(HOSTS) \
 		$(abspath $(BIN))/python -m pytest -p no:cacheprovider -o filterwarnings=default tests/hosts/ray_hosts.py $(ARGS)
 
 docs: $(STAMP) ## run every block of every page as it is written (the suite runs those of two pages)

@@ -25,10 +25,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PREFIX, PORT, START_SECONDS = "frt", 6379, 90
 FOLDER = "FLOWRT_TEST_FOLDER"  # of the logs of the nodes, for the command
+IS_IPV6 = os.environ.get("FLOWRT_TEST_FAMILY") == "6"  # the hosts have no other addresses
+WHOLE = 128 if IS_IPV6 else 32  # bits of an address
 
 
 def address(host: int) -> str:
-    return f"10.77.0.{host + 1}"
+    return f"fd77::{host + 1}" if IS_IPV6 else f"10.77.0.{host + 1}"
+
+
+def head() -> str:
+    """The address of the Ray cluster."""
+    return f"[{address(0)}]:{PORT}" if IS_IPV6 else f"{address(0)}:{PORT}"
 
 
 def ip(*arguments: str) -> str:
@@ -51,7 +58,7 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def network(num_hosts: int) -> Iterator[None]:
-    """Namespaces frt-0, frt-1 .. with the addresses 10.77.0.1, 10.77.0.2 .., joined by a bridge in frt-hub."""
+    """Namespaces frt-0, frt-1 .. with the addresses 10.77.0.1, 10.77.0.2 .. or fd77::1, fd77::2 .., joined by a bridge in frt-hub."""
     names = [f"{PREFIX}-hub", *(f"{PREFIX}-{host}" for host in range(num_hosts))]
     try:
         for name in names:
@@ -63,7 +70,7 @@ def network(num_hosts: int) -> Iterator[None]:
         for host, name in enumerate(names[1:]):
             ip("-n", hub, "link", "add", f"to-{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
             ip("-n", hub, "link", "set", f"to-{host}", "master", "hub", "up")
-            ip("-n", name, "address", "add", f"{address(host)}/24", "dev", "eth0")
+            ip("-n", name, "address", "add", f"{address(host)}/{WHOLE - 8}", "dev", "eth0", *(["nodad"] if IS_IPV6 else []))
             ip("-n", name, "link", "set", "eth0", "up")
         yield
     finally:
@@ -82,17 +89,17 @@ def cut(host: int, one_way: bool = False) -> Iterator[None]:
     """No packet reaches or leaves the host meanwhile; `one_way`: those to the first host do not leave it."""
     link = ("-n", f"{PREFIX}-hub", "link", "set", f"to-{host}")
     route = ("-n", f"{PREFIX}-{host}", "route")
-    ip(*route, "add", "blackhole", f"{address(0)}/32") if one_way else ip(*link, "down")
+    ip(*route, "add", "blackhole", f"{address(0)}/{WHOLE}") if one_way else ip(*link, "down")
     try:
         yield
     finally:
-        ip(*route, "del", "blackhole", f"{address(0)}/32") if one_way else ip(*link, "up")
+        ip(*route, "del", "blackhole", f"{address(0)}/{WHOLE}") if one_way else ip(*link, "up")
 
 
 @contextlib.contextmanager
 def cut_between(one: int, other: int) -> Iterator[None]:
     """No packet travels between these two hosts meanwhile; both reach all others."""
-    routes = [("-n", f"{PREFIX}-{here}", "route", f"{address(there)}/32") for here, there in ((one, other), (other, one))]
+    routes = [("-n", f"{PREFIX}-{here}", "route", f"{address(there)}/{WHOLE}") for here, there in ((one, other), (other, one))]
     try:
         for *route, there in routes:
             ip(*route, "add", "blackhole", there)
@@ -106,7 +113,7 @@ def start_host(host: int) -> subprocess.Popen[str]:
     """Start the Ray node of a host. The first one is the head, which has taken connections when this returns."""
     folder = os.environ[FOLDER]
     ray = shutil.which("ray", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "ray"
-    where = ["--head", f"--port={PORT}", "--include-dashboard=false"] if host == 0 else [f"--address={address(0)}:{PORT}"]
+    where = ["--head", f"--port={PORT}", "--include-dashboard=false"] if host == 0 else [f"--address={head()}"]
     options = [f"--node-ip-address={address(host)}", "--num-cpus=8", f"--object-store-memory={80 << 20}", "--block"]
     mount = f'mount -t tmpfs none {folder}/ray && exec "$@"'  # files of its own, as on another machine
     own_files = ["unshare", "--mount", "sh", "-c", mount, "sh"] if host else []
@@ -151,7 +158,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="frt-") as folder, network(options.hosts):
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-        os.environ |= {**token, "PYTHONPATH": path, "RAY_ADDRESS": f"{address(0)}:{PORT}", "RAY_TMPDIR": folder, FOLDER: folder}
+        os.environ |= {**token, "PYTHONPATH": path, "RAY_ADDRESS": head(), "RAY_TMPDIR": folder, FOLDER: folder}
         os.environ["FLOWRT_TEST_HOSTS"] = str(options.hosts)
         (Path(folder) / "ray").mkdir()
         nodes: list[subprocess.Popen[str]] = []

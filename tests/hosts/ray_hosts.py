@@ -13,7 +13,7 @@ import psutil
 import pytest
 from end_to_end.test_expert_failover import Story, tokens_of
 from hosts.faults import server_of
-from hosts.network import PREFIX, address, cut, cut_between, host_of, ip
+from hosts.network import IS_IPV6, PREFIX, address, cut, cut_between, host_of, ip
 from left_processes import left_processes
 from processes.backend_checks import CHECKS, Check, Owner, run_check
 from served_models import Served, make_served
@@ -25,6 +25,7 @@ from flowrt.graph.settings import HostSettings
 from flowrt.hosts.backend import HostsBackend
 from flowrt.processes.leftover import marked_processes
 from flowrt.seams import Seams
+from flowrt.transports.conformance.kit import until
 from flowrt.transports.contract import HostAddress, Identity, Limits
 from flowrt.transports.errors import BrokenChannelError
 from flowrt.transports.registry import get_transport, unavailable_reason
@@ -34,7 +35,7 @@ NUM_HOSTS = int(os.environ.get("FLOWRT_TEST_HOSTS", "0"))
 pytestmark = pytest.mark.skipif(NUM_HOSTS == 0, reason="needs several hosts; run by make test-hosts")
 KEY = bytes(32)
 TRUSTED = ["10.77.0.0/24"]
-needs_ucx = pytest.mark.skipif(unavailable_reason("ucx") is not None, reason=str(unavailable_reason("ucx")))
+needs_ucx = pytest.mark.skipif(IS_IPV6 or unavailable_reason("ucx") is not None, reason=f"{unavailable_reason('ucx')}, or no IPv4")
 networks = pytest.mark.parametrize("trusted", [[], pytest.param(TRUSTED, marks=needs_ucx)], ids=["zmq", "ucx"])
 SILENT = Limits(silent_seconds=2)
 ECHO = f"""
@@ -167,8 +168,7 @@ async def test_a_channel_opens_as_soon_as_the_link_to_the_host_is_back() -> None
         with cut(1):
             command = ("ip", "netns", "exec", f"{PREFIX}-1", sys.executable, "-c", patient_echo, "zmq", listener.address)
             other = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-            while "FAILED" not in ip("-n", f"{PREFIX}-1", "neighbour", "show", address(0)):
-                await asyncio.sleep(0.01)
+            await until(lambda: "FAILED" in ip("-n", f"{PREFIX}-1", "neighbour", "show", address(0)), "the address is found unreachable")
         async with asyncio.timeout(60), await listener.accept():
             pass
         printed, _ = await other.communicate()

@@ -68,7 +68,7 @@ async def test_ports_are_of_the_range_and_of_one_interface() -> None:
         ("ucx://127.0.0.1:7000?trusted=127.0.0.1/8", r"the only option is \?trusted=NETWORK"),
         ("ucx://127.0.0.1:7000?trusted=127.0.0.0/8:9-8", r"the only option is \?trusted=NETWORK"),
         ("ucx://10.1.2.3:7000", "is not on this host"),
-        ("ucx://a-name?trusted=127.0.0.0/8", "is for an IPv4 address and a port"),
+        ("ucx://a-name?trusted=127.0.0.0/8", "is for an IP address and a port"),
         ("ucx://0.0.0.0:7000?trusted=127.0.0.0/8", "the one address that the others reach this host by"),
     ],
 )

@@ -19,7 +19,7 @@ from flowrt.transports.conformance import channel_checks as checks
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, pair_maker
 from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, within
 from flowrt.transports.conformance.process_checks import other_process, threads_sleep
-from flowrt.transports.contract import Identity, Limits
+from flowrt.transports.contract import HostAddress, Identity, Limits
 from flowrt.transports.errors import AddressError, BrokenChannelError, EndOfChannel, TransportError
 from flowrt.transports.registry import get_transport, unavailable_reason
 from flowrt.transports.wire.handshake import Handshake
@@ -46,7 +46,10 @@ async def test_only_this_host_without_encryption(address: str) -> None:
     ("address", "text"),
     [
         ("zmq://0.0.0.0:5555?curve", "the one address that the others reach this host by"),
-        ("zmq://somewhere?curve", "for an IPv4 address and a port"),
+        ("zmq://[::]:5555?curve", "the one address that the others reach this host by"),
+        ("zmq://[fe80::1]:5555?curve", "not a link-local one"),
+        ("zmq://somewhere?curve", "for an IP address and a port"),
+        ("zmq://::1:5555?curve", "for an IP address and a port"),
         ("zmq://127.0.0.1:0?plain", r"the only option is \?curve"),
         ("zmq://10.1.2.3:5555?", r"the only option is \?curve"),
     ],
@@ -280,6 +283,27 @@ async def test_the_kernel_probes_a_silent_host_as_long_as_the_limits_say(seconds
 
 needs_curve = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq has no CURVE")
 CURVE = "zmq://127.0.0.1:0?curve"
+
+
+def _has_ipv6_loopback() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@needs_curve
+@pytest.mark.skipif(not _has_ipv6_loopback(), reason="this system has no IPv6")
+@pytest.mark.parametrize("address", ["zmq://[::1]:0", "zmq://[::1]:0?curve", "zmq://[0:0::1]:0?curve"])
+@pytest.mark.parametrize("check", [checks.check_order, checks.check_close])
+async def test_channel_over_ipv6_passes_the_checks(address: str, check: checks.Check) -> None:
+    await check(pair_maker("zmq", address))
+
+
+def test_address_of_a_host_with_ipv6_alone() -> None:
+    address = get_transport("zmq").address_at(HostAddress(address="fd00::5", ports="7000-7099"))
+    assert address == "zmq://[fd00::5]:0?curve:7000-7099"
 
 
 @needs_curve

@@ -2,9 +2,9 @@
 
 The connector allocates memory and descriptors only after the listener has proved the key, so an unauthenticated caller costs a listener one
 socket and some bytes. A name `x` under scheme `s` is the abstract unix socket `flowrt/s/x`: it leaves nothing in the file system, and the
-kernel reports the user at the other end; processes of other users are refused. `127.0.0.1:port` is TCP over loopback. Other TCP addresses
-need an option, with which the transport encrypts what follows, or which names their network as trusted: an eavesdropper can read names and
-limits from the handshake, but cannot change it.
+kernel reports the user at the other end; processes of other users are refused. `127.0.0.1:port` and `[::1]:port` are TCP over loopback.
+Other addresses need an option, with which the transport encrypts what follows, or which names their network as trusted: an eavesdropper can
+read names and limits from the handshake, but cannot change it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NamedTuple
 from flowrt.transports.channel.queued import QueuedChannel, QueuedListener
 from flowrt.transports.contract import Channel, Identity, Limits
 from flowrt.transports.errors import AddressError, HandshakeError, TransportError, UnavailableError
+from flowrt.transports.wire.address import split_port, with_port
 from flowrt.transports.wire.codec import WireError
 from flowrt.transports.wire.handshake import EVICTED, EvictedError, Handshake, RefusedError, Role
 
@@ -35,9 +36,9 @@ MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.01, 1.0  # between attempts to accept w
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 MAX_DESCRIPTORS = 4
+IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _READY = b"\x01"
 _READ_BYTES = 4096
-_ADDRESS_AND_PORT = re.compile(r"(\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}):(\d{1,5})")
 _HOST_AND_PORT = re.compile(r".*:(\d{1,5}|\*)")
 _CONNECT_AGAIN_SECONDS, _UNREACHABLE_SECONDS = 0.005, 0.1
 
@@ -91,16 +92,17 @@ class LocalEnd(NamedTuple):
 def socket_address(scheme: str, name: str, option: str = "") -> tuple[int, str | tuple[str, int]]:
     """Returns the family and address of the socket for `name`. Raises AddressError for an address that is not on this host.
 
-    With an `option` (see LocalEnd), every IPv4 address but 0.0.0.0 is accepted, and plain names are refused.
+    With an `option` (see LocalEnd), every address but 0.0.0.0, :: and link-local ones of IPv6 is accepted, and plain names are refused.
     """
-    if (match := _ADDRESS_AND_PORT.fullmatch(name)) and (option or match[1].startswith("127.")):
-        if match[1] == "0.0.0.0":
-            raise AddressError(f"{scheme}://{name}: write the one address that the others reach this host by")
-        return socket.AF_INET, (match[1], int(match[2]))
+    host, port = split_port(name) or (None, 0)
+    if host is not None and (option or host.is_loopback):
+        if host.is_unspecified or (host.version == 6 and host.is_link_local):
+            raise AddressError(f"{scheme}://{name}: write the one address that the others reach this host by, and not a link-local one")
+        return socket.AF_INET if host.version == 4 else socket.AF_INET6, (str(host), port)
     if option:
-        raise AddressError(f"{scheme}://{name}: {option} is for an IPv4 address and a port: {scheme}://10.0.0.5:7000?{option}")
+        raise AddressError(f"{scheme}://{name}: {option} is for an IP address and a port: {scheme}://10.0.0.5:7000?{option}")
     if _HOST_AND_PORT.fullmatch(name):
-        raise AddressError(f"{scheme}://{name} is not on this host; only 127.0.0.1:port and plain names work without an option")
+        raise AddressError(f"{scheme}://{name} is not on this host; only 127.0.0.1:port, [::1]:port and plain names work without an option")
     if sys.platform != "linux":
         raise AddressError(f"{scheme}://{name}: names need Linux; use {scheme}://127.0.0.1:port here")
     path = f"\0flowrt/{scheme}/{name}"
@@ -124,7 +126,7 @@ def is_port_range(text: str) -> bool:
 def _break_when_silent(sock: socket.socket, seconds: int) -> None:
     """Let the kernel probe the other host while no data comes, and give up the connection, or the attempt to connect, when it does not
     respond for about so long. The host of a stopped process responds."""
-    if seconds and sock.family == socket.AF_INET and hasattr(socket, "TCP_USER_TIMEOUT"):
+    if seconds and sock.family in IP_FAMILIES and hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         pause = max(1, seconds // 3)
         for option, value in ((socket.TCP_KEEPIDLE, pause), (socket.TCP_KEEPINTVL, pause), (socket.TCP_USER_TIMEOUT, 1000 * seconds)):
@@ -181,7 +183,7 @@ class SocketListener(QueuedListener):
                 raise AddressError(f"another process listens at {end} already") from error
             raise AddressError(f"cannot listen at {end}: {error.strerror}") from error
         bound = self._socket.getsockname()
-        place = str(end) if family != socket.AF_INET else f"{end.scheme}://{bound[0]}:{bound[1]}"
+        place = f"{end.scheme}://{with_port(*bound[:2])}" if family in IP_FAMILIES else str(end)
         super().__init__(f"{place}?{end.option}" if end.option else place)
         self._watch()
 
@@ -289,7 +291,7 @@ class _Caller:
 
     def _read(self) -> bytes:
         sock, descriptors = self._meeting.sock, self._meeting.descriptors
-        if sock.family == socket.AF_INET:
+        if sock.family in IP_FAMILIES:
             return sock.recv(_READ_BYTES)
         data, passed, flags, _ = socket.recv_fds(sock, _READ_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         descriptors += passed
@@ -382,10 +384,10 @@ async def _connect(end: LocalEnd) -> socket.socket:
         try:
             sock.setblocking(False)
             _break_when_silent(sock, end.limits.silent_seconds)
-            if family == socket.AF_UNIX:
-                sock.connect(address)
-            else:
+            if family in IP_FAMILIES:
                 await asyncio.get_running_loop().sock_connect(sock, address)
+            else:
+                sock.connect(address)
             return sock
         except BlockingIOError:  # the backlog of a unix socket is full
             sock.close()

@@ -7,7 +7,7 @@ import fcntl
 import socket
 import struct
 from collections.abc import Sequence
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address, IPv4Network, ip_address
 from pathlib import Path
 
 from flowrt.transports.errors import UnavailableError
@@ -39,7 +39,7 @@ def address_in(networks: Sequence[str], preferred: str) -> tuple[str, str]:
 
 
 def is_in(address: str, network: str) -> bool:
-    return IPv4Address(address) in IPv4Network(network)
+    return ip_address(address) in IPv4Network(network)
 
 
 def devices_of(address: str) -> str:

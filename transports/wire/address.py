@@ -1,13 +1,15 @@
-"""Addresses of transports, `scheme://rest`: splits and joins them; each scheme interprets `rest`."""
+"""Addresses of transports, `scheme://rest`: splits and joins them; each scheme interprets `rest`. In it, an IPv6 address has brackets."""
 
 from __future__ import annotations
 
 import re
+from ipaddress import IPv4Address, IPv6Address
 from typing import NamedTuple
 
 from flowrt.transports.errors import AddressError
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,31}")
+_HOST_AND_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)):(\d{1,5})")
 MAX_ADDRESS_CHARACTERS = 512
 
 
@@ -37,3 +39,19 @@ def expect_scheme(text: str, scheme: str) -> str:
     if address.scheme != scheme:
         raise AddressError(f"{text!r} is not an address of {scheme}; one starts with {scheme}://")
     return address.rest
+
+
+def split_port(text: str) -> tuple[IPv4Address | IPv6Address, int] | None:
+    """The address and port of `10.0.0.5:7000` or `[fd00::5]:7000`; None for anything else. An IPv6 address has no zone."""
+    if (match := _HOST_AND_PORT.fullmatch(text)) is None:
+        return None
+    try:
+        host = IPv6Address(match[1]) if match[1] else IPv4Address(match[2])
+    except ValueError:
+        return None
+    return host, int(match[3])
+
+
+def with_port(host: str, port: int | str) -> str:
+    """`10.0.0.5:7000`, `[fd00::5]:7000`. `host`: a numeric address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

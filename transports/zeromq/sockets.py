@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from flowrt.transports.contract import Limits
+from flowrt.transports.wire.address import with_port
 from flowrt.transports.wire.handshake import Handshake
 
 try:
@@ -207,9 +208,10 @@ def bind(pair: zmq.Socket[bytes], host: str | None, ports: range) -> str:
     """Binds to a new endpoint and returns it: a free TCP port of `host`, or a random ipc name when `host` is None. `ports`: those that may
     be used; 0 means any."""
     if host is not None:
+        pair.set(zmq.IPV6, int(":" in host))
         for port in ports:
             try:
-                pair.bind(f"tcp://{host}:{port or '*'}")
+                pair.bind(f"tcp://{with_port(host, port or '*')}")
                 break
             except zmq.ZMQError as error:
                 if error.errno != errno.EADDRINUSE or port == ports[-1]:

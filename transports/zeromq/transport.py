@@ -27,14 +27,16 @@ import socket
 import struct
 import weakref
 from contextlib import ExitStack
+from ipaddress import ip_address
 from typing import Any, ClassVar
 
 from flowrt.transports.channel.greeted import GreetedChannel
 from flowrt.transports.channel.peer_watch import PeerWatch
-from flowrt.transports.channel.rendezvous import Meeting, Offer, is_port_range, ports_of
+from flowrt.transports.channel.rendezvous import IP_FAMILIES, Meeting, Offer, is_port_range, ports_of
 from flowrt.transports.channel.socket_transport import SocketTransport
 from flowrt.transports.contract import Capabilities, ChannelStatistics, HostAddress
 from flowrt.transports.errors import AddressError, UnavailableError
+from flowrt.transports.wire.address import split_port, with_port
 from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat, split_buffers
 from flowrt.transports.zeromq.acknowledgements import AcknowledgementSocket
 from flowrt.transports.zeromq.sockets import INLINE_BYTES, CurveKeys, bind, missing, pair_and_monitor, shared_context
@@ -48,7 +50,7 @@ DEATH_SECONDS = 0.5  # longest time between the end of the socket and the end of
 _FRAME = struct.Struct("<B3xI")
 _TAKEN = struct.Struct("<QQ")
 _MESSAGE_KIND, _TAKEN_KIND, _WAITING_KIND, _CLOSE_KIND, _CLOSED_KIND, _GREETING_KIND = range(1, 7)
-_ENDPOINT = re.compile(r"ipc://@flowrt/zmq-data/[0-9a-f]{32}|tcp://(\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}):\d{1,5}")
+_IPC_ENDPOINT = re.compile(r"ipc://@flowrt/zmq-data/[0-9a-f]{32}")
 CURVE = "curve"  # the one option of an address; it may be followed by a range of ports
 _OPTION = re.compile(CURVE + r"(?::(\d{1,5}-\d{1,5}))?")
 _MESSAGES_AT_ONCE = 64  # read before the event loop turns
@@ -317,11 +319,11 @@ class ZeroMQTransport(SocketTransport):
         return None
 
     def address_at(self, host: HostAddress) -> str:
-        return f"zmq://{host.address}:0?{CURVE}{f':{host.ports}' if host.ports else ''}" if host.address else "zmq://"
+        return f"zmq://{with_port(host.address, 0)}?{CURVE}{f':{host.ports}' if host.ports else ''}" if host.address else "zmq://"
 
     def _split_name(self, rest: str) -> tuple[str, str]:
         name, separator, option = rest.partition("?")
-        if not separator and re.fullmatch(r".*:(\d{1,5}|\*)", name) and not name.startswith("127."):
+        if not separator and re.fullmatch(r".*:(\d{1,5}|\*)", name) and not name.startswith(("127.", "[::1]")):
             raise AddressError(f"zmq://{name[:80]} is not on this host and would not be encrypted; write zmq://ADDRESS:PORT?{CURVE}")
         if separator and not _is_option(option):
             raise AddressError(f"zmq://{rest[:80]}: the only option is ?{CURVE}, or ?{CURVE}:FROM-TO with the ports to listen at")
@@ -335,7 +337,7 @@ class ZeroMQTransport(SocketTransport):
             on_failure.callback(shared_context.close, pair, monitor)
             if meeting.option:
                 shared_context.encrypt_server(pair, CurveKeys.derive(meeting.handshake))
-            host = meeting.sock.getsockname()[0] if meeting.sock.family == socket.AF_INET else None
+            host = meeting.sock.getsockname()[0] if meeting.sock.family in IP_FAMILIES else None
             endpoint = bind(pair, host, ports_of(meeting.option))
         except zmq.ZMQError as error:
             raise UnavailableError(f"zmq cannot bind a socket: {error}") from error
@@ -344,9 +346,7 @@ class ZeroMQTransport(SocketTransport):
     def _accept(self, meeting: Meeting) -> ZeroMQChannel:
         """Connects to the endpoint that the connector sent under its proof."""
         endpoint, _, option = meeting.handshake.payload.decode("ascii", "replace").partition("?")
-        match = _ENDPOINT.fullmatch(endpoint)
-        host = meeting.sock.getpeername()[0] if meeting.sock.family == socket.AF_INET else None
-        if match is None or match[1] != host:
+        if not _is_endpoint_of(endpoint, meeting.sock):
             raise WireError(f"{endpoint!r} is not an endpoint of the caller")
         if option != meeting.option:
             raise WireError("one end requires encryption and the other does not")
@@ -356,12 +356,21 @@ class ZeroMQTransport(SocketTransport):
                 on_failure.callback(shared_context.close, pair, monitor)
                 if meeting.option:
                     shared_context.encrypt_client(pair, CurveKeys.derive(meeting.handshake))
+                pair.set(zmq.IPV6, int(meeting.sock.family == socket.AF_INET6))
                 pair.connect(endpoint)
             except zmq.ZMQError as error:
                 raise WireError(str(error)) from error
             channel = ZeroMQChannel(meeting, pair, monitor)
             on_failure.pop_all()
         return channel
+
+
+def _is_endpoint_of(text: str, sock: socket.socket) -> bool:
+    """Whether a channel's endpoint can be one of the peer of its handshake."""
+    if sock.family not in IP_FAMILIES:
+        return _IPC_ENDPOINT.fullmatch(text) is not None
+    offered = split_port(text.removeprefix("tcp://"))
+    return text.startswith("tcp://") and offered is not None and offered[0] == ip_address(sock.getpeername()[0])
 
 
 def _is_option(text: str) -> bool:
