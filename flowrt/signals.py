@@ -1,11 +1,15 @@
-"""Handles the signals that end a command, in its event loop."""
+"""Handles the signals that end a process: those of a command, in its event loop, and that of the death of its parent."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+_PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -20,3 +24,11 @@ def ending_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+
+
+def end_with_parent(number: int) -> None:
+    """Get this signal when the parent process ends (Linux; elsewhere never). The caller checks whether it has ended already."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

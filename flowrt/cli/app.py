@@ -1,4 +1,4 @@
-"""The command line: `flowrt demo|run|serve|up|ps|logs|drain|down|init|graph|bench|check|chaos|simulate|doctor`.
+"""The command line: `flowrt demo|run|chat|serve|up|ps|logs|drain|down|init|graph|bench|check|chaos|simulate|doctor`.
 
 It holds the options, their help texts, and the errors: one line on standard error, exit code 2. The commands load when they are called,
 so that `flowrt --help` is fast. `main` is the entry point.
@@ -23,7 +23,7 @@ from flowrt.cli.bench_batch import bench_app
 from flowrt.cli.chaos import chaos_app
 from flowrt.cli.check import check_app
 from flowrt.cli.graph import graph_app
-from flowrt.cli.options import RunOptions, SamplingOptions, ServeCommandOptions, read_number
+from flowrt.cli.options import ChatOptions, RunOptions, SamplingOptions, ServeCommandOptions, read_number
 from flowrt.errors import UserError, shortened
 from flowrt.exit_codes import INTERRUPTED, NO_READER
 from flowrt.output_file import LostOutputError
@@ -177,6 +177,29 @@ def down(
     from flowrt.cli.graphs import down as stop
 
     raise SystemExit(stop(name, now))
+
+
+@app.command
+def chat(
+    graph: Annotated[
+        Path | None, Parameter(help="A graph file, or a Hugging Face model directory, to start; none: a server that is up.")
+    ] = None,
+    /,
+    *,
+    options: ChatOptions | None = None,
+    sampling: SamplingOptions | None = None,
+) -> None:
+    """Talk with a model at a prompt line: one that this starts, or a server's.
+
+    Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. Lines from
+    a pipe are answered one after another.
+    Each option is also an environment variable, as FLOWRT_CHAT_URL.
+    Exit codes: 0 the input has ended, 1 a request of piped input failed,
+    2 bad input or no server, 3 a worker died at the start, 130 interrupted.
+    """
+    from flowrt.cli.chat import chat as converse
+
+    raise SystemExit(converse(graph, options or ChatOptions(), sampling or SamplingOptions()))
 
 
 @app.command

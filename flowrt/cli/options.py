@@ -109,6 +109,26 @@ class RunOptions:
     )
 
 
+@Parameter(name="*", group=_OTHER)
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Options of `flowrt chat`. None: not given."""
+
+    url: Annotated[
+        str | None, Parameter(help="Talk to the server at this URL, of flowrt or any other. [default: http://127.0.0.1:8000]")
+    ] = None
+    api_key: Annotated[str | None, Parameter(env_var=("FLOWRT_API_KEY", "OPENAI_API_KEY"), help="Key of the server.")] = None
+    model_name: Annotated[str | None, Parameter(help="Name of the model in requests. [default: the server's first]")] = None
+    system: Annotated[str | None, Parameter(help="System message at the beginning of the conversation.")] = None
+    chat_template_kwargs: Annotated[
+        str | None, Parameter(help="Arguments of the chat template, as a JSON object: '{\"enable_thinking\": false}'.")
+    ] = None
+    overrides: Annotated[
+        tuple[str, ...],
+        Parameter(name="--set", negative=(), show_default=False, help="Override a key of the started graph; repeatable."),
+    ] = ()
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ServeCommandOptions:

@@ -124,8 +124,12 @@ class ServeSession:
         self._time_left: asyncio.Timeout | None = None  # for these
 
     @property
+    def url(self) -> str:
+        return self._serving.listener.url
+
+    @property
     def sentence(self) -> str:
-        return f"serving {self._serving.model_name} at {self._serving.listener.url}"
+        return f"serving {self._serving.model_name} at {self.url}"
 
     def run(self) -> int:
         """Serve until a signal. Returns the exit code. Raises UserError."""

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -14,6 +15,7 @@ from flowrt.cli.resume import find_options
 from flowrt.cli.serve import ServeSession, open_session
 from flowrt.errors import WorkerDiedError
 from flowrt.exit_codes import INTERRUPTED, SUCCESS
+from flowrt.signals import end_with_parent
 
 _ERROR = "flowrt: error: "
 
@@ -23,20 +25,48 @@ def up(path: Path, options: ServeCommandOptions) -> int:
     `--resume` the path may be the name of a dead graph."""
     if options.resume:
         path, options = find_options(str(path), options)
+    started = start(path, options, options.name or path.absolute().stem)
+    if started.url:
+        name = started.name
+        print(f"flowrt: {name} is up, {started.sentence} (pid {started.pid}); flowrt down {name} stops it", file=sys.stderr)
+    return started.code
+
+
+@dataclass(frozen=True)
+class Started:
+    """A graph that was started in the background. `url` "": it is not up, or this is the process that has served it; `code` is the exit
+    code then."""
+
+    name: str
+    code: int = SUCCESS
+    pid: int = 0
+    url: str = ""
+    sentence: str = ""
+
+
+def start(path: Path, options: ServeCommandOptions, name: str, ends_with_parent: bool = False) -> Started:
+    """Fork a process that serves; returns in both: here once the graph is ready or has failed, there once it has ended. Raises UserError
+    before anything starts."""
     with ExitStack() as stack:
-        session = open_session(path, options, options.name or path.absolute().stem, stack)
+        session = open_session(path, options, name, stack)
         assert session.folder is not None
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         reading, writing = os.pipe()
         log = session.folder.open_log()
+        parent = os.getpid()
         child = os.fork()
         if child:
             stack.pop_all()  # the child closes what was opened
             os.close(writing)
-            return _await_ready(session, child, reading, log)
+            code = _await_ready(session, child, reading, log)
+            return Started(name, code) if code != SUCCESS else Started(name, code, child, session.url, session.sentence)
         os.close(reading)
-        return _serve(session, writing, log)
+        if ends_with_parent:
+            end_with_parent(signal.SIGTERM)
+            if os.getppid() != parent:
+                return Started(name, INTERRUPTED)
+        return Started(name, _serve(session, writing, log))
 
 
 def _serve(session: ServeSession, writing: int, log: int) -> int:
@@ -67,12 +97,13 @@ def _await_ready(session: ServeSession, child: int, reading: int, log: int) -> i
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGTERM)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, on_signal)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    former = {number: signal.signal(number, on_signal) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
     print(f"flowrt: starting {name}; flowrt logs {name} shows its progress", file=sys.stderr, flush=True)
-    if os.read(reading, 1) and not signals:
-        print(f"flowrt: {name} is up, {session.sentence} (pid {child}); flowrt down {name} stops it", file=sys.stderr)
+    is_ready = bool(os.read(reading, 1))
+    for number, handler in former.items():
+        signal.signal(number, handler)
+    if is_ready and not signals:
         return SUCCESS
     _, status = os.waitpid(child, 0)
     session.folder.remove()  # it is still there when the child was killed

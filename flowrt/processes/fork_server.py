@@ -39,13 +39,14 @@ from flowrt.processes.adopted_processes import CAN_ADOPT
 from flowrt.processes.exit_lock import hold
 from flowrt.processes.frames import Exited, Forked, ForkRequest, Frame, FrameReader, Loaded, NotForked, send_blocking
 from flowrt.seams import Seams
+from flowrt.signals import end_with_parent
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.stream import StreamChannel
 
 WorkerMain = Callable[[Channel, Seams], Awaitable[None]]
 
 ORIGINAL_PATH = "FLOWRT_PYTHONPATH"  # the user's PYTHONPATH while ours carries the launcher's sys.path
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_NAME = 15
 _POLL_SECONDS = 0.05  # poll interval for exits of children
 _ADOPTION_POLL_SECONDS = 0.001  # poll interval of a worker until the launcher is its parent
 
@@ -233,10 +234,7 @@ def _only(error: BaseException) -> BaseException:
 
 def _die_with(parent_pid: int) -> None:
     """Make the kernel kill this process when its parent ends. Exit at once if the parent has ended already."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 

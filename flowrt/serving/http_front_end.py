@@ -6,10 +6,8 @@ flowrt/serving/front_end.py has what it is for the launcher.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,9 +26,8 @@ from flowrt.serving.http_app import HttpApp
 from flowrt.serving.http_server import HttpServer
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcesses
+from flowrt.signals import end_with_parent
 from flowrt.transports.contract import Channel
-
-_PR_SET_PDEATHSIG = 1
 
 
 async def run_front_end(control: Channel, seams: Seams) -> None:
@@ -75,5 +72,4 @@ class HttpClientServer:
 def _end_gently_with_launcher(on_end: Callable[[], None]) -> None:
     """Get SIGTERM instead of SIGKILL when the launcher dies, so that every stream gets its last event."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_end)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    end_with_parent(signal.SIGTERM)

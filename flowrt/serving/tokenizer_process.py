@@ -8,7 +8,6 @@ killed, and a memory limit. Decoding (tokens to text) is in tokenizer.py.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import resource
 import signal
@@ -22,6 +21,7 @@ import msgspec
 
 from flowrt.errors import TokenizerError
 from flowrt.serving.tokenizer import Tokenizer
+from flowrt.signals import end_with_parent
 
 MAX_TEXT_CHARACTERS = 4 << 20
 LONG_CHARACTERS = 64 << 10  # texts up to this take some hundredths of a second
@@ -29,7 +29,6 @@ TEXT_SECONDS = 10.0  # for one text
 START_SECONDS = 30.0  # to load the tokenizer
 STALE_SECONDS = 0.2  # for the response to a call that was cancelled
 MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
-_PR_SET_PDEATHSIG = 1
 
 
 class _Encode(msgspec.Struct, array_like=True):
@@ -221,10 +220,9 @@ def _line(message: msgspec.Struct) -> bytes:
 def main() -> None:
     """Encode the texts that arrive until the socket closes."""
     number, parent, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            return
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        return
     with socket.socket(fileno=number) as channel, channel.makefile("rwb") as file:
         try:
             tokenizer = Tokenizer(directory)

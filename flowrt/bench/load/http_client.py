@@ -34,15 +34,15 @@ class ServerAddress:
     prefix: str  # of every path
 
     @classmethod
-    def of(cls, url: str) -> ServerAddress:
-        """Raises UserError."""
+    def of(cls, url: str, option: str = "--base-url") -> ServerAddress:
+        """`option`: where the URL comes from. Raises UserError."""
         try:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
-            raise UserError(f"--base-url {url!r} is not a URL; give http://HOST:PORT") from None
+            raise UserError(f"{option} {url!r} is not a URL; give http://HOST:PORT") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or not url.isascii() or not url.isprintable():
-            raise UserError(f"--base-url {url!r} is not a URL; give http://HOST:PORT")
+            raise UserError(f"{option} {url!r} is not a URL; give http://HOST:PORT")
         return cls(parts.hostname, port, parts.scheme == "https", parts.path.rstrip("/"))
 
     @property

@@ -16,6 +16,7 @@ _DONE = b"[DONE]"
 class _ChoiceDelta(msgspec.Struct):
     content: str | None = None
     role: str | None = None
+    reasoning_content: str | None = None
 
 
 class _EventChoice(msgspec.Struct):
@@ -29,13 +30,15 @@ class _ReportedUsage(msgspec.Struct):
     completion_tokens: int = 0
 
 
-class _StreamEvent(msgspec.Struct):
+class StreamEvent(msgspec.Struct):
+    """What is read of one event of a chat or completion stream."""
+
     choices: tuple[_EventChoice, ...] = ()
     usage: _ReportedUsage | None = None
     error: Any = None
 
 
-_decoder = msgspec.json.Decoder(_StreamEvent)
+_decoder = msgspec.json.Decoder(StreamEvent)
 
 
 @dataclass
@@ -82,10 +85,10 @@ class RequestRecord:
 
 
 class EventReader:
-    """Reads the body of a response into a record. A piece of the body may begin and end anywhere."""
+    """Reads the body of a response into a record. A piece of the body may begin and end anywhere. `on_event` gets each event, too."""
 
-    def __init__(self, record: RequestRecord, now: Callable[[], float]) -> None:
-        self._record, self._now = record, now
+    def __init__(self, record: RequestRecord, now: Callable[[], float], on_event: Callable[[StreamEvent], None] | None = None) -> None:
+        self._record, self._now, self._on_event = record, now, on_event
         self._rest = b""
         self._has_ended = False
 
@@ -109,8 +112,6 @@ class EventReader:
         self._read_line(self._rest, self._now())
         if not record.error and not self._has_ended:  # some servers send no [DONE]
             record.error = "the stream was cut off: it has neither [DONE] nor a finish reason"
-        if not record.error and not record.times:
-            record.error = "the response has no tokens"
 
     def _read_line(self, line: bytes, now: float) -> None:
         """A line of an event stream. Each event of this API is one line of JSON; other lines are comments."""
@@ -121,6 +122,8 @@ class EventReader:
             self._has_ended = True
             return
         event = _decoder.decode(data)
+        if self._on_event is not None:
+            self._on_event(event)
         record = self._record
         if event.error is not None:
             record.error = record.error or _shown(event.error)

@@ -38,8 +38,8 @@ def open_client(options: LoadOptions, api_key: str | None) -> HttpClient:
     return HttpClient(ServerAddress.of(url), {**key, **named_values("--header", options.header)}, options.insecure)
 
 
-async def first_model(client: HttpClient) -> str:
-    """The name of the first model of the server. Raises UserError."""
+async def first_model(client: HttpClient, url_option: str = "--base-url", model_option: str = "--model") -> str:
+    """The name of the first model of the server. The options are those of the command, for its errors. Raises UserError."""
     body = bytearray()
 
     def read(_: int, data: bytes) -> None:
@@ -49,12 +49,12 @@ async def first_model(client: HttpClient) -> str:
     try:
         status = await client.request("GET", "/v1/models", b"", read)
         if status != 200:
-            raise UserError(f"GET /v1/models: HTTP {status}; give --model NAME, and OPENAI_API_KEY where the server wants a key")
+            raise UserError(f"GET /v1/models: HTTP {status}; give {model_option} NAME, and OPENAI_API_KEY where the server wants a key")
         return str(msgspec.json.decode(body)["data"][0]["id"])
     except ConnectionFailedError as error:
-        raise UserError(f"{error}; start the server, or give its --base-url") from None
+        raise UserError(f"{error}; start the server, or give its {url_option}") from None
     except (msgspec.DecodeError, LookupError, TypeError):
-        raise UserError("GET /v1/models: the server lists no models; give --model NAME") from None
+        raise UserError(f"GET /v1/models: the server lists no models; give {model_option} NAME") from None
 
 
 def arrival_offsets(num_requests: int, rate: float, burstiness: float, draw: random.Random) -> list[float]:
@@ -89,6 +89,8 @@ async def send_request(client: HttpClient, path: str, body: bytes, num_prompt_to
         reader.finish(await client.request("POST", path, body, reader.read))
     except (ConnectionFailedError, ValueError) as error:
         record.error = record.error or str(error)
+    if not record.error and not record.times:
+        record.error = "the response has no tokens"
     return record
 
 

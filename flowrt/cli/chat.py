@@ -1,0 +1,200 @@
+"""`flowrt chat`: a conversation at a prompt line, over OpenAI's API: with a model that it starts, or with a server that is up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from flowrt.cli.options import ChatOptions, SamplingOptions, ServeCommandOptions
+from flowrt.cli.prompts import checked_options
+from flowrt.cli.text import OutputStream, one_line, visible
+from flowrt.errors import UserError, shown
+from flowrt.exit_codes import FAILURE, INTERRUPTED, SUCCESS
+from flowrt.seams import RealClock
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+HELP = """  /system TEXT   replace the system message, and begin again
+  /clear         begin a new conversation
+  /exit          leave, as Ctrl-D does
+Ctrl-C stops an answer; what there is of it stays in the conversation."""
+_NOT_OF_CHATS = ("n", "logprobs", "prompt_logprobs")
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def chat(path: Path | None, options: ChatOptions, sampling: SamplingOptions) -> int:
+    """Returns the exit code. Raises UserError."""
+    given = {name: value for name, value in vars(sampling).items() if value not in (None, False)}
+    for name in _NOT_OF_CHATS:
+        if name in given:
+            raise UserError(f"--{name.replace('_', '-')} has no effect on a chat; flowrt run has it")
+    checked_options(given)
+    if options.chat_template_kwargs is not None:
+        given["chat_template_kwargs"] = _template_kwargs(options.chat_template_kwargs)
+    if path is None:
+        if options.overrides:
+            raise UserError("--set is for a graph that is started; give a graph file or model directory, or leave it out")
+        return _converse(options.url or DEFAULT_URL, options, given)
+    if options.url is not None:
+        raise UserError("give a graph file or model directory, or the --url of a server, not both")
+    from flowrt.cli.up import start
+
+    started = start(path, ServeCommandOptions(port=0, overrides=options.overrides), f"chat-{os.getpid()}", ends_with_parent=True)
+    if not started.url:
+        return started.code
+    try:
+        return _converse(started.url, options, given)
+    finally:
+        os.kill(started.pid, signal.SIGTERM)
+        os.waitpid(started.pid, 0)
+
+
+def _template_kwargs(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, ValueError):
+        example = '{"enable_thinking": false}'
+        raise UserError(f"--chat-template-kwargs is {shown(text)}, it must be a JSON object, such as {example}") from None
+
+
+def _converse(url: str, options: ChatOptions, given: Mapping[str, Any]) -> int:
+    from flowrt.bench.load.http_client import ServerAddress
+
+    address = ServerAddress.of(url.rstrip("/").removesuffix("/v1"), "--url")
+    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    session = ChatSession(address, headers, options.system, given, OutputStream(sys.stdout))
+    return session.run(options.model_name)
+
+
+class ChatSession:
+    """One conversation. `given`: fields of each request. What the user types is read by the terminal's line editor, with history."""
+
+    def __init__(self, address: Any, headers: Mapping[str, str], system: str | None, given: Mapping[str, Any], out: OutputStream) -> None:
+        self._address, self._headers, self._given, self._out = address, headers, given, out
+        self._is_terminal = sys.stdin is not None and sys.stdin.isatty()
+        self._has_styles = out.isatty()
+        self._messages: list[dict[str, str]] = []
+        self._begin(system)
+
+    def run(self, model: str | None) -> int:
+        """Until the end of the input. Returns the exit code: of piped input, 1 once an answer has failed."""
+        self._model = model or asyncio.run(self._first_model())
+        if self._is_terminal:
+            with suppress(ImportError):
+                import readline  # noqa: F401  (input() then edits lines, and keeps them)
+            self._print(f"{visible(self._model)} at {self._address.authority}; /help lists the commands\n")
+        code = SUCCESS
+        while True:
+            try:
+                line = input("> " if self._is_terminal else "").strip()
+            except EOFError:
+                if self._is_terminal:
+                    self._print("\n")
+                return code
+            except KeyboardInterrupt:
+                if not self._is_terminal:
+                    return INTERRUPTED
+                self._print("\n")  # as in a shell: the line is dropped
+                continue
+            if line == "/exit":
+                return code
+            if line.startswith("/") and self._is_terminal:
+                self._command(line)
+            elif line and not self._answer(line) and not self._is_terminal:
+                code = FAILURE
+
+    def _begin(self, system: str | None) -> None:
+        self._messages = [{"role": "system", "content": system}] if system else []
+
+    def _command(self, line: str) -> None:
+        name, _, text = line.partition(" ")
+        if name == "/system":
+            self._begin(text.strip())
+        elif name == "/clear":
+            self._begin(self._messages[0]["content"] if self._messages and self._messages[0]["role"] == "system" else None)
+        else:
+            self._print(("" if name == "/help" else f"there is no command {one_line(name)}\n") + HELP + "\n")
+
+    def _answer(self, line: str) -> bool:
+        """Print the answer as it comes, and keep it. False when the request failed: then the conversation is as before."""
+        from flowrt.bench.load.record import EventReader, RequestRecord
+
+        self._messages.append({"role": "user", "content": line})
+        record = RequestRecord(0)
+        printer = _AnswerPrinter(self._out, self._has_styles)
+        try:
+            asyncio.run(self._request(record, EventReader(record, RealClock().now, printer.on_event)))
+        except KeyboardInterrupt:
+            printer.end("stopped")
+        else:
+            printer.end(f"error: {one_line(record.error)}" if record.error else printer.note)
+        if record.error or not record.texts:
+            self._messages.pop()
+            return not record.error
+        self._messages.append({"role": "assistant", "content": "".join(record.texts)})
+        return True
+
+    async def _request(self, record: Any, reader: Any) -> None:
+        from flowrt.bench.load.http_client import ConnectionFailedError, HttpClient
+
+        fields = {"model": self._model, "messages": self._messages, "stream": True, **self._given}
+        try:
+            async with HttpClient(self._address, self._headers) as client:
+                reader.finish(await client.request("POST", "/v1/chat/completions", msgspec.json.encode(fields), reader.read))
+        except (ConnectionFailedError, ValueError) as error:
+            record.error = record.error or str(error)
+
+    async def _first_model(self) -> str:
+        from flowrt.bench.load.http_client import HttpClient
+        from flowrt.bench.load.send import first_model
+
+        async with HttpClient(self._address, self._headers) as client:
+            return await first_model(client, "--url", "--model-name")
+
+    def _print(self, text: str) -> None:
+        self._out.write_now(text)
+
+
+class _AnswerPrinter:
+    """Writes the text of events. Reasoning is dim where there are styles, and left out elsewhere."""
+
+    def __init__(self, out: OutputStream, has_styles: bool) -> None:
+        self._out, self._has_styles = out, has_styles
+        self._is_dim, self._ends_line = False, True
+        self.note = "the answer is empty: the model ended its turn at once"
+
+    def on_event(self, event: Any) -> None:
+        for choice in event.choices[:1]:
+            delta = choice.delta
+            if delta is not None and delta.reasoning_content and self._has_styles:
+                self._write(delta.reasoning_content, is_dim=True)
+            if delta is not None and delta.content:
+                self._write(delta.content, is_dim=False)
+            if choice.finish_reason == "length":
+                self.note = "cut off: the answer has reached the most tokens; --max-tokens sets it"
+
+    def end(self, note: str) -> None:
+        self._style(False)
+        if note:
+            self._out.write("\n" if not self._ends_line else "")
+            self._out.write(f"({note})")
+        self._out.write_now("\n")
+
+    def _write(self, text: str, is_dim: bool) -> None:
+        if is_dim != self._is_dim and not is_dim:
+            self._out.write("\n")
+        self._style(is_dim)
+        self._out.write_now(visible(text))
+        self._ends_line, self.note = text.endswith("\n"), "" if not is_dim else self.note
+
+    def _style(self, is_dim: bool) -> None:
+        if is_dim != self._is_dim:
+            self._out.write(_DIM if is_dim else _PLAIN)
+            self._is_dim = is_dim

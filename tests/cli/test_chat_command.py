@@ -1,0 +1,204 @@
+"""`flowrt chat`: a real terminal and pipes, against a hand-written server and against a model that the command starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.conftest import PLENTY_SECONDS, environment
+
+from flowrt.cli.chat import chat
+from flowrt.cli.options import ChatOptions, SamplingOptions
+from flowrt.errors import UserError
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+
+
+def chunk(reason: str | None = None, **delta: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+ANSWERS = {
+    "Hi": [
+        chunk(role="assistant", content=""),
+        chunk(reasoning_content="hmm"),
+        chunk(content="Hel"),
+        chunk("stop", content="lo\x1b[2J"),
+        DONE,
+    ],
+    "cut": [chunk("length", content="1 2 3"), DONE],
+    "nothing": [chunk("stop"), DONE],
+}
+
+
+@dataclass
+class Server:
+    port: int = 0
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    hold: threading.Event = field(default_factory=threading.Event)
+
+
+@contextmanager
+def served() -> Iterator[Server]:
+    """Answers by the last user message. "slow": one token, and then no other until the client has left; any other: HTTP 400."""
+    server = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.0"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self._respond(200, [b'{"data": [{"id": "toy"}]}'])
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            server.bodies.append(body)
+            content = body["messages"][-1]["content"]
+            if content == "slow":
+                self._respond(200, [chunk(content="so")])
+                server.hold.wait(PLENTY_SECONDS)
+            elif content in ANSWERS:
+                self._respond(200, ANSWERS[content])
+            else:
+                self._respond(400, [b'{"error": {"message": "no such question"}}'])
+
+        def _respond(self, status: int, pieces: list[bytes]) -> None:
+            self.send_response(status)
+            self.end_headers()
+            for piece in pieces:
+                self.wfile.write(piece)
+                self.wfile.flush()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        server.port = http.server_port
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.hold.set()
+            http.shutdown()
+            thread.join()
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "flowrt", "chat", *words]
+
+
+def piped(text: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words), input=text, capture_output=True, text=True, env=environment(), timeout=PLENTY_SECONDS, check=False
+    )
+
+
+class Terminal:
+    """The other side of a pseudo-terminal."""
+
+    def __init__(self, *words: str) -> None:
+        self._ours, theirs = pty.openpty()
+        attributes = termios.tcgetattr(theirs)
+        attributes[3] &= ~termios.ECHO
+        termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+        self.process = subprocess.Popen(
+            command(*words), stdin=theirs, stdout=theirs, stderr=theirs, env=environment() | {"TERM": "dumb"}, start_new_session=True,
+            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # it becomes the controlling terminal, for Ctrl-C
+        )  # fmt: skip
+        os.close(theirs)
+        self._unread = ""
+
+    def expect(self, text: str) -> None:
+        """Read up to the end of this text."""
+        while text not in self._unread:
+            assert select.select([self._ours], [], [], PLENTY_SECONDS)[0], f"{text!r} does not come: {self._unread!r}"
+            self._unread += os.read(self._ours, 4096).decode()
+        self._unread = self._unread.partition(text)[2]
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def close(self) -> int:
+        code = self.process.wait(PLENTY_SECONDS)
+        os.close(self._ours)
+        return code
+
+
+def test_conversation_in_a_terminal() -> None:
+    with served() as server:
+        terminal = Terminal("--url", f"http://127.0.0.1:{server.port}/v1", "--system", "Be brief.", "--max-tokens", "9")
+        terminal.expect("toy at 127.0.0.1")
+        terminal.expect("> ")
+        terminal.type("Hi\n")
+        terminal.expect("lo\\x1b[2J")  # what a model writes moves no cursor
+        terminal.expect("> ")
+        terminal.type("slow\n")
+        terminal.expect("so")
+        terminal.type("\x03")
+        terminal.expect("(stopped)")
+        terminal.expect("> ")
+        terminal.type("nothing\n")
+        terminal.expect("the answer is empty")
+        terminal.expect("> ")
+        terminal.type("/system Rhyme.\n")
+        terminal.expect("> ")
+        terminal.type("cut\n")
+        terminal.expect("cut off")
+        terminal.expect("> ")
+        terminal.type("/help\n")
+        terminal.expect("/clear")
+        terminal.expect("> ")
+        terminal.type("\x04")
+        assert terminal.close() == 0
+    contents = [[each["content"] for each in body["messages"]] for body in server.bodies]
+    first = ["Be brief.", "Hi"]
+    assert contents == [first, [*first, "Hello\x1b[2J", "slow"], [*first, "Hello\x1b[2J", "slow", "so", "nothing"], ["Rhyme.", "cut"]]
+    assert {(body["model"], body["stream"], body["max_tokens"]) for body in server.bodies} == {("toy", True, 9)}
+
+
+def test_piped_lines_are_answered_one_after_another_and_a_failed_one_is_code_1() -> None:
+    with served() as server:
+        done = piped(
+            "Hi\n\nwhat?\ncut\n", "--url", f"http://127.0.0.1:{server.port}", "--chat-template-kwargs", '{"enable_thinking": false}'
+        )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines()[:2] == ["Hello\\x1b[2J", "(error: HTTP 400: no such question)"]
+    assert done.stdout.splitlines()[2:] == ["1 2 3", "(cut off: the answer has reached the most tokens; --max-tokens sets it)"]
+    assert [each["content"] for each in server.bodies[-1]["messages"]] == ["Hi", "Hello\x1b[2J", "cut"]
+    assert server.bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_model_is_started_and_stopped(tmp_path: Path) -> None:
+    done = piped("What is 347 + 285?\n", str(QUICKSTART), "--set", "deploy.processes=one", "--temperature", "0")
+    assert (done.returncode, done.stdout.split()) == (0, ["632"]), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "sampling", "error"),
+    [
+        (Path("a.yaml"), {"url": "http://x"}, {}, "not both"),
+        (None, {"overrides": ("a=1",)}, {}, "--set is for a graph that is started"),
+        (None, {}, {"n": 2}, "--n has no effect on a chat"),
+        (None, {}, {"temperature": -1.0}, "--temperature is -1"),
+        (None, {"chat_template_kwargs": "[1]"}, {}, "--chat-template-kwargs is '\\[1\\]', it must be a JSON object"),
+        (None, {"url": "localhost"}, {}, "--url 'localhost' is not a URL"),
+        (None, {"url": "http://127.0.0.1:1"}, {}, "127.0.0.1:1 cannot be reached"),
+    ],
+)
+def test_mistakes_are_one_line(path: Path | None, options: dict[str, Any], sampling: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        chat(path, ChatOptions(**options), SamplingOptions(**sampling))
