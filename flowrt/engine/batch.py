@@ -1,7 +1,7 @@
 """A batch: the rows of one step of one micro-batch, as plain lists that a worker turns into tensors.
 
-Legend: rows = tokens computed in this step over all its sequences; S = sequences in the step; samples = sequences that get a token
-from this step (a chunk that does not reach the end of its sequence yields none).
+Legend: rows = tokens computed in this step over all its sequences; S = sequences in the step; samples = tokens that the step draws: one of
+each sequence (a chunk that does not reach its end yields none), in a prefill worker one of each choice.
 
 With strict numerics output is computed in decode rows, also when it is replayed: then several rows of one sequence count as that many
 sequences with the same pages. A layer stores the keys and values of all rows before any row reads them, so each row has the bits that it
@@ -51,7 +51,7 @@ class Batch:
     query_lengths: list[int]  # [S] rows of each sequence, in total `rows`
     kv_lengths: list[int]  # [S] positions with KV once this step is done, its own rows among them
     page_tables: list[list[int]]  # [S] the pages of positions 0 .. kv_length - 1, in order
-    sample_rows: list[int]  # [samples] the last row of each sequence that gets a token
+    sample_rows: list[int]  # [samples] the last row of each sequence that gets a token, once for each of its choices
     samples: list[SampleSpec]  # [samples]
     scores: list[ScoreSpec]  # in the order of the sequences
     sampled_requests: list[tuple[str, int]]  # [samples] request and attempt
@@ -93,7 +93,7 @@ def build_batch(parts: Iterable[Part], page_size: int, *, is_strict: bool = Fals
             batch.kv_lengths.append(kv_length)
             batch.page_tables.append(sequence.pages[: -(-kv_length // page_size)])
             batch.sequence_names.append(sequence.name)
-        if end == len(sequence.tokens):
+        for choice in sequence.choices if end == len(sequence.tokens) else ():
             batch.sample_rows.append(len(batch.token_ids) - 1)
             batch.sampled_requests.append((sequence.request.id, sequence.request.attempt))
             batch.samples.append(
@@ -101,7 +101,7 @@ def build_batch(parts: Iterable[Part], page_size: int, *, is_strict: bool = Fals
                     sequence.request.params,
                     sequence.request.seed,
                     sequence.num_output_tokens,
-                    sequence.choice,
+                    choice,
                     sequence.output_counts,
                     sequence.forbidden_token_ids,
                 )

@@ -144,8 +144,7 @@ class Engine:
     def _begin(self, request: Request) -> list[Decision]:
         choices = [choice for choice in range(request.params.n) if choice not in request.ended_choices]
         if request.stage == "prefill":
-            has_tokens = [choice for choice in choices if request.committed(choice)]
-            choices = [choice for choice in choices if choice not in has_tokens[1:]]  # one keeps the KV if first tokens end the others
+            del choices[1:]  # one sequence has all
         siblings: list[Sequence] = []
         for choice in choices:
             self._num_sequences += 1
@@ -163,10 +162,9 @@ class Engine:
         is remembered. Its pages are free at once, or when the step that it takes part in is over."""
         siblings = self._alive.get(request_id, [])
         if siblings and siblings[0].request.attempt == attempt:
-            if choice is not None and all(sequence.state is SequenceState.HELD for sequence in siblings):
-                return []  # the pages are for the other choices
-            ends = [self._end(sequence, "abort") for sequence in list(siblings) if choice in (None, sequence.choice)]
-            return [*ends, *self._offer(request_id)]
+            for sequence in siblings:
+                sequence.open_choices.difference_update(sequence.open_choices if choice is None else (choice,))
+            return [self._end(sequence, "abort") for sequence in list(siblings) if not sequence.open_choices]
         if choice is None and (request_id, attempt) not in self._ended:
             self._remember((request_id, attempt), was_reported=False)
         return []
@@ -290,23 +288,23 @@ class Engine:
             sequence.in_step = False
             sequence.is_suspect = False
             sequence.is_degraded = sequence.is_degraded or degraded
-            token_id = next(tokens) if produces_token(sequence, num_rows) else None
-            has_logprobs = token_id is not None and sequence.request.params.logprobs is not None
-            own = next(logprobs_left) if has_logprobs else None
+            drawn = list(islice(tokens, len(sequence.choices))) if produces_token(sequence, num_rows) else []
+            has_logprobs = sequence.request.params.logprobs is not None
+            own = list(islice(logprobs_left, len(drawn))) if has_logprobs else [None] * len(drawn)
             is_finite = not batch.scores or sequence.add_prompt_logprobs(islice(scores_left, num_scores(sequence, num_rows)))
             sequence.num_computed_tokens += num_rows
             if sequence.cancelled:
                 self._scheduler.remove(sequence)
-            elif not is_finite or (token_id is not None and token_id < 0):
+            elif not is_finite or min(drawn, default=0) < 0:
                 decisions += self._redo_sequence(sequence, not_finite)
-            elif token_id is not None:
+            elif drawn:
                 self._scheduler.cache(sequence)
-                decisions += self._append(sequence, token_id, own)
+                decisions += self._append(sequence, drawn, own)
         self._scheduler.step_rows.observe(batch.num_rows)
         if self._limits.target_step_seconds:
             self._scheduler.step_times.observe(batch.num_rows, sum(batch.kv_lengths), now - running.began)
         if self._micro_batches is not None:
-            num_running, is_decode = len(self._scheduler.running), batch.num_rows == num_samples
+            num_running, is_decode = len(self._scheduler.running), batch.num_rows == len({*batch.sample_rows})
             self._scheduler.used_micro_batches = self._micro_batches.step_done(now, batch.num_rows, num_running, is_decode)
         return decisions
 
@@ -374,34 +372,29 @@ class Engine:
 
     # Ends
 
-    def _append(self, sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> list[Decision]:
-        request = sequence.request
-        if sequence.prefills and request.committed(sequence.choice):  # the client has this token
-            self._scheduler.hold(sequence)
-            return self._offer(request.id)
-        own = () if logprobs is None else (Logprobs(logprobs.token, logprobs.top[: request.params.logprobs]),)
-        index = sequence.num_output_tokens
+    def _append(self, sequence: Sequence, token_ids: ListLike[int], logprobs: ListLike[Logprobs | None]) -> list[Decision]:
+        """Take the tokens that were drawn from the last row of a sequence, one for each of its `choices`."""
+        request, index, decisions = sequence.request, sequence.num_output_tokens, list[Decision]()
         num_cached_tokens = 0 if index else sequence.num_cached_tokens
         of_prompt, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), []
-        decisions: list[Decision] = [
-            Token(request.id, request.attempt, index, (token_id,), sequence.choice, own, sequence.is_degraded, num_cached_tokens, of_prompt)
-        ]
-        sequence.append(token_id)
-        if (reason := sequence.end_reason()) is not None:
-            decisions.append(self._end(sequence, reason))
+        sequence.append(token_ids[0])
+        for choice, token_id, found in zip(sequence.choices, token_ids, logprobs, strict=True):
+            if choice not in sequence.open_choices or (sequence.prefills and request.committed(choice)):
+                continue  # it was cancelled, or the client has this token
+            own = () if found is None else (Logprobs(found.token, found.top[: request.params.logprobs]),)
+            scores = of_prompt if choice == 0 else ()
+            decisions.append(
+                Token(request.id, request.attempt, index, (token_id,), choice, own, sequence.is_degraded, num_cached_tokens, scores)
+            )
+            if (reason := sequence.end_reason(token_id)) is not None:
+                sequence.open_choices.discard(choice)
+                decisions.append(Ended(request.id, request.attempt, reason, None, choice, sequence.num_output_tokens))
+        if not sequence.open_choices:
+            self._end(sequence, "stop")
         elif sequence.prefills:
             self._scheduler.hold(sequence)
-        return decisions + self._offer(request.id)
-
-    def _offer(self, request_id: str) -> list[Decision]:
-        """Offer the KV of a prompt when each choice has its first token: that of the first, as all are the same."""
-        siblings = self._alive.get(request_id, [])
-        if not siblings or any(sequence.state is not SequenceState.HELD for sequence in siblings):
-            return []
-        first, *others = siblings
-        for sequence in others:
-            self._end(sequence, "abort")
-        return [Hold(request_id, first.request.attempt, first.num_prompt_tokens, first.is_degraded)]
+            decisions.append(Hold(request.id, request.attempt, sequence.num_prompt_tokens, sequence.is_degraded))
+        return decisions
 
     def _redo_sequence(self, sequence: Sequence, cause: str) -> list[Decision]:
         """Compute a sequence without finite logits again from its first token: an earlier row may be the reason."""

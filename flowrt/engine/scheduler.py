@@ -16,7 +16,8 @@ Every sequence makes progress, because all rules go by `order` (age):
 - A sequence begins with the pages of the prefix cache that have its tokens, unless the logprobs of its prompt are wanted. Pages that are
   in the cache alone count as free.
 - A sequence whose prompt's KV is elsewhere is admitted like any other, and then pulls it into its pages. It takes part in steps when it has
-  arrived. Its pages, and those that are held for a group, are never taken from it.
+  arrived. Its pages, and those that are held for a group, are never taken from it. It waits for no page meanwhile: docs/kv-transfer.md
+  has the argument why such waits end.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ class Scheduler:
         if sequence.computes_whole_prompt:
             return []
         num_tokens = (sequence.num_prompt_tokens - 1) // self._share_tokens * self._share_tokens
-        with_pages = (SequenceState.PULLING, SequenceState.RUNNING, SequenceState.HELD)
+        with_pages = (SequenceState.PULLING, SequenceState.RUNNING)
         running = [other for other in sequence.siblings if other.state in with_pages] if num_tokens else []
         for other in running:
             if other.num_computed_tokens >= num_tokens:

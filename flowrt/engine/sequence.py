@@ -17,7 +17,8 @@ SequenceState = Enum("SequenceState", ["WAITING", "PULLING", "RUNNING", "HELD", 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One choice of one attempt. `tokens` is the prompt followed by the output; the first `num_computed_tokens` have KV in `pages`.
+    """One choice of one attempt; in a prefill worker all of them, as the last row of a prompt has the logits of each first token. `tokens`
+    is the prompt followed by the output; the first `num_computed_tokens` have KV in `pages`.
 
     WAITING holds no page; the others do until they have ended. PULLING waits for the KV of its prompt from a prefill worker; HELD, in a
     prefill worker, has the KV of its prompt for a group. While `in_step` its rows are being computed by `micro-batch`, and neither its
@@ -31,6 +32,8 @@ class Sequence:
     choice: int = 0
     eos_token_ids: Collection[int] = ()
     siblings: list[Sequence] = field(default_factory=list)  # choices of this attempt that have not ended, itself among them
+    choices: tuple[int, ...] = field(init=False)  # those whose next token is drawn from its last row
+    open_choices: set[int] = field(init=False)  # those that have not ended
     name: str = field(init=False)  # holder of its pages: the request, the attempt, and the choice behind the first
     tokens: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
@@ -57,6 +60,12 @@ class Sequence:
 
     def __post_init__(self) -> None:
         request = self.request
+        self.choices, self.open_choices = (self.choice,), {self.choice}
+        if self.prefills:
+            self.open_choices = {*range(request.params.n)}.difference(request.ended_choices)
+            lacking = [choice for choice in sorted(self.open_choices) if not request.committed(choice)]
+            self.choices = tuple(lacking or [min(self.open_choices)])
+            self.choice = self.choices[0]
         self.name = f"{request.id}/{request.attempt}" + (f"/{self.choice}" if self.choice else "")
         is_first = request.kv is not None and self.choice == min({*range(request.params.n)} - {*request.ended_choices})
         self.kv = request.kv if is_first else None  # the other choices share its pages
@@ -139,8 +148,9 @@ class Sequence:
         if self.output_counts is not None:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
 
-    def end_reason(self) -> FinishReason | None:
-        """The reason why the output ends here, or None. A stop token counts as output."""
-        if self.num_output_tokens and self.tokens[-1] in self.end_token_ids:
+    def end_reason(self, token_id: int | None = None) -> FinishReason | None:
+        """The reason why the output ends here, or None. A stop token counts as output. `token_id`: the latest token, if it is of another
+        one of its choices."""
+        if self.num_output_tokens and (self.tokens[-1] if token_id is None else token_id) in self.end_token_ids:
             return "stop"
         return "length" if self.num_output_tokens >= self.request.max_tokens else None

@@ -42,7 +42,7 @@ def is_offered(siblings: Sequence[TokenSequence], streams: bool) -> bool:
     group, too, and one with several choices.
     """
     first = siblings[0]
-    if not first.prefills or len(siblings) > 1:
+    if not first.prefills:
         return False
     if first.state is SequenceState.HELD:
         return True

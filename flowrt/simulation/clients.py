@@ -25,6 +25,20 @@ async def tokenize_slowly(seams: Seams) -> None:
     await seams.clock.sleep(seams.random.choice((0.0, 0.0, 1e-4, TOKENIZE_SECONDS)))
 
 
+class SimulatedDetokenizer:
+    """Emits one word per token and holds back the space after it."""
+
+    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        text, self._held = f"{self._held}{token_id}", " "
+        return text
+
+    def flush(self) -> str:
+        return ""
+
+
 class DirectClients:
     """Clients that call the gateway as the Python API does. `has_failed`: the run has."""
 

@@ -35,7 +35,7 @@ from flowrt.process_backend import BackendOwner
 from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Cut
 from flowrt.seams import Seams
 from flowrt.simulation.case import Case
-from flowrt.simulation.clients import Clients, DirectClients
+from flowrt.simulation.clients import Clients, DirectClients, SimulatedDetokenizer
 from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.front_ends import FrontEndClients, services_of
@@ -46,6 +46,7 @@ from flowrt.simulation.invariants import falls_back, fastest_clock
 from flowrt.simulation.modelled_time import ModelledTimeChecks
 from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.outages import Outages, holders_of
+from flowrt.simulation.page_waits import circular_waits
 from flowrt.simulation.processes import SimulatedBackend
 from flowrt.simulation.request_log import LauncherLog
 from flowrt.simulation.served import ClientRecord, Served
@@ -351,6 +352,8 @@ class SimulatedRun:
                 raise InvariantError("I8", kept[0])
             if faults := inside.page_faults():
                 raise InvariantError("I3", "; ".join(faults))
+        if circle := circular_waits([each for inside in insides for each in inside.sequences()]):
+            raise InvariantError("I5", f"these wait for pages of each other: {', '.join(circle)}")
         if self._gateway.num_unfinished > self._gateway.admission.max_requests:
             raise InvariantError("I6", f"{self._gateway.num_unfinished} requests are active, {self._gateway.admission.max_requests} may be")
         self._checks.look(insides)
@@ -418,20 +421,6 @@ class SimulatedRun:
         num_kept = 0 if self._log_on_disk is None else len(self._requests._unread)
         if self._gateway.num_unfinished or self._gateway.num_logs != num_kept:
             raise InvariantError("I8", f"the gateway keeps {self._gateway.num_logs} logs when all clients have left")
-
-
-class SimulatedDetokenizer:
-    """Emits one word per token and holds back the space after it."""
-
-    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
-        self._held = ""
-
-    def push(self, token_id: int) -> str:
-        text, self._held = f"{self._held}{token_id}", " "
-        return text
-
-    def flush(self) -> str:
-        return ""
 
 
 async def run_worker(control: Channel, seams: Seams) -> None:

@@ -84,11 +84,14 @@ class Faults:
         return not self._recurring.isdisjoint(self._together(process))
 
     def on_poison(self, process: str, hangs: bool) -> None:
-        """The process computes the poison of the case: it hangs, or ends."""
+        """The process computes the poison of the case: its compute thread hangs for ever, also beyond the end of another fault, or it
+        ends."""
         self._world.num_faults["poisoned"] += 1
         self._recurring.add(process)
         self._poisoned.setdefault(process, self._world.loop.time())
-        if not hangs:
+        if hangs:
+            self._park(thread_of(self._node(process)))
+        else:
             self._world.kill(self._world.processes[process], SEGFAULT)
 
     def begin(self) -> None:

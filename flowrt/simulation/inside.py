@@ -16,6 +16,7 @@ from typing import Any
 
 from flowrt.actors.control import Request
 from flowrt.engine.prefix_cache import HOLDER
+from flowrt.simulation.page_waits import EngineSequence
 from flowrt.simulation.waitables import current_node
 from flowrt.simulation.wrong_results import WrongResults
 
@@ -57,7 +58,7 @@ class WorkerInternals:
 
     def use_exact_model(self, wrong: WrongResults, on_poison: Callable[[str, bool], None]) -> None:
         """Use the exact integer model instead of weights, with wrong results. Call it before the worker loads. `on_poison(process, hangs)`
-        is called when the poison ends the process, and kills it unless it hangs."""
+        is called when the poison ends the process: it kills the process, or stops its compute thread."""
         worker = self._worker
         build, check_process = import_module(EXACT_MODEL).build_exact_nodes, import_module(START_CHECK).check_process
 
@@ -133,8 +134,6 @@ class WorkerInternals:
         compute = getattr(self._worker._compute, "_inner", self._worker._compute)  # of emulated hardware
         hangs = hangs and not compute.is_inline
         compute.never_ends = True
-        if hangs:
-            compute.hang()
         on_poison(self.name, hangs)
 
     def _part(self, name: str) -> Any:
@@ -305,6 +304,22 @@ class WorkerInternals:
         if (claim := scheduler._claim) is not None and claim not in scheduler.running:
             faults.append(f"{claim.name} claims the next free page and does not run")
         return [f"{self.name}: {fault}" for fault in faults]
+
+    def sequences(self) -> list[EngineSequence]:
+        """The sequences of the engine, for circular_waits."""
+        group, engine = self._part("group"), self._engine
+        if engine is None:
+            return []
+        scheduler, offers = engine._scheduler, {} if group._pack is None else group._pack._offers
+        found = []
+        for each in (*scheduler.running, *scheduler.pulling, *scheduler.held, *scheduler.waiting):
+            attempt, offer = (each.request.id, each.request.attempt), None
+            if each.kv is not None:
+                offer = (each.kv.worker, each.kv.incarnation, each.kv.number)
+            elif attempt in offers:
+                offer = (self.name, self._worker.incarnation, offers[attempt].number)
+            found.append(EngineSequence(self.name, attempt, each.name, each.state.name.lower(), offer))
+        return found
 
     def branches(self) -> Counter[str]:
         """Counts of rare branches, which show whether the drawn cases ever reach them."""

@@ -84,10 +84,6 @@ class SimulatedCompute:
     def is_short(self, label: str) -> bool:
         return self._running is None and self._short.get(label, False)
 
-    def hang(self) -> None:
-        """Stop the thread, within a call."""
-        self._loop.park(self._thread)
-
     def run_inline(self, label: str, call: Callable[[], T]) -> T:
         self._begin(label, BOUND_SECONDS)
         self.is_inline = True

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from engine.toy_group import VOCABULARY, request
 
-from flowrt.actors.control import Ended, KvCompleted, KvLost, KvOffer, KvPulled, Request, Token
+from flowrt.actors.control import Ended, KvCompleted, KvLost, KvOffer, KvPulled, Logprobs, Request, Token
 from flowrt.engine.engine import Decision, Engine, StartStep
 from flowrt.engine.transfers import Hold
 from flowrt.graph.settings import GraphLimits
@@ -46,8 +46,6 @@ def test_a_prefilled_prompt_keeps_its_pages_until_the_attempt_is_cancelled() -> 
     assert [(each.pages, each.is_complete) for each in engine.offered_prompts()] == [(tuple(start.batch.page_tables[0]), True)]
     assert (num_free(engine), engine.idle, engine.next_steps()) == (6, False, [])
     assert engine.cancel("a", 1) == []
-    assert engine.cancel("a", 0, choice=0) == [], "its pages are for the group, whatever the client does with a choice"
-    assert num_free(engine) == 6
     assert [type(each) for each in engine.cancel("a", 0)] == [Ended]
     assert (num_free(engine), engine.idle) == (8, True)
 
@@ -65,37 +63,85 @@ def test_held_prompts_stand_in_the_way_of_no_step_but_of_pages() -> None:
     assert start.batch.sequence_names == ["c/0"]
 
 
-def test_each_choice_gets_its_first_token_and_one_keeps_the_prompt() -> None:
+def test_a_prompt_is_computed_once_for_all_its_choices() -> None:
+    """The logits of its last row are those of each first token."""
     engine = new_engine()
-    engine.submit(prefill_of(request("a", range(6), n=3)))
-    _, decisions = step(engine, 10)
-    assert decisions == [Token("a", 0, 0, (10,))]
-    start, decisions = step(engine, 11, 12)
-    assert [each.choice for each in decisions if isinstance(each, Token)] == [1, 2]
-    assert isinstance(decisions[-1], Hold)
-    assert start.batch.query_lengths == [2, 2], "the whole page is shared"
-    assert num_free(engine) == 6
+    engine.submit(prefill_of(request("a", range(6), n=3, logprobs=1)))
+    (start,) = engine.next_steps()
+    assert (start.batch.num_rows, start.batch.sample_rows) == (6, [5, 5, 5])
+    assert [(each.choice, each.token_index) for each in start.batch.samples] == [(0, 0), (1, 0), (2, 0)]
+    logprobs = [Logprobs(-float(choice), ((choice, -1.0),)) for choice in range(3)]
+    *tokens, hold = engine.step_done(0, start.step, (10, 11, 12), logprobs)
+    assert tokens == [Token("a", 0, 0, (10 + choice,), choice, (logprobs[choice],)) for choice in range(3)]
+    assert (hold, num_free(engine)) == (Hold("a", 0, 6, False), 6)
+
+
+@pytest.mark.parametrize("num_tokens", [24, 32])
+def test_a_prompt_that_fills_all_pages_is_prefilled_for_several_choices(num_tokens: int) -> None:
+    """No choice may hold pages that another one of its request waits for."""
+    engine = new_engine(chunk_tokens=16)  # strict: less than a chunk is not shared
+    engine.submit(prefill_of(request("a", range(num_tokens), n=3)))
+    step(engine)
+    *_, hold = step(engine, 1, 2, 3)[1]
+    assert isinstance(hold, Hold)
+
+
+def test_prompts_of_several_choices_do_not_wait_for_each_other() -> None:
+    engine = new_engine()
+    for name, first in (("a", 0), ("b", 40)):
+        engine.submit(prefill_of(request(name, range(first, first + 13), n=2)))  # 4 of 8 pages each
+    (start,) = engine.next_steps()
+    decisions = engine.step_done(0, start.step, (1, 2))
+    decisions += step(engine, 3, 4)[1]
+    assert [each.request_id for each in decisions if isinstance(each, Hold)] == ["a", "b"]
 
 
 def test_first_tokens_that_end_all_choices_leave_nothing() -> None:
     engine = new_engine()
     engine.submit(prefill_of(request("a", range(6), n=2, stop_token_ids=(9,))))
-    step(engine, 9)
-    _, decisions = step(engine, 9)
-    assert [each.reason for each in decisions if isinstance(each, Ended)] == ["stop"]
-    assert (num_free(engine), engine.idle) == (8, True)
+    _, decisions = step(engine, 9, 9)
+    ends = [each for each in decisions if isinstance(each, Ended)]
+    assert ends == [Ended("a", 0, "stop", None, choice, 1) for choice in (0, 1)]
+    assert (len(decisions), num_free(engine), engine.idle) == (4, 8, True)
 
 
-def test_the_end_of_the_last_choice_lets_the_others_be_offered() -> None:
+def test_a_first_token_ends_its_choice_alone() -> None:
+    engine = new_engine()
+    engine.submit(prefill_of(request("a", range(6), n=2, stop_token_ids=(9,))))
+    _, decisions = step(engine, 9, 8)
+    assert [each.choice for each in decisions if isinstance(each, Ended)] == [0]
+    assert isinstance(decisions[-1], Hold)
+
+
+def test_a_choice_without_finite_logits_computes_the_prompt_again_once() -> None:
     engine = new_engine()
     engine.submit(prefill_of(request("a", range(6), n=2)))
-    step(engine, 1)
+    assert step(engine, 5, -1)[1] == []
+    assert num_free(engine) == 8
+    assert [type(each) for each in step(engine, 5, 6)[1]] == [Token, Token, Hold]
+
+
+@pytest.mark.parametrize("moment", ["waiting", "in a step", "held"])
+def test_the_end_of_the_last_choice_ends_the_attempt_of_a_prompt(moment: str) -> None:
+    engine = new_engine()
+    engine.submit(prefill_of(request("a", range(6), n=3, ended_choices=(1,))))
+    if moment != "waiting":
+        (start,) = engine.next_steps()
+    if moment == "held":
+        engine.step_done(0, start.step, (5, 6))
+    assert engine.cancel("a", 0, choice=1) == engine.cancel("a", 0, choice=0) == []
+    assert [type(each) for each in engine.cancel("a", 0, choice=2)] == [Ended]
+    if moment == "in a step":
+        assert engine.step_done(0, start.step, (5, 6)) == []
+    assert (num_free(engine), engine.idle, engine.next_steps()) == (8, True, [])
+
+
+def test_a_choice_that_is_stopped_in_the_step_of_its_prompt_gets_no_token() -> None:
+    engine = new_engine()
+    engine.submit(prefill_of(request("a", range(6), n=2)))
     (start,) = engine.next_steps()
-    engine.step_done(start.micro_batch, start.step, (2,))
-    engine = new_engine()
-    engine.submit(prefill_of(request("a", range(6), n=2)))
-    step(engine, 1)
-    assert any(isinstance(each, Hold) for each in engine.cancel("a", 0, choice=1))
+    engine.cancel("a", 0, choice=0)
+    assert engine.step_done(0, start.step, (5, 6)) == [Token("a", 0, 0, (6,), 1), Hold("a", 0, 6, False)]
 
 
 def test_a_choice_with_tokens_is_prefilled_without_another() -> None:
@@ -113,7 +159,7 @@ def test_a_choice_with_tokens_keeps_the_prompt_when_the_others_end() -> None:
     engine = new_engine()
     resumed = request("a", range(6), n=3, stop_token_ids=(9,), attempt=1, committed_token_ids=((5, 6), (), (7,)))
     engine.submit(prefill_of(resumed))
-    decisions = [*step(engine, 77)[1], *step(engine, 9)[1]]
+    _, decisions = step(engine, 9)
     assert [each.choice for each in decisions if isinstance(each, Token)] == [1]
     assert [each.choice for each in decisions if isinstance(each, Ended)] == [1]
     assert [(each.attempt, each.num_tokens) for each in decisions if isinstance(each, Hold)] == [(1, 6)]
@@ -253,8 +299,8 @@ def test_prompts_that_are_offered_when_they_are_complete(which: str) -> None:
         step(engine, -1)
     (start,) = engine.next_steps()
     assert engine.offered_prompts() == []
-    engine.step_done(start.micro_batch, start.step, (42,))
-    assert len(engine.offered_prompts()) == (which != "choices")
+    engine.step_done(start.micro_batch, start.step, (42, 43) if which == "choices" else (42,))
+    assert [each.is_complete for each in engine.offered_prompts()] == [True]
 
 
 def streaming(each: Request) -> Request:

@@ -14,6 +14,7 @@ from simulation.planted_front_ends import FRONT_END_BUGS
 from simulation.planted_groups import GROUP_BUGS
 from simulation.planted_hosts import HOST_BUGS
 from simulation.planted_modelled import MODELLED_BUGS
+from simulation.planted_page_waits import PAGE_WAIT_BUGS
 from simulation.planted_prefixes import PREFIX_BUGS
 from simulation.planted_request_log import REQUEST_LOG_BUGS
 from simulation.planted_standby import STANDBY_BUGS
@@ -85,6 +86,7 @@ BUGS: tuple[Bug, ...] = (
     *with_graphs("composed", COMPOSED_BUGS),
     *with_graphs("trampoline.yaml", TRAMPOLINE_BUGS),
     *with_graphs("prefill.yaml", TRANSFER_BUGS),
+    *with_graphs("few_pages", PAGE_WAIT_BUGS),
     *with_graphs("emulated.yaml", MODELLED_BUGS),
     *PREFIX_BUGS,
     # tags and matching
@@ -400,7 +402,7 @@ BUGS: tuple[Bug, ...] = (
     bug("rollback-commits", "a rollback keeps the rows of the dropped step as computed", (
         ENGINE, "Engine.roll_back", "sequence.in_step = False", "sequence.in_step = False\n            sequence.num_computed_tokens += max(0, min(_, sequence.num_missing_tokens - 1))")),
     bug("token-to-the-next", "tokens of a step go to the wrong sequences when one of them got none", (
-        ENGINE, "Engine.step_done", "next(tokens) if produces_token(sequence, num_rows) else None", "next(tokens, None)")),
+        ENGINE, "Engine.step_done", " if produces_token(sequence, num_rows) else []", "")),
     bug("chunk-miscounted", "a chunk counts one row less than it had", (
         ENGINE, "Engine.step_done", "sequence.num_computed_tokens += num_rows", "sequence.num_computed_tokens += max(1, num_rows - 1)")),
     bug("noise-repeats", "the noise of a draw does not depend on the token index", (
@@ -408,7 +410,7 @@ BUGS: tuple[Bug, ...] = (
     bug("replay-misplaced", "rows of output that are replayed together all stand at the place of the last one", (
         BATCH, "build_batch", "batch.kv_lengths.append(kv_length)", "batch.kv_lengths.append(end)")),
     bug("choices-alike", "all choices draw with the first one's noise", (
-        BATCH, "build_batch", "sequence.choice", "0")),
+        BATCH, "build_batch", "choice, sequence.output_counts", "0, sequence.output_counts")),
     bug("penalties-behind", "penalties do not count the output tokens", (
         SEQUENCE, "Sequence.append", "self.output_counts.get(token_id, 0) + 1", "self.output_counts.get(token_id, 0)")),
     bug("stop-too-early", "min_tokens does not hold stop tokens back", (

@@ -38,8 +38,6 @@ TRANSFER_BUGS: tuple[Bug, ...] = (
         GATEWAY, "Gateway._move", "decisions = self._cancel(log, but)", "decisions = []")),
     bug("loss-before-blame", "KV that is lost while its prompt is computed begins an attempt elsewhere, before the prefill worker's end arrives", (
         STAGES, "Stages.lose_kv", "self._stage(log) is self._prefill", "False")),
-    bug("offered-after-one-choice", "a prompt is offered when its first choice has a token", (
-        ENGINE, "Engine._offer", "any((sequence.state is not SequenceState.HELD for sequence in siblings))", "siblings[0].state is not SequenceState.HELD")),
     bug("first-token-forgotten", "a group is not told the tokens of the prefill worker", (
         REQUEST_LOG, "request_of", "if log.attempt or log.kv else ()", "if log.attempt else ()")),
     bug("first-token-skipped", "a group takes the first token for one whose KV it has pulled", (
