@@ -86,11 +86,11 @@ class ArgumentError(UserError, TypeError, ValueError):
 
 class TokenizerError(UserError, ValueError):
     """A model directory cannot tokenize or render text. The message names the file and what to do. `is_too_long`: the text has more tokens
-    than the graph can hold. `is_unavailable`: no text can be tokenized now, whatever it is."""
+    than the graph can hold. `is_unavailable`: no text can be tokenized now, whatever it is. `param`: the part of a chat that is wrong."""
 
-    def __init__(self, text: str, *, is_too_long: bool = False, is_unavailable: bool = False) -> None:
+    def __init__(self, text: str, *, is_too_long: bool = False, is_unavailable: bool = False, param: str | None = None) -> None:
         super().__init__(text)
-        self.is_too_long, self.is_unavailable = is_too_long, is_unavailable
+        self.is_too_long, self.is_unavailable, self.param = is_too_long, is_unavailable, param
 
 
 class GraphError(UserError):

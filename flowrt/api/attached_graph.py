@@ -9,11 +9,11 @@ from typing import Any, Unpack
 import msgspec
 
 from flowrt.actors.control import Logprobs
-from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt
+from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, RequestKeywords, TextPrompt, checked_prompt, split_keywords
 from flowrt.errors import NotRunningError
 from flowrt.gateway.completion import Completion
 from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
-from flowrt.sampling_params import FinishReason, SamplingKeywords, SamplingParams, checked_params
+from flowrt.sampling_params import FinishReason, SamplingParams, checked_params
 from flowrt.serving.graph_status import GraphStatus
 from flowrt.serving.run_folder import Description, find_graph
 from flowrt.serving.socket_client import SocketClient, new_client
@@ -48,13 +48,13 @@ class AttachedGraph:
         params: SamplingParams | None = None,
         *,
         messages: Messages | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **keywords: Unpack[RequestKeywords],
     ) -> Completion:
         """Submit one request and return its whole output, as RunningGraph.complete.
 
         completion = await graph.complete("What is 1 + 2?", max_tokens=8)
         """
-        request = self.request(prompt, params, messages=messages, **sampling)
+        request = self.request(prompt, params, messages=messages, **keywords)
         events = [event async for event in request.events()]
         return Completion.of(request.prompt_token_ids, events)
 
@@ -64,14 +64,14 @@ class AttachedGraph:
         params: SamplingParams | None = None,
         *,
         messages: Messages | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **keywords: Unpack[RequestKeywords],
     ) -> AsyncGenerator[ClientEvent, None]:
         """Submit a request and yield its events, as RunningGraph.generate. Closing it early cancels the request.
 
         async for event in graph.generate("What is 1 + 2?", max_tokens=8):
             print(event.text, end="")
         """
-        async with aclosing(self.request(prompt, params, messages=messages, **sampling).events()) as events:
+        async with aclosing(self.request(prompt, params, messages=messages, **keywords).events()) as events:
             async for event in events:
                 yield event
 
@@ -81,10 +81,11 @@ class AttachedGraph:
         params: SamplingParams | None = None,
         *,
         messages: Messages | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **keywords: Unpack[RequestKeywords],
     ) -> AttachedRequest:
         """A request that begins when its `events` are read. The arguments are those of `complete`."""
-        return AttachedRequest(self._client, checked_prompt(prompt, messages), checked_params(params, sampling))
+        sampling, chat = split_keywords(keywords)
+        return AttachedRequest(self._client, checked_prompt(prompt, messages, chat=chat), checked_params(params, sampling))
 
     async def status(self) -> GraphStatus:
         """The state of the graph, and of each of its processes.
@@ -138,7 +139,7 @@ class AttachedRequest:
             return "/v1/completions", body | {"prompt": self._prompt.content}
         if logprobs is not None:
             body |= {"logprobs": True, "top_logprobs": logprobs}
-        return "/v1/chat/completions", body | {"messages": self._prompt.content}
+        return "/v1/chat/completions", body | self._prompt.content.fields
 
     def _of_chunk(self, chunk: dict[str, Any]) -> Iterator[ClientEvent]:
         """One event per token; the text of a chunk comes with its last token."""

@@ -11,20 +11,20 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, cast
 
 from flowrt.actors.control import Statistics
-from flowrt.api.arguments import Messages, Prompt, checked_prompts
+from flowrt.api.arguments import Messages, Prompt, RequestKeywords, checked_prompts, split_keywords
 from flowrt.api.opening import open_graph
 from flowrt.api.running_graph import RunningGraph
 from flowrt.gateway.completion import Completion
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.reliability.health import STALL_SECONDS, Health
-from flowrt.sampling_params import SamplingKeywords, SamplingParams, checked_params
+from flowrt.sampling_params import SamplingParams, checked_params
 from flowrt.seams import LoopThread
 
-_Request = tuple[Prompt | None, SamplingParams | None, Messages | None, SamplingKeywords]
+_Request = tuple[Prompt | None, SamplingParams | None, Messages | None, RequestKeywords]
 
 
 def start(
@@ -86,26 +86,29 @@ class BlockingGraph:
         params: SamplingParams | None = None,
         *,
         messages: Messages | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **keywords: Unpack[RequestKeywords],
     ) -> Completion:
         """Submit one request and return its whole output, as RunningGraph.complete. Waits while too many requests are active.
 
         llm.complete("What is 1 + 2?", max_tokens=8).text
         llm.complete(messages=[{"role": "user", "content": "What is 1 + 2?"}], temperature=0.7).text
         """
-        return self._thread.run(self._complete, prompt, params, messages, sampling)
+        return self._thread.run(self._complete, prompt, params, messages, keywords)
 
-    def generate(self, prompts: Any, params: SamplingParams | None = None, **sampling: Unpack[SamplingKeywords]) -> list[Completion]:
+    def generate(self, prompts: Any, params: SamplingParams | None = None, **keywords: Unpack[RequestKeywords]) -> list[Completion]:
         """Submit all prompts at once and return their completions in the same order.
 
-        `prompts`: a text, a list of token ids, a list of messages, or a sequence of these. `params` or `sampling`: see SamplingParams.
+        `prompts`: a text, a list of token ids, a list of messages, or a sequence of these. `params` or `keywords`: as `complete`.
         Raises as `complete`.
 
             for completion in llm.generate(["What is 1 + 2?", "Count from 3 to 11"], max_tokens=40):
                 print(completion.text)
         """
-        checked = checked_params(params, sampling)
-        return self._thread.run(self._complete_all, [(prompt, checked, messages, {}) for prompt, messages in checked_prompts(prompts)])
+        sampling, chat = split_keywords(keywords)
+        checked, requests = checked_params(params, sampling), checked_prompts(prompts, chat)
+        return self._thread.run(
+            self._complete_all, [(prompt, checked, messages, cast(RequestKeywords, chat)) for prompt, messages in requests]
+        )
 
     def call(self, **tensors: Any) -> Any:
         """Send one tensor per input through a graph of your own. Returns the output tensor, or a dict of them when there are several.
@@ -139,10 +142,10 @@ class BlockingGraph:
         self._thread.close(at_once)
 
     async def _complete(
-        self, prompt: Prompt | None, params: SamplingParams | None, messages: Messages | None, sampling: SamplingKeywords
+        self, prompt: Prompt | None, params: SamplingParams | None, messages: Messages | None, keywords: RequestKeywords
     ) -> Completion:
         async with self._slots:
-            return await self._graph.complete(prompt, params, messages=messages, **sampling)
+            return await self._graph.complete(prompt, params, messages=messages, **keywords)
 
     async def _complete_all(self, requests: Iterable[_Request]) -> list[Completion]:
         return list(await asyncio.gather(*(self._complete(*request) for request in requests)))
@@ -162,19 +165,20 @@ def generate(
     *,
     overrides: Sequence[str] = (),
     model: Path | str | None = None,
-    **sampling: Unpack[SamplingKeywords],
+    **keywords: Unpack[RequestKeywords],
 ) -> list[Completion]:
     """Start the graph, answer all prompts, stop the graph: the completions are in the order of the prompts.
 
-    `graph`, `overrides` and `model` are those of `flowrt.open`; `prompts`, `params` and `sampling` those of BlockingGraph.generate.
+    `graph`, `overrides` and `model` are those of `flowrt.open`; `prompts`, `params` and `keywords` those of BlockingGraph.generate.
     All prompts are submitted at once, up to the gateway's limit. Raises as `flowrt.start`; for wrong arguments before anything starts.
 
         for completion in flowrt.generate("graph.yaml", ["What is 1 + 2?", "Count from 3 to 11"], max_tokens=40):
             print(completion.text)
     """
-    checked, requests = checked_params(params, sampling), checked_prompts(prompts)
+    sampling, chat = split_keywords(keywords)
+    checked, requests = checked_params(params, sampling), checked_prompts(prompts, chat)
     opened = open_graph(graph, overrides=overrides, model=model)
     if any(messages is not None or isinstance(prompt, str) for prompt, messages in requests):
         opened.require_tokenizer()
     with BlockingGraph(opened) as running:
-        return running.generate(prompts, checked)
+        return running.generate(prompts, checked, **chat)

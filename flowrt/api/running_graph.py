@@ -16,7 +16,7 @@ from typing import Any, Self, Unpack
 
 from flowrt.actors.control import Control, Statistics, TraceRecords
 from flowrt.actors.emulated_links import check_machine
-from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, TextPrompt, checked_prompt, each_input
+from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, RequestKeywords, TextPrompt, checked_prompt, each_input, split_keywords
 from flowrt.api.model_gateway import new_gateway
 from flowrt.api.opened_model import open_model
 from flowrt.api.request_log import open_request_log
@@ -35,7 +35,7 @@ from flowrt.launcher.launcher import Launcher
 from flowrt.launcher.served_requests import ServedRequests
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.reliability.health import STALL_SECONDS, Health
-from flowrt.sampling_params import SamplingKeywords, SamplingParams, checked_params
+from flowrt.sampling_params import SamplingParams, checked_params
 from flowrt.seams import Seams
 from flowrt.serving.front_end_settings import ServeOptions
 from flowrt.serving.tokenizer import Tokenizer
@@ -182,7 +182,7 @@ class RunningGraph:
         params: SamplingParams | None = None,
         *,
         messages: Messages | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **keywords: Unpack[RequestKeywords],
     ) -> AsyncGenerator[ClientEvent, None]:
         """Submit a request and yield its events; the arguments and errors are those of `complete`. Closing it early cancels the request.
 
@@ -191,7 +191,7 @@ class RunningGraph:
             async for event in graph.generate("What is 1 + 2?", max_tokens=8):
                 print(event.text, end="")
         """
-        return self._generate(*self._checked(prompt, params, messages, sampling))
+        return self._generate(*self._checked(prompt, params, messages, keywords))
 
     async def submit(
         self,
@@ -199,7 +199,7 @@ class RunningGraph:
         params: SamplingParams | None = None,
         *,
         messages: Messages | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **keywords: Unpack[RequestKeywords],
     ) -> int:
         """Submit a request and return its number for `follow`; the arguments and errors are those of `complete`.
 
@@ -208,7 +208,7 @@ class RunningGraph:
             number = await graph.submit("What is 1 + 2?", max_tokens=8)
             events = [event async for event in graph.follow(number)]
         """
-        return await self._submit(*self._checked(prompt, params, messages, sampling))
+        return await self._submit(*self._checked(prompt, params, messages, keywords))
 
     def prompt_token_ids(self, index: int) -> tuple[int, ...]:
         """The prompt token ids of the submitted request with this number; empty when it has none. UserError after it was followed.
@@ -234,12 +234,13 @@ class RunningGraph:
         params: SamplingParams | None = None,
         *,
         messages: Messages | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **keywords: Unpack[RequestKeywords],
     ) -> Completion:
         """Submit a request and return its whole output.
 
         prompt: text, or token ids.
         messages: instead of a prompt, a chat in the form of OpenAI's API ({"role", "content"} each); the model's chat template renders it.
+            Keywords beside it: tools, documents, add_generation_prompt, continue_final_message; chat_template_kwargs has further names.
         params: a SamplingParams; or write its parameters as keywords (max_tokens, temperature, ...).
 
         Raises ArgumentError for wrong arguments, TokenizerError for a text when the model has no tokenizer, WorkerDiedError when a death
@@ -248,7 +249,7 @@ class RunningGraph:
             completion = await graph.complete("What is 1 + 2?", max_tokens=8)
             completion = await graph.complete(messages=[{"role": "user", "content": "Hello"}], temperature=0.7)
         """
-        index = await self.submit(prompt, params, messages=messages, **sampling)
+        index = await self.submit(prompt, params, messages=messages, **keywords)
         prompt_token_ids = self.prompt_token_ids(index)
         return Completion.of(prompt_token_ids, [event async for event in self.follow(index)])
 
@@ -371,10 +372,11 @@ class RunningGraph:
         return self._requests
 
     def _checked(
-        self, prompt: Prompt | None, params: SamplingParams | None, messages: Messages | None, sampling: SamplingKeywords
+        self, prompt: Prompt | None, params: SamplingParams | None, messages: Messages | None, keywords: RequestKeywords
     ) -> tuple[CheckedPrompt, SamplingParams]:
         self._of_model()
-        checked = checked_prompt(prompt, messages, self._max_prompt_tokens())
+        sampling, chat = split_keywords(keywords)
+        checked = checked_prompt(prompt, messages, self._max_prompt_tokens(), chat)
         if isinstance(checked, TextPrompt):
             self.require_tokenizer()
         return checked, checked_params(params, sampling)

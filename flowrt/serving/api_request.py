@@ -12,7 +12,7 @@ from typing import Any
 
 from flowrt.errors import shown
 from flowrt.sampling_params import MAX_CHOICES, PARAMETER_TYPES, SamplingParams, checked_value
-from flowrt.serving.api_errors import UNSUPPORTED, ApiError
+from flowrt.serving.chat import Chat
 from flowrt.serving.json_body import Fields, Prompt, invalid
 
 DEFAULT_COMPLETION_TOKENS = 16  # as of OpenAI's API
@@ -21,16 +21,20 @@ _SAMPLING = tuple(name for name in PARAMETER_TYPES if name not in ("max_tokens",
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """`prompts`: texts, token ids or, of a chat, the messages. `params.logprobs` None: none are returned. `has_token_ids`: the response has
-    those of the prompt and of each choice. `names_token_ids`: tokens of logprobs are written as "token_id:5" instead of their text.
-    `has_prompt_logprobs`: the response has the field `prompt_logprobs`. `max_tokens_name`: the field that has max_tokens. `omits_output`:
-    max_tokens was 0; one token is computed, and the response has none."""
+    """`prompts`: texts, token ids or, of a chat, one Chat. `tools`: those of the chat. `params.logprobs` None: none are returned.
+    `has_continuous_usage`: each chunk of a stream has the usage so far. `has_token_ids`: the response has those of the prompt and of each
+    choice. `names_token_ids`: tokens of logprobs are written as "token_id:5" instead of their text. `has_prompt_logprobs`: the response has
+    the field `prompt_logprobs`. `max_tokens_name`: the field that has max_tokens. `omits_output`: max_tokens was 0; one token is computed,
+    and the response has none."""
 
     is_chat: bool
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     is_stream: bool = False
     includes_usage: bool = False
+    has_continuous_usage: bool = False
+    add_special_tokens: bool = True
+    tools: list[dict[str, Any]] | None = None
     echo: bool = False
     has_token_ids: bool = False
     names_token_ids: bool = False
@@ -61,15 +65,15 @@ def read_chat_request(body: bytes, model: str) -> CompletionRequest:
     """Raises ApiError."""
     fields = Fields(body)
     fields.check_model(model)
-    messages = fields.take_messages()
-    if not messages:
+    chat = fields.take_chat()
+    if chat is None:
         raise invalid("messages", "must be a list of messages, such as {'role': 'user', 'content': 'Hello'}")
     has_logprobs = fields.take_bool("logprobs")
     top_logprobs = fields.take_checked("top_logprobs", lambda value: checked_value("logprobs", value))
-    if top_logprobs is not None and not has_logprobs:
+    if top_logprobs and not has_logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     logprobs = (top_logprobs or 0) if has_logprobs else None
-    return _finish(fields, True, messages, logprobs, None)
+    return _finish(fields, True, (chat,), logprobs, None)
 
 
 def read_completion_request(body: bytes, model: str) -> CompletionRequest:
@@ -101,11 +105,12 @@ def _finish(
         raise invalid("max_completion_tokens", f"is {newer} and max_tokens is {longest}; give one of them")
     max_tokens = longest if newer is None else newer
     is_stream = fields.take_bool("stream")
-    includes_usage = _read_stream_options(fields.take("stream_options"), is_stream)
+    includes_usage, has_continuous_usage = _read_stream_options(fields.take("stream_options"), is_stream)
     echo = False if is_chat else fields.take_bool("echo")
     of_prompt = fields.take_checked("prompt_logprobs", lambda value: checked_value("prompt_logprobs", value))
     if echo and None not in (logprobs, of_prompt) and logprobs != of_prompt:
         raise invalid("prompt_logprobs", f"is {of_prompt} and logprobs, which with echo are those of the prompt too, is {logprobs}")
+    add_special_tokens = fields.take_bool("add_special_tokens", not is_chat)
     has_token_ids, names_token_ids = fields.take_bool("return_token_ids"), fields.take_bool("return_tokens_as_token_ids")
     fields.refuse_rest()
     if max_tokens is None and "max_tokens" not in fields.nulls:  # null: what fits, as in vLLM
@@ -123,6 +128,9 @@ def _finish(
         params=params,
         is_stream=is_stream,
         includes_usage=includes_usage,
+        has_continuous_usage=has_continuous_usage,
+        add_special_tokens=add_special_tokens,
+        tools=prompts[0].tools if isinstance(prompts[0], Chat) else None,
         echo=echo,
         has_token_ids=has_token_ids,
         names_token_ids=names_token_ids,
@@ -137,17 +145,22 @@ def _is_zero(value: Any) -> bool:
 
 
 def _checked(name: str, value: Any) -> Any:
-    return checked_value(name, 0 if name == "top_k" and value == -1 else value)  # -1: off, as vLLM's clients send it
+    """-1 is off, as clients send it."""
+    if value == -1 and type(value) is int and name in ("top_k", "seed"):
+        return None
+    return checked_value(name, value)
 
 
-def _read_stream_options(options: Any, is_stream: bool) -> bool:
-    if options is None:
-        return False
-    if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
-        raise ApiError(UNSUPPORTED, "stream_options may hold include_usage only", "stream_options")
-    if not is_stream:
+def _read_stream_options(options: Any, is_stream: bool) -> tuple[bool, bool]:
+    """include_usage and continuous_usage_stats, which without the first has no effect, as in vLLM. Other keys ask for no other output."""
+    if not isinstance(options, dict | None):
+        raise invalid("stream_options", f"is {shown(options)}, it must be an object")
+    values = []
+    for name in ("include_usage", "continuous_usage_stats"):
+        value = (options or {}).get(name)
+        if not isinstance(value, bool | None):
+            raise invalid(f"stream_options.{name}", f"is {shown(value)}, it must be true or false")
+        values.append(bool(value))
+    if any(values) and not is_stream:
         raise invalid("stream_options", "needs stream: true")
-    include = options.get("include_usage", False)
-    if not isinstance(include, bool):
-        raise invalid("stream_options", f"has include_usage {shown(include)}, it must be true or false")
-    return include
+    return values[0], all(values)

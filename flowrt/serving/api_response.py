@@ -57,10 +57,12 @@ class ResponseBuilder:
         self._chunk = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}", "object": kind, "created": created, "model": model}
         self._whole = self._chunk | {"object": kind.removesuffix(".chunk")}
         self._no_usage: dict[str, Any] = {"usage": None} if request.includes_usage else {}
+        self._num_tokens: dict[int, tuple[int, int]] = {}  # by choice: of the prompt, and of the output so far
         self._positions: dict[int, TextPosition] = {}  # by choice: of its next token, if it has logprobs
 
     def first_chunk(self, choice: int, prompt: PromptOutput) -> bytes:
         """Of each choice of a stream: its role, and what the response has of its prompt; b"" for none."""
+        self._num_tokens[choice] = len(prompt.token_ids), 0
         logprobs, of_prompt = self._echoed_logprobs(choice, prompt), self._of_prompt(choice, prompt)
         if self._is_chat:
             return self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None, of_prompt)
@@ -69,6 +71,8 @@ class ResponseBuilder:
 
     def chunk(self, piece: TextPiece) -> bytes:
         """b"" for a piece with nothing to show."""
+        num_prompt_tokens, num_tokens = self._num_tokens[piece.choice]
+        self._num_tokens[piece.choice] = num_prompt_tokens, num_tokens + len(piece.token_ids)
         if not (piece.text or piece.logprobs or piece.finish_reason or self._request.has_token_ids):
             return b""
         if self._is_chat:
@@ -96,7 +100,8 @@ class ResponseBuilder:
 
     def _event(self, choice: int, fields: dict[str, Any], piece: TextPiece | None, of_prompt: dict[str, Any] | None = None) -> bytes:
         own = _choice(choice, fields | self._token_ids(piece), piece)
-        chunk: dict[str, Any] = self._chunk | {"choices": [own]} | self._no_usage
+        usage = {"usage": Usage(*self._num_tokens[choice]).as_json()} if self._request.has_continuous_usage else self._no_usage
+        chunk: dict[str, Any] = self._chunk | {"choices": [own]} | usage
         (chunk if self._is_chat else own).update(of_prompt or {})
         return event(chunk)
 

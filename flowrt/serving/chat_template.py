@@ -1,17 +1,205 @@
-"""Renders chat templates in a sandbox, with the names and tags that transformers gives them."""
+"""Renders chat templates in a sandbox, with the names and tags that transformers gives them.
+
+A template is not trusted, and it may leave out what it does not know. So each conversation is rendered a second time with a mark in each
+message: a message whose mark is missing, and without which the text is the same, is an error.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from flowrt.serving.chat import TEXT_PARTS, Chat, ChatError
+
+Message = dict[str, Any]
+_KNOWN_ROLES = frozenset({"system", "user", "assistant", "tool", "function"})
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first, those of gpt-oss the second
+_CALLS = ("tool_calls", "function_call")
+_MAX_SUSPECTS = 4
+_MARK = re.compile(r"qzx(\d+)xzq")
+_PART_MARK = "qzxpartxzq"  # a key of each part: it is in the text if a template writes a list as it is
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class ChatTemplate:
+    """A compiled template. Raises what jinja2 raises for one that is wrong."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+            "dict": _Dict(),
+            "namespace": _Namespace,
+        }
+        self._template, self._special_tokens = environment.from_string(source), special_tokens
+        constants = {each.value for each in environment.parse(source).find_all(nodes.Const) if isinstance(each.value, str)}
+        self._knows_developer = "developer" in constants
+
+    def render(self, chat: Chat) -> str:
+        """The text of a conversation. Raises ChatError for a message that the template leaves out, and whatever the template raises."""
+        if chat.continue_final_message and not chat.messages[-1].get("content"):
+            raise ChatError(f"messages[{len(chat.messages) - 1}].content", "is missing, so that it cannot be continued")
+        messages, lost = self._choose_form(chat, [self._prepared(message) for message in chat.messages])
+        if chat.continue_final_message:
+            return _cut_tag(self._render(chat, [*messages[:-1], _with_text(messages[-1], lambda text: text + _TAG)]), messages[-1])
+        text = self._render(chat, messages)
+        for index in lost:
+            self._check_lost(chat, messages, index, text)
+        return text
+
+    def _choose_form(self, chat: Chat, messages: list[Message]) -> tuple[list[Message], list[int]]:
+        """The messages with contents of the kind that the template takes, as they are or else as texts or as lists of parts; and the
+        positions of those that it seems to leave out."""
+        best: tuple[list[Message], list[int]] | None = None
+        for form in _forms(messages):
+            try:
+                marked = self._render(chat, [_marked(message, index) for index, message in enumerate(form)])
+            except Exception:  # the template fails in any way that a program can
+                continue
+            if _PART_MARK in marked:
+                continue
+            found = {int(index) for index in _MARK.findall(marked)}
+            lost = [index for index, message in enumerate(form) if index not in found and _has_mark(message)]
+            if not lost:
+                return form, []
+            if best is None or len(lost) < len(best[1]):
+                best = form, lost
+        if best is None:
+            return next(form for form in _forms(messages) if not _has_list(form)), []
+        roles = {best[0][index]["role"]: index for index in reversed(best[1])}  # the first of each role
+        suspects = sorted(index for role, index in roles.items() if not (role in _KNOWN_ROLES and self._drops_earlier_messages))
+        return best[0], suspects[:_MAX_SUSPECTS]
+
+    def _check_lost(self, chat: Chat, messages: list[Message], index: int, text: str) -> None:
+        """Raise ChatError if `text` does not depend on this message."""
+        message = messages[index]
+        calls = next((name for name in _CALLS if message.get(name)), None)
+        changed = _marked(message, index) if calls is None else {name: value for name, value in message.items() if name not in _CALLS}
+        try:
+            is_same = self._render(chat, [*messages[:index], changed, *messages[index + 1 :]]) == text
+        except Exception:
+            return
+        if is_same:
+            where = f"messages[{index}]" if calls is None else f"messages[{index}].{calls}"
+            role = shown_role(message["role"])
+            raise ChatError(where, f"of role {role} leaves no trace in the text: the chat template of the model does not take it there")
+
+    @cached_property
+    def _drops_earlier_messages(self) -> bool:
+        """Whether the template drops all messages but the last, whatever their role."""
+        user = [{"role": "user", "content": mark} for mark in ("qzx0xzq", "qzx2xzq")]
+        messages = [user[0], {"role": "assistant", "content": "qzx1xzq"}, user[1]]
+        try:
+            return _MARK.findall(self._render(Chat([]), messages)) in ([], ["2"])
+        except Exception:
+            return False
+
+    def _render(self, chat: Chat, messages: list[Message]) -> str:
+        names = {"tools": chat.tools or None, "documents": chat.documents or None, "add_generation_prompt": chat.add_generation_prompt}
+        return self._template.render(dict(self._special_tokens) | chat.kwargs | names | {"messages": messages})
+
+    def _prepared(self, message: Mapping[str, Any]) -> Message:
+        """A message as transformers passes it, with what OpenAI's API alone has in the words of templates."""
+        new = {name: value for name, value in message.items() if value is not None}
+        if new["role"] == "developer" and not self._knows_developer:
+            new["role"] = "system"
+        if isinstance(content := new.get("content"), list):
+            new["content"] = [_text_part(part) for part in content] or ""
+        elif content is None and isinstance(refusal := new.get("refusal"), str):
+            new["content"] = refusal
+        if (reasoning := next((new[name] for name in _REASONING if name in new), None)) is not None:
+            new = {"thinking": reasoning, **new, "reasoning_content": reasoning}
+        if calls := new.get("tool_calls"):
+            new["tool_calls"] = [call | {"function": _with_arguments(call["function"])} for call in calls]
+        return new
+
+
+def shown_role(role: str) -> str:
+    return repr(role[:40])
+
+
+def _text_part(part: Any) -> Message:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {**part, "type": "text", "text": part[TEXT_PARTS[part["type"]]]}
+
+
+def _with_arguments(function: Message) -> Message:
+    """With arguments as an object, as templates expect them. A text that is not JSON, such as one that a model wrote, is left as it is."""
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return function
+    return function | {"arguments": arguments}
+
+
+def _has_list(messages: list[Message]) -> bool:
+    return any(isinstance(message.get("content"), list) for message in messages)
+
+
+def _forms(messages: list[Message]) -> Iterator[list[Message]]:
+    if _has_list(messages):
+        yield messages
+    texts = [message | {"content": _joined(message["content"])} if "content" in message else message for message in messages]
+    yield texts
+    yield [message | {"content": [_text_part(message["content"])]} if message.get("content") else message for message in texts]
+
+
+def _joined(content: str | list[Message]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _with_text(message: Message, change: Callable[[str], str]) -> Message:
+    """With another text, or another last text of its parts."""
+    content = message.get("content")
+    if isinstance(content, list) and content:
+        return message | {"content": [*content[:-1], content[-1] | {"text": change(content[-1]["text"])}]}
+    return message | {"content": change(content)} if isinstance(content, str) else message
+
+
+def _has_mark(message: Message) -> bool:
+    """Whether a message must be in the text: not one without a text, nor the text beside calls, which many templates leave out."""
+    return any(message.get(name) for name in _CALLS) or bool(_joined(message.get("content") or "").strip())
+
+
+def _marked(message: Message, index: int) -> Message:
+    """With a mark at the end of its text, and of the names of the functions that it calls."""
+    mark = f"qzx{index}xzq"
+    if calls := message.get("tool_calls"):
+        marked = [call | {"function": call["function"] | {"name": call["function"]["name"] + mark}} for call in calls]
+        return message | {"tool_calls": marked}
+    if call := message.get("function_call"):
+        return message | {"function_call": call | {"name": call["name"] + mark}}
+    if _has_mark(message):
+        message = _with_text(message, lambda text: text + mark)
+    if isinstance(content := message.get("content"), list):
+        message = message | {"content": [part | {_PART_MARK: ""} for part in content]}
+    return message
+
+
+def _cut_tag(text: str, message: Message) -> str:
+    """The text up to the tag at the end of the message that is continued, as transformers cuts it."""
+    content = message["content"] if isinstance(message["content"], str) else message["content"][-1]["text"]
+    at = text.rfind(_TAG.strip())
+    if at < 0 or content.strip() not in text:
+        raise ChatError("continue_final_message", "is not possible: the chat template of the model changes the last message")
+    return text[:at] if text.startswith(_TAG, at) else text[:at].rstrip()
 
 
 class _GenerationTag(Extension):
@@ -28,13 +216,34 @@ class _GenerationTag(Extension):
         return str(caller())
 
 
-def render_chat_template(template: str, messages: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str:
-    """The text of a conversation up to where the assistant answers. Raises whatever the template raises."""
-    # A template comes with the weights and is not trusted: the sandbox only lets it compute text.
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return environment.from_string(template).render(messages=list(messages), add_generation_prompt=True, **names)
+class _Dict:
+    """`dict` of templates, without what else a class has."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """`namespace` of templates, without names that Python gives a meaning."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as jinja2's, so that `self` may be a name
+        self, *values = args
+        names = dict(*values, **kwargs)
+        for name in names:
+            _check_name(name)
+        Namespace.__init__(self, names)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _check_name(name: str) -> None:
+    if name.startswith("_"):
+        raise SecurityError(f"a namespace cannot have the name {name!r}")
 
 
 def _to_json(

@@ -22,6 +22,7 @@ from flowrt.sampling_params import MAX_PROMPT_LOGPROBS
 from flowrt.serving.api_errors import INVALID, NO_REQUEST, TOO_LONG, UNAVAILABLE, ApiError, internal_error
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.api_response import PromptOutput, ResponseBuilder, Usage, merged
+from flowrt.serving.chat import Chat
 from flowrt.serving.choice_text import RequestText, TextPiece
 from flowrt.serving.exchange import Exchange
 from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
@@ -43,11 +44,12 @@ class PromptEncoder:
     def __init__(self, processes: TokenizerProcesses, limits: GraphLimits, max_model_len: int, vocab_size: int) -> None:
         self._processes, self._limits, self.max_model_len, self._vocab_size = processes, limits, max_model_len, vocab_size
 
-    async def encode(self, prompt: Prompt) -> tuple[int, ...]:
+    async def encode(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ApiError."""
         try:
             if not isinstance(prompt, TokenIds):
-                return tuple(await self._processes.encode(prompt, max_tokens=self.max_model_len))
+                found = self._processes.encode(prompt, max_tokens=self.max_model_len, add_special_tokens=add_special_tokens)
+                return tuple(await found)
             if prompt.num_tokens > self.max_model_len:
                 raise TokenizerError(too_long(prompt.num_tokens, self.max_model_len), is_too_long=True)
             await asyncio.sleep(0)  # other clients are served between the prompts of a request
@@ -59,7 +61,7 @@ class PromptEncoder:
             # Clients learn no path of this machine.
             text = _ADDRESS.sub("", str(error).replace(str(self._processes.directory), "the model"))
             kind = TOO_LONG if error.is_too_long else INVALID
-            raise ApiError(kind, text, "messages" if isinstance(prompt, list) else "prompt") from None
+            raise ApiError(kind, text, error.param or ("messages" if isinstance(prompt, Chat) else "prompt")) from None
 
     def check(self, token_ids: tuple[int, ...], request: CompletionRequest) -> None:
         """Check a request as the gateway does. Raises ApiError."""
@@ -112,7 +114,7 @@ class Completions:
             stack.callback(opened[-1].close)
         texts, prompts, count = list[RequestText](), list[PromptOutput](), len(request.prompts)
         for index, prompt in enumerate(request.prompts):
-            token_ids = await self._encoder.encode(prompt)
+            token_ids = await self._encoder.encode(prompt, request.add_special_tokens)
             self._encoder.check(token_ids, request)
             prompts.append(self._prompt(request, prompt, token_ids))
             _check_prompt_logprobs(request, sum(len(each.token_ids) for each in prompts))

@@ -232,15 +232,17 @@ class HttpApp:
     async def _tokenize(self, exchange: Exchange) -> None:
         fields = Fields(await exchange.read_body())
         fields.check_model(self._settings.model_name)
-        prompts = (*fields.take_prompts(), *fields.take_messages())
+        chat = fields.take_chat()
+        prompts = (*fields.take_prompts(), *([] if chat is None else [chat]))
+        add_special_tokens = fields.take_bool("add_special_tokens", chat is None)
         fields.refuse_rest()
         if len(prompts) != 1 or isinstance(prompts[0], TokenIds):
             raise ApiError(INVALID, "give either prompt, which is a text, or messages", "prompt")
-        await self._respond(exchange, self._respond_tokens(exchange, prompts[0]))
+        await self._respond(exchange, self._respond_tokens(exchange, prompts[0], add_special_tokens))
 
-    async def _respond_tokens(self, exchange: Exchange, prompt: Prompt) -> None:
+    async def _respond_tokens(self, exchange: Exchange, prompt: Prompt, add_special_tokens: bool) -> None:
         async with self._tokenizing:  # these texts are not admitted: one at a time goes before the prompts of requests
-            token_ids = await self._encoder.encode(prompt)
+            token_ids = await self._encoder.encode(prompt, add_special_tokens)
         await _respond_json(exchange, {"tokens": token_ids, "count": len(token_ids), "max_model_len": self._settings.max_model_len})
 
     async def _detokenize(self, exchange: Exchange) -> None:

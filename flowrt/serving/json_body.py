@@ -1,15 +1,16 @@
 """Reads the JSON body of a request field by field, each with a bound on the time that decoding it takes. Pure.
 
 JSON of many small values decodes slowly, seconds for 16 MiB, and meanwhile a front end serves no other client. So a field is decoded when
-it is read, lists end at the first item too many, and token ids are counted before they are decoded.
+it is read, lists end at the first item too many, token ids are counted before they are decoded, and of all other values only long texts
+may be long. A null is as a field that is not given.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -17,16 +18,32 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from flowrt.errors import shown
 from flowrt.sampling_params import MAX_CHOICES, PARAMETER_TYPES
 from flowrt.serving.api_errors import INVALID, NO_MODEL, UNSUPPORTED, ApiError
+from flowrt.serving.chat import Chat, ChatError, check_chat
 from flowrt.serving.tokenizer_process import MAX_TEXT_CHARACTERS
 
-MAX_MESSAGES, MAX_PARTS = 4096, 1024  # parts: of the content of one message
-MAX_FIELD_BYTES = 256 << 10  # but for prompts, messages and token ids
-_LABELS = ("user", "safety_identifier", "metadata")  # for the caller's own books; they change no output
+MAX_MESSAGES = 4096
+MAX_FIELD_BYTES = 256 << 10  # besides its texts; but for prompts, messages and token ids
+MAX_CHAT_BYTES = 512 << 10  # besides their texts: of all messages together
+_SHORT_TEXT = 16  # bytes; what a text costs however short it is
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+# Fields that change no output: they are for the caller's own books, or ask for what each response here is.
+_LABELS = (
+    "user",
+    "safety_identifier",
+    "metadata",
+    "store",
+    "service_tier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "verbosity",
+    "request_id",
+    "parallel_tool_calls",
+    "spaces_between_special_tokens",
+)
 # Fields that ask for what flowrt does not do, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -35,25 +52,30 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "best_of": (1,),
     "suffix": ("",),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
     "web_search_options": (),
     "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "bad_words": ([],),
     "min_p": (0,),
-    "add_special_tokens": (True,),
     "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
+    "echo": (False,),
+    "return_token_strs": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "priority": (0,),
 }
-_OTHER = ("model", "messages", "prompt", "tokens", "stream", "stream_options", "max_completion_tokens", "top_logprobs", "echo")
-_FIELDS = {*_OTHER, *PARAMETER_TYPES, *_LABELS, *_UNSUPPORTED, "return_token_ids", "return_tokens_as_token_ids"}
+_CHAT = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "reasoning_effort",
+)
+_OTHER = ("model", "prompt", "tokens", "stream", "stream_options", "max_completion_tokens", "top_logprobs", "add_special_tokens")
+_FIELDS = {*_OTHER, *_CHAT, *PARAMETER_TYPES, *_LABELS, *_UNSUPPORTED, "return_token_ids", "return_tokens_as_token_ids"}
 _Body = msgspec.defstruct("Body", [(name, Raw | UnsetType, UNSET) for name in _FIELDS])
 _StrictBody = msgspec.defstruct("StrictBody", [], bases=(_Body,), forbid_unknown_fields=True)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
@@ -69,25 +91,10 @@ def _items(values: msgspec.Struct) -> list[Any]:
     return [item for item in msgspec.structs.astuple(values) if item is not UNSET]
 
 
-_Part = msgspec.defstruct("Part", [("type", Literal["text"]), ("text", str)], forbid_unknown_fields=True)
-_Parts, _NoItems = _list_of(_Part, MAX_PARTS), _list_of(Raw, 0)
-_Message = msgspec.defstruct(
-    "Message",
-    [
-        ("role", Literal["system", "developer", "user", "assistant"]),
-        ("content", str | _Parts),
-        ("name", str | None, None),
-        # Of messages that servers return; they must be empty.
-        *((name, _NoItems | None, None) for name in ("tool_calls", "annotations")),
-        *((name, None, None) for name in ("tool_call_id", "function_call", "refusal", "audio", "reasoning", "reasoning_content")),
-    ],
-    forbid_unknown_fields=True,
-)
 _Messages, _Prompts = _list_of(Raw, MAX_MESSAGES), _list_of(Raw, MAX_CHOICES)
+_Objects = list[dict[str, Any]]
 _TokenIds = tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...]
 _IS_TOKEN_IDS = re.compile(rb"\[\s*[^\s\"\[]")  # also an empty list
-# Of a message that may not be as it is; all other errors are about what is possible elsewhere.
-_WRONG_MESSAGE = re.compile(r"Expected `object`, got `\w+`|Object missing required field `\w+`|.* - at `\$\.(role|content|name)`")
 _MESSAGE_LIST = f"must be a list of at most {MAX_MESSAGES} messages, such as {{'role': 'user', 'content': 'Hello'}}"
 
 
@@ -106,26 +113,26 @@ class TokenIds:
             raise invalid(self._name, "must be a list of token ids") from None
 
 
-Messages = list[dict[str, Any]]
-Prompt = str | TokenIds | Messages
+Prompt = str | TokenIds | Chat
 
 
 class Fields:
     """The fields of a JSON object that no reader has taken yet. The error of a value names its field."""
 
     def __init__(self, body: bytes) -> None:
-        self._unknown: str | None = None
+        unknown: re.Match[str] | None = None
         try:
             try:
                 read = msgspec.json.decode(body, type=_StrictBody)
             except msgspec.ValidationError as error:
                 if (unknown := _UNKNOWN.fullmatch(str(error))) is None:
                     raise ApiError(INVALID, "the body is not a JSON object") from None
-                self._unknown = unknown[1]
                 read = msgspec.json.decode(body, type=_Body)
+            given = {name: bytes(json) for name in _FIELDS if (json := getattr(read, name)) is not UNSET}
+            if unknown is not None:
+                given |= _unknown_fields(body, given, unknown[1])
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ApiError(INVALID, f"the body is not JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
-        given = {name: bytes(json) for name in _FIELDS if (json := getattr(read, name)) is not UNSET}
         self.nulls = {name for name, json in given.items() if json == b"null"}  # as not given
         self._values = {name: json for name, json in given.items() if name not in self.nulls}
         self._known: list[str] = []
@@ -134,12 +141,7 @@ class Fields:
         json = self._take_json(name)
         if json is None:
             return default
-        if len(json) > MAX_FIELD_BYTES:
-            raise invalid(name, f"is longer than {MAX_FIELD_BYTES >> 10} KiB")
-        try:
-            return _decode(json, name)
-        except msgspec.ValidationError:  # numbers are read here for the first time, too
-            raise invalid(name, "holds a number that is out of range") from None
+        return _decode_bounded(json, name)
 
     def take_bool(self, name: str, default: bool = False) -> bool:
         value = self.take(name, default)
@@ -148,8 +150,9 @@ class Fields:
         return value
 
     def take_checked(self, name: str, check: Callable[[Any], Any]) -> Any:
-        """`check` raises ValueError of one line that does not name the field."""
+        """`check` raises ValueError of one line that does not name the field. A whole number may be written as 2.0."""
         value = self.take(name)
+        value = int(value) if isinstance(value, float) and value.is_integer() else value
         try:
             return None if value is None else check(value)
         except ValueError as error:
@@ -170,14 +173,38 @@ class Fields:
         _check_length("prompt", sum(len(each) for each in read if isinstance(each, str)))
         return read
 
-    def take_messages(self) -> tuple[Messages, ...]:
-        """The messages of a chat, with their contents as texts; () when there are none."""
-        listed = _split_list(self._take_json("messages") or b"[]", MAX_MESSAGES, _Messages)
-        if listed is None:
+    def take_chat(self) -> Chat | None:
+        """The messages with all that a chat template sees of them; None when there are none."""
+        json = self._take_json("messages") or b"[]"
+        if (listed := _split_list(json, MAX_MESSAGES, _Messages)) is None:
             raise invalid("messages", _MESSAGE_LIST)
-        messages = [_read_message(json, f"messages[{index}]") for index, json in enumerate(listed)]
-        _check_length("messages", sum(len(message["content"]) for message in messages))
-        return (messages,) if messages else ()
+        if not _is_bounded(json, MAX_CHAT_BYTES):
+            raise invalid("messages", f"have more than {MAX_CHAT_BYTES >> 10} KiB besides their texts")
+        messages = [_decode(each, f"messages[{index}]") for index, each in enumerate(listed)]
+        kwargs = self._take_typed("chat_template_kwargs", dict[str, Any], "an object") or {}
+        if (effort := self.take("reasoning_effort")) is not None:
+            kwargs = {"reasoning_effort": effort, **kwargs}
+        continues = self.take_bool("continue_final_message")
+        chat = Chat(
+            messages,
+            self._take_typed("tools", _Objects, "a list of objects") or None,
+            self._take_typed("documents", _Objects, "a list of objects") or None,
+            self.take_bool("add_generation_prompt", not continues),
+            continues,
+            kwargs,
+        )
+        try:
+            check_chat(chat)
+        except ChatError as error:
+            raise ApiError(UNSUPPORTED if error.is_unsupported else INVALID, str(error), error.path) from None
+        return chat if messages else None
+
+    def _take_typed(self, name: str, kind: Any, description: str) -> Any:
+        value = self.take(name)
+        try:
+            return None if value is None else msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            raise invalid(name, f"is {shown(value)}, it must be {description}") from None
 
     def check_model(self, served: str) -> None:
         model = self.take("model", served)
@@ -188,7 +215,7 @@ class Fields:
         """Refuse the fields that no reader took, except those without an effect."""
         for name in _LABELS:
             self._take_json(name)
-        for name in (*self._values, *([] if self._unknown is None else [self._unknown])):
+        for name in [*self._values]:
             if name not in _UNSUPPORTED:
                 near = difflib.get_close_matches(name[:80], [*self._known, *_UNSUPPORTED], 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
@@ -216,24 +243,37 @@ def _split_list(json: bytes, most: int, bounded: Any) -> list[bytes] | None:
     return [bytes(item) for item in items] if len(items) <= most else None
 
 
-def _decode(json: bytes, name: str, kind: Any = Any) -> Any:
-    """`json` is JSON, but for its texts, which are decoded here for the first time."""
+def _unknown_fields(body: bytes, known: Mapping[str, bytes], first: str) -> dict[str, bytes]:
+    """The JSON of the fields that no table has. `first`: the name of the first one, which is all that is read of too many."""
+    if len(body) - sum(map(len, known.values())) > MAX_FIELD_BYTES:
+        return {first: b"..."}
+    return {name: bytes(json) for name, json in msgspec.json.decode(body, type=dict[str, Raw]).items() if name not in known}
+
+
+def _is_bounded(json: bytes, limit: int) -> bool:
+    """Whether decoding JSON takes little time: it has few values, or few besides long texts."""
+    rest = len(json)
+    for number, text in enumerate(_TEXT.finditer(json) if rest > limit else ()):
+        rest -= max(text.end() - text.start() - _SHORT_TEXT, 0)
+        if rest <= limit or number > limit // 4:
+            break
+    return rest <= limit
+
+
+def _decode_bounded(json: bytes, name: str) -> Any:
+    if not _is_bounded(json, MAX_FIELD_BYTES):
+        raise invalid(name, f"has more than {MAX_FIELD_BYTES >> 10} KiB besides its texts")
+    return _decode(json, name)
+
+
+def _decode(json: bytes, name: str) -> Any:
+    """`json` is JSON, but for its texts and numbers, which are decoded here for the first time."""
     try:
-        return msgspec.json.decode(json, type=kind)
+        return msgspec.json.decode(json)
     except UnicodeDecodeError:
         raise invalid(name, "holds bytes that are not UTF-8") from None
-
-
-def _read_message(json: bytes, where: str) -> dict[str, Any]:
-    """With its content as one text."""
-    try:
-        message = _decode(json, where, _Message)
-    except msgspec.ValidationError as error:
-        is_wrong = _WRONG_MESSAGE.fullmatch(str(error))
-        text = f"{where} {'is wrong' if is_wrong else 'has something that is not supported'}: {str(error).replace('`', '')}"
-        raise ApiError(INVALID if is_wrong else UNSUPPORTED, text, where) from None
-    content = message.content if isinstance(message.content, str) else "".join(part.text for part in _items(message.content))
-    return {"role": message.role, "content": content} | ({} if message.name is None else {"name": message.name})
+    except msgspec.ValidationError:
+        raise invalid(name, "holds a number that is out of range") from None
 
 
 def _read_prompt(json: bytes) -> str | TokenIds:
@@ -253,4 +293,4 @@ def estimated_tokens(prompt: Prompt) -> int:
     """About the length of a prompt, before it is tokenized."""
     if isinstance(prompt, str):
         return len(prompt) // 4 + 1
-    return prompt.num_tokens if isinstance(prompt, TokenIds) else sum(len(message["content"]) // 4 + 4 for message in prompt)
+    return prompt.num_tokens if isinstance(prompt, TokenIds) else len(msgspec.json.encode((prompt.messages, prompt.tools))) // 4 + 1

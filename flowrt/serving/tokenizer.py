@@ -6,19 +6,22 @@ The launching process uses it for output only; a separate process tokenizes prom
 
 from __future__ import annotations
 
-import json
-import stat
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from flowrt.errors import TokenizerError, shortened
 from flowrt.sampling_params import check_text
+from flowrt.serving.chat import Chat, ChatError
+from flowrt.serving.template_files import TemplateFiles, is_file, read_template_files
 from flowrt.serving.text_stream import TextStream, TokenTexts
 
-MAX_FILE_BYTES = 256 << 20
+if TYPE_CHECKING:
+    from flowrt.serving.chat_template import ChatTemplate
+
 _MAX_ERROR_CHARACTERS = 500
 
 
@@ -29,12 +32,13 @@ class Tokenizer:
         """Reads tokenizer.json. Raises TokenizerError when it is missing or cannot be read."""
         self._directory = Path(directory)
         path = self._directory / "tokenizer.json"
-        if not _is_there(path):
+        if not is_file(path):
             raise TokenizerError(f"{self._directory} has no tokenizer.json: text needs one, prompt_token_ids do not")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{path} is not a readable tokenizer: {error}; copy the file again") from error
+        self._chat_templates: dict[str, ChatTemplate] = {}
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._texts = TokenTexts(self._tokenizer, self._special_token_ids)
@@ -42,7 +46,7 @@ class Tokenizer:
     @classmethod
     def open(cls, directory: str | Path) -> Tokenizer | None:
         """The directory's tokenizer, or None when there is none: then requests use token ids."""
-        return cls(directory) if _is_there(Path(directory) / "tokenizer.json") else None
+        return cls(directory) if is_file(Path(directory) / "tokenizer.json") else None
 
     @property
     def special_token_ids(self) -> frozenset[int]:
@@ -76,80 +80,47 @@ class Tokenizer:
         """A new detokenizer for one output of this prompt."""
         return TextStream(self._tokenizer, self._special_token_ids, prompt_token_ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation ({"role", "content"} each) up to where the assistant answers, by the model's chat template.
+    def encode_chat(self, chat: Chat | Sequence[Mapping[str, Any]], add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a conversation up to where the assistant answers, by the model's chat template, which writes special tokens itself.
 
-        TokenizerError when the model has no template, or the template refuses the conversation.
+        `chat`: messages may stand for a Chat of them. TokenizerError when the model has no template, or the template refuses the
+        conversation or leaves out a message.
         """
-        # The template writes the special tokens itself.
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        return self.encode(self.render_chat(chat), add_special_tokens)
 
     def check_chat_template(self) -> None:
         """Raises TokenizerError when the model has no chat template."""
-        self._chat_template(self._config())
+        self._template_source(has_tools=False)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render_chat(self, chat: Chat | Sequence[Mapping[str, Any]]) -> str:
         """The text that `encode_chat` encodes."""
-        config = self._config()
-        source = self._chat_template(config)
-        from flowrt.serving.chat_template import render_chat_template  # loads jinja2, which only chats need
-
-        names = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        if not isinstance(chat, Chat):
+            chat = Chat([dict(message) for message in chat])
         try:
-            return render_chat_template(source, messages, names)
+            return self._chat_template(self._template_source(bool(chat.tools))).render(chat)
+        except ChatError as error:
+            raise TokenizerError(str(error), param=error.path) from None
+        except TokenizerError:
+            raise
         except Exception as error:  # a template can fail in any way a program can
             text = shortened(" ".join(str(error).split()) or type(error).__name__, _MAX_ERROR_CHARACTERS)
             raise TokenizerError(f"the chat template of {self._directory} failed: {text}") from error
 
-    def _config(self) -> dict[str, Any]:
-        path = self._directory / "tokenizer_config.json"
-        try:
-            config = json.loads(_read(path)) if _is_there(path) else {}
-        except TokenizerError:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise TokenizerError(f"{path} is not JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise TokenizerError(f"{path} does not hold a JSON object")
-        return config
+    @cached_property
+    def _template_files(self) -> TemplateFiles:
+        return read_template_files(self._directory)
 
-    def _chat_template(self, config: Mapping[str, Any]) -> str:
-        path = self._directory / "chat_template.jinja"
-        if _is_there(path):
-            return _read(path)
-        template = config.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = next((each.get("template") for each in template if isinstance(each, dict) and each.get("name") == "default"), None)
-        if not isinstance(template, str):
+    def _template_source(self, has_tools: bool) -> str:
+        if (source := self._template_files.template(has_tools)) is None:
             raise TokenizerError(
                 f"{self._directory} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
                 "give a plain prompt instead"
             )
-        return template
+        return source
 
+    def _chat_template(self, source: str) -> ChatTemplate:
+        from flowrt.serving.chat_template import ChatTemplate  # loads jinja2, which only chats need
 
-def _is_there(path: Path) -> bool:
-    """Whether there is such a file. TokenizerError for one that must not be read: a pipe would never end, nor a file beyond bounds."""
-    try:
-        status = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise TokenizerError(f"{path} cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise TokenizerError(f"{path} is not a regular file")
-    if status.st_size > MAX_FILE_BYTES:
-        raise TokenizerError(f"{path} is {status.st_size >> 20} MiB long, it must be at most {MAX_FILE_BYTES >> 20} MiB")
-    return True
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{path} cannot be read as UTF-8 text: {error}") from error
-
-
-def _token_text(token: Any) -> str:
-    """A special token in tokenizer_config.json is a string, or an object with its "content", or absent."""
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
+        if source not in self._chat_templates:
+            self._chat_templates[source] = ChatTemplate(source, self._template_files.special_tokens)
+        return self._chat_templates[source]

@@ -15,11 +15,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from flowrt.errors import TokenizerError
+from flowrt.serving.chat import Chat
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.signals import end_with_parent
 
@@ -32,18 +32,21 @@ MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
 
 
 class _Encode(msgspec.Struct, array_like=True):
-    """`prompt`: text, or the messages of a chat."""
+    """`add_special_tokens`: those of the tokenizer; None: to a text only."""
 
-    prompt: str | list[dict[str, Any]]
+    prompt: str | Chat
     max_tokens: int
+    add_special_tokens: bool | None = None
 
 
 class _Encoded(msgspec.Struct, array_like=True):
-    """The response to a text. `token_ids` is set only if there are at most `max_tokens`. `error`: the reason for a failure."""
+    """The response to a text. `token_ids` is set only if there are at most `max_tokens`. `error`: the reason for a failure, and the `param`
+    that is wrong."""
 
     num_tokens: int = 0
     token_ids: list[int] = []
     error: str | None = None
+    param: str | None = None
 
 
 class _TokenizerChild:
@@ -110,20 +113,21 @@ class TokenizerProcess:
             self._child = _TokenizerChild(self._directory)
         return self._child
 
-    async def encode(self, prompt: str | list[dict[str, Any]], *, max_tokens: int) -> list[int]:
-        """Token ids of a text, or of the messages of a chat; both were checked (flowrt/api/arguments.py). Raises TokenizerError."""
+    async def encode(self, prompt: str | Chat, *, max_tokens: int, add_special_tokens: bool | None = None) -> list[int]:
+        """Token ids of a text or of a chat, both of which were checked. `add_special_tokens`: None: to a text only. Raises
+        TokenizerError."""
         num_characters = _num_characters(prompt)
         if num_characters > MAX_TEXT_CHARACTERS:
             raise TokenizerError(f"the text has {num_characters} characters, it may have at most {MAX_TEXT_CHARACTERS}")
         async with self._turn:
             await self._skip_stale()
             try:
-                encoded = await self._exchange(_Encode(prompt, max_tokens))
+                encoded = await self._exchange(_Encode(prompt, max_tokens, add_special_tokens))
             except Exception:
                 self._kill()  # the next call must not receive its late response
                 raise
         if encoded.error is not None:
-            raise TokenizerError(encoded.error)
+            raise TokenizerError(encoded.error, param=encoded.param)
         if encoded.num_tokens > max_tokens:
             raise TokenizerError(too_long(encoded.num_tokens, max_tokens), is_too_long=True)
         return encoded.token_ids
@@ -191,10 +195,10 @@ class TokenizerProcesses:
         """Start the process for short texts, without waiting for it. The first long text starts the other one. Raises TokenizerError."""
         self._short.start()
 
-    async def encode(self, prompt: str | list[dict[str, Any]], *, max_tokens: int) -> list[int]:
+    async def encode(self, prompt: str | Chat, *, max_tokens: int, add_special_tokens: bool | None = None) -> list[int]:
         """As TokenizerProcess.encode."""
         process = self._long if _num_characters(prompt) > LONG_CHARACTERS else self._short
-        return await process.encode(prompt, max_tokens=max_tokens)
+        return await process.encode(prompt, max_tokens=max_tokens, add_special_tokens=add_special_tokens)
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -202,7 +206,7 @@ class TokenizerProcesses:
         self._long.close()
 
 
-def _num_characters(prompt: str | list[dict[str, Any]]) -> int:
+def _num_characters(prompt: str | Chat) -> int:
     return len(prompt if isinstance(prompt, str) else msgspec.json.encode(prompt).decode())
 
 
@@ -239,12 +243,13 @@ def main() -> None:
 
 def _encode(tokenizer: Tokenizer, request: _Encode) -> _Encoded:
     try:
-        if isinstance(request.prompt, str):
-            token_ids = tokenizer.encode(request.prompt)
+        prompt, special = request.prompt, request.add_special_tokens
+        if isinstance(prompt, str):
+            token_ids = tokenizer.encode(prompt, special is not False)
         else:
-            token_ids = tokenizer.encode_chat(request.prompt)
+            token_ids = tokenizer.encode_chat(prompt, special is True)
     except TokenizerError as error:
-        return _Encoded(error=str(error))
+        return _Encoded(error=str(error), param=error.param)
     except Exception as error:
         return _Encoded(error=f"the text cannot be tokenized: {type(error).__name__}: {error}")
     return _Encoded(len(token_ids), token_ids if len(token_ids) <= request.max_tokens else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import flowrt
 from flowrt.api.arguments import TextPrompt, checked_prompt, checked_prompts
 from flowrt.sampling_params import PARAMETER_TYPES, SamplingKeywords, SamplingParams, checked_params
+from flowrt.serving.chat import Chat
 
 USER = {"role": "user", "content": "hi"}
 
@@ -87,9 +89,14 @@ def test_keywords_are_the_parameters() -> None:
         (None, [], "messages is [], it must be a list of messages such as {'role': 'user', 'content': 'Hello'}"),
         (None, "hi", "messages is 'hi', it must be"),
         (None, USER, "messages is {'role': 'user', 'content': 'hi'}, it must be"),
-        (None, [USER, "hi"], "a message is 'hi', it needs a role and content"),
-        (None, [{"role": "user"}], "a message is {'role': 'user'}, it needs a role and content"),
-        (None, [{"role": 1, "content": "x"}], "a message is {'role': 1, 'content': 'x'}, it needs"),
+        (
+            None,
+            [USER, "hi"],
+            "the chat has a value of a wrong type: Expected object, got str - at messages[1]; a message is such as {'role'",
+        ),
+        (None, [{"role": "user"}], "messages[0].content is missing"),
+        (None, [{"role": 1, "content": "x"}], "messages[0].role is of a wrong type: expected str, got int"),
+        (None, [{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0] has the type 'image_url', which is not"),
         (None, [{"role": "user", "content": object}], "messages cannot be written as JSON"),
         (None, [{"role": "user", "content": "half \ud800"}], "messages cannot be written as JSON"),
     ],
@@ -103,7 +110,11 @@ def test_a_wrong_prompt_is_refused(prompt: Any, messages: Any, text: str) -> Non
 
 def test_prompts_of_each_form() -> None:
     assert checked_prompt("a", None) == TextPrompt("a")
-    assert checked_prompt(None, ({"role": "assistant", "tool_calls": [{"id": 1}]},)).content[0]["tool_calls"] == [{"id": 1}]  # type: ignore[union-attr]
+    call = {"id": "c1", "function": {"name": "f", "arguments": "{}"}}
+    messages = ({"role": "assistant", "tool_calls": (call,)}, UserDict(USER))
+    assert checked_prompt(None, messages) == TextPrompt(Chat([{"role": "assistant", "tool_calls": [call]}, USER]))
+    keywords: Any = {"tools": [call], "documents": None, "continue_final_message": True, "chat_template_kwargs": {"a": (1,)}}
+    assert checked_prompt(None, [USER], chat=keywords) == TextPrompt(Chat([USER], [call], None, False, True, {"a": [1]}))
     assert checked_prompt(range(10**12), None, max_tokens=100) == range(10**12), "too long to be scanned: refused for its length later"
     assert checked_prompts("a") == [("a", None)]
     assert checked_prompts([1, 2]) == [([1, 2], None)]
@@ -114,3 +125,7 @@ def test_prompts_of_each_form() -> None:
         checked_prompts(None)
     with pytest.raises(flowrt.ArgumentError, match=r"the prompt is 1\.5"):
         checked_prompts([1.5])
+    with pytest.raises(flowrt.ArgumentError, match="tools is given without messages"):
+        checked_prompts(["a"], {"tools": []})
+    with pytest.raises(flowrt.ArgumentError, match=r"wrong type: Expected bool, got int - at add_generation_prompt"):
+        checked_prompt(None, [USER], chat={"add_generation_prompt": 1})  # type: ignore[typeddict-item]

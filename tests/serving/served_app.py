@@ -42,9 +42,9 @@ NAME, GROUP = "front_end.0", "attention.0"
 class DirectProcess(TokenizerProcesses):
     """Tokenizes in this process: the tests' texts are harmless."""
 
-    async def encode(self, prompt: Any, *, max_tokens: int) -> list[int]:
+    async def encode(self, prompt: Any, *, max_tokens: int, add_special_tokens: bool | None = None) -> list[int]:
         tokenizer = Tokenizer(MODEL)
-        return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
+        return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt, bool(add_special_tokens))
 
 
 @dataclass

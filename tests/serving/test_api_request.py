@@ -13,6 +13,7 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.serving import json_body
 from flowrt.serving.api_errors import ApiError
 from flowrt.serving.api_request import CompletionRequest, read_chat_request, read_completion_request
+from flowrt.serving.chat import Chat
 from flowrt.serving.json_body import TokenIds, estimated_tokens
 
 USER = {"role": "user", "content": "hello"}
@@ -62,10 +63,43 @@ def test_what_vllm_adds_is_read() -> None:
     assert request.names_token_ids
 
 
-def test_contents_may_be_lists_of_texts() -> None:
-    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
-    system = {"role": "system", "content": "x", "name": "a"}
-    assert chat(messages=[system, {"role": "user", "content": parts}]).prompts == ([system, USER],)
+def test_messages_are_passed_on_as_they_are() -> None:
+    """What agents send back: the template decides about keys that OpenAI's API does not have."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bonn"}'}}
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, "b"], "name": "x"},
+        USER | {"id": "m1", "cache_control": None, "provider_specific_fields": {"a": [1.5]}},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": "", "annotations": [{}], "reasoning": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "4 degrees"},
+        {"role": "function", "name": "f", "content": "4"},
+        {"role": "assistant", "tool_calls": [call | {"function": {"name": "f"}}]},
+        {"role": "critic", "content": [{"type": "input_text", "text": "x"}, {"type": "refusal", "refusal": "no"}]},
+    ]
+    assert chat(messages=messages).prompts == (Chat(messages),)
+
+
+def test_what_the_template_sees_beside_the_messages() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    request = chat(tools=tools, documents=[{"title": "a"}], reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
+    assert request.prompts == (Chat([USER], tools, [{"title": "a"}], kwargs={"reasoning_effort": "low", "enable_thinking": False}),)
+    assert (request.tools, request.add_special_tokens) == (tools, False)
+    continued = [USER, {"role": "assistant", "content": "It is"}]
+    assert chat(messages=continued, continue_final_message=True).prompts == (Chat(continued, None, None, False, True),)
+    assert chat(add_generation_prompt=False).prompts == (Chat([USER], None, None, False),)
+    assert chat(add_special_tokens=True).add_special_tokens
+    assert complete().add_special_tokens
+    assert not complete(add_special_tokens=False).add_special_tokens
+
+
+def test_usage_is_requested_at_the_end_or_in_each_chunk() -> None:
+    def usage(**options: Any) -> tuple[bool, bool]:
+        request = chat(stream=True, stream_options=options)
+        return request.includes_usage, request.has_continuous_usage
+
+    assert usage(include_usage=True, continuous_usage_stats=True) == (True, True)
+    assert usage(include_usage=True, continuous_usage_stats=False, include_obfuscation=False) == (True, False)
+    assert usage(include_usage=None, continuous_usage_stats=True) == usage(x=[1]) == usage() == (False, False)
+    assert not chat(stream_options={"include_usage": False}).includes_usage
 
 
 def test_prompts_may_be_texts_and_token_ids() -> None:
@@ -76,17 +110,19 @@ def test_prompts_may_be_texts_and_token_ids() -> None:
     with pytest.raises(ApiError, match="prompt holds bytes that are not UTF-8"):
         read_completion_request(b'{"prompt": "\xff"}', "tiny")
     ids, none, two = complete(prompt=[[1, 2, 3], [], [1, 2]]).prompts
-    assert [estimated_tokens(prompt) for prompt in ("abcd", [USER], ids, none, two)] == [2, 5, 3, 0, 2]
+    assert [estimated_tokens(prompt) for prompt in ("abcd", Chat([USER]), ids, none, two)] == [2, 11, 3, 0, 2]
 
 
 def test_what_is_too_long_is_not_decoded() -> None:
     """JSON that is wrong at its end shows it: the error is about the length."""
     user, ids = b'"messages":[{"role":"user","content":""}]', b"0," * 150_000
+    many = b'"messages":[{"role":"user","content":"%s"},{"a":[%s{}]}]' % (b'x\\"' * 100_000, b"0," * 300_000)
     for field, body, text in (
         ("prompt", b'"prompt":["",%s5]' % (b"[5]," * 129), "more than 128"),
         ("messages", b'"messages":[%s5]' % (b'{"role":"user","content":""},' * 4097), "at most 4096 messages"),
-        ("messages[0]", b'"messages":[{"role":"user","content":[%s5]}]' % (b'{"type":"text","text":""},' * 1025), "at most length 1024"),
-        *((name, user + b',"%s":[%s{}]' % (name.encode(), ids), "is longer than 256 KiB") for name in ("tools", "stop", "logit_bias")),
+        ("messages", many, "have more than 512 KiB besides their texts"),
+        ("abc", user + b',"abc":[%s{}]' % ids, "there is no field"),
+        *((name, user + b',"%s":[%s{}]' % (name.encode(), ids), "more than 256 KiB besides") for name in ("tools", "stop", "logit_bias")),
     ):
         read = read_completion_request if field == "prompt" else read_chat_request
         with pytest.raises(ApiError, match=text) as caught:
@@ -94,16 +130,40 @@ def test_what_is_too_long_is_not_decoded() -> None:
         assert caught.value.param == field
 
 
-def test_fields_that_ask_for_nothing_are_taken() -> None:
-    nothing = {"tools": [], "response_format": {"type": "text"}, "logit_bias": {}, "user": "me", "seed": None, "model": "tiny"}
-    assert chat(**nothing) == chat()
-    assert complete(best_of=1, suffix=None) == complete()
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [], "documents": [], "tool_choice": "auto", "functions": []},
+        {"response_format": {"type": "text"}, "modalities": ["text"], "n": 1.0},
+        {"logit_bias": {}, "user": "me", "metadata": {"a": "b"}, "model": "tiny", "request_id": "r"},
+        {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "store": True, "service_tier": "priority", "verbosity": "low"},
+        {"bad_words": [], "length_penalty": 1.0, "early_stopping": False, "echo": False, "spaces_between_special_tokens": False},
+        {"logprobs": False, "top_logprobs": 0, "seed": -1, "top_k": -1, "chat_template_kwargs": {}, "parallel_tool_calls": False},
+        dict.fromkeys(["seed", "tools", "stream_options", "thinking", "guided_json", "response_format", "xyz"]),
+    ],
+)
+def test_fields_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
+    assert chat(**fields) == chat()
+
+
+def test_what_completions_ask_for_nothing_is_taken() -> None:
+    assert complete(best_of=1, suffix=None, tools=None, messages=None, user="me", max_tokens=16.0) == complete()
 
 
 @pytest.mark.parametrize(
     ("fields", "code", "param"),
     [
-        ({"tools": [{}]}, "unsupported_parameter", "tools"),
+        ({"tools": [{}]}, "invalid_value", "tools[0].function"),
+        ({"tools": [{"function": {"name": 5}}]}, "invalid_value", "tools[0].function.name"),
+        ({"tools": {}}, "invalid_value", "tools"),
+        ({"documents": ["a"]}, "invalid_value", "documents"),
+        ({"chat_template_kwargs": []}, "invalid_value", "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "invalid_value", "chat_template_kwargs.messages"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "invalid_value", "continue_final_message"),
+        ({"best_of": 2}, "unsupported_parameter", "best_of"),
+        ({"thinking": None, "thinkin": 1}, "unsupported_parameter", "thinkin"),
+        ({"echo": True}, "unsupported_parameter", "echo"),
+        ({"bad_words": ["a"]}, "unsupported_parameter", "bad_words"),
         ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
         ({"chat_template": "{{ 1 }}"}, "unsupported_parameter", "chat_template"),
         ({"logit_bias": {"5": 101}}, "invalid_value", "logit_bias"),
@@ -111,7 +171,8 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         ({"logit_bias": {str(number): 1 for number in range(1025)}}, "invalid_value", "logit_bias"),
         ({"return_token_ids": 1}, "invalid_value", "return_token_ids"),
         ({"temprature": 1}, "unsupported_parameter", "temprature"),
-        ({"stream_options": {"x": 1}, "stream": True}, "unsupported_parameter", "stream_options"),
+        ({"stream_options": {"include_usage": 1}, "stream": True}, "invalid_value", "stream_options.include_usage"),
+        ({"stream_options": [], "stream": True}, "invalid_value", "stream_options"),
         ({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
         ({"stream": 1}, "invalid_value", "stream"),
         ({"n": 129}, "invalid_value", "n"),
@@ -119,7 +180,7 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         ({"temperature": -1}, "invalid_value", "temperature"),
         ({"temperature": "1"}, "invalid_value", "temperature"),
         ({"top_p": 0}, "invalid_value", "top_p"),
-        ({"seed": -1}, "invalid_value", "seed"),
+        ({"seed": -2}, "invalid_value", "seed"),
         ({"stop": ["a"] * 65}, "invalid_value", "stop"),
         ({"stop": [""]}, "invalid_value", "stop"),
         ({"stop": {"a": 1}}, "invalid_value", "stop"),
@@ -132,12 +193,21 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         ({"messages": "hello"}, "invalid_value", "messages"),
         ({"messages": [USER] * 4097}, "invalid_value", "messages"),
         ({"messages": ["hello"]}, "invalid_value", "messages[0]"),
-        ({"messages": [USER, {"role": "x", "content": ""}]}, "invalid_value", "messages[1]"),
-        ({"messages": [{"role": "user"}]}, "invalid_value", "messages[0]"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "unsupported_parameter", "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "unsupported_parameter", "messages[0]"),
+        ({"messages": [USER, {"content": ""}]}, "invalid_value", "messages[1].role"),
+        ({"messages": [{"role": "user"}]}, "invalid_value", "messages[0].content"),
+        ({"messages": [USER | {"content": 5}]}, "invalid_value", "messages[0].content"),
+        ({"messages": [USER | {"content": [{"text": "a"}]}]}, "invalid_value", "messages[0].content[0].type"),
+        ({"messages": [USER | {"content": ["a", {"type": "text"}]}]}, "invalid_value", "messages[0].content[1].text"),
+        ({"messages": [USER | {"content": ["a", {"type": "image_url"}]}]}, "unsupported_parameter", "messages[0].content[1]"),
+        ({"messages": [USER | {"content": [{"type": "input_audio"}]}]}, "unsupported_parameter", "messages[0].content[0]"),
+        ({"messages": [USER, {"role": "assistant", "audio": {"id": "a"}}]}, "unsupported_parameter", "messages[1].audio"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "invalid_value", "messages[0].tool_calls[0].function"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},
+            "invalid_value",
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_value", None),
-        ({"messages": [{"role": "user", "content": "", "x": 1}]}, "unsupported_parameter", "messages[0]"),
         ({"messages": [USER, None]}, "invalid_value", "messages[1]"),
         ({"model": "other"}, "model_not_found", "model"),
     ],
@@ -183,7 +253,7 @@ def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
 
 @pytest.mark.parametrize("number", [b"1e400", b"-1e400", b"1" * 5000, b'{"5": 1e400}'])
 def test_number_out_of_range_is_refused_with_its_field(number: bytes) -> None:
-    for name in ("temperature", "seed", "logit_bias", "model", "store"):
+    for name in ("temperature", "seed", "logit_bias", "model", "best_of"):
         with pytest.raises(ApiError, match="out of range") as caught:
             read_completion_request(b'{"prompt": "a", "%s": %s}' % (name.encode(), number), "tiny")
         assert (caught.value.kind.code, caught.value.param) == ("invalid_value", name)
@@ -191,7 +261,8 @@ def test_number_out_of_range_is_refused_with_its_field(number: bytes) -> None:
 
 SMALL = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=5) | st.just("user")
 VALUES = st.recursive(SMALL, lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=3), each, max_size=3), max_leaves=8)
-MESSAGES = st.lists(st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "type", "text"]), VALUES), max_size=3)
+KEYS = st.sampled_from(["role", "content", "name", "tool_calls", "function", "type", "text"])
+MESSAGES = st.lists(st.dictionaries(KEYS, VALUES), max_size=3)
 BODIES = st.dictionaries(st.sampled_from(sorted(json_body._FIELDS)) | st.text(max_size=4), VALUES | MESSAGES, max_size=5)
 
 
@@ -205,7 +276,7 @@ def test_any_body_is_read_or_refused_with_one_line(fields: dict[str, Any], at: i
             refused: ApiError | None = None
             try:
                 for prompt in read(body, "tiny").prompts:
-                    assert isinstance(prompt, str | list) or all(type(token_id) is int for token_id in prompt.read())
+                    assert isinstance(prompt, str | Chat) or all(type(token_id) is int for token_id in prompt.read())
             except ApiError as error:
                 refused = error
             if refused is not None:

@@ -171,7 +171,7 @@ async def test_head_is_get_without_a_body_and_other_methods_are_named() -> None:
 async def test_prompts_count_among_the_bodies_until_they_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     may_encode = asyncio.Event()
 
-    async def encode(process: DirectProcess, prompt: Any, *, max_tokens: int) -> list[int]:
+    async def encode(process: DirectProcess, prompt: Any, **_: Any) -> list[int]:
         await may_encode.wait()
         return [5]
 
@@ -207,7 +207,7 @@ async def test_errors_of_the_tokenizer_show_no_path_and_no_address(
 ) -> None:
     error = TokenizerError(f"the chat template of {MODEL} failed: <jinja2.Cycler object at 0x7f12> has no name")
 
-    async def fail(process: DirectProcess, prompt: Any, *, max_tokens: int) -> list[int]:
+    async def fail(process: DirectProcess, prompt: Any, **_: Any) -> list[int]:
         raise error
 
     monkeypatch.setattr(DirectProcess, "encode", fail)
@@ -242,7 +242,7 @@ async def test_texts_to_tokenize_wait_for_each_other_and_no_request_for_them(mon
     """One of them at a time is before the prompts of requests. A client that leaves takes its text along."""
     may_encode, texts = asyncio.Event(), list[Any]()
 
-    async def encode(process: DirectProcess, prompt: Any, *, max_tokens: int) -> list[int]:
+    async def encode(process: DirectProcess, prompt: Any, **_: Any) -> list[int]:
         texts.append(prompt)
         await may_encode.wait()
         return [5]

@@ -62,6 +62,28 @@ async def test_chat_stream_sends_each_token_then_the_reason_then_usage() -> None
         await connection.close()
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+async def test_each_chunk_has_the_usage_so_far_if_requested(path: str) -> None:
+    async with served_app() as served:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        connection = await served.connect()
+        body = HELLO if path == CHAT else {"prompt": "hello"}
+        connection.send("POST", path, body | {"stream": True, "stream_options": options, "n": 2})
+        request = await served.submitted.get()
+        for choice in range(2):
+            served.emit(request, " 1 and 2", choice=choice)
+            served.finish(request, choice=choice)
+        *chunks, last = await connection.events_after_head()
+        await connection.close()
+        num_prompt, num_output = len(request.prompt_token_ids), len(served.tokenizer.encode(" 1 and 2"))
+        assert {each["usage"]["prompt_tokens"] for each in (*chunks, last)} == {num_prompt}
+        for choice in range(2):
+            counts = [each["usage"]["completion_tokens"] for each in chunks if each["choices"][0]["index"] == choice]
+            assert (counts[0], counts[-1]) == (0 if path == CHAT else 1, num_output)
+            assert counts == sorted(counts)
+        assert last["usage"]["completion_tokens"] == 2 * num_output
+
+
 async def test_stop_string_ends_its_choice_and_is_not_shown() -> None:
     async with served_app() as served:
         call = asyncio.create_task(served.call("POST", COMPLETE, {"prompt": "a", "stop": ["and"], "n": 2, "max_tokens": 50}))
@@ -151,7 +173,9 @@ async def test_tokens_become_texts_and_back() -> None:
         found = (await served.call("POST", "/tokenize", {"prompt": "12 and 3"})).json()
         assert found == {"tokens": served.tokenizer.encode("12 and 3"), "count": len(found["tokens"]), "max_model_len": 512}
         assert (await served.call("POST", "/detokenize", {"tokens": found["tokens"]})).json() == {"prompt": "12 and 3"}
-        assert (await served.call("POST", "/tokenize", HELLO)).json()["tokens"] == served.tokenizer.encode("hello")
+        more = {"chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": False, "tools": [], "add_special_tokens": True}
+        for body in (HELLO, HELLO | more):
+            assert (await served.call("POST", "/tokenize", body)).json()["tokens"] == served.tokenizer.encode("hello")
         for tokens in ([768], [1] * 513, ["a"], 5):
             assert (await served.call("POST", "/detokenize", {"tokens": tokens})).error == (400, "invalid_value", "tokens")
         for body in ({}, HELLO | {"prompt": "a"}, {"prompt": [1]}, {"prompt": ["a", "b"]}):

@@ -15,7 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from flowrt.errors import TokenizerError
-from flowrt.serving.tokenizer import MAX_FILE_BYTES, Tokenizer
+from flowrt.serving.template_files import MAX_FILE_BYTES
+from flowrt.serving.tokenizer import Tokenizer
 
 CORPUS = [
     "the quick brown fox, 12 + 30 = 42",
@@ -212,10 +213,11 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path: Path, place: str) -> 
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ strftime_now('%d %B %Y') }}",
+        "{{ messages[-1].content + strftime_now('%d %B %Y') }}",
         "{% for message in messages %}{% generation %}{% set a = '!' %}{{ message.content + a }}{% endgeneration %}{{ a }}{% endfor %}",
         "{{ messages | tojson(indent=2) }} {{ {'b': 1, 'a': 'é'} | tojson(sort_keys=true, ensure_ascii=true, separators=(',', ':')) }}",
-        "{% for message in messages %}{% if loop.index0 %}{% break %}{% endif %}{{ message.role }}{% endfor %}",
+        "{{ messages }}{% for message in messages %}{% if loop.index0 %}{% break %}{% endif %}{{ message.role }}{% endfor %}",
+        "{% set ns = namespace(a=1, self=2) %}{% set ns.a = 3 %}{{ ns.a }}{{ dict(b=1) }}{{ dict.fromkeys('c') }}{{ messages }}",
     ],
 )
 def test_templates_have_the_names_and_tags_of_transformers(tmp_path: Path, template: str) -> None:
@@ -236,6 +238,9 @@ def test_templates_have_the_names_and_tags_of_transformers(tmp_path: Path, templ
         (None, "has no chat template"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ ''.__class__.__mro__ }}", "failed: .*unsafe"),
+        ("{% set a = namespace(_b=1) %}", "a namespace cannot have the name '_b'"),
+        ("{% set a = namespace() %}{% set a._b = 1 %}", "a namespace cannot have the name '_b'"),
+        ("{{ dict.__init__.__globals__ }}", "failed: .*unsafe"),
         ("{% for %}", "failed"),
         ("{{ messages[9].content }}", "failed"),
     ],

@@ -13,9 +13,11 @@ from serving.test_tokenizer import CHATML, byte_level
 
 from flowrt.errors import TokenizerError
 from flowrt.serving import tokenizer_process
+from flowrt.serving.chat import Chat
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import LONG_CHARACTERS, MAX_TEXT_CHARACTERS, TokenizerProcess, TokenizerProcesses
 
+HELLO = Chat([{"role": "user", "content": "hello"}])
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 
 
@@ -37,7 +39,7 @@ async def test_it_encodes_as_the_tokenizer_does(directory: Path) -> None:
         found = await asyncio.gather(*(process.encode(text, max_tokens=200_000) for text in texts))
         assert found == [tokenizer.encode(text) for text in texts]
         messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "你好"}, {"role": "user", "content": "bye"}]
-        assert await process.encode(messages, max_tokens=200) == tokenizer.encode_chat(messages)
+        assert await process.encode(Chat(messages), max_tokens=200) == tokenizer.encode_chat(messages)
         with pytest.raises(TokenizerError, match="prompt of 19 tokens is longer than the 18 that this graph can hold"):
             await process.encode("你" * 6 + "a", max_tokens=18)
     finally:
@@ -70,7 +72,7 @@ async def test_a_hostile_template_fails_its_request_alone(directory: Path, templ
     counting = asyncio.create_task(count())
     try:
         with pytest.raises(TokenizerError, match=error):
-            await process.encode([{"role": "user", "content": "hello"}], max_tokens=100)
+            await process.encode(HELLO, max_tokens=100)
         assert turns > 10
         assert await process.encode("a", max_tokens=100), "the next text is encoded, by another process if need be"
     finally:
@@ -107,7 +109,7 @@ async def test_a_caller_that_goes_leaves_nothing_to_the_next(directory: Path) ->
     try:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
-                await process.encode([{"role": "user", "content": "hello"}], max_tokens=100)
+                await process.encode(HELLO, max_tokens=100)
         assert await process.encode("ab", max_tokens=100) == Tokenizer(directory).encode("ab")
     finally:
         process.close()
@@ -119,7 +121,7 @@ async def test_texts_that_are_too_long_are_refused_here(directory: Path, monkeyp
     with pytest.raises(TokenizerError, match=f"has {MAX_TEXT_CHARACTERS + 1} characters, it may have at most {MAX_TEXT_CHARACTERS}"):
         await process.encode("x" * (MAX_TEXT_CHARACTERS + 1), max_tokens=10)
     with pytest.raises(TokenizerError, match=f"may have at most {MAX_TEXT_CHARACTERS}"):
-        await process.encode([{"role": "user", "content": "x" * MAX_TEXT_CHARACTERS}], max_tokens=10)
+        await process.encode(Chat([{"role": "user", "content": "x" * MAX_TEXT_CHARACTERS}]), max_tokens=10)
 
 
 async def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
