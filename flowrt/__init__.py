@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from flowrt.gateway.gateway import ChoiceEvent, EndEvent, TokenEvent
     from flowrt.sampling_params import SamplingParams
+    from flowrt.structured_outputs import StructuredOutputs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "OperatorError",
     "RunningGraph",
     "SamplingParams",
+    "StructuredOutputs",
     "TokenEvent",
     "TokenizerError",
     "UserError",
@@ -53,6 +55,7 @@ _MODULES = {  # module -> what it gives; loaded when one of the names is first u
     "api": ("AttachedGraph", "BlockingGraph", "Choice", "Completion", "RunningGraph", "attach", "generate", "start"),
     "gateway.gateway": ("ChoiceEvent", "EndEvent", "TokenEvent"),
     "sampling_params": ("SamplingParams",),
+    "structured_outputs": ("StructuredOutputs",),
     "errors": (
         "ArgumentError",
         "FlowrtError",

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from flowrt.errors import ArgumentError, shown
+from flowrt.structured_outputs import StructuredOutputs, checked_outputs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -25,6 +26,8 @@ MIN_FACTOR, MAX_NUMBER = 1e-9, 1e9  # logits times or divided by these stay fini
 MAX_SALT_CHARACTERS = 256
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 64, 1024, 1024
 MAX_BIASES, MAX_BIAS = 1024, 100
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 256, 256
 
 
 def _whole(least: int, most: int = MAX_WHOLE, note: str = "") -> Meta:
@@ -42,6 +45,14 @@ _BIASES = Meta(
     max_length=MAX_BIASES,
     description=f"a mapping of at most {MAX_BIASES} token ids to numbers from -{MAX_BIAS} to {MAX_BIAS}",
 )
+_ALLOWED = Meta(
+    max_length=MAX_ALLOWED_TOKEN_IDS, description=f"a list of at most {MAX_ALLOWED_TOKEN_IDS} whole numbers from 0 to 2**63 - 1"
+)
+_WORD = Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)
+_WORDS = Meta(
+    max_length=MAX_BAD_WORDS, description=f"a list of at most {MAX_BAD_WORDS} texts, each of 1 to {MAX_BAD_WORD_CHARACTERS} characters"
+)
+_OUTPUTS = Meta(description="an object with one of json, json_object, regex, choice, grammar")
 _SALT = Meta(max_length=MAX_SALT_CHARACTERS, description=f"a text of at most {MAX_SALT_CHARACTERS} characters")
 _FACTOR = f"a number from {MIN_FACTOR:g} to {MAX_NUMBER:g}; 1 is off"
 _PENALTY = Meta(ge=-2, le=2, description="a number from -2 to 2; 0 is off")
@@ -59,6 +70,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     penalties apply, before the temperature: `repetition_penalty` divides positive and multiplies negative logits of tokens in the prompt
     or the output; `frequency_penalty` is subtracted once per occurrence in the output, `presence_penalty` once if there is any.
 
+    `min_p` drops tokens that are less likely than this times the likeliest, after `top_k` and `top_p`. `structured_outputs`: what each
+    choice must match (structured_outputs.py). Only `allowed_token_ids` are sampled, if there are any, and no token that would complete one
+    of `bad_words`.
+
     `cache_salt`: only requests with the same one share KV through the prefix cache. It changes no token.
     """
 
@@ -68,6 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature: Annotated[float, Meta(ge=0, le=MAX_NUMBER, description=f"a number from 0 to {MAX_NUMBER:g}; 0 is greedy")] = 0.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="a number above 0 and at most 1; 1 is off")] = 1.0
     top_k: Annotated[int, _whole(0, note="; 0 is off")] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1; 0 is off")] = 0.0
     repetition_penalty: Annotated[float, Meta(ge=MIN_FACTOR, le=MAX_NUMBER, description=_FACTOR)] = 1.0
     presence_penalty: Annotated[float, _PENALTY] = 0.0
     frequency_penalty: Annotated[float, _PENALTY] = 0.0
@@ -78,11 +94,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: Annotated[int, _whole(0, MAX_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, _whole(0, MAX_LOGPROBS)] | None = None
     logit_bias: Annotated[tuple[tuple[Annotated[int, Meta(ge=0, le=MAX_WHOLE)], _BIAS], ...], _BIASES] = ()
+    allowed_token_ids: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_WHOLE)], ...], _ALLOWED] = ()
+    bad_words: Annotated[tuple[Annotated[str, _WORD], ...], _WORDS] = ()
+    structured_outputs: Annotated[StructuredOutputs | None, _OUTPUTS] = None
     cache_salt: Annotated[str, _SALT] = ""
 
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a mask over the vocabulary (engine/constraint.py) rules tokens out."""
+        return self.structured_outputs is not None or bool(self.allowed_token_ids or self.bad_words)
 
 
 class SamplingKeywords(TypedDict, total=False):
@@ -94,6 +118,7 @@ class SamplingKeywords(TypedDict, total=False):
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
@@ -104,34 +129,40 @@ class SamplingKeywords(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None
     cache_salt: str
 
 
 PARAMETER_TYPES: dict[str, Any] = get_type_hints(SamplingParams, include_extras=True)
+_LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 
 
 def checked_value(name: str, value: object) -> Any:
     """The value of one parameter, converted to its declared type. Raises ValueError of one line that does not name the parameter.
 
-    `stop` may also be a single text. `stop` and `stop_token_ids` may be any iterable, or None for none. So may `logit_bias` be None, or a
-    mapping whose keys are numbers or, as in JSON, their texts.
+    `stop` may also be a single text. Lists may be any iterable, or None for none. So may `logit_bias` be None, or a mapping whose keys are
+    numbers or, as in JSON, their texts. `structured_outputs` may be a mapping.
     """
     kind = PARAMETER_TYPES[name]
     given = value
     if name == "stop" and isinstance(value, str):
         value = (value,)
-    elif name in ("stop", "stop_token_ids"):
+    elif name in _LISTS:
         if value is None:
             value = ()
         elif isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
             value = tuple(value)
+    elif name == "structured_outputs":
+        return checked_outputs(value)
     elif name == "logit_bias":
         value = _biases(value)
     try:
         checked = msgspec.convert(value, kind, strict=True)
     except (msgspec.ValidationError, ValueError, TypeError, OverflowError):
         raise ValueError(f"is {shown(given)}, it must be {_description(kind)}") from None
-    for text in {"stop": checked, "cache_salt": (checked,)}.get(name, ()):
+    for text in {"stop": checked, "bad_words": checked, "cache_salt": (checked,)}.get(name, ()):
         check_text(text)
     return checked
 

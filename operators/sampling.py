@@ -1,4 +1,4 @@
-"""Turns logits into tokens, greedily or by drawing with penalties, temperature, top-k and top-p, and computes logprobs.
+"""Turns logits into tokens, greedily or by drawing with masks, penalties, temperature, top-k, top-p and min-p, and computes logprobs.
 
 The noise of a draw is a pure function of (seed, choice, token index, vocabulary id). It does not depend on the batch, the row, the device
 or earlier draws, so a token that is replayed after a failure is the same token. Noise is added to the logits and the largest sum wins
@@ -8,8 +8,11 @@ or earlier draws, so a token that is replayed after a failure is the same token.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flowrt.operators.sampling_inputs import SamplingInputs
@@ -29,10 +32,10 @@ BLOCK_ELEMENTS = 1 << 18  # of rows x vocabulary at a time on a CPU: more would 
 def sample(logits_SV: Tensor, inputs: SamplingInputs) -> Tensor:
     """token_S int64; the logits (of rows `inputs.rows_S`, on the same device) are not changed.
 
-    First biases are added, which rule out forbidden tokens, and penalties taken off. A token is the largest of what is left (temperature
-    0), or drawn from the softmax of that over the temperature (at least MIN_TEMPERATURE), of the tokens that top_k and then top_p leave.
-    Both keep every token that ties with the last one they keep, so that equal logits (frequent in bfloat16) are not cut in an undefined
-    order.
+    First biases and masks are added, which rule out forbidden tokens, and penalties taken off. A token is the largest of what is left
+    (temperature 0), or drawn from the softmax of that over the temperature (at least MIN_TEMPERATURE), of the tokens that top_k, then top_p
+    and then min_p leave. All keep every token that ties with the last one they keep, so that equal logits (frequent in bfloat16) are not
+    cut in an undefined order.
     A row whose largest logit is not finite (it holds NaN or infinity, or every token is ruled out) gives NO_TOKEN.
     """
     logits_SV = penalized_logits(logits_SV, inputs)
@@ -46,10 +49,10 @@ def sample(logits_SV: Tensor, inputs: SamplingInputs) -> Tensor:
 def _draw(logits_SV: Tensor, inputs: SamplingInputs, token_S: Tensor) -> Tensor:
     """`token_S` with drawn tokens in place of the samples that are not greedy."""
     _, top_k_S, seed_S, choice_S, token_index_S = inputs.integers_5S
-    temperature_S, top_p_S = inputs.floats_5S[0].clamp(min=MIN_TEMPERATURE), inputs.floats_5S[1]
+    temperature_S, top_p_S, min_p_S = inputs.floats_6S[0].clamp(min=MIN_TEMPERATURE), inputs.floats_6S[1], inputs.floats_6S[5]
     if inputs.filtered_F.numel():
         index = inputs.filtered_F
-        ids, scaled = filtered_candidates(logits_SV[index], temperature_S[index], top_k_S[index], top_p_S[index])
+        ids, scaled = filtered_candidates(logits_SV[index], *(each[index] for each in (temperature_S, top_k_S, top_p_S, min_p_S)))
         best = gumbel_noise(seed_S[index], choice_S[index], token_index_S[index], ids).add_(scaled).argmax(dim=-1, keepdim=True)
         token_S[index] = ids.gather(1, best).squeeze(1)
     num_rows = max(1, BLOCK_ELEMENTS // logits_SV.shape[1]) if logits_SV.device.type == "cpu" else max(1, inputs.unfiltered_U.numel())
@@ -67,24 +70,47 @@ def likeliest(logits_SV: Tensor) -> Tensor:
 
 
 def penalized_logits(logits_SV: Tensor, inputs: SamplingInputs) -> Tensor:
-    """The logits with biases added, of forbidden tokens -inf, and then penalties taken off; the same tensor when there is neither.
+    """The logits with biases and masks added, of forbidden tokens -inf, and then penalties taken off; the same tensor when there are none.
 
     Repetition (Keskar et al. 2019, CTRL, section 4.1, with transformers' signs) is over prompt and output; frequency and presence (as
     in OpenAI's API) are over the output.
     """
-    if not inputs.penalized_3N.shape[1] and not inputs.biased_2M.shape[1]:
+    if not inputs.penalized_3N.shape[1] and not inputs.biased_2C.shape[1] and not inputs.masked_M.numel():
         return logits_SV
     logits_SV = logits_SV.clone()
-    if inputs.biased_2M.shape[1]:
-        sample_M, id_M = inputs.biased_2M
-        logits_SV[sample_M, id_M] += inputs.bias_M.to(logits_SV.dtype)
+    if inputs.masked_M.numel():
+        _add_masks(logits_SV, inputs.masked_M, inputs.allowed_MB)
+    if inputs.biased_2C.shape[1]:
+        sample_C, id_C = inputs.biased_2C
+        logits_SV[sample_C, id_C] += inputs.bias_C.to(logits_SV.dtype)
     if inputs.penalized_3N.shape[1]:
         sample_N, id_N, count_N = inputs.penalized_3N
-        repetition_N, presence_N, frequency_N = inputs.floats_5S[2:, sample_N].to(logits_SV.dtype)
+        repetition_N, presence_N, frequency_N = inputs.floats_6S[2:5, sample_N].to(logits_SV.dtype)
         logit_N = logits_SV[sample_N, id_N]
         logit_N = torch.where(logit_N < 0, logit_N * repetition_N, logit_N / repetition_N)
         logits_SV[sample_N, id_N] = logit_N - frequency_N * count_N - presence_N * (count_N > 0)
     return logits_SV
+
+
+def _add_masks(logits_SV: Tensor, masked_M: Tensor, allowed_MB: Tensor) -> None:
+    """Add -inf to the logits of tokens that a mask does not allow, in place; NaN stays NaN. On the CPU numpy looks up eight at a time in a
+    fraction of torch's time."""
+    num_tokens = logits_SV.shape[1]
+    if logits_SV.device.type == "cpu" and logits_SV.dtype in _MASK_BYTES:
+        table, rows_SV = _MASK_BYTES[logits_SV.dtype], logits_SV.numpy()
+        for sample, allowed_B in zip(masked_M.tolist(), allowed_MB.numpy(), strict=True):
+            rows_SV[sample] += table[allowed_B].reshape(-1)[:num_tokens]
+        return
+    bits_MV = ((allowed_MB.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=allowed_MB.device)) & 1).flatten(1)[:, :num_tokens]
+    logits_SV[masked_M] += torch.where(bits_MV.bool(), 0.0, float("-inf")).to(logits_SV.dtype)
+
+
+def _mask_bytes(dtype: type[np.floating[Any]]) -> NDArray[Any]:
+    """[256, 8]: what each byte of a mask adds to eight logits."""
+    return np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf).astype(dtype)
+
+
+_MASK_BYTES = {torch.float32: _mask_bytes(np.float32), torch.float64: _mask_bytes(np.float64)}
 
 
 def log_probabilities(logits_LV: Tensor, token_L: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,13 +147,16 @@ def _drawn_from_all(logits_SV: Tensor, temperature_S: Tensor, key_S: Tensor) -> 
     return id_N.new_zeros(num_samples).scatter_reduce_(0, sample_N[won_N], id_N[won_N], "amin", include_self=False)
 
 
-def filtered_candidates(logits_SV: Tensor, temperature_S: Tensor, top_k_S: Tensor, top_p_S: Tensor) -> tuple[Tensor, Tensor]:
+def filtered_candidates(
+    logits_SV: Tensor, temperature_S: Tensor, top_k_S: Tensor, top_p_S: Tensor, min_p_S: Tensor
+) -> tuple[Tensor, Tensor]:
     """(vocabulary ids, their logits over the temperature in float64, those that the filters drop being -inf), each [S, depth].
 
     Filters leave few of many tokens, so only the best `depth` are sorted, and more only if what is kept reaches the last of them.
     """
     num_tokens = logits_SV.shape[1]
     temperature_S1, top_p_S1 = temperature_S.double().unsqueeze(1), top_p_S.double().unsqueeze(1)
+    log_min_p_S1 = min_p_S.double().log().unsqueeze(1)  # of the ratio to the likeliest token
     limited_S1 = (top_k_S > 0).unsqueeze(1)
     last_rank_S1 = torch.where(limited_S1, top_k_S.long().unsqueeze(1), 1).clamp(max=num_tokens) - 1
     total_S1 = (logits_SV.double() / temperature_S1).logsumexp(dim=-1, keepdim=True) if not bool(limited_S1.all()) else None
@@ -143,6 +172,7 @@ def filtered_candidates(logits_SV: Tensor, temperature_S: Tensor, top_k_S: Tenso
         num_kept_S1 = (before < top_p_S1).sum(dim=-1, keepdim=True).clamp(min=1)
         nucleus_S1 = scaled.gather(1, num_kept_S1 - 1).maximum(cutoff_S1)
         cutoff_S1 = torch.where(top_p_S1 < 1, nucleus_S1, cutoff_S1)
+        cutoff_S1 = cutoff_S1.maximum(scaled[:, :1] + log_min_p_S1)
         if depth == num_tokens or bool((scaled[:, -1:] < cutoff_S1).all()):
             return ids, scaled.masked_fill(scaled < cutoff_S1, float("-inf"))
         depth = min(num_tokens, 8 * depth)

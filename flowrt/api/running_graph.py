@@ -388,14 +388,16 @@ class RunningGraph:
 
     async def _submit(self, prompt: CheckedPrompt, params: SamplingParams) -> int:
         self.launcher.check_running()
-        return await self._of_model().submit(params, partial(self._encode, prompt))
+        return await self._of_model().submit(params, partial(self._encode, prompt, params))
 
     def _max_prompt_tokens(self) -> int:
         limits = self.graph.group_limits()
         capacity = limits.kv_pages * limits.page_size
         return capacity if self._model is None else min(self._model.config.max_position_embeddings, capacity)
 
-    async def _encode(self, prompt: CheckedPrompt) -> Sequence[int]:
+    async def _encode(self, prompt: CheckedPrompt, params: SamplingParams) -> Sequence[int]:
+        if (params.structured_outputs is not None or params.bad_words) and self._model is not None:
+            await self.require_tokenizer().check(params, self._model.config.vocab_size)
         if not isinstance(prompt, TextPrompt):
             return prompt
         return await self.require_tokenizer().encode(prompt.content, max_tokens=self._max_prompt_tokens())

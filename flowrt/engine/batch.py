@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flowrt.engine.constraint import Constraint
 from flowrt.engine.sequence import Sequence
 from flowrt.sampling_params import SamplingParams
 
@@ -32,7 +33,8 @@ class SampleSpec(NamedTuple):
     """How one token is drawn. Its noise is a function of (seed, choice, token_index) alone, so a replay draws the same token.
 
     `token_index` is the position in the choice's output, from 0. `output_counts`: with penalties, each token of prompt and output and
-    how often it is in the output. Both collections belong to the sequence: read them before the step ends, and never write to them.
+    how often it is in the output. The collections and the `constraint` belong to the sequence: read them before the step ends, and never
+    write to them.
     """
 
     params: SamplingParams
@@ -41,6 +43,7 @@ class SampleSpec(NamedTuple):
     choice: int = 0
     output_counts: Mapping[int, int] | None = None
     forbidden_token_ids: Collection[int] = ()
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ def build_batch(parts: Iterable[Part], page_size: int, *, is_strict: bool = Fals
                     choice,
                     sequence.output_counts,
                     sequence.forbidden_token_ids,
+                    sequence.constraint,
                 )
             )
     return batch

@@ -6,20 +6,21 @@ out the returned decisions in order, and starts the steps that `next_steps()` re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
 from flowrt.actors.control import Ended, KvCompleted, KvLost, KvPulled, Logprobs, Request, Token
 from flowrt.engine.batch import Batch, Part, build_batch, num_scores, produces_token
+from flowrt.engine.constraint import Constraint
 from flowrt.engine.micro_batches import MicroBatchCount
 from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence, SequenceState
+from flowrt.engine.statistics import EngineStatistics
 from flowrt.engine.transfers import Hold, Pull, offered_prompts
 from flowrt.engine.validation import refusal
 from flowrt.graph.settings import GraphLimits
-from flowrt.histogram import Histogram
 from flowrt.offered_prompt import OfferedPrompt
 from flowrt.reliability.fault_table import STEP_AGAIN, FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason
@@ -30,21 +31,6 @@ NOT_FINITE = "the model's logits for output token {} were not finite (NaN or inf
 
 
 Decision = Token | Ended | KvPulled | KvLost | Hold  # for the gateway
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatistics:
-    """Counts since the start, and current numbers (waiting, running, free pages)."""
-
-    num_waiting: int
-    num_running: int
-    num_free_pages: int
-    num_pages: int
-    step_rows: Histogram  # rows of each committed step
-    num_preemptions: int
-    num_prefix_queries: int  # tokens looked up in the prefix cache
-    num_prefix_hits: int  # those found
-    num_micro_batches: int  # in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +109,9 @@ class Engine:
 
     # Requests
 
-    def submit(self, request: Request) -> list[Decision]:
-        """Take a request. One that cannot be served ends at once with reason "error"; a repeated one is ignored."""
+    def submit(self, request: Request, constraints: Mapping[int, Constraint] = {}, error: str | None = None) -> list[Decision]:
+        """Take a request. One that cannot be served ends at once with reason "error"; a repeated one is ignored. `constraints`: those of
+        its choices, which know the committed tokens. `error`: why there are none."""
         key = (request.id, request.attempt)
         known = self._alive.get(request.id, [])
         attempt = known[0].request.attempt if known else None
@@ -134,21 +121,21 @@ class Engine:
             return [self._refuse(request, "abort")]
         # The gateway ignores the older attempt of a request that was placed again.
         decisions: list[Decision] = [self._end(sequence, "abort") for sequence in list(known)]
-        error = refusal(request, self._limits, self._max_position_embeddings, self._vocab_size)
+        error = refusal(request, self._limits, self._max_position_embeddings, self._vocab_size) or error
         if error is None and self._draining:
             error = "the group is draining and takes no new requests"
         if error is not None:
             return [*decisions, self._refuse(request, "error", error)]
-        return decisions + self._begin(request)
+        return decisions + self._begin(request, constraints)
 
-    def _begin(self, request: Request) -> list[Decision]:
+    def _begin(self, request: Request, constraints: Mapping[int, Constraint]) -> list[Decision]:
         choices = [choice for choice in range(request.params.n) if choice not in request.ended_choices]
         if request.stage == "prefill":
             del choices[1:]  # one sequence has all
         siblings: list[Sequence] = []
         for choice in choices:
             self._num_sequences += 1
-            siblings.append(Sequence(request, self._num_sequences, choice, self._eos_token_ids, siblings))
+            siblings.append(Sequence(request, self._num_sequences, choice, self._eos_token_ids, constraints.get(choice), siblings))
         self._alive[request.id] = siblings
         decisions: list[Decision] = []
         for sequence in list(siblings):
@@ -397,7 +384,10 @@ class Engine:
         return decisions
 
     def _redo_sequence(self, sequence: Sequence, cause: str) -> list[Decision]:
-        """Compute a sequence without finite logits again from its first token: an earlier row may be the reason."""
+        """Compute a sequence without finite logits again from its first token: an earlier row may be the reason. One that has no token left
+        that it may continue with ends its request."""
+        if sequence.constraint is not None and sequence.constraint.error:
+            return self._fail(sequence.request, sequence.constraint.error)
         self._scheduler.forget(sequence)
         if redo(FaultKind.NOT_FINITE, sequence.num_redone) is Redo.SEQUENCE:
             sequence.num_redone += 1

@@ -9,6 +9,7 @@ from enum import Enum
 from math import isfinite
 
 from flowrt.actors.control import KvOffer, Logprobs, Request
+from flowrt.engine.constraint import Constraint
 from flowrt.engine.prefix_cache import Prefix
 from flowrt.sampling_params import FinishReason
 
@@ -31,6 +32,7 @@ class Sequence:
     order: int
     choice: int = 0
     eos_token_ids: Collection[int] = ()
+    constraint: Constraint | None = None  # what it may continue with; it knows the committed tokens
     siblings: list[Sequence] = field(default_factory=list)  # choices of this attempt that have not ended, itself among them
     choices: tuple[int, ...] = field(init=False)  # those whose next token is drawn from its last row
     open_choices: set[int] = field(init=False)  # those that have not ended
@@ -76,7 +78,7 @@ class Sequence:
         self.num_proven_tokens = len(self.tokens) - 1 if committed and not request.replays_alone else 0
         self.prefix = Prefix(request.params.cache_salt)
         self.end_token_ids = frozenset(request.params.stop_token_ids)
-        if not request.params.ignore_eos:
+        if not request.params.ignore_eos or request.params.structured_outputs is not None:
             self.end_token_ids |= frozenset(self.eos_token_ids)
         self.output_counts = None
         if request.params.has_penalties:
@@ -138,13 +140,17 @@ class Sequence:
 
     @property
     def forbidden_token_ids(self) -> Collection[int]:
-        """Tokens that may not be drawn now."""
+        """Tokens that may not be drawn now; a constraint knows them itself."""
+        if self.constraint is not None:
+            return ()
         return self.end_token_ids if self.num_output_tokens < self.request.params.min_tokens else ()
 
     def append(self, token_id: int) -> None:
         self.is_on_trial = False
         self.num_redone = 0
         self.tokens.append(token_id)
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
         if self.output_counts is not None:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
 

@@ -73,6 +73,8 @@ def find_problem(request: Request, limits: GraphLimits, max_position_embeddings:
         return RequestProblem("stop_token_ids", error)
     if (error := _token_refusal("logit_bias", [token_id for token_id, _ in params.logit_bias], vocab_size)) is not None:
         return RequestProblem("logit_bias", error)
+    if (error := _token_refusal("allowed", params.allowed_token_ids, vocab_size)) is not None:
+        return RequestProblem("allowed_token_ids", error)
     if params.prompt_logprobs is not None and (number := num_prompt * (1 + params.prompt_logprobs)) > MAX_PROMPT_LOGPROBS:
         text = f"a prompt of {num_prompt} tokens with {params.prompt_logprobs} logprobs beside each one's own has {number} logprobs"
         return RequestProblem("prompt_logprobs", f"{text}, at most {MAX_PROMPT_LOGPROBS} are possible")

@@ -80,7 +80,8 @@ class Detokenizer(Protocol):
 
 def is_stop_token(params: SamplingParams, eos_token_ids: Collection[int], token_id: int) -> bool:
     """Whether the token ends the output. A stop token is in the token ids of an output, but not in its text."""
-    return token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos)
+    ends_at_eos = not params.ignore_eos or params.structured_outputs is not None
+    return token_id in params.stop_token_ids or (token_id in eos_token_ids and ends_at_eos)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from flowrt.errors import shown
 from flowrt.sampling_params import MAX_CHOICES, PARAMETER_TYPES, SamplingParams, checked_value
 from flowrt.serving.chat import Chat
 from flowrt.serving.json_body import Fields, Prompt, invalid
+from flowrt.structured_outputs import outputs_of_format
 
 DEFAULT_COMPLETION_TOKENS = 16  # as of OpenAI's API
 _SAMPLING = tuple(name for name in PARAMETER_TYPES if name not in ("max_tokens", "logprobs", "prompt_logprobs"))
@@ -41,6 +42,7 @@ class CompletionRequest:
     has_prompt_logprobs: bool = False
     max_tokens_name: str = "max_tokens"
     omits_output: bool = False
+    outputs_name: str = "structured_outputs"  # the field that has them
 
     @property
     def prompt_name(self) -> str:
@@ -99,6 +101,11 @@ def _finish(
         value = fields.take_checked(name, partial(_checked, name))
         if value is not None:
             values[name] = value
+    outputs_name = "structured_outputs"
+    if (of_format := fields.take_checked("response_format", outputs_of_format)) is not None:
+        if "structured_outputs" in values:
+            raise invalid("response_format", "and structured_outputs are both given; write the grammar in one of them")
+        values["structured_outputs"], outputs_name = of_format, "response_format"
     longest = fields.take_checked("max_tokens", lambda value: 0 if _is_zero(value) and not is_chat else checked_value("max_tokens", value))
     newer = fields.take_checked("max_completion_tokens", lambda value: checked_value("max_tokens", value)) if is_chat else None
     if longest is not None and newer is not None and longest != newer:
@@ -137,6 +144,7 @@ def _finish(
         has_prompt_logprobs=of_prompt is not None,
         max_tokens_name="max_tokens" if newer is None else "max_completion_tokens",
         omits_output=omits_output,
+        outputs_name=outputs_name,
     )
 
 

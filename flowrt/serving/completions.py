@@ -63,6 +63,16 @@ class PromptEncoder:
             kind = TOO_LONG if error.is_too_long else INVALID
             raise ApiError(kind, text, error.param or ("messages" if isinstance(prompt, Chat) else "prompt")) from None
 
+    async def check_constraints(self, request: CompletionRequest) -> None:
+        """Compile the grammar of a request in another process. Raises ApiError."""
+        try:
+            await self._processes.check(request.params, self._vocab_size)
+        except TokenizerError as error:
+            if error.is_unavailable:
+                log.warning("no grammar can be compiled: %s", error)
+                raise ApiError(UNAVAILABLE, "grammars cannot be compiled now; the log of the server has the reason") from None
+            raise ApiError(INVALID, str(error), request.outputs_name if request.params.structured_outputs else "bad_words") from None
+
     def check(self, token_ids: tuple[int, ...], request: CompletionRequest) -> None:
         """Check a request as the gateway does. Raises ApiError."""
         params = request.params
@@ -112,6 +122,7 @@ class Completions:
             params = msgspec.structs.replace(request.params, stop=())
             opened.append(await self._client.reserve(params, estimated_tokens(prompt), inbox, index))
             stack.callback(opened[-1].close)
+        await self._encoder.check_constraints(request)
         texts, prompts, count = list[RequestText](), list[PromptOutput](), len(request.prompts)
         for index, prompt in enumerate(request.prompts):
             token_ids = await self._encoder.encode(prompt, request.add_special_tokens)

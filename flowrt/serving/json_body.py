@@ -22,6 +22,7 @@ from flowrt.serving.chat import Chat, ChatError, check_chat
 from flowrt.serving.tokenizer_process import MAX_TEXT_CHARACTERS
 
 MAX_MESSAGES = 4096
+MAX_NAMED = 8  # wrong fields in one error
 MAX_FIELD_BYTES = 256 << 10  # besides its texts; but for prompts, messages and token ids
 MAX_CHAT_BYTES = 512 << 10  # besides their texts: of all messages together
 _SHORT_TEXT = 16  # bytes; what a text costs however short it is
@@ -46,7 +47,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -54,17 +54,25 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "web_search_options": (),
     "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "bad_words": ([],),
-    "min_p": (0,),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "echo": (False,),
     "return_token_strs": (False,),
     "chat_template": (),
     "priority": (0,),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "truncate_prompt_tokens": (),
+    "logits_processors": ([],),
+    "vllm_xargs": ({},),
+    "detokenize": (True,),
 }
+# vLLM's fields of the past, and what has their place.
+_REPLACED = {f"guided_{name}": f'structured_outputs: {{"{name}": ...}}' for name in ("json", "regex", "choice", "grammar")}
+_UNSUPPORTED |= dict.fromkeys(_REPLACED, ())
 _CHAT = (
     "messages",
     "tools",
@@ -74,8 +82,19 @@ _CHAT = (
     "chat_template_kwargs",
     "reasoning_effort",
 )
-_OTHER = ("model", "prompt", "tokens", "stream", "stream_options", "max_completion_tokens", "top_logprobs", "add_special_tokens")
-_FIELDS = {*_OTHER, *_CHAT, *PARAMETER_TYPES, *_LABELS, *_UNSUPPORTED, "return_token_ids", "return_tokens_as_token_ids"}
+_OTHER = (
+    "model",
+    "prompt",
+    "tokens",
+    "stream",
+    "stream_options",
+    "max_completion_tokens",
+    "top_logprobs",
+    "add_special_tokens",
+    "response_format",
+)
+_OF_OUTPUT = ("response_format", "return_token_ids", "return_tokens_as_token_ids")
+_FIELDS = {*_OTHER, *_CHAT, *PARAMETER_TYPES, *_LABELS, *_UNSUPPORTED, *_OF_OUTPUT}
 _Body = msgspec.defstruct("Body", [(name, Raw | UnsetType, UNSET) for name in _FIELDS])
 _StrictBody = msgspec.defstruct("StrictBody", [], bases=(_Body,), forbid_unknown_fields=True)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
@@ -215,13 +234,17 @@ class Fields:
         """Refuse the fields that no reader took, except those without an effect."""
         for name in _LABELS:
             self._take_json(name)
+        wrong: dict[str, str] = {}
         for name in [*self._values]:
             if name not in _UNSUPPORTED:
                 near = difflib.get_close_matches(name[:80], [*self._known, *_UNSUPPORTED], 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise ApiError(UNSUPPORTED, f"there is no field {shown(name)}{hint}", name[:80])
-            if self.take(name) not in _UNSUPPORTED[name]:
-                raise ApiError(UNSUPPORTED, f"{name} is not supported", name)
+                wrong[name] = f"there is no field {shown(name)}{f'; did you mean {near[0]}?' if near else ''}"
+            elif self.take(name) not in _UNSUPPORTED[name]:
+                wrong[name] = f"{name} is not supported{f'; write {_REPLACED[name]}' if name in _REPLACED else ''}"
+            if len(wrong) == MAX_NAMED:
+                break
+        if wrong:
+            raise ApiError(UNSUPPORTED, " - ".join(wrong.values()), next(iter(wrong))[:80])
 
     def _take_json(self, name: str) -> bytes | None:
         self._known.append(name)

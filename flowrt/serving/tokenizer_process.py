@@ -2,7 +2,8 @@
 
 The loop that relays tokens and reports deaths must not wait for a long text. A model directory is untrusted: its chat template and the
 patterns of its tokenizer may run without end or take any amount of memory. So each text has a time limit, after which the process is
-killed, and a memory limit. Decoding (tokens to text) is in tokenizer.py.
+killed, and a memory limit. The grammars of structured outputs, which clients write, are compiled there first for the same reason. Decoding
+(tokens to text) is in tokenizer.py.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import signal
 import socket
 import subprocess
 import sys
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
 
+from flowrt.engine.constraint_builder import ConstraintBuilder
+from flowrt.engine.grammar import GrammarError
 from flowrt.errors import TokenizerError
+from flowrt.sampling_params import SamplingParams
 from flowrt.serving.chat import Chat
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.signals import end_with_parent
@@ -28,15 +33,20 @@ LONG_CHARACTERS = 64 << 10  # texts up to this take some hundredths of a second
 TEXT_SECONDS = 10.0  # for one text
 START_SECONDS = 30.0  # to load the tokenizer
 STALE_SECONDS = 0.2  # for the response to a call that was cancelled
+GRAMMAR_SECONDS = 2.0  # for one grammar
+MAX_GOOD = 4096  # grammars that are known to be good
 MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
 
 
 class _Encode(msgspec.Struct, array_like=True):
-    """`add_special_tokens`: those of the tokenizer; None: to a text only."""
+    """`add_special_tokens`: those of the tokenizer; None: to a text only. `params`: instead of a prompt, parameters whose constraints are
+    compiled for a model of `vocab_size` tokens."""
 
     prompt: str | Chat
     max_tokens: int
     add_special_tokens: bool | None = None
+    params: SamplingParams | None = None
+    vocab_size: int = 0
 
 
 class _Encoded(msgspec.Struct, array_like=True):
@@ -104,6 +114,7 @@ class TokenizerProcess:
         self._child: _TokenizerChild | None = None
         self._is_closed = False
         self._turn = asyncio.Lock()
+        self._good: dict[bytes, None] = {}  # digests of constraints that can be compiled, the latest used last
 
     def start(self) -> _TokenizerChild:
         """Start the process if there is none, without waiting for it. Raises TokenizerError."""
@@ -132,6 +143,28 @@ class TokenizerProcess:
             raise TokenizerError(too_long(encoded.num_tokens, max_tokens), is_too_long=True)
         return encoded.token_ids
 
+    async def check(self, params: SamplingParams, vocab_size: int) -> None:
+        """Raises TokenizerError for structured outputs or bad words that cannot be compiled for this model, or not in time."""
+        if params.structured_outputs is None and not params.bad_words:
+            return
+        key = msgspec.msgpack.encode((params.structured_outputs, params.bad_words, vocab_size))
+        digest = blake2b(key, digest_size=16).digest()
+        if digest not in self._good:
+            only = SamplingParams(structured_outputs=params.structured_outputs, bad_words=params.bad_words)
+            async with self._turn:
+                await self._skip_stale()
+                try:
+                    checked = await self._exchange(_Encode("", 0, None, only, vocab_size), GRAMMAR_SECONDS)
+                except Exception:
+                    self._kill()
+                    raise
+            if checked.error is not None:
+                raise TokenizerError(checked.error)
+        self._good.pop(digest, None)
+        self._good[digest] = None
+        if len(self._good) > MAX_GOOD:
+            del self._good[next(iter(self._good))]
+
     def close(self) -> None:
         """End the process; no later call starts another one. Idempotent."""
         self._is_closed = True
@@ -155,7 +188,8 @@ class TokenizerProcess:
         except (OSError, EOFError):  # also TimeoutError
             self._kill()
 
-    async def _exchange(self, request: _Encode) -> _Encoded:
+    async def _exchange(self, request: _Encode, grammar_seconds: float = 0.0) -> _Encoded:
+        """`grammar_seconds`: of a request that is a grammar."""
         child, loop = self.start(), asyncio.get_running_loop()
         late = f"the process that tokenizes text has not loaded in {self._start_seconds:g} s: is it stopped, or the machine overloaded?"
         try:
@@ -166,7 +200,9 @@ class TokenizerProcess:
                     raise TokenizerError(ready.error, is_unavailable=True)
                 child.is_ready = True
             late = f"the text was not tokenized within {self._text_seconds:g} s"
-            async with asyncio.timeout(self._text_seconds):
+            if grammar_seconds:
+                late = f"structured_outputs were not compiled within {grammar_seconds:g} s; write a smaller grammar"
+            async with asyncio.timeout(grammar_seconds or self._text_seconds):
                 try:
                     await loop.sock_sendall(child.socket, _line(request))
                 except asyncio.CancelledError:  # perhaps a part of it
@@ -180,16 +216,19 @@ class TokenizerProcess:
         except TimeoutError:
             raise TokenizerError(late, is_unavailable=not child.is_ready) from None
         except (OSError, EOFError) as error:
+            if grammar_seconds and child.is_ready:
+                text = "structured_outputs took too much memory or nest too deep; write a smaller grammar"
+                raise TokenizerError(text) from error
             text = "the process that tokenizes text has died, of too little memory perhaps"
             raise TokenizerError(text, is_unavailable=True) from error
 
 
 class TokenizerProcesses:
-    """Two tokenizer processes of one model directory: long texts wait for each other, and no other text waits for them."""
+    """The tokenizer processes of one model directory: long texts wait for each other, and no other text waits for them. So do grammars."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._short, self._long = TokenizerProcess(directory), TokenizerProcess(directory)
+        self._short, self._long, self._grammars = (TokenizerProcess(directory) for _ in range(3))
 
     def start(self) -> None:
         """Start the process for short texts, without waiting for it. The first long text starts the other one. Raises TokenizerError."""
@@ -200,10 +239,14 @@ class TokenizerProcesses:
         process = self._long if _num_characters(prompt) > LONG_CHARACTERS else self._short
         return await process.encode(prompt, max_tokens=max_tokens, add_special_tokens=add_special_tokens)
 
+    async def check(self, params: SamplingParams, vocab_size: int) -> None:
+        """As TokenizerProcess.check."""
+        await self._grammars.check(params, vocab_size)
+
     def close(self) -> None:
         """End the processes. Idempotent."""
-        self._short.close()
-        self._long.close()
+        for process in (self._short, self._long, self._grammars):
+            process.close()
 
 
 def _num_characters(prompt: str | Chat) -> int:
@@ -236,8 +279,14 @@ def main() -> None:
             return
         file.write(_line(_Encoded()))
         file.flush()
+        builder: ConstraintBuilder | None = None
         for line in file:
-            file.write(_line(_encode(tokenizer, msgspec.json.decode(line, type=_Encode))))
+            request = msgspec.json.decode(line, type=_Encode)
+            if request.params is not None:
+                builder = builder or ConstraintBuilder(directory, request.vocab_size, ())
+                file.write(_line(_check(builder, request.params)))
+            else:
+                file.write(_line(_encode(tokenizer, request)))
             file.flush()
 
 
@@ -253,6 +302,16 @@ def _encode(tokenizer: Tokenizer, request: _Encode) -> _Encoded:
     except Exception as error:
         return _Encoded(error=f"the text cannot be tokenized: {type(error).__name__}: {error}")
     return _Encoded(len(token_ids), token_ids if len(token_ids) <= request.max_tokens else [])
+
+
+def _check(builder: ConstraintBuilder, params: SamplingParams) -> _Encoded:
+    try:
+        builder.constraint(params)
+    except GrammarError as error:
+        return _Encoded(error=str(error))
+    except Exception as error:
+        return _Encoded(error=f"structured_outputs cannot be compiled: {type(error).__name__}: {error}")
+    return _Encoded()
 
 
 def _limit_memory() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import msgspec
@@ -25,6 +26,7 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.calls import AnyServed, Result, check_calls, simulate_calls
 from flowrt.simulation.case import Case, Glitch, Poison, SimulatedCall, SimulatedRequest
 from flowrt.simulation.cluster import config_of
+from flowrt.simulation.constrained import drawn_constraints
 from flowrt.simulation.drawn_graphs import draw_graph
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.fault_draws import (
@@ -362,12 +364,12 @@ def _pool(graph: Graph) -> Sequence[SimulatedRequest]:
     assert graph.model is not None
     config, limits = config_of(graph.model.path), graph.group_limits()
     max_positions = min(limits.kv_pages * limits.page_size, config.max_position_embeddings)
-    return _pool_of(config.vocab_size, max_positions, min(limits.max_tokens, 12))
+    return _pool_of(Path(graph.model.path), config.vocab_size, max_positions, min(limits.max_tokens, 12))
 
 
 @lru_cache(maxsize=64)
-def _pool_of(vocabulary: int, max_positions: int, max_new: int) -> Sequence[SimulatedRequest]:
-    chance = random.Random("pool")
+def _pool_of(directory: Path, vocabulary: int, max_positions: int, max_new: int) -> Sequence[SimulatedRequest]:
+    chance, constraints = random.Random("pool"), drawn_constraints(directory, vocabulary)
     beginning = tuple(random.Random("beginning").choices(range(vocabulary), k=max_positions))
     pool = []
     for number in range(POOL):
@@ -388,6 +390,7 @@ def _pool_of(vocabulary: int, max_positions: int, max_new: int) -> Sequence[Simu
             prompt_logprobs=1 if number in (5, 11) else None,
             stop=("1 never", "0\n") if number in (6, 9) else (),
             cache_salt="another" if number in (9, 16) else "",
+            **constraints.get(number, {}),
         )
         prompt = tuple(chance.randrange(vocabulary) for _ in range(length))
         if number % 6 in (3, 4, 5):  # some begin alike

@@ -10,6 +10,7 @@ I7 A process without a fault is not marked dead.
 I8 No state is left behind.
 I9 The clocks of other hosts are known as exactly as stated.
 I10 On emulated hardware nothing is faster than its model; modelled_time.py checks this.
+I11 Every token is one that its request's structured outputs, allowed tokens and bad words allow behind the earlier ones.
 
 The checks of internal worker state are in inside.py.
 """
@@ -17,6 +18,7 @@ The checks of internal worker state are in inside.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from flowrt.gateway.completion import Completion
 from flowrt.graph.model import FORK_SERVER, FRONT_END, GATEWAY, MONITOR, Graph
@@ -24,6 +26,7 @@ from flowrt.graph.recovery import pipelines, standby_names, survivable_processes
 from flowrt.launcher.transport_choice import pack, process_name
 from flowrt.reliability.scenario import AnyFault, Crash, Duplicate, Hang, Pause, Reset, RollBack, Scenario, Skew, Stall, TinyQueues
 from flowrt.simulation.case import Case, Poison
+from flowrt.simulation.constrained import first_mismatch
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.served import CONNECTION_TEXT, UNREADABLE_TEXT, ClientRecord, Served
 
@@ -184,6 +187,7 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
         if not broken_off and reason not in ("length", "stop"):
             raise InvariantError("I1", f"request {index} ended with {reason or 'nothing'}: {client.error}")
         _check_tokens(index, client, reference, whole=not broken_off)
+        _check_constraints(case, index, client)
 
 
 def _computes(poison: Poison | None, effect: str, client: ClientRecord, reference: Reference) -> bool:
@@ -226,6 +230,15 @@ def _no_group_long_enough(case: Case, client: ClientRecord) -> bool:
 def fastest_clock(scenario: Scenario) -> float:
     """The highest rate of any clock."""
     return max([1.0, *(fault.rate for fault in scenario.faults if isinstance(fault, Skew))])
+
+
+def _check_constraints(case: Case, index: int, client: ClientRecord) -> None:
+    assert case.graph.model is not None
+    for choice, tokens in enumerate(client.choices):
+        if (wrong := first_mismatch(Path(case.graph.model.path), client.request.params, tokens)) is not None:
+            raise InvariantError(
+                "I11", f"request {index} choice {choice} gave {tokens}, which its constraint forbids from token {wrong} on"
+            )
 
 
 def _check_tokens(index: int, client: ClientRecord, reference: Reference, whole: bool) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics, NodeStati
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import NodeFunction, RoutedOutput
+from flowrt.engine.constraint_builder import ConstraintBuilder
 from flowrt.engine.engine import Engine
 from flowrt.errors import OperatorError
 from flowrt.exchange.dispatch import Dispatch
@@ -179,6 +181,8 @@ class DataPath:
                 pack,
                 unpack,
                 lambda: seams.clock.now() / dilation,
+                ConstraintBuilder(Path(graph.model.path), config.vocab_size, config.eos_token_ids).build,
+                seams.new_compute,
             )
             if pack is not None:
                 pack.connect(self.runner.respond)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from numpy.typing import NDArray
 from flowrt.actors.control import Request
 from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.engine.batch import SampleSpec
+from flowrt.engine.constraint_builder import ConstraintBuilder
 from flowrt.exchange.kv_transfer import TransferEnd
 from flowrt.graph.model import Graph, Node
 from flowrt.graph.placement import held_experts
+from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.sampling import sample
@@ -105,10 +108,12 @@ def _position_weights(layer: int, num_positions: int) -> Numbers:
 
 def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
     """The expected token ids of each choice of `request`, independent of the processes that compute them."""
+    assert graph.model is not None
     config = config_of(graph)
     model = ExactModel(config)
-    ends = frozenset(request.params.stop_token_ids) | (frozenset() if request.params.ignore_eos else frozenset(config.eos_token_ids))
-    params = request.params
+    params, builder = request.params, _builder_of(graph.model.path)
+    ignores_eos = params.ignore_eos and params.structured_outputs is None
+    ends = frozenset(params.stop_token_ids) | (frozenset() if ignores_eos else frozenset(config.eos_token_ids))
     found = []
     for choice in range(params.n):
         output: list[int] = []
@@ -116,11 +121,18 @@ def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
             tokens = [*request.prompt_token_ids, *output]
             x_TH = _residuals(graph, model, tokens)
             counts = {token: output.count(token) for token in tokens} if params.has_penalties else None
-            forbidden = ends if len(output) < params.min_tokens else ()
-            draw = draw_of(0, SampleSpec(params, request.seed, len(output), choice, counts, forbidden))
+            forbidden = ends if len(output) < params.min_tokens and not params.is_constrained else ()
+            constraint = builder.constraint(params, output) if params.is_constrained else None
+            draw = draw_of(0, SampleSpec(params, request.seed, len(output), choice, counts, forbidden, constraint))
             output.append(int(sample(torch.from_numpy(model.logits(x_TH[-1:])), SamplingInputs.from_draws([draw]))[0]))
         found.append(tuple(output))
     return found
+
+
+@lru_cache(maxsize=16)
+def _builder_of(path: str) -> ConstraintBuilder:
+    config = read_model_config(Path(path))
+    return ConstraintBuilder(Path(path), config.vocab_size, config.eos_token_ids)
 
 
 def exact_prompt_logprobs(graph: Graph, prompt_token_ids: Sequence[int]) -> list[float]:

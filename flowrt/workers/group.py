@@ -28,6 +28,7 @@ from flowrt.actors.control import (
     Logprobs,
     Prefilled,
     Prefilling,
+    Request,
     RunsAlone,
     Statistics,
     Submit,
@@ -35,6 +36,7 @@ from flowrt.actors.control import (
     Tokens,
 )
 from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.runner import Runner
 from flowrt.engine.engine import Decision, Engine, StartStep
 from flowrt.engine.sequence import Sequence
@@ -44,12 +46,15 @@ from flowrt.errors import OperatorError
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.kv_transfer import KvPack, KvUnpack
 from flowrt.graph.model import Node
+from flowrt.seams import Compute, ThreadCompute
 from flowrt.transports.wire.message import Tag
-from flowrt.workers.model_nodes import batch_payloads
+from flowrt.workers.constraint_work import Constraints, ConstraintWork
+from flowrt.workers.model_nodes import batch_payloads, sampling_payload
 
 
 class Group:
-    """Connects one engine to its runner and the client of its expert servers. All methods are synchronous."""
+    """Connects one engine to its runner and the client of its expert servers. All methods but `run` are synchronous. `build` returns the
+    constraints of a request, in a thread that `new_compute` makes."""
 
     def __init__(
         self,
@@ -65,6 +70,8 @@ class Group:
         pack: KvPack | None = None,
         unpack: KvUnpack | None = None,
         now: Callable[[], float] = lambda: 0.0,
+        build: Callable[[Request], Constraints] = lambda request: {},
+        new_compute: Callable[[str], Compute] = ThreadCompute,
     ) -> None:
         self._node = node.name
         self._new_kv_offer = partial(KvOffer, node.process, incarnation, is_strict=engine.is_strict)
@@ -83,11 +90,16 @@ class Group:
         self.on_begin: Callable[[], None] = lambda: None  # called with each step that begins
         self._refusal: str | None = None
         self._work = WorkTimes()
+        self._constraint_work = ConstraintWork(build, lambda start: sampling_payload(start.batch, device), new_compute)
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is alive and no step runs."""
-        return self._engine.idle
+        return self._engine.idle and self._constraint_work.is_idle
+
+    async def run(self) -> None:
+        """Do what the group does beside its loop, until cancelled."""
+        await self._constraint_work.run(self._act, self._emit_sampling, self._fail_sampling)
 
     def with_counts(self, statistics: Statistics) -> Statistics:
         """`statistics` with the counts of the engine."""
@@ -115,11 +127,15 @@ class Group:
 
     def on_control(self, control: Control) -> None:
         """Handle Submit, Cancel, KvCompleted and Drain; ignore all other messages."""
+        if not self._constraint_work.keep(control):
+            self._act(control)
+
+    def _act(self, control: Control, constraints: Constraints | None = None, error: str | None = None) -> None:
         match control:
             case Submit(request) if self._refusal is not None:
                 self._send(Ended(request.id, request.attempt, "error", self._refusal))
             case Submit(request):
-                self._carry_out(self._engine.submit(request))
+                self._carry_out(self._engine.submit(request, constraints or {}, error))
             case Cancel(request_id, attempt, choice):
                 self._carry_out(self._engine.cancel(request_id, attempt, choice))
             case KvCompleted():
@@ -251,7 +267,8 @@ class Group:
         return Tag(self._source, start.epoch, start.micro_batch, start.step, layer)
 
     def _emit(self, start: StartStep) -> None:
-        """Emit a step's tags: the layout for every layer, the sampling rows, and last the tokens, which start the step."""
+        """Emit a step's tags: the layout for every layer, the sampling rows, and last the tokens, which start the step. Sampling rows with
+        masks follow later."""
         self.on_begin()
         if self._client is not None:
             self._client.computes_alone = start.is_alone
@@ -262,4 +279,17 @@ class Group:
         tags = [self._tag_of(start, layer) for layer in range(self._num_layers)]
         for tag in tags:
             self._runner.emit(self._node, tag, {"layout": payloads["layout"]})
-        self._runner.emit(self._node, tags[0], {"sampling": payloads["sampling"], "tokens": payloads["tokens"]})
+        if any(sample.constraint is not None for sample in start.batch.samples):
+            self._runner.emit(self._node, tags[0], {"tokens": payloads["tokens"]})
+            self._constraint_work.compute(start)
+        else:
+            payloads["sampling"] = sampling_payload(start.batch, self._device)
+            self._runner.emit(self._node, tags[0], {"sampling": payloads["sampling"], "tokens": payloads["tokens"]})
+
+    def _emit_sampling(self, start: StartStep, payload: Payload) -> None:
+        """Emit the sampling rows of a step that has begun, when its masks are there, unless it was rolled back meanwhile."""
+        if start.epoch == self._engine.epoch:
+            self._runner.emit(self._node, self._tag_of(start), {"sampling": payload})
+
+    def _fail_sampling(self, start: StartStep, error: str) -> None:
+        self.fail_steps([self._tag_of(start)], f"a step of this request failed twice: {error}")

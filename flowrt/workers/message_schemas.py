@@ -82,12 +82,14 @@ def _sent_by_operators(
         (SOURCE, "sampling"): schema_of(
             specs(
                 "int64[5,samples]",
-                "float64[5,samples]",
+                "float64[6,samples]",
                 "int64[unfiltered]",
                 "int64[filtered]",
                 "int64[3,penalized]",
                 "int64[2,biased]",
                 "float64[biased]",
+                "int64[masked]",
+                "uint8[masked,mask_bytes]",
                 "int64[logprobs]",
                 "int64[ranks]",
                 "int64[2,scored]",

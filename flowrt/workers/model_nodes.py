@@ -200,14 +200,18 @@ def strict_blocks_text(graph: Graph, process: str) -> str:
 
 
 def batch_payloads(batch: Batch, page_size: int, device: torch.device) -> dict[str, Payload]:
-    """The source's outputs for a step: tokens_T, the layout, and the sampling parameters of each sampled row."""
+    """The source's outputs for a step: tokens_T and the layout."""
     layout = StepLayout.from_lists(batch.query_lengths, batch.kv_lengths, batch.page_tables, page_size, device)
-    draws = [draw_of(row, spec) for row, spec in zip(batch.sample_rows, batch.samples, strict=True)]
     return {
         "tokens": Payload((torch.tensor(batch.token_ids, dtype=torch.int64, device=device),)),
         "layout": Payload(layout.to_tensors()),
-        "sampling": Payload(tuple(SamplingInputs.from_draws(draws, device, [Score(*each) for each in batch.scores]))),
     }
+
+
+def sampling_payload(batch: Batch, device: torch.device) -> Payload:
+    """The source's output for the head: how each sampled row is drawn. Masks of constrained rows take time: compute it beside the loop."""
+    draws = [draw_of(row, spec) for row, spec in zip(batch.sample_rows, batch.samples, strict=True)]
+    return Payload(tuple(SamplingInputs.from_draws(draws, device, [Score(*each) for each in batch.scores])))
 
 
 def draw_of(row: int, spec: SampleSpec) -> Draw:
@@ -227,6 +231,8 @@ def draw_of(row: int, spec: SampleSpec) -> Draw:
         spec.output_counts,
         spec.forbidden_token_ids,
         params.logit_bias,
+        params.min_p,
+        None if spec.constraint is None else spec.constraint.mask(),
     )
 
 

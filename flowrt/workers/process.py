@@ -251,6 +251,8 @@ class Worker:
                 self._membership.on_control(notice)
             tasks.create_task(data_path.runner.run(), name=f"runner of {name}")
             tasks.create_task(self._run_links(data_path.links), name=f"links of {name}")
+            if data_path.group is not None:
+                tasks.create_task(data_path.group.run(), name=f"constraints of {name}")
             if self._seams.own_loop and self._graph.jitter.garbage_collection == "idle":
                 tasks.create_task(collect_garbage_when_idle(self._is_idle, clock), name=f"garbage collection of {name}")
             if is_watched(self._graph):

@@ -6,8 +6,10 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import MinPLogitsWarper
 
 from flowrt.operators import sampling
 from flowrt.operators.sampling import filtered_candidates, log_probabilities, penalized_logits, sample
@@ -17,10 +19,18 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, 0.5, -1.0, 1.5, -3.0, 0.25])
 
 
 def draw(
-    logits: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, choice: int = 0, first: int = 0
+    logits: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    choice: int = 0,
+    first: int = 0,
 ) -> torch.Tensor:
     """One token per row, the rows being consecutive tokens of one sequence."""
-    draws = [Draw(row, temperature, top_k, top_p, seed, choice, first + row) for row in range(len(logits))]
+    draws = [Draw(row, temperature, top_k, top_p, seed, choice, first + row, min_p=min_p) for row in range(len(logits))]
     return sample(logits, SamplingInputs.from_draws(draws))
 
 
@@ -117,7 +127,7 @@ def test_rough_noise_rules_out_no_winner() -> None:
         assert torch.equal(sample(logits, SamplingInputs.from_draws(draws)), expected)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.8}])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.8}, {"min_p": 0.4}])
 def test_tiny_temperatures_draw_as_the_smallest_one(filters: dict[str, Any]) -> None:
     for dtype, scale in itertools.product((torch.float32, torch.float64), (0.01, 1e9)):
         logits = LOGITS.to(dtype).repeat(200, 1) * scale
@@ -133,7 +143,7 @@ def test_inputs_travel_as_tensors() -> None:
     assert SamplingInputs(*tuple(inputs)) is not inputs
     assert inputs.rows_S.tolist() == [3]
     assert inputs.penalized_3N.tolist() == [[0, 0], [1, 2], [0, 3]]
-    assert (inputs.biased_2M.tolist(), inputs.bias_M.tolist()) == ([[0], [4]], [-math.inf])
+    assert (inputs.biased_2C.tolist(), inputs.bias_C.tolist()) == ([[0], [4]], [-math.inf])
     scored = SamplingInputs.from_draws([Draw(0)], scores=[Score(2, 7, 3), Score(4, 8, 1)])
     assert (scored.scored_2G.tolist(), scored.ranks_K.tolist(), scored.logprobs_L.tolist()) == ([[2, 4], [7, 8]], [0, 1, 2], [])
     none = SamplingInputs.from_draws([])
@@ -227,7 +237,7 @@ def test_filters_keep_ties_and_at_least_one_token() -> None:
     tied = torch.tensor([[1.0, 3.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
 
     def kept(top_k: int, top_p: float) -> list[int]:
-        ids, scaled = filtered_candidates(tied, torch.ones(1), torch.tensor([top_k]), torch.tensor([top_p]))
+        ids, scaled = filtered_candidates(tied, torch.ones(1), torch.tensor([top_k]), torch.tensor([top_p]), torch.zeros(1))
         return sorted(ids[scaled.isfinite()].tolist())
 
     assert kept(0, 1.0) == [0, 1, 2, 3, 4]
@@ -245,9 +255,10 @@ def test_filters_look_as_deep_as_they_must(monkeypatch: pytest.MonkeyPatch) -> N
     temperature = torch.tensor([0.5, 1.0, 3.0, 1.2]).repeat(10)
     top_k = torch.tensor([0, 3, 50, 2000, 4000]).repeat(8)
     top_p = torch.tensor([0.2, 0.9, 0.999, 0.5, 1.0, 0.7, 0.95, 0.99]).repeat(5)
+    min_p = torch.tensor([0.0, 0.1, 0.0, 1e-3, 0.0, 0.4, 1e-6, 1.0]).repeat(5)
 
     def kept() -> list[set[int]]:
-        ids, scaled = filtered_candidates(logits, temperature, top_k, top_p)
+        ids, scaled = filtered_candidates(logits, temperature, top_k, top_p, min_p)
         return [set(some[row.isfinite()].tolist()) for some, row in zip(ids, scaled, strict=True)]
 
     monkeypatch.setattr(sampling, "FIRST_DEPTH", 3000)
@@ -264,7 +275,47 @@ def test_filters_look_as_deep_as_they_must(monkeypatch: pytest.MonkeyPatch) -> N
             if mass >= top_p[row].double() and top_p[row] < 1:
                 cutoff = value
                 break
+        if min_p[row] > 0:
+            cutoff = max(cutoff, values[0] + math.log(min_p[row].double()))
         assert len(some) == sum(value >= cutoff for value in values)
+
+
+def test_min_p_keeps_what_transformers_keeps() -> None:
+    logits = torch.randn(30, 500, generator=torch.Generator().manual_seed(8)) * 3
+    temperature, min_p = torch.tensor([0.5, 1.0, 2.0]).repeat(10), torch.tensor([0.02, 0.1, 0.5, 0.9, 1.0]).repeat(6)
+    ids, scaled = filtered_candidates(logits, temperature, torch.zeros(30, dtype=torch.int64), torch.ones(30), min_p)
+    for row in range(30):
+        warped = MinPLogitsWarper(float(min_p[row]))(torch.zeros(1, 1, dtype=torch.int64), logits[row : row + 1] / temperature[row])
+        assert sorted(ids[row][scaled[row].isfinite()].tolist()) == warped[0].isfinite().nonzero().squeeze(1).tolist()
+    draws = [Draw(row, 2.0, seed=row, min_p=0.5) for row in range(30)]
+    drawn = sample(logits, SamplingInputs.from_draws(draws))
+    assert (logits[torch.arange(30), drawn] / 2 >= logits.amax(dim=1) / 2 + math.log(0.5)).all()
+    assert len({*(drawn - logits.argmax(dim=1)).tolist()}) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_masks_rule_tokens_out_of_their_rows(dtype: torch.dtype) -> None:
+    """Before penalties; a row without a mask and raw logits stay as they are, and what is not finite stays so behind a mask."""
+    logits = torch.randn(4, 203, generator=torch.Generator().manual_seed(4)).to(dtype)
+    logits[2, 9] = float("nan")
+    allowed = [{0, 8, 202}, None, {3}, {7, 9}]
+    draws = [Draw(row, allowed_B=None if some is None else mask_of(some, 203)) for row, some in enumerate(allowed)]
+    draws[3] = draws[3]._replace(repetition_penalty=2.0, output_counts={7: 1})
+    before = logits.clone()
+    got = penalized_logits(logits, SamplingInputs.from_draws(draws))
+    assert torch.equal(logits.nan_to_num(5.0), before.nan_to_num(5.0))
+    assert torch.equal(got[1], logits[1])
+    assert {*got[0].isfinite().nonzero().squeeze(1).tolist()} == allowed[0]
+    assert torch.equal(got[0, [0, 8, 202]], logits[0, [0, 8, 202]])
+    assert got[2].isnan().nonzero().tolist() == [[9]]
+    assert got[3, 7] == (logits[3, 7] * 2 if logits[3, 7] < 0 else logits[3, 7] / 2)
+    if dtype is not torch.bfloat16:  # the head gives wide logits
+        tokens = sample(logits, SamplingInputs.from_draws([draw._replace(temperature=2.0, top_k=draw.row) for draw in draws])).tolist()
+        assert (tokens[0] in {0, 8, 202}, tokens[2], tokens[3] in {7, 9}) == (True, sampling.NO_TOKEN, True)
+
+
+def mask_of(token_ids: set[int], num_tokens: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.packbits([token_id in token_ids for token_id in range(num_tokens)], bitorder="little")
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])

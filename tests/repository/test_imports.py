@@ -25,6 +25,7 @@ LEAVES = (
     "flowrt.signals",
     "flowrt.exit_codes",
     "flowrt.sampling_params",
+    "flowrt.structured_outputs",
     "flowrt.seams",
     "flowrt.observe",
     "flowrt.timer",

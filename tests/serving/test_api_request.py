@@ -15,6 +15,7 @@ from flowrt.serving.api_errors import ApiError
 from flowrt.serving.api_request import CompletionRequest, read_chat_request, read_completion_request
 from flowrt.serving.chat import Chat
 from flowrt.serving.json_body import TokenIds, estimated_tokens
+from flowrt.structured_outputs import StructuredOutputs
 
 USER = {"role": "user", "content": "hello"}
 
@@ -146,6 +147,26 @@ def test_fields_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
     assert chat(**fields) == chat()
 
 
+def test_structured_outputs_of_each_form() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    expected = StructuredOutputs(json='{"type":"object","properties":{"b":{},"a":{}}}')
+    named = {"type": "json_schema", "json_schema": {"name": "x", "description": "y", "strict": True, "schema": schema}}
+    assert chat(response_format=named).params.structured_outputs == expected
+    for given in ({"json": schema}, {"json": json.dumps(schema)}, {"json": schema, "regex": None, "disable_any_whitespace": False}):
+        assert complete(structured_outputs=given).params.structured_outputs == expected
+    assert chat(response_format={"type": "json_object"}).params.structured_outputs == StructuredOutputs(json_object=True)
+    assert chat(response_format={"type": "text"}) == chat(response_format=None) == chat(structured_outputs=None) == chat()
+    assert chat(structured_outputs={"choice": ["a", "b"]}).params.structured_outputs == StructuredOutputs(choice=("a", "b"))
+
+
+def test_unsupported_fields_are_named_together() -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(guided_json={"type": "object"}, use_beam_search=True, min_pp=0.1, **{f"x{number}": 1 for number in range(100)})
+    assert 'guided_json is not supported; write structured_outputs: {"json": ...}' in caught.value.message
+    assert "use_beam_search is not supported" in caught.value.message
+    assert len(caught.value.message) < 1000
+
+
 def test_what_completions_ask_for_nothing_is_taken() -> None:
     assert complete(best_of=1, suffix=None, tools=None, messages=None, user="me", max_tokens=16.0) == complete()
 
@@ -163,8 +184,13 @@ def test_what_completions_ask_for_nothing_is_taken() -> None:
         ({"best_of": 2}, "unsupported_parameter", "best_of"),
         ({"thinking": None, "thinkin": 1}, "unsupported_parameter", "thinkin"),
         ({"echo": True}, "unsupported_parameter", "echo"),
-        ({"bad_words": ["a"]}, "unsupported_parameter", "bad_words"),
-        ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+        ({"response_format": {"type": "xml"}}, "invalid_value", "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "invalid_value", "response_format"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "invalid_value", "response_format"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "invalid_value", "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": {}}}, "invalid_value", "structured_outputs"),
+        ({"guided_json": {"type": "object"}}, "unsupported_parameter", "guided_json"),
+        ({"bad_words": [""]}, "invalid_value", "bad_words"),
         ({"chat_template": "{{ 1 }}"}, "unsupported_parameter", "chat_template"),
         ({"logit_bias": {"5": 101}}, "invalid_value", "logit_bias"),
         ({"logit_bias": {"five": 1}}, "invalid_value", "logit_bias"),
