@@ -97,7 +97,7 @@ def test_plain_answers_come_in_order_of_completion(graph: Graph) -> None:
     assert err.getvalue() == "[experts.0] \\x1b]0;title\\x07\n"
 
 
-def test_an_empty_answer_says_why(graph: Graph) -> None:
+def test_an_empty_answer_has_its_reason(graph: Graph) -> None:
     view, out, _ = plain_view(graph)
     records = [record(0), record(1), record(2)]
     view.begin(records)

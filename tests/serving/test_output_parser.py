@@ -172,7 +172,7 @@ def test_what_is_no_call_is_content(form: str, text: str) -> None:
 
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 def test_an_answer_may_end_anywhere(form: str) -> None:
-    for name, text, shown, calls in CASES:
+    for name, text, _, calls in CASES:
         for length in range(len(text) if name == form else 0):
             content, _, deltas = parse(form, [text[:length]])
             assert parse(form, list(text[:length])) == (content, "", deltas)
