@@ -1,0 +1,282 @@
+"""Every request ends, in whatever order messages, steps and transfers come: a gateway with the engines of its workers, few pages, no clock.
+
+The real decisions run, without processes and KV: thousands of cases take seconds. When nothing is left to come, every request must have
+ended, and no page may be held: a wait without an owner, or a circle of waits, shows at once.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from flowrt.actors.control import Ended, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone, Token
+from flowrt.engine.engine import Engine, StartStep
+from flowrt.engine.transfers import Hold, Pull
+from flowrt.gateway.decisions import Decision, SendCancel, SendCompleted, SendRequest
+from flowrt.gateway.gateway import Gateway
+from flowrt.gateway.routing import cache_aware, round_robin
+from flowrt.graph.settings import GraphLimits, LongPrompts
+from flowrt.sampling_params import SamplingParams
+from flowrt.transports.wire.message import Tag
+
+VOCABULARY, STOP = 40, 39
+
+
+class ToyWorker:
+    """One incarnation of a worker. What it has sent and not yet received is in `inbox` and `outbox`, in order."""
+
+    def __init__(self, name: str, incarnation: int, limits: GraphLimits, chunk_tokens: int, streams: bool) -> None:
+        self.name, self.incarnation = name, str(incarnation)
+        self.engine = Engine(limits, 2, 100, VOCABULARY, chunk_tokens=chunk_tokens, streams=streams)
+        self.inbox, self.outbox = deque[Decision](), deque[Any]()
+        self.running: dict[int, StartStep] = {}
+        self.pulls: dict[tuple[str, int], Pull] = {}
+        self.offers: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}  # number and pages
+        self.num_offers = 0
+
+    def receive(self, message: Decision) -> None:
+        match message:
+            case SendRequest(request=request):
+                self.carry_out(self.engine.submit(request))
+            case SendCancel(cancel=cancel):
+                self.carry_out(self.engine.cancel(cancel.request_id, cancel.attempt, cancel.choice))
+            case SendCompleted(completed=completed):
+                self.carry_out(self.engine.complete_kv(completed))
+
+    def finish(self, micro_batch: int, tokens: Sequence[int]) -> None:
+        step = self.running.pop(micro_batch)
+        self.carry_out(self.engine.step_done(micro_batch, step.step, tokens))
+
+    def roll_back(self) -> None:
+        self.running.clear()
+        self.engine.roll_back()
+        self.carry_out([])
+
+    def fail(self, micro_batch: int) -> None:
+        step = self.running[micro_batch]
+        self.running.clear()
+        self.carry_out(self.engine.fail_steps([(micro_batch, step.step)], "it failed"))
+
+    def carry_out(self, decisions: Sequence[Any]) -> None:
+        self.update_offers()
+        for each in decisions:
+            if isinstance(each, Hold):
+                number, _ = self.offers[each.request_id, each.attempt]
+                each = Prefilled(each.request_id, each.attempt, self.offer(number, each.num_tokens))
+            self.outbox.append(each)
+        for step in self.engine.next_steps():
+            self.running[step.micro_batch] = step
+            if (trial := step.on_trial) is not None:
+                self.outbox.append(
+                    RunsAlone(trial.request.id, trial.request.attempt, Tag(self.name, step.epoch, step.micro_batch, step.step))
+                )
+        self.update_offers()
+        self.pulls |= {(pull.request_id, pull.attempt): pull for pull in self.engine.new_pulls()}
+        self.pulls = {key: pull for key, pull in self.pulls.items() if self.engine.is_pulling(*key)}
+
+    def update_offers(self) -> None:
+        prompts = {(prompt.request_id, prompt.attempt): prompt for prompt in self.engine.offered_prompts()}
+        self.offers = {key: offer for key, offer in self.offers.items() if key in prompts and prompts[key].pages == offer[1]}
+        for key, prompt in prompts.items():
+            if key not in self.offers:
+                self.num_offers += 1
+                self.offers[key] = self.num_offers, prompt.pages
+                if not prompt.is_complete:
+                    self.outbox.append(Prefilling(*key, self.offer(self.num_offers, prompt.num_tokens, is_complete=False)))
+
+    def offer(self, number: int, num_tokens: int, is_complete: bool = True) -> KvOffer:
+        return KvOffer(self.name, self.incarnation, number, num_tokens, is_complete=is_complete)
+
+
+class ToyGraph:
+    """The gateway and its workers. `step` lets one thing happen; False: nothing is left to come."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = chance = random.Random(seed)
+        page_size = chance.choice((1, 2, 4))
+        limits = GraphLimits(
+            max_num_seqs=chance.choice((1, 2, 4)),
+            kv_pages=-(-30 // page_size) + chance.choice((0, 1, 3)),
+            page_size=page_size,
+            max_tokens=12,
+            max_num_batched_tokens=chance.choice((8, 24)),
+            enable_prefix_caching=chance.random() < 0.5,
+        )
+        others = replace(limits, page_size=chance.choice((2, 3, 4)), kv_pages=12 + chance.choice((0, 1, 3)))
+        groups, prefill = (
+            [f"g{number}" for number in range(chance.choice((1, 2)))],
+            [f"p{number}" for number in range(chance.choice((1, 2)))],
+        )
+        self.limits_of = {**dict.fromkeys(groups, limits), **dict.fromkeys(prefill, others)}
+        self.chunk_tokens = {name: chance.choice((0, 4, 8)) for name in self.limits_of}
+        self.streams = chance.random() < 0.7
+        self.now = 0
+        self.gateway = Gateway(
+            groups,
+            limits,
+            100,
+            VOCABULARY,
+            draw_seed=lambda: 0,
+            now=lambda: float(self.now),
+            lost_group_seconds=chance.choice((30.0, 300.0)),
+            prefill_workers=prefill,
+            routing=chance.choice((cache_aware, round_robin)),
+            limits_of=self.limits_of.__getitem__,
+            long_prompts=chance.choice((None, LongPrompts(min_tokens=10, workers=1) if len(prefill) > 1 else None)),
+            kv_hold_seconds=chance.choice((40.0, math.inf)),
+        )
+        self.lost: list[str] = []
+        self.counts = Counter[str]()  # of messages to the gateway, and of rare events
+        self.workers = {name: self.new_worker(name, 0) for name in self.limits_of}
+        self.num_faults, self.num_to_come = chance.choice((0, 0, 2, 4)), chance.randint(2, 8)
+        self.requests: list[int] = []
+
+    def new_worker(self, name: str, incarnation: int) -> ToyWorker:
+        return ToyWorker(name, incarnation, self.limits_of[name], self.chunk_tokens[name], self.streams)
+
+    def send(self, decisions: Sequence[Decision]) -> None:
+        for each in decisions:
+            if isinstance(each, SendRequest | SendCancel | SendCompleted):
+                self.workers[each.group].inbox.append(each)
+
+    def arrive(self) -> None:
+        self.num_to_come -= 1
+        chance = self.chance
+        params = SamplingParams(
+            max_tokens=chance.choice((1, 4, 12)), n=chance.choice((1, 1, 2, 3)), temperature=1.0, stop_token_ids=(STOP,), ignore_eos=True
+        )
+        self.requests.append(index := self.gateway.reserve(params, has_text=False))
+        prompt = [chance.randrange(3) for _ in range(chance.choice((1, 5, 12, 18, 19)))]
+        self.send(self.gateway.place(index, prompt))
+
+    def deliver(self, worker: ToyWorker) -> None:
+        gateway, message = self.gateway, worker.outbox.popleft()
+        self.counts[type(message).__name__] += 1
+        match message:
+            case Token():
+                self.send(gateway.on_token(worker.name, message))
+                if self.chance.random() < 0.1:  # a stop string
+                    self.send(gateway.stop_choice(int(message.request_id.removeprefix("request-")), message.choice))
+            case Ended():
+                self.send(gateway.on_ended(worker.name, message))
+            case RunsAlone():
+                self.send(gateway.on_runs_alone(worker.name, message))
+            case Prefilling() | Prefilled() | KvPulled() | KvLost():
+                self.send(gateway.on_transfer(worker.name, message))
+
+    def compute(self, worker: ToyWorker, micro_batch: int) -> None:
+        samples, chance = worker.running[micro_batch].batch.samples, self.chance
+        not_finite = self.num_faults > 0 and chance.random() < 0.05
+        self.num_faults -= not_finite
+        worker.finish(micro_batch, [-1 if not_finite else chance.choice((*range(19), STOP)) for _ in samples])
+
+    def transfer(self, group: ToyWorker, pull: Pull) -> None:
+        """The KV of a complete prompt arrives, or the pull of an offer that has ended is refused."""
+        key, worker = (pull.request_id, pull.attempt), self.workers[pull.kv.worker]
+        is_there = worker.offers.get(key, (0, ()))[0] == pull.kv.number
+        group.carry_out(group.engine.pulled(*key) if is_there else group.engine.pull_failed(*key, "there is no such offer"))
+
+    def is_due(self, pull: Pull) -> bool:
+        worker = self.workers[pull.kv.worker]
+        if worker.incarnation != pull.kv.incarnation:
+            return False  # the gateway has moved the request
+        complete = {(each.request_id, each.attempt) for each in worker.engine.offered_prompts() if each.is_complete}
+        key = pull.request_id, pull.attempt
+        return key in complete or worker.offers.get(key, (0, ()))[0] != pull.kv.number
+
+    def die(self, worker: ToyWorker) -> None:
+        """The worker restarts, at once or later; a group or a prefill worker may stay down for long."""
+        self.workers[worker.name] = self.new_worker(worker.name, int(worker.incarnation) + 1)
+        chance = self.chance
+        self.send(self.gateway.lose_group(worker.name, "died", may_recur=chance.random() < 0.5, is_restarting=chance.random() < 0.5))
+        self.workers[worker.name].inbox.clear()
+        self.lost.append(worker.name)
+
+    def return_lost(self) -> None:
+        self.send(self.gateway.readmit_group(self.lost.pop(0)))
+
+    def fault(self) -> None:
+        self.num_faults -= 1
+        worker = self.chance.choice(list(self.workers.values()))
+        match self.chance.randrange(3):
+            case 0 if worker.name not in self.lost:
+                self.die(worker)
+            case 1 if worker.running:
+                worker.fail(self.chance.choice(list(worker.running)))
+            case _:
+                worker.roll_back()
+
+    def step(self) -> bool:
+        workers = list(self.workers.values())
+        due = [partial(worker.receive, worker.inbox[0]) for worker in workers if worker.inbox]
+        read = [worker for worker in workers if worker.inbox]
+        due += [partial(self.deliver, worker) for worker in workers if worker.outbox]
+        due += [partial(self.compute, worker, micro_batch) for worker in workers for micro_batch in worker.running]
+        due += [partial(self.transfer, worker, pull) for worker in workers for pull in worker.pulls.values() if self.is_due(pull)]
+        due += [self.arrive] * (self.num_to_come > 0)
+        if self.lost and (not due or self.chance.random() < 0.02):
+            self.return_lost()
+            return True
+        if not due:
+            return False
+        self.now += 1
+        if self.gateway.deadline is not None and self.gateway.deadline <= self.now:
+            self.counts["deadline"] += 1
+            self.send(self.gateway.on_time())
+        if self.num_faults and self.chance.random() < 0.03:
+            self.fault()
+            return True
+        chosen = self.chance.randrange(len(due))
+        if chosen < len(read):
+            read[chosen].inbox.popleft()
+        due[chosen]()
+        return True
+
+    def open_requests(self) -> list[str]:
+        return [f"request-{index}" for index in self.requests if self.gateway.is_open(f"request-{index}")]
+
+
+def run(seed: int) -> Counter[str]:
+    graph = ToyGraph(seed)
+    for _ in range(20_000):
+        if not graph.step():
+            break
+    statistics = {name: worker.engine.statistics() for name, worker in graph.workers.items()}
+    pages = {name: f"{each.num_free_pages} of {each.num_pages} pages free" for name, each in statistics.items()}
+    assert graph.open_requests() == [], f"seed {seed}: {pages}"
+    assert all(each.num_free_pages == each.num_pages for each in statistics.values()), f"seed {seed}: {pages}"
+    assert all(worker.engine.idle for worker in graph.workers.values()), f"seed {seed}"
+    graph.counts["preemption"] += sum(each.num_preemptions for each in statistics.values())
+    return graph.counts
+
+
+def test_every_request_ends_whatever_comes_first() -> None:
+    counts = sum(map(run, range(400)), Counter[str]())
+    rare = ("KvPulled", "KvLost", "Prefilling", "RunsAlone", "deadline", "preemption")
+    assert {name: counts[name] for name in rare if counts[name] < 20} == {}, "hardly any case has these"
+
+
+def offered_at_once(siblings: Sequence[Any], streams: bool) -> bool:
+    """The prompt is offered before it has pages."""
+    return siblings[0].prefills
+
+
+PLANTED: dict[str, tuple[str, Any]] = {
+    "a prompt is offered before it has pages": ("flowrt.engine.transfers.is_offered", offered_at_once),
+    "no sequence gives way to an older one": ("flowrt.engine.scheduler.Scheduler._youngest_idle", lambda scheduler, than: None),
+    "pages that were pulled stay held": ("flowrt.gateway.gateway.Gateway._cancel", lambda gateway, log, but="": []),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_waits_that_do_not_end_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*PLANTED[what])
+    with pytest.raises(AssertionError, match="seed"):
+        sum(map(run, range(500)), Counter())
