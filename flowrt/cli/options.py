@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from cyclopts import Group, Parameter, Token
 
 from flowrt.errors import UserError
+from flowrt.serving.output_formats import AUTO_PARSER
 
 
 def read_number(kind: Any, tokens: Sequence[Token]) -> int | float:
@@ -149,6 +150,12 @@ class ServeCommandOptions:
     max_model_len: Annotated[
         _Int, Parameter(help="Maximum number of tokens of a prompt and its output together. [default: what model and graph allow]")
     ] = None
+    tool_call_parser: Annotated[
+        str, Parameter(help="Form of the model's tool calls, by vLLM's names; auto: that of the chat template; none.")
+    ] = AUTO_PARSER
+    reasoning_parser: Annotated[
+        str, Parameter(help="Form of the model's reasoning, by vLLM's names; auto: that of the chat template; none.")
+    ] = AUTO_PARSER
     ssl_certfile: Annotated[Path | None, Parameter(help="Serve HTTPS with this certificate chain.")] = None
     ssl_keyfile: Annotated[Path | None, Parameter(help="Private key of the certificate. [default: in --ssl-certfile]")] = None
     drain_seconds: Annotated[

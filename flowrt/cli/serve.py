@@ -22,7 +22,7 @@ from flowrt.bench.peers.child import new_event_loop
 from flowrt.cli.options import ServeCommandOptions
 from flowrt.cli.resume import kept_options
 from flowrt.cli.text import visible
-from flowrt.errors import UserError, WorkerDiedError
+from flowrt.errors import TokenizerError, UserError, WorkerDiedError, shown
 from flowrt.exit_codes import INTERRUPTED, SUCCESS
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
@@ -31,7 +31,9 @@ from flowrt.processes.output_tail import write_line
 from flowrt.seams import Seams
 from flowrt.serving.front_end_settings import ServeOptions
 from flowrt.serving.listener import HttpListener, open_tcp_listener, open_unix_listener
+from flowrt.serving.output_formats import AUTO_PARSER, NO_FORMATS, NO_PARSER, REASONING_FORMATS, TOOL_FORMATS, OutputFormats, find_formats
 from flowrt.serving.run_folder import MAX_LOG_BYTES, Description, RunFolder, claim
+from flowrt.serving.template_files import read_template_files
 from flowrt.signals import ending_signals
 
 MAX_NAME_CHARACTERS, MAX_KEY_CHARACTERS = 200, 1000
@@ -70,6 +72,7 @@ def open_session(path: Path, options: ServeCommandOptions, run_name: str | None,
         max_model_len=options.max_model_len,
         certificate=str(options.ssl_certfile or ""),
         private_key=str(options.ssl_keyfile or ""),
+        formats=_formats(options, Path(graph.model.path)),
         admin=None if folder is None else open_unix_listener(folder.socket),
     )
     if serving.admin is not None:
@@ -81,6 +84,23 @@ def _open_listener(options: ServeCommandOptions) -> HttpListener:
     if options.uds is not None:
         return open_unix_listener(options.uds)
     return open_tcp_listener(options.host, options.port, "http" if options.ssl_certfile is None else "https")
+
+
+def _formats(options: ServeCommandOptions, directory: Path) -> OutputFormats:
+    """The forms of the model's outputs. Raises UserError."""
+    try:
+        found = find_formats("\n".join(read_template_files(directory).templates.values()))
+    except TokenizerError:  # requests with a chat get the reason
+        found = NO_FORMATS
+    chosen = []
+    for option, name, in_template, known in (
+        ("--tool-call-parser", options.tool_call_parser, found.tools, TOOL_FORMATS),
+        ("--reasoning-parser", options.reasoning_parser, found.reasoning, REASONING_FORMATS),
+    ):
+        if name not in (AUTO_PARSER, NO_PARSER, *known):
+            raise UserError(f"{option} is {shown(name)}, it must be {AUTO_PARSER}, {NO_PARSER}, or one of {', '.join(known)}")
+        chosen.append(in_template if name == AUTO_PARSER else name)
+    return OutputFormats(*chosen)
 
 
 def _check(options: ServeCommandOptions, name: str) -> None:
@@ -135,6 +155,9 @@ class ServeSession:
         """Serve until a signal. Returns the exit code. Raises UserError."""
         self._describe()
         _print(f"starting {len(self._graph.graph.process_names())} workers for {self._serving.model_name}")
+        formats = self._serving.formats
+        if formats != NO_FORMATS:
+            _print(f"tool calls: {formats.tools or NO_PARSER}; reasoning: {formats.reasoning or NO_PARSER}")
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(self._run())
 

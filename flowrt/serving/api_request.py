@@ -6,15 +6,17 @@ for nothing, so that no field is ever ignored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from flowrt.errors import shown
 from flowrt.sampling_params import MAX_CHOICES, PARAMETER_TYPES, SamplingParams, checked_value
-from flowrt.serving.chat import Chat
 from flowrt.serving.json_body import Fields, Prompt, invalid
-from flowrt.structured_outputs import outputs_of_format
+from flowrt.serving.tool_choice import ToolChoice, chosen_tools, required_schema
+from flowrt.structured_outputs import checked_outputs, outputs_of_format
 
 DEFAULT_COMPLETION_TOKENS = 16  # as of OpenAI's API
 _SAMPLING = tuple(name for name in PARAMETER_TYPES if name not in ("max_tokens", "logprobs", "prompt_logprobs"))
@@ -22,7 +24,8 @@ _SAMPLING = tuple(name for name in PARAMETER_TYPES if name not in ("max_tokens",
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """`prompts`: texts, token ids or, of a chat, one Chat. `tools`: those of the chat. `params.logprobs` None: none are returned.
+    """`prompts`: texts, token ids or, of a chat, one Chat. `tools`: those that the model may call. `is_in_reasoning`: the
+    prompt has opened the reasoning. `params.logprobs` None: none are returned.
     `has_continuous_usage`: each chunk of a stream has the usage so far. `has_token_ids`: the response has those of the prompt and of each
     choice. `names_token_ids`: tokens of logprobs are written as "token_id:5" instead of their text. `has_prompt_logprobs`: the response has
     the field `prompt_logprobs`. `max_tokens_name`: the field that has max_tokens. `omits_output`: max_tokens was 0; one token is computed,
@@ -36,6 +39,9 @@ class CompletionRequest:
     has_continuous_usage: bool = False
     add_special_tokens: bool = True
     tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice = "none"
+    has_parallel_calls: bool = True
+    is_in_reasoning: bool = False
     echo: bool = False
     has_token_ids: bool = False
     names_token_ids: bool = False
@@ -70,12 +76,21 @@ def read_chat_request(body: bytes, model: str) -> CompletionRequest:
     chat = fields.take_chat()
     if chat is None:
         raise invalid("messages", "must be a list of messages, such as {'role': 'user', 'content': 'Hello'}")
+    tool_choice, tools = chosen_tools(chat.tools, fields.take("tool_choice"))
+    if tool_choice == "none":
+        chat = msgspec.structs.replace(chat, tools=None)
+    has_parallel_calls = fields.take_bool("parallel_tool_calls", True) and not (
+        tool_choice == "required" and len(tools) < len(chat.tools or ())
+    )
     has_logprobs = fields.take_bool("logprobs")
     top_logprobs = fields.take_checked("top_logprobs", lambda value: checked_value("logprobs", value))
     if top_logprobs and not has_logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     logprobs = (top_logprobs or 0) if has_logprobs else None
-    return _finish(fields, True, (chat,), logprobs, None)
+    request = _finish(fields, True, (chat,), logprobs, None)
+    if tool_choice == "required":
+        request = _with_required_calls(request, required_schema(tools, None if has_parallel_calls else 1))
+    return replace(request, tools=tools or None, tool_choice=tool_choice, has_parallel_calls=has_parallel_calls or not tools)
 
 
 def read_completion_request(body: bytes, model: str) -> CompletionRequest:
@@ -137,7 +152,6 @@ def _finish(
         includes_usage=includes_usage,
         has_continuous_usage=has_continuous_usage,
         add_special_tokens=add_special_tokens,
-        tools=prompts[0].tools if isinstance(prompts[0], Chat) else None,
         echo=echo,
         has_token_ids=has_token_ids,
         names_token_ids=names_token_ids,
@@ -146,6 +160,16 @@ def _finish(
         omits_output=omits_output,
         outputs_name=outputs_name,
     )
+
+
+def _with_required_calls(request: CompletionRequest, schema: dict[str, Any]) -> CompletionRequest:
+    """The whole output is calls, also where the content would have a format."""
+    try:
+        outputs = checked_outputs({"json": schema})
+    except ValueError as error:
+        raise invalid("tools", f"are too much for tool_choice: the schema of the calls {error}") from None
+    params = msgspec.structs.replace(request.params, structured_outputs=outputs)
+    return replace(request, params=params, outputs_name="tools")
 
 
 def _is_zero(value: Any) -> bool:

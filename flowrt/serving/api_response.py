@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,8 +12,11 @@ import msgspec
 from flowrt.actors.control import Logprobs
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.choice_text import TextPiece
+from flowrt.serving.output_formats import NO_FORMATS, OutputFormats
+from flowrt.serving.output_parser import CallDelta, joined_calls
 from flowrt.serving.text_stream import TextPosition
 from flowrt.serving.tokenizer import Tokenizer
+from flowrt.serving.tool_calls import call_id
 
 DONE = b"data: [DONE]\n\n"
 
@@ -22,6 +26,7 @@ class Usage:
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int = 0  # of the prompts, from the prefix cache
+    num_reasoning_tokens: int = 0  # of the completions
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -29,7 +34,7 @@ class Usage:
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-        }
+        } | ({"completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens}} if self.num_reasoning_tokens else {})
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,20 @@ def event(fields: Any) -> bytes:
 
 
 class ResponseBuilder:
-    """The response to one HTTP request. `created`: Unix time."""
+    """The response to one HTTP request. `created`: Unix time. `formats`: of tool calls, whose ids depend on them."""
 
-    def __init__(self, request_id: str, created: int, model: str, request: CompletionRequest, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        created: int,
+        model: str,
+        request: CompletionRequest,
+        tokenizer: Tokenizer,
+        formats: OutputFormats = NO_FORMATS,
+    ) -> None:
         is_chat = request.is_chat
+        self._call_id = partial(call_id, request_id, formats)
+        self._have_called: set[int] = set()  # choices
         self._request, self._is_chat, self._tokenizer = request, is_chat, tokenizer
         kind = ("chat.completion" if is_chat else "text_completion") + (".chunk" if is_chat else "")
         self._chunk = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}", "object": kind, "created": created, "model": model}
@@ -73,10 +88,12 @@ class ResponseBuilder:
         """b"" for a piece with nothing to show."""
         num_prompt_tokens, num_tokens = self._num_tokens[piece.choice]
         self._num_tokens[piece.choice] = num_prompt_tokens, num_tokens + len(piece.token_ids)
-        if not (piece.text or piece.logprobs or piece.finish_reason or self._request.has_token_ids):
+        if not (piece.text or piece.reasoning or piece.calls or piece.logprobs or piece.finish_reason or self._request.has_token_ids):
             return b""
         if self._is_chat:
-            fields: dict[str, Any] = {"delta": {"content": piece.text} if piece.text or piece.logprobs else {}}
+            calls = [{"index": each.index, **self._call(piece.choice, each)} for each in piece.calls]
+            content = {"content": piece.text} if piece.text or (piece.logprobs and not calls and not piece.reasoning) else {}
+            fields: dict[str, Any] = {"delta": content | _reasoning(piece) | ({"tool_calls": calls} if calls else {})}
         else:
             fields = {"text": piece.text}
         fields["logprobs"] = self._logprobs(piece)
@@ -92,18 +109,38 @@ class ResponseBuilder:
             echoed, own = self._echoed_logprobs(piece.choice, prompt), self._logprobs(piece)
             logprobs = {name: echoed[name] + own[name] for name in own} if echoed and own else own or echoed
             text = prompt.text + piece.text
-            fields: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
+            fields: dict[str, Any] = {"message": self._message(piece)} if self._is_chat else {"text": text}
             of_prompt = {} if self._is_chat else self._of_prompt(piece.choice, prompt)
-            choices.append(_choice(piece.choice, fields | {"logprobs": logprobs} | self._token_ids(piece) | of_prompt, piece))
+            choices.append(self._choice(piece.choice, fields | {"logprobs": logprobs} | self._token_ids(piece) | of_prompt, piece))
         of_chat = self._of_prompt(0, prompts[0]) if self._is_chat else {}
         return msgspec.json.encode(self._whole | {"choices": choices, "usage": usage.as_json()} | of_chat)
 
     def _event(self, choice: int, fields: dict[str, Any], piece: TextPiece | None, of_prompt: dict[str, Any] | None = None) -> bytes:
-        own = _choice(choice, fields | self._token_ids(piece), piece)
+        own = self._choice(choice, fields | self._token_ids(piece), piece)
         usage = {"usage": Usage(*self._num_tokens[choice]).as_json()} if self._request.has_continuous_usage else self._no_usage
         chunk: dict[str, Any] = self._chunk | {"choices": [own]} | usage
         (chunk if self._is_chat else own).update(of_prompt or {})
         return event(chunk)
+
+    def _message(self, piece: TextPiece) -> dict[str, Any]:
+        calls = [self._call(piece.choice, each) for each in piece.calls]
+        content = piece.text or (None if calls or piece.reasoning else "")
+        return {"role": "assistant", "content": content} | _reasoning(piece) | ({"tool_calls": calls} if calls else {})
+
+    def _call(self, choice: int, call: CallDelta) -> dict[str, Any]:
+        self._have_called.add(choice)
+        if call.name is None:
+            return {"function": {"arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": call.id or self._call_id(choice, call.index), "type": "function", "function": function}
+
+    def _choice(self, index: int, fields: dict[str, Any], piece: TextPiece | None) -> dict[str, Any]:
+        """`degraded` is there when a token was computed without an expert (docs/reliability.md)."""
+        degraded = {"degraded": True} if piece is not None and piece.is_degraded else {}
+        reason: str | None = None if piece is None else piece.finish_reason
+        if reason == "stop" and index in self._have_called:
+            reason = "tool_calls"
+        return {"index": index, **fields, "finish_reason": reason, **degraded}
 
     def _token_ids(self, piece: TextPiece | None) -> dict[str, Any]:
         return {"token_ids": [] if piece is None else piece.token_ids} if self._request.has_token_ids else {}
@@ -190,6 +227,8 @@ def merged(pieces: Iterable[TextPiece]) -> dict[int, TextPiece]:
     for piece in pieces:
         if (into := whole.setdefault(piece.choice, piece)) is not piece:
             into.text += piece.text
+            into.reasoning += piece.reasoning
+            into.calls = joined_calls([*into.calls, *piece.calls])
             into.token_ids += piece.token_ids
             into.logprobs += piece.logprobs
             into.finish_reason = piece.finish_reason or into.finish_reason
@@ -198,7 +237,6 @@ def merged(pieces: Iterable[TextPiece]) -> dict[int, TextPiece]:
     return whole
 
 
-def _choice(index: int, fields: dict[str, Any], piece: TextPiece | None) -> dict[str, Any]:
-    """`degraded` is there when a token was computed without an expert (docs/reliability.md)."""
-    degraded = {"degraded": True} if piece is not None and piece.is_degraded else {}
-    return {"index": index, **fields, "finish_reason": piece.finish_reason if piece is not None else None, **degraded}
+def _reasoning(piece: TextPiece) -> dict[str, Any]:
+    """Under the two names that clients read."""
+    return {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning} if piece.reasoning else {}

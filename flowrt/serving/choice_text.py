@@ -1,4 +1,4 @@
-"""Turns the outputs of one request into text, choice by choice: decodes tokens, finds stop strings, counts tokens. Pure."""
+"""Turns the outputs of one request into text, choice by choice: decodes tokens, finds stop strings and tool calls, counts tokens. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from flowrt.actors.front_end_messages import RequestOutput
 from flowrt.gateway.request_log import ChoiceLog, Detokenizer, is_stop_token
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.sampling_params import FinishReason, SamplingParams
+from flowrt.serving.output_parser import CallDelta, OutputParser, joined_calls
 
 
 @dataclass
 class TextPiece:
     """New text of a choice, and the tokens that it comes from. `logprobs`: one per token, or none. The last piece of a choice has the
-    `finish_reason`. `ends_at_stop_token`: its last token gives no text."""
+    `finish_reason`. `ends_at_stop_token`: its last token gives no text. `reasoning` and `calls`: what a parser finds, beside `text`."""
 
     choice: int
     text: str = ""
@@ -24,11 +25,13 @@ class TextPiece:
     finish_reason: FinishReason | None = None
     is_degraded: bool = False
     ends_at_stop_token: bool = False
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
 
 
 class RequestText:
     """The choices of one request. `first_choice`: the number of its first one among those of an HTTP request. `on_stop` is called when a
-    stop string ends a choice."""
+    stop string ends a choice. `new_parser` returns that of one choice, or None: then the text is as it is."""
 
     def __init__(
         self,
@@ -37,12 +40,15 @@ class RequestText:
         eos_token_ids: Collection[int],
         first_choice: int,
         on_stop: Callable[[int], None],
+        new_parser: Callable[[], OutputParser | None] = lambda: None,
     ) -> None:
         self._params, self._eos_token_ids, self._first_choice, self._on_stop = params, eos_token_ids, first_choice, on_stop
         self._choices = [
             ChoiceLog(index, new_detokenizer() if new_detokenizer is not None else None, StopStrings(params.stop) if params.stop else None)
             for index in range(params.n)
         ]
+        self._parsers = [new_parser() for _ in range(params.n)]
+        self.num_reasoning_tokens = 0
 
     @property
     def has_ended(self) -> bool:
@@ -82,9 +88,17 @@ class RequestText:
             if has_stopped:
                 piece.finish_reason, _ = choice.end("stop")
                 self._on_stop(choice.index)
-        return piece
+        return self._parse(choice.index, piece)
 
     def _end(self, choice: ChoiceLog, reason: FinishReason) -> Iterator[TextPiece]:
         if choice.finish_reason is None:
             finish_reason, text = choice.end(reason)
-            yield TextPiece(self._first_choice + choice.index, text, finish_reason=finish_reason)
+            yield self._parse(choice.index, TextPiece(self._first_choice + choice.index, text, finish_reason=finish_reason))
+
+    def _parse(self, index: int, piece: TextPiece) -> TextPiece:
+        if (parser := self._parsers[index]) is not None:
+            self.num_reasoning_tokens += len(piece.token_ids) if parser.is_in_reasoning else 0
+            deltas = [parser.push(piece.text), *([] if piece.finish_reason is None else [parser.finish()])]
+            piece.text, piece.reasoning = "".join(each.content for each in deltas), "".join(each.reasoning for each in deltas)
+            piece.calls = joined_calls([call for each in deltas for call in each.calls])
+        return piece

@@ -27,14 +27,17 @@ from flowrt.serving.choice_text import RequestText, TextPiece
 from flowrt.serving.exchange import Exchange
 from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
 from flowrt.serving.json_body import Prompt, TokenIds, estimated_tokens, invalid
+from flowrt.serving.output_formats import NO_FORMATS, OutputFormats, markers
 from flowrt.serving.request_form import RequestForm, form_of, read_form
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcesses, too_long
+from flowrt.serving.tool_calls import check_tools, new_parser
 
 log = logging.getLogger("flowrt.front_end")
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, in the text of an exception
 MAX_POSITION_DIGITS = 18  # of each number in the id of an event
+MAX_MARKER_TOKENS = 16  # of what begins the reasoning, with the white space behind it
 MAX_WRITE_BYTES = 64 << 10  # of events at once: then it waits for a client that reads slowly
 
 
@@ -97,14 +100,18 @@ class Completions:
         eos_token_ids: Collection[int],
         stream_interval: int,
         has_log: bool = False,
+        formats: OutputFormats = NO_FORMATS,
     ) -> None:
         self._client, self._encoder, self._tokenizer, self._has_log = client, encoder, tokenizer, has_log
         self._eos_token_ids, self._stream_interval = frozenset(eos_token_ids), stream_interval
+        self._formats = formats
+        self._marker_ids = tokenizer.special_tokens_of(markers(formats.tool_format) | markers(formats.reasoning_format))
         self._writing_logprobs = asyncio.Lock()
 
     async def respond(self, request: CompletionRequest, exchange: Exchange, model: str, created: int) -> None:
         """Raises ApiError. A request whose client leaves is cancelled, because this call is. The caller must not keep the request: its
         prompts are dropped, and leave the budget of bodies, once they have token ids."""
+        check_tools(request, self._formats)
         with ExitStack() as stack:
             inbox = stack.enter_context(self._client.inbox())
             texts, prompts = await self._place(request, exchange, model, created, inbox, stack)
@@ -129,6 +136,7 @@ class Completions:
             self._encoder.check(token_ids, request)
             prompts.append(self._prompt(request, prompt, token_ids))
             _check_prompt_logprobs(request, sum(len(each.token_ids) for each in prompts))
+            request = replace(request, is_in_reasoning=self._is_in_reasoning(prompt, token_ids))
             texts.append(self._text(request, opened[index], token_ids))
             form = form_of(request, created, model, prompts[-1].text) if self._has_log else b""
             opened[index].place(token_ids, Origin(exchange.id, index, count, form, exchange.is_named) if self._has_log else None)
@@ -163,11 +171,22 @@ class Completions:
             await response.respond()
 
     def _text(self, request: CompletionRequest, opened: OpenRequest, token_ids: Sequence[int]) -> RequestText:
-        params, new_detokenizer = request.params, partial(self._tokenizer.stream, token_ids)
-        return RequestText(params, new_detokenizer, self._eos_token_ids, opened.prompt * params.n, opened.stop_choice)
+        params, parse = request.params, partial(new_parser, request, self._formats)
+        shown = self._marker_ids if parse() is not None else frozenset()
+        new_detokenizer = partial(self._tokenizer.stream, token_ids, shown)
+        return RequestText(params, new_detokenizer, self._eos_token_ids, opened.prompt * params.n, opened.stop_choice, parse)
+
+    def _is_in_reasoning(self, prompt: Prompt, token_ids: Sequence[int]) -> bool:
+        """Whether the output goes on with reasoning that the prompt has begun."""
+        if not isinstance(prompt, Chat) or (form := self._formats.reasoning_format) is None:
+            return False
+        if prompt.continue_final_message:
+            text = str(prompt.messages[-1].get("content"))
+            return text.rfind(form.begin) > text.rfind(form.end)
+        return "".join(map(self._tokenizer.token_text, token_ids[-MAX_MARKER_TOKENS:])).rstrip().endswith(form.begin)
 
     def _builder(self, request_id: str, created: int, model: str, request: CompletionRequest) -> ResponseBuilder:
-        return ResponseBuilder(request_id, created, model, request, self._tokenizer)
+        return ResponseBuilder(request_id, created, model, request, self._tokenizer, self._formats)
 
     def _prompt(self, request: CompletionRequest, prompt: Prompt, token_ids: tuple[int, ...]) -> PromptOutput:
         if not request.echo:
@@ -280,7 +299,8 @@ class _Response:
     def _usage(self) -> Usage:
         num_completion_tokens = 0 if self._request.omits_output else sum(text.num_tokens for text in self._texts)
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)
-        return Usage(num_prompt_tokens, num_completion_tokens, sum(self._num_cached_tokens.values()))
+        num_reasoning_tokens = sum(text.num_reasoning_tokens for text in self._texts)
+        return Usage(num_prompt_tokens, num_completion_tokens, sum(self._num_cached_tokens.values()), num_reasoning_tokens)
 
     async def _next_pieces(self) -> list[TextPiece]:
         """Waits for new tokens. Raises ApiError when a request has ended with an error, or was ended from the server's side."""

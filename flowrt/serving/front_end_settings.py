@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from flowrt.serving.listener import HttpListener
+from flowrt.serving.output_formats import NO_FORMATS, OutputFormats
 
 ENTRY = "flowrt.serving.http_front_end:run_front_end"
 LISTENER, ADMIN_LISTENER = "listener", "admin listener"  # names of descriptors of listening sockets
@@ -15,7 +16,8 @@ LISTENER, ADMIN_LISTENER = "listener", "admin listener"  # names of descriptors 
 @dataclass(frozen=True)
 class ServeOptions:
     """`max_model_len`: bounds the prompt and the new tokens of a request together; None: as many as the model and the graph allow.
-    `api_key` "": none. `certificate` and `private_key`: files for TLS, "" without. `admin`: the socket for admin calls."""
+    `api_key` "": none. `certificate` and `private_key`: files for TLS, "" without. `admin`: the socket for admin calls.
+    `formats`: in which the model writes tool calls and reasoning."""
 
     listener: HttpListener
     model_name: str
@@ -25,6 +27,7 @@ class ServeOptions:
     certificate: str = ""
     private_key: str = ""
     admin: HttpListener | None = None
+    formats: OutputFormats = NO_FORMATS
 
 
 class FrontEndSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,3 +43,4 @@ class FrontEndSettings(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
     certificate: str = ""
     private_key: str = ""
+    formats: OutputFormats = NO_FORMATS

@@ -52,7 +52,7 @@ class HttpClientServer:
         self._processes.start()  # it loads meanwhile
         encoder = PromptEncoder(self._processes, graph.group_limits(), read.max_model_len, read.vocab_size)
         has_log = bool(graph.reliability.request_log)
-        completions = Completions(client, encoder, tokenizer, read.eos_token_ids, graph.serving.stream_interval, has_log)
+        completions = Completions(client, encoder, tokenizer, read.eos_token_ids, graph.serving.stream_interval, has_log, read.formats)
         application = HttpApp(read, client, completions, encoder, tokenizer, seams)
         connections = allow_connections(graph.serving.max_connections)
         self._server = HttpServer(application, connections, read.certificate, read.private_key, application.refuse_early)

@@ -172,6 +172,9 @@ class OutputFormats:
         return REASONING_FORMATS.get(self.reasoning)
 
 
+NO_FORMATS = OutputFormats()
+
+
 def find_formats(template: str) -> OutputFormats:
     """The forms that a chat template shows."""
     tools = next(

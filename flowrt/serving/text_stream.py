@@ -29,12 +29,18 @@ class TextStream:
     Each token decodes only a window: the tokens since the last clean boundary, and the tokens before it that the decoder needs
     (word-initial spaces depend on the previous token). Special tokens give no text. All returned texts, with that of `flush`, together
     equal the text of decoding prompt and output at once, without the prompt's text. A character that begins in the prompt and ends in the
-    output belongs to the output.
+    output belongs to the output. `shown_token_ids`: special tokens that give their text all the same.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, special_token_ids: frozenset[int], prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        special_token_ids: frozenset[int],
+        prompt_token_ids: Sequence[int] = (),
+        shown_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._special_token_ids = special_token_ids
+        self._special_token_ids, self._shown_token_ids = special_token_ids, shown_token_ids
         self._context: list[int] = []  # tokens whose text was returned
         self._pending: list[int] = []
         self._given = ""  # the part of the pending tokens' text that was returned already
@@ -46,6 +52,8 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Add a token. Returns the text that is certain now; it may be empty."""
+        if token_id in self._shown_token_ids:
+            return self.flush() + (self._tokenizer.id_to_token(token_id) or "")
         if self._has_no_text(token_id):
             return ""
         self._pending.append(token_id)

@@ -6,7 +6,7 @@ The launching process uses it for output only; a separate process tokenizes prom
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,9 +76,13 @@ class Tokenizer:
         """What the token adds to the UTF-8 of a text; b"" for a special one. `is_first`: no text is before it."""
         return self._texts.utf8(token_id, is_first)
 
-    def stream(self, prompt_token_ids: Sequence[int] = ()) -> TextStream:
-        """A new detokenizer for one output of this prompt."""
-        return TextStream(self._tokenizer, self._special_token_ids, prompt_token_ids)
+    def stream(self, prompt_token_ids: Sequence[int] = (), shown_token_ids: frozenset[int] = frozenset()) -> TextStream:
+        """A new detokenizer for one output of this prompt. `shown_token_ids`: special tokens that give text."""
+        return TextStream(self._tokenizer, self._special_token_ids, prompt_token_ids, shown_token_ids)
+
+    def special_tokens_of(self, texts: Collection[str]) -> frozenset[int]:
+        """The special tokens that are one of these texts."""
+        return frozenset(each for each in self._special_token_ids if self._tokenizer.id_to_token(each) in texts)
 
     def encode_chat(self, chat: Chat | Sequence[Mapping[str, Any]], add_special_tokens: bool = False) -> list[int]:
         """Token ids of a conversation up to where the assistant answers, by the model's chat template, which writes special tokens itself.

@@ -30,6 +30,7 @@ from flowrt.serving.gateway_client import GatewayClient
 from flowrt.serving.http_app import HttpApp
 from flowrt.serving.http_server import HttpServer
 from flowrt.serving.listener import HttpListener, open_tcp_listener
+from flowrt.serving.output_formats import NO_FORMATS, OutputFormats
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcesses
 from flowrt.transports.wire.message import Message
@@ -95,7 +96,7 @@ class Connection:
     async def events(self) -> list[Any]:
         """The rest of a stream, without its last event, which must be [DONE]."""
         text = "".join([chunk async for chunk in self.chunks()])
-        events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        events = [line.rpartition("data: ")[2] for line in text.split("\n\n") if line]
         assert events.pop() == "[DONE]"
         return [json.loads(event) for event in events]
 
@@ -123,6 +124,7 @@ class ServedApp:
         max_prompt_tokens: int,
         connections: int,
         log: Path | None,
+        stream_interval: int,
     ) -> None:
         self.gateway = Gateway(
             [GROUP],
@@ -145,7 +147,9 @@ class ServedApp:
         self.client = GatewayClient(lambda control: self.front_ends.on_control(NAME, over_the_wire(control)), seams.clock.now)
         self.tokenizer = Tokenizer(MODEL)
         encoder = PromptEncoder(DirectProcess(MODEL), LIMITS, settings.max_model_len, settings.vocab_size)
-        completions = Completions(self.client, encoder, self.tokenizer, settings.eos_token_ids, 1, log is not None)
+        completions = Completions(
+            self.client, encoder, self.tokenizer, settings.eos_token_ids, stream_interval, log is not None, settings.formats
+        )
         self.app = HttpApp(settings, self.client, completions, encoder, self.tokenizer, seams)
         self.server = HttpServer(self.app, connections, settings.certificate, settings.private_key, self.app.refuse_early)
         self.listener = listener
@@ -227,6 +231,8 @@ async def served_app(
     certificate: str = "",
     private_key: str = "",
     log: Path | None = None,
+    stream_interval: int = 1,
+    formats: OutputFormats = NO_FORMATS,
 ) -> AsyncIterator[ServedApp]:
     """`log`: the folder of a request log, which is resumed."""
     listener = open_tcp_listener("127.0.0.1", 0)
@@ -241,8 +247,9 @@ async def served_app(
         hosts=listener.hosts,
         certificate=certificate,
         private_key=private_key,
+        formats=formats,
     )
-    served = ServedApp(listener, settings, max_requests, max_prompt_tokens, connections, log)
+    served = ServedApp(listener, settings, max_requests, max_prompt_tokens, connections, log, stream_interval)
     served.requests.begin()
     served.front_ends.begin()
     await served.server.start(listener.socket)

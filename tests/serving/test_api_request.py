@@ -152,8 +152,8 @@ def test_structured_outputs_of_each_form() -> None:
     expected = StructuredOutputs(json='{"type":"object","properties":{"b":{},"a":{}}}')
     named = {"type": "json_schema", "json_schema": {"name": "x", "description": "y", "strict": True, "schema": schema}}
     assert chat(response_format=named).params.structured_outputs == expected
-    for options in ({"json": schema}, {"json": json.dumps(schema)}, {"json": schema, "regex": None, "disable_any_whitespace": False}):
-        assert complete(structured_outputs=options).params.structured_outputs == expected
+    for value in ({"json": schema}, {"json": json.dumps(schema)}, {"json": schema, "regex": None, "disable_any_whitespace": False}):
+        assert complete(structured_outputs=value).params.structured_outputs == expected
     assert chat(response_format={"type": "json_object"}).params.structured_outputs == StructuredOutputs(json_object=True)
     assert chat(response_format={"type": "text"}) == chat(response_format=None) == chat(structured_outputs=None) == chat()
     assert chat(structured_outputs={"choice": ["a", "b"]}).params.structured_outputs == StructuredOutputs(choice=("a", "b"))

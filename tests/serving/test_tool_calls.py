@@ -1,0 +1,186 @@
+"""Tool calls and reasoning in chats, over HTTP: whole, streamed, read again; a test plays the model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving.served_app import ServedApp, served_app
+
+from flowrt.serving.output_formats import OutputFormats
+
+HERMES, THINKING = OutputFormats("hermes"), OutputFormats("hermes", "qwen3")
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}
+OTHER = {"type": "function", "function": {"name": "g"}}
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL, OTHER]}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "<b>"}}\n</tool_call>'
+NO_ARGUMENTS = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+PATH = "/v1/chat/completions"
+
+
+async def answer(app: ServedApp, texts: list[str], reason: str = "stop", **fields: Any) -> Any:
+    """The response to a chat, whose choices have these texts."""
+    connection = await app.connect()
+    connection.send("POST", PATH, BODY | fields | ({"n": len(texts)} if len(texts) > 1 else {}))
+    await play(app, texts, reason)
+    return await (connection.events_after_head() if fields.get("stream") else connection.response())
+
+
+async def play(app: ServedApp, texts: list[str], reason: str = "stop") -> None:
+    async with asyncio.timeout(60):  # none comes when the request is refused
+        request = await app.submitted.get()
+    for choice, text in enumerate(texts):
+        app.emit(request, text, choice=choice)
+        app.finish(request, reason, choice=choice)
+
+
+def joined(events: list[Any]) -> dict[int, dict[str, Any]]:
+    """The messages that the chunks of a stream add up to, with their finish reasons."""
+    messages: dict[int, dict[str, Any]] = {}
+    for choice in [choice for event in events for choice in event["choices"]]:
+        message = messages.setdefault(choice["index"], {"role": "", "content": ""})
+        for name, value in choice["delta"].items():
+            if name != "tool_calls":
+                message[name] = message.get(name, "") + value
+        for call in choice["delta"].get("tool_calls", []):
+            calls = message.setdefault("tool_calls", [])
+            if call["index"] == len(calls):
+                calls.append({"function": {"arguments": ""}})
+            made = calls[call["index"]]
+            made |= {name: value for name, value in call.items() if name in ("id", "type")}
+            function = call["function"]
+            made["function"] |= {"name": function.get("name", made["function"].get("name"))}
+            made["function"]["arguments"] += function["arguments"]
+        message["finish_reason"] = choice["finish_reason"]
+    return messages
+
+
+async def test_calls_of_a_whole_answer() -> None:
+    async with served_app(formats=HERMES) as app:
+        choice = (await answer(app, [f"Yes.\n{CALL}\n{NO_ARGUMENTS}"])).json()["choices"][0]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "Yes.")
+        first, second = choice["message"]["tool_calls"]
+        assert first["function"] == {"name": "f", "arguments": '{"a": "<b>"}'}
+        assert second["function"] == {"name": "g", "arguments": "{}"}
+        assert first["id"].startswith("call_")
+        assert first["id"] != second["id"]
+        only_calls = (await answer(app, [CALL])).json()["choices"][0]["message"]
+        assert only_calls["content"] is None
+        text = (await answer(app, ["a <tool_call> b"])).json()["choices"][0]
+        assert (text["finish_reason"], text["message"]) == ("stop", {"role": "assistant", "content": "a <tool_call> b"})
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 7, 50])
+async def test_a_stream_is_the_whole_answer(interval: int) -> None:
+    texts = [f"<think>Hm.</think>\nYes.\n{CALL}\n{NO_ARGUMENTS}", f"{CALL[:-20]}", "plain < text"]
+    async with served_app(formats=THINKING, stream_interval=interval) as app:
+        whole = (await answer(app, texts, seed=1)).json()["choices"]
+        streamed = joined(await answer(app, texts, stream=True))
+        for choice, message in streamed.items():
+            assert message.pop("finish_reason") == whole[choice]["finish_reason"]
+            expected = whole[choice]["message"]
+            assert message["content"] == (expected["content"] or "")
+            assert message.get("reasoning_content", "") == message.get("reasoning", "") == expected.get("reasoning_content", "")
+            functions = [[call["function"] for call in each.get("tool_calls", [])] for each in (message, expected)]
+            assert functions[0] == functions[1]
+        assert whole[0]["message"]["reasoning_content"] == "Hm."
+        assert [choice["finish_reason"] for choice in whole] == ["tool_calls", "tool_calls", "stop"]
+
+
+async def test_a_call_cut_off_ends_by_length() -> None:
+    async with served_app(formats=HERMES) as app:
+        choice = (await answer(app, [CALL[:-20]], "length")).json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
+
+
+async def test_stop_strings_and_logprobs_go_with_calls() -> None:
+    async with served_app(formats=HERMES) as app:
+        choice = (await answer(app, [f"{CALL} END more"], stop="END", logprobs=True, top_logprobs=1)).json()["choices"][0]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        assert len(choice["logprobs"]["content"]) > 10
+        events = await answer(app, [CALL], stream=True, logprobs=True)
+        assert sum(len(each["choices"][0]["logprobs"]["content"]) for each in events[1:] if each["choices"][0].get("logprobs")) > 10
+
+
+async def test_tool_choice_none_and_no_parallel_calls() -> None:
+    async with served_app(formats=HERMES) as app:
+        message = (await answer(app, [CALL], tool_choice="none")).json()["choices"][0]["message"]
+        assert message == {"role": "assistant", "content": CALL}
+        message = (await answer(app, [CALL + NO_ARGUMENTS], parallel_tool_calls=False)).json()["choices"][0]["message"]
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+
+
+async def test_usage_counts_reasoning() -> None:
+    async with served_app(formats=THINKING) as app:
+        usage = (await answer(app, ["<think>Hm, hm.</think>4"])).json()["usage"]
+        assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
+        assert "completion_tokens_details" not in (await answer(app, ["4"])).json()["usage"]
+
+
+async def test_reasoning_that_the_prompt_has_begun() -> None:
+    """The template of this model writes the last message of the user alone."""
+    async with served_app(formats=THINKING) as app:
+        for prompt, continues, text, content, reasoning in (
+            ("Hi <think>\n", False, " still.</think> 4", "4", "still."),
+            ("Hi <think>\n\n</think>", False, " 4", " 4", None),
+            ("Hi <think>Hm,", True, " still.</think> 4", "4", "still."),
+            ("Hi <think>Hm,</think>", True, " 4", " 4", None),
+            ("Hi <think> is a tag", False, " 4", " 4", None),
+        ):
+            messages = [{"role": "user", "content": prompt}]
+            response = await answer(app, [text], messages=messages, continue_final_message=continues)
+            message = response.json()["choices"][0]["message"]
+            assert (message["content"], message.get("reasoning_content")) == (content, reasoning), prompt
+
+
+async def test_a_response_that_is_read_again_has_the_same_calls(tmp_path: Path) -> None:
+    async with served_app(formats=THINKING, log=tmp_path / "log") as app:
+        connection = await app.connect()
+        connection.send("POST", PATH, BODY | {"stream": True}, x_request_id="known")
+        await play(app, [f"<think>Hm.</think>Yes. {CALL}"])
+        first = joined(await connection.events_after_head())
+        whole = (await app.call("GET", "/v1/requests/known")).json()["choices"][0]["message"]
+        assert whole["tool_calls"] == first[0]["tool_calls"]
+        assert (whole["content"], whole["reasoning_content"]) == ("Yes.", "Hm.")
+        rest = []
+        for position in range(1, 60, 5):
+            connection = await app.connect()
+            connection.send("GET", "/v1/requests/known?stream=true", last_event_id=str(position))
+            rest.append(joined(await connection.events_after_head())[0])
+        assert [each["finish_reason"] for each in rest] == ["tool_calls"] * len(rest)
+        assert all(first[0]["reasoning_content"].endswith(each.get("reasoning_content", "")) for each in rest)
+        assert all(first[0]["content"].endswith(each["content"]) for each in rest)
+
+
+async def test_requests_that_cannot_be_answered() -> None:
+    named = {"type": "function", "function": {"name": "h"}}
+    async with served_app(formats=HERMES) as app:
+        for fields, param in (
+            ({"tool_choice": "always"}, "tool_choice"),
+            ({"tool_choice": named}, "tool_choice.function.name"),
+            ({"tool_choice": "required", "tools": []}, "tool_choice"),
+            ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+            ({"tools": [TOOL | {"type": "custom"}]}, "tools[0].type"),
+            ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ):
+            assert (await app.call("POST", PATH, BODY | fields)).error == (400, "invalid_value", param), fields
+    async with served_app() as app:
+        assert (await app.call("POST", PATH, BODY)).error == (400, "unsupported_parameter", "tools")
+        assert (await answer(app, ["4"], tool_choice="none")).status == 200
+
+
+async def test_without_a_parser_calls_are_text() -> None:
+    async with served_app(formats=OutputFormats("none", "none")) as app:
+        assert (await answer(app, [CALL])).json()["choices"][0]["message"]["content"] == CALL
+
+
+async def test_mistral_has_short_ids() -> None:
+    async with served_app(formats=OutputFormats("mistral")) as app:
+        calls = (await answer(app, ['[TOOL_CALLS]f{"a": ""}'])).json()["choices"][0]["message"]["tool_calls"]
+        assert calls[0]["id"].isalnum()
+        assert len(calls[0]["id"]) == 9
