@@ -32,10 +32,14 @@ class Part:
     pair_P: Tensor
 
 
-def partition(expert_ids_TA: Tensor, weights_TA: Tensor, positions_T: Tensor, replicas: ReplicaTable) -> list[Part]:
+def partition(expert_ids_TA: Tensor, weights_TA: Tensor, replicas: ReplicaTable, turn: int = 0) -> list[Part]:
     """Partitions the pairs of a step, by ascending server; a server without pairs gets no part.
 
-    The position of the row in its sequence selects one replica of an expert in turn. This spreads load and does not depend on the batch.
+    All pairs of an expert go to one of its replicas, so that one server reads its weights; more than MAX_PIECE_PAIRS are cut into pieces
+    of equal size. Experts with one replica come first, then the largest pieces. Each piece goes to the replica with the fewest pairs so
+    far, but rather to one with pairs than to another message, as long as it then has at most as many pairs as a row. `turn`, a number
+    that grows from step to step, decides between equals. The choice depends on the batch, but changes no bit with strict numerics,
+    because every replica computes a row alike.
     """
     num_rows, num_active = expert_ids_TA.shape
     expert_P, weight_P = expert_ids_TA.flatten(), weights_TA.flatten()
@@ -43,14 +47,14 @@ def partition(expert_ids_TA: Tensor, weights_TA: Tensor, positions_T: Tensor, re
         pair_P = torch.arange(num_rows * num_active, device=expert_P.device)
         rows_R = torch.arange(num_rows, device=expert_P.device)
         return [Part(0, rows_R, pair_P // num_active, expert_P, weight_P, pair_P)] if num_rows else []
-    return _by_server(None, expert_P, weight_P, positions_T, num_active, replicas)
+    return _by_server(None, expert_P, weight_P, num_active, replicas, turn)
 
 
-def repartition(part: Part, positions_T: Tensor, num_active: int, replicas: ReplicaTable, row_counts: Sequence[int] = ()) -> list[Part]:
+def repartition(part: Part, num_active: int, replicas: ReplicaTable, turn: int = 0, row_counts: Sequence[int] = ()) -> list[Part]:
     """Partitions the pairs of `part` by another table, to redispatch them when its server is lost or late. `row_counts`: of the sequences
     of the step; then each new part has rows of one sequence."""
     if not row_counts:
-        return _by_server(part.pair_P, part.expert_P, part.weight_P, positions_T, num_active, replicas)
+        return _by_server(part.pair_P, part.expert_P, part.weight_P, num_active, replicas, turn)
     ends_S = torch.tensor(row_counts, device=part.pair_P.device).cumsum(0)
     pairs_S = torch.bincount(torch.bucketize(part.pair_P // num_active, ends_S, right=True)).tolist()
     pieces = zip(part.pair_P.split(pairs_S), part.expert_P.split(pairs_S), part.weight_P.split(pairs_S), strict=True)
@@ -58,13 +62,11 @@ def repartition(part: Part, positions_T: Tensor, num_active: int, replicas: Repl
         new
         for pair_P, expert_P, weight_P in pieces
         if len(pair_P)
-        for new in _by_server(pair_P, expert_P, weight_P, positions_T, num_active, replicas)
+        for new in _by_server(pair_P, expert_P, weight_P, num_active, replicas, turn)
     ]
 
 
-def _by_server(
-    pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, replicas: ReplicaTable
-) -> list[Part]:
+def _by_server(pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, num_active: int, replicas: ReplicaTable, turn: int) -> list[Part]:
     """Parts of the pairs `pair_P` of the step; None: all pairs, in order."""
     kernels = kernels_for(torch.float32, expert_P.device)  # the kernels only move the weights, whatever their dtype
-    return [Part(*fields) for fields in kernels.partition_by_server(pair_P, expert_P, weight_P, positions_T, num_active, replicas)]
+    return [Part(*fields) for fields in kernels.partition_by_server(pair_P, expert_P, weight_P, num_active, replicas, turn)]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 UNAVAILABLE = -1  # the server number of an unavailable expert
+MAX_PIECE_PAIRS = 16  # of an expert that go to one replica: as many read its weights once, and more are divided
 PartFields: TypeAlias = tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]  # of dispatch.Part, in order
 
 
@@ -23,6 +25,12 @@ class ReplicaTable:
     num_replicas_E: Tensor
     num_servers: int
     is_complete: bool = True  # every expert has a replica
+
+    @cached_property
+    def replicas(self) -> list[list[int]]:
+        """The servers of each expert, on the host."""
+        numbers: list[int] = self.num_replicas_E.tolist()
+        return [servers[:number] for servers, number in zip(self.servers_EB.tolist(), numbers, strict=True)]
 
     @classmethod
     def from_lists(cls, replicas: Sequence[Sequence[int]], num_servers: int, device: torch.device | str = "cpu") -> ReplicaTable:

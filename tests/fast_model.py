@@ -57,7 +57,7 @@ class FastModel:
         for layer in range(self.config.num_layers):
             residual, normed = self.attention.forward(layer, x, layout, self.pages)
             if layer in self.config.moe_layers:
-                parts = partition(*self.gate.forward(layer, normed), layout.positions_T, self.replicas)
+                parts = partition(*self.gate.forward(layer, normed), self.replicas)
                 answers = [
                     (
                         part.rows_R,

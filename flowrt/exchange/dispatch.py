@@ -20,7 +20,7 @@ from flowrt.operators.dispatch import partition
 
 
 class Dispatch:
-    """Ports in: `x` (normed_TH, positions_T), `routing` (expert_ids_TA, weights_TA). Out: `plan` (rows_R of each part; header: the
+    """Ports in: `x` (normed_TH), `routing` (expert_ids_TA, weights_TA). Out: `plan` (rows_R of each part; header: the
     part ids) and `server<s>` (x_RH, row_P, expert_P, weight_P; header: the part id). A server without rows gets no message.
 
     With strict numerics the plan is (weights_TA, pair_P of each part): the client weights the responses and adds them by slot.
@@ -35,13 +35,15 @@ class Dispatch:
 
     def _dispatch(self, firing: Firing) -> dict[str, Payload]:
         tag = firing.tag
-        x_TH, positions_T = firing.inputs["x"].tensors
+        (x_TH,) = firing.inputs["x"].tensors
         expert_ids_TA, weights_TA = firing.inputs["routing"].tensors
-        parts = self.client.parts_to_send(tag, partition(expert_ids_TA, weights_TA, positions_T, self.client.replica_table(tag.layer)))
+        parts = self.client.parts_to_send(
+            tag, partition(expert_ids_TA, weights_TA, self.client.replica_table(tag.layer), tag.step + tag.layer)
+        )
         plan = (weights_TA, *(part.pair_P for part in parts)) if self._strict else tuple(part.rows_R for part in parts)
         header = PlanHeader(tuple(range(len(parts))))
         # The plan goes first: a response may arrive as soon as its part is sent.
-        return {"plan": Payload(plan, header)} | self.client.add_tag(tag, x_TH, positions_T, expert_ids_TA.shape[1], parts)
+        return {"plan": Payload(plan, header)} | self.client.add_tag(tag, x_TH, expert_ids_TA.shape[1], parts)
 
 
 class Combine:

@@ -38,7 +38,6 @@ class OutstandingTag:
 
     since_seconds: float
     x_TH: Tensor
-    positions_T: Tensor
     num_active: int
     parts: list[Part]
     num_first: int  # parts before any redispatch
@@ -125,9 +124,9 @@ class ExpertClient:
         """`parts` of a tag that is being split, without the pairs of omitted experts."""
         return self.omitted.leave_out(tag, parts) if self.omitted.has_omitted else parts
 
-    def add_tag(self, tag: Tag, x_TH: Tensor, positions_T: Tensor, num_active: int, parts: list[Part]) -> dict[str, Payload]:
+    def add_tag(self, tag: Tag, x_TH: Tensor, num_active: int, parts: list[Part]) -> dict[str, Payload]:
         """Record the parts of a tag. Returns the requests by output port; part ids are indexes into `parts`."""
-        entry = OutstandingTag(self._now(), x_TH, positions_T, num_active, parts, len(parts))
+        entry = OutstandingTag(self._now(), x_TH, num_active, parts, len(parts))
         requests = self._requests(entry, 0, may_forward=True)
         self._outstanding[tag] = entry
         if tag.epoch < self._epochs.get(tag.source, 0):  # it was rolled back while it was split: no combine follows
@@ -211,10 +210,10 @@ class ExpertClient:
             entry.in_flight = None
         elif number in entry.unsent:
             entry.unsent.remove(number)
-        return self._split(entry, number, self._tables_avoiding(self._avoided).of(tag.layer))
+        return self._split(tag, entry, number, self._tables_avoiding(self._avoided).of(tag.layer))
 
-    def _split(self, entry: OutstandingTag, number: int, table: ReplicaTable, row_counts: Sequence[int] = ()) -> Redispatch:
-        new = repartition(entry.parts[number], entry.positions_T, entry.num_active, table, row_counts)
+    def _split(self, tag: Tag, entry: OutstandingTag, number: int, table: ReplicaTable, row_counts: Sequence[int] = ()) -> Redispatch:
+        new = repartition(entry.parts[number], entry.num_active, table, tag.step + tag.layer, row_counts)
         first = len(entry.parts)
         ids = range(first, first + len(new))
         entry.parts.extend(new)
@@ -357,7 +356,7 @@ class ExpertClient:
             if (trampoline is None and (others.servers_EB[part.expert_P] == part.server).any()) or not (counts := row_counts()):
                 continue  # it alone holds some of them, or the step is over
             self.hedging.spend()
-            redispatch = self._split(entry, number, others, counts)
+            redispatch = self._split(tag, entry, number, others, counts)
             entry.hedged.add(number)
             if trampoline is not None:
                 self.trampolines.late.add(trampoline)

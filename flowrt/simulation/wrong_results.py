@@ -67,7 +67,7 @@ class WrongResults:
 
         def run(firings: Any) -> Any:
             for firing in firings:
-                tag, (x_TH, _), (ids_TA, _) = firing.tag, firing.inputs["x"].tensors, firing.inputs["routing"].tensors
+                tag, (x_TH,), (ids_TA, _) = firing.tag, firing.inputs["x"].tensors, firing.inputs["routing"].tensors
                 for row in range(len(x_TH)):
                     if (tag.source, tag.epoch, tag.micro_batch, tag.step, row) in self._rows:
                         pair = x_TH[row].numpy().tobytes(), int(ids_TA[row, 0])

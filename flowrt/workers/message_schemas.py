@@ -96,7 +96,7 @@ def _sent_by_operators(
             )
         ),
         ("embed", "x"): rows,
-        ("attention", "normed"): schema_of(specs(f"[rows,{hidden}]", "int64[rows]")),
+        ("attention", "normed"): rows,
         ("attention", "residual"): rows,
         ("gate", "routing"): schema_of(specs(f"int64[rows,{active}]", f"[rows,{active}]")),
         ("mlp", "y"): rows,

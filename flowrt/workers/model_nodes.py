@@ -255,7 +255,7 @@ class _AttentionNode:
     def __call__(self, firing: Firing) -> Outputs:
         layout = self._layout(firing.tag, firing.inputs["layout"])
         residual_TH, normed_TH = self._forward(firing.tag.layer, firing.inputs["x"].tensors[0], layout)
-        return {"residual": Payload((residual_TH,)), "normed": Payload((normed_TH, layout.positions_T))}
+        return {"residual": Payload((residual_TH,)), "normed": Payload((normed_TH,))}
 
     def _layout(self, tag: Tag, payload: Payload) -> StepLayout:
         micro_batch = (tag.source, tag.micro_batch)

@@ -28,7 +28,7 @@ class Kernels(Protocol):
     def topk_softmax(self, logits_TE: Tensor, num_active: int, scale: float, dtype: torch.dtype, /) -> tuple[Tensor, Tensor]: ...
 
     def partition_by_server(
-        self, pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, table: ReplicaTable, /
+        self, pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, num_active: int, table: ReplicaTable, turn: int, /
     ) -> list[PartFields]: ...
 
     def sort_by_expert(

@@ -23,7 +23,6 @@ SERVERS = {0: (0, 1, 2, 3), 1: (2, 3, 4, 5), 2: (0, 1, 4, 5)}  # two copies of e
 IDS_TA = torch.tensor([[0, 2], [1, 4], [3, 5], [2, 4], [5, 0]])
 X_TH = torch.arange(float(ROWS * WIDTH)).reshape(ROWS, WIDTH)
 WEIGHTS_TA = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0]])
-POSITIONS_T = torch.tensor([0, 1, 2, 3, 4])
 
 
 def respond(x_RH, row_P, expert_P, weight_P, strict):
@@ -106,7 +105,7 @@ class Client:
         x_TH = X_TH.clone()
         if value is not None:
             x_TH[-1, 0] = value
-        outputs = {"x": Payload((x_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA)), "residual": Payload((X_TH,))}
+        outputs = {"x": Payload((x_TH,)), "routing": Payload((IDS_TA, WEIGHTS_TA)), "residual": Payload((X_TH,))}
         self.runner.emit("source", Tag("s@1", step=step, epoch=epoch), outputs)
         self.runner.settle()
 

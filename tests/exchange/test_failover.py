@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exchange.failover_client import ACTIVE, IDS_TA, POSITIONS_T, SERVERS, WEIGHTS_TA, X_TH, Client, respond
+from exchange.failover_client import ACTIVE, IDS_TA, ROWS, SERVERS, WEIGHTS_TA, X_TH, Client, respond
 
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.parts import PartHeader
@@ -69,7 +69,7 @@ def test_parts_wait_for_a_replica_when_the_server_dies(client):
 
 def test_a_part_cut_before_its_server_died_and_sent_after(client):
     """The dispatch node ran on the compute thread; its outputs leave when the server is known to be gone."""
-    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
+    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH,)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
     outputs = client.runner._subgraph.route(firing, Dispatch(client.client, client.strict)([firing])[0])
     client.die(1)
@@ -82,7 +82,7 @@ def test_a_part_cut_before_its_server_died_and_sent_after(client):
 def test_part_dispatched_without_a_replica_and_known_after_the_replica_is_back(client):
     client.die(0)
     client.die(1)
-    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
+    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH,)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
     outputs = client.runner._subgraph.route(firing, Dispatch(client.client, client.strict)([firing])[0])
     client.join(1)
@@ -100,7 +100,7 @@ def test_part_without_a_replica_when_another_server_dies_before_its_retry(client
     """Server 0 is back, but the tag's plan came after the check for it; then server 1 dies, and the tag is partitioned again for that."""
     client.die(0)
     client.die(2)
-    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
+    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH,)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
     outputs = client.runner._subgraph.route(firing, Dispatch(client.client, client.strict)([firing])[0])
     client.join(0)
@@ -118,13 +118,13 @@ def test_a_tag_that_is_being_cut_by_an_older_map_may_wait(client):
     client.client.replica_table(0)
     client.join(1)
     assert client.client.has_waiting_parts
-    client.client.add_tag(Tag("s@1"), X_TH, POSITIONS_T, ACTIVE, [])
+    client.client.add_tag(Tag("s@1"), X_TH, ACTIVE, [])
     assert not client.client.has_waiting_parts
 
 
 def test_redispatched_response_for_a_rolled_back_tag_is_not_an_error(client):
     responses = [Payload((X_TH,), PartHeader(7))]
-    inputs = {"plan": Payload((WEIGHTS_TA, POSITIONS_T)), "parts": responses, "residual": Payload((X_TH,))}
+    inputs = {"plan": Payload((WEIGHTS_TA, torch.arange(ROWS))), "parts": responses, "residual": Payload((X_TH,))}
     (outputs,) = Combine(client.client, client.strict)([Firing("combine", Tag("s@1"), inputs)])
     assert torch.equal(outputs["y"].tensors[0], X_TH)
 
@@ -165,7 +165,7 @@ def test_rolled_back_tags_are_removed(client):
     client.die(0)
     client.die(1)
     client.join(0)
-    client.client.add_tag(Tag("s@1"), X_TH, POSITIONS_T, ACTIVE, [])  # it was being cut meanwhile
+    client.client.add_tag(Tag("s@1"), X_TH, ACTIVE, [])  # it was being cut meanwhile
     assert not client.client.tags
     client.join(1)
     client.serve_all()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exchange.failover_client import IDS_TA, POSITIONS_T, WEIGHTS_TA, X_TH, Client
+from exchange.failover_client import IDS_TA, WEIGHTS_TA, X_TH, Client
 
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
@@ -68,7 +68,7 @@ def test_pairs_of_lost_experts_are_left_out_after_a_while_and_not_before(client)
 def test_a_step_in_which_nothing_was_left_out_is_not_marked(client):
     give_up(client)
     whole = torch.tensor([[0, 1], [1, 4], [4, 5], [5, 4], [5, 0]])  # no row is sent to experts 2 and 3
-    firing = Firing("dispatch", Tag("s@1", 1), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((whole, WEIGHTS_TA))})
+    firing = Firing("dispatch", Tag("s@1", 1), {"x": Payload((X_TH,)), "routing": Payload((whole, WEIGHTS_TA))})
     Dispatch(client.client, client.strict)([firing])
     assert not client.client.omitted.take_degraded(Tag("s@1", 1))
 
@@ -124,7 +124,7 @@ def test_a_step_rolled_back_is_not_marked_when_it_is_computed_again_whole(client
 
 def test_a_tag_that_was_rolled_back_while_it_was_cut_leaves_nothing(client):
     give_up(client)
-    firing = Firing("dispatch", Tag("s@1", 0), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
+    firing = Firing("dispatch", Tag("s@1", 0), {"x": Payload((X_TH,)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     Dispatch(client.client, client.strict)([firing])
     assert not client.client.tags
     assert not client.client.omitted.parts

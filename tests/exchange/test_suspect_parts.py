@@ -1,7 +1,7 @@
 """Parts that may be the cause of a death of their server: losses that count, suspects, and parts that go alone."""
 
 import pytest
-from exchange.failover_client import IDS_TA, POSITIONS_T, SERVERS, WEIGHTS_TA, X_TH, Client, timed
+from exchange.failover_client import IDS_TA, SERVERS, WEIGHTS_TA, X_TH, Client, timed
 
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.parts import PartHeader
@@ -45,7 +45,7 @@ def test_losses_count_for_the_part_and_not_for_the_step(fencing):
 
 def test_a_part_that_was_never_sent_is_not_lost(fencing):
     """Its server is known to be gone when it is to leave."""
-    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
+    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH,)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     fencing.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
     outputs = fencing.runner._subgraph.route(firing, Dispatch(fencing.client, fencing.strict)([firing])[0])
     fencing.die(1)

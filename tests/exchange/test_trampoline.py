@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dataflow.inline_compute import InlineCompute
-from exchange.failover_client import ACTIVE, IDS_TA, POSITIONS_T, WEIGHTS_TA, X_TH, expected, respond
+from exchange.failover_client import ACTIVE, IDS_TA, WEIGHTS_TA, X_TH, expected, respond
 
 from flowrt.actors.control import DeathCause
 from flowrt.actors.link import BadMessageError
@@ -133,7 +133,7 @@ class Group:
         return self.graph.edges[f"dispatch.via{trampoline} -> experts.{trampoline}.forward.bundle"].id
 
     def begin(self, step: int = 0) -> None:
-        outputs = {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA)), "residual": Payload((X_TH,))}
+        outputs = {"x": Payload((X_TH,)), "routing": Payload((IDS_TA, WEIGHTS_TA)), "residual": Payload((X_TH,))}
         self.runner.emit("source", Tag("source@1", step=step), outputs)
         self.runner.settle()
 
@@ -199,8 +199,8 @@ def group(request: pytest.FixtureRequest) -> Group:
 
 
 def test_bundle_is_cut_into_the_parts_that_dispatch_sends_directly():
-    parts = dict(enumerate(partition(IDS_TA, WEIGHTS_TA, POSITIONS_T, ReplicaTable.from_lists(PLACEMENT, 4))))
-    direct = ExpertClient(ExpertMap(PLACEMENT), ["a", "b", "c", "d"]).add_tag(TAG, X_TH, POSITIONS_T, ACTIVE, list(parts.values()))
+    parts = dict(enumerate(partition(IDS_TA, WEIGHTS_TA, ReplicaTable.from_lists(PLACEMENT, 4))))
+    direct = ExpertClient(ExpertMap(PLACEMENT), ["a", "b", "c", "d"]).add_tag(TAG, X_TH, ACTIVE, list(parts.values()))
     sent = from_message(to_message(bundle(X_TH, parts), 1, TAG))
     assert len(sent.tensors[0]) == len(X_TH), "each row once"
     forwarded = split_bundle(sent)
@@ -315,7 +315,7 @@ def test_part_whose_server_the_trampoline_has_lost_is_redispatched(group):
     bundled = group.sent["experts.0"].popleft()
     numbers = {part.server: part.part for part in bundled.header.parts}
     group.notify(bundled, numbers[2], "1")
-    assert any(group.sent[process] for process in ("experts.2", "experts.0", "experts.3"))
+    assert group.client.num_redispatched == 1
     rest = merge([response for number, response in group.responses(bundled).items() if number != numbers[2]])
     group.accept("experts.0", rest, "experts.0.return.group0 -> collect.bundle", bundled.tag)
     group.serve_all()

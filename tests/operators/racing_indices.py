@@ -86,12 +86,12 @@ def paged_attention(name: str) -> Callable[[torch.Tensor], None]:
 def partition_by_server(name: str) -> Callable[[torch.Tensor], None]:
     def call(raced: torch.Tensor) -> None:
         tables = {"servers": zeros(2 * COUNT), "copies": 2 * ones(COUNT)}
-        indices = {"experts": torch.arange(COUNT), "pairs": torch.arange(COUNT), "positions": ones(COUNT)} | tables | {name: raced}
+        indices = {"experts": torch.arange(COUNT), "pairs": torch.arange(COUNT)} | tables | {name: raced}
         servers_EB = indices["servers"].view(-1, 2)
         num_experts = len(servers_EB)
         experts = indices["experts"] % num_experts if name == "servers" else indices["experts"]
         table = ReplicaTable(servers_EB, indices["copies"][:num_experts], 1)
-        rows.partition_by_server(indices["pairs"], experts, torch.ones(COUNT), indices["positions"], 1, table)
+        rows.partition_by_server(indices["pairs"], experts, torch.ones(COUNT), 1, table, 0)
 
     return call
 
@@ -124,8 +124,7 @@ KERNELS: list[tuple[str, Callable[[torch.Tensor], None], tuple[int, ...]]] = [
     ("paged_attention lengths", paged_attention("lengths"), (1, FAR)),
     ("paged_attention pages", paged_attention("pages"), (0, FAR)),
     ("partition_by_server experts", partition_by_server("experts"), (1, FAR)),
-    ("partition_by_server pairs", partition_by_server("pairs"), (1, FAR)),
-    ("partition_by_server positions", partition_by_server("positions"), (0, 1, -1)),
+    ("partition_by_server pairs", partition_by_server("pairs"), (1, -1)),
     ("partition_by_server servers", partition_by_server("servers"), (0, FAR)),
     ("partition_by_server copies", partition_by_server("copies"), (2, 1, FAR)),
     ("sort_by_expert rows", sort_by_expert("rows"), (0, FAR)),

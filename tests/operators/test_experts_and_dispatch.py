@@ -20,22 +20,21 @@ from flowrt.operators.weights import Checkpoint
 
 
 @st.composite
-def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[list[int]], int]:
-    """Expert ids, weights, positions, replicas of each expert, number of servers."""
+def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, list[list[int]], int]:
+    """Expert ids, weights, replicas of each expert, number of servers."""
     num_experts, num_servers = draw(st.integers(2, 9)), draw(st.integers(1, 5))
     num_rows, num_active = draw(st.integers(0, 12)), draw(st.integers(1, min(4, num_experts)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
     ids = torch.rand(num_rows, num_experts, generator=generator).topk(num_active, dim=1).indices
     replicas = [draw(st.lists(st.integers(0, num_servers - 1), min_size=1, max_size=3, unique=True)) for _ in range(num_experts)]
-    positions = torch.randint(0, 1000, (num_rows,), generator=generator)
-    return ids, torch.rand(num_rows, num_active, generator=generator), positions, replicas, num_servers
+    return ids, torch.rand(num_rows, num_active, generator=generator), replicas, num_servers
 
 
 @settings(max_examples=60, deadline=None)
 @given(routings())
-def test_parts_cover_every_pair_once(routing: tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[list[int]], int]) -> None:
-    ids, weights, positions, replicas, num_servers = routing
-    parts = partition(ids, weights, positions, ReplicaTable.from_lists(replicas, num_servers))
+def test_parts_cover_every_pair_once(routing: tuple[torch.Tensor, torch.Tensor, list[list[int]], int]) -> None:
+    ids, weights, replicas, num_servers = routing
+    parts = partition(ids, weights, ReplicaTable.from_lists(replicas, num_servers))
     assert [part.server for part in parts] == sorted({part.server for part in parts})
     covered: list[int] = []
     for part in parts:
@@ -48,8 +47,7 @@ def test_parts_cover_every_pair_once(routing: tuple[torch.Tensor, torch.Tensor, 
             assert rows[row] == token
             assert expert == ids[token, slot]
             assert weight == weights[token, slot]
-            servers = replicas[int(expert)]
-            assert part.server == servers[int(positions[token]) % len(servers)]
+            assert part.server in replicas[int(expert)]
             covered.append(pair)
     assert sorted(covered) == list(range(ids.numel()))
 
@@ -62,11 +60,10 @@ def test_replica_table_refuses_unknown_servers() -> None:
 
 def test_pairs_of_an_unavailable_expert_form_a_part_without_server_and_are_partitioned_again() -> None:
     expert_ids_TA, weights_TA = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0.1, 0.2], [0.3, 0.4]])
-    positions_T = torch.tensor([0, 1])
-    nowhere, there = partition(expert_ids_TA, weights_TA, positions_T, ReplicaTable.from_lists([[0], [], [0]], 2))
+    nowhere, there = partition(expert_ids_TA, weights_TA, ReplicaTable.from_lists([[0], [], [0]], 2))
     assert (nowhere.server, nowhere.pair_P.tolist(), nowhere.expert_P.tolist()) == (UNAVAILABLE, [1, 2], [1, 1])
     assert (there.server, there.pair_P.tolist()) == (0, [0, 3])
-    (repeated,) = repartition(nowhere, positions_T, 2, ReplicaTable.from_lists([[0], [1], [0]], 2))
+    (repeated,) = repartition(nowhere, 2, ReplicaTable.from_lists([[0], [1], [0]], 2))
     assert (repeated.server, repeated.pair_P.tolist(), repeated.rows_R.tolist(), repeated.row_P.tolist()) == (1, [1, 2], [0, 1], [0, 1])
     assert torch.equal(repeated.weight_P, torch.tensor([0.2, 0.3]))
 

@@ -70,31 +70,30 @@ def test_equal_scores_choose_the_first_and_nan_scores_choose_valid_experts() -> 
 @given(st.data())
 def test_pairs_are_partitioned_as_by_the_library(data: st.DataObject) -> None:
     num_experts, num_servers = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5))
-    num_rows, num_active = data.draw(st.integers(0, 12)), data.draw(st.integers(1, num_experts))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10_000)))
+    num_rows, num_active = data.draw(st.integers(0, 12) | st.integers(40, 90)), data.draw(st.integers(1, num_experts))
+    generator, turn = torch.Generator().manual_seed(data.draw(st.integers(0, 10_000))), data.draw(st.integers(0, 100))
     replicas = [data.draw(st.lists(st.integers(0, num_servers - 1), max_size=3, unique=True)) for _ in range(num_experts)]
     table = ReplicaTable.from_lists(replicas, num_servers)
     expert_P = torch.rand(num_rows, num_experts, generator=generator).topk(num_active, dim=1).indices.flatten()
     weight_P = torch.rand(num_rows * num_active, generator=generator).to(data.draw(st.sampled_from([*DTYPES, torch.float64])))
-    positions_T = torch.randint(0, 1000, (num_rows,), generator=generator)
-    everything = partition(expert_P.view(num_rows, num_active), weight_P.view(num_rows, num_active), positions_T, table)
+    everything = partition(expert_P.view(num_rows, num_active), weight_P.view(num_rows, num_active), table, turn)
     if table.num_servers > 1 or not table.is_complete:
-        equal_parts(everything, by_torch(None, expert_P, weight_P, positions_T, num_active, table))
+        equal_parts(everything, by_torch(None, expert_P, weight_P, num_active, table, turn))
     for part in everything:
         shift = ReplicaTable.from_lists([[(server + 1) % num_servers for server in servers] for servers in replicas], num_servers)
-        repeated = by_torch(part.pair_P, part.expert_P, part.weight_P, positions_T, num_active, shift)
-        equal_parts(repartition(part, positions_T, num_active, shift), repeated)
+        repeated = by_torch(part.pair_P, part.expert_P, part.weight_P, num_active, shift, turn)
+        equal_parts(repartition(part, num_active, shift, turn), repeated)
 
 
 def by_torch(
     pair_P: torch.Tensor | None,
     expert_P: torch.Tensor,
     weight_P: torch.Tensor,
-    positions_T: torch.Tensor,
     num_active: int,
     table: ReplicaTable,
+    turn: int,
 ) -> list[Part]:
-    return [Part(*fields) for fields in torch_rows.partition_by_server(pair_P, expert_P, weight_P, positions_T, num_active, table)]
+    return [Part(*fields) for fields in torch_rows.partition_by_server(pair_P, expert_P, weight_P, num_active, table, turn)]
 
 
 def equal_parts(found: list[Part], expected: list[Part]) -> None:
@@ -108,29 +107,27 @@ def equal_parts(found: list[Part], expected: list[Part]) -> None:
 def test_pair_without_a_possible_server_is_refused() -> None:
     table, weights = ReplicaTable.from_lists([[0], [1]], 2), torch.ones(1, 2)
     for expert in (-1, 2):
-        with pytest.raises(IndexError, match="a pair names an expert, a server or a row that does not exist: 2 experts, 2 servers"):
-            partition(torch.tensor([[0, expert]]), weights, torch.zeros(1, dtype=torch.int64), table)
-    both = ReplicaTable.from_lists([[0, 1], [1, 0]], 2)
+        with pytest.raises(IndexError, match="a pair names an expert or a server that does not exist: 2 experts, 2 servers"):
+            partition(torch.tensor([[0, expert]]), weights, table)
     part = Part(0, *(torch.zeros(1, dtype=torch.int64) for _ in range(3)), torch.ones(1), torch.tensor([4]))
-    with pytest.raises(IndexError, match="a pair names an expert, a server or a row that does not exist"):
-        repartition(part, torch.zeros(2, dtype=torch.int64), 2, both)  # row 2 of 2
-    with pytest.raises(IndexError, match="a pair names an expert, a server or a row that does not exist"):
-        partition(torch.tensor([[0, 1]]), weights, torch.tensor([-1]), both)
-    with pytest.raises(IndexError, match="a pair names an expert, a server or a row that does not exist"):
-        partition(
-            torch.tensor([[0, 1]]),
-            weights,
-            torch.tensor([0]),
-            ReplicaTable(torch.empty(2, 0, dtype=torch.int64), torch.tensor([0, 0]), 2, False),
-        )
-    with pytest.raises(IndexError, match="a pair names an expert, a server or a row that does not exist"):
-        repartition(replace(part, pair_P=torch.tensor([-1])), torch.zeros(2, dtype=torch.int64), 2, table)
+    servers_EB, none = torch.zeros(2, 2, dtype=torch.int64), torch.empty(2, 0, dtype=torch.int64)
+    for bad in (
+        ReplicaTable(none, torch.tensor([0, 0]), 2, False),
+        ReplicaTable(servers_EB, torch.tensor([2, 0]), 2),
+        ReplicaTable(servers_EB, torch.tensor([2, 3]), 2),
+        ReplicaTable(servers_EB + torch.tensor([0, 2]), torch.tensor([1, 2]), 2),
+        ReplicaTable(servers_EB - torch.tensor([0, 2]), torch.tensor([1, 2]), 2),
+    ):
+        with pytest.raises(IndexError, match="a pair names an expert or a server that does not exist"):
+            partition(torch.tensor([[0, 1]]), weights, bad)
+    with pytest.raises(IndexError, match="a pair names an expert or a server that does not exist"):
+        repartition(replace(part, pair_P=torch.tensor([-1])), 2, table)
     with pytest.raises(ValueError, match="1 pairs do not go with"):
-        repartition(part, torch.zeros(2, dtype=torch.int64), 0, table)
+        repartition(part, 0, table)
     with pytest.raises(ValueError, match="indices must be int64 on the host"):
-        partition(torch.tensor([[0, 1]], dtype=torch.int32), weights, torch.zeros(1, dtype=torch.int64), table)
-    with pytest.raises(ValueError, match="2 pairs do not go with 2 weights and 3 rows of 2"):
-        partition(torch.tensor([[0, 1]]), weights, torch.zeros(3, dtype=torch.int64), table)
+        partition(torch.tensor([[0, 1]], dtype=torch.int32), weights, table)
+    with pytest.raises(ValueError, match="2 pairs do not go with 3 weights"):
+        partition(torch.tensor([[0, 1]]), torch.ones(1, 3), table)
 
 
 @needs_rows
@@ -205,7 +202,7 @@ def test_without_the_c_module_the_library_computes(models: Any, monkeypatch: pyt
     pages, layout = KvPages.for_model(config, 4, 16), StepLayout.from_lists([5, 1], [5, 1], [[0], [1]], 16)
     residual, normed = block.forward(0, truth.model.embed_tokens.weight[:6].detach().float(), layout, pages)
     expert_ids, weights = gate.forward(0, normed)
-    parts = partition(expert_ids, weights, layout.positions_T, ReplicaTable.from_lists([[e % 2] for e in range(config.num_experts)], 2))
+    parts = partition(expert_ids, weights, ReplicaTable.from_lists([[e % 2] for e in range(config.num_experts)], 2))
     assert len(parts) == 2
     total = combine(residual, [(part.rows_R, normed[part.rows_R]) for part in parts])
     assert torch.isfinite(total).all()

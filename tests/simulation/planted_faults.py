@@ -66,7 +66,7 @@ FAULT_BUGS: tuple[Bug, ...] = (
         FAILOVER, "Failover._send_next", "self._runner.emit(self._dispatch, tag, requests)", "pass")),
     # hedges of parts at a server that hangs
     bug("hedge-of-several", "a hedge has the rows of all sequences of the late part", (
-        CLIENT, "ExpertClient.hedge", "self._split(entry, number, others, counts)", "self._split(entry, number, others, [sum(counts)])")),
+        CLIENT, "ExpertClient.hedge", "self._split(tag, entry, number, others, counts)", "self._split(tag, entry, number, others, [sum(counts)])")),
     bug("hedge-not-alone", "hedges are not marked", (
         CLIENT, "ExpertClient._request", "self.computes_alone or bool(entry.hedges)", "self.computes_alone")),
     bug("hedge-not-blamed", "a request whose hedge ended a server alone is computed again", (

@@ -192,13 +192,12 @@ def _exchange(model: ModelOperators, x_TH: Tensor, expert_ids_TA: Tensor, weight
     """Dispatch, with the rows that are sent, and combine, over servers that hold equal shares."""
     rows, num_active = expert_ids_TA.shape
     replicas = ReplicaTable.from_lists([[expert % NUM_SERVERS] for expert in range(model.config.num_experts)], NUM_SERVERS)
-    positions_T = torch.arange(rows)
     row_bytes = model.config.hidden_size * model.itemsize
 
     def dispatch() -> list[Tensor]:
-        return [x_TH.index_select(0, part.rows_R) for part in partition(expert_ids_TA, weights_TA, positions_T, replicas)]
+        return [x_TH.index_select(0, part.rows_R) for part in partition(expert_ids_TA, weights_TA, replicas)]
 
-    parts = partition(expert_ids_TA, weights_TA, positions_T, replicas)
+    parts = partition(expert_ids_TA, weights_TA, replicas)
     sent = sum(len(part.rows_R) for part in parts)
     pair_bytes = rows * num_active * (8 + model.itemsize)
     yield OperatorCase("dispatch", rows, 2 * sent * row_bytes + 4 * pair_bytes, 0, [dispatch])
@@ -211,11 +210,10 @@ def _routing(model: ModelOperators, x_TH: Tensor, num_bytes: float, num_flops: f
     (MegaScale-Infer, section 6: gate, top-k, counts, weights and scatter in one kernel)."""
     num_active, num_experts = model.config.num_experts_per_token, model.config.num_experts
     replicas = ReplicaTable.from_lists([[expert % NUM_SERVERS] for expert in range(num_experts)], NUM_SERVERS)
-    positions_T = torch.arange(len(x_TH))
 
     def together(layer: int) -> list[Tensor]:
         expert_ids_TA, weights_TA = model.gate.forward(layer, x_TH)
-        return [x_TH.index_select(0, part.rows_R) for part in partition(expert_ids_TA, weights_TA, positions_T, replicas)]
+        return [x_TH.index_select(0, part.rows_R) for part in partition(expert_ids_TA, weights_TA, replicas)]
 
     def apart(weight_EH: Tensor) -> list[Tensor]:
         scores_TE = torch.softmax(x_TH @ weight_EH.T, dim=-1, dtype=torch.float32)

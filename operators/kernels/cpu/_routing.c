@@ -73,11 +73,11 @@ PyObject *topk_softmax(PyObject *module, PyObject *const *arguments, Py_ssize_t 
 }
 
 typedef struct {
-    const int64_t *experts, *pairs, *positions, *servers, *num_replicas; /* `pairs` may be NULL: all pairs, in order */
+    const int64_t *experts, *pairs, *servers, *num_replicas; /* `pairs` may be NULL: all pairs, in order */
     const char *weights;
     char *weights_out;
     int64_t *out, *counts;
-    long weight_bytes, count, active, num_experts, width, num_servers, num_rows;
+    long weight_bytes, count, active, num_experts, width, num_servers, max_piece, turn;
 } Partition;
 
 /* A private copy of the indices of a pair, and the number of its share: the number of its server plus 1, or 0 for an unavailable expert. */
@@ -86,26 +86,10 @@ typedef struct {
     long row, share;
 } Pair;
 
-/* Reads pair `i`. Returns -1 if its expert, its row or its server does not exist. */
-INLINE int read_pair(const Partition *p, long i, Pair *found)
-{
-    const int64_t expert = read_once(p->experts + i), pair = p->pairs ? read_once(p->pairs + i) : i;
-    if (expert < 0 || expert >= p->num_experts || pair < 0)
-        return -1;
-    const long row = pair / p->active;
-    long turn = 0;
-    if (p->width != 1) {
-        if (row >= p->num_rows)
-            return -1;
-        const int64_t position = read_once(p->positions + row), replicas = read_once(p->num_replicas + expert);
-        if (position < 0 || replicas < 1 || replicas > p->width)
-            return -1;
-        turn = position % replicas;
-    }
-    const int64_t server = read_once(p->servers + expert * p->width + turn);
-    *found = (Pair){.expert = expert, .pair = pair, .row = row, .share = server + 1};
-    return server < -1 || server >= p->num_servers ? -1 : 0;
-}
+/* The pairs of an expert: their number, its replicas, the pairs of a piece, its first piece, and how many pairs have their share. */
+typedef struct {
+    long pairs, replicas, size, first, done;
+} Expert;
 
 typedef struct {
     int64_t *out; /* its row_P, expert_P, pair_P and rows_R, one after the other */
@@ -113,16 +97,92 @@ typedef struct {
     long pairs, num_rows, done, last;
 } Share;
 
+/* Copies the pairs and counts those of each expert. Returns -1 if an expert or a pair does not exist. */
+static int read_pairs(const Partition *p, Pair *pairs, Expert *experts)
+{
+    memset(experts, 0, p->num_experts * sizeof *experts);
+    for (long i = 0; i < p->count; i++) {
+        const int64_t expert = read_once(p->experts + i), pair = p->pairs ? read_once(p->pairs + i) : i;
+        if (expert < 0 || expert >= p->num_experts || pair < 0)
+            return -1;
+        pairs[i] = (Pair){.expert = expert, .pair = pair, .row = pair / p->active};
+        experts[expert].pairs++;
+    }
+    return 0;
+}
+
+/* Gives each piece of an expert to a replica that has pairs already and not too many with it, else to the one with the fewest pairs.
+   Returns -1 if a server does not exist. */
+static int place_expert(const Partition *p, long expert, const Expert *e, long *pieces, Share *shares)
+{
+    const int64_t *servers = p->servers + expert * p->width;
+    for (long left = e->pairs, at = e->first; left > 0; left -= e->size, at++) {
+        const long size = left < e->size ? left : e->size;
+        long found = -1, least = 0, first = 0;
+        for (long i = 0; i < e->replicas; i++) {
+            const int64_t server = read_once(servers + i);
+            if (server < -1 || server >= p->num_servers)
+                return -1;
+            const long pairs = shares[server + 1].pairs;
+            const long load = pairs && pairs + size <= p->active ? pairs - p->active : pairs;
+            const long place = (server + p->turn) % p->num_servers; /* of equal loads the first place */
+            if (found < 0 || load < least || (load == least && place < first)) {
+                found = server + 1;
+                least = load;
+                first = place;
+            }
+        }
+        pieces[at] = found;
+        shares[found].pairs += size;
+    }
+    return 0;
+}
+
+/* Gives each pair its share, as `_servers_of` in kernels/torch/rows.py: experts with one replica first, then by descending size of a piece.
+   Returns -1 if a pair has no possible server. */
+static int choose_shares(const Partition *p, Pair *pairs, Expert *experts, long *pieces, Share *shares)
+{
+    long first = 0, left = 0;
+    for (long expert = 0; expert < p->num_experts; expert++) {
+        Expert *e = experts + expert;
+        if (!e->pairs)
+            continue;
+        const int64_t replicas = p->width == 1 ? 1 : read_once(p->num_replicas + expert);
+        if (replicas < 1 || replicas > p->width)
+            return -1;
+        e->replicas = replicas;
+        const long num = replicas == 1 ? 1 : (e->pairs + p->max_piece - 1) / p->max_piece;
+        e->size = (e->pairs + num - 1) / num;
+        e->first = first;
+        first += num;
+        left++;
+    }
+    for (long size = p->max_piece + 1; left; size--)
+        for (long i = 0; i < p->num_experts; i++) {
+            const long expert = (p->turn + i) % p->num_experts;
+            const Expert *e = experts + expert;
+            if (!e->pairs || (e->replicas == 1 ? p->max_piece + 1 : e->size) != size)
+                continue;
+            if (place_expert(p, expert, e, pieces, shares))
+                return -1;
+            left--;
+        }
+    for (long i = 0; i < p->count; i++) {
+        Expert *e = experts + pairs[i].expert;
+        pairs[i].share = pieces[e->first + e->done++ / e->size];
+    }
+    return 0;
+}
+
 /* By ascending server. counts: pairs and rows of each, unavailable experts first. -1 for a pair that no server can be given. */
-static int partition_pairs(const Partition *p, Pair *pairs, Share *shares)
+static int partition_pairs(const Partition *p, Pair *pairs, Expert *experts, long *pieces, Share *shares)
 {
     for (long i = 0; i <= p->num_servers; i++)
         shares[i] = (Share){.last = -1};
+    if (read_pairs(p, pairs, experts) || choose_shares(p, pairs, experts, pieces, shares))
+        return -1;
     for (long i = 0; i < p->count; i++) {
-        if (read_pair(p, i, pairs + i))
-            return -1;
         Share *share = shares + pairs[i].share;
-        share->pairs++;
         share->num_rows += pairs[i].row != share->last;
         share->last = pairs[i].row;
     }
@@ -159,24 +219,26 @@ PyObject *partition_by_server(PyObject *module, PyObject *const *arguments, Py_s
         return NULL;
     const Partition work = {
         .experts = (int64_t *)n[0], .weights = (char *)n[1], .weight_bytes = n[2], .pairs = (int64_t *)n[3], .count = n[4], .active = n[5],
-        .positions = (int64_t *)n[6], .servers = (int64_t *)n[7], .num_replicas = (int64_t *)n[8], .num_experts = n[9], .width = n[10],
-        .num_servers = n[11], .out = (int64_t *)n[12], .weights_out = (char *)n[13], .counts = (int64_t *)n[14],
-        .num_rows = n[15],
+        .servers = (int64_t *)n[6], .num_replicas = (int64_t *)n[7], .num_experts = n[8], .width = n[9], .num_servers = n[10],
+        .max_piece = n[11], .turn = n[12], .out = (int64_t *)n[13], .weights_out = (char *)n[14], .counts = (int64_t *)n[15],
     };
     Share *shares = malloc((work.num_servers + 1) * sizeof *shares);
     Pair *pairs = malloc(work.count * sizeof *pairs + 1);
+    Expert *experts = malloc(work.num_experts * sizeof *experts + 1);
+    long *pieces = malloc((work.num_experts + work.count / work.max_piece) * sizeof *pieces + 1);
     int failed = 0;
-    if (shares && pairs) {
+    if (shares && pairs && experts && pieces) {
         Py_BEGIN_ALLOW_THREADS
-        failed = partition_pairs(&work, pairs, shares);
+        failed = partition_pairs(&work, pairs, experts, pieces, shares);
         Py_END_ALLOW_THREADS
     } else
         PyErr_NoMemory();
     free(shares);
     free(pairs);
+    free(experts);
+    free(pieces);
     if (failed)
-        PyErr_Format(PyExc_IndexError, "a pair names an expert, a server or a row that does not exist: %ld experts, %ld servers, %ld rows",
-                     n[9], n[11], n[15]);
+        PyErr_Format(PyExc_IndexError, "a pair names an expert or a server that does not exist: %ld experts, %ld servers", n[8], n[10]);
     if (PyErr_Occurred())
         return NULL;
     Py_RETURN_NONE;

@@ -238,8 +238,8 @@ static PyMethodDef methods[] = {
     {"topk_softmax", CALLED(topk_softmax),
      "topk_softmax(dtype, logits, dtype of weights, ids, weights, rows, experts, active, threads, scale): each row's best, and their softmax."},
     {"partition_by_server", CALLED(partition_by_server),
-     "partition_by_server(experts, weights, weight bytes, pairs, count, active, positions, servers, replicas, num_experts, width, num_servers, out,"
-     " weights out, counts, num_rows): (row, slot) pairs by server."},
+     "partition_by_server(experts, weights, weight bytes, pairs, count, active, servers, replicas, num_experts, width, num_servers, max_piece, turn, out,"
+     " weights out, counts): (row, slot) pairs by server."},
     {"sort_by_expert", CALLED(sort_by_expert),
      "sort_by_expert(experts, places, number of experts, held, row_P, pairs, rows, row bytes, x, sorted, place of each pair, counts, threads):"
      " the pairs' rows by expert; false if an expert is not held."},

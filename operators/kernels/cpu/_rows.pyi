@@ -56,16 +56,16 @@ def partition_by_server(
     pairs: int,
     count: int,
     active: int,
-    positions: int,
     servers: int,
     replicas: int,
     num_experts: int,
     width: int,
     num_servers: int,
+    max_piece: int,
+    turn: int,
     out: int,
     weights_out: int,
     counts: int,
-    num_rows: int,
     /,
 ) -> None: ...
 def sort_by_expert(

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from flowrt.operators.replica_table import MAX_PIECE_PAIRS
+
 if TYPE_CHECKING:
     from flowrt.operators.attention_plan import PagedRows, StepPlan
     from flowrt.operators.kv_pages import KvPages
@@ -170,21 +172,21 @@ def add_parts(residual_TH: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Te
 
 
 def partition_by_server(
-    pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, table: ReplicaTable
+    pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, num_active: int, table: ReplicaTable, turn: int
 ) -> list[PartFields]:
     """See `partition_by_server` in kernels/torch/rows.py. Raises IndexError for a pair whose expert or server does not exist."""
     num_servers = table.num_servers
-    expert_P, positions_T, servers_EB, num_replicas_E = _indices(expert_P, positions_T, table.servers_EB, table.num_replicas_E)
+    expert_P, servers_EB, num_replicas_E = _indices(expert_P, table.servers_EB, table.num_replicas_E)
     weight_P, pair_P = weight_P.contiguous(), None if pair_P is None else _indices(pair_P)[0]
     num_experts, width = servers_EB.shape
     num_pairs, num_shares = expert_P.shape[0], num_servers + 1
-    num_named = positions_T.shape[0] * num_active if pair_P is None else pair_P.shape[0]
+    num_named = num_pairs if pair_P is None else pair_P.shape[0]
     if num_active < 1 or weight_P.shape != (num_pairs,) or num_named != num_pairs or num_replicas_E.shape[0] != num_experts:
-        raise ValueError(f"{num_pairs} pairs do not go with {weight_P.shape[0]} weights and {positions_T.shape[0]} rows of {num_active}")
+        raise ValueError(f"{num_pairs} pairs do not go with {weight_P.shape[0]} weights and {num_named} numbers of pairs")
     out, weights, counts = expert_P.new_empty(4 * num_pairs), torch.empty_like(weight_P), expert_P.new_empty(2 * num_shares)
     pairs = expert_P.data_ptr(), weight_P.data_ptr(), weight_P.itemsize, 0 if pair_P is None else pair_P.data_ptr(), num_pairs, num_active
-    servers = positions_T.data_ptr(), servers_EB.data_ptr(), num_replicas_E.data_ptr(), num_experts, width, num_servers
-    _rows.partition_by_server(*pairs, *servers, out.data_ptr(), weights.data_ptr(), counts.data_ptr(), positions_T.shape[0])
+    servers = servers_EB.data_ptr(), num_replicas_E.data_ptr(), num_experts, width, num_servers, MAX_PIECE_PAIRS, turn
+    _rows.partition_by_server(*pairs, *servers, out.data_ptr(), weights.data_ptr(), counts.data_ptr())
     sizes: list[int] = counts.tolist()
     found = [(share - 1, sizes[2 * share], sizes[2 * share + 1]) for share in range(num_shares) if sizes[2 * share]]
     lengths = [length for _, pairs_of, rows_of in found for length in (pairs_of, pairs_of, pairs_of, rows_of)]

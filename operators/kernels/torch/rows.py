@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flowrt.operators.replica_table import MAX_PIECE_PAIRS
+
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from flowrt.operators.replica_table import PartFields, ReplicaTable
 
 
@@ -48,22 +52,15 @@ def topk_softmax(logits_TE: Tensor, num_active: int, scale: float, dtype: torch.
 
 
 def partition_by_server(
-    pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, table: ReplicaTable
+    pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, num_active: int, table: ReplicaTable, turn: int
 ) -> list[PartFields]:
-    """The pairs of each server, by ascending server: the fields of dispatch.Part.
+    """The pairs of each server, by ascending server: the fields of dispatch.Part. dispatch.partition has the rule that chooses servers.
 
-    `pair_P` are the indices of the pairs in the step; None: all pairs, in order. The position of the row selects one of the servers of an
-    expert in turn. Server -1 stands for an unavailable expert."""
-    servers_EB = table.servers_EB
-    if servers_EB.shape[1] == 1:
-        server_P = servers_EB[:, 0].index_select(0, expert_P)
-    else:
-        all_rows = positions_T.repeat_interleave(num_active) if pair_P is None else positions_T.index_select(0, pair_P // num_active)
-        server_P = servers_EB[expert_P, all_rows % table.num_replicas_E[expert_P]]
+    `pair_P` are the indices of the pairs in the step; None: all pairs, in order. Server -1 stands for an unavailable expert."""
     # numpy counts and sorts these few dozen integers in a third of torch's time, and the host waits for a device only once.
-    device = server_P.device
+    device = expert_P.device
     place = torch.from_numpy if device.type == "cpu" else lambda ids: torch.from_numpy(ids).to(device)
-    on_host_P = server_P.cpu().numpy()
+    on_host_P = _servers_of(expert_P.cpu().numpy(), num_active, table, turn)
     all_pairs = None if pair_P is None else pair_P.cpu().numpy()
     parts = []
     for server in (np.bincount(on_host_P + 1).nonzero()[0] - 1).tolist():
@@ -79,6 +76,31 @@ def partition_by_server(
         expert_of, weight_of = expert_P.index_select(0, chosen_P), weight_P.index_select(0, chosen_P)
         parts.append((server, rows_R, row_P, expert_of, weight_of, pair_of))
     return parts
+
+
+def _servers_of(expert_P: NDArray[np.int64], num_active: int, table: ReplicaTable, turn: int) -> NDArray[np.int64]:
+    """The server of each pair."""
+    num_experts = len(table.replicas)
+    counts = np.bincount(expert_P, minlength=num_experts).tolist()
+    load, chosen = [0] * (table.num_servers + 1), np.empty_like(expert_P)  # the last one: of unavailable experts
+    order_P, ends_E = expert_P.argsort(kind="stable"), np.cumsum(counts)
+    sizes = [count if len(servers) < 2 else _piece_size(count) for count, servers in zip(counts, table.replicas, strict=True)]
+    touched = [expert for expert, count in enumerate(counts) if count]
+    for expert in sorted(touched, key=lambda each: (len(table.replicas[each]) > 1, -sizes[each], (each - turn) % num_experts)):
+        servers, end = table.replicas[expert], ends_E[expert]
+        in_turn = sorted(servers, key=lambda each: (each + turn) % table.num_servers)
+        for start in range(end - counts[expert], end, sizes[expert]):
+            pairs = order_P[start : min(end, start + sizes[expert])]
+            most = num_active - len(pairs)
+            server = min(in_turn, key=lambda each: load[each] - num_active if 0 < load[each] <= most else load[each])
+            load[server] += len(pairs)
+            chosen[pairs] = server
+    return chosen
+
+
+def _piece_size(num_pairs: int) -> int:
+    num_pieces = max(1, -(-num_pairs // MAX_PIECE_PAIRS))
+    return -(-num_pairs // num_pieces)
 
 
 def sort_by_expert(x_RH: Tensor, row_P: Tensor, expert_P: Tensor, place_E: Tensor, num_held: int) -> tuple[Tensor, Tensor, Tensor] | None:
