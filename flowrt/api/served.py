@@ -105,6 +105,7 @@ class StateReports:
             is_healthy=self._health().ok,
             num_active=gateway.num_unfinished,
             num_waiting=gateway.num_waiting,
+            num_routing_failures=gateway.num_routing_failures,
             metrics=metrics,
             workers=workers,
             outages=launcher.health_record.outages,

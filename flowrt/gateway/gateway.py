@@ -34,7 +34,7 @@ from flowrt.gateway.request_log import (
     request_of,
     token_event,
 )
-from flowrt.gateway.routing import RoutingPolicy, WorkerStatus, cache_aware
+from flowrt.gateway.routing import GuardedPolicy, RoutingPolicy, WorkerStatus, cache_aware
 from flowrt.gateway.stages import Stages
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.settings import GraphLimits, LongPrompts
@@ -74,8 +74,9 @@ class Gateway(RequestLogs):
         kv_hold_seconds: float = 600.0,
     ) -> None:
         super().__init__()
+        self._routing = GuardedPolicy(routing)
         limits_of = limits_of or (lambda worker: limits)
-        self._stages = Stages(groups, prefill_workers, limits_of, lost_group_seconds, now, routing, long_prompts, kv_hold_seconds)
+        self._stages = Stages(groups, prefill_workers, limits_of, lost_group_seconds, now, self._routing, long_prompts, kv_hold_seconds)
         self._limits = limits
         self._max_position_embeddings = max_position_embeddings
         self._vocab_size = vocab_size
@@ -93,6 +94,11 @@ class Gateway(RequestLogs):
     def num_waiting(self) -> int:
         """Requests with a prompt that wait for a group."""
         return self._stages.num_waiting
+
+    @property
+    def num_routing_failures(self) -> int:
+        """Requests for which the routing policy raised, or named a worker that it had no choice of."""
+        return self._routing.num_failures
 
     @property
     def workers(self) -> dict[str, WorkerStatus]:

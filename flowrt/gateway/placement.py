@@ -122,9 +122,7 @@ class Placement:
             if group is None:
                 num_left += 1
                 continue
-            if (worker := next((each for each in workers if each.name == group), None)) is None:
-                raise ValueError(f"the routing policy chose {group!r}, which is not among {', '.join(open_groups)}")
-            self._place(log, worker)
+            self._place(log, next(worker for worker in workers if worker.name == group))
             statuses[group] = self._status(group)
             placed.append(log)
         return placed

@@ -8,12 +8,16 @@ entry point group `flowrt.routing_policies`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Literal, cast
 
+from flowrt.errors import error_text, place_of, shown
 from flowrt.graph.model import ROUTING_ENTRY_POINTS
+
+log = logging.getLogger("flowrt.gateway")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,31 @@ def has_room(request: WaitingRequest, worker: WorkerStatus) -> bool:
 
 
 _BUILT_IN: dict[str, RoutingPolicy] = {"cache_aware": cache_aware, "round_robin": round_robin}
+
+
+class GuardedPolicy:
+    """A policy that never ends the run: a request goes by `cache_aware` when `policy` raises, or returns no worker that it was given.
+    `num_failures` counts these requests; the first one is logged."""
+
+    def __init__(self, policy: RoutingPolicy) -> None:
+        self._policy = policy
+        self.num_failures = 0
+
+    def __call__(self, request: WaitingRequest, workers: Sequence[WorkerStatus]) -> str | None:
+        try:
+            chosen = self._policy(request, tuple(workers))
+            if chosen is None:
+                return None
+            if (name := next((worker.name for worker in workers if worker.name == chosen), None)) is not None:
+                return name
+            problem = f"returned {shown(chosen)}, expected None or one of {', '.join(worker.name for worker in workers)}"
+        except Exception as error:
+            place = place_of(error)
+            problem = f"raised {error_text(error)}" + (f" ({place})" if place else "")
+        if not self.num_failures:
+            log.error("the routing policy %s; the request goes by cache_aware, and later failures are only counted", problem)
+        self.num_failures += 1
+        return cache_aware(request, workers)
 
 
 def find_policy(name: str) -> RoutingPolicy:

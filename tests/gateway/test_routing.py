@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gateway.test_gateway import LIMITS, new_gateway, place, token_of
@@ -159,8 +160,31 @@ def test_a_policy_of_a_package_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("last", f"{__name__}:last_worker", "flowrt.routing_policies")
     monkeypatch.setattr(routing, "entry_points", lambda group, name: (entry,))
     assert place(new_gateway(text=False, routing=find_policy("last"))).group == "g1"
-    with pytest.raises(ValueError, match="chose 'nowhere', which is not among g0, g1"):
-        place(new_gateway(text=False, routing=lambda request, workers: "nowhere"))
+
+
+class Unequal:
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("not comparable")
+
+
+@pytest.mark.parametrize(
+    ("faulty", "text"),
+    [
+        (lambda request, workers: "nowhere", "returned 'nowhere', expected None or one of g0, g1"),
+        (lambda request, workers: ["g1"], "returned ['g1'], expected None or one of g0, g1"),
+        (lambda request, workers: workers[7].name, "raised IndexError: tuple index out of range (test_routing.py:"),
+        (lambda request, workers: Unequal(), "raised RuntimeError: not comparable"),
+        (lambda: "g1", "raised TypeError: "),
+    ],
+    ids=["unknown worker", "list", "error", "error of the result", "wrong signature"],
+)
+def test_a_policy_that_fails_leaves_requests_to_the_default_one(faulty: Any, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = new_gateway(text=False, routing=faulty)
+    assert {place(gateway).group for _ in range(2)} == {"g0", "g1"}
+    (record,) = caplog.records
+    assert f"the routing policy {text}" in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert gateway.num_routing_failures == 2
 
 
 def last_worker(request: WaitingRequest, workers: Sequence[WorkerStatus]) -> str | None:

@@ -50,7 +50,7 @@ def state() -> ServedState:
         num_micro_batches=2,
     )
     server = Statistics(experts=(ExpertStatistics(0, (2, 3), (2, 1)),), num_restarts=2)
-    return ServedState("tiny", True, 3, 1, metrics, {"attention.0": group, "experts.0": server}, frozenset({"experts.0"}))
+    return ServedState("tiny", True, 3, 1, 2, metrics, {"attention.0": group, "experts.0": server}, frozenset({"experts.0"}))
 
 
 def test_each_line_is_a_comment_or_a_sample_and_each_family_comes_once() -> None:
@@ -65,6 +65,7 @@ def test_values_are_those_of_the_state() -> None:
     lines = exposition(state(), with_vllm_names=True).splitlines()
     for line in (
         'flowrt_requests_total{finish_reason="stop"} 1',
+        "flowrt_routing_failures_total 2",
         "flowrt_generation_tokens_total 3",
         'flowrt_process_up{process="experts.0",role="experts"} 0',
         'flowrt_process_restarts_total{process="experts.0",role="experts"} 2',
