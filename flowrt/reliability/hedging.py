@@ -4,12 +4,14 @@ Each client of the expert servers has its own estimates, because a server may be
 
 A part is late when it has taken longer than its server usually takes (mean plus four mean deviations, as TCP estimates its
 retransmission timeout), or much longer than another server would take. A hedge costs the servers work, so a retry budget limits hedges
-to one part in ten. A client avoids a server that takes three times as long as the best of the others, where another server holds a
-replica. One tag in `PROBE` uses avoided servers too, which shows when they have recovered.
+to one part in ten. A client avoids a server that takes three times as long as most of the others, where another server holds a replica:
+each response is compared with the latest ones of the others, so that a busy moment, in which all are slow, makes no server slow. At most
+half of the other servers are avoided. One tag in `PROBE` uses avoided servers too, which shows when they have recovered.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 LATE_FACTOR = 3.0  # times the estimate of the best other server
@@ -20,7 +22,9 @@ MIN_RESPONSES = 8  # before an estimate counts
 BUDGET_SHARE, MAX_BUDGET = 0.1, 4.0
 PROBE = 64
 OVERDUE_SECONDS, OVERDUE_FACTOR = 0.25, 4.0  # so late that the client reports the server (the monitor suspects it)
+FRESH_RESPONSES = 4  # per server: older ones of others are not compared
 _MEAN_WEIGHT, _DEVIATION_WEIGHT = 1 / 8, 1 / 4
+_RATIO_WEIGHT, _AVOIDED_WEIGHT = 1 / 16, 1 / 4  # of a response in the ratio; of a server that is avoided, which has few of them
 
 
 @dataclass(slots=True)
@@ -42,12 +46,24 @@ class _Estimate:
         return self.count >= MIN_RESPONSES
 
 
+@dataclass(slots=True)
+class _Compared:
+    """The latest response of a server, and the mean logarithm of its times over those of most others."""
+
+    size: int = 0
+    seconds: float = 0.0
+    at: int = 0  # its number among all responses
+    mean_log_ratio: float = 0.0
+    count: int = 0
+
+
 class HedgingPolicy:
     """Estimates of response times per server and part size (rows, in powers of two: a prompt takes longer than a token)."""
 
     def __init__(self, num_servers: int) -> None:
         self._estimates: list[dict[int, _Estimate]] = [{} for _ in range(num_servers)]
-        self._latest = [0] * num_servers  # size class of the latest part with a response
+        self._compared = [_Compared() for _ in range(num_servers)]
+        self._num_responses = 0
         self._budget = MAX_BUDGET
         self._tags = 0
         self._has_changed = False  # an estimate, since `avoided` was updated
@@ -57,7 +73,8 @@ class HedgingPolicy:
     def record_response(self, server: int, num_rows: int, seconds: float) -> None:
         """Records the response time of a part and refills the budget."""
         self._budget = min(MAX_BUDGET, self._budget + BUDGET_SHARE)
-        size = self._latest[server] = num_rows.bit_length()
+        size = num_rows.bit_length()
+        self._compare(server, size, seconds)
         estimate = self._estimates[server].get(size)
         if estimate is None:
             estimate = self._estimates[server][size] = _Estimate()
@@ -69,15 +86,28 @@ class HedgingPolicy:
         if not self._has_changed:
             return
         self._has_changed = False
-        self.avoided = frozenset(server for server in range(len(self._estimates)) if self._is_slow(server))
+        slow = sorted(filter(self._is_slow, range(len(self._estimates))), key=lambda server: -self._compared[server].mean_log_ratio)
+        self.avoided = frozenset(slow[: max(1, (len(self._estimates) - 1) // 2)])
+
+    def _compare(self, server: int, size: int, seconds: float) -> None:
+        """Compares the response with the latest ones of the other servers, if these are fresh and their parts were not smaller."""
+        self._num_responses += 1
+        own, oldest = self._compared[server], self._num_responses - FRESH_RESPONSES * len(self._compared)
+        own.size, own.seconds, own.at = size, seconds, self._num_responses
+        others = sorted(each.seconds for each in self._compared if each is not own and each.at > max(0, oldest) and each.size >= size)
+        if not others or min(seconds, others[0]) <= 0:
+            return
+        ratio = math.log(seconds / others[len(others) // 2])  # of two, the slower one: a server may just be the last to get its rows
+        weight = _AVOIDED_WEIGHT if server in self.avoided else max(_RATIO_WEIGHT, 1 / (own.count + 1))
+        own.mean_log_ratio += weight * (ratio - own.mean_log_ratio)
+        own.count += 1
 
     def _is_slow(self, server: int) -> bool:
-        size = self._latest[server]
-        own, best = self._estimates[server].get(size), self._best_of_others(server, size)
-        if own is None or not own.counts or best is None:
+        own = self._compared[server]
+        estimate = self._estimates[server].get(own.size)
+        if own.count < MIN_RESPONSES or estimate is None or estimate.mean <= MIN_SECONDS:
             return False
-        factor = TAKE_BACK_FACTOR if server in self.avoided else AVOID_FACTOR
-        return own.mean > max(MIN_SECONDS, factor * best)
+        return own.mean_log_ratio > math.log(TAKE_BACK_FACTOR if server in self.avoided else AVOID_FACTOR)
 
     def probes(self) -> bool:
         """Counts a tag. Returns whether it uses avoided servers too."""
@@ -109,6 +139,7 @@ class HedgingPolicy:
     def forget(self, server: int) -> None:
         """Drops the estimates of a lost server: its next incarnation starts without history."""
         self._estimates[server].clear()
+        self._compared[server] = _Compared()
         self._has_changed = True
         self.avoided -= {server}
 

@@ -1,5 +1,6 @@
 """Hedging: which parts are late, which servers are avoided, and how many parts may be sent twice."""
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -84,3 +85,48 @@ def test_at_most_one_part_in_ten_is_hedged():
 def test_one_tag_in_so_many_probes():
     servers = HedgingPolicy(2)
     assert sum(servers.probes() for _ in range(10 * PROBE)) == 10
+
+
+@pytest.mark.parametrize("num_servers", [2, 3, 5])
+def test_servers_that_are_slow_together_or_for_a_moment_are_not_avoided(num_servers: int):
+    """Busy moments, in which all responses take long, and single responses that take much longer; estimates of rare sizes are old."""
+    chance, servers = random.Random(num_servers), HedgingPolicy(num_servers)
+    for tag in range(3000):
+        busy = 20.0 if tag // 100 % 3 == 2 else 1.0
+        for server in range(num_servers):
+            alone = 50.0 if chance.random() < 0.02 else 1.0
+            seconds = 0.003 * busy * alone * chance.lognormvariate(0, 0.5)
+            servers.record_response(server, chance.choice((3, 9, 9, 9, 20)), seconds)
+        servers.update_avoided()
+        assert servers.avoided == frozenset(), tag
+
+
+def test_server_that_gets_its_rows_last_is_not_avoided():
+    """Three servers that share one core: each begins when the one before has ended."""
+    assert policy(0.010, 0.020, 0.030, times=1000).avoided == frozenset()
+
+
+def test_one_server_at_least_is_in_use_and_of_several_slow_ones_the_slowest_is_avoided():
+    assert policy(0.010, 0.050, 0.100, times=100).avoided <= {2}
+    assert policy(0.010, 0.011, 0.012, 0.100, 0.200, times=100).avoided == {3, 4}
+
+
+def test_server_that_becomes_slow_is_avoided_after_a_few_responses_and_taken_back_after_a_few_probes():
+    servers = policy(0.010, 0.010, 0.010, times=200)
+    num_slow = 0
+    while not servers.avoided:
+        num_slow += 1
+        for server, seconds in enumerate((0.010, 0.010, 0.100)):
+            servers.record_response(server, 1, seconds)
+        servers.update_avoided()
+    assert servers.avoided == {2}
+    assert num_slow <= 16
+    num_probes = 0
+    while servers.avoided:
+        num_probes += 1
+        for _ in range(PROBE):
+            servers.record_response(0, 1, 0.010)
+            servers.record_response(1, 1, 0.010)
+        servers.record_response(2, 1, 0.010)
+        servers.update_avoided()
+    assert num_probes <= 8
