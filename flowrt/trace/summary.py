@@ -90,12 +90,29 @@ class ExchangeTimes:
 
 
 @dataclass(frozen=True)
+class DispatchLoad:
+    """What the groups sent to expert servers directly, over all layers and steps. `num_fullest`: rows of the fullest server of each layer
+    of a step. `num_mean`: those that each server would have if all had as many."""
+
+    num_layers: int
+    num_messages: int
+    num_rows: int
+    num_fullest: int
+    num_mean: float
+
+    @property
+    def fullest_to_mean(self) -> float:
+        return self.num_fullest / self.num_mean
+
+
+@dataclass(frozen=True)
 class TraceSummary:
     """`nodes` (their calls) and `edges` (their messages): the slowest in total first. `span_seconds`: from the first record to the last."""
 
     span_seconds: float
     roles: tuple[RoleShares, ...]
     exchange: tuple[ExchangeTimes, ...]  # of the groups of a model
+    load: DispatchLoad | None  # None: no rows went to servers directly
     nodes: tuple[TotalTime, ...]
     edges: tuple[TotalTime, ...]
     num_records: int
@@ -126,6 +143,7 @@ def summarize(traces: Sequence[WorkerTrace]) -> TraceSummary:
         whole[1] - whole[0],
         tuple(roles.values()),
         _exchange_times(flights),
+        _dispatch_load(record for trace in traced for record in trace.records),
         _slowest_first(nodes),
         _slowest_first(edges),
         sum(len(trace.records) for trace in traces),
@@ -158,6 +176,9 @@ def summary_lines(summary: TraceSummary) -> list[str]:
         if half.fastest > 0:
             line += f" (max/min {half.slowest / half.fastest:.2f})"
         lines.append(line)
+    if (load := summary.load) is not None:
+        means = f"{load.num_rows / load.num_layers:.1f} in {load.num_messages / load.num_layers:.1f} messages per layer"
+        lines.append(f"rows to expert servers: {means}; the fullest server has {load.fullest_to_mean:.2f} of the mean")
     for what, units, times in (("node", "calls", summary.nodes), ("edge", "messages on their way", summary.edges)):
         if times:
             slowest = times[0]
@@ -239,6 +260,23 @@ def _exchange_times(flights: Mapping[MessageKey, Interval]) -> tuple[ExchangeTim
         first, last = found.get(key, (start, end))
         found[key] = min(first, start), max(last, end)
     return tuple(ExchangeTimes(name, _means(found)) for name, found in spans.items() if found)
+
+
+def _dispatch_load(records: Iterable[TraceRecord]) -> DispatchLoad | None:
+    rows: dict[tuple[str, Tag], dict[str, int]] = defaultdict(lambda: defaultdict(int))  # by dispatch node and tag: rows by port
+    ports: dict[str, set[str]] = defaultdict(set)
+    num_messages = 0
+    for record in records:
+        node, _, port = record.name.partition(" -> ")[0].rpartition(".")
+        if record.kind == RecordKind.SEND and node.rpartition(".")[2] == "dispatch" and port.startswith("server"):
+            rows[node, record.tags[0]][port] += record.num_rows
+            ports[node].add(port)
+            num_messages += 1
+    if not rows:
+        return None
+    num_rows = {key: sum(by_port.values()) for key, by_port in rows.items()}
+    num_mean = sum(num / len(ports[node]) for (node, _), num in num_rows.items())
+    return DispatchLoad(len(rows), num_messages, sum(num_rows.values()), sum(max(each.values()) for each in rows.values()), num_mean)
 
 
 def _means(spans: Mapping[tuple[str, Tag], Interval]) -> dict[str, float]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 from traces.trace_records import TAG, call, commit, message, worker
 
 from flowrt.trace.records import RecordKind, WorkerTrace
-from flowrt.trace.summary import TotalTime, summarize, summary_lines
+from flowrt.trace.summary import DispatchLoad, TotalTime, summarize, summary_lines
 from flowrt.transports.wire.message import Tag
 
 SEND, RECEIVE = RecordKind.SEND, RecordKind.RECEIVE
@@ -98,6 +99,21 @@ def test_dispatch_and_combine_last_from_the_first_send_to_the_last_receive_of_a_
     assert (dispatch.name, dispatch.by_group) == ("dispatch", {"attention.0": 2.0, "attention.1": 3.0})
     assert (combine.name, combine.by_group) == ("combine", {"attention.0": 1.0, "attention.1": 4.0})
     assert "combine: 2.50 s per layer, by group 1.00 s to 4.00 s (max/min 4.00)" in summary_lines(summary)
+
+
+def test_rows_of_dispatch_are_counted_by_server() -> None:
+    sizes = {0: (4, 2), 1: (6, 0), 2: (3, 3)}  # by step: rows for two servers
+    sent = [
+        replace(message(SEND, step, f"a.dispatch.server{server} -> experts.{server}.rows", 0, Tag("a.source@1", step=step)), num_rows=num)
+        for step, each in sizes.items()
+        for server, num in enumerate(each)
+        if num
+    ]
+    summary = summarize([worker("a", *sent)])
+    assert summary.load == DispatchLoad(num_layers=3, num_messages=5, num_rows=18, num_fullest=13, num_mean=9.0)
+    expected = "rows to expert servers: 6.0 in 1.7 messages per layer; the fullest server has 1.44 of the mean"
+    assert expected in summary_lines(summary)
+    assert summarize([worker("a", message(SEND, 0.0, "a.gate.routing -> b.x"))]).load is None
 
 
 def test_an_empty_trace_has_a_summary() -> None:
