@@ -89,7 +89,7 @@ def _add_requests(page: _Page, state: ServedState) -> None:
     page.add("flowrt_healthy", "gauge", "1 while the work of the graph progresses, as of /health.", [({}, state.is_healthy)])
     page.add("flowrt_requests_active", "gauge", "Requests that have not ended.", [({}, state.num_active)])
     page.add("flowrt_requests_waiting", "gauge", "Requests that wait at the gateway for a group.", [({}, state.num_waiting)])
-    failures = [({}, state.num_routing_failures)]
+    failures: list[tuple[Labels, float]] = [({}, state.num_routing_failures)]
     page.add("flowrt_routing_failures_total", "counter", "Requests that a failing routing policy left to cache_aware.", failures)
     ended = [({"finish_reason": reason}, metrics.ended[reason]) for reason in get_args(FinishReason)]
     page.add("flowrt_requests_total", "counter", "Requests that have ended.", ended)
