@@ -119,6 +119,6 @@ def test_the_pairs_of_a_lost_server_are_divided_between_the_others() -> None:
     chance, replicas = random.Random(5), [[0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
     ids = torch.tensor(draw_ids(chance, 64, 4, 2, 0.0))
     lost, *others = partition(ids, torch.ones(64, 2), ReplicaTable.from_lists(replicas, 3))
-    again = repartition(lost, 2, ReplicaTable.from_lists([servers[1:] for servers in replicas], 3))
-    assert [part.server for part in again] == [part.server for part in others] == [1, 2]
-    assert max_to_mean([len(part.pair_P) for part in again]) < 1.5
+    redispatched = repartition(lost, 2, ReplicaTable.from_lists([servers[1:] for servers in replicas], 3))
+    assert [part.server for part in redispatched] == [part.server for part in others] == [1, 2]
+    assert max_to_mean([len(part.pair_P) for part in redispatched]) < 1.5
