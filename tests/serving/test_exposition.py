@@ -53,6 +53,13 @@ def state() -> ServedState:
     return ServedState("tiny", True, 3, 1, 2, metrics, {"attention.0": group, "experts.0": server}, frozenset({"experts.0"}))
 
 
+def test_each_name_is_in_the_docs_in_full() -> None:
+    text = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+    names = re.findall(r"# TYPE (\S+)", exposition(state(), with_vllm_names=True))
+    assert len(names) > 60
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
 def test_each_line_is_a_comment_or_a_sample_and_each_family_comes_once() -> None:
     page = exposition(state(), with_vllm_names=True)
     lines = page.splitlines()
