@@ -151,3 +151,8 @@ def named_error(group: ExceptionGroup[Exception]) -> Exception:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def install_command(extra: str) -> str:
+    """How to install what one of flowrt's extras needs. flowrt is not on a package index yet, so the command runs in its clone."""
+    return f'pip install -e ".[{extra}]" in the clone of flowrt'

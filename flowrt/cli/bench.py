@@ -25,7 +25,7 @@ from flowrt.bench.cases.options import (
 )
 from flowrt.bench.load.options import LoadOptions
 from flowrt.chaos.options import RecoveryOptions
-from flowrt.errors import UserError
+from flowrt.errors import UserError, install_command
 
 if TYPE_CHECKING:
     from flowrt.bench.measure.benchmark import Result
@@ -403,7 +403,7 @@ def serve(*, options: LoadOptions | None = None) -> None:
     The key of the server is read from OPENAI_API_KEY. Exit code 1: no request succeeded.
     """
     if find_spec("httptools") is None:
-        raise UserError('flowrt bench serve needs httptools: pip install "flowrt[serve]"')
+        raise UserError(f"flowrt bench serve needs httptools: {install_command('serve')}")
     from flowrt.bench.load.measure import bench_serve
 
     raise SystemExit(int(not bench_serve(options or LoadOptions(), os.environ.get("OPENAI_API_KEY"))))

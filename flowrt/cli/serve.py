@@ -22,7 +22,7 @@ from flowrt.bench.peers.child import new_event_loop
 from flowrt.cli.options import ServeCommandOptions
 from flowrt.cli.resume import kept_options
 from flowrt.cli.text import visible
-from flowrt.errors import TokenizerError, UserError, WorkerDiedError, shown
+from flowrt.errors import TokenizerError, UserError, WorkerDiedError, install_command, shown
 from flowrt.exit_codes import INTERRUPTED, SUCCESS
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
@@ -48,7 +48,7 @@ def serve(path: Path, options: ServeCommandOptions) -> int:
 def open_session(path: Path, options: ServeCommandOptions, run_name: str | None, stack: ExitStack) -> ServeSession:
     """Check everything and open the sockets; `stack` closes them. Raises UserError. `run_name`: of its folder; None: it has none."""
     if find_spec("uvicorn") is None or find_spec("httptools") is None:
-        raise UserError('flowrt serve needs uvicorn and httptools: pip install "flowrt[serve]"')
+        raise UserError(f"flowrt serve needs uvicorn and httptools: {install_command('serve')}")
     graph = read_graph(path, options.overrides, options.model)
     if graph.model is None:
         raise UserError(f"{path}: this graph serves no model; call it from Python: await graph(name=tensor)")

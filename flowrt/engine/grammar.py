@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowrt.errors import as_line
+from flowrt.errors import as_line, install_command
 from flowrt.structured_outputs import StructuredOutputs
 
 MAX_CACHED = 64  # compiled grammars
 MAX_ERROR_CHARACTERS = 300
 Mask = NDArray[np.uint8]  # [num_mask_bytes], a bit per token, the least significant first
-_MISSING = "structured_outputs need the package llguidance: pip install 'flowrt[structured]'"
+_MISSING = f"structured_outputs need the package llguidance: {install_command('structured')}"
 # White space between the parts of JSON. Without a bound a model may write nothing else to the end.
 _JSON = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}"}
 _DENSE_JSON = {"whitespace_flexible": False}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from flowrt.errors import UserError, WorkerDiedError, as_line
+from flowrt.errors import UserError, WorkerDiedError, as_line, install_command
 from flowrt.graph.model import FIRST_HOST
 from flowrt.graph.settings import HostSettings
 from flowrt.hosts.local_engine import start_server
@@ -83,7 +83,7 @@ class RayEngine:
         try:
             import ray
         except ImportError:
-            raise UserError("hosts.engine is ray, which is not installed; install it with: pip install 'flowrt[ray]'") from None
+            raise UserError(f"hosts.engine is ray, which is not installed: {install_command('ray')}") from None
         if not (settings.insecure or _demands_tokens()):
             raise UserError(f"{_INSECURE}; {_REMEDY}")
         compute = seams.new_compute("ray")

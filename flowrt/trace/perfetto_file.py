@@ -1,6 +1,6 @@
 """Writes the records of a run as a Perfetto trace, with the `perfetto` package.
 
-The package is optional (`pip install 'flowrt[trace]'`) and loads when a trace is written.
+The package is optional (extra `trace`) and loads when a trace is written.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from heapq import merge
 from importlib.util import find_spec
 from typing import Any
 
-from flowrt.errors import UserError
+from flowrt.errors import UserError, install_command
 from flowrt.graph.model import Graph
 from flowrt.output_file import STDOUT, check_writable, write_bytes
 from flowrt.trace.records import RecordKind, TraceRecord, WorkerTrace
@@ -23,7 +23,7 @@ _SEQUENCE = 1  # all packets belong to one sequence of writes
 def check_trace_file(name: str, option: str = "--trace") -> None:
     """Raises UserError now rather than after the run, when no trace could be written to this file."""
     if find_spec("perfetto") is None or find_spec("perfetto.trace_builder") is None:
-        raise UserError(f"{option} needs the package perfetto; pip install 'flowrt[trace]'")
+        raise UserError(f"{option} needs the package perfetto: {install_command('trace')}")
     if name == STDOUT:
         raise UserError(f"{option} {name}: a trace is binary; give the path of a file")
     check_writable(name, option)

@@ -45,7 +45,7 @@ def ip(*arguments: str) -> str:
 def missing() -> str | None:
     """Why no hosts can be made here."""
     if find_spec("ray") is None:
-        return "Ray is not installed; install it with: pip install 'flowrt[ray]'"
+        return "Ray is not installed; install it with: pip install ray"
     if shutil.which("ip") is None:
         return "the command ip is not installed (iproute2)"
     try:

@@ -46,7 +46,7 @@ def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest
         reason = unavailable_reason("ucx")
         assert reason is not None
         assert "ucxx" in reason
-        assert "pip install 'flowrt[ucx]'" in reason
+        assert "pip install 'ucxx-cu13" in reason
         assert unavailable_reason("inproc") is None
     finally:
         ucx_link._library.cache_clear()

@@ -90,7 +90,7 @@ def unavailable_reason() -> str | None:
     try:
         library = _library()
     except (ImportError, OSError, AttributeError) as error:
-        return f"ucx needs the package ucxx ({_one_line(error)}); install it with: pip install 'flowrt[ucx]' (Linux, x86-64 or ARM)"
+        return f"ucx needs the package ucxx ({_one_line(error)}); install it with: pip install 'ucxx-cu13>=0.46' (Linux, x86-64 or ARM)"
     try:
         UCXLink().close()
     except UnavailableError as error:

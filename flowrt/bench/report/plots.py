@@ -62,7 +62,7 @@ def plot_curves(report: BenchmarkReport, path: str) -> None:
     picture, axes = new_picture((7.5, 4.5))
     for name, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
+    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle=":", label="1: no difference")
     xlabel, ylabel = AXES[report.benchmark]
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.set_ylim(bottom=0)
@@ -123,7 +123,7 @@ def plot_transports(report: BenchmarkReport, path: str) -> None:
         style = {"label": "memcpy, one core", "color": "black", "linestyle": ":"}
         left.plot(list(limit), [COPIES_PER_ROUND_TRIP * size / (1e3 * rate) for size, rate in limit.items()], **style)
         right.plot(list(limit), list(limit.values()), **style)
-    for axes, title, unit in ((left, "round trip", "us"), (right, "bandwidth, both ways", "GB/s")):
+    for axes, title, unit in ((left, "round trip", "microseconds"), (right, "bandwidth, both ways", "GB/s")):
         axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel=unit, title=title)
         axes.grid(visible=True, which="major", alpha=0.3)
     picture.legend(*left.get_legend_handles_labels(), fontsize="small", loc="outside right center")
