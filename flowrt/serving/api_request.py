@@ -24,12 +24,12 @@ _SAMPLING = tuple(name for name in PARAMETER_TYPES if name not in ("max_tokens",
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """`prompts`: texts, token ids or, of a chat, one Chat. `tools`: those that the model may call. `is_in_reasoning`: the
-    prompt has opened the reasoning. `params.logprobs` None: none are returned.
-    `has_continuous_usage`: each chunk of a stream has the usage so far. `has_token_ids`: the response has those of the prompt and of each
-    choice. `names_token_ids`: tokens of logprobs are written as "token_id:5" instead of their text. `has_prompt_logprobs`: the response has
-    the field `prompt_logprobs`. `max_tokens_name`: the field that has max_tokens. `omits_output`: max_tokens was 0; one token is computed,
-    and the response has none."""
+    """`prompts`: texts, token ids or, of a chat, one Chat. `tools`: those that the model may call. `is_in_reasoning`: the prompt has opened
+    the reasoning. `response_fields`: of a request of the Responses API, what its response repeats. `params.logprobs` None: none are
+    returned. `has_continuous_usage`: each chunk of a stream has the usage so far. `has_token_ids`: the response has those of the prompt and
+    of each choice. `names_token_ids`: tokens of logprobs are written as "token_id:5" instead of their text. `has_prompt_logprobs`: the
+    response has the field `prompt_logprobs`. `max_tokens_name`: the field that has max_tokens. `omits_output`: max_tokens was 0; one token
+    is computed, and the response has none. `outputs_name`: the field that has the structured outputs."""
 
     is_chat: bool
     prompts: tuple[Prompt, ...]
@@ -42,13 +42,14 @@ class CompletionRequest:
     tool_choice: ToolChoice = "none"
     has_parallel_calls: bool = True
     is_in_reasoning: bool = False
+    response_fields: dict[str, Any] | None = None
     echo: bool = False
     has_token_ids: bool = False
     names_token_ids: bool = False
     has_prompt_logprobs: bool = False
     max_tokens_name: str = "max_tokens"
     omits_output: bool = False
-    outputs_name: str = "structured_outputs"  # the field that has them
+    outputs_name: str = "structured_outputs"
 
     @property
     def prompt_name(self) -> str:

@@ -29,6 +29,7 @@ from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
 from flowrt.serving.json_body import Prompt, TokenIds, estimated_tokens, invalid
 from flowrt.serving.output_formats import NO_FORMATS, OutputFormats, markers
 from flowrt.serving.request_form import RequestForm, form_of, read_form
+from flowrt.serving.responses_response import ResponsesBuilder
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcesses, too_long
 from flowrt.serving.tool_calls import check_tools, new_parser
@@ -185,7 +186,9 @@ class Completions:
             return text.rfind(form.begin) > text.rfind(form.end)
         return "".join(map(self._tokenizer.token_text, token_ids[-MAX_MARKER_TOKENS:])).rstrip().endswith(form.begin)
 
-    def _builder(self, request_id: str, created: int, model: str, request: CompletionRequest) -> ResponseBuilder:
+    def _builder(self, request_id: str, created: int, model: str, request: CompletionRequest) -> ResponseBuilder | ResponsesBuilder:
+        if request.response_fields is not None:
+            return ResponsesBuilder(request_id, created, model, request, self._formats)
         return ResponseBuilder(request_id, created, model, request, self._tokenizer, self._formats)
 
     def _prompt(self, request: CompletionRequest, prompt: Prompt, token_ids: tuple[int, ...]) -> PromptOutput:
@@ -210,7 +213,7 @@ class _Response:
         inbox: Inbox,
         texts: list[RequestText],
         prompts: list[PromptOutput],
-        builder: ResponseBuilder,
+        builder: ResponseBuilder | ResponsesBuilder,
         exchange: Exchange,
         request: CompletionRequest,
         writing_logprobs: asyncio.Lock,
@@ -269,7 +272,7 @@ class _Response:
                 has_sent.add(piece.choice)
                 num_sent[piece.choice] = num_seen[piece.choice]
                 if chunk := builder.chunk(piece):
-                    ready += _position(num_sent, self._num_choices) + chunk if has_ids else chunk
+                    ready += _with_id(chunk, _position(num_sent, self._num_choices)) if has_ids else chunk
                 if len(ready) >= MAX_WRITE_BYTES:
                     await exchange.send_events(bytes(ready))
                     ready.clear()
@@ -314,6 +317,12 @@ class _Response:
             if text.has_prompt_logprobs and self._prompts[prompt].logprobs is None:
                 self._prompts[prompt] = replace(self._prompts[prompt], logprobs=output.prompt_logprobs)
         return [_without_output(piece) for piece in pieces] if self._request.omits_output else pieces
+
+
+def _with_id(events: bytes, position: bytes) -> bytes:
+    """The id is that of the last event: a client that has some of them reads on before the first."""
+    before, end, last = events.removesuffix(b"\n\n").rpartition(b"\n\n")
+    return before + end + position + last + b"\n\n"
 
 
 def _position(num_sent: Mapping[int, int], num_choices: int) -> bytes:

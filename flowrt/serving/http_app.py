@@ -35,12 +35,13 @@ from flowrt.serving.front_end_settings import FrontEndSettings
 from flowrt.serving.gateway_client import GatewayClient
 from flowrt.serving.json_body import Fields, Prompt, TokenIds, invalid
 from flowrt.serving.page_files import HEADERS, read_page_files
+from flowrt.serving.responses_request import ResponsesReader
 from flowrt.serving.tokenizer import Tokenizer
 
 log = logging.getLogger("flowrt.front_end")
 
 REQUESTS = b"/v1/requests/"  # an id follows
-GENERATING = (b"/v1/chat/completions", b"/v1/completions")
+GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses")
 PUBLIC = frozenset({b"/health", b"/ready"})
 PAGE_FILES = read_page_files()  # a browser that loads them has no key to send
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -69,7 +70,10 @@ class HttpApp:
             **{path: {"GET": self._page_file} for path in PAGE_FILES},
             b"/version": {"GET": self._version},
             b"/v1/models": {"GET": self._models},
-            **{path: {"POST": handler} for path, handler in zip(GENERATING, (self._chat, self._complete), strict=True)},
+            **{
+                path: {"POST": handler}
+                for path, handler in zip(GENERATING, (self._chat, self._complete, self._create_response), strict=True)
+            },
             b"/tokenize": {"POST": self._tokenize},
             b"/detokenize": {"POST": self._detokenize},
         }
@@ -194,6 +198,13 @@ class HttpApp:
 
     async def _complete(self, exchange: Exchange) -> None:
         await self._generate(exchange, read_completion_request)
+
+    async def _create_response(self, exchange: Exchange) -> None:
+        reader = ResponsesReader()
+        try:
+            await self._generate(exchange, reader.read)
+        except ApiError as error:
+            raise reader.renamed(error) from None
 
     async def _generate(self, exchange: Exchange, read: Callable[[bytes, str], CompletionRequest]) -> None:
         model, created = self._settings.model_name, int(self._seams.wall_now())

@@ -160,7 +160,7 @@ class Fields:
         json = self._take_json(name)
         if json is None:
             return default
-        return _decode_bounded(json, name)
+        return decode_bounded(json, name)
 
     def take_bool(self, name: str, default: bool = False) -> bool:
         value = self.take(name, default)
@@ -283,9 +283,10 @@ def _is_bounded(json: bytes, limit: int) -> bool:
     return rest <= limit
 
 
-def _decode_bounded(json: bytes, name: str) -> Any:
-    if not _is_bounded(json, MAX_FIELD_BYTES):
-        raise invalid(name, f"has more than {MAX_FIELD_BYTES >> 10} KiB besides its texts")
+def decode_bounded(json: bytes, name: str, limit: int = MAX_FIELD_BYTES) -> Any:
+    """The value of a field, whose decoding takes a bounded time. Raises ApiError."""
+    if not _is_bounded(json, limit):
+        raise invalid(name, f"has more than {limit >> 10} KiB besides its texts")
     return _decode(json, name)
 
 

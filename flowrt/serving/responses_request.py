@@ -1,0 +1,152 @@
+"""Reads a request of OpenAI's Responses API as a request for a chat. Pure.
+
+No state is kept: the input is the whole conversation.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from flowrt.errors import shown
+from flowrt.serving.api_errors import INVALID, UNSUPPORTED, ApiError
+from flowrt.serving.api_request import CompletionRequest, read_chat_request
+from flowrt.serving.json_body import MAX_CHAT_BYTES, MAX_FIELD_BYTES, decode_bounded, invalid
+
+_STATE = ("previous_response_id", "conversation", "prompt")  # what a server would have to keep
+# They change no output, or only with tools or state that a server has.
+_IGNORED = ("include", "truncation", "max_tool_calls", "prompt_cache_options", "client_metadata", "stream_options", "background_options")
+_OF_CHATS = ("messages", "n", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort", "logprobs", "functions")
+_ECHOED = ("tools", "tool_choice", "temperature", "top_p", "max_output_tokens", "text", "reasoning", "metadata", "truncation")
+_NAMES = (("max_completion_tokens", "max_output_tokens"), ("response_format", "text.format"), ("reasoning_effort", "reasoning.effort"))
+_MESSAGE, _FUNCTION = re.compile(r"messages(?:\[(\d+)\])?"), re.compile(r"(?:\.tool_calls\[\d+\])?\.function\b")
+Message = dict[str, Any]
+
+
+class ResponsesReader:
+    """Of one request; it knows where the messages of the chat come from."""
+
+    def __init__(self) -> None:
+        self._paths: list[str] = []  # of each message
+        self._is_chat = False  # what is wrong from now on has the names of a chat
+
+    def read(self, body: bytes, model: str) -> CompletionRequest:
+        """Raises ApiError, whose names `renamed` translates."""
+        try:
+            given = {name: json for name, json in msgspec.json.decode(body, type=dict[str, Raw]).items() if bytes(json) != b"null"}
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            raise ApiError(INVALID, "the body is not a JSON object") from None
+        fields = {
+            name: decode_bounded(bytes(json), name, MAX_CHAT_BYTES if name == "input" else MAX_FIELD_BYTES) for name, json in given.items()
+        }
+        echoed = {name: fields[name] for name in _ECHOED if name in fields}
+        chat = self._chat_fields(fields)
+        self._is_chat = True
+        request = read_chat_request(msgspec.json.encode(chat), model)
+        echoed |= {"parallel_tool_calls": request.has_parallel_calls}
+        return replace(request, response_fields=echoed, includes_usage=request.is_stream)
+
+    def renamed(self, error: ApiError) -> ApiError:
+        """The error with the names of this API."""
+
+        def rename(text: str) -> str:
+            text = _MESSAGE.sub(
+                lambda found: self._paths[int(found[1])] if found[1] and int(found[1]) < len(self._paths) else "input", text
+            )
+            text = _FUNCTION.sub("", text)
+            for name, own in _NAMES:
+                text = text.replace(name, own)
+            return text
+
+        if error.param is None or not self._is_chat:
+            return error
+        return ApiError(error.kind, error.message.replace(error.param, rename(error.param)), rename(error.param), allow=error.allow)
+
+    def _chat_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        for name in _STATE:
+            if name in fields:
+                raise ApiError(UNSUPPORTED, f"{name} is not supported: no state is kept, so send the whole conversation as input", name)
+        for name in _OF_CHATS:
+            if name in fields:
+                raise ApiError(UNSUPPORTED, f"there is no field {name} in this API", name)
+        if fields.pop("background", False) is not False:
+            raise ApiError(UNSUPPORTED, "background is not supported: no state is kept", "background")
+        if fields.pop("top_logprobs", 0) != 0 or "message.output_text.logprobs" in _list(fields.get("include")):
+            raise ApiError(UNSUPPORTED, "top_logprobs is not supported here; /v1/chat/completions has logprobs", "top_logprobs")
+        for name in _IGNORED:
+            fields.pop(name, None)
+        chat: dict[str, Any] = {"messages": self._messages(fields.pop("instructions", None), fields.pop("input", None))}
+        if "max_output_tokens" in fields:
+            chat["max_completion_tokens"] = fields.pop("max_output_tokens")
+        text, reasoning = _object(fields, "text"), _object(fields, "reasoning")
+        if (form := text.get("format")) is not None:
+            is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
+            chat["response_format"] = {"type": "json_schema", "json_schema": form} if is_schema else form
+        if reasoning.get("effort") is not None:
+            chat["reasoning_effort"] = reasoning["effort"]
+        if "tools" in fields:
+            chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(_list(fields.pop("tools")))]
+        choice = fields.get("tool_choice")
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+        return fields | chat
+
+    def _messages(self, instructions: Any, given: Any) -> list[Message]:
+        if not isinstance(given, str | list):
+            raise invalid("input", "must be a text or a list of items")
+        messages: list[Message] = []
+        if instructions is not None:
+            messages.append({"role": "system", "content": instructions})
+            self._paths.append("instructions")
+        reasoning = ""
+        for index, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
+            path = f"input[{index}]"
+            if not isinstance(item, dict):
+                raise invalid(path, f"is {shown(item)}, it must be an object")
+            kind = item.get("type", "message")
+            if kind == "reasoning":
+                parts = _list(item.get("content")) or _list(item.get("summary"))
+                reasoning = "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+                continue
+            message = _message(path, kind, item)
+            if message["role"] == "assistant" and messages and "tool_calls" in message and messages[-1]["role"] == "assistant":
+                messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])  # one answer, in several items
+                continue
+            if reasoning and message["role"] == "assistant":
+                message["reasoning_content"], reasoning = reasoning, ""
+            messages.append(message)
+            self._paths.append(path)
+        return messages
+
+
+def _message(path: str, kind: Any, item: dict[str, Any]) -> Message:
+    if kind == "message":
+        return {"role": item.get("role"), "content": item.get("content")}
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        return {"role": "assistant", "content": None, "tool_calls": [{"id": item.get("call_id"), "type": "function", "function": function}]}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+    raise ApiError(UNSUPPORTED, f"{path}.type is {shown(kind)}, which is not supported", f"{path}.type")
+
+
+def _chat_tool(index: int, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        kind = tool.get("type") if isinstance(tool, dict) else tool
+        raise ApiError(UNSUPPORTED, f"tools[{index}].type is {shown(kind)}; only functions are supported", f"tools[{index}].type")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type" and value is not None}}
+
+
+def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    value = fields.pop(name, {})
+    if not isinstance(value, dict):
+        raise invalid(name, f"is {shown(value)}, it must be an object")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
