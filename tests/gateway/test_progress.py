@@ -112,7 +112,7 @@ class ToyGraph:
         others = replace(limits, page_size=chance.choice((2, 3, 4)), kv_pages=12 + chance.choice((0, 1, 3)))
         groups, prefill = (
             [f"g{number}" for number in range(chance.choice((1, 2)))],
-            [f"p{number}" for number in range(chance.choice((1, 2)))],
+            [f"p{number}" for number in range(chance.choice((0, 1, 2, 2)))],
         )
         self.limits_of = {**dict.fromkeys(groups, limits), **dict.fromkeys(prefill, others)}
         self.chunk_tokens = {name: chance.choice((0, 4, 8)) for name in self.limits_of}
