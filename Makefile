@@ -13,6 +13,7 @@ INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py transports/
 GRAPH ?= examples/quickstart.yaml
 SEEDS ?= 1000
 PLANT_SEEDS ?= 500
+FIRST ?= 0
 SWEEP ?= 100000
 RECORD ?= seeds
 PROCESSES ?= 2
@@ -107,9 +108,9 @@ simulate: $(STAMP) ## run small graphs with faults under SEEDS=1000 seeds of vir
 	@$(BIN)/flowrt simulate $(SIMULATED) --seeds $(SEEDS) $(ARGS)
 
 # Blocks of 1000 seeds; the record of a commit holds the seeds that have run, so that a repeated call goes on after an interruption.
-sweep: $(STAMP) ## run SWEEP=100000 seeds of this commit in PROCESSES=2 processes, with a record in build/
+sweep: $(STAMP) ## run SWEEP=100000 seeds of this commit from FIRST=0 on, in PROCESSES=2 processes, with a record in build/
 	@mkdir -p build; record=build/$(RECORD)-$$(git describe --always --dirty --abbrev=12).jsonl; \
-	seq 0 1000 $$(($(SWEEP) - 1)) | xargs -P $(PROCESSES) -I{} $(BIN)/flowrt simulate $(SIMULATED) --first {} --seeds 1000 --record $$record $(ARGS)
+	seq $(FIRST) 1000 $$(($(FIRST) + $(SWEEP) - 1)) | xargs -P $(PROCESSES) -I{} $(BIN)/flowrt simulate $(SIMULATED) --first {} --seeds 1000 --record $$record $(ARGS)
 
 cancel: $(STAMP) ## cancel more than 10,000 requests at random moments of virtual time, with faults
 	@$(BIN)/flowrt simulate $(SIMULATED) --seeds 600 --cancel 30 $(ARGS)
