@@ -179,10 +179,15 @@ def _biases(value: object) -> object:
     return tuple(sorted((keys[key], each) for key, each in value.items()))
 
 
-def checked_params(params: SamplingParams | None, keywords: Mapping[str, object]) -> SamplingParams:
-    """The parameters of a call, given as an object or as keywords, with every value checked and converted. Raises ArgumentError."""
+def checked_params(
+    params: SamplingParams | None, keywords: Mapping[str, object], defaults: Mapping[str, object] | None = None
+) -> SamplingParams:
+    """The parameters of a call, given as an object or as keywords, with every value checked and converted. Raises ArgumentError.
+
+    `defaults` are values of parameters that no keyword gives; an object is used as it is.
+    """
     if params is None:
-        given = keywords
+        given: Mapping[str, object] = {**(defaults or {}), **keywords}
     elif not isinstance(params, SamplingParams):
         raise ArgumentError(f"params is {shown(params)}, it must be a SamplingParams; keywords such as max_tokens=16 work, too")
     elif keywords:

@@ -14,7 +14,7 @@ import msgspec
 from flowrt.operators.families.config_file import LFS_HEAD, LFS_PROBLEM, read_config_file, regular_file_bytes
 from flowrt.operators.families.family import Layout, Piece, part_shapes, parts_to_read
 from flowrt.operators.families.quantization import refuse_quantized_tensors
-from flowrt.operators.families.registry import family_named, read_model_config
+from flowrt.operators.families.registry import family_named, note_on_end_tokens, read_model_config
 from flowrt.operators.model_config import ModelError
 
 INDEX_NAME, WHOLE_NAME = "model.safetensors.index.json", "model.safetensors"
@@ -100,7 +100,7 @@ def check_files(directory: Path) -> tuple[str, ...]:
     """Checks the headers of all weight files against the index and config.json, without a read of any weight.
 
     Raises ModelError for a file that is missing or cut off, for a tensor of the index that its file does not hold, and for a tensor of the
-    model that no file holds or that has another dtype or shape. Returns notes, one line each, on files that are not read.
+    model that no file holds or that has another dtype or shape. Returns notes, one line each, on files that contradict each other.
     """
     header = cache(read_header)
     files = tensor_files(directory, header)
@@ -110,8 +110,9 @@ def check_files(directory: Path) -> tuple[str, ...]:
     config = read_model_config(directory)
     family, place = family_named(config.family), named_place(directory, files)
     shapes = part_shapes(config)
+    has_both = config.tie_word_embeddings and family.has_part("head", files)
     try:
-        for part, layers in parts_to_read(config).items():
+        for part, layers in (parts_to_read(config) | ({"head": (0,)} if has_both else {})).items():
             shape = shapes[part]
             for layer in layers:
                 for expert in range(config.num_experts if part.startswith("expert_") else 1):
@@ -124,10 +125,13 @@ def check_files(directory: Path) -> tuple[str, ...]:
     except ModelError:
         refuse_quantized_tensors(directory, files)  # the better reason, where there is one
         raise
+    notes = [note] if (note := note_on_end_tokens(directory)) else []
+    if has_both:
+        notes.append(f"{directory}: config.json ties the output matrix to the embedding, and a file holds one of its own, which is used")
     index = directory / INDEX_NAME
     if index.exists() and set(files.values()) == {directory / WHOLE_NAME} and _index_in_use(directory) is None:
-        return (f"{directory / WHOLE_NAME} is read, and the files that {INDEX_NAME} names are not: remove those of the other model",)
-    return ()
+        notes.append(f"{directory / WHOLE_NAME} is read, and the files that {INDEX_NAME} names are not: remove those of the other model")
+    return tuple(notes)
 
 
 def _index_in_use(directory: Path) -> dict[str, Path] | None:

@@ -24,14 +24,16 @@ class Head:
         embedding: Embedding | None = None,
         blocks: RowBlocks = WHOLE,
     ) -> None:
-        """With tied weights the matrix is the embedding's; `embedding` shares it with a table that this process already holds."""
+        """With tied weights the matrix is the embedding's; `embedding` shares it with a table that this process already holds. A matrix of
+        its own that the checkpoint holds all the same is used, as in transformers."""
         self._blocks = blocks
         self._norm = RowNorm(config, device)
         self._norm_H = checkpoint.read_part(config, "final_norm", (config.hidden_size,), device=device)
-        if config.tie_word_embeddings and embedding is not None:
+        is_tied = config.tie_word_embeddings and not checkpoint.has_part(config, "head")
+        if is_tied and embedding is not None:
             self.product: Product = lay_out(embedding.weight_VH, shared_form(embedding.weight_VH))
         else:
-            part = "embedding" if config.tie_word_embeddings else "head"
+            part = "embedding" if is_tied else "head"
             self.product = lay_out(checkpoint.read_part(config, part, (config.vocab_size, config.hidden_size), device=device))
 
     def forward(self, x_TH: Tensor, sample_rows_S: Tensor) -> Tensor:

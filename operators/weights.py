@@ -73,6 +73,10 @@ class Checkpoint:
             raise ModelError(f"tensor {name} is missing from {path}, which {INDEX_NAME} names for it")
         return tensor
 
+    def has_part(self, config: ModelConfig, part: str) -> bool:
+        """Whether the checkpoint holds a part of the whole model."""
+        return family_named(config.family).has_part(part, self._files)
+
     def read_part(
         self,
         config: ModelConfig,

@@ -51,7 +51,14 @@ class ReferenceModel:
             normed = self._norm(x, self._weight("mlp_norm", config.hidden_size, layer=layer))
             x = x + (self._experts(layer, normed) if layer in config.moe_layers else self._mlp("dense", config.dense_width, layer, normed))
         x = self._norm(x, self._weight("final_norm", config.hidden_size))
-        return x @ self._weight("embedding" if config.tie_word_embeddings else "head", config.vocab_size, config.hidden_size).T
+        return (
+            x
+            @ self._weight(
+                "embedding" if config.tie_word_embeddings and not self.checkpoint.has_part(config, "head") else "head",
+                config.vocab_size,
+                config.hidden_size,
+            ).T
+        )
 
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = False) -> list[int]:
         """The greedy continuation of a prompt: at most `max_new_tokens` ids, ending with an end-of-sequence id if one comes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from typing import Any, Unpack
 
@@ -85,7 +85,8 @@ class AttachedGraph:
     ) -> AttachedRequest:
         """A request that begins when its `events` are read. The arguments are those of `complete`."""
         sampling, chat = split_keywords(keywords)
-        return AttachedRequest(self._client, checked_prompt(prompt, messages, chat=chat), checked_params(params, sampling))
+        checked, defaults = checked_prompt(prompt, messages, chat=chat), self.description.sampling_defaults
+        return AttachedRequest(self._client, checked, checked_params(params, sampling, defaults), defaults)
 
     async def status(self) -> GraphStatus:
         """The state of the graph, and of each of its processes.
@@ -97,10 +98,11 @@ class AttachedGraph:
 
 
 class AttachedRequest:
-    """`prompt_token_ids`: known once its first event has come."""
+    """`prompt_token_ids`: known once its first event has come. `defaults`: the names of parameters for which the server has values of its
+    own, so that the request names them all."""
 
-    def __init__(self, client: SocketClient, prompt: CheckedPrompt, params: SamplingParams) -> None:
-        self._client, self._prompt, self._params = client, prompt, params
+    def __init__(self, client: SocketClient, prompt: CheckedPrompt, params: SamplingParams, defaults: Iterable[str] = ()) -> None:
+        self._client, self._prompt, self._params, self._defaults = client, prompt, params, tuple(defaults)
         self.prompt_token_ids: tuple[int, ...] = () if isinstance(prompt, TextPrompt) else tuple(prompt)
         self._num_tokens = [0] * params.n
         self._reasons: dict[int, FinishReason] = {}
@@ -129,7 +131,8 @@ class AttachedRequest:
         values = {name: value for name, value in msgspec.to_builtins(self._params).items() if value is not None}
         if self._params.logit_bias:
             values["logit_bias"] = dict(self._params.logit_bias)
-        body = {"temperature": 0.0, "max_tokens": None, **values, "stream": True, "return_token_ids": True}
+        whole = {name: getattr(self._params, name) for name in self._defaults}  # also where it has the default of SamplingParams
+        body = {"temperature": 0.0, "max_tokens": None, **whole, **values, "stream": True, "return_token_ids": True}
         logprobs = values.pop("logprobs", None)
         if logprobs is not None or "prompt_logprobs" in values:
             body["return_tokens_as_token_ids"] = True

@@ -17,6 +17,7 @@ from flowrt.actors.control import Statistics
 from flowrt.api.arguments import Messages, Prompt, RequestKeywords, checked_prompts, split_keywords
 from flowrt.api.opening import open_graph
 from flowrt.api.running_graph import RunningGraph
+from flowrt.api.sampling_defaults import AUTO
 from flowrt.gateway.completion import Completion
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
@@ -36,6 +37,7 @@ def start(
     on_event: Callable[[events.Event], None] | None = None,
     on_line: Callable[[str, str], None] | None = None,
     trace: Path | str | None = None,
+    generation_config: Path | str = AUTO,
 ) -> BlockingGraph:
     """Start a graph and return when it is ready; the result has blocking methods and is closed by `with` or `close`.
 
@@ -45,7 +47,16 @@ def start(
         with flowrt.start("graph.yaml") as llm:
             print(llm.complete("What is 1 + 2?", max_tokens=8).text)
     """
-    opened = open_graph(graph, overrides=overrides, model=model, log_level=log_level, on_event=on_event, on_line=on_line, trace=trace)
+    opened = open_graph(
+        graph,
+        overrides=overrides,
+        model=model,
+        log_level=log_level,
+        on_event=on_event,
+        on_line=on_line,
+        trace=trace,
+        generation_config=generation_config,
+    )
     return BlockingGraph(opened)
 
 
@@ -105,7 +116,7 @@ class BlockingGraph:
                 print(completion.text)
         """
         sampling, chat = split_keywords(keywords)
-        checked, requests = checked_params(params, sampling), checked_prompts(prompts, chat)
+        checked, requests = checked_params(params, sampling, self._graph.sampling_defaults), checked_prompts(prompts, chat)
         return self._thread.run(
             self._complete_all, [(prompt, checked, messages, cast(RequestKeywords, chat)) for prompt, messages in requests]
         )
@@ -165,20 +176,23 @@ def generate(
     *,
     overrides: Sequence[str] = (),
     model: Path | str | None = None,
+    generation_config: Path | str = AUTO,
     **keywords: Unpack[RequestKeywords],
 ) -> list[Completion]:
     """Start the graph, answer all prompts, stop the graph: the completions are in the order of the prompts.
 
-    `graph`, `overrides` and `model` are those of `flowrt.open`; `prompts`, `params` and `keywords` those of BlockingGraph.generate.
+    `graph`, `overrides`, `model` and `generation_config` are those of `flowrt.open`; `prompts`, `params` and `keywords` those of
+    BlockingGraph.generate.
     All prompts are submitted at once, up to the gateway's limit. Raises as `flowrt.start`; for wrong arguments before anything starts.
 
         for completion in flowrt.generate("graph.yaml", ["What is 1 + 2?", "Count from 3 to 11"], max_tokens=40):
             print(completion.text)
     """
     sampling, chat = split_keywords(keywords)
-    checked, requests = checked_params(params, sampling), checked_prompts(prompts, chat)
-    opened = open_graph(graph, overrides=overrides, model=model)
+    checked_params(params, sampling)  # before the files of the model are read
+    requests = checked_prompts(prompts, chat)
+    opened = open_graph(graph, overrides=overrides, model=model, generation_config=generation_config)
     if any(messages is not None or isinstance(prompt, str) for prompt, messages in requests):
         opened.require_tokenizer()
     with BlockingGraph(opened) as running:
-        return running.generate(prompts, checked, **chat)
+        return running.generate(prompts, params, **keywords)

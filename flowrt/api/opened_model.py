@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowrt.api.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from flowrt.graph.model import Graph
+from flowrt.launcher.events import ModelNotice
 from flowrt.launcher.model_check import check_model
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
@@ -15,19 +17,27 @@ from flowrt.serving.tokenizer_process import TokenizerProcess
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """`tokenizer` and its process (not started): None for a folder without one. `notes`: for the user, one line each."""
+    """`tokenizer` and its process (not started): None for a folder without one. `sampling`: defaults of requests. `notes`: on files that
+    contradict each other, one line each."""
 
     config: ModelConfig
     tokenizer: Tokenizer | None
     tokenizer_process: TokenizerProcess | None
+    sampling: SamplingDefaults
     notes: tuple[str, ...]
 
+    def notices(self) -> list[ModelNotice]:
+        """What the user should know of the model at the start."""
+        defaults = [ModelNotice(self.sampling.text, is_warning=False)] if self.sampling.text else []
+        return [*map(ModelNotice, (*self.notes, *self.sampling.notes)), *defaults]
 
-def open_model(graph: Graph) -> OpenedModel | None:
-    """The model of the graph; None for a graph that serves none. Raises GraphError or TokenizerError for files that cannot be used."""
+
+def open_model(graph: Graph, generation_config: str) -> OpenedModel | None:
+    """The model of the graph; None for a graph that serves none. `generation_config`: see read_sampling_defaults. Raises GraphError,
+    TokenizerError or UserError for files that cannot be used."""
     if graph.model is None:
         return None
     notes, directory = check_model(graph), Path(graph.model.path)
     tokenizer = Tokenizer.open(directory)
     process = TokenizerProcess(directory) if tokenizer is not None else None
-    return OpenedModel(read_model_config(directory), tokenizer, process, notes)
+    return OpenedModel(read_model_config(directory), tokenizer, process, read_sampling_defaults(directory, generation_config), notes)

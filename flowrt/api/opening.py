@@ -9,6 +9,7 @@ from typing import Any
 
 from flowrt.api.callbacks import guarded
 from flowrt.api.running_graph import RunningGraph
+from flowrt.api.sampling_defaults import AUTO, NONE
 from flowrt.errors import ArgumentError, shown
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
@@ -37,6 +38,7 @@ def open_graph(
     on_line: Callable[[str, str], None] | None = None,
     trace: Path | str | None = None,
     resume: bool = False,
+    generation_config: Path | str = AUTO,
 ) -> RunningGraph:
     """Open a graph: `async with` starts its processes on entry and ends them on exit.
 
@@ -51,6 +53,8 @@ def open_graph(
     trace: a file for a Perfetto trace of the run, written on exit (docs/slow.md); LostOutputError when that fails.
     resume: continue the open requests in the request log of the graph, whose launcher has died; `graph.resumed` has their numbers, for
     `follow`.
+    generation_config: where calls take the sampling parameters from that they do not give: "auto", generation_config.json of the model;
+    "none", nowhere; or another folder with that file.
 
     Raises GraphError, ArgumentError or TokenizerError; entering raises UserError, or WorkerDiedError when a process cannot start.
 
@@ -66,6 +70,8 @@ def open_graph(
     overrides = overrides if isinstance(overrides, str) or not isinstance(overrides, Iterable) else tuple(overrides)
     if not isinstance(overrides, tuple) or not all(isinstance(override, str) for override in overrides):
         raise ArgumentError(f"overrides is {shown(overrides)}, it must be a list of texts such as 'deploy.experts.servers=2'")
+    if not isinstance(generation_config, str | PathLike):
+        raise ArgumentError(f"generation_config is {shown(generation_config)}, it must be {AUTO!r}, {NONE!r} or the path of a folder")
     if log_level not in LEVELS:
         raise ArgumentError(f"log_level is {shown(log_level)}, it must be one of {', '.join(LEVELS)}")
     if isinstance(graph, Graph) and (overrides or model is not None):
@@ -76,4 +82,4 @@ def open_graph(
         collector = TraceCollector(seams.machine_now, str(trace))
     loaded = graph if isinstance(graph, Graph) else read_graph(graph, overrides, model)
     callbacks = guarded("on_event", on_event), guarded("on_line", on_line)
-    return RunningGraph(loaded, seams, log_level, *callbacks, collector, resumes=resume)
+    return RunningGraph(loaded, seams, log_level, *callbacks, collector, resumes=resume, generation_config=str(generation_config))

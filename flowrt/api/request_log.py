@@ -48,7 +48,7 @@ def _torch_build() -> str:
 def model_digest(directory: Path) -> str:
     """A digest of the model's configuration, stop tokens, tokenizer and weights: name, size and samples of each file."""
     digest = blake2b(digest_size=16)
-    names = ("config.json", "generation_config.json", "tokenizer.json")
+    names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
     paths = [*(directory / name for name in names), *sorted(directory.glob("*.safetensors"))]
     for path in paths:
         if path.exists():

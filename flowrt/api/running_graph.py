@@ -20,6 +20,7 @@ from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, RequestKeyword
 from flowrt.api.model_gateway import new_gateway
 from flowrt.api.opened_model import open_model
 from flowrt.api.request_log import open_request_log
+from flowrt.api.sampling_defaults import AUTO
 from flowrt.api.served import StateReports, front_end_services, max_model_len
 from flowrt.api.warm_up import warm_up
 from flowrt.errors import NotRunningError, TokenizerError, UserError
@@ -56,9 +57,11 @@ class RunningGraph:
         trace: TraceCollector | None = None,
         serving: ServeOptions | None = None,
         resumes: bool = False,
+        generation_config: str = AUTO,
     ) -> None:
         self._on_event = on_event or events.print_news
-        self._model = model = open_model(graph)
+        self._model = model = open_model(graph, generation_config)
+        self._tokenizer_process = model.tokenizer_process if model is not None else None
         self._endpoint: Any = None
         hosted: dict[str, Any] = {}
         gateway = new_gateway(graph, model.config, model.tokenizer, seams, serving) if model is not None else None
@@ -75,7 +78,7 @@ class RunningGraph:
             on_control=self._on_control,
             on_line=on_line,
             hosted=hosted,
-            services={} if serving is None or model is None else front_end_services(graph, model.config, serving),
+            services={} if serving is None or model is None else front_end_services(graph, model.config, serving, model.sampling.values),
             farewell=self._on_failing,
         )
         self._clock = seams.clock
@@ -106,14 +109,15 @@ class RunningGraph:
 
     def require_tokenizer(self) -> TokenizerProcess:
         """What encodes texts and messages. Raises TokenizerError when the model's directory has no tokenizer."""
-        if (process := self._tokenizer_process) is None:
+        if self._tokenizer_process is None:
             name = self.graph.model.path if self.graph.model is not None else "this graph"
             raise TokenizerError(f"{name} has no tokenizer.json, which texts need; add the file, or give token ids")
-        return process
+        return self._tokenizer_process
 
     @property
-    def _tokenizer_process(self) -> TokenizerProcess | None:
-        return self._model.tokenizer_process if self._model is not None else None
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The values of sampling parameters that a call does not give: those of the model's generation_config.json."""
+        return self._model.sampling.values if self._model is not None else {}
 
     @property
     def max_requests(self) -> int:
@@ -129,8 +133,8 @@ class RunningGraph:
         if self._opened:
             raise UserError("this graph was opened before; call flowrt.open again for another run")
         self._opened = True
-        for note in self._model.notes if self._model is not None else ():
-            self._on_event(events.ModelNotice(note))
+        for notice in self._model.notices() if self._model is not None else ():
+            self._on_event(notice)
         await check_machine(self.graph, self.launcher.seams)
         try:
             self._open_log()
@@ -241,7 +245,8 @@ class RunningGraph:
         prompt: text, or token ids.
         messages: instead of a prompt, a chat in the form of OpenAI's API ({"role", "content"} each); the model's chat template renders it.
             Keywords beside it: tools, documents, add_generation_prompt, continue_final_message; chat_template_kwargs has further names.
-        params: a SamplingParams; or write its parameters as keywords (max_tokens, temperature, ...).
+        params: a SamplingParams, which is used as it is; or write its parameters as keywords (max_tokens, temperature, ...). Those that are
+        not given have the values of the model's generation_config.json, else the defaults of SamplingParams, which are greedy.
 
         Raises ArgumentError for wrong arguments, TokenizerError for a text when the model has no tokenizer, WorkerDiedError when a death
         ends the run. A request that this graph cannot serve, such as one whose prompt is too long, has finish_reason "error" and a reason.
@@ -379,7 +384,7 @@ class RunningGraph:
         checked = checked_prompt(prompt, messages, self._max_prompt_tokens(), chat)
         if isinstance(checked, TextPrompt):
             self.require_tokenizer()
-        return checked, checked_params(params, sampling)
+        return checked, checked_params(params, sampling, self.sampling_defaults)
 
     async def _generate(self, prompt: CheckedPrompt, params: SamplingParams) -> AsyncGenerator[ClientEvent, None]:
         async with aclosing(self.follow(await self._submit(prompt, params))) as events_of_request:

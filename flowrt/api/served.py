@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 from flowrt.actors.control import Statistics, StatisticsRequest
 from flowrt.actors.front_end_messages import StateQuery, StateReport
 from flowrt.api.status import process_state, read_processes
-from flowrt.errors import FlowrtError
+from flowrt.errors import FlowrtError, UserError
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import Graph, front_end_names
 from flowrt.launcher.launcher import Launcher
@@ -26,12 +27,21 @@ STATISTICS_SECONDS = 1.0  # for all processes to respond to a scrape
 
 
 def max_model_len(graph: Graph, config: ModelConfig, options: ServeOptions) -> int:
-    """The largest number of tokens of a prompt and its output together."""
-    limits = graph.group_limits()
-    return min(config.max_position_embeddings, limits.kv_pages * limits.page_size, options.max_model_len or config.max_position_embeddings)
+    """The largest number of tokens of a prompt and its output together. Raises UserError when --max-model-len asks for more."""
+    limits, chosen = graph.group_limits(), options.max_model_len
+    capacity, positions = limits.kv_pages * limits.page_size, config.max_position_embeddings
+    if chosen is not None and chosen > positions:
+        raise UserError(f"--max-model-len is {chosen}, the model has {positions} positions (config.json); write that number or fewer")
+    if chosen is not None and chosen > capacity:
+        need = -(-chosen // limits.page_size)
+        text = f"a group holds {capacity} tokens (limits.kv_pages x limits.page_size)"
+        raise UserError(f"--max-model-len is {chosen}, {text}; write fewer, or --set limits.kv_pages={need}")
+    return min(positions, capacity, chosen or positions)
 
 
-def front_end_services(graph: Graph, config: ModelConfig, options: ServeOptions) -> dict[str, Service]:
+def front_end_services(
+    graph: Graph, config: ModelConfig, options: ServeOptions, sampling_defaults: Mapping[str, Any]
+) -> dict[str, Service]:
     assert graph.model is not None
     settings = FrontEndSettings(
         model_dir=graph.model.path,
@@ -39,6 +49,7 @@ def front_end_services(graph: Graph, config: ModelConfig, options: ServeOptions)
         max_model_len=max_model_len(graph, config, options),
         vocab_size=config.vocab_size,
         eos_token_ids=tuple(config.eos_token_ids),
+        sampling_defaults=dict(sampling_defaults),
         version=options.version,
         api_key=options.api_key,
         hosts=options.listener.hosts,

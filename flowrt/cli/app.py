@@ -237,14 +237,14 @@ def _run(graph: Path | None, options: RunOptions, sampling: SamplingOptions) -> 
     for option, name in (("--prompts", options.prompts), ("--json", options.json)):
         if name is not None and name.startswith("-") and name != "-":  # let through for the sake of "-"
             raise UserError(f"{option} is followed by {name}; give it a file, or write ./{name} for one of that name")
-    params = checked_options(vars(sampling))
+    given = checked_options(vars(sampling))
     if options.attach is not None:
         from flowrt.cli.attach import run_attached
 
-        raise SystemExit(run_attached(graph, options, params))
+        raise SystemExit(run_attached(graph, options, given))
     if graph is None:
         raise UserError(_NO_GRAPH)
-    raise SystemExit(run_graph(graph, options, params))
+    raise SystemExit(run_graph(graph, options, given))
 
 
 @app.command(usage="Usage: flowrt simulate [OPTIONS] [GRAPHS...]")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
@@ -28,19 +29,19 @@ from flowrt.seams import RealClock
 from flowrt.signals import ending_signals
 
 
-def run_attached(path: Path | None, options: RunOptions, params: SamplingParams) -> int:
+def run_attached(path: Path | None, options: RunOptions, given: Mapping[str, Any]) -> int:
     """Run the command; returns the exit code. Raises UserError before anything is submitted."""
-    for name, given in (
+    for name, value in (
         ("a graph file", path),
         ("--model", options.model),
         ("--set", options.overrides),
         ("--trace", options.trace),
         ("--chaos", options.chaos),
+        ("--generation-config", "" if options.generation_config == "auto" else options.generation_config),
     ):
-        if given:
+        if value:
             raise UserError(f"{name} cannot be given with --attach: the graph is up already")
-    requests = given_requests(options, params)
-    if not requests:
+    if not options.prompt and options.prompts is None:
         raise UserError("there is no prompt; give --prompt TEXT or --prompts FILE")
     if options.json is not None:
         check_writable(options.json)
@@ -48,6 +49,7 @@ def run_attached(path: Path | None, options: RunOptions, params: SamplingParams)
         graph = attach(options.attach)
     except NotRunningError as error:
         raise UserError(str(error)) from None
+    requests = given_requests(options, SamplingParams(**{**graph.description.sampling_defaults, **given}))
     return AttachedRun(graph, options, requests).run()
 
 

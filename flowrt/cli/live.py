@@ -57,6 +57,8 @@ class LiveView(View):
 
     def on_event(self, event: events.Event) -> None:
         match event:
+            case events.ModelNotice(text, is_warning=False):
+                self._print(Text(text, "dim"))
             case events.ForkServerReady():
                 self._fork_server = ""
             case events.WorkerStarted(name):
@@ -73,8 +75,8 @@ class LiveView(View):
                 self._console.print(Text.assemble(("✓ ", "green"), ready))
             case events.Straggler(name, seconds):
                 self._print(Text(f"{name} did not stop within {duration_text(seconds)} and was killed", "yellow"))
-            case _ if text := events.news(event):
-                self._print(Text(text, "yellow"))
+            case _ if news := events.news(event):
+                self._print(Text(news, "yellow"))
 
     def on_line(self, process: str, line: str) -> None:
         if self._err.isatty():

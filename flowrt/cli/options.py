@@ -30,6 +30,10 @@ _SAMPLING = Group(
     sort_key=2,
 )
 _OTHER = Group("Graph and output", sort_key=3)
+_GENERATION_CONFIG = (
+    "Where sampling parameters come from that a request does not give: generation_config.json of the model (auto), none, or a folder with "
+    "that file."
+)
 _Int: TypeAlias = Annotated[int | None, Parameter(converter=read_number)]
 _Float: TypeAlias = Annotated[float | None, Parameter(converter=read_number)]
 
@@ -85,6 +89,7 @@ class RunOptions:
         bool, Parameter(negative=(), group=_PROMPTS, help="Apply the model's chat template to each text.", show_default=False)
     ] = False
     model: Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")] = None
+    generation_config: Annotated[str, Parameter(help=_GENERATION_CONFIG)] = "auto"
     overrides: Annotated[
         tuple[str, ...],
         Parameter(name="--set", negative=(), show_default=False, help="Override a key, as deploy.experts.servers=2; repeatable."),
@@ -162,6 +167,7 @@ class ServeCommandOptions:
         float, Parameter(converter=read_number, help="Maximum time for requests in progress to finish after SIGTERM or Ctrl-C.")
     ] = 30.0
     model: Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")] = None
+    generation_config: Annotated[str, Parameter(help=_GENERATION_CONFIG)] = "auto"
     overrides: Annotated[
         tuple[str, ...],
         Parameter(name="--set", negative=(), show_default=False, help="Override a key, as serving.front_ends=2; repeatable."),

@@ -31,8 +31,8 @@ class PromptRequest:
     params: SamplingParams
 
 
-def checked_options(options: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams from the command line's options (None: not given). Raises UserError naming the option."""
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that the command line's options give (None: not given). Raises UserError naming the option."""
     given = {}
     for name, value in options.items():
         if value is not None:
@@ -40,7 +40,7 @@ def checked_options(options: Mapping[str, Any]) -> SamplingParams:
                 given[name] = checked_value(name, value)
             except ValueError as error:
                 raise UserError(f"--{name.replace('_', '-')} {error}") from None
-    return SamplingParams(**given)
+    return given
 
 
 def option_number(kind: type[int | float], word: str) -> int | float:

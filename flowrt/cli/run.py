@@ -10,10 +10,11 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import flowrt
 from flowrt.actors.control import Statistics
@@ -46,10 +47,10 @@ TICK_SECONDS = 0.1
 STUCK_SECONDS = STOP_SECONDS + 5.0  # after a request to end at once: longer than the time that workers have to stop and be killed
 
 
-def run(graph: Path, options: RunOptions, params: SamplingParams) -> int:
-    """Run the command; returns the exit code. Raises UserError for mistakes that are found before anything has started."""
+def run(graph: Path, options: RunOptions, given: Mapping[str, Any]) -> int:
+    """Run the command; returns the exit code. `given`: the sampling parameters of the command line. Raises UserError for mistakes that are
+    found before anything has started."""
     set_log_level(options.log_level)
-    requests = given_requests(options, params)
     if options.json is not None:
         check_writable(options.json)
     if options.trace is not None:
@@ -57,7 +58,7 @@ def run(graph: Path, options: RunOptions, params: SamplingParams) -> int:
     stdout, stderr = OutputStream(sys.stdout), OutputStream(sys.stderr)
     if stdout.is_broken and options.json in (None, STDOUT):
         raise lost_output(stdout)
-    session = RunSession(graph, options, params, requests, stdout, stderr)
+    session = RunSession(graph, options, given, stdout, stderr)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(session.run())
     return session.finish()
@@ -76,8 +77,7 @@ class RunSession:
         self,
         path: Path,
         options: RunOptions,
-        params: SamplingParams,
-        requests: Sequence[PromptRequest],
+        given: Mapping[str, Any],
         stdout: OutputStream,
         stderr: OutputStream,
     ) -> None:
@@ -95,11 +95,20 @@ class RunSession:
         self._up_seconds: float | None = None
         loaded = read_graph(path, options.overrides, options.model)
         self._trace = TraceCollector(self._seams.machine_now) if options.trace is not None else None
-        self._graph = RunningGraph(loaded, self._seams, options.log_level, self._on_event, self._on_line, self._trace)
+        self._graph = RunningGraph(
+            loaded,
+            self._seams,
+            options.log_level,
+            self._on_event,
+            self._on_line,
+            self._trace,
+            generation_config=options.generation_config,
+        )
         graph = self._graph.graph
         if graph.model is None:
             raise UserError(f"{path}: this graph serves no model; call it from Python: await graph(name=tensor)")
-        requests = requests or [PromptRequest(prompt, params) for prompt in graph.prompts]
+        params = SamplingParams(**{**self._graph.sampling_defaults, **given})
+        requests = given_requests(options, params) or [PromptRequest(prompt, params) for prompt in graph.prompts]
         if not requests:
             raise UserError(f"{path}: there is no prompt; give --prompt TEXT or --prompts FILE, or write prompts: in a graph file")
         if any(isinstance(request.prompt, str) for request in requests):

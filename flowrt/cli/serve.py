@@ -134,7 +134,15 @@ class ServeSession:
         self._serving, self._options, self.folder, self._path = serving, options, folder, path
         self._seams = Seams()
         callbacks = self._on_event, self._on_line
-        self._graph = RunningGraph(graph, self._seams, options.log_level, *callbacks, serving=serving, resumes=options.resume)
+        self._graph = RunningGraph(
+            graph,
+            self._seams,
+            options.log_level,
+            *callbacks,
+            serving=serving,
+            resumes=options.resume,
+            generation_config=options.generation_config,
+        )
         self.has_log, self._num_logged, self._is_ready = False, 0, False
         self.on_ready: Callable[[], None] = lambda: None
         self._graph.require_tokenizer()
@@ -226,6 +234,7 @@ class ServeSession:
                     options=kept_options(self._options, urlsplit(listener.url).port or self._options.port),
                     has_api_key=bool(self._options.api_key),
                     run_id=self._graph.launcher.run_id,
+                    sampling_defaults=dict(self._graph.sampling_defaults),
                 )
             )
 
@@ -239,6 +248,8 @@ class ServeSession:
 
     def _on_event(self, event: events.Event) -> None:
         match event:
+            case events.ModelNotice(text, is_warning=False):
+                _print(text)
             case events.WorkerListening(name=name) if not self._is_ready:
                 _print(f"{name} loaded")
             case events.Ready(seconds):

@@ -120,6 +120,8 @@ class PlainView(AnswerView):
 
     def on_event(self, event: events.Event) -> None:
         match event:
+            case events.ModelNotice(defaults, is_warning=False):
+                self._progress(defaults)
             case events.WorkerStarted(name, pid) if not self._is_ready:
                 self._progress(f"{name} started, {f'pid {pid}' if pid else f'on {self._graph.host_of(name)}'}")
             case events.WorkerListening(name=name, resident_bytes=resident_bytes) if not self._is_ready:

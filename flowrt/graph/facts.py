@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """`moe_layers` are the layers with routed experts, in order; the others are dense. `dtype` is the checkpoint's.
+    """`moe_layers` are the layers with routed experts, in order; the others are dense. `dtype` is the checkpoint's. `eos_token_ids`
+    end an answer.
 
     `shared_experts`: MoE layers also have experts that every row passes through.
     """
@@ -21,6 +22,7 @@ class ModelFacts:
     dtype: str
     num_experts_per_token: int
     shared_experts: bool = False
+    eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: Any) -> ModelFacts:

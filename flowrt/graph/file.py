@@ -261,7 +261,7 @@ def _model(
         if model_dir is not None:
             raise GraphError(f"--model {model_dir}", "", " ".join(str(error).split())) from error
         document.fail(where, " ".join(str(error).split()))
-    return ModelPart(str(path), file.model.dtype or facts.dtype), facts
+    return ModelPart(str(path), file.model.dtype or facts.dtype, facts.eos_token_ids), facts
 
 
 def _existing(text: str, key: Path_, document: Document, folder: Path, is_file: bool = False) -> Path:

@@ -180,10 +180,14 @@ def role_of(process: str) -> str:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The checkpoint that the graph serves: an absolute directory and the dtype to compute in."""
+    """The checkpoint that the graph serves: an absolute directory, the dtype to compute in, and the ids that end an answer.
+
+    They are read once, where the graph is loaded: a worker on another host may have only the weights.
+    """
 
     path: str
     dtype: str
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def to_yaml(graph: Graph, origin: str = "") -> str:
     roles = {role: {key: value for key, value in asdict(each).items() if value != limits[key]} for role, each in graph.role_limits.items()}
     top: dict[str, Any] = {
         "flowrt": 1,
-        "model": _flow(asdict(graph.model)) if graph.model is not None else None,
+        "model": _flow({"path": graph.model.path, "dtype": graph.model.dtype}) if graph.model is not None else None,
         "folder": _flow(graph.folder),
         "processes": graph.processes,
         "micro_batches": graph.micro_batches,

@@ -11,9 +11,10 @@ from flowrt.transports.wire.message import Tag
 
 @dataclass(frozen=True)
 class ModelNotice:
-    """The files of the model contradict each other, or one of them is not used as it asks for; `text` says which one counts."""
+    """A line on the files of the model at the start. `is_warning`: they contradict each other, or cannot be used as they are."""
 
     text: str
+    is_warning: bool = True
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def news(event: Event) -> str | None:
     """One line about the files of the model, or about an event that changes which workers or experts of a continuing run are usable; None
     for all other events."""
     match event:
-        case ModelNotice(text):
+        case ModelNotice(text, is_warning=True):
             return f"warning: {text}"
         case ForkServerLost(how, None):
             return f"the fork server {how}; workers run on, and no process is started again"

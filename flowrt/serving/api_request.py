@@ -6,8 +6,10 @@ for nothing, so that no field is ever ignored.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ from flowrt.serving.tool_choice import ToolChoice, chosen_tools, required_schema
 from flowrt.structured_outputs import checked_outputs, outputs_of_format
 
 DEFAULT_COMPLETION_TOKENS = 16  # as of OpenAI's API
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _SAMPLING = tuple(name for name in PARAMETER_TYPES if name not in ("max_tokens", "logprobs", "prompt_logprobs"))
 
 
@@ -70,8 +73,8 @@ class CompletionRequest:
         return times * num_prompt_tokens * (1 + (self.params.prompt_logprobs or 0))
 
 
-def read_chat_request(body: bytes, model: str) -> CompletionRequest:
-    """Raises ApiError."""
+def read_chat_request(body: bytes, model: str, defaults: Mapping[str, Any] = NO_DEFAULTS) -> CompletionRequest:
+    """`defaults`: values of SamplingParams for fields that the body does not have. Raises ApiError."""
     fields = Fields(body)
     fields.check_model(model)
     chat = fields.take_chat()
@@ -88,31 +91,31 @@ def read_chat_request(body: bytes, model: str) -> CompletionRequest:
     if top_logprobs and not has_logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     logprobs = (top_logprobs or 0) if has_logprobs else None
-    request = _finish(fields, True, (chat,), logprobs, None)
+    request = _finish(fields, True, (chat,), logprobs, defaults)
     if tool_choice == "required":
         request = _with_required_calls(request, required_schema(tools, None if has_parallel_calls else 1))
     return replace(request, tools=tools or None, tool_choice=tool_choice, has_parallel_calls=has_parallel_calls or not tools)
 
 
-def read_completion_request(body: bytes, model: str) -> CompletionRequest:
-    """Raises ApiError."""
+def read_completion_request(body: bytes, model: str, defaults: Mapping[str, Any] = NO_DEFAULTS) -> CompletionRequest:
+    """As `read_chat_request`; max_tokens keeps the default of OpenAI's API. Raises ApiError."""
     fields = Fields(body)
     fields.check_model(model)
     prompts = fields.take_prompts()
     if not prompts:
         raise invalid("prompt", "must be a text, a list of token ids, or a list of these")
     logprobs = fields.take_checked("logprobs", lambda value: checked_value("logprobs", value))
-    request = _finish(fields, False, prompts, logprobs, DEFAULT_COMPLETION_TOKENS)
+    request = _finish(fields, False, prompts, logprobs, {**defaults, "max_tokens": DEFAULT_COMPLETION_TOKENS})
     if len(prompts) * request.params.n > MAX_CHOICES:
         raise invalid("prompt", f"has {len(prompts)} prompts of {request.params.n} choices, at most {MAX_CHOICES} choices are possible")
     return request
 
 
 def _finish(
-    fields: Fields, is_chat: bool, prompts: tuple[Prompt, ...], logprobs: int | None, default_max_tokens: int | None
+    fields: Fields, is_chat: bool, prompts: tuple[Prompt, ...], logprobs: int | None, defaults: Mapping[str, Any]
 ) -> CompletionRequest:
     """Read the fields that both kinds of request have, and refuse all others."""
-    values: dict[str, Any] = {"temperature": 1.0}  # OpenAI's default
+    values: dict[str, Any] = {"temperature": 1.0, **defaults}  # OpenAI's default
     for name in _SAMPLING:
         value = fields.take_checked(name, partial(_checked, name))
         if value is not None:
@@ -137,7 +140,7 @@ def _finish(
     has_token_ids, names_token_ids = fields.take_bool("return_token_ids"), fields.take_bool("return_tokens_as_token_ids")
     fields.refuse_rest()
     if max_tokens is None and "max_tokens" not in fields.nulls:  # null: what fits, as in vLLM
-        max_tokens = default_max_tokens
+        max_tokens = defaults.get("max_tokens")
     omits_output = max_tokens == 0
     values |= {
         "max_tokens": 1 if omits_output else max_tokens,

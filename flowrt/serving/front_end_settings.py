@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -31,7 +32,8 @@ class ServeOptions:
 
 
 class FrontEndSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """As ServeOptions. `model_dir`: where the tokenizer is. `hosts`: what the Host header may name; (): anything."""
+    """As ServeOptions. `model_dir`: where the tokenizer is. `sampling_defaults`: of requests that give no value of their own. `hosts`: what
+    the Host header may name; (): anything."""
 
     model_dir: str
     model_name: str
@@ -40,6 +42,7 @@ class FrontEndSettings(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     version: str
     api_key: str = ""
+    sampling_defaults: dict[str, Any] = {}
     hosts: tuple[str, ...] = ()
     certificate: str = ""
     private_key: str = ""

@@ -190,6 +190,7 @@ class HttpApp:
             "created": self._started,
             "owned_by": "flowrt",
             "max_model_len": settings.max_model_len,
+            "default_sampling_params": settings.sampling_defaults,
         }
         await _respond_json(exchange, {"object": "list", "data": [model]})
 
@@ -206,10 +207,11 @@ class HttpApp:
         except ApiError as error:
             raise reader.renamed(error) from None
 
-    async def _generate(self, exchange: Exchange, read: Callable[[bytes, str], CompletionRequest]) -> None:
+    async def _generate(self, exchange: Exchange, read: Callable[[bytes, str, Mapping[str, Any]], CompletionRequest]) -> None:
         model, created = self._settings.model_name, int(self._seams.wall_now())
         # Only the coroutine may hold the request, since it drops the prompts.
-        response = self._completions.respond(read(await exchange.read_body(), model), exchange, model, created)
+        defaults = self._settings.sampling_defaults
+        response = self._completions.respond(read(await exchange.read_body(), model, defaults), exchange, model, created)
         await self._respond(exchange, response)
 
     async def _repeat_response(self, exchange: Exchange) -> None:

@@ -6,6 +6,7 @@ No state is kept: the input is the whole conversation.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from msgspec import Raw
 
 from flowrt.errors import shown
 from flowrt.serving.api_errors import INVALID, UNSUPPORTED, ApiError
-from flowrt.serving.api_request import CompletionRequest, read_chat_request
+from flowrt.serving.api_request import NO_DEFAULTS, CompletionRequest, read_chat_request
 from flowrt.serving.json_body import MAX_CHAT_BYTES, MAX_FIELD_BYTES, decode_bounded, invalid
 
 _STATE = ("previous_response_id", "conversation", "prompt")  # what a server would have to keep
@@ -34,8 +35,8 @@ class ResponsesReader:
         self._paths: list[str] = []  # of each message
         self._is_chat = False  # what is wrong from now on has the names of a chat
 
-    def read(self, body: bytes, model: str) -> CompletionRequest:
-        """Raises ApiError, whose names `renamed` translates."""
+    def read(self, body: bytes, model: str, defaults: Mapping[str, Any] = NO_DEFAULTS) -> CompletionRequest:
+        """`defaults`: see read_chat_request. Raises ApiError, whose names `renamed` translates."""
         try:
             given = {name: json for name, json in msgspec.json.decode(body, type=dict[str, Raw]).items() if bytes(json) != b"null"}
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -46,7 +47,7 @@ class ResponsesReader:
         echoed = {name: fields[name] for name in _ECHOED if name in fields}
         chat = self._chat_fields(fields)
         self._is_chat = True
-        request = read_chat_request(msgspec.json.encode(chat), model)
+        request = read_chat_request(msgspec.json.encode(chat), model, defaults)
         echoed |= {"parallel_tool_calls": request.has_parallel_calls}
         return replace(request, response_fields=echoed, includes_usage=request.is_stream)
 

@@ -34,7 +34,7 @@ _SOCKET, _LOG, _OLD_LOG, _DESCRIPTION, _STOPPING = "socket", "log", "log.1", "gr
 class Description(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a graph without asking it. `started`: Unix time. `url`: where it serves HTTP. `is_ready`: it serves, or has done
     so. `has_log`: it writes its log to the folder. `options`: those of the command, without the API key, for `flowrt up --resume`;
-    `has_api_key`: there was one. `run_id`: marks its processes."""
+    `has_api_key`: there was one. `run_id`: marks its processes. `sampling_defaults`: of requests that give no value of their own."""
 
     name: str
     pid: int
@@ -49,6 +49,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     has_api_key: bool = False
     run_id: str = ""
+    sampling_defaults: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)

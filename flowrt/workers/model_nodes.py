@@ -6,6 +6,7 @@ Each worker reads only the weights of its own nodes. user_nodes.py builds the fu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -181,8 +182,10 @@ def pair_bounds(config: ModelConfig, limits: GraphLimits) -> dict[str, int]:
 
 
 def config_of(graph: Graph) -> ModelConfig:
-    """The configuration of the graph's model, with the graph's dtype."""
-    return read_model_config(_directory_of(graph), None if graph.model is None else graph.model.dtype)
+    """The configuration of the graph's model, with the graph's dtype and end-of-sequence ids."""
+    directory = _directory_of(graph)
+    assert graph.model is not None
+    return replace(read_model_config(directory, graph.model.dtype), eos_token_ids=graph.model.eos_token_ids)
 
 
 def _directory_of(graph: Graph) -> Path:

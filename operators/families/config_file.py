@@ -32,7 +32,11 @@ MAX_VALUES: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """The keys and values of one JSON file. Each reader takes the key's names, newest first: files of older writers differ."""
+    """The keys and values of one JSON file. Each reader takes the key's names, newest first: files of older writers differ.
+
+    A default is for a key that is not there. A null is a value of its own, as in transformers: it is refused, unless `null` gives the
+    meaning that transformers gives it.
+    """
 
     path: Path
     values: Mapping[str, Any]
@@ -49,9 +53,13 @@ class ConfigFile:
                 return key, self.values[key]
         return keys[0], None
 
-    def _read(self, keys: tuple[str, ...], types: tuple[type, ...], needed: str, default: Any) -> tuple[str, Any]:
+    def _read(self, keys: tuple[str, ...], types: tuple[type, ...], needed: str, default: Any, null: Any = None) -> tuple[str, Any]:
         """The key that is there, and its value, of one of these JSON types; `default` where there is none of the keys."""
         key, value = self._find(keys)
+        if value is None and (given := next((key for key in keys if key in self.values), None)) is not None:
+            if null is None:
+                raise self.error(given, f"is null; {needed} is needed" + (", or no such key" if default is not None else ""))
+            return given, null
         if value is None:
             if default is None:
                 raise self.error(" or ".join(keys), f"is missing; {needed} is needed")
@@ -60,32 +68,32 @@ class ConfigFile:
             raise self.error(key, f"is {shortened(value)}; {needed} is needed")
         return key, value
 
-    def integer(self, *keys: str, default: int | None = None, at_least: int = 1) -> int:
-        key, value = self._read(keys, (int,), "a whole number", default)
+    def integer(self, *keys: str, default: int | None = None, null: int | None = None, at_least: int = 1) -> int:
+        key, value = self._read(keys, (int,), "a whole number", default, null)
         if value < at_least:
             raise self.error(key, f"is {shortened(value)}; at least {at_least} is needed")
         if value > (maximum := MAX_VALUES.get(key, _OTHER)):
             raise self.error(key, f"is {shortened(value)}; at most {maximum} is supported")
         return int(value)
 
-    def number(self, *keys: str, default: float | None = None) -> float:
-        key, value = self._read(keys, (int, float), "a positive number", default)
+    def number(self, *keys: str, default: float | None = None, null: float | None = None) -> float:
+        key, value = self._read(keys, (int, float), "a positive number", default, null)
         if not 0 < value < 1e300:
             raise self.error(key, f"is {shortened(value)}; a positive number is needed")
         return float(value)
 
-    def flag(self, *keys: str, default: bool) -> bool:
-        return bool(self._read(keys, (bool,), "true or false", default)[1])
+    def flag(self, *keys: str, default: bool, null: bool | None = None) -> bool:
+        return bool(self._read(keys, (bool,), "true or false", default, null)[1])
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers from 0; an absent key is an empty list."""
-        _, value = self._read((key,), (list,), "a list of whole numbers", [])
+        """A list of whole numbers from 0; an absent key or null is an empty list."""
+        _, value = self._read((key,), (list,), "a list of whole numbers", [], null=[])
         if any(type(item) is not int or item < 0 for item in value):
             raise self.error(key, f"is {shortened(value)}; a list of whole numbers is needed")
         return tuple(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        mapping: Mapping[str, Any] = self._read((key,), (dict,), "a mapping", {})[1]
+        mapping: Mapping[str, Any] = self._read((key,), (dict,), "a mapping", {}, null={})[1]
         return mapping
 
     def token_id(self, key: str) -> int | None:
@@ -100,9 +108,7 @@ class ConfigFile:
 
     def must_be(self, key: str, allowed: object, default: object) -> None:
         """Refuse a feature that is not supported: `key` must hold `allowed` (absent: `default`)."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if value != allowed:
+        if (value := self.values.get(key, default)) != allowed:
             raise self.error(key, f"is {value!r}; only {allowed!r} is supported")
 
     def dtype(self) -> str:

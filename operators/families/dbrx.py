@@ -16,6 +16,7 @@ from flowrt.operators.model_config import GateConfig, ModelConfig
 def read_config(file: ConfigFile) -> ModelConfig:
     """config.json of a DBRX model as a ModelConfig; absent keys have the defaults that transformers gives them."""
     file.must_be("tie_word_embeddings", False, default=False)
+    file.must_be("sliding_window", None, default=None)
     attention = ConfigFile(file.path, file.mapping("attn_config"))
     experts = ConfigFile(file.path, file.mapping("ffn_config"))
     activation = experts.mapping("ffn_act_fn").get("name", "silu")

@@ -18,7 +18,7 @@ def read_config(file: ConfigFile) -> ModelConfig:
     """config.json of a DeepSeek-V2 model as a ModelConfig; absent keys have the defaults that transformers gives them."""
     file.must_be("scoring_func", "softmax", default="softmax")
     file.must_be("mlp_bias", False, default=False)
-    method = file.values.get("topk_method") or "greedy"
+    method = file.values.get("topk_method", "greedy")
     if method not in METHODS:
         raise file.error("topk_method", f"is {method!r}; use one of {', '.join(METHODS)}")
     if method == "greedy":  # such models name groups but do not use them

@@ -25,11 +25,11 @@ def read_config(file: ConfigFile) -> ModelConfig:
         groups=8,
         topk_groups=4,
         group_best=2,
-        normalize=1.0 if file.flag("norm_topk_prob", default=True) else None,
+        normalize=1.0 if file.flag("norm_topk_prob", default=True, null=False) else None,
         scale=file.number("routed_scaling_factor", default=2.5),
         wide=True,
     )
-    interleaved = file.flag("rope_interleave", default=True)
+    interleaved = file.flag("rope_interleave", default=True, null=False)
     return read_latent_model(file, "deepseek_v3", gate, routed=256, per_token=8, shared=1, dense_layers=3, interleaved=interleaved)
 
 
@@ -38,6 +38,7 @@ def read_latent_model(
 ) -> ModelConfig:
     """Reads what both generations share. The groups of `gate`, and the numbers of experts and dense layers, are defaults."""
     file.must_be("moe_layer_freq", 1, default=1)
+    file.must_be("sliding_window", None, default=None)
     num_layers = file.integer("num_hidden_layers")
     num_dense = file.integer("first_k_dense_replace", default=dense_layers, at_least=0)
     if num_dense >= num_layers:

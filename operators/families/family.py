@@ -107,6 +107,10 @@ class Family:
     also: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
 
+    def has_part(self, part: str, names: Container[str], layer: int = 0, expert: int = 0) -> bool:
+        """Whether the tensors of a part are all among `names`."""
+        return any(all(piece.tensor(layer, expert) in names for piece in layout) for layout in self.parts.get(part, ()))
+
     def find_layout(self, part: str, layer: int, expert: int, names: Container[str], where: str) -> Layout:
         """The layout whose tensors are all among `names`. Raises ModelError, naming the first missing tensor of `where`."""
         layouts = self.parts.get(part)

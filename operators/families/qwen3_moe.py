@@ -11,11 +11,12 @@ from flowrt.operators.families.family import Family
 from flowrt.operators.families.standard import STANDARD_PARTS, read_grouped_model
 from flowrt.operators.model_config import GateConfig, ModelConfig
 
+DEFAULT_WINDOW = 4096  # where `use_sliding_window` is true, and there is no width
+
 
 def read_config(file: ConfigFile) -> ModelConfig:
     """config.json of a Qwen3-MoE model as a ModelConfig; absent keys have the defaults that transformers gives them."""
-    if file.flag("use_sliding_window", default=False) and file.has("sliding_window"):
-        raise file.error("use_sliding_window", "sliding windows are not supported; only false is")
+    has_window = file.flag("use_sliding_window", default=False) and file.values.get("sliding_window", DEFAULT_WINDOW) is not None
     num_layers = file.integer("num_hidden_layers")
     mlp_only = frozenset(file.integers("mlp_only_layers"))
     sparse_step = file.integer("decoder_sparse_step", default=1)
@@ -27,6 +28,7 @@ def read_config(file: ConfigFile) -> ModelConfig:
         "qwen3_moe",
         num_experts=file.integer("num_experts", "num_local_experts"),
         num_experts_per_token=file.integer("num_experts_per_tok"),
+        default_kv_heads=4,
         default_positions=32768,
         expert_width=file.integer("moe_intermediate_size"),
         dense_width=file.integer("intermediate_size") if len(moe_layers) < num_layers else 0,
@@ -34,6 +36,7 @@ def read_config(file: ConfigFile) -> ModelConfig:
         gate=GateConfig(normalize=1.0 if file.flag("norm_topk_prob", default=False) else None),
         qk_norm=True,
         attention_bias=file.flag("attention_bias", default=False),
+        sliding_window=file.integer("sliding_window", default=DEFAULT_WINDOW) if has_window else None,
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flowrt.operators.families import dbrx, deepseek_v2, deepseek_v3, mixtral, qwen3_moe
 from flowrt.operators.families.config_file import ConfigFile, parse_config_file, read_json_bytes
+from flowrt.operators.families.end_tokens import read_end_tokens
 from flowrt.operators.families.family import Family
 from flowrt.operators.model_config import ModelConfig, ModelError
 
@@ -69,21 +70,23 @@ def read_model_config(directory: Path, dtype: str | None = None) -> ModelConfig:
     """The config of the Hugging Face model directory `directory`, in `dtype` if given, else in the checkpoint's own.
 
     Raises ModelError: no directory or config.json, a family that is not known (the known ones are listed), a value that is
-    missing, of the wrong type or impossible, a feature that is not supported. End-of-sequence ids are those of
-    generation_config.json where it names any, else those of config.json, as transformers' generation has it.
+    missing, of the wrong type or impossible, a feature that is not supported. End-of-sequence ids are those of all files (end_tokens.py).
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise ModelError(f"model directory {directory} does not exist; give a directory with config.json and *.safetensors")
-    generation = directory / "generation_config.json"
-    generation_data = read_json_bytes(generation) if generation.exists() else b"{}"
-    return _parse_model_config(directory, read_json_bytes(directory / "config.json"), generation_data, dtype)
+    config = _parse_model_config(directory / "config.json", read_json_bytes(directory / "config.json"), dtype)
+    return replace(config, eos_token_ids=read_end_tokens(directory, config.eos_token_ids, config.vocab_size).token_ids)
+
+
+def note_on_end_tokens(directory: Path) -> str:
+    """What the user should know about the end-of-sequence ids of a model directory; "": nothing. Raises ModelError."""
+    config = _parse_model_config(directory / "config.json", read_json_bytes(directory / "config.json"), None)
+    return read_end_tokens(directory, config.eos_token_ids, config.vocab_size).note
 
 
 @lru_cache(maxsize=16)  # a worker asks for its model's config again and again
-def _parse_model_config(directory: Path, data: bytes, generation_data: bytes, dtype: str | None) -> ModelConfig:
-    file = parse_config_file(directory / "config.json", data)
+def _parse_model_config(path: Path, data: bytes, dtype: str | None) -> ModelConfig:
+    file = parse_config_file(path, data)
     config = find_family(file).read_config(file)
-    if ids := parse_config_file(directory / "generation_config.json", generation_data).token_ids("eos_token_id"):
-        config = replace(config, eos_token_ids=ids)
     return config if dtype is None else config.with_dtype(dtype)

@@ -28,7 +28,7 @@ def read_rotary(file: ConfigFile, max_positions: int, *, default_theta: float = 
         factor = source.values.get("partial_rotary_factor")
         if factor is not None and factor != 1.0:
             raise file.error("partial_rotary_factor", f"is {factor!r}; only 1.0 is supported")
-    theta = (rope if rope.has("rope_theta") else file).number("rope_theta", default=default_theta)
+    theta = (rope if "rope_theta" in rope.values else file).number("rope_theta", default=default_theta)
     scaling = _SCALINGS[kind](file, rope, max_positions) if kind in _SCALINGS else {}
     return RotaryConfig(theta=theta, kind=kind, interleaved=interleaved, **scaling)
 
@@ -42,6 +42,11 @@ def rope_keys(file: ConfigFile) -> tuple[str, ConfigFile]:
 def yarn_mscale(factor: float, weight: float) -> float:
     """How much sharper attention becomes in a context that is `factor` times longer (YaRN, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def scaled_positions(rotary: RotaryConfig) -> int:
+    """The context that YaRN makes of the one before."""
+    return int(rotary.original_positions * rotary.factor)
 
 
 def _linear(file: ConfigFile, rope: ConfigFile, max_positions: int) -> dict[str, Any]:
@@ -62,24 +67,24 @@ def _llama3(file: ConfigFile, rope: ConfigFile, max_positions: int) -> dict[str,
 
 def _yarn(file: ConfigFile, rope: ConfigFile, max_positions: int) -> dict[str, Any]:
     original = _original_positions(file, rope, max_positions)
-    factor = rope.number("factor", default=max_positions / original)
+    factor = rope.number("factor", default=max_positions / original, null=max_positions / original)
     mscale, mscale_all = rope.values.get("mscale"), rope.values.get("mscale_all_dim")
     attention_factor = yarn_mscale(factor, 1.0)
     if mscale and mscale_all:
         attention_factor = yarn_mscale(factor, float(mscale)) / yarn_mscale(factor, float(mscale_all))
     return {
         "factor": factor,
-        "attention_factor": rope.number("attention_factor", default=attention_factor),
+        "attention_factor": rope.number("attention_factor", default=attention_factor, null=attention_factor),
         "original_positions": original,
-        "beta_fast": rope.number("beta_fast", default=32.0),
-        "beta_slow": rope.number("beta_slow", default=1.0),
-        "truncate": rope.flag("truncate", default=True),
+        "beta_fast": rope.number("beta_fast", default=32.0, null=32.0),
+        "beta_slow": rope.number("beta_slow", default=1.0, null=1.0),
+        "truncate": rope.flag("truncate", default=True, null=False),
     }
 
 
 def _original_positions(file: ConfigFile, rope: ConfigFile, max_positions: int) -> int:
     key = "original_max_position_embeddings"
-    return (file if file.has(key) else rope).integer(key, default=max_positions)
+    return (file if key in file.values else rope).integer(key, default=max_positions)
 
 
 _SCALINGS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from flowrt.operators.families.config_file import ConfigFile
 from flowrt.operators.families.family import Layout, Piece, stored_as
 from flowrt.operators.families.quantization import refuse_quantized_config
-from flowrt.operators.families.rotary_keys import read_rotary
+from flowrt.operators.families.rotary_keys import read_rotary, scaled_positions
 from flowrt.operators.model_config import ModelConfig
 
 STANDARD_FACTS: dict[str, Callable[[ConfigFile], Any]] = {
@@ -25,10 +26,16 @@ STANDARD_FACTS: dict[str, Callable[[ConfigFile], Any]] = {
 
 
 def read_model(file: ConfigFile, family: str, **facts: Any) -> ModelConfig:
-    """A ModelConfig of these facts, with each of STANDARD_FACTS that is not among them read from its key."""
+    """A ModelConfig of these facts, with each of STANDARD_FACTS that is not among them read from its key.
+
+    With YaRN the longest context is at least that of the training times the factor, as in vLLM: files often keep the old length.
+    """
     file.must_be("hidden_act", "silu", default="silu")
     refuse_quantized_config(file.path, file.values)
-    return ModelConfig(family=family, **{name: read(file) for name, read in STANDARD_FACTS.items() if name not in facts} | facts)
+    config = ModelConfig(family=family, **{name: read(file) for name, read in STANDARD_FACTS.items() if name not in facts} | facts)
+    if config.rotary.kind != "yarn":
+        return config
+    return replace(config, max_position_embeddings=max(config.max_position_embeddings, scaled_positions(config.rotary)))
 
 
 def read_grouped_model(
@@ -37,15 +44,15 @@ def read_grouped_model(
     *,
     num_experts: int,
     num_experts_per_token: int,
-    default_kv_heads: int | None = None,
+    default_kv_heads: int,
     default_positions: int,
     default_theta: float = 10000.0,
     **facts: Any,
 ) -> ModelConfig:
-    """As read_model, for grouped-query attention with standard keys. `default_kv_heads` None: as many as query heads."""
+    """As read_model, for grouped-query attention with standard keys."""
     num_heads = file.integer("num_attention_heads")
-    num_kv_heads = file.integer("num_key_value_heads", default=default_kv_heads or num_heads)
-    head_dim = file.integer("head_dim", default=max(1, file.integer("hidden_size") // num_heads))
+    num_kv_heads = file.integer("num_key_value_heads", default=default_kv_heads)
+    head_dim = file.integer("head_dim", default=(each := max(1, file.integer("hidden_size") // num_heads)), null=each)
     max_positions = file.integer("max_position_embeddings", default=default_positions)
     check_divides(file, "num_key_value_heads", num_kv_heads, "num_attention_heads", num_heads)
     if head_dim % 2:

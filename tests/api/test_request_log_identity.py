@@ -37,7 +37,7 @@ def test_strict_numerics_depend_on_more(name: str, settings: tuple[str, ...]) ->
     assert {key for key in own if own[key] != other[key]} == {name}
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
 def test_another_file_of_the_model_is_another_model(name: str, tmp_path: Path) -> None:
     copytree(MODEL, tmp_path / "model")
     before = identity(tmp_path / "model")

@@ -57,6 +57,16 @@ def test_sampling_parameters_are_read_with_the_defaults_of_the_api() -> None:
     assert chat(logprobs=True, top_logprobs=5).params.logprobs == complete(logprobs=5).params.logprobs == 5
 
 
+def test_defaults_of_the_model_hold_for_fields_that_are_not_given() -> None:
+    defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 99}
+    body = json.dumps({"messages": [USER], "top_k": -1}).encode()
+    assert read_chat_request(body, "tiny", defaults).params == SamplingParams(temperature=0.6, top_p=0.95, max_tokens=99)
+    body = json.dumps({"messages": [USER], "max_tokens": None, "temperature": None, "top_p": 1}).encode()
+    assert read_chat_request(body, "tiny", defaults).params == SamplingParams(temperature=0.6, top_k=20)
+    body = json.dumps({"prompt": "hello", "temperature": 0}).encode()
+    assert read_completion_request(body, "tiny", defaults).params == SamplingParams(top_p=0.95, top_k=20, max_tokens=16)
+
+
 def test_what_vllm_adds_is_read() -> None:
     assert complete(max_tokens=None).params.max_tokens is None, "as many as fit"
     request = complete(return_token_ids=True, return_tokens_as_token_ids=True)

@@ -188,7 +188,7 @@ async def test_state_models_and_version() -> None:
             assert (await served.call("GET", path)).json() == {"status": "ok"}
         assert (await served.call("GET", "/version")).json() == {"version": "1.2.3"}
         (model,) = (await served.call("GET", "/v1/models")).json()["data"]
-        assert (model["id"], model["max_model_len"]) == ("tiny", 512)
+        assert (model["id"], model["max_model_len"], model["default_sampling_params"]) == ("tiny", 512, {})
         served.is_ok = False
         response = await served.call("GET", "/health")
         assert (response.status, response.json()) == (503, {"status": "unavailable", "problems": "no attention group is left"})

@@ -137,10 +137,10 @@ def check_attached(capsys: pytest.CaptureFixture[str]) -> None:
     assert "max_tokens" in str(refused.error)
     capsys.readouterr()
     options = RunOptions(prompt=(prompt,), chat=True, attach="a", quiet=True)
-    assert run_attached(None, options, SamplingParams()) == 0
+    assert run_attached(None, options, {}) == 0
     assert capsys.readouterr().out == "3\n"
     with pytest.raises(UserError, match="--set cannot be given with --attach"):
-        run_attached(None, RunOptions(prompt=(prompt,), attach="a", overrides=("x=1",)), SamplingParams())
+        run_attached(None, RunOptions(prompt=(prompt,), attach="a", overrides=("x=1",)), {})
 
 
 def check_prompt_logprobs(completion: flowrt.Completion, expected: flowrt.Completion) -> None:
