@@ -32,12 +32,14 @@ class OpenedModel:
         return [*map(ModelNotice, (*self.notes, *self.sampling.notes)), *defaults]
 
 
-def open_model(graph: Graph, generation_config: str) -> OpenedModel | None:
-    """The model of the graph; None for a graph that serves none. `generation_config`: see read_sampling_defaults. Raises GraphError,
-    TokenizerError or UserError for files that cannot be used."""
+def open_model(graph: Graph, generation_config: str, has_chats: bool) -> OpenedModel | None:
+    """The model of the graph; None for a graph that serves none. `generation_config`: see read_sampling_defaults. `has_chats`: the
+    chat template is checked. Raises GraphError, TokenizerError or UserError for files that cannot be used."""
     if graph.model is None:
         return None
     notes, directory = check_model(graph), Path(graph.model.path)
     tokenizer = Tokenizer.open(directory)
+    if has_chats and tokenizer is not None and (problem := tokenizer.chat_problem()):
+        notes = (*notes, problem)
     process = TokenizerProcess(directory) if tokenizer is not None else None
     return OpenedModel(read_model_config(directory), tokenizer, process, read_sampling_defaults(directory, generation_config), notes)

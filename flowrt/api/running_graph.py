@@ -41,6 +41,7 @@ from flowrt.seams import Seams
 from flowrt.serving.front_end_settings import ServeOptions
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcess
+from flowrt.tokenizer_files import missing_tokenizer
 from flowrt.trace.perfetto_file import write_trace
 
 
@@ -60,7 +61,7 @@ class RunningGraph:
         generation_config: str = AUTO,
     ) -> None:
         self._on_event = on_event or events.print_news
-        self._model = model = open_model(graph, generation_config)
+        self._model = model = open_model(graph, generation_config, has_chats=serving is not None)
         self._tokenizer_process = model.tokenizer_process if model is not None else None
         self._endpoint: Any = None
         hosted: dict[str, Any] = {}
@@ -110,8 +111,7 @@ class RunningGraph:
     def require_tokenizer(self) -> TokenizerProcess:
         """What encodes texts and messages. Raises TokenizerError when the model's directory has no tokenizer."""
         if self._tokenizer_process is None:
-            name = self.graph.model.path if self.graph.model is not None else "this graph"
-            raise TokenizerError(f"{name} has no tokenizer.json, which texts need; add the file, or give token ids")
+            raise TokenizerError(missing_tokenizer(self.graph.model.path if self.graph.model is not None else "this graph"))
         return self._tokenizer_process
 
     @property

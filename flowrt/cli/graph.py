@@ -47,8 +47,8 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
 
         notes = check_model(graph)
         check_prompts(graph)
-        if graph.model is not None:
-            Tokenizer.open(graph.model.path)
+        if graph.model is not None and (tokenizer := Tokenizer.open(graph.model.path)) and (problem := tokenizer.chat_problem()):
+            notes = (*notes, problem)
         has_functions = any(":" in node.operator for node in graph.nodes.values())
         if graph.cores or has_functions or any(device != "cpu" for device in graph.devices.values()):
             _check_processes(graph, process or stack.enter_context(_start_check()))

@@ -59,5 +59,11 @@ def hub_hint(name: str) -> str:
     return ""
 
 
+def snapshot_hint(path: Path) -> str:
+    """What to give in place of a folder of the hub's cache, whose models are in `snapshots`; "" for other folders."""
+    found = sorted(str(each.parent) for each in (path / "snapshots").glob("*/config.json"))
+    return f"is a folder of the hub's cache; give its snapshot {' or '.join(found[:3])}" if found else ""
+
+
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from flowrt.errors import GraphError
 from flowrt.graph.builtin import KV_PACK
 from flowrt.graph.checks import check
-from flowrt.graph.default import default_graph, hub_hint
+from flowrt.graph.default import default_graph, hub_hint, snapshot_hint
 from flowrt.graph.document import Document, Path_, apply_overrides, document_of, dotted, read_document, read_text
 from flowrt.graph.expand import expand_deploy, trampoline_choice
 from flowrt.graph.explicit import build_explicit, role_pair
@@ -101,6 +101,8 @@ def _document(path: Path) -> Document:
     if not is_folder:
         return read_document(path)
     if not isfile(path / "config.json"):
+        if hint := snapshot_hint(path):
+            raise GraphError(str(path), "", hint)
         found = next((file for file in (path / "graph.yaml", path / "graph.yml") if isfile(file)), None)
         raise GraphError(str(path), "", f"is a folder without config.json; {f'did you mean {found}?' if found else wanted}")
     return Document(str(path), default_graph(path))
@@ -258,9 +260,11 @@ def _model(
     try:
         facts = facts_of(path)
     except (ValueError, OSError) as error:
+        hint = "" if isfile(path / "config.json") else snapshot_hint(path)
+        text = f"{path} {hint}" if hint else " ".join(str(error).split())
         if model_dir is not None:
-            raise GraphError(f"--model {model_dir}", "", " ".join(str(error).split())) from error
-        document.fail(where, " ".join(str(error).split()))
+            raise GraphError(f"--model {model_dir}", "", text) from error
+        document.fail(where, text)
     return ModelPart(str(path), file.model.dtype or facts.dtype, facts.eos_token_ids), facts
 
 

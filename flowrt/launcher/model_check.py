@@ -7,6 +7,7 @@ from pathlib import Path
 from flowrt.graph.model import Graph
 from flowrt.operators.checkpoint_files import check_files
 from flowrt.operators.model_config import ModelError
+from flowrt.tokenizer_files import conversion, missing_tokenizer
 
 
 def check_model(graph: Graph) -> tuple[str, ...]:
@@ -16,14 +17,16 @@ def check_model(graph: Graph) -> tuple[str, ...]:
     """
     if graph.model is None:
         return ()
+    directory = Path(graph.model.path)
     try:
-        return check_files(Path(graph.model.path))
+        notes = check_files(directory)
     except (ModelError, OSError) as error:
         raise graph.error("model.path", str(error)) from error
+    return (*notes, missing_tokenizer(directory)) if conversion(directory) else notes
 
 
 def check_prompts(graph: Graph) -> None:
     """Raises GraphError for prompts in the graph file, which are texts, of a model without a tokenizer."""
     if graph.model is not None and graph.prompts and not (Path(graph.model.path) / "tokenizer.json").is_file():
-        hint = "add the file, or remove prompts and give token ids to flowrt run --prompts"
-        raise graph.error("prompts", f"{graph.model.path} has no tokenizer.json, which texts need; {hint}")
+        instead = "remove prompts and give token ids to flowrt run --prompts"
+        raise graph.error("prompts", missing_tokenizer(Path(graph.model.path), instead))

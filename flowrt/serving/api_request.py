@@ -183,7 +183,7 @@ def _is_zero(value: Any) -> bool:
 def _checked(name: str, value: Any) -> Any:
     """-1 is off, as clients send it."""
     if value == -1 and type(value) is int and name in ("top_k", "seed"):
-        return None
+        return None if name == "seed" else 0  # 0 is a value, which a default does not replace
     return checked_value(name, value)
 
 

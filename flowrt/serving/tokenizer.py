@@ -18,6 +18,7 @@ from flowrt.sampling_params import check_text
 from flowrt.serving.chat import Chat, ChatError
 from flowrt.serving.template_files import TemplateFiles, is_file, read_template_files
 from flowrt.serving.text_stream import TextStream, TokenTexts
+from flowrt.tokenizer_files import missing_tokenizer
 
 if TYPE_CHECKING:
     from flowrt.serving.chat_template import ChatTemplate
@@ -33,7 +34,7 @@ class Tokenizer:
         self._directory = Path(directory)
         path = self._directory / "tokenizer.json"
         if not is_file(path):
-            raise TokenizerError(f"{self._directory} has no tokenizer.json: text needs one, prompt_token_ids do not")
+            raise TokenizerError(missing_tokenizer(self._directory))
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
@@ -96,6 +97,21 @@ class Tokenizer:
         """Raises TokenizerError when the model has no chat template."""
         self._template_source(has_tools=False)
 
+    def chat_problem(self) -> str:
+        """Why no chat can be rendered, one line; "": the template can be compiled, or the model has none."""
+        try:
+            if (source := self._template_files.template(has_tools=False)) is not None:
+                self._chat_template(source)
+        except TokenizerError as error:
+            return str(error)
+        except Exception as error:  # a template can fail in any way a program can
+            return self._template_error(error)
+        return ""
+
+    def _template_error(self, error: Exception) -> str:
+        text = shortened(" ".join(str(error).split()) or type(error).__name__, _MAX_ERROR_CHARACTERS)
+        return f"the chat template of {self._directory} failed: {text}"
+
     def render_chat(self, chat: Chat | Sequence[Mapping[str, Any]]) -> str:
         """The text that `encode_chat` encodes."""
         if not isinstance(chat, Chat):
@@ -107,8 +123,7 @@ class Tokenizer:
         except TokenizerError:
             raise
         except Exception as error:  # a template can fail in any way a program can
-            text = shortened(" ".join(str(error).split()) or type(error).__name__, _MAX_ERROR_CHARACTERS)
-            raise TokenizerError(f"the chat template of {self._directory} failed: {text}") from error
+            raise TokenizerError(self._template_error(error)) from error
 
     @cached_property
     def _template_files(self) -> TemplateFiles:

@@ -180,6 +180,57 @@ def test_files_that_are_not_read_are_a_warning(model: Path, capsys: pytest.Captu
     assert out.startswith(f"{model}: valid; ")
 
 
+@pytest.mark.parametrize("name", ["tiktoken.model", "tekken.json", "tokenizer.model"])
+def test_a_tokenizer_of_another_format_gets_the_command_that_converts_it(
+    name: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "tokenizer.json").rename(model / name)
+    assert validate(model) == 0, "it serves token ids"
+    assert validate(model.parent / "g.yaml") == 2, "it has prompts"
+    warning, error = capsys.readouterr().err.splitlines()
+    text = f"{model} has no tokenizer.json, which texts need; {name} is converted by: pip install transformers "
+    assert warning.startswith(f"flowrt: warning: {text}")
+    assert error.startswith(f"flowrt: error: {model.parent}/g.yaml:3: prompts: {text}")
+    for line in (warning, error):
+        assert f"'{model}'" in line.partition('python -c "')[2]
+    with pytest.raises(flowrt.TokenizerError, match=f"{name} is converted by: pip install"):
+        flowrt.open(model).require_tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}", "the chat template of {model} failed: "),
+        ("{{ messages | nosuchfilter }}", "the chat template of {model} failed: No filter named 'nosuchfilter'"),
+    ],
+)
+def test_a_template_that_cannot_be_compiled_is_a_warning(template: str, text: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "chat_template.jinja").write_text(template)
+    assert validate(model) == 0
+    assert capsys.readouterr().err.startswith(f"flowrt: warning: {text.format(model=model)}")
+
+
+def test_a_broken_tokenizer_config_is_an_error(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "tokenizer_config.json").write_text('{"eos_token": ')
+    assert validate(model) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "tokenizer_config.json is not valid JSON" in err
+
+
+def test_a_folder_of_the_cache_of_the_hub_names_its_snapshot(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = model.parent / "models--us--tiny"
+    (root / "snapshots").mkdir(parents=True)
+    model.rename(root / "snapshots" / "abc")
+    (model.parent / "g.yaml").write_text("flowrt: 1\nmodel: {path: models--us--tiny}\n")
+    for words in ((root,), (model.parent / "g.yaml",), (model.parent / "g.yaml", "--model", root)):
+        assert validate(*words) == 2
+        err = capsys.readouterr().err
+        assert f"is a folder of the hub's cache; give its snapshot {root}/snapshots/abc\n" in err
+        assert err.count("\n") == 1
+    assert validate(root / "snapshots" / "abc") == 0
+
+
 async def test_a_warning_on_the_model_comes_before_any_process_starts(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}}))
     found: list[events.Event] = []
@@ -187,7 +238,7 @@ async def test_a_warning_on_the_model_comes_before_any_process_starts(model: Pat
         pass
     first, *others = found
     assert isinstance(first, events.ModelNotice)
-    assert not any(isinstance(event, events.ModelNotice) for event in others)
+    assert not any(isinstance(event, events.ModelNotice) and event.is_warning for event in others)
     assert (events.news(first) or "").startswith(f"warning: {model}/model.safetensors is read")
 
 

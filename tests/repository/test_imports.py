@@ -29,6 +29,7 @@ LEAVES = (
     "flowrt.seams",
     "flowrt.observe",
     "flowrt.timer",
+    "flowrt.tokenizer_files",
     "flowrt.emulation",
     "flowrt.process_status",
     "flowrt.process_backend",
