@@ -1,8 +1,8 @@
 """Places requests in groups: queues what does not fit, moves requests of lost groups, and blames suspects. Pure.
 
 There is one Placement for the groups, and one for the prefill workers, which are called groups here too (stages.py).
-A request is placed when the routing policy gives it a group (routing.py), the oldest first; until then it waits at the gateway.
-`SEQUENCES_AHEAD` lets a group have the next sequences at hand when one of its own ends; no policy gives it more. A request that has waited
+A request is placed when the routing policy gives it a group (routing.py), the oldest first; until then it waits at the gateway. A group has
+the next sequences at hand when one of its own ends (`max_sequences_at`); no policy gives it more. A request that has waited
 for `lost_group_seconds` while no group is left is given up.
 
 A suspect is a request whose group crashed or hung while it ran there, so that it may be the cause. Its next group replays its committed
@@ -25,8 +25,12 @@ from flowrt.gateway.routing import RoutingPolicy, WaitingRequest, WorkerStatus, 
 from flowrt.graph.settings import GraphLimits, LongPrompts
 from flowrt.transports.wire.message import Tag
 
-SEQUENCES_AHEAD = 2  # sequences that a group is sent, in units of the most that it runs
 LOOKAHEAD = 64  # requests that the policy lets wait before no later one is considered
+
+
+def max_sequences_at(max_num_seqs: int, num_groups: int) -> int:
+    """Sequences that a group is sent. One of several gets few more than it runs: another group may have a place for them sooner."""
+    return 2 * max_num_seqs if num_groups == 1 else max_num_seqs + max(1, max_num_seqs // 8)
 
 
 @dataclass(slots=True)
@@ -62,7 +66,7 @@ class Placement:
         }
         cached = {group: self._idle[group].max_kv_tokens if each.enable_prefix_caching else 0 for group, each in limits.items()}
         self._prefixes = PrefixIndex(cached) if len(cached) > 1 and any(cached.values()) else None
-        self._num_placed = Counter[str]()
+        self._num_placed, self._last_placed = Counter[str](), Counter[str]()
         self._lost_group_seconds, self._now = lost_group_seconds, now
         self._lost: dict[str, str] = {}  # group -> why
         self._restarting: set[str] = set()  # lost groups that a recovery policy restarts
@@ -132,6 +136,7 @@ class Placement:
         num_uncomputed = 0 if log.kv is not None else len(log.prompt_token_ids) - worker.num_cached_tokens
         self._placed[log.index] = _PlacedRequest(log, worker.name, num_uncomputed)
         self._num_placed[worker.name] += 1
+        self._last_placed[worker.name] = max(self._last_placed.values(), default=0) + 1
         if self._prefixes is not None:
             self._prefixes.add(worker.name, self._digests(log))
         if log.is_suspect:
@@ -221,7 +226,7 @@ class Placement:
         roomy = [
             name
             for name, status in statuses.items()
-            if not status.num_sequences or status.num_sequences + len(log.choices) <= SEQUENCES_AHEAD * status.max_num_seqs
+            if not status.num_sequences or status.num_sequences + len(log.choices) <= max_sequences_at(status.max_num_seqs, len(statuses))
         ]
         meant = self._meant_for(log)
         return [name for name in roomy if name not in self._lost and name in meant]
@@ -249,6 +254,8 @@ class Placement:
         return replace(
             self._idle[group],
             num_placed=self._num_placed[group],
+            last_placed=self._last_placed[group],
+            num_held_tokens=0 if self._prefixes is None else self._prefixes.num_held_tokens(group),
             num_sequences=sum(len(placed.log.choices) for placed in here),
             num_uncomputed_tokens=sum(placed.num_uncomputed for placed in here),
             num_kv_tokens=sum(len(placed.log.prompt_token_ids) for placed in here) + num_output,

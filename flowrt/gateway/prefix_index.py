@@ -41,6 +41,9 @@ class PrefixIndex:
         found = next((number for number, digest in enumerate(digests) if digest not in pieces), len(digests))
         return found * PIECE_TOKENS
 
+    def num_held_tokens(self, worker: str) -> int:
+        return len(self._pieces[worker]) * PIECE_TOKENS
+
     def clear(self, worker: str) -> None:
         """The worker was lost: its next incarnation has an empty cache."""
         self._pieces[worker].clear()

@@ -40,38 +40,61 @@ class WorkerStatus:
     max_num_batched_tokens: int
     max_kv_tokens: int
     num_placed: int = 0  # requests that it has been given since the workers were last changed
+    last_placed: int = 0  # counts the requests of all workers: the number of its latest one, 0 before the first
     num_sequences: int = 0
     num_uncomputed_tokens: int = 0  # of prompts without a token of output yet
     num_kv_tokens: int = 0  # of prompts and outputs
     num_expected_tokens: int = 0  # of output that is still to come
     num_cached_tokens: int = 0  # of the waiting request's prompt: probably in the worker's prefix cache
+    num_held_tokens: int = 0  # of all prompts: probably in the worker's prefix cache
 
 
 RoutingPolicy = Callable[[WaitingRequest, Sequence[WorkerStatus]], str | None]
 
 
 def round_robin(request: WaitingRequest, workers: Sequence[WorkerStatus]) -> str | None:
-    """Each worker in its turn."""
-    return min(workers, key=lambda worker: worker.num_placed).name
+    """Each worker that has room in its turn."""
+    return min(workers, key=lambda worker: (_is_full(request, worker), worker.num_placed, worker.last_placed)).name
 
 
 def cache_aware(request: WaitingRequest, workers: Sequence[WorkerStatus]) -> str | None:
     """The worker with the fewest rows to compute before and for this request, without those in its prefix cache. A worker that has prompts
-    for a whole step at hand gets no more: the request waits for it if it has a part of the prompt, else for the first that has room. For
-    decode: the worker with the fewest tokens in its KV pages, and expected there, of those with room for a sequence and for its KV."""
+    for a whole step at hand gets no more: the request waits for it if it has a part of the prompt, else for the first that is ready. For
+    decode: the worker with the fewest tokens in its KV pages, and expected there. Workers with room for the sequences and their KV come
+    before all others. Of equal ones the request goes where it replaces the least in the prefix cache, then to the one that has not been
+    given any for the longest time."""
+
+    def order(worker: WorkerStatus) -> tuple[int, ...]:
+        prompts = worker.num_uncomputed_tokens + request.num_prompt_tokens - worker.num_cached_tokens
+        load = {
+            "prefill": prompts,
+            "all": prompts + worker.num_expected_tokens,
+            "decode": worker.num_kv_tokens + worker.num_expected_tokens,
+        }
+        return (
+            _is_full(request, worker),
+            load[request.stage],
+            worker.num_sequences,
+            num_replaced_tokens(request, worker),
+            worker.last_placed,
+        )
+
     if request.stage == "decode":
-        roomy = [worker for worker in workers if has_room(request, worker)] or workers
-        return min(roomy, key=lambda worker: (worker.num_kv_tokens + worker.num_expected_tokens, worker.num_sequences)).name
-
-    def num_rows(worker: WorkerStatus) -> tuple[int, int]:
-        rows = worker.num_uncomputed_tokens + request.num_prompt_tokens - worker.num_cached_tokens
-        return rows if request.stage == "prefill" else rows + worker.num_expected_tokens, worker.num_sequences
-
+        return min(workers, key=order).name
     ready = [worker for worker in workers if worker.num_uncomputed_tokens < worker.max_num_batched_tokens]
-    best = min(workers, key=num_rows)
+    best = min(workers, key=order)
     if best in ready or best.num_cached_tokens or not ready:
         return best.name if best in ready else None
-    return min(ready, key=num_rows).name
+    return min(ready, key=order).name
+
+
+def num_replaced_tokens(request: WaitingRequest, worker: WorkerStatus) -> int:
+    """Tokens of other prompts that the worker's prefix cache loses to this one."""
+    return max(0, worker.num_held_tokens + request.num_prompt_tokens - worker.num_cached_tokens - worker.max_kv_tokens)
+
+
+def _is_full(request: WaitingRequest, worker: WorkerStatus) -> bool:
+    return request.stage != "prefill" and not has_room(request, worker)  # a prefill worker has its sequences for a short time
 
 
 def has_room(request: WaitingRequest, worker: WorkerStatus) -> bool:

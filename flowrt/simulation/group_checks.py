@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowrt.actors.control import Control, KvCompleted, KvLost, KvPulled, Request, Submit, Token, Tokens
-from flowrt.gateway.placement import SEQUENCES_AHEAD
+from flowrt.gateway.placement import max_sequences_at
 from flowrt.gateway.request_log import RequestLog, Stage
 from flowrt.graph.model import GATEWAY, Graph
 from flowrt.graph.recovery import attention_groups, prefill_workers
@@ -90,9 +90,9 @@ class GroupChecks:
         self._world.num_faults["KV transfer"] += request.kv is not None
         logs = [(self._log_of(name), attempt) for (name, _), (place, attempt) in self._placed.items() if place == group]
         here = [log for log, attempt in logs if log is not None and log.end is None and log.attempt == attempt]  # older ones were cancelled
-        if len(here) > 1 and (count := sum(len(log.choices) for log in here)) > (
-            room := SEQUENCES_AHEAD * self._graph.limits_of(group).max_num_seqs
-        ):
+        alike = self._groups if group in self._groups else self._workers - self._groups
+        room = max_sequences_at(self._graph.limits_of(group).max_num_seqs, len(alike))
+        if len(here) > 1 and (count := sum(len(log.choices) for log in here)) > room:
             self._wrong.append(InvariantError("I6", f"{count} sequences are at {group}, which has room for {room}"))
 
     def on_completed(self, group: str, control: KvCompleted) -> None:

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway.test_gateway import LIMITS, new_gateway, place, token_of
+from gateway.test_gateway import LIMITS, new_gateway, on_ended, place, token_of
 from gateway.test_stages import prefill, pulled, sent_in
 
+from flowrt.actors.control import Ended
 from flowrt.errors import GraphError
 from flowrt.gateway import routing
 from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.prefix_index import PIECE_TOKENS, PrefixIndex, digests_of
-from flowrt.gateway.routing import WaitingRequest, WorkerStatus, cache_aware, find_policy, round_robin
+from flowrt.gateway.routing import RoutingPolicy, WaitingRequest, WorkerStatus, cache_aware, find_policy, round_robin
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import ROUTING_POLICIES
 from flowrt.graph.settings import LongPrompts
@@ -35,6 +36,23 @@ def workers(**more: Sequence[int]) -> list[WorkerStatus]:
 def test_round_robin_gives_each_worker_its_turn() -> None:
     assert round_robin(PROMPT, workers(num_placed=(2, 1, 1))) == "b"
     assert round_robin(PROMPT, workers(num_placed=(0, 0, 0), num_uncomputed_tokens=(5, 5, 0))) == "a"
+
+
+@pytest.mark.parametrize("stage", ["all", "prefill", "decode"])
+def test_equal_workers_take_turns_and_keep_what_their_caches_have(stage: str) -> None:
+    request = replace(PROMPT, stage=stage)
+    assert cache_aware(request, workers(last_placed=(3, 1, 2))) == "b"
+    assert cache_aware(request, workers(num_held_tokens=(1000, 930), last_placed=(0, 1))) == "b", "b has room for the prompt beside others"
+    assert cache_aware(request, workers(num_held_tokens=(400, 0), last_placed=(0, 1))) == "a", "both have"
+    assert round_robin(request, workers(num_placed=(1, 1, 1), last_placed=(2, 1, 3))) == "b"
+
+
+@pytest.mark.parametrize("stage", ["all", "decode"])
+@pytest.mark.parametrize("policy", [cache_aware, round_robin])
+def test_a_full_worker_gets_nothing_while_another_has_a_place(stage: str, policy: RoutingPolicy) -> None:
+    request = replace(PROMPT, stage=stage)
+    assert policy(request, workers(num_sequences=(4, 1), num_expected_tokens=(8, 600), num_placed=(4, 9))) == "b"
+    assert policy(request, workers(num_sequences=(4, 4), num_expected_tokens=(8, 600), num_placed=(4, 9))) == "a", "neither has"
 
 
 @pytest.mark.parametrize("stage", ["all", "prefill"])
@@ -109,6 +127,41 @@ def test_a_prompt_that_begins_as_an_earlier_one_goes_to_its_group() -> None:
         gateway.on_token(later.group, token_of(later, "a"))
 
 
+@pytest.mark.parametrize("concurrency", [1, 2, 3])
+@pytest.mark.parametrize("prefill_workers", [(), ("p0", "p1")], ids=["groups", "prefill workers"])
+def test_prompts_that_fit_into_all_caches_together_stay_in_them(concurrency: int, prefill_workers: tuple[str, ...]) -> None:
+    """Twelve prompts of 1000 tokens in rounds; a cache has room for eight of them."""
+    limits = replace(LIMITS, max_num_batched_tokens=2048, kv_pages=512, page_size=16, max_tokens=40)
+    gateway = new_gateway(text=False, limits=limits, num_positions=4096, prefill_workers=prefill_workers)
+    prompts = [tuple((number * 7 + at) % 11 for at in range(1000)) for number in range(12)]
+    workers_of: list[list[str]] = []
+    for _ in range(3):
+        workers_of.append([])
+        for first in range(0, 12, concurrency):
+            sent = [place(gateway, prompt, max_tokens=1) for prompt in prompts[first : first + concurrency]]
+            workers_of[-1] += [each.group for each in sent]
+            for each in sent:
+                if prefill_workers:
+                    each = prefill(gateway, each)
+                    gateway.on_transfer(each.group, pulled(each))
+                else:
+                    gateway.on_token(each.group, token_of(each, "a"))
+                on_ended(gateway, Ended(each.request.id, 0, "length"))
+    assert workers_of[0] == workers_of[1] == workers_of[2]
+    assert max(workers_of[0].count(worker) for worker in workers_of[0]) <= 8
+
+
+def test_requests_wait_at_the_gateway_for_the_first_group_with_a_place() -> None:
+    gateway = routed()
+    room = LIMITS.max_num_seqs + 1  # one is at hand when another ends
+    sent = [place(gateway, (number,), max_tokens=2 if number % 3 else 40) for number in range(2 * room)]
+    assert [[each.group for each in sent].count(group) for group in ("g0", "g1")] == [room, room]
+    index = gateway.reserve()
+    assert gateway.place(index, (5,)) == []
+    (next_one,) = sent_in(gateway.cancel(next(each.index for each in sent if each.group == "g1")))
+    assert (next_one.index, next_one.group) == (index, "g1")
+
+
 def test_a_lost_group_has_no_prefixes() -> None:
     gateway = routed()
     prompt = tuple(number % 5 for number in range(200))
@@ -117,8 +170,9 @@ def test_a_lost_group_has_no_prefixes() -> None:
     gateway.cancel(0)
     gateway.lose_group("g0", "was lost")
     gateway.readmit_group("g0")
-    running = place(gateway, range(3), max_tokens=9)
-    assert running.group == "g0"
+    other, running = place(gateway, range(3), max_tokens=9), place(gateway, range(3), max_tokens=9)
+    assert (other.group, running.group) == ("g1", "g0")
+    gateway.cancel(other.index)
     assert place(gateway, prompt, max_tokens=1).group == "g1"
 
 

@@ -146,7 +146,7 @@ def test_a_lost_group_lets_the_prompt_be_prefilled_again(is_pulled: bool) -> Non
     decisions = gateway.lose_group("g0", "was killed")
     assert cancelled_in(decisions) == ([] if is_pulled else [("p0", 0)])
     (retried,) = sent_in(decisions)
-    assert (retried.group, retried.request.stage, retried.request.attempt) == ("p0", "prefill", 1)
+    assert (retried.group, retried.request.stage, retried.request.attempt) == ("p1", "prefill", 1)
 
 
 def test_lost_kv_is_computed_again_and_then_by_the_group_itself() -> None:
@@ -155,7 +155,7 @@ def test_lost_kv_is_computed_again_and_then_by_the_group_itself() -> None:
     for attempt in range(MAX_KV_LOST):
         second = prefill(gateway, placed)
         decisions = gateway.on_transfer(second.group, KvLost("request-0", attempt, "a byte was wrong"))
-        assert cancelled_in(decisions) == [("p0", attempt)]
+        assert cancelled_in(decisions) == [(placed.group, attempt)]
         (placed,) = sent_in(decisions)
     assert (placed.group, placed.request.stage, placed.request.kv, placed.request.attempt) == ("g0", "all", None, MAX_KV_LOST)
     assert tokens_in(gateway.on_token("g0", token_of(placed, "b", 1))) == [1]
@@ -229,9 +229,9 @@ def test_a_request_that_ends_with_its_first_token_needs_no_group() -> None:
 
 
 def test_held_prompts_keep_new_ones_waiting() -> None:
-    """A worker is sent twice the sequences that it runs; those that it holds count until they are pulled."""
+    """One of two workers is sent one sequence more than it runs; those that it holds count until they are pulled."""
     gateway = staged()
-    room = 2 * 4
+    room = 4 + 1
     sent = [place(gateway) for _ in range(2 * room)]
     last = gateway.reserve()
     assert sent_in(gateway.place(last, (1, 2))) == []
@@ -245,14 +245,14 @@ def test_a_suspect_runs_alone_in_the_prefill_worker_and_in_the_group() -> None:
     gateway.on_transfer("g0", pulled(second))
     (retried,) = sent_in(gateway.lose_group("g0", "crashed", may_recur=True))
     assert retried.request.is_suspect
-    third = sent_in(gateway.on_transfer("p0", Prefilled("request-0", 1, offer(retried))))[0]
+    third = sent_in(gateway.on_transfer(retried.group, Prefilled("request-0", 1, offer(retried))))[0]
     assert third.request.is_suspect, "the prompt alone proves nothing"
-    gateway.on_runs_alone("p0", RunsAlone("request-0", 1, TRIAL))
+    gateway.on_runs_alone(retried.group, RunsAlone("request-0", 1, TRIAL))
     gateway.on_runs_alone(third.group, RunsAlone("request-0", 1, TRIAL))
     decisions = gateway.lose_group(third.group, "crashed", may_recur=True)
     (end,) = [each for each in decisions if isinstance(each, EndEvent)]
     assert "while it computed this request alone" in (end.error or "")
-    assert cancelled_in(decisions) == [("p0", 1)]
+    assert cancelled_in(decisions) == [(retried.group, 1)]
 
 
 def test_a_crash_of_a_prefill_worker_suspects_what_it_computed_and_not_what_it_held() -> None:
