@@ -26,7 +26,8 @@ from flowrt.bench.measure.host_probe import HostReport, probe_hosts
 from flowrt.emulation import smallest_dilation
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from flowrt.launcher.transport_choice import AUTO, BETWEEN, BETWEEN_HOSTS, WITHIN, tried_between, usable_cores
+from flowrt.launcher.transport_choice import AUTO, BETWEEN, BETWEEN_HOSTS, WITHIN, tried_between
+from flowrt.machine_limits import available_memory_bytes, cpu_quota, usable_cores, visible_cores
 from flowrt.observe import duration_text, size_text
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
@@ -301,12 +302,8 @@ async def _run_probe(code: str) -> tuple[bytes | None, str]:
 
 
 def _machine_checks() -> list[Check]:
-    cores = usable_cores()
-    text = f"{cores} usable of {os.cpu_count()}, {platform.machine()}"
-    if (quota := _cgroup_cores()) is not None:
-        text += f", limited to {quota:g} by the container"
-    checks = [Check("cpus", True, f"{text}; `threads: auto` divides {cores} among the processes of a run")]
-    free = _free_memory_bytes()
+    checks = [cpus_check(usable_cores(), visible_cores(), cpu_quota())]
+    free = available_memory_bytes()
     if free is not None:
         ok = free >= MIN_MEMORY_BYTES
         remedy = None if ok else "each worker takes about 200 MiB before its weights; `processes: one` shares that"
@@ -314,29 +311,12 @@ def _machine_checks() -> list[Check]:
     return checks
 
 
-def _cgroup_cores() -> float | None:
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-    except (OSError, ValueError):
-        return None
-    return None if quota == "max" else int(quota) / int(period)
-
-
-def _free_memory_bytes() -> int | None:
-    """Available memory in bytes: the machine's, or the rest of the container's limit if that is less."""
-    try:
-        with open("/proc/meminfo") as file:
-            facts = dict(line.split(":", 1) for line in file)
-        free = int(facts["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
-            free = min(free, int(limit.read()) - int(current.read()))
-    except (OSError, ValueError):
-        pass  # no limit
-    return free
+def cpus_check(cores: int, visible: int, quota: float | None) -> Check:
+    """`cores`: those that `threads: auto` divides. `quota`: processor time that the container allows, in cores."""
+    text = f"{visible} usable of {os.cpu_count()}, {platform.machine()}"
+    if quota is not None:
+        text += f", limited to {quota:g} by the container"
+    return Check("cpus", True, f"{text}; `threads: auto` divides {cores} among the processes of a run")
 
 
 def products_check(kinds: Sequence[int] | None) -> Check:

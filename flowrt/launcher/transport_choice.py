@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -64,13 +63,6 @@ def num_threads(graph: Graph, workers: Sequence[str], processes: Sequence[Sequen
 
 def _operators(graph: Graph, workers: Sequence[str]) -> set[str]:
     return {node.operator for name in workers for node in graph.nodes_of(name)}
-
-
-def usable_cores() -> int:
-    """Cores this process may run on (its affinity mask, not the machine's count)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def choose_transports(graph: Graph, unavailable_reason: UnavailableReason) -> Graph:

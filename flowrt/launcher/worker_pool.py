@@ -26,7 +26,8 @@ from flowrt.launcher.fork_server_loss import IMPORT_SECONDS
 from flowrt.launcher.run_state import RunState
 from flowrt.launcher.service import Service
 from flowrt.launcher.totals import total
-from flowrt.launcher.transport_choice import BETWEEN_HOSTS, num_threads, usable_cores
+from flowrt.launcher.transport_choice import BETWEEN_HOSTS, num_threads
+from flowrt.machine_limits import cpu_quota, usable_cores
 from flowrt.process_backend import CONTROL_LIMITS, ProcessBackend, ProcessSpec, WorkerProcess
 from flowrt.processes.fork_server import WorkerMain, fault_of, load_worker
 from flowrt.processes.fork_server_client import LocalBackend
@@ -289,7 +290,12 @@ class WorkerPool:
 
 
 def set_own_threads(graph: Graph) -> None:
-    """Set torch's threads in the user's own process to the largest number in the graph; `auto` keeps the user's setting."""
+    """Set torch's threads in the user's own process to the largest number in the graph; `auto` keeps the user's setting, within the quota
+    of a container, of which torch does not know."""
+    if (torch := sys.modules.get("torch")) is None:
+        return
     wishes = [wish for wish in graph.threads.values() if wish != "auto"]
-    if wishes and (torch := sys.modules.get("torch")) is not None:
+    if wishes:
         torch.set_num_threads(max(wishes))
+    elif cpu_quota() is not None and torch.get_num_threads() > usable_cores():
+        torch.set_num_threads(usable_cores())

@@ -11,7 +11,8 @@ from flowrt.graph.recovery import standby_names
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
 from flowrt.launcher.standby import standby_loads
-from flowrt.launcher.transport_choice import pack, usable_cores
+from flowrt.launcher.transport_choice import pack
+from flowrt.machine_limits import usable_cores
 from flowrt.process_status import Activity
 from flowrt.reliability.detector import SEEN_SHARE
 from flowrt.simulation.errors import InvariantError

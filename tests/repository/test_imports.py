@@ -35,6 +35,7 @@ LEAVES = (
     "flowrt.process_backend",
     "flowrt.host_engine",
     "flowrt.log_files",
+    "flowrt.machine_limits",
 )
 BELOW_ALL = (*LEAVES, "flowrt.graph", "flowrt.reliability", "flowrt.trace")
 # What users get from `import flowrt`; loaded on first use.

@@ -28,7 +28,7 @@ from flowrt.bench.report.figures import Figure, Target
 from flowrt.bench.report.report import BenchmarkReport, ReportSection, new_table, print_progress
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from flowrt.launcher.transport_choice import usable_cores
+from flowrt.machine_limits import usable_cores
 from flowrt.operators.families.registry import read_model_config
 
 PHASES = ("prefill", "decode")
