@@ -1,6 +1,7 @@
 """The entry point of `flowrt` and `python -m flowrt`: runs the command line (flowrt/cli/app.py).
 
-Its imports take some 0.3 s. A Ctrl-C meanwhile ends the process with one line, as it does later.
+Its imports take some 0.3 s. A signal that ends a command ends the process meanwhile with one line, as it does later. The kernel drops such a
+signal for process 1 of a container unless there is a handler for it, so handlers come first.
 """
 
 import os
@@ -10,16 +11,24 @@ from typing import NoReturn
 
 from flowrt.exit_codes import INTERRUPTED
 
+_ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
+
 
 def main() -> None:
-    if is_default := signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)
+    numbers = [number for name in _ENDING if (number := getattr(signal, name, None)) is not None and _is_default(number)]
+    for number in numbers:
+        signal.signal(number, _end)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it would hide the exit statuses of the workers
     from flowrt.cli.app import main as run_command
 
-    if is_default:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
     run_command()
+
+
+def _is_default(number: int) -> bool:
+    """Neither ignored, as SIGHUP under nohup, nor with a handler of the program that calls `main`."""
+    return signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

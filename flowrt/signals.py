@@ -17,6 +17,7 @@ def ending_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
     """Calls `on_signal(number)` in the running loop for SIGINT and SIGTERM, and for SIGHUP unless the command runs under nohup."""
     loop = asyncio.get_running_loop()
     numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
+    before = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
     try:
@@ -24,6 +25,8 @@ def ending_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+            if (former := before[number]) is not None:  # None: not a handler of Python
+                signal.signal(number, former)
 
 
 def end_with_parent(number: int) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import os
 import select
 import sys
+from collections.abc import Container
 
 CAN_ADOPT = sys.platform == "linux"  # PR_SET_CHILD_SUBREAPER
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
@@ -49,6 +50,14 @@ def wait_reaped(pid: int) -> None:
     """Reap a dying process if it is a child of this process. Blocks until it has ended."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)
+
+
+def reap_orphans(group: int, known: Container[int]) -> None:
+    """Reap the children of the process group that have ended and are not `known`: what descendants left behind. Does not wait. An unknown
+    one behind a known one is left for the next call."""
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while (found := os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None and found.si_pid not in known:
+            os.waitpid(found.si_pid, os.WNOHANG)
 
 
 def reap_group(group: int) -> None:

@@ -18,7 +18,7 @@ from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER
 from flowrt.process_backend import BackendOwner, ProcessSpec, WorkerProcess
 from flowrt.process_status import exit_status
-from flowrt.processes.adopted_processes import CAN_ADOPT, begin_adopting, end_adopting, reap_group, wait_reaped
+from flowrt.processes.adopted_processes import CAN_ADOPT, begin_adopting, end_adopting, reap_group, reap_orphans, wait_reaped
 from flowrt.processes.descriptors import check_descriptors
 from flowrt.processes.fork_server_process import ForkServerProcess, start_error
 from flowrt.processes.frames import Exited, Forked, ForkRequest, Loaded, NotForked, Report
@@ -27,6 +27,8 @@ from flowrt.processes.local_process import GRACE_SECONDS, LocalProcess
 from flowrt.processes.output_tail import exit_text
 from flowrt.processes.weight_files import WeightFiles
 from flowrt.transports.contract import HostAddress, Identity
+
+ORPHAN_SECONDS = 1.0  # between two looks for orphans that have ended
 
 
 class LocalBackend:
@@ -44,6 +46,7 @@ class LocalBackend:
         self._reaped = asyncio.Event()  # set at each exit
         self._weight_files = WeightFiles()
         begin_adopting()
+        self._orphan_timer = self._loop.call_later(ORPHAN_SECONDS, self._reap_orphans)
 
     @classmethod
     async def open(
@@ -155,6 +158,7 @@ class LocalBackend:
         if self._is_closed:
             return
         self._is_closing = self._is_closed = True
+        self._orphan_timer.cancel()
         for process in self._processes.values():
             process.kill()
         if self._server is not None:
@@ -169,6 +173,15 @@ class LocalBackend:
         self._weight_files.close()
 
     # Inside.
+
+    def _reap_orphans(self) -> None:
+        """Reap what ended workers had started, such as the tokenizer process of a front end. They are in the process group of their fork
+        server. Not while a process is being forked: it may have ended before its pid is known."""
+        self._orphan_timer = self._loop.call_later(ORPHAN_SECONDS, self._reap_orphans)
+        known = {*self._groups, *(process.pid for process in self._processes.values())}
+        if CAN_ADOPT and 0 not in known:
+            for group in self._groups:
+                reap_orphans(group, known)
 
     def _kill_marked(self) -> bool:
         """Kill and reap the living processes of the run that are not known here. False: there are none."""

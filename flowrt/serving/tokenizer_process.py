@@ -79,7 +79,9 @@ class _TokenizerChild:
                     stderr=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     env=environment,
-                    start_new_session=True,  # Ctrl-C in the terminal does not signal it
+                    # Ctrl-C in the terminal does not signal it. A worker ignores that, and so does its child, which stays in the process
+                    # group in which the launcher reaps orphans.
+                    start_new_session=signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
                 )
         except OSError as error:
             self.socket.close()

@@ -1,0 +1,98 @@
+"""Signals that end a command while it starts, also for process 1 of a container, for which the kernel drops signals without a handler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from flowrt import signals
+from flowrt.exit_codes import INTERRUPTED
+
+_WHILE_IMPORTING = """
+import sys, threading
+from flowrt.__main__ import main
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "flowrt.cli.app":
+            print("ready", flush=True)
+            threading.Event().wait()
+sys.meta_path.insert(0, Finder())
+main()
+"""
+_BEFORE_THE_LOOP = """
+import threading
+import flowrt.cli.app
+from flowrt.__main__ import main
+def run(*_, **__):
+    print("ready", flush=True)
+    threading.Event().wait()
+flowrt.cli.app.app = run
+main()
+"""
+_BEHIND_THE_LOOP = """
+import asyncio, threading
+import flowrt.cli.app, flowrt.signals
+from flowrt.__main__ import main
+async def run_loop():
+    with flowrt.signals.ending_signals(print):
+        pass
+def run(*_, **__):
+    asyncio.run(run_loop())
+    print("ready", flush=True)
+    threading.Event().wait()
+flowrt.cli.app.app = run
+main()
+"""
+_CAN_MAKE_PID_1 = (
+    sys.platform == "linux"
+    and shutil.which("unshare") is not None
+    and not subprocess.run(["unshare", "-pf", "--mount-proc", "true"], check=False, capture_output=True).returncode
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "number"),
+    [
+        pytest.param(_WHILE_IMPORTING, signal.SIGINT, id="SIGINT while importing"),
+        pytest.param(_WHILE_IMPORTING, signal.SIGTERM, id="SIGTERM while importing"),
+        pytest.param(_WHILE_IMPORTING, signal.SIGHUP, id="SIGHUP while importing"),
+        pytest.param(_BEFORE_THE_LOOP, signal.SIGTERM, id="before the loop"),
+        pytest.param(_BEHIND_THE_LOOP, signal.SIGTERM, id="behind the loop"),
+    ],
+)
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param([], id="process"),
+        pytest.param(
+            ["unshare", "-pf", "--mount-proc"], id="process 1", marks=pytest.mark.skipif(not _CAN_MAKE_PID_1, reason="needs root")
+        ),
+    ],
+)
+def test_a_signal_ends_a_command_that_starts(code: str, number: signal.Signals, before: list[str]) -> None:
+    words = [*before, sys.executable, "-c", code]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            command = psutil.Process(process.pid).children()[0].pid if before else process.pid
+            os.kill(command, number)
+            _, err = process.communicate(timeout=60)
+        finally:
+            for child in psutil.Process(process.pid).children() if process.poll() is None else []:
+                child.kill()
+            process.kill()
+    assert (process.returncode, err) == (INTERRUPTED, "flowrt: interrupted\n")
+
+
+async def test_handlers_of_the_caller_are_back_when_a_command_ends() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with signals.ending_signals(lambda number: None):
+        assert signal.getsignal(signal.SIGTERM) not in before
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
