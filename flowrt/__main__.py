@@ -1,7 +1,7 @@
 """The entry point of `flowrt` and `python -m flowrt`: runs the command line (flowrt/cli/app.py).
 
-Its imports take some 0.3 s. A signal that ends a command ends the process meanwhile with one line, as it does later. The kernel drops such a
-signal for process 1 of a container unless there is a handler for it, so handlers come first.
+Its imports take some 0.3 s. A signal that ends a command ends the process meanwhile with one line, as it does later. The kernel drops
+such a signal for process 1 of a container unless there is a handler for it, so handlers come first.
 """
 
 import os

@@ -14,10 +14,16 @@ import pytest
 from processes.backend_checks import CHECKS, Check, Owner, close, run_check, spec, talk
 
 from flowrt.errors import WorkerDiedError
+from flowrt.process_backend import ProcessSpec
+from flowrt.processes import fork_server_client
+from flowrt.processes.adopted_processes import CAN_ADOPT
 from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.processes.leftover import processes_marked
+from flowrt.seams import Seams
 from flowrt.simulation.processes import ProcessConditions, SimulatedBackend
 from flowrt.simulation.world import World, run
+from flowrt.transports.contract import Channel, Identity
+from flowrt.transports.wire.message import Message
 
 checks = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 
@@ -66,6 +72,35 @@ async def test_starts_that_wait_for_the_fork_server_are_forked_and_cancelled_one
         os.kill(backend.pid, signal.SIGCONT)
         await backend.aclose()
     assert processes_marked(run_id) == []
+
+
+async def run_parent(control: Channel, seams: Seams) -> None:
+    """A worker that starts a process, and sends its pid."""
+    if (pid := os.fork()) == 0:
+        signal.pause()
+    await control.send(Message(str(pid)))
+    await control.recv()
+
+
+@pytest.mark.skipif(not CAN_ADOPT, reason="this system has no subreapers")
+async def test_what_an_ended_worker_leaves_behind_is_reaped_while_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server_client, "ORPHAN_SECONDS", 0.01)
+    owner = Owner()
+    backend = await LocalBackend.open(f"orphans of {os.getpid()}", owner, ("processes.test_backends",), 2, 60.0)
+    try:
+        async with asyncio.timeout(60):
+            other = await backend.start(spec("other"))
+            parent = await backend.start(ProcessSpec("parent", (Identity("parent"),), "processes.test_backends:run_parent"))
+            orphan = int((await parent.controls[0].recv()).kind)
+            parent.kill()
+            assert await owner.wait_exit(parent) == "was killed by SIGKILL"
+            os.kill(orphan, signal.SIGKILL)
+            while os.path.exists(f"/proc/{orphan}"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await talk(other)
+        await close(parent, other)
+    finally:
+        await backend.aclose()
 
 
 @checks
