@@ -123,10 +123,9 @@ class Launcher:
 
         def start_of(name: str, incarnation: str, was_standby: bool) -> Start:
             loaded = tuple(dict.fromkeys(loads.values())) if name in standbys else ()
-            settings = services[name].settings if name in services else b""
-            loaded_as = loads[name] if was_standby else ""
-            ended = tuple(sorted(self._ended_operations))
-            return Start(name, incarnation, self._pool.graph_for(name), self.key, log_level, loaded, loaded_as, is_traced, settings, ended)
+            settings, loaded_as = services[name].settings if name in services else b"", loads[name] if was_standby else ""
+            graph, ended = self._pool.graph_for(name), tuple(sorted(self._ended_operations))
+            return Start(name, incarnation, graph, self.key, log_level, loaded, loaded_as, is_traced, settings, ended)
 
         self.state = RunState(
             self.graph,
