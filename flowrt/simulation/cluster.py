@@ -387,10 +387,11 @@ class SimulatedRun:
         world, clock = self._world, self._seams.clock
         self._faults.heal()
         world.network.conditions = CALM
-        if self._checks.down:  # a step may still wait for a replica, although the clients of its requests have left
-            await clock.sleep(self._launcher.graph.reliability.unavailable_expert_seconds)
         healed = world.loop.time()
         await clock.sleep(QUIET_SECONDS)
+        if self._checks.down:  # also since then; a step may still wait for a replica, although the clients of its requests have left
+            healed += self._launcher.graph.reliability.unavailable_expert_seconds
+            await clock.sleep(self._launcher.graph.reliability.unavailable_expert_seconds + QUIET_SECONDS)
         while busy := self._busy(healed + RETRY_SECONDS):
             if self._failure is not None:
                 return

@@ -320,7 +320,7 @@ def test_seeds_that_have_failed_pass(seed: int) -> None:
 FAILED_WITH_CANCELS = (3000175, 3000190, 3000373, 3000509, 3000981, 3001235, 3001570)
 
 
-@pytest.mark.parametrize(("seed", "num_cancelled"), [(2343, 0), (3507, 0), *((seed, 100) for seed in FAILED_WITH_CANCELS)])
+@pytest.mark.parametrize(("seed", "num_cancelled"), [(2343, 0), (3507, 0), (882100414, 60), *((seed, 100) for seed in FAILED_WITH_CANCELS)])
 def test_seeds_of_transfers_that_have_failed_pass(seed: int, num_cancelled: int) -> None:
     """Each showed a defect, or a wrong check; docs/simulation.md has the causes."""
     assert campaign([draw(seed, [load(GRAPHS / "prefill.yaml")], num_cancelled=num_cancelled)]).failures == []
