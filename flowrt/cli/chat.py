@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from flowrt.cli.options import ChatOptions, SamplingOptions, ServeCommandOptions
-from flowrt.cli.prompts import checked_options
+from flowrt.cli.prompts import checked_options, checked_template_kwargs
 from flowrt.cli.text import OutputStream, one_line, visible
-from flowrt.errors import UserError, shown
+from flowrt.errors import UserError
 from flowrt.exit_codes import FAILURE, INTERRUPTED, SUCCESS
 from flowrt.seams import RealClock
 
@@ -37,7 +37,7 @@ def chat(path: Path | None, options: ChatOptions, sampling: SamplingOptions) -> 
             raise UserError(f"--{name.replace('_', '-')} has no effect on a chat; flowrt run has it")
     checked_options(given)
     if options.chat_template_kwargs is not None:
-        given["chat_template_kwargs"] = _template_kwargs(options.chat_template_kwargs)
+        given["chat_template_kwargs"] = checked_template_kwargs(options.chat_template_kwargs)
     if path is None:
         if options.overrides:
             raise UserError("--set is for a graph that is started; give a graph file or model directory, or leave it out")
@@ -54,14 +54,6 @@ def chat(path: Path | None, options: ChatOptions, sampling: SamplingOptions) -> 
     finally:
         os.kill(started.pid, signal.SIGTERM)
         os.waitpid(started.pid, 0)
-
-
-def _template_kwargs(text: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, ValueError):
-        example = '{"enable_thinking": false}'
-        raise UserError(f"--chat-template-kwargs is {shown(text)}, it must be a JSON object, such as {example}") from None
 
 
 def _converse(url: str, options: ChatOptions, given: Mapping[str, Any]) -> int:

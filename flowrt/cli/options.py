@@ -36,6 +36,7 @@ _GENERATION_CONFIG = (
 )
 _Int: TypeAlias = Annotated[int | None, Parameter(converter=read_number)]
 _Float: TypeAlias = Annotated[float | None, Parameter(converter=read_number)]
+_TEMPLATE_KWARGS = "Arguments of the chat template, as a JSON object: '{\"enable_thinking\": false}'."
 
 
 @Parameter(name="*", group=_SAMPLING)
@@ -88,6 +89,7 @@ class RunOptions:
     chat: Annotated[
         bool, Parameter(negative=(), group=_PROMPTS, help="Apply the model's chat template to each text.", show_default=False)
     ] = False
+    chat_template_kwargs: Annotated[str | None, Parameter(group=_PROMPTS, help=_TEMPLATE_KWARGS)] = None
     model: Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")] = None
     generation_config: Annotated[str, Parameter(help=_GENERATION_CONFIG)] = "auto"
     overrides: Annotated[
@@ -126,9 +128,7 @@ class ChatOptions:
     api_key: Annotated[str | None, Parameter(env_var=("FLOWRT_API_KEY", "OPENAI_API_KEY"), help="Key of the server.")] = None
     model_name: Annotated[str | None, Parameter(help="Name of the model in requests. [default: the server's first]")] = None
     system: Annotated[str | None, Parameter(help="System message at the beginning of the conversation.")] = None
-    chat_template_kwargs: Annotated[
-        str | None, Parameter(help="Arguments of the chat template, as a JSON object: '{\"enable_thinking\": false}'.")
-    ] = None
+    chat_template_kwargs: Annotated[str | None, Parameter(help=_TEMPLATE_KWARGS)] = None
     overrides: Annotated[
         tuple[str, ...],
         Parameter(name="--set", negative=(), show_default=False, help="Override a key of the started graph; repeatable."),

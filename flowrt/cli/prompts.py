@@ -15,6 +15,7 @@ import msgspec
 
 from flowrt.errors import UserError, shown
 from flowrt.sampling_params import PARAMETER_TYPES, SamplingParams, check_text, checked_value
+from flowrt.serving.chat import Chat, ChatError, check_chat
 
 STDIN = "-"
 MAX_LINE_BYTES = 16 << 20
@@ -58,6 +59,19 @@ def checked_text(value: str) -> str:
     except ValueError as error:
         raise UserError(f"--prompt {error}") from None
     return value
+
+
+def checked_template_kwargs(text: str) -> dict[str, Any]:
+    """The value of --chat-template-kwargs. Raises UserError."""
+    try:
+        kwargs = msgspec.json.decode(text, type=dict[str, Any])
+        check_chat(Chat([], kwargs=kwargs))
+    except ChatError as error:
+        raise UserError(f"--chat-template-kwargs: {error}") from None
+    except ValueError:
+        example = '{"enable_thinking": false}'
+        raise UserError(f"--chat-template-kwargs is {shown(text)}, it must be a JSON object, such as {example}") from None
+    return kwargs
 
 
 def read_prompts(name: str, defaults: SamplingParams) -> list[PromptRequest]:

@@ -23,7 +23,7 @@ from flowrt.bench.peers.child import new_event_loop
 from flowrt.chaos.run_faults import RunFaults
 from flowrt.cli.live import LiveView
 from flowrt.cli.options import RunOptions
-from flowrt.cli.prompts import PromptRequest, checked_text, read_prompts
+from flowrt.cli.prompts import PromptRequest, checked_template_kwargs, checked_text, read_prompts
 from flowrt.cli.record import Figures, Record, degraded_sentence, record_text
 from flowrt.cli.report import RunReport, report_of
 from flowrt.cli.tables import new_console, print_tables
@@ -66,8 +66,19 @@ def run(graph: Path, options: RunOptions, given: Mapping[str, Any]) -> int:
 
 def given_requests(options: RunOptions, params: SamplingParams) -> list[PromptRequest]:
     """The requests of --prompt and --prompts. Raises UserError."""
+    if options.chat_template_kwargs is not None and not options.chat:
+        raise UserError("--chat-template-kwargs needs --chat")
+    checked_template_kwargs(options.chat_template_kwargs or "{}")
     requests = [PromptRequest(checked_text(prompt), params) for prompt in options.prompt]
     return requests if options.prompts is None else requests + read_prompts(options.prompts, params)
+
+
+def prompt_arguments(prompt: str | tuple[int, ...], options: RunOptions) -> dict[str, Any]:
+    """The prompt as arguments of a call, with --chat a text as a chat."""
+    if not options.chat or not isinstance(prompt, str):
+        return {"prompt": prompt}
+    kwargs = checked_template_kwargs(options.chat_template_kwargs or "{}")
+    return {"messages": [{"role": "user", "content": prompt}], "chat_template_kwargs": kwargs}
 
 
 class RunSession:
@@ -222,11 +233,7 @@ class RunSession:
                 return
             try:
                 record.submitted_seconds = now()
-                prompt, params = record.request.prompt, record.request.params
-                if self._options.chat and isinstance(prompt, str):
-                    index = await graph.submit(params=params, messages=[{"role": "user", "content": prompt}])
-                else:
-                    index = await graph.submit(prompt, params)
+                index = await graph.submit(params=record.request.params, **prompt_arguments(record.request.prompt, self._options))
                 record.prompt_token_ids = graph.prompt_token_ids(index)
                 async for event in graph.follow(index):
                     record.add(event, now())

@@ -66,6 +66,7 @@ def check_chat(chat: Chat) -> None:
     """Raises ChatError."""
     _check_type("messages", chat.messages, list[_Message])  # type: ignore[valid-type]
     _check_type("tools", chat.tools, list[_Tool] | None)  # type: ignore[valid-type]
+    _check_type("documents", chat.documents, list[dict[str, Any]] | None)
     for index, message in enumerate(chat.messages):
         where = f"messages[{index}]"
         if message["role"] in ("system", "developer", "user") and message.get("content") is None:

@@ -28,7 +28,7 @@ _KNOWN_ROLES = frozenset({"system", "user", "assistant", "tool", "function"})
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first, those of gpt-oss the second
 _CALLS = ("tool_calls", "function_call")
 _MAX_SUSPECTS = 4
-_MARK = re.compile(r"qzx(\d+)xzq")
+_MARK = re.compile(r"qzx\d+p\d+xzq")  # of a message and one of its texts
 _PART_MARK = "qzxpartxzq"  # a key of each part: it is in the text if a template writes a list as it is
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -55,7 +55,7 @@ class ChatTemplate:
             raise ChatError(f"messages[{len(chat.messages) - 1}].content", "is missing, so that it cannot be continued")
         messages, lost = self._choose_form(chat, [self._prepared(message) for message in chat.messages])
         if chat.continue_final_message:
-            return _cut_tag(self._render(chat, [*messages[:-1], _with_text(messages[-1], lambda text: text + _TAG)]), messages[-1])
+            return _cut_tag(self._render(chat, [*messages[:-1], _with_tag(messages[-1])]), messages[-1])
         text = self._render(chat, messages)
         for index in lost:
             self._check_lost(chat, messages, index, text)
@@ -66,14 +66,15 @@ class ChatTemplate:
         positions of those that it seems to leave out."""
         best: tuple[list[Message], list[int]] | None = None
         for form in _forms(messages):
+            marked = [_marked(message, index) for index, message in enumerate(form)]
             try:
-                marked = self._render(chat, [_marked(message, index) for index, message in enumerate(form)])
+                text = self._render(chat, [message for message, _ in marked])
             except Exception:  # the template fails in any way that a program can
                 continue
-            if _PART_MARK in marked:
+            if _PART_MARK in text:
                 continue
-            found = {int(index) for index in _MARK.findall(marked)}
-            lost = [index for index, message in enumerate(form) if index not in found and _has_mark(message)]
+            found = set(_MARK.findall(text))
+            lost = [index for index, (_, marks) in enumerate(marked) if not found.issuperset(marks)]
             if not lost:
                 return form, []
             if best is None or len(lost) < len(best[1]):
@@ -88,7 +89,7 @@ class ChatTemplate:
         """Raise ChatError if `text` does not depend on this message."""
         message = messages[index]
         calls = next((name for name in _CALLS if message.get(name)), None)
-        changed = _marked(message, index) if calls is None else {name: value for name, value in message.items() if name not in _CALLS}
+        changed = _marked(message, index)[0] if calls is None else {name: value for name, value in message.items() if name not in _CALLS}
         try:
             is_same = self._render(chat, [*messages[:index], changed, *messages[index + 1 :]]) == text
         except Exception:
@@ -101,10 +102,9 @@ class ChatTemplate:
     @cached_property
     def _drops_earlier_messages(self) -> bool:
         """Whether the template drops all messages but the last, whatever their role."""
-        user = [{"role": "user", "content": mark} for mark in ("qzx0xzq", "qzx2xzq")]
-        messages = [user[0], {"role": "assistant", "content": "qzx1xzq"}, user[1]]
+        messages = [{"role": role, "content": f"qzx{at}p0xzq"} for at, role in enumerate(("user", "assistant", "user"))]
         try:
-            return _MARK.findall(self._render(Chat([]), messages)) in ([], ["2"])
+            return _MARK.findall(self._render(Chat([]), messages)) in ([], ["qzx2p0xzq"])
         except Exception:
             return False
 
@@ -158,6 +158,8 @@ def _forms(messages: list[Message]) -> Iterator[list[Message]]:
         yield messages
     texts = [message | {"content": _joined(message["content"])} if "content" in message else message for message in messages]
     yield texts
+    if not all("content" in message for message in texts):  # beside calls; some templates need one
+        yield [{"content": ""} | message for message in texts]
     yield [message | {"content": [_text_part(message["content"])]} if message.get("content") else message for message in texts]
 
 
@@ -165,32 +167,38 @@ def _joined(content: str | list[Message]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _with_text(message: Message, change: Callable[[str], str]) -> Message:
-    """With another text, or another last text of its parts."""
-    content = message.get("content")
-    if isinstance(content, list) and content:
-        return message | {"content": [*content[:-1], content[-1] | {"text": change(content[-1]["text"])}]}
-    return message | {"content": change(content)} if isinstance(content, str) else message
+def _with_tag(message: Message) -> Message:
+    """With the tag at the end of its text, or of the last of its parts."""
+    if isinstance(content := message["content"], str):
+        return message | {"content": content + _TAG}
+    return message | {"content": [*content[:-1], content[-1] | {"text": content[-1]["text"] + _TAG}]}
 
 
-def _has_mark(message: Message) -> bool:
-    """Whether a message must be in the text: not one without a text, nor the text beside calls, which many templates leave out."""
-    return any(message.get(name) for name in _CALLS) or bool(_joined(message.get("content") or "").strip())
+def _marked(message: Message, index: int) -> tuple[Message, list[str]]:
+    """With a mark at the end of each of its texts, or else of the names of the functions that it calls, beside which many templates leave
+    out the text; and these marks."""
+    marks: list[str] = []
+
+    def mark(text: str) -> str:
+        if text.strip():
+            marks.append(f"qzx{index}p{len(marks)}xzq")
+        return text + marks[-1] if text.strip() else text
+
+    content, calls, call = (message.get(name) for name in ("content", "tool_calls", "function_call"))
+    if calls:
+        message = message | {"tool_calls": [each | {"function": _renamed(each["function"], mark)} for each in calls]}
+    elif call:
+        message = message | {"function_call": _renamed(call, mark)}
+    elif isinstance(content, str):
+        message = message | {"content": mark(content)}
+    if isinstance(content, list):
+        texts = [part["text"] if calls or call else mark(part["text"]) for part in content]
+        message = message | {"content": [part | {"text": text, _PART_MARK: ""} for part, text in zip(content, texts, strict=True)]}
+    return message, marks
 
 
-def _marked(message: Message, index: int) -> Message:
-    """With a mark at the end of its text, and of the names of the functions that it calls."""
-    mark = f"qzx{index}xzq"
-    if calls := message.get("tool_calls"):
-        marked = [call | {"function": call["function"] | {"name": call["function"]["name"] + mark}} for call in calls]
-        return message | {"tool_calls": marked}
-    if call := message.get("function_call"):
-        return message | {"function_call": call | {"name": call["name"] + mark}}
-    if _has_mark(message):
-        message = _with_text(message, lambda text: text + mark)
-    if isinstance(content := message.get("content"), list):
-        message = message | {"content": [part | {_PART_MARK: ""} for part in content]}
-    return message
+def _renamed(function: Message, change: Callable[[str], str]) -> Message:
+    return function | {"name": change(function["name"])}
 
 
 def _cut_tag(text: str, message: Message) -> str:

@@ -111,7 +111,6 @@ def _items(values: msgspec.Struct) -> list[Any]:
 
 
 _Messages, _Prompts = _list_of(Raw, MAX_MESSAGES), _list_of(Raw, MAX_CHOICES)
-_Objects = list[dict[str, Any]]
 _TokenIds = tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...]
 _IS_TOKEN_IDS = re.compile(rb"\[\s*[^\s\"\[]")  # also an empty list
 _MESSAGE_LIST = f"must be a list of at most {MAX_MESSAGES} messages, such as {{'role': 'user', 'content': 'Hello'}}"
@@ -188,7 +187,7 @@ class Fields:
         prompts = _split_list(json, MAX_CHOICES, _Prompts) if is_list else [json]
         if prompts is None:
             raise invalid("prompt", f"has more than {MAX_CHOICES} prompts")
-        read = tuple(_read_prompt(each) for each in prompts)
+        read = tuple(_read_prompt(each, f"prompt[{index}]" if is_list else "prompt") for index, each in enumerate(prompts))
         _check_length("prompt", sum(len(each) for each in read if isinstance(each, str)))
         return read
 
@@ -200,30 +199,20 @@ class Fields:
         if not _is_bounded(json, MAX_CHAT_BYTES):
             raise invalid("messages", f"have more than {MAX_CHAT_BYTES >> 10} KiB besides their texts")
         messages = [_decode(each, f"messages[{index}]") for index, each in enumerate(listed)]
-        kwargs = self._take_typed("chat_template_kwargs", dict[str, Any], "an object") or {}
+        kwargs = self.take("chat_template_kwargs", {})
+        if not isinstance(kwargs, dict):
+            raise invalid("chat_template_kwargs", f"is {shown(kwargs)}, it must be an object")
         if (effort := self.take("reasoning_effort")) is not None:
             kwargs = {"reasoning_effort": effort, **kwargs}
         continues = self.take_bool("continue_final_message")
-        chat = Chat(
-            messages,
-            self._take_typed("tools", _Objects, "a list of objects") or None,
-            self._take_typed("documents", _Objects, "a list of objects") or None,
-            self.take_bool("add_generation_prompt", not continues),
-            continues,
-            kwargs,
-        )
+        adds_prompt = self.take_bool("add_generation_prompt", not continues)
+        tools, documents = (None if value == [] else value for value in (self.take("tools"), self.take("documents")))
+        chat = Chat(messages, tools, documents, adds_prompt, continues, kwargs)
         try:
             check_chat(chat)
         except ChatError as error:
             raise ApiError(UNSUPPORTED if error.is_unsupported else INVALID, str(error), error.path) from None
         return chat if messages else None
-
-    def _take_typed(self, name: str, kind: Any, description: str) -> Any:
-        value = self.take(name)
-        try:
-            return None if value is None else msgspec.convert(value, kind)
-        except msgspec.ValidationError:
-            raise invalid(name, f"is {shown(value)}, it must be {description}") from None
 
     def check_model(self, served: str) -> None:
         model = self.take("model", served)
@@ -300,12 +289,12 @@ def _decode(json: bytes, name: str) -> Any:
         raise invalid(name, "holds a number that is out of range") from None
 
 
-def _read_prompt(json: bytes) -> str | TokenIds:
+def _read_prompt(json: bytes, name: str) -> str | TokenIds:
     if json.startswith(b"["):
-        return TokenIds("prompt", json)
+        return TokenIds(name, json)
     if json.startswith(b'"'):
-        return str(_decode(json, "prompt"))
-    raise invalid("prompt", "must be a text, a list of token ids, or a list of these")
+        return str(_decode(json, name))
+    raise invalid(name, "must be a text, a list of token ids, or a list of these")
 
 
 def _check_length(name: str, num_characters: int) -> None:

@@ -47,6 +47,12 @@ def test_bad_input_is_one_line_and_exit_code_2(
     for words, text in (
         ((without_tokenizer, "--prompt", "a"), "texts has no tokenizer.json, which texts need; add the file, or give token ids"),
         ((graph_file, "--prompt", "a", "--chat"), "has no chat template"),
+        ((graph_file, "--prompt", "a", "--chat-template-kwargs", "{}"), "--chat-template-kwargs needs --chat"),
+        (
+            (graph_file, "--prompt", "a", "--chat", "--chat-template-kwargs", "[1]"),
+            "--chat-template-kwargs is '[1]', it must be a JSON object",
+        ),
+        ((graph_file, "--prompt", "a", "--chat", "--chat-template-kwargs", '{"tools": []}'), "chat_template_kwargs.tools is not a name of"),
         ((without_tokenizer, "--prompts", lines), "texts has no tokenizer.json"),
         ((tmp_path, "--prompt", "a"), "did you mean"),
         ((graph_file, "--set", "limits.kv_pages=200000000"), "write 16777216 or less"),

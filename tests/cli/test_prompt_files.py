@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from flowrt.cli.options import RunOptions
 from flowrt.cli.prompts import KEYS, MAX_LINE_BYTES, checked_options, checked_text, option_number, read_prompts
+from flowrt.cli.run import prompt_arguments
 from flowrt.errors import UserError
 from flowrt.sampling_params import MAX_WHOLE, SamplingParams
 
@@ -157,3 +159,11 @@ def test_echoed_values_are_short(tmp_path: Path, line: str, text: str) -> None:
     assert message.startswith(text)
     assert len(message.removesuffix(", ".join(KEYS))) < 320
     assert "set_int_max" not in message
+
+
+def test_prompts_become_chats_with_the_arguments_of_their_template() -> None:
+    options = RunOptions(chat=True, chat_template_kwargs='{"enable_thinking": false}')
+    chat = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"enable_thinking": False}}
+    assert prompt_arguments("a", options) == chat
+    assert prompt_arguments((1, 2), options) == {"prompt": (1, 2)}
+    assert prompt_arguments("a", RunOptions()) == {"prompt": "a"}

@@ -177,6 +177,37 @@ def test_unsupported_fields_are_named_together() -> None:
     assert len(caught.value.message) < 1000
 
 
+TEXT_MESSAGE = {"role": "user", "content": [{"type": "text", "text": "hello"}]}
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": False}}]
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 4096, "temperature": 0.5, "stop": ["x"], **STREAMED, "tools": TOOLS, "parallel_tool_calls": False},  # Continue
+        {"messages": [{"role": "system", "content": "x"}, TEXT_MESSAGE], "temperature": 0, **STREAMED},  # Cline
+        {"messages": [USER | {"cache_control": {"type": "ephemeral"}}], "stream": True, "temperature": 0, "metadata": {"a": 1}},  # aider
+        {"messages": [USER | {"type": "text"}], "max_tokens": 256, "temperature": 0, "seed": 1234, "stop": ["<|im_end|>"]},  # lm-eval
+        {"messages": [TEXT_MESSAGE], "max_tokens": 9, "max_completion_tokens": 9, "stop": None, "ignore_eos": True}  # GuideLLM
+        | {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": CALLS},
+                {"role": "tool", "content": "4", "tool_call_id": "c1"},
+            ]
+        }
+        | {"stream": False, "tools": TOOLS, "tool_choice": "auto"},  # LangChain
+        {"messages": [USER, {"role": "assistant", "content": "x", "refusal": None, "function_call": None, "audio": None}, USER]},  # openai
+        {"frequency_penalty": 0, "presence_penalty": 0, "top_p": 1, "n": 1, "logprobs": False, "user": "u", **STREAMED},  # Open WebUI
+    ],
+)
+def test_requests_that_clients_send_by_default_are_read(fields: dict[str, Any]) -> None:
+    assert chat(**fields).params.n == 1
+
+
 def test_what_completions_ask_for_nothing_is_taken() -> None:
     assert complete(best_of=1, suffix=None, tools=None, messages=None, user="me", max_tokens=16.0) == complete()
 
@@ -187,7 +218,7 @@ def test_what_completions_ask_for_nothing_is_taken() -> None:
         ({"tools": [{}]}, "invalid_value", "tools[0].function"),
         ({"tools": [{"function": {"name": 5}}]}, "invalid_value", "tools[0].function.name"),
         ({"tools": {}}, "invalid_value", "tools"),
-        ({"documents": ["a"]}, "invalid_value", "documents"),
+        ({"documents": ["a"]}, "invalid_value", "documents[0]"),
         ({"chat_template_kwargs": []}, "invalid_value", "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "invalid_value", "chat_template_kwargs.messages"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "invalid_value", "continue_final_message"),
@@ -261,7 +292,8 @@ def test_wrong_field_of_a_chat_is_named(fields: dict[str, Any], code: str, param
     [
         ({"prompt": None}, "invalid_value", "prompt"),
         ({"prompt": 5}, "invalid_value", "prompt"),
-        ({"prompt": ["a", 5]}, "invalid_value", "prompt"),
+        ({"prompt": ["a", 5]}, "invalid_value", "prompt[1]"),
+        ({"prompt": [[1], [1, -1]]}, "invalid_value", "prompt[1]"),
         ({"prompt": [1, True]}, "invalid_value", "prompt"),
         ({"prompt": [1, -1]}, "invalid_value", "prompt"),
         ({"prompt": ["a"] * 129}, "invalid_value", "prompt"),

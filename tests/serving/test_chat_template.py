@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2 import TemplateError
 from serving.test_tokenizer import byte_level
 from transformers import AutoTokenizer
 
 from flowrt.errors import TokenizerError
-from flowrt.serving.chat import Chat
+from flowrt.serving.chat import Chat, ChatError, check_chat
 from flowrt.serving.chat_template import ChatTemplate
 from flowrt.serving.tokenizer import Tokenizer
 
@@ -106,6 +110,14 @@ def test_parts_reach_templates_that_take_them_and_are_joined_for_others() -> Non
     assert render(ONLY_PARTS, USER, assistant("a")) == "[user]Hi[assistant]a", "texts become parts for a template that takes only these"
     assert render(PARTS, USER, assistant("a")) == "[user]Hi[assistant]a"
     assert render(CHATML, USER | {"content": []}) == "[user][assistant]"
+    assert render("{{ messages[0].content[0].text or messages[0].content }}", parts) == "What is\n1 + 2?\nx", "no part is left out"
+
+
+def test_content_beside_calls_may_be_missing() -> None:
+    template = "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}%s{% endfor %}"
+    messages = [USER, assistant(tool_calls=[CALL])]
+    assert render(template.replace("%s", "{{ m.content is defined }}{{ m.content }}"), *messages) == "TrueHifFalse", "as in transformers"
+    assert render(template.replace("%s", "{{ m.content + '' }}"), *messages) == "Hif", "a text for a template that needs one"
 
 
 def test_arguments_of_calls_are_objects() -> None:
@@ -170,3 +182,32 @@ def test_an_error_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError) as caught:
         Tokenizer(tmp_path).encode_chat([USER, {"role": "critic", "content": "No"}])
     assert caught.value.param == "messages[1]"
+
+
+TEXTS = st.text(max_size=4) | st.sampled_from(["{}", '{"a": 1}', "</think>", " "])
+SOME_PARTS = st.lists(TEXTS | st.builds(lambda text: {"type": "text", "text": text, "x": None}, TEXTS), max_size=3)
+VALUES = st.none() | st.booleans() | st.integers() | TEXTS | st.lists(TEXTS, max_size=2)
+CALLS_MADE = st.lists(st.builds(lambda name, text: {"function": {"name": name, "arguments": text}}, TEXTS, st.none() | TEXTS), max_size=2)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "user", "assistant", "tool", "developer", "critic"]),
+            "content": st.none() | TEXTS | SOME_PARTS,
+        },
+        optional={"tool_calls": st.none() | CALLS_MADE, "reasoning": VALUES, "refusal": VALUES, "name": st.none() | TEXTS},
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(MESSAGES, st.sampled_from([CHATML, STRICT, KNOWN, CALLS, EITHER, PARTS, ONLY_PARTS, LAST]), st.booleans())
+def test_any_chat_is_rendered_without_a_mark_or_refused(messages: list[dict[str, Any]], template: str, continues: bool) -> None:
+    chat = Chat(messages, None, None, not continues, continues)
+    try:
+        check_chat(chat)
+        text = ChatTemplate(template, {}).render(chat)
+    except (ChatError, TemplateError):
+        return
+    assert not re.search("qzx|xzq|CONTINUE_FINAL", text)
