@@ -1,7 +1,8 @@
 """Acceptance by clients that others wrote: `make acceptance`. Each client has an environment of its own, under build/.
 
-It starts `flowrt serve`, runs the checks of openai_client.py and a load of AIPerf, and compares AIPerf's counts with /metrics. Then AIPerf
-sends the same prompts while expert servers and attention groups are killed: no request may fail, and no text may change.
+It starts `flowrt serve` and runs the checks of openai_client.py; then, with a model that is a script, those of an agent of LangChain and
+of LiteLLM; then a load of AIPerf, whose counts it compares with /metrics. Then AIPerf sends the same prompts while expert servers and
+groups are killed: no request may fail, and no text may change.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from serving.server_process import ROOT, SECONDS, Server, metrics_of
 
-CLIENTS = {"openai": "openai==3.54.0", "aiperf": "aiperf==0.13.0"}
+CLIENTS = {
+    "openai": "openai==3.57.0",
+    "langchain": "langchain==LC langchain-openai==LO",
+    "litellm": "litellm==LL",
+    "aiperf": "aiperf==0.13.0",
+}
 MODEL = ROOT / "examples" / "tiny-moe"
 KEY = "a-key-of-letters"
 # Strict numerics, because texts of two runs are compared; a process may be restarted as often as it is killed.
@@ -33,16 +39,27 @@ def environment(folder: Path, name: str) -> Path:
     if not (place / "installed").exists():
         print(f"installing {CLIENTS[name]} in {place}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
-        subprocess.run([str(place / "bin" / "pip"), "install", "--quiet", CLIENTS[name]], check=True)
+        subprocess.run([str(place / "bin" / "pip"), "install", "--quiet", *CLIENTS[name].split()], check=True)
         (place / "installed").touch()
     return place / "bin"
 
 
-def run_openai(programs: Path, server: Server) -> list[str]:
+def run_client(name: str, programs: Path, url: str, key: str, model: str) -> list[str]:
     """The names of the checks that passed, which are all of them."""
-    script = Path(__file__).with_name("openai_client.py")
-    arguments = [f"http://127.0.0.1:{server.port}/v1", KEY, MODEL.name]
-    return subprocess.run([str(programs / "python"), str(script), *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    script = Path(__file__).with_name(f"{name}_client.py")
+    words = [str(programs / "python"), str(script), f"{url}/v1", key, model]
+    return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+
+
+@contextmanager
+def scripted_server(folder: Path) -> Iterator[str]:
+    """The URL of a server whose model calls tools."""
+    words = [sys.executable, str(Path(__file__).with_name("scripted_server.py")), str(folder)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.stdin.close()
 
 
 class AiperfRun:
@@ -173,8 +190,12 @@ def main() -> int:
 def check_clients(
     server: Server, programs: dict[str, Path], folder: Path, options: argparse.Namespace, report: Callable[[str, bool, str], None]
 ) -> AiperfRun:
-    passed = run_openai(programs["openai"], server)
+    passed = run_client("openai", programs["openai"], f"http://127.0.0.1:{server.port}", KEY, MODEL.name)
     report(f"`{CLIENTS['openai']}`: {', '.join(passed)}", True, f"{len(passed)} checks passed")
+    with scripted_server(folder / "model") as url:
+        for name in ("langchain", "litellm"):
+            passed = run_client(name, programs[name], url, KEY, "tiny")
+            report(f"`{CLIENTS[name]}`: {', '.join(passed)}", True, f"{len(passed)} checks passed")
     before = counts(server)
     load = AiperfRun(programs["aiperf"], server, folder / "load", options.requests, options)
     after = counts(server)

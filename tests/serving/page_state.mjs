@@ -82,6 +82,7 @@ for (const width of [320, 900]) { // layout
   assert.equal(state.readEvent('data: {"error": {"message": "no"}}').error, "no");
   assert.equal(state.readEvent('data: {"choices": [{"text": "a"}]}').text, "a");
   assert.equal(state.readEvent('data: {"choices": [{"delta": {"content": "b"}, "finish_reason": "stop"}]}').reason, "stop");
+  assert.equal(state.readEvent('data: {"choices": [{"delta": {"reasoning_content": "c"}}]}').thought, "c");
   assert.deepEqual(state.readEvent('data: {"choices": [], "usage": {"completion_tokens": 3}}'), { text: "", reason: null, usage: { completion_tokens: 3 } });
   assert.deepEqual([0, 999, 1536, 2.5e8, 3e12].map(state.bytesText), ["0 B", "999 B", "1.5 KiB", "238 MiB", "2.7 TiB"]);
   assert.deepEqual([state.numberText(3), state.numberText(3.14), state.numberText(12345.6), state.percentText(0.123)], ["3", "3.1", "12,346", "12 %"]);

@@ -36,7 +36,6 @@ from flowrt.serving.tokenizer_process import TokenizerProcesses
 from flowrt.transports.wire.message import Message
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-moe"
-LIMITS = GraphLimits(max_tokens=128)
 NAME, GROUP = "front_end.0", "attention.0"
 
 
@@ -44,7 +43,7 @@ class DirectProcess(TokenizerProcesses):
     """Tokenizes in this process: the tests' texts are harmless."""
 
     async def encode(self, prompt: Any, *, max_tokens: int, add_special_tokens: bool | None = None) -> list[int]:
-        tokenizer = Tokenizer(MODEL)
+        tokenizer = Tokenizer(self.directory)
         return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt, bool(add_special_tokens))
 
 
@@ -125,10 +124,12 @@ class ServedApp:
         connections: int,
         log: Path | None,
         stream_interval: int,
+        max_tokens: int,
     ) -> None:
+        limits = GraphLimits(max_tokens=max_tokens)
         self.gateway = Gateway(
             [GROUP],
-            LIMITS,
+            limits,
             settings.max_model_len,
             settings.vocab_size,
             draw_seed=lambda: 1,
@@ -145,8 +146,9 @@ class ServedApp:
             self.requests.begin_log(self.log, contents)
         self.front_ends = FrontEnds([NAME], self.requests, self._send, self._post, self._report_state)
         self.client = GatewayClient(lambda control: self.front_ends.on_control(NAME, over_the_wire(control)), seams.clock.now)
-        self.tokenizer = Tokenizer(MODEL)
-        encoder = PromptEncoder(DirectProcess(MODEL), LIMITS, settings.max_model_len, settings.vocab_size)
+        directory = Path(settings.model_dir)
+        self.tokenizer = Tokenizer(directory)
+        encoder = PromptEncoder(DirectProcess(directory), limits, settings.max_model_len, settings.vocab_size)
         completions = Completions(
             self.client, encoder, self.tokenizer, settings.eos_token_ids, stream_interval, log is not None, settings.formats
         )
@@ -233,13 +235,16 @@ async def served_app(
     log: Path | None = None,
     stream_interval: int = 1,
     formats: OutputFormats = NO_FORMATS,
+    model_dir: Path = MODEL,
+    max_model_len: int = 512,
+    max_tokens: int = 128,
 ) -> AsyncIterator[ServedApp]:
     """`log`: the folder of a request log, which is resumed."""
     listener = open_tcp_listener("127.0.0.1", 0)
     settings = FrontEndSettings(
-        model_dir=str(MODEL),
+        model_dir=str(model_dir),
         model_name="tiny",
-        max_model_len=512,
+        max_model_len=max_model_len,
         vocab_size=768,
         eos_token_ids=(0,),
         version="1.2.3",
@@ -249,7 +254,7 @@ async def served_app(
         private_key=private_key,
         formats=formats,
     )
-    served = ServedApp(listener, settings, max_requests, max_prompt_tokens, connections, log, stream_interval)
+    served = ServedApp(listener, settings, max_requests, max_prompt_tokens, connections, log, stream_interval, max_tokens)
     served.requests.begin()
     served.front_ends.begin()
     await served.server.start(listener.socket)

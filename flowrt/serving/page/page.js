@@ -300,8 +300,9 @@ async function stream(output, signal) {
     rest = lines.pop();
     for (const event of lines.map(state.readEvent)) {
       if (event.error) return showError(event.error);
-      if (event.text) {
+      if (event.text || event.thought) {
         first ??= performance.now() - began;
+        if (event.thought) output.append(html("em", event.thought));
         output.append(event.text);
         output.scrollTop = output.scrollHeight;
       }

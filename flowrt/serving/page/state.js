@@ -116,7 +116,7 @@ export function requestBars(state, most) {
   });
 }
 
-/** A line of the event stream of a response: its text, an error, or its usage. */
+/** A line of the event stream of a response: its text, a part of its reasoning, an error, or its usage. */
 export function readEvent(line) {
   if (!line.startsWith("data:")) return {};
   const data = line.slice(5).trim();
@@ -124,7 +124,9 @@ export function readEvent(line) {
   const event = JSON.parse(data);
   if (event.error) return { error: event.error.message };
   const choice = event.choices?.[0];
-  return { text: choice?.text ?? choice?.delta?.content ?? "", reason: choice?.finish_reason ?? null, usage: event.usage ?? null };
+  const thought = choice?.delta?.reasoning_content;
+  const text = choice?.text ?? choice?.delta?.content ?? "";
+  return { text, reason: choice?.finish_reason ?? null, usage: event.usage ?? null, ...(thought ? { thought } : {}) };
 }
 
 /** The style of a process: "" for one that works well. */
