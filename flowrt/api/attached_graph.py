@@ -142,7 +142,7 @@ class AttachedRequest:
             return "/v1/completions", body | {"prompt": self._prompt.content}
         if logprobs is not None:
             body |= {"logprobs": True, "top_logprobs": logprobs}
-        return "/v1/chat/completions", body | self._prompt.content.fields
+        return "/v1/chat/completions", body | self._prompt.content.fields | {"parse_output": False}
 
     def _of_chunk(self, chunk: dict[str, Any]) -> Iterator[ClientEvent]:
         """One event per token; the text of a chunk comes with its last token."""

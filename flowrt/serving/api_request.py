@@ -27,12 +27,13 @@ _SAMPLING = tuple(name for name in PARAMETER_TYPES if name not in ("max_tokens",
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """`prompts`: texts, token ids or, of a chat, one Chat. `tools`: those that the model may call. `is_in_reasoning`: the prompt has opened
-    the reasoning. `response_fields`: of a request of the Responses API, what its response repeats. `params.logprobs` None: none are
-    returned. `has_continuous_usage`: each chunk of a stream has the usage so far. `has_token_ids`: the response has those of the prompt and
-    of each choice. `names_token_ids`: tokens of logprobs are written as "token_id:5" instead of their text. `has_prompt_logprobs`: the
-    response has the field `prompt_logprobs`. `max_tokens_name`: the field that has max_tokens. `omits_output`: max_tokens was 0; one token
-    is computed, and the response has none. `outputs_name`: the field that has the structured outputs."""
+    """`prompts`: texts, token ids or, of a chat, one Chat. `tools`: those that the model may call. `is_parsed`: reasoning and calls are not
+    left in the text. `is_in_reasoning`: the prompt has opened the reasoning. `response_fields`: of a request of the Responses API, what its
+    response repeats. `params.logprobs` None: none are returned. `has_continuous_usage`: each chunk of a stream has the usage so far.
+    `has_token_ids`: the response has those of the prompt and of each choice. `names_token_ids`: tokens of logprobs are written as
+    "token_id:5" instead of their text. `has_prompt_logprobs`: the response has the field `prompt_logprobs`. `max_tokens_name`: the field
+    that has max_tokens. `omits_output`: max_tokens was 0; one token is computed, and the response has none. `outputs_name`: the field that
+    has the structured outputs."""
 
     is_chat: bool
     prompts: tuple[Prompt, ...]
@@ -44,6 +45,7 @@ class CompletionRequest:
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice = "none"
     has_parallel_calls: bool = True
+    is_parsed: bool = True
     is_in_reasoning: bool = False
     response_fields: dict[str, Any] | None = None
     echo: bool = False
@@ -81,6 +83,7 @@ def read_chat_request(body: bytes, model: str, defaults: Mapping[str, Any] = NO_
     if chat is None:
         raise invalid("messages", "must be a list of messages, such as {'role': 'user', 'content': 'Hello'}")
     tool_choice, tools = chosen_tools(chat.tools, fields.take("tool_choice"))
+    is_parsed = fields.take_bool("parse_output", True)
     if tool_choice == "none":
         chat = msgspec.structs.replace(chat, tools=None)
     has_parallel_calls = fields.take_bool("parallel_tool_calls", True) and not (
@@ -94,6 +97,7 @@ def read_chat_request(body: bytes, model: str, defaults: Mapping[str, Any] = NO_
     request = _finish(fields, True, (chat,), logprobs, defaults)
     if tool_choice == "required":
         request = _with_required_calls(request, required_schema(tools, None if has_parallel_calls else 1))
+    request = replace(request, is_parsed=is_parsed)
     return replace(request, tools=tools or None, tool_choice=tool_choice, has_parallel_calls=has_parallel_calls or not tools)
 
 

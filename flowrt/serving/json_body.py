@@ -90,6 +90,7 @@ _OTHER = (
     "stream_options",
     "max_completion_tokens",
     "top_logprobs",
+    "parse_output",
     "add_special_tokens",
     "response_format",
 )

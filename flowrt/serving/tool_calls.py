@@ -14,7 +14,7 @@ _ID_CHARACTERS = 24
 
 def check_tools(request: CompletionRequest, formats: OutputFormats) -> None:
     """Raises ApiError when the model may call tools, but its calls would not be found."""
-    if request.tool_choice == "auto" and not formats.tools:
+    if request.tool_choice == "auto" and request.is_parsed and not formats.tools:
         text = "are not supported by this model: its chat template shows no known form of tool calls"
         hint = "name one with flowrt serve --tool-call-parser, or let tool_choice be required, a function, or none"
         raise ApiError(UNSUPPORTED, f"tools {text}; {hint}", "tools")
@@ -22,7 +22,7 @@ def check_tools(request: CompletionRequest, formats: OutputFormats) -> None:
 
 def new_parser(request: CompletionRequest, formats: OutputFormats) -> OutputParser | None:
     """Of one choice; None where the text is the answer as it is."""
-    if not request.is_chat:
+    if not request.is_chat or not request.is_parsed:
         return None
     is_free = request.params.structured_outputs is None  # else the whole output has the form that is asked for
     tools = {"none": None, "auto": formats.tool_format if is_free else None, "required": REQUIRED_CALLS}[request.tool_choice]

@@ -179,6 +179,15 @@ async def test_without_a_parser_calls_are_text() -> None:
         assert (await answer(app, [CALL])).json()["choices"][0]["message"]["content"] == CALL
 
 
+async def test_a_client_may_ask_for_the_text_as_it_is() -> None:
+    """Tools are in the prompt all the same."""
+    async with served_app(formats=THINKING) as app:
+        choice = (await answer(app, [f"<think>Hm.</think>{CALL}"], parse_output=False)).json()["choices"][0]
+        assert (choice["finish_reason"], choice["message"]) == ("stop", {"role": "assistant", "content": f"<think>Hm.</think>{CALL}"})
+    async with served_app() as app:
+        assert (await answer(app, [CALL], parse_output=False)).json()["choices"][0]["message"]["content"] == CALL
+
+
 async def test_mistral_has_short_ids() -> None:
     async with served_app(formats=OutputFormats("mistral")) as app:
         calls = (await answer(app, ['[TOOL_CALLS]f{"a": ""}'])).json()["choices"][0]["message"]["tool_calls"]
