@@ -26,6 +26,7 @@ from flowrt.bench.measure.host_probe import HostReport, probe_hosts
 from flowrt.emulation import smallest_dilation
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
+from flowrt.launcher.engine_check import check_engine
 from flowrt.launcher.transport_choice import AUTO, BETWEEN, BETWEEN_HOSTS, WITHIN, tried_between
 from flowrt.machine_limits import available_memory_bytes, cpu_quota, usable_cores, visible_cores
 from flowrt.observe import duration_text, size_text
@@ -87,13 +88,15 @@ class Check:
     needed: bool = False
 
 
-async def collect(model: str | None = None, dtype: str | None = None, graph: str | None = None) -> list[Check]:
+async def collect(
+    model: str | None = None, dtype: str | None = None, graph: str | None = None, overrides: Sequence[str] = ()
+) -> list[Check]:
     """All checks, in the order of the report. It takes about as long as one import of torch.
 
     With a `model` directory, it includes the row blocks of strict numerics for this model on this machine. With a `graph` file, it
     includes the smallest dilation at which it can be emulated. Raises GraphError for a bad one, UserError for a bad model.
     """
-    loaded = None if graph is None else read_graph(graph)
+    loaded = None if graph is None else read_graph(graph, overrides)
     if model is not None:
         try:
             read_model_config(Path(model), dtype)
@@ -108,10 +111,12 @@ async def collect(model: str | None = None, dtype: str | None = None, graph: str
     return checks if model is None else [*checks, await _strict_check(model, dtype)]
 
 
-async def collect_hosts(graph: str) -> list[Check]:
+async def collect_hosts(graph: str, overrides: Sequence[str] = ()) -> list[Check]:
     """Checks of the hosts of a graph file: what each has, and the way from each to each other one. They are used as for a run. Raises
     GraphError, and UserError or WorkerDiedError for a host that cannot be used."""
-    settings = read_graph(graph).hosts
+    loaded = read_graph(graph, overrides)
+    check_engine(loaded)
+    settings = loaded.hosts
     if settings is None:
         raise UserError(f"--hosts {graph}: the graph has one host; write hosts: into it")
     return host_checks(await probe_hosts(settings, Seams(), BETWEEN_HOSTS[0], tried_between(settings), HOST_SECONDS))

@@ -50,13 +50,23 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
         available = int(facts["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
+    return min((available, *(max(0, limit - used) for limit, used in _memory_limits(root))))
+
+
+def memory_limit_bytes(root: Path = Path("/")) -> int:
+    """Memory that processes can ever take: the machine's, or the limit of a control group if that is less."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min((machine, *(limit for limit, _ in _memory_limits(root))))
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """The limit of each control group that has one, and the bytes in use."""
     for folder in _groups("memory", root):
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             with suppress(OSError, ValueError):
                 num_bytes = int((folder / limit).read_text())
                 if num_bytes < _UNLIMITED_BYTES:
-                    available = min(available, max(0, num_bytes - int((folder / used).read_text())))
-    return available
+                    yield num_bytes, int((folder / used).read_text())
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:

@@ -15,6 +15,7 @@ from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
+from flowrt.launcher.engine_check import check_engine
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.observe import LEVELS
 from flowrt.operators.families.registry import read_model_config
@@ -81,5 +82,7 @@ def open_graph(
         check_trace_file(str(trace), "trace")
         collector = TraceCollector(seams.machine_now, str(trace))
     loaded = graph if isinstance(graph, Graph) else read_graph(graph, overrides, model)
+    if seams.open_engine is None:
+        check_engine(loaded)
     callbacks = guarded("on_event", on_event), guarded("on_line", on_line)
     return RunningGraph(loaded, seams, log_level, *callbacks, collector, resumes=resume, generation_config=str(generation_config))

@@ -276,6 +276,9 @@ def doctor(
         str | None,
         Parameter(help="Instead check every host of this graph file: versions, transports, latency and bandwidth."),
     ] = None,
+    overrides: Annotated[
+        list[str] | None, Parameter(name="--set", negative=(), help="Override a key of the graph file, as hosts.count=3; repeatable.")
+    ] = None,
 ) -> None:
     """Report what works on this machine, what is missing, and what would help. It changes nothing.
 
@@ -288,10 +291,12 @@ def doctor(
     if hosts is not None:
         if model is not None or graph is not None:
             raise UserError("--hosts checks other things than --model and --graph; give one of them")
-        raise SystemExit(0 if report(asyncio.run(collect_hosts(hosts))) else 1)
+        raise SystemExit(0 if report(asyncio.run(collect_hosts(hosts, overrides or ()))) else 1)
     if dtype is not None and model is None:
         raise UserError("--dtype needs --model DIR")
-    raise SystemExit(0 if report(asyncio.run(collect(model, dtype, graph))) else 1)
+    if overrides and graph is None:
+        raise UserError("--set needs --graph FILE or --hosts FILE")
+    raise SystemExit(0 if report(asyncio.run(collect(model, dtype, graph, overrides or ()))) else 1)
 
 
 def _join_lines(command: App) -> None:

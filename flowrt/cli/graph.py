@@ -41,10 +41,14 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
         process = stack.enter_context(_start_check()) if _is_probably_explicit(file) else None
         graph = load(file, overrides, model)
         from flowrt.graph.show import summary_of_valid
+        from flowrt.launcher.engine_check import check_engine
+        from flowrt.launcher.memory_needs import memory_needs, needs_text
         from flowrt.launcher.model_check import check_model, check_prompts
-        from flowrt.observe import print_line
+        from flowrt.machine_limits import memory_limit_bytes
+        from flowrt.observe import print_line, size_text
         from flowrt.serving.tokenizer import Tokenizer
 
+        check_engine(graph)
         notes = check_model(graph)
         check_prompts(graph)
         if graph.model is not None and (tokenizer := Tokenizer.open(graph.model.path)) and (problem := tokenizer.chat_problem()):
@@ -54,7 +58,9 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
             _check_processes(graph, process or stack.enter_context(_start_check()))
     for note in notes:
         print_line(f"flowrt: warning: {note}")
-    print(f"{file}: valid; {summary_of_valid(graph)}")
+    needs = memory_needs(graph)
+    memory = f"; memory: {needs_text(needs)}, of {size_text(memory_limit_bytes())} here" if needs else ""
+    print(f"{file}: valid; {summary_of_valid(graph)}{memory}")
 
 
 @graph_app.command
@@ -91,10 +97,12 @@ def show(
 
     from flowrt.graph.facts import ModelFacts
     from flowrt.graph.show import print_graph
+    from flowrt.launcher.memory_needs import memory_needs
     from flowrt.operators.families.registry import read_model_config
 
     facts = None if graph.model is None else ModelFacts.of(read_model_config(Path(graph.model.path)))
-    print_graph(graph, file.name, Console(), facts)
+    memory = {process: f"{need}" for process, need in memory_needs(graph).items()}
+    print_graph(graph, file.name, Console(), facts, memory)
 
 
 def _is_probably_explicit(file: Path) -> bool:

@@ -33,6 +33,7 @@ from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.exit_codes import BAD_INPUT, FAILURE, INTERRUPTED, NO_READER, SUCCESS
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.launcher import events
+from flowrt.launcher.engine_check import check_engine
 from flowrt.launcher.launcher import STOP_SECONDS
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.observe import set_log_level
@@ -105,6 +106,7 @@ class RunSession:
         self._statistics: dict[str, Statistics] = {}
         self._up_seconds: float | None = None
         loaded = read_graph(path, options.overrides, options.model)
+        check_engine(loaded)
         self._trace = TraceCollector(self._seams.machine_now) if options.trace is not None else None
         self._graph = RunningGraph(
             loaded,

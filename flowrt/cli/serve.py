@@ -26,6 +26,7 @@ from flowrt.errors import TokenizerError, UserError, WorkerDiedError, install_co
 from flowrt.exit_codes import INTERRUPTED, SUCCESS
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
+from flowrt.launcher.engine_check import check_engine
 from flowrt.observe import print_line
 from flowrt.processes.output_tail import write_line
 from flowrt.seams import Seams
@@ -50,6 +51,7 @@ def open_session(path: Path, options: ServeCommandOptions, run_name: str | None,
     if find_spec("uvicorn") is None or find_spec("httptools") is None:
         raise UserError(f"flowrt serve needs uvicorn and httptools: {install_command('serve')}")
     graph = read_graph(path, options.overrides, options.model)
+    check_engine(graph)
     if graph.model is None:
         raise UserError(f"{path}: this graph serves no model; call it from Python: await graph(name=tensor)")
     if options.resume and not graph.reliability.request_log:

@@ -174,6 +174,7 @@ def build_graph(
 def _checked_later(graph: Graph) -> Iterator[Path_]:
     """Yield the keys that are checked against this machine, the files of the model and the user's modules."""
     yield from (("model", "path"), ("prompts",))
+    yield from (("hosts", "engine"),) if graph.hosts is not None else ()
     yield from (("devices", process) for process, device in graph.devices.items() if device != "cpu")
     yield from (("cores", process) for process in graph.cores)
     yield from (("nodes", node.name, "operator") for node in graph.nodes.values() if ":" in node.operator)

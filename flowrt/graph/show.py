@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 from rich.text import Text
@@ -21,13 +21,18 @@ from flowrt.transports.wire.message import DTYPE_BYTES
 _INDENT = 6  # of the rest of a broken line
 
 
-def print_graph(graph: Graph, title: str, console: Console, facts: ModelFacts | None = None) -> None:
-    """Prints `graph`; on a terminal with the names of processes and edges in bold, and with long lines broken at spaces. With the `facts`
-    of its model, expert servers have a line on the memory of the requests that they must be able to hold."""
+def print_graph(
+    graph: Graph, title: str, console: Console, facts: ModelFacts | None = None, memory: Mapping[str, str] | None = None
+) -> None:
+    """Prints `graph`; on a terminal with the names of processes and edges in bold, and with long lines broken at spaces.
+
+    `facts` of its model: expert servers have a line on the memory of the requests that they must be able to hold. `memory`: what processes
+    need for weights and KV pages.
+    """
     _print_line(Text(f"{title}: {_summary(graph)}"), console)
     for key, choice in graph.choices.items():
         _print_line(Text(f"{key}: {choice}"), console)
-    for head, rest in _lines(graph, facts):
+    for head, rest in _lines(graph, facts, memory or {}):
         _print_line(Text.assemble((head, "bold" if not head.startswith(" ") else "dim"), rest), console)
 
 
@@ -77,7 +82,7 @@ def _summary(graph: Graph) -> str:
     return ", ".join(parts)
 
 
-def _lines(graph: Graph, facts: ModelFacts | None) -> Iterator[tuple[str, str]]:
+def _lines(graph: Graph, facts: ModelFacts | None, memory: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """(name, rest) of each line. A large graph has a line per role and pair of roles, with the nodes of the role's first process."""
     fusions, crossing = fuse_all(graph), [edge for edge in graph.edges.values() if graph.crosses(edge)]
     role = roles(graph)
@@ -87,12 +92,12 @@ def _lines(graph: Graph, facts: ModelFacts | None) -> Iterator[tuple[str, str]]:
         for name in counts:
             first = shown[name]
             yield f"process {name if counts[name] == 1 else f'{name}, {counts[name]} processes such as {first}'}", ""
-            yield from _process_lines(graph, first, fusions[first], facts)
+            yield from _process_lines(graph, first, fusions[first], facts, memory)
         yield from ((f"edge {edge.source} -> {edge.target}", f": {edge.label}") for edge in drawn_edges(graph))
         return
     for process, fusion in fusions.items():
         yield f"process {process}", _process_properties(graph, process)
-        yield from _process_lines(graph, process, fusion, facts)
+        yield from _process_lines(graph, process, fusion, facts, memory)
     for process in standby_names(graph):
         yield f"process {process}", ", takes the place of one that dies"
         yield "  on death:", f" {rule_of(graph, process).recovery}"
@@ -112,7 +117,9 @@ def _process_properties(graph: Graph, process: str) -> str:
     return host + computes + cores + numerics
 
 
-def _process_lines(graph: Graph, process: str, fusion: Fusion, facts: ModelFacts | None) -> Iterator[tuple[str, str]]:
+def _process_lines(
+    graph: Graph, process: str, fusion: Fusion, facts: ModelFacts | None, memory: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     """The work of a process: a line per chain, in which "->" stays within one firing; then its experts, operators and recovery."""
 
     def short(name: str) -> str:
@@ -124,6 +131,7 @@ def _process_lines(graph: Graph, process: str, fusion: Fusion, facts: ModelFacts
         kind = "fires in batches" if graph.nodes[chain[0]].batches else "fires"
         yield f"  {kind}:", f" {' -> '.join(short(name) for name in chain)}"
     yield from (("  holds:", f" experts {experts_text(node.options['experts'])}") for node in nodes if "experts" in node.options)
+    yield from (("  memory:", f" {memory[name]}") for name in (process,) if name in memory)
     yield from (("  slots:", f" {text}") for text in _slots_texts(graph, process, facts))
     yield from (("  calls:", f" {short(node.name)} = {node.operator}") for node in nodes if ":" in node.operator)
     rule = rule_of(graph, process)

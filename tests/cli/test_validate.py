@@ -18,7 +18,7 @@ import flowrt
 from flowrt.cli.app import main
 from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
-from flowrt.launcher import events
+from flowrt.launcher import engine_check, events
 from flowrt.launcher.transport_choice import choose_transports
 from flowrt.workers.start_check import check_process
 
@@ -361,3 +361,25 @@ def test_an_error_about_a_transport_names_the_line_of_its_link(tmp_path: Path) -
     (tmp_path / "g.yaml").write_text(USER_GRAPH.replace("OPERATOR", "validated_ops:plain") + links)
     with pytest.raises(GraphError, match=r"g\.yaml:12: links\.right-left\.transport: transport shm cannot be used here"):
         choose_transports(load_graph(tmp_path / "g.yaml"), lambda scheme: "no compiler" if scheme == "shm" else None)
+
+
+def test_hosts_of_a_ray_cluster_need_ray_before_anything_starts(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_check, "find_spec", lambda name: None)
+    graph = model.parent / "hosts.yaml"
+    graph.write_text("flowrt: 1\nmodel: {path: model}\nhosts: {engine: ray, count: 2}\n")
+    expected = f"{graph}:3: hosts.engine: ray is not installed: pip install -e "
+    for command in (("graph", "validate"), ("run",), ("serve",), ("doctor", "--hosts")):
+        more = ("--prompt", "x") if command == ("run",) else ()
+        with patch("sys.argv", ["flowrt", *command, str(graph), *more]), pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 2, command
+        assert capsys.readouterr().err.startswith(f"flowrt: error: {expected}"), command
+    with pytest.raises(GraphError, match=r"hosts\.engine: ray is not installed"):
+        flowrt.open(graph)
+    assert validate(graph, "--set", "hosts.engine=local") == 0
+    capsys.readouterr()
+    with patch("sys.argv", ["flowrt", "doctor", "--set", "hosts.count=3"]), pytest.raises(SystemExit):
+        main()
+    assert "--set needs --graph FILE or --hosts FILE" in capsys.readouterr().err

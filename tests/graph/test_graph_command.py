@@ -37,7 +37,9 @@ def test_validate_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("validate", str(QUICKSTART)) == 0
     model = QUICKSTART.parent / "tiny-moe"
     made_of = f"2 attention groups and 3 expert servers for {model} in float32; 5 processes, 17 nodes, 36 edges"
-    assert capsys.readouterr().out == f"{QUICKSTART}: valid; {made_of}\n"
+    out = capsys.readouterr().out
+    memory = r"memory: attention 2 x \(1\.5 MiB weights \+ 16\.0 MiB KV\), experts 3 x \(4\.5 MiB weights\), of [0-9.]+ [GT]iB here"
+    assert re.fullmatch(rf"{re.escape(f'{QUICKSTART}: valid; {made_of}')}; {memory}\n", out), out
 
 
 def test_validate_counts_one_as_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,6 +76,7 @@ def test_show_in_every_form(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert call("show", str(QUICKSTART)) == 0
     plain = capsys.readouterr().out
     assert "process attention.1\n" in plain
+    assert plain.count("  memory: 1.5 MiB weights + 16.0 MiB KV\n") == 2
     assert "  fires: combine -> attention -> gate -> dispatch -> head\n" in plain
     assert "edge attention.0.dispatch.server1 <-> experts.1.rows: auto, 3 credits\n" in plain
     # 512 rows of a step, each with 128 float32 values and, for 2 experts, two 8-byte numbers and a weight

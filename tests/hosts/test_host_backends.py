@@ -121,7 +121,9 @@ async def test_a_host_that_cannot_be_reached_is_one_error_with_both_ends_and_the
 
 async def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"^hosts\.engine is ray, which is not installed; install it with: pip install 'flowrt\[ray\]'$"):
+    with pytest.raises(
+        UserError, match=r"^hosts\.engine is ray, which is not installed: pip install -e \"\.\[ray\]\" in the clone of flowrt$"
+    ):
         await open_backend(Owner(), replace(GRAPH, hosts=HostSettings()))
 
 

@@ -1,0 +1,89 @@
+"""The memory that the processes of a graph need for weights and KV pages, known before any of them starts. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from flowrt.graph.model import FIRST_HOST, Graph, Node, role_of
+from flowrt.graph.placement import held_experts
+from flowrt.observe import size_text
+from flowrt.operators.families.family import part_shapes, parts_to_read
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import ModelConfig
+from flowrt.transports.wire.message import DTYPE_BYTES
+
+_OF_PART = {"embedding": "embed", "final_norm": "head", "head": "head", "gate": "gate", "gate_bias": "gate"}
+_OF_KIND = {"dense": "mlp", "shared": "shared", "expert": "experts"}  # of a part such as dense_down
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes of one process. `holds`: what its weights are; processes of a host that hold the same share them."""
+
+    weight_bytes: int
+    kv_bytes: int
+    holds: str
+
+    def __str__(self) -> str:
+        return f"{size_text(self.weight_bytes)} weights" + (f" + {size_text(self.kv_bytes)} KV" if self.kv_bytes else "")
+
+
+def memory_needs(graph: Graph) -> dict[str, MemoryNeed]:
+    """By process, in the order of the graph; without processes that hold nothing of the model. Raises ModelError."""
+    if graph.model is None:
+        return {}
+    config, item_bytes = read_model_config(Path(graph.model.path)), DTYPE_BYTES[graph.model.dtype]
+    found = {process: _need(graph, process, config, item_bytes) for process in graph.process_names()}
+    return {process: need for process, need in found.items() if need.weight_bytes}
+
+
+def _need(graph: Graph, process: str, config: ModelConfig, item_bytes: int) -> MemoryNeed:
+    nodes, limits = graph.nodes_of(process), graph.limits_of(process)
+    num_weights = sum(num for node in nodes for num in _numbers_of(node, config))
+    operators = [node.operator for node in nodes]
+    if config.tie_word_embeddings and "head" in operators and "embed" not in operators:
+        num_weights += config.vocab_size * config.hidden_size
+    num_kv = limits.kv_pages * limits.page_size * config.num_layers * config.kv_width if "attention" in operators else 0
+    holds = repr(sorted((node.operator, str(node.options.get("experts", ""))) for node in nodes if any(_numbers_of(node, config))))
+    return MemoryNeed(num_weights * item_bytes, num_kv * item_bytes, holds)
+
+
+def _numbers_of(node: Node, config: ModelConfig) -> Iterator[int]:
+    """The number of weights of each part that the operator of a node reads."""
+    shapes = part_shapes(config)
+    for part, layers in parts_to_read(config).items():
+        operator = _OF_PART.get(part) or _OF_KIND.get(part.partition("_")[0], "attention")
+        if operator == node.operator:
+            count = (
+                sum(len(ids) for ids in held_experts(node.options["experts"], config.moe_layers).values()) if operator == "experts" else 0
+            )
+            yield prod(shapes[part]) * (count or len(list(layers)))
+
+
+def needs_text(needs: Mapping[str, MemoryNeed]) -> str:
+    """ "attention 2 x (3.1 MiB weights + 4.0 MiB KV), experts 3 x (1.3 MiB weights)": the largest process of each role."""
+    roles: dict[str, list[MemoryNeed]] = {}
+    for process, need in needs.items():
+        roles.setdefault(role_of(process), []).append(need)
+    largest = {role: max(each, key=lambda need: need.weight_bytes + need.kv_bytes) for role, each in roles.items()}
+    return ", ".join(f"{role} {len(roles[role])} x ({need})" for role, need in largest.items())
+
+
+def find_shortage(graph: Graph, needs: Mapping[str, MemoryNeed], limit_bytes: int) -> str | None:
+    """Why the processes on the CPU of the first host, which is this machine, cannot fit into its memory, and what to do; None: they can."""
+    here = [need for process, need in needs.items() if graph.host_of(process) == FIRST_HOST and graph.devices.get(process, "cpu") == "cpu"]
+    weights = sum({need.holds: need.weight_bytes for need in here}.values())
+    kv = sum(need.kv_bytes for need in here)
+    if weights + kv <= limit_bytes or graph.emulation is not None:
+        return None
+    hosts = "choose a smaller model or dtype, or place some of its processes on other hosts (docs/hosts.md)"
+    remedy = hosts if weights > limit_bytes else f"write limits.kv_pages of at most {_fitting_pages(graph, kv, limit_bytes - weights)}"
+    needed = f"weights of {size_text(weights)} and KV pages of {size_text(kv)}"
+    return f"the graph needs {needed}, and this machine has {size_text(limit_bytes)}; {remedy}"
+
+
+def _fitting_pages(graph: Graph, kv_bytes: int, room_bytes: int) -> int:
+    return max(1, graph.limits.kv_pages * max(0, room_bytes) // max(1, kv_bytes))

@@ -1,0 +1,61 @@
+"""The memory that a graph needs, computed before a start: equal to what its files hold, and refused where it cannot fit."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+
+from flowrt.api.opening import read_graph
+from flowrt.errors import GraphError
+from flowrt.launcher import model_check
+from flowrt.launcher.memory_needs import MemoryNeed, find_shortage, memory_needs, needs_text
+from flowrt.operators.checkpoint_files import read_header
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny-moe"
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "dbrx"])
+def test_the_weights_of_all_processes_are_those_of_the_files(tmp_path: Path, family: str) -> None:
+    directory = make_checkpoint(tmp_path / "model", architecture=family, layers=2)
+    stored = sum(4 * prod(tensor.shape) for path in directory.glob("*.safetensors") for tensor in read_header(path).values())
+    needs = memory_needs(read_graph(directory, ["deploy.experts.servers=3"]))
+    assert list(needs) == ["attention.0", "experts.0", "experts.1", "experts.2"]
+    assert sum(need.weight_bytes for need in needs.values()) == stored
+
+
+def test_roles_dtypes_and_pages() -> None:
+    settings = ("deploy.attention.groups=2", "deploy.experts.replicas=2", "deploy.experts.servers=2", "limits.kv_pages=10")
+    needs = memory_needs(read_graph(TINY, settings))
+    half = memory_needs(read_graph(TINY, (*settings, "model.dtype=bfloat16")))
+    whole = memory_needs(read_graph(TINY, (*settings, "model.dtype=float32")))
+    for process in needs:
+        assert (2 * half[process].weight_bytes, 2 * half[process].kv_bytes) == (whole[process].weight_bytes, whole[process].kv_bytes)
+    assert needs["experts.0"].holds == needs["experts.1"].holds, "both hold all experts"
+    assert needs["experts.0"].kv_bytes == 0 < needs["attention.0"].kv_bytes
+    assert needs_text(needs).startswith("attention 2 x (")
+    assert ", experts 2 x (" in needs_text(needs)
+
+
+def test_what_cannot_fit_is_one_line_with_a_remedy() -> None:
+    graph = read_graph(TINY, ["deploy.attention.groups=2", "limits.kv_pages=100"])
+    needs = {f"attention.{number}": MemoryNeed(10 * MIB, 50 * MIB, "same") for number in range(2)}
+    assert find_shortage(graph, needs, 110 * MIB) is None, "the groups share their weights"
+    assert find_shortage(graph, needs, 109 * MIB) == (
+        "the graph needs weights of 10.0 MiB and KV pages of 100.0 MiB, and this machine has 109.0 MiB; write limits.kv_pages of at most 99"
+    )
+    assert find_shortage(graph, needs, 9 * MIB) == (
+        "the graph needs weights of 10.0 MiB and KV pages of 100.0 MiB, and this machine has 9.0 MiB; choose a smaller model or dtype, "
+        "or place some of its processes on other hosts (docs/hosts.md)"
+    )
+
+
+def test_the_check_before_a_start_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = read_graph(TINY)
+    assert model_check.check_model(graph) == ()
+    monkeypatch.setattr(model_check, "memory_limit_bytes", lambda: MIB)
+    with pytest.raises(GraphError, match=r"model\.path: the graph needs weights of .* and this machine has 1\.0 MiB; choose a smaller"):
+        model_check.check_model(graph)
