@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flowrt import machine_limits
-from flowrt.machine_limits import available_memory_bytes, cpu_quota, usable_cores, visible_cores
+from flowrt.machine_limits import available_memory_bytes, cpu_quota, memory_limit_bytes, usable_cores, visible_cores
 
 V1_CPU = "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct"
 V2 = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
@@ -106,6 +106,13 @@ def test_memory_that_the_control_groups_leave(tmp_path: Path, cgroup: str, mount
 def test_this_machine_has_cores_and_memory() -> None:
     assert 1 <= usable_cores() <= visible_cores() <= (os.cpu_count() or 1)
     assert (available_memory_bytes() or 1) > 0
+    assert memory_limit_bytes() >= (available_memory_bytes() or 0)
+
+
+def test_the_memory_that_the_control_groups_ever_allow(tmp_path: Path) -> None:
+    assert memory_limit_bytes(tree(tmp_path / "free", "0::/a\n", f"{V2}\n", {})) == memory_limit_bytes(tmp_path / "none")
+    files = {"sys/fs/cgroup/a/memory.max": "2000", "sys/fs/cgroup/a/memory.current": "1500"}
+    assert memory_limit_bytes(tree(tmp_path / "limited", "0::/a\n", f"{V2}\n", files)) == 2000
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not os.access("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", os.W_OK), reason="needs a cgroup of its own")
