@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Literal, cast
 
-from flowrt.errors import error_text, place_of, shown
+from flowrt.errors import GraphError, error_text, place_of, shown
 from flowrt.graph.model import ROUTING_ENTRY_POINTS
 
 log = logging.getLogger("flowrt.gateway")
@@ -132,11 +132,14 @@ class GuardedPolicy:
 
 
 def find_policy(name: str) -> RoutingPolicy:
-    """The policy of this name (graph/file.py lists the known ones). Raises what the import of its package raises."""
+    """The policy of this name (graph/file.py lists the known ones). Raises GraphError if its package cannot be imported."""
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    (found,) = entry_points(group=ROUTING_ENTRY_POINTS, name=name)
-    policy: Any = found.load()
+    found = next(iter(entry_points(group=ROUTING_ENTRY_POINTS, name=name)))
+    try:
+        policy: Any = found.load()
+    except Exception as error:
+        raise GraphError("", "routing", f"{name!r} cannot be loaded from {found.value}: {error_text(error)}") from error
     if not callable(policy):
-        raise ValueError(f"routing policy {name!r}: its entry point is {policy!r}, not a function")
+        raise GraphError("", "routing", f"{name!r} is {shown(policy)} in {found.value}; a function is needed")
     return cast(RoutingPolicy, policy)

@@ -241,6 +241,22 @@ def test_a_policy_that_fails_leaves_requests_to_the_default_one(faulty: Any, tex
     assert gateway.num_routing_failures == 2
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("flowrt_without_this:policy", "routing: 'own' cannot be loaded from flowrt_without_this:policy: ModuleNotFoundError: No module"),
+        (f"{__name__}:missing", "AttributeError: module "),
+        (f"{__name__}:PROMPT", "routing: 'own' is WaitingRequest("),
+    ],
+)
+def test_a_policy_that_cannot_be_loaded_is_one_line(value: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "entry_points", lambda group, name: (EntryPoint("own", value, "flowrt.routing_policies"),))
+    with pytest.raises(GraphError) as refused:
+        find_policy("own")
+    assert text in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def last_worker(request: WaitingRequest, workers: Sequence[WorkerStatus]) -> str | None:
     return workers[-1].name
 
