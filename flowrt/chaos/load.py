@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, cast
 
 from flowrt.api import RunningGraph
@@ -14,6 +15,7 @@ from flowrt.gateway.gateway import ChoiceEvent, EndEvent, TokenEvent
 from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
+from flowrt.structured_outputs import StructuredOutputs
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,10 @@ _SAMPLED: tuple[dict[str, Any], ...] = (
     {"n": 3, "temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2},
     {"temperature": 0.9, "top_p": 0.95, "min_tokens": 0.25, "stop": ("o", "t"), "ignore_eos": False},
     {"logprobs": 3, "prompt_logprobs": 2},
+    {"temperature": 2.0, "n": 2, "ignore_eos": False, "structured_outputs": StructuredOutputs(json_object=True)},
+    {"temperature": 1.0, "top_p": 0.95, "min_p": 0.01, "bad_words": ("the", "a")},
 )
+_OF_TEXT = ("stop", "bad_words", "structured_outputs")  # they need a tokenizer
 
 
 def requests_of(
@@ -56,8 +61,10 @@ def requests_of(
         prompt = tuple((7 * number + 13 * place) % (vocab_size - 10) + 3 for place in range(length))
         sampled = {"max_tokens": new_tokens, "ignore_eos": True, "seed": number, **ways[number % len(ways)]}
         sampled["min_tokens"] = int(new_tokens * sampled.get("min_tokens", 0))
-        if not has_text:
-            sampled.pop("stop", None)
+        for name in () if has_text else _OF_TEXT:
+            sampled.pop(name, None)
+        if find_spec("llguidance") is None:
+            sampled.pop("structured_outputs", None)
         requests.append(LoadRequest(prompt, SamplingParams(**sampled)))
     return requests
 

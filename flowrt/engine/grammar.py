@@ -85,8 +85,9 @@ class Grammars:
         library = self._library.LLMatcher
         if outputs.json is not None or outputs.json_object:
             schema = outputs.json or '{"type": "object"}'
-            overrides = _DENSE_JSON if outputs.disable_any_whitespace else None
-            return str(library.grammar_from_json_schema(schema, defaults=_JSON, overrides=overrides))
+            if outputs.disable_any_whitespace:
+                return str(library.grammar_from_json_schema(schema, overrides=_DENSE_JSON))
+            return str(library.grammar_from_json_schema(schema, defaults=_JSON))
         if outputs.regex is not None:
             return str(library.grammar_from_regex(outputs.regex))
         if outputs.choice:

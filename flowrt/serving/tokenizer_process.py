@@ -27,13 +27,14 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.serving.chat import Chat
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.signals import end_with_parent
+from flowrt.structured_outputs import StructuredOutputs
 
 MAX_TEXT_CHARACTERS = 4 << 20
 LONG_CHARACTERS = 64 << 10  # texts up to this take some hundredths of a second
 TEXT_SECONDS = 10.0  # for one text
 START_SECONDS = 30.0  # to load the tokenizer
 STALE_SECONDS = 0.2  # for the response to a call that was cancelled
-GRAMMAR_SECONDS = 2.0  # for one grammar
+GRAMMAR_SECONDS = 4.0  # for one grammar
 MAX_GOOD = 4096  # grammars that are known to be good
 MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
 
@@ -65,6 +66,7 @@ class _TokenizerChild:
     def __init__(self, directory: Path) -> None:
         self.socket, theirs = socket.socketpair()
         self.is_ready = False  # it has loaded the tokenizer
+        self.has_grammars = False  # it has compiled one
         self.num_stale = 0  # responses that will come for calls that were cancelled
         self.received = bytearray()  # a part of the next response
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
@@ -156,7 +158,13 @@ class TokenizerProcess:
             async with self._turn:
                 await self._skip_stale()
                 try:
-                    checked = await self._exchange(_Encode("", 0, None, only, vocab_size), GRAMMAR_SECONDS)
+                    checked = _Encoded()
+                    if only.structured_outputs is not None and not self.start().has_grammars:  # it reads the tokenizer once more
+                        first = SamplingParams(structured_outputs=StructuredOutputs(choice=("a",)))
+                        checked = await self._exchange(_Encode("", 0, None, first, vocab_size), self._start_seconds)
+                        self.start().has_grammars = checked.error is None
+                    if checked.error is None:
+                        checked = await self._exchange(_Encode("", 0, None, only, vocab_size), GRAMMAR_SECONDS)
                 except Exception:
                     self._kill()
                     raise

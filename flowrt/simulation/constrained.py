@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import tokenizers
 
 from flowrt.engine.constraint_builder import ConstraintBuilder
 from flowrt.operators.families.registry import read_model_config
@@ -27,6 +31,20 @@ def drawn_constraints(directory: Path, vocabulary: int) -> Mapping[int, dict[str
     return drawn
 
 
+def is_whole(directory: Path, outputs: StructuredOutputs | None, token_ids: Sequence[int]) -> bool:
+    """Whether the text of an output, without the token that ended it, is one of those that `outputs` asks for. Needs no grammar."""
+    if outputs is None:
+        return True
+    text = _tokenizer(directory).decode(list(token_ids))
+    if outputs.json is not None:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return False
+        return isinstance(value.get("b"), bool) and isinstance(value.get("a", 1), int)
+    return text in outputs.choice if outputs.choice else re.fullmatch(outputs.regex or "", text) is not None
+
+
 def first_mismatch(directory: Path, params: SamplingParams, token_ids: Sequence[int]) -> int | None:
     """The index of the first token that its constraint does not allow behind the earlier ones."""
     if not params.is_constrained:
@@ -43,3 +61,12 @@ def first_mismatch(directory: Path, params: SamplingParams, token_ids: Sequence[
 def _builder(directory: Path) -> ConstraintBuilder:
     config = read_model_config(directory)
     return ConstraintBuilder(directory, config.vocab_size, config.eos_token_ids)
+
+
+@lru_cache(maxsize=16)
+def _tokenizer(directory: Path) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+def ends_output(directory: Path, params: SamplingParams, token_id: int) -> bool:
+    return token_id in params.stop_token_ids or token_id in read_model_config(directory).eos_token_ids

@@ -10,7 +10,8 @@ I7 A process without a fault is not marked dead.
 I8 No state is left behind.
 I9 The clocks of other hosts are known as exactly as stated.
 I10 On emulated hardware nothing is faster than its model; modelled_time.py checks this.
-I11 Every token is one that its request's structured outputs, allowed tokens and bad words allow behind the earlier ones.
+I11 Every token is one that its request's structured outputs, allowed tokens and bad words allow behind the earlier ones. An output that
+has ended by a token matches its structured outputs as a whole.
 
 The checks of internal worker state are in inside.py.
 """
@@ -26,7 +27,7 @@ from flowrt.graph.recovery import pipelines, standby_names, survivable_processes
 from flowrt.launcher.transport_choice import pack, process_name
 from flowrt.reliability.scenario import AnyFault, Crash, Duplicate, Hang, Pause, Reset, RollBack, Scenario, Skew, Stall, TinyQueues
 from flowrt.simulation.case import Case, Poison
-from flowrt.simulation.constrained import first_mismatch
+from flowrt.simulation.constrained import ends_output, first_mismatch, is_whole
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.served import CONNECTION_TEXT, UNREADABLE_TEXT, ClientRecord, Served
 
@@ -234,8 +235,12 @@ def fastest_clock(scenario: Scenario) -> float:
 
 def _check_constraints(case: Case, index: int, client: ClientRecord) -> None:
     assert case.graph.model is not None
+    directory, params = Path(case.graph.model.path), client.request.params
     for choice, tokens in enumerate(client.choices):
-        if (wrong := first_mismatch(Path(case.graph.model.path), client.request.params, tokens)) is not None:
+        has_ended = bool(tokens) and ends_output(directory, params, tokens[-1])
+        if has_ended and not is_whole(directory, params.structured_outputs, tokens[:-1]):
+            raise InvariantError("I11", f"request {index} choice {choice} ended with {tokens}, which do not match its structured outputs")
+        if (wrong := first_mismatch(directory, params, tokens)) is not None:
             raise InvariantError(
                 "I11", f"request {index} choice {choice} gave {tokens}, which its constraint forbids from token {wrong} on"
             )

@@ -21,14 +21,14 @@ PLENTY_SECONDS = 120.0
 
 
 async def found_of(kills: int, *overrides: str, roles: str = "attention", fault: str = "kill", phase: str = "decode") -> ChaosResult:
-    """The eight ways of sampling, four at a time."""
+    """The ten ways of sampling, four at a time."""
     options = ChaosOptions(
         kills=kills,
         roles=roles,
         fault=fault,
         phase=phase,
         overrides=("numerics=strict", "deploy.experts.servers=2", *overrides),
-        requests=8,
+        requests=10,
         concurrency=4,
         seconds=0.2,
         prompt_tokens=8,

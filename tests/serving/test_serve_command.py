@@ -33,6 +33,7 @@ SHORT = LONG | {"max_tokens": 20}
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     server = Server(*ONE)
+    server.json("/v1/completions", SHORT | {"structured_outputs": {"choice": ["a"]}})  # starts the process that compiles grammars
     yield server
     server.process.terminate()
     try:
@@ -58,6 +59,50 @@ def test_stream_and_whole_response_have_the_same_text(server: Server) -> None:
 def test_chat_uses_the_template_of_the_model(server: Server) -> None:
     body = server.json("/v1/chat/completions", {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "temperature": 0})
     assert (body["choices"][0]["message"], body["choices"][0]["finish_reason"]) == ({"role": "assistant", "content": " 3"}, "stop")
+
+
+SUM = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "minimum": -99, "maximum": 99}, "odd": {"type": "boolean"}},
+    "required": ["sum", "odd"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM}}
+
+
+def test_structured_output_matches_its_schema(server: Server) -> None:
+    wild = {"temperature": 2, "max_tokens": 120}
+    for seed in range(3):
+        chat = {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "response_format": FORMAT, "seed": seed, "n": 2}
+        for choice in server.json("/v1/chat/completions", wild | chat)["choices"]:
+            assert choice["finish_reason"] == "stop"
+            answer = json.loads(choice["message"]["content"])
+            assert (type(answer["sum"]), type(answer["odd"]), len(answer)) == (int, bool, 2)
+    dense = {"prompt": "Once", "structured_outputs": {"json": SUM, "disable_any_whitespace": True}, "ignore_eos": True, "seed": 1}
+    streamed = text_of(list(server.stream(wild | dense)))
+    assert json.dumps(json.loads(streamed), separators=(",", ":")) == streamed
+    chosen = server.json("/v1/completions", wild | {"prompt": "Once", "structured_outputs": {"choice": ["left", "right"]}, "logprobs": 2})
+    assert chosen["choices"][0]["text"] in ("left", "right")
+    assert all(len(top) == 2 for top in chosen["choices"][0]["logprobs"]["top_logprobs"]), "logprobs are the model's own"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}}}, "response_format"),
+        ({"structured_outputs": {"json": {"not": {"type": "string"}}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start: " + " | ".join(f"/a{{1,{n}}}b*c?[d-z]{{2,{n}}}/" for n in range(900, 2400))}}, None),
+        ({"allowed_token_ids": [100000]}, "allowed_token_ids"),
+    ],
+)
+def test_bad_grammar_is_refused(server: Server, fields: dict[str, Any], param: str | None) -> None:
+    """One that is too large is refused, or served; in any case the server serves on."""
+    with server.request("/v1/completions", SHORT | fields) as response:
+        if param is not None or response.status != 200:
+            assert (response.status, json.loads(response.read())["error"]["param"]) == (400, param or "structured_outputs")
+    assert server.json("/v1/completions", SHORT)["usage"]["completion_tokens"] == 20
 
 
 def test_metrics_count_what_clients_got(server: Server) -> None:

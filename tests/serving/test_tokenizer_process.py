@@ -7,15 +7,18 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving.test_tokenizer import CHATML, byte_level
 
 from flowrt.errors import TokenizerError
+from flowrt.sampling_params import SamplingParams
 from flowrt.serving import tokenizer_process
 from flowrt.serving.chat import Chat
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import LONG_CHARACTERS, MAX_TEXT_CHARACTERS, TokenizerProcess, TokenizerProcesses
+from flowrt.structured_outputs import StructuredOutputs
 
 HELLO = Chat([{"role": "user", "content": "hello"}])
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
@@ -129,5 +132,40 @@ async def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> Non
     try:
         with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
             await process.encode("a", max_tokens=10)
+    finally:
+        process.close()
+
+
+async def test_grammars_are_checked_in_the_process(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad one leaves the process as it is, one that takes too long or ends the process does not; a good one is checked once."""
+    process = TokenizerProcess(directory)
+
+    async def check(**outputs: Any) -> None:
+        await process.check(SamplingParams(structured_outputs=StructuredOutputs(**outputs)), 768)
+
+    try:
+        await process.check(SamplingParams(), 768)
+        assert process._child is None
+        await check(regex="[ab]+")
+        child = process._child
+        assert child is not None
+        for bad in ({"regex": "("}, {"json": '{"type": 5}'}, {"grammar": "start: nowhere"}):
+            with pytest.raises(TokenizerError, match="structured_outputs have a grammar that cannot be used") as caught:
+                await check(**bad)
+            assert not caught.value.is_unavailable
+        assert await process.encode("hello", max_tokens=10)
+        assert process._child is child
+        os.kill(child.process.pid, signal.SIGSTOP)
+        await check(regex="[ab]+")
+        monkeypatch.setattr(tokenizer_process, "GRAMMAR_SECONDS", 0.1)
+        with pytest.raises(TokenizerError, match="not compiled within"):
+            await check(regex="[cd]+")
+        monkeypatch.undo()
+        await check(regex="[ef]+")
+        assert process._child is not None
+        process._child.process.kill()
+        with pytest.raises(TokenizerError, match="took too much memory or nest too deep"):
+            await check(regex="[gh]+")
+        await check(regex="[gh]+")
     finally:
         process.close()

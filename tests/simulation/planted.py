@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from simulation.planted_colocated import COLOCATED_BUGS
 from simulation.planted_composed import COMPOSED_BUGS
+from simulation.planted_constraints import CONSTRAINT_BUGS
 from simulation.planted_faults import FAULT_BUGS
 from simulation.planted_front_ends import FRONT_END_BUGS
 from simulation.planted_groups import GROUP_BUGS
@@ -77,6 +78,7 @@ HANDSHAKE = "flowrt.transports.wire.handshake"
 
 BUGS: tuple[Bug, ...] = (
     *GROUP_BUGS,
+    *CONSTRAINT_BUGS,
     *FAULT_BUGS,
     *STANDBY_BUGS,
     *FRONT_END_BUGS,
