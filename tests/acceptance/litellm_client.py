@@ -43,6 +43,7 @@ def check_responses(options: dict[str, Any]) -> None:
 
 def main(base_url: str, key: str, model: str) -> None:
     options = {"model": f"openai/{model}", "api_base": base_url, "api_key": key}
+    litellm.suppress_debug_info = True
     for check in (check_chat, check_tools, check_stream, check_responses):
         check(options)
         print(check.__name__.removeprefix("check_"), flush=True)
