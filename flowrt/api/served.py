@@ -111,6 +111,10 @@ class StateReports:
         workers = await self._statistics()
         for name in self._front_ends:  # their latest numbers, perhaps of the scrape before
             workers[name] = replace(launcher.workers[name].statistics, num_restarts=launcher.state.num_restarts(name))
+        for name, pid in launcher.pids.items():
+            if name not in workers:  # the monitor
+                resident_bytes = launcher.seams.resident_bytes(pid)
+                workers[name] = Statistics(resident_bytes=resident_bytes, num_restarts=launcher.state.num_restarts(name))
         return ServedState(
             model_name=self._model_name,
             is_healthy=self._health().ok,

@@ -16,6 +16,7 @@ import msgspec
 from flowrt.cli.options import ChatOptions, SamplingOptions, ServeCommandOptions
 from flowrt.cli.prompts import checked_options, checked_template_kwargs
 from flowrt.cli.text import OutputStream, one_line, visible
+from flowrt.cli.view import EMPTY_ANSWER
 from flowrt.errors import UserError
 from flowrt.exit_codes import FAILURE, INTERRUPTED, SUCCESS
 from flowrt.seams import RealClock
@@ -160,7 +161,7 @@ class _AnswerPrinter:
     def __init__(self, out: OutputStream, has_styles: bool) -> None:
         self._out, self._has_styles = out, has_styles
         self._is_dim, self._ends_line = False, True
-        self.note = "the answer is empty: the model ended its turn at once"
+        self.note = EMPTY_ANSWER
 
     def on_event(self, event: Any) -> None:
         for choice in event.choices[:1]:

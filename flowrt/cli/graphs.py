@@ -31,6 +31,7 @@ POLL_SECONDS = 0.2
 STOP_SECONDS = 15.0  # for the processes to end, after the time for requests
 END_SECONDS = 15.0  # for a killed process to end
 _STYLES = {"ready": "green", "up": "green", "standby": "green", "dead": "red", "down": "red", "given up": "red", "not responding": "red"}
+_NUMBERS = ("pid", "heartbeat", "cpu", "memory", "requests", "restarts")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def ps(is_json: bool) -> int:
     elif graphs:
         console, now = new_console(output), Seams().wall_now()
         for graph in graphs:
-            _print_graph(graph, console, now)
+            print_graph(graph, console, now)
     else:
         print("flowrt: no graph is up; flowrt up GRAPH starts one, and flowrt serve needs --name to be shown", file=sys.stderr)
     return SUCCESS
@@ -81,7 +82,7 @@ async def _listed(found: FoundGraph) -> ListedGraph:
     return ListedGraph(found.name, status.state, description, status)
 
 
-def _print_graph(graph: ListedGraph, console: Console, now: float) -> None:
+def print_graph(graph: ListedGraph, console: Console, now: float) -> None:
     heading = [(graph.name, "bold"), (graph.state, _STYLES.get(graph.state, "yellow"))]
     if (described := graph.description) is not None:
         heading += [(f"{described.model} at {described.url}", ""), (f"pid {described.pid}", "")]
@@ -94,25 +95,23 @@ def _print_graph(graph: ListedGraph, console: Console, now: float) -> None:
     if status is not None:
         for problem in status.problems:
             console.print(Text(f"  {visible(problem)}", "yellow"), soft_wrap=True)
-        has_hosts = any(process.host for process in status.processes)
-        table = new_table(
-            console,
-            *(Column(heading, no_wrap=True) for heading in ("process", *(["host"] if has_hosts else []), "state")),
-            *(Column(heading, justify="right", no_wrap=True) for heading in ("pid", "heartbeat", "cpu", "memory", "requests", "restarts")),
-        )
         seen: set[int] = set()
-        for process in status.processes:
-            table.add_row(*_row(process, has_hosts, is_first=process.pid not in seen or not process.pid))
-            seen.add(process.pid)
-        print_table(table, console)
+        for host in dict.fromkeys(process.host for process in status.processes):
+            if host:  # a table per host: a column of names would not fit beside the others
+                console.print(Text(f"on {host}"), soft_wrap=True)
+            numbers = (Column(heading, justify="right", no_wrap=True) for heading in _NUMBERS)
+            table = new_table(console, *(Column(heading, no_wrap=True) for heading in ("process", "state")), *numbers)
+            for process in status.processes:
+                if process.host == host:
+                    table.add_row(*_row(process, is_first=process.pid not in seen or not process.pid))
+                    seen.add(process.pid)
+            print_table(table, console)
     console.print()
 
 
-def _row(process: ProcessStatus, has_hosts: bool, is_first: bool) -> Iterator[str | Text]:
+def _row(process: ProcessStatus, is_first: bool) -> Iterator[str | Text]:
     """`is_first`: of the workers in one process, the one with the figures of the process."""
     yield process.name
-    if has_hosts:
-        yield process.host
     yield Text(process.state, _STYLES.get(process.state, "yellow"))
     yield str(process.pid) if process.pid else UNKNOWN
     age = process.heartbeat_age_seconds

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import flowrt
 from flowrt.cli.graph import load
-from flowrt.errors import UserError
+from flowrt.errors import TokenizerError, UserError
 from flowrt.graph.default import default_graph_text
+from flowrt.serving.tokenizer import Tokenizer
 
+CONFIG_FILE = "config.json"
 DEMO = Path(flowrt.__file__).with_name("demo")
 PROMPTS = ("What is 347 + 285?", "Count from 3 to 8")  # what the demo's model can answer
 
@@ -18,7 +21,8 @@ def write_graph(folder: Path, model: Path | None) -> None:
     path = folder / "graph.yaml"
     if model is not None:
         load(DEMO / "quickstart.yaml", None, model)  # the model's errors
-    text = default_graph_text(DEMO / "tiny-moe", PROMPTS) if model is None else default_graph_text(model)
+    prompts, suggestion = (PROMPTS, "") if model is None else _first_prompt(model)
+    text = default_graph_text(DEMO / "tiny-moe" if model is None else model, prompts)
     created = False
     try:
         content = text.encode()
@@ -34,4 +38,16 @@ def write_graph(folder: Path, model: Path | None) -> None:
         if created:  # a part of the text would stop the next attempt
             path.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written ({error.strerror}); give another folder") from None
-    print(f"wrote {path}; run it: flowrt run {path}" + ("" if model is None else ' --prompt "Hello"'))
+    print(f"wrote {path}; run it: flowrt run {path}{suggestion}")
+
+
+def _first_prompt(model: Path) -> tuple[tuple[str, ...], str]:
+    """Prompts for the file, and options of flowrt run for a first prompt that the model can answer."""
+    with suppress(OSError):
+        if (model / CONFIG_FILE).read_bytes() == (DEMO / "tiny-moe" / CONFIG_FILE).read_bytes():
+            return PROMPTS, ""
+    with suppress(TokenizerError):
+        if (tokenizer := Tokenizer.open(model)) is not None:
+            tokenizer.check_chat_template()
+            return (), ' --chat --prompt "What is the capital of France?"'
+    return (), ' --prompt "Once upon a time"'

@@ -201,7 +201,7 @@ class LiveView(View):
     def _lines(self, record: Record) -> list[Text]:
         """The answer, wrapped and indented; at least one line before any text arrives, so that blocks do not move."""
         answer = Text(answer_text(record, self._has_tokenizer))
-        if ending := ending_text(record):
+        if ending := ending_text(record, self._has_tokenizer):
             answer.append((" " if answer.plain else "") + ending, "red" if record.finish_reason == "error" else "yellow")
         if not answer.plain:
             answer = Text("…" if not record.is_ended else "(nothing)", "dim")

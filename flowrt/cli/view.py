@@ -11,6 +11,7 @@ from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.observe import duration_text, size_text
 
+EMPTY_ANSWER = "empty: the model ended its answer at once"
 MAX_PROMPT_CHARACTERS = 200  # of a prompt above its answer
 
 
@@ -43,10 +44,12 @@ class View:
         """The run is over: leave the answers on the screen. Idempotent; called also when nothing began."""
 
 
-def ending_text(record: Record) -> str:
-    """How a request ended, unless it finished normally: "(error: the prompt is empty)", "(aborted)"; else ""."""
+def ending_text(record: Record, has_tokenizer: bool) -> str:
+    """How a request ended, unless it finished normally with a text: "(error: the prompt is empty)", "(aborted)"; else ""."""
     if record.finish_reason == "error":
         return f"(error: {one_line(record.error or 'unknown')})"
+    if record.finish_reason == "stop" and has_tokenizer and not record.text.strip():
+        return f"({EMPTY_ANSWER})" if len(record.token_ids) < 2 else f"(empty: none of {len(record.token_ids)} tokens has a text)"
     return "(aborted)" if record.finish_reason == "abort" else ""
 
 
@@ -81,7 +84,7 @@ class AnswerView(View):
         if len(self._records) == 1:
             self._stream(record, new)
         elif record.is_ended:
-            text = " ".join(filter(None, (answer_text(record, self._has_tokenizer), ending_text(record))))
+            text = " ".join(filter(None, (answer_text(record, self._has_tokenizer), ending_text(record, self._has_tokenizer))))
             prompt = shortened(prompt_text(record), MAX_PROMPT_CHARACTERS)
             self._out.write_now(f"[{record.index}] {prompt}\n    " + text.replace("\n", "\n    ") + "\n")
 
@@ -100,7 +103,7 @@ class AnswerView(View):
         if not self._streamed:
             text = text.lstrip()  # models like to begin with a space or an empty line
         if record.is_ended:
-            if ending := ending_text(record):
+            if ending := ending_text(record, self._has_tokenizer):
                 text += f" {ending}" if self._streamed or text else ending
             text += "\n"
         self._streamed = not record.is_ended and (self._streamed or bool(text))

@@ -10,7 +10,7 @@ from typing import Any
 from flowrt.graph.document import parse_document
 
 _TEXT = """\
-# flowrt run graph.yaml --prompt "Hello"     answer a prompt
+# flowrt run graph.yaml --prompt "TEXT"      answer a prompt; --chat: by the model's chat template
 # flowrt graph validate graph.yaml           check this file after a change
 # flowrt graph show graph.yaml               see the processes and the messages between them
 # flowrt graph schema                        all keys; without a key, its default holds

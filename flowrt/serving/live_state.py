@@ -13,6 +13,7 @@ import msgspec
 from flowrt.actors.control import Statistics
 from flowrt.gateway.request_metrics import RequestTimes
 from flowrt.graph.model import Graph, role_of
+from flowrt.histogram import Histogram
 from flowrt.launcher.totals import add_experts
 from flowrt.serving.exposition import ServedState
 from flowrt.serving.graph_status import ProcessState
@@ -69,8 +70,16 @@ class LiveRequest(msgspec.Struct, frozen=True):
     num_moved: int
 
 
+class LiveTimes(msgspec.Struct, frozen=True):
+    """How many durations there were, and their sum."""
+
+    count: int
+    seconds: float
+
+
 class LiveState(msgspec.Struct, frozen=True):
-    """`seconds`: when it was read. `problems`: why the graph is not healthy."""
+    """`seconds`: when it was read. `first_tokens`: from admissions to first tokens. `later_tokens`: between two tokens of a choice.
+    `problems`: why the graph is not healthy."""
 
     seconds: float
     model: str
@@ -82,6 +91,8 @@ class LiveState(msgspec.Struct, frozen=True):
     num_generation_tokens: int
     num_ended: Mapping[str, int]
     num_refused: int
+    first_tokens: LiveTimes
+    later_tokens: LiveTimes
     processes: tuple[LiveProcess, ...]
     edges: tuple[LiveEdge, ...]
     experts: tuple[LiveExperts, ...]
@@ -102,11 +113,17 @@ def live_state(graph: Graph, state: ServedState, problems: tuple[str, ...], now:
         num_generation_tokens=metrics.num_generation_tokens,
         num_ended={str(reason): number for reason, number in metrics.ended.items()},
         num_refused=metrics.refused.total(),
+        first_tokens=_times(metrics.first_token_seconds),
+        later_tokens=_times(metrics.token_seconds),
         processes=tuple(_process(name, each, state) for name, each in state.workers.items()),
         edges=tuple(_edges(graph, state.workers)),
         experts=tuple(_experts(state.workers)),
         requests=tuple(_request(each) for each in requests),
     )
+
+
+def _times(histogram: Histogram) -> LiveTimes:
+    return LiveTimes(histogram.count, histogram.total)
 
 
 def _process(name: str, found: Statistics, state: ServedState) -> LiveProcess:

@@ -152,7 +152,7 @@ def test_conversation_in_a_terminal() -> None:
         terminal.expect("(stopped)")
         terminal.expect("> ")
         terminal.type("nothing\n")
-        terminal.expect("the answer is empty")
+        terminal.expect("(empty: the model ended its answer at once)")
         terminal.expect("> ")
         terminal.type("/system Rhyme.\n")
         terminal.expect("> ")

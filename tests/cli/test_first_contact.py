@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cli.conftest import PLENTY_SECONDS, environment
+
+from flowrt.cli.init import DEMO, PROMPTS, write_graph
 
 
 def flowrt(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -54,11 +57,23 @@ def test_a_model_of_ones_own(tmp_path: Path, model: Path) -> None:
     assert "\n1 request: " in done.stderr
     assert "experts.1" in done.stderr
     written = flowrt(tmp_path, "init", "mine", "--model", str(model))
-    assert written.stdout == 'wrote mine/graph.yaml; run it: flowrt run mine/graph.yaml --prompt "Hello"\n'
+    assert written.stdout == 'wrote mine/graph.yaml; run it: flowrt run mine/graph.yaml --prompt "Once upon a time"\n'
     assert f"for {model} in" in flowrt(tmp_path, "graph", "validate", "mine/graph.yaml").stdout
     missing = flowrt(tmp_path, "run", "mine/graph.yaml")
     assert missing.returncode == 2
     assert "there is no prompt; give --prompt TEXT" in missing.stderr
+
+
+def test_init_suggests_a_prompt_that_the_model_can_answer(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copied, chats = tmp_path / "copied", tmp_path / "chats"
+    shutil.copytree(DEMO / "tiny-moe", copied)
+    shutil.copytree(model, chats)
+    (chats / "tokenizer.json").write_bytes((DEMO / "tiny-moe" / "tokenizer.json").read_bytes())
+    (chats / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    for number, (folder, suggestion) in enumerate([(copied, ""), (chats, ' --chat --prompt "What is the capital of France?"')]):
+        write_graph(tmp_path / str(number), folder)
+        assert capsys.readouterr().out.endswith(f"{number}/graph.yaml{suggestion}\n")
+    assert PROMPTS[0] in (tmp_path / "0" / "graph.yaml").read_text()
 
 
 @pytest.mark.parametrize("words", [("run", "org/name"), ("init", "x", "--model", "org/name"), ("graph", "show", "org/name")])

@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from flowrt.api import read_graph
+from flowrt.cli.graphs import ListedGraph, print_graph
 from flowrt.cli.live import LiveView
 from flowrt.cli.prompts import PromptRequest
 from flowrt.cli.record import Durations, Figures, Record, record_text
@@ -27,6 +28,7 @@ from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.output_file import check_writable, write_file
 from flowrt.sampling_params import SamplingParams
+from flowrt.serving.graph_status import GraphStatus, ProcessStatus
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 EVIL = "\x1b[2J\x07\x9b31m\r\u202eX\nsecond [bold]line[/bold] \u4f60\u597d :smile:\ttab"
@@ -93,6 +95,37 @@ def test_plain_answers_come_in_order_of_completion(graph: Graph) -> None:
     ]
     view.on_line("experts.0", "\x1b]0;title\x07")
     assert err.getvalue() == "[experts.0] \\x1b]0;title\\x07\n"
+
+
+def test_an_empty_answer_has_a_reason(graph: Graph) -> None:
+    view, out, _ = plain_view(graph)
+    records = [record(0), record(1), record(2)]
+    view.begin(records)
+    feed(view, records[0], "")
+    feed(view, records[1], "", "", "")
+    feed(view, records[2], "x")
+    assert out.getvalue().splitlines()[1::2] == [
+        "    (empty: the model ended its answer at once)",
+        "    (empty: none of 3 tokens has a text)",
+        "    x",
+    ]
+
+
+@pytest.mark.parametrize("host", ["", "gpu-node-13.example"])
+def test_graphs_that_are_up_fit_80_columns(host: str) -> None:
+    names = {"launcher": "up", "attention.12": "given up", "trampoline.0": "suspect"}
+    figures = {"heartbeat_age_seconds": 12.3, "cpu_percent": 100.0, "resident_bytes": 10**11, "num_running": 128, "num_waiting": 100}
+    statuses = tuple(
+        ProcessStatus(name=name, role=name.partition(".")[0], pid=4194303 + number, host=host, state=state, **figures)
+        for number, (name, state) in enumerate(names.items())
+    )
+    status = GraphStatus(state="ready", problems=(), num_active=1, num_waiting=0, max_requests=1024, processes=statuses)
+    out = Terminal()
+    print_graph(ListedGraph("quick", "ready", None, status), Console(file=out, force_terminal=True, width=80), 0.0)
+    lines = ESCAPE.sub("", out.getvalue()).splitlines()
+    assert max(map(cell_len, lines)) <= 80
+    assert all(any(name in line and state in line and "128 + 100" in line for line in lines) for name, state in names.items())
+    assert (f"on {host}" in lines) == bool(host)
 
 
 def test_plain_start_is_announced_before_the_first_process_starts(graph: Graph) -> None:

@@ -19,6 +19,21 @@ const at = (seconds, more = {}) => ({ seconds, num_generation_tokens: 0, num_pro
   assert.equal(state.ratesBetween(at(1, { processes: [process("a.0", 5)] }), at(2, { processes: [process("a.0", 1)] })).busy.get("a.0"), 0, "a restart");
 }
 
+{ // curves over time, and deaths
+  const times = (count, seconds) => ({ count, seconds });
+  const states = [0, 1, 2].map((number) => at(10 + number, { num_generation_tokens: 100 * number, first_tokens: times(number && 2, number && 0.5), later_tokens: times(10 * number, 2 * number) }));
+  const curves = state.curvesOf(states);
+  assert.deepEqual(curves.map((each) => each.tokens), [0, 100, 100]);
+  assert.deepEqual(curves.map((each) => each.first), [null, 250, 250], "over the last states together");
+  assert.deepEqual(curves.map((each) => each.gap), [null, 200, 200]);
+  assert.equal(state.curvesOf([states[1], at(12, { ...states[1], seconds: 12 })])[1].gap, null, "no token between two states");
+  const [up, down] = [process("a.0"), process("a.0", 0, { is_up: false })];
+  const seen = (seconds, shown, num_restarts = 0) => at(seconds, { processes: [{ ...shown, num_restarts }, { ...process("b.0"), num_restarts: 0 }] });
+  assert.deepEqual(state.deathsOf([seen(1, up), seen(2, down), seen(3, down), seen(4, up, 1)]), [{ seconds: 2, name: "a.0" }], "one death, one mark");
+  assert.deepEqual(state.deathsOf([seen(1, up), seen(2, up, 1)]), [{ seconds: 2, name: "a.0" }], "it was back before the next state");
+  assert.deepEqual(state.deathsOf([seen(1, up)]), []);
+}
+
 { // lines
   const lines = state.linesOf([{ source: "experts.0", target: "attention.0", bytes: 5, messages: 1, transport: "shm" }, { source: "attention.0", target: "experts.0", bytes: 7, messages: 2, transport: "zmq" }, { source: "experts.0", target: "experts.0", bytes: 9, messages: 1, transport: "inproc" }]);
   assert.equal(lines.length, 1);

@@ -12,14 +12,14 @@ from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics
 from flowrt.api.opening import read_graph
 from flowrt.gateway.request_metrics import MAX_ENDED, RequestMetrics
 from flowrt.serving.exposition import ServedState
-from flowrt.serving.live_state import LiveState, live_state
+from flowrt.serving.live_state import LiveState, LiveTimes, live_state
 
 GRAPH = read_graph(Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml", ())
 
 
 def state(metrics: RequestMetrics, **workers: Statistics) -> LiveState:
     named = {name.replace("_", "."): each for name, each in workers.items()}
-    served = ServedState("tiny", False, 2, 1, metrics, named, frozenset({"experts.1"}), states={"attention.0": "suspect"})
+    served = ServedState("tiny", False, 2, 1, 0, metrics, named, frozenset({"experts.1"}), states={"attention.0": "suspect"})
     made = live_state(GRAPH, served, ("one expert is lost",), 9.0)
     assert msgspec.json.decode(msgspec.json.encode(made), type=LiveState) == made
     return made
@@ -55,6 +55,10 @@ def test_requests_are_those_that_run_and_the_latest_that_ended() -> None:
     requests = state(metrics).requests
     assert [each.number for each in requests] == [*range(5, MAX_ENDED + 5), 999]
     times = [(each.arrived, each.placed, each.first_token, each.ended, each.reason, each.num_tokens) for each in requests]
+    assert (state(metrics).first_tokens, state(metrics).later_tokens) == (
+        LiveTimes(MAX_ENDED + 5, 2.0 * (MAX_ENDED + 5)),
+        LiveTimes(0, 0.0),
+    )
     assert times[-2:] == [(1.0, 2.0, 3.0, 4.0, "stop", 1), (5.0, None, None, None, None, 0)]
 
 

@@ -45,6 +45,8 @@ def test_page_works_by_keyboard_alone(page: Browser) -> None:
     assert page.wait("document.querySelector('#health').textContent", lambda text: text == "healthy")
     assert page.text("#model") == "tiny-moe"
     assert page.run("[...document.querySelectorAll('#processes th')].map(each => each.textContent)").count("experts.0") == 1
+    assert page.run("[...document.querySelectorAll('#processes th')].map(each => each.textContent)").count("monitor") == 1
+    assert page.wait("[...document.querySelectorAll('.curves path')].map(each => each.getAttribute('d'))", len)
     assert page.wait("[...document.querySelectorAll('#graph g')].map(each => each.querySelector('text').textContent)", len)
     try_prompt(page)
     use_experts(page)

@@ -2,7 +2,8 @@
 import * as state from "/page/state.js";
 
 const POLL_MS = 1000;
-const KEPT_STATES = 60; // for the heat of experts: a minute
+const KEPT_STATES = 66; // for curves, and for the heat of experts: a minute
+const CURVES = { tokens: "tokens/s", first: "ms to the first token (mean)", gap: "ms between tokens (mean)" };
 const MAX_BARS = 24;
 const SVG = "http://www.w3.org/2000/svg";
 const at = (id) => document.getElementById(id);
@@ -49,6 +50,7 @@ function show(now) {
   showHealth(now.is_healthy ? "good" : "bad", now.is_healthy ? "healthy" : "unhealthy", now.problems.join("; "));
   showFigures(now, rates);
   drawGraph(now, rates);
+  drawCurves();
   drawRequests(now);
   drawExperts();
   showProcesses(now, rates);
@@ -120,6 +122,45 @@ function drawBox(name, box, busy) {
   return group;
 }
 
+function drawCurves() {
+  const [points, now, deaths] = [state.curvesOf(history), history.at(-1).seconds, state.deathsOf(history)];
+  for (const [name, title] of Object.entries(CURVES)) {
+    const picture = at(`curve-${name}`);
+    const [width, height, top, bottom] = [picture.clientWidth, 96, 20, 80];
+    picture.setAttribute("height", height);
+    picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    const x = (seconds) => width * (1 - (now - seconds) / state.CURVE_SECONDS);
+    const values = points.map((each) => each[name]);
+    const most = Math.max(...values.filter((value) => value !== null), 0);
+    const y = (value) => (most ? bottom - ((bottom - top) * value) / most : bottom);
+    let path = "";
+    points.forEach((each, index) => {
+      if (values[index] !== null) path += `${index && values[index - 1] !== null ? "L" : "M"}${x(each.seconds)} ${y(values[index])}`;
+    });
+    const latest = values.at(-1) ?? null;
+    picture.replaceChildren(
+      svg("title", {}, `${title}, in the last minute`),
+      svg("line", { x1: 0, x2: width, y1: bottom, y2: bottom }),
+      ...marksOf(deaths, x, top, bottom),
+      svg("path", { d: path || "M0 0" }),
+      svg("text", { x: 0, y: 12 }, title),
+      svg("text", { x: width, y: 12, "text-anchor": "end", class: "latest" }, latest === null ? "none now" : state.numberText(latest)),
+      svg("text", { x: 0, y: top + 10, class: "scale" }, most ? state.numberText(most) : ""),
+      svg("text", { x: 0, y: height - 3, class: "scale" }, `${state.CURVE_SECONDS} s ago`),
+      svg("text", { x: width, y: height - 3, "text-anchor": "end", class: "scale" }, "now"),
+    );
+  }
+}
+
+/** Lines where processes died. */
+function marksOf(deaths, x, top, bottom) {
+  return deaths.filter((each) => x(each.seconds) >= 0).map((each) => {
+    const mark = svg("line", { x1: x(each.seconds), x2: x(each.seconds), y1: top, y2: bottom, class: "death" });
+    mark.append(svg("title", {}, `${each.name} died`));
+    return mark;
+  });
+}
+
 function drawRequests(now) {
   const picture = at("requests");
   const [width, row, top] = [picture.clientWidth, 11, 4];
@@ -143,6 +184,13 @@ function drawRequests(now) {
     }
     drawn.push(group);
   });
+  const deaths = state.deathsOf(history);
+  const since = (seconds) => x(seconds - now.seconds + state.REQUEST_SECONDS);
+  drawn.push(...marksOf(deaths, since, 0, height - 16));
+  for (const { seconds, name } of deaths) {
+    const [place, isLate] = [since(seconds), since(seconds) > width / 2];
+    if (place >= 0) drawn.push(svg("text", { x: place + (isLate ? -4 : 4), y: height - 20, "text-anchor": isLate ? "end" : "start", class: "death-name" }, name));
+  }
   if (!bars.length) drawn.push(svg("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, `no request in the last ${state.REQUEST_SECONDS} s`));
   picture.replaceChildren(...drawn);
 }
@@ -162,10 +210,10 @@ function drawExperts() {
   const columns = Math.max(...layers.map((each) => each.counts.length));
   const scale = window.devicePixelRatio || 1;
   const width = canvas.clientWidth;
-  const left = 26; // for the numbers of layers
+  const [left, above] = [26, 16]; // for the numbers of layers and of experts
   const size = (width - left) / columns;
   const tall = Math.max(6, Math.min(28, size, 420 / layers.length));
-  const height = Math.ceil(tall * layers.length);
+  const height = Math.ceil(above + tall * layers.length);
   canvas.width = Math.round(width * scale);
   canvas.height = Math.round(height * scale);
   canvas.style.height = `${height}px`;
@@ -176,6 +224,12 @@ function drawExperts() {
   drawing.font = "11px system-ui, sans-serif";
   drawing.textBaseline = "middle";
   const every = Math.ceil(14 / tall);
+  drawing.fillStyle = faint;
+  drawing.textAlign = "center";
+  const step = [1, 2, 5, 10, 20, 50, 100].find((each) => each * size >= 24) ?? 200;
+  for (let expert = 0; expert < columns; expert += step) drawing.fillText(String(expert), left + (expert + 0.5) * size, above / 2);
+  drawing.textAlign = "start";
+  drawing.translate(0, above);
   layers.forEach(({ layer, counts }, row) => {
     drawing.fillStyle = faint;
     if (row % every === 0) drawing.fillText(String(layer), 0, (row + 0.5) * tall);
@@ -195,7 +249,7 @@ function drawExperts() {
     drawing.lineWidth = 2;
     drawing.strokeRect(left + cell[1] * size, cell[0] * tall, Math.max(3, size - 1), Math.max(3, tall - 1));
   }
-  canvas.dataset.left = left;
+  Object.assign(canvas.dataset, { left, above });
   showCell(layers, period);
 }
 
@@ -225,9 +279,9 @@ function pointAtCell(event) {
   const canvas = at("experts");
   if (!history.length) return;
   const { layers } = shownExperts();
-  const left = Number(canvas.dataset.left);
+  const [left, above] = [Number(canvas.dataset.left), Number(canvas.dataset.above)];
   const columns = Math.max(...layers.map((each) => each.counts.length));
-  const row = Math.floor((event.offsetY / canvas.clientHeight) * layers.length);
+  const row = Math.floor(((event.offsetY - above) / (canvas.clientHeight - above)) * layers.length);
   const expert = Math.floor(((event.offsetX - left) / (canvas.clientWidth - left)) * columns);
   cell = row >= 0 && row < layers.length && expert >= 0 ? [row, expert] : null;
   drawExperts();
@@ -343,6 +397,7 @@ function redraw() {
   const now = history.at(-1);
   if (!now) return;
   drawGraph(now, state.ratesBetween(history.at(-2), now));
+  drawCurves();
   drawRequests(now);
   drawExperts();
 }

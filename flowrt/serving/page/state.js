@@ -2,6 +2,8 @@
 
 export const ROLES = ["front_end", "monitor", "prefill", "attention", "trampoline", "forwarder", "experts"];
 export const REQUEST_SECONDS = 30;
+export const CURVE_SECONDS = 60;
+export const WINDOW = 5;
 
 /** Rates between two states of the server. The earlier one may be missing: then all are 0. */
 export function ratesBetween(before, now) {
@@ -23,6 +25,31 @@ export function ratesBetween(before, now) {
       return { source: each.source, target: each.target, transport: each.transport, bytes, messages };
     }),
   };
+}
+
+/** Points of the curves over time: tokens/s, and the mean milliseconds to a first token and between two; null where there was none. Each is
+ * taken over the last WINDOW states. */
+export function curvesOf(history) {
+  return history.map((now, at) => {
+    const before = at ? history[Math.max(0, at - WINDOW)] : null;
+    const mean = (name) => {
+      const count = before ? now[name].count - before[name].count : 0;
+      return count > 0 ? (1000 * (now[name].seconds - before[name].seconds)) / count : null;
+    };
+    return { seconds: now.seconds, tokens: ratesBetween(before, now).tokens, first: mean("first_tokens"), gap: mean("later_tokens") };
+  });
+}
+
+/** Deaths of processes between two states, as far as the states show them: { seconds, name }. */
+export function deathsOf(history) {
+  return history.slice(1).flatMap((now, at) => {
+    const former = new Map(history[at].processes.map((each) => [each.name, each]));
+    const died = now.processes.filter((each) => {
+      const earlier = former.get(each.name);
+      return earlier && (each.num_restarts > earlier.num_restarts || (earlier.is_up && !each.is_up)) && earlier.is_up;
+    });
+    return died.map((each) => ({ seconds: now.seconds, name: each.name }));
+  });
 }
 
 /** One line between two processes for the edges both ways. */
