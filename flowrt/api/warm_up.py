@@ -27,7 +27,7 @@ async def warm_up(graph: Any) -> None:
     try:
         config, limits = read_model_config(Path(model.path)), graph.graph.group_limits()
         num_groups = sum(node.operator == SOURCE for node in graph.graph.nodes.values())
-        new_tokens = min(NEW_TOKENS, limits.max_tokens)
+        new_tokens = min(NEW_TOKENS, limits.max_tokens or NEW_TOKENS)
         room = min(limits.kv_pages * limits.page_size // 2, config.max_position_embeddings - new_tokens)
         lengths = [limits.max_num_batched_tokens, *[SHORT_PROMPT] * limits.max_num_seqs] * num_groups
         numbers = []

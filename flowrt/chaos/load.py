@@ -53,7 +53,7 @@ def requests_of(
 ) -> list[LoadRequest]:
     """Different prompts of half to all of `prompt_tokens`, each with a seed of its own; the ways of sampling take turns. `has_text`: the
     model has a tokenizer, so that answers may end at texts. Raises UserError when the graph would refuse them."""
-    if limits.max_tokens < new_tokens:
+    if limits.max_tokens is not None and limits.max_tokens < new_tokens:
         raise UserError(f"limits.max_tokens is {limits.max_tokens} and each answer is to have {new_tokens} tokens; use --new-tokens")
     requests = []
     for number in range(num):

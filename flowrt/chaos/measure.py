@@ -126,7 +126,7 @@ def prepare(path: Path, options: ChaosOptions) -> PreparedRun:
         raise UserError(f"{path}: the run survives no death of a process, so there is none to kill; {hint}")
     config, limits = read_model_config(Path(graph.model.path)), graph.group_limits()
     max_tokens = min(config.max_position_embeddings, limits.kv_pages * limits.page_size)
-    if options.new_tokens <= limits.max_tokens and options.prompt_tokens + options.new_tokens > max_tokens:
+    if options.prompt_tokens + options.new_tokens > max_tokens:
         raise UserError(
             f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens}: a sequence has room for {max_tokens} (the "
             "model's context, or limits.kv_pages x page_size); use smaller numbers"

@@ -44,7 +44,7 @@ _TEMPLATE_KWARGS = "Arguments of the chat template, as a JSON object: '{\"enable
 class SamplingOptions:
     """Sampling parameters for every prompt. None: not given."""
 
-    max_tokens: Annotated[_Int, Parameter(help="Maximum number of new tokens per answer. [default: limits.max_tokens of the graph]")] = None
+    max_tokens: Annotated[_Int, Parameter(help="Maximum number of new tokens per answer. [default: as many as fit]")] = None
     temperature: Annotated[_Float, Parameter(help="Sampling temperature; 0 is greedy. [default: 0]")] = None
     top_p: Annotated[_Float, Parameter(help="Sample from the most likely tokens that make up this probability. [default: 1, off]")] = None
     top_k: Annotated[_Int, Parameter(help="Sample from this many of the most likely tokens. [default: 0, off]")] = None

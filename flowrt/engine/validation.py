@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flowrt.actors.control import Request
+from flowrt.errors import shown
 from flowrt.graph.settings import GraphLimits
-from flowrt.sampling_params import MAX_PROMPT_LOGPROBS
+from flowrt.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
+
+MAX_REQUEST_TOKENS = 1 << 21  # prompt and outputs: what is known of a request fits into one message, and its log into memory
 
 
 class RequestProblem(NamedTuple):
@@ -26,13 +29,15 @@ def num_pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
-def max_new_tokens(num_prompt_tokens: int, limits: GraphLimits, max_position_embeddings: int) -> int:
-    """The largest max_tokens that `refusal` accepts for such a prompt; below 1 when the prompt alone is too long.
-
-    n new tokens occupy n - 1 positions after the prompt, because the last one is never fed back.
-    """
-    capacity = min(max_position_embeddings, limits.kv_pages * limits.page_size) - num_prompt_tokens + 1
-    return min(limits.max_tokens, capacity)
+def num_new_tokens(params: SamplingParams, num_prompt_tokens: int, limits: GraphLimits, max_position_embeddings: int) -> int:
+    """The number of new tokens at which a choice of a request ends: its max_tokens, or fewer where no more fit or `limits` say so. At least
+    1, which needs no position: the last token is never fed back."""
+    bounds = [
+        min(max_position_embeddings, limits.kv_pages * limits.page_size) - num_prompt_tokens,
+        (MAX_REQUEST_TOKENS - num_prompt_tokens) // params.n,
+        *(bound for bound in (params.max_tokens, limits.max_tokens) if bound is not None),
+    ]
+    return max(1, min(bounds))
 
 
 def prompt_refusal(num_prompt_tokens: int, limits: GraphLimits, max_position_embeddings: int) -> str | None:
@@ -62,11 +67,11 @@ def find_problem(request: Request, limits: GraphLimits, max_position_embeddings:
             return RequestProblem("committed_token_ids", f"{len(committed)} committed tokens are more than max_tokens {new}")
     if new < 1:
         return RequestProblem("max_tokens", f"max_tokens is {new}, it must be at least 1")
-    if new > limits.max_tokens:
-        limit = f"limits.max_tokens of the graph ({limits.max_tokens})"
-        return RequestProblem("max_tokens", f"max_tokens {new} is more than {limit}; ask for fewer, or raise that limit")
-    if params.min_tokens > new:
-        return RequestProblem("min_tokens", f"min_tokens is {params.min_tokens}, it must be from 0 to max_tokens ({new})")
+    for name, value in (("max_tokens", params.max_tokens or 1), ("min_tokens", params.min_tokens)):
+        if value >= 1 << 63:
+            return RequestProblem(name, f"{name} is {shown(value)}, it must be below 2**63")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        return RequestProblem("min_tokens", f"min_tokens is {params.min_tokens}, it must be from 0 to max_tokens ({params.max_tokens})")
     if set(request.ended_choices) >= set(range(params.n)):
         return RequestProblem("ended_choices", f"all {params.n} choices have ended already")
     if (error := _token_refusal("stop", params.stop_token_ids, vocab_size)) is not None:

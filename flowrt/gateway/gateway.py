@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from flowrt.actors.control import Cancel, Ended, KvLost, KvPulled, Prefilled, Prefilling, Request, RunsAlone, Token
-from flowrt.engine.validation import max_new_tokens, prompt_refusal, refusal
+from flowrt.engine.validation import num_new_tokens, prompt_refusal, refusal
 from flowrt.gateway.admission import Admission
 from flowrt.gateway.decisions import Decision, ForWorker, SendCancel, SendCompleted, SendRequest
 from flowrt.gateway.log_contents import LoggedRequest, unfit
@@ -138,8 +138,7 @@ class Gateway(RequestLogs):
         log.prompt_token_ids = tuple(prompt_token_ids)
         self.admission.count(index, len(log.prompt_token_ids))
         log.seed = self._draw_seed() if log.params.seed is None else log.params.seed
-        room = max_new_tokens(len(log.prompt_token_ids), self._limits, self._max_position_embeddings)
-        log.max_tokens = max(room, 1) if log.params.max_tokens is None else log.params.max_tokens
+        log.max_tokens = num_new_tokens(log.params, len(log.prompt_token_ids), self._limits, self._max_position_embeddings)
         if (reason := refusal(request_of(log), self._limits, self._max_position_embeddings, self._vocab_size)) is not None:
             return [self.refuse(index, reason)]
         self._begin_text(log)

@@ -18,6 +18,7 @@ from flowrt.graph.settings import GraphLimits, LongPrompts
 from flowrt.transports.wire.message import Tag
 
 MAX_KV_LOST = 2
+FIRST_EXPECTED_TOKENS = 256  # of each choice, before a request has ended; most requests end long before their max_tokens
 LATEST_WEIGHT = 1 / 16  # of the latest request in the mean length of outputs
 
 
@@ -72,7 +73,7 @@ class Stages:
         log.kv, log.kv_was_lost, log.prefill_worker, log.trial = None, False, None, None
         if log.attempt == 0:  # a prefill worker that dies does not prolong the wait for a group
             log.waits_since = self._now()
-        log.num_expected_tokens = min(log.max_tokens, math.ceil(self._mean_output_tokens or log.max_tokens))
+        log.num_expected_tokens = min(log.max_tokens, math.ceil(self._mean_output_tokens or FIRST_EXPECTED_TOKENS))
         (self._groups if self._skips_prefill(log) else self._prefill).add(log)
 
     def place_waiting(self) -> list[tuple[str, RequestLog, Stage]]:

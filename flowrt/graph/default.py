@@ -29,7 +29,7 @@ limits:
   max_num_seqs: 16                # sequences that a group computes at a time
   dynamic_micro_batches: true     # use as many micro-batches as give the most tokens per second
   kv_pages: 512                   # pages of KV cache per group, 16 tokens each
-  max_tokens: 256                 # maximum number of new tokens of an answer
+  # max_tokens: 1024              # maximum number of new tokens of an answer; default: as many as fit
 """
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from math import inf
 from typing import Any, Literal
 
 import msgspec
@@ -257,7 +258,7 @@ class Graph:
         """What every group grants (or, `widest`, what none exceeds): of all roles the smallest (largest) limit, and number of KV tokens."""
         roles = [asdict(self.limits_of(node.process)) for node in self.nodes.values() if node.operator == "source"] or [asdict(self.limits)]
         pick = max if widest else min
-        found = {key: pick(limits[key] for limits in roles) for key in roles[0]}
+        found = {key: pick((limits[key] for limits in roles), key=lambda limit: inf if limit is None else limit) for key in roles[0]}
         return GraphLimits(**found | {"kv_pages": pick(each["kv_pages"] * each["page_size"] for each in roles) // found["page_size"]})
 
     def tags_in_flight(self) -> int:

@@ -36,7 +36,7 @@ class GraphLimits:
     max_num_seqs: int = _key(16, "Sequences per group over all micro-batches.", ge=1, le=4096)
     kv_pages: int = _key(512, "Pages of the KV cache per group.", ge=1, le=1 << 24)
     page_size: int = _key(16, "Tokens per page.", ge=1, le=1024)
-    max_tokens: int = _key(256, "Maximum number of new tokens of a request.", ge=1, le=1 << 20)
+    max_tokens: int | None = _key(None, "Requests get at most so many new tokens. Default: as many as fit.", ge=1, le=1 << 20)
     max_num_batched_tokens: int = _key(512, "Maximum number of rows of a step, and so of every message.", ge=1, le=1 << 16)
     chunk_tokens: int = _key(64, "Strict: prompts are cut at its multiples.", ge=1, le=1 << 16)
     enable_prefix_caching: bool = _key(True, "Keep the KV of prompts for later ones that begin with the same tokens.")

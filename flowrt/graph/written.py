@@ -18,8 +18,11 @@ from flowrt.graph.settings import JitterSettings, ServingSettings
 
 def to_yaml(graph: Graph, origin: str = "") -> str:
     """The text of the file. Its first lines name its origin (`origin`) and the nodes that run fused."""
-    limits = asdict(graph.limits)
-    roles = {role: {key: value for key, value in asdict(each).items() if value != limits[key]} for role, each in graph.role_limits.items()}
+    limits = _without_none(asdict(graph.limits))
+    roles = {
+        role: {key: value for key, value in _without_none(asdict(each)).items() if value != limits[key]}
+        for role, each in graph.role_limits.items()
+    }
     top: dict[str, Any] = {
         "flowrt": 1,
         "model": _flow({"path": graph.model.path, "dtype": graph.model.dtype}) if graph.model is not None else None,

@@ -15,7 +15,7 @@ import msgspec
 
 from flowrt.actors.control import Request
 from flowrt.actors.front_end_messages import Origin
-from flowrt.engine.validation import find_problem, max_new_tokens
+from flowrt.engine.validation import find_problem, num_new_tokens
 from flowrt.errors import TokenizerError
 from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import MAX_PROMPT_LOGPROBS
@@ -80,8 +80,7 @@ class PromptEncoder:
     def check(self, token_ids: tuple[int, ...], request: CompletionRequest) -> None:
         """Check a request as the gateway does. Raises ApiError."""
         params = request.params
-        room = max_new_tokens(len(token_ids), self._limits, self.max_model_len)
-        max_tokens = max(room, 1) if params.max_tokens is None else params.max_tokens
+        max_tokens = num_new_tokens(params, len(token_ids), self._limits, self.max_model_len)
         whole = Request(id="", attempt=0, prompt_token_ids=token_ids, max_tokens=max_tokens, params=params)
         if (problem := find_problem(whole, self._limits, self.max_model_len, self._vocab_size)) is not None:
             names = {"prompt": request.prompt_name, "max_tokens": request.max_tokens_name, "prompt_logprobs": request.prompt_logprobs_name}

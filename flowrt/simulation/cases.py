@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from flowrt.engine.validation import num_new_tokens
 from flowrt.errors import UserError
 from flowrt.gateway.decisions import SendRequest
 from flowrt.gateway.gateway import Gateway
@@ -328,7 +329,7 @@ def _result_alone(graph: Graph, value: int) -> Result:
 
 # Requests
 
-_References = dict[tuple[str, str, bool, tuple[int, ...], SamplingParams], Reference]
+_References = dict[tuple[str, str, bool, tuple[int, ...], SamplingParams, int], Reference]
 _known: _References = {}
 
 
@@ -341,11 +342,11 @@ def _reference_of(case: Case, request: SimulatedRequest) -> Reference:
     """By plain arithmetic; with weights, from a run of this request alone under calm conditions."""
     assert case.graph.model is not None
     request = SimulatedRequest(request.prompt_token_ids, msgspec.structs.replace(request.params, stop=()))  # no text has such a stop
-    key = (case.graph.model.path, numerics_text(case.graph), case.exact, request.prompt_token_ids, request.params)
+    config, limits = config_of(case.graph.model.path), case.graph.group_limits()
+    num_tokens = num_new_tokens(request.params, len(request.prompt_token_ids), limits, config.max_position_embeddings)
+    key = (case.graph.model.path, numerics_text(case.graph), case.exact, request.prompt_token_ids, request.params, num_tokens)
     if key not in _known:
         if case.exact:
-            config = config_of(case.graph.model.path)
-            limits = case.graph.group_limits()
             gateway = Gateway(["any"], limits, config.max_position_embeddings, config.vocab_size, draw_seed=lambda: 0)
             (placed,) = gateway.place(gateway.reserve(request.params), request.prompt_token_ids)
             assert isinstance(placed, SendRequest), placed
@@ -364,7 +365,7 @@ def _pool(graph: Graph) -> Sequence[SimulatedRequest]:
     assert graph.model is not None
     config, limits = config_of(graph.model.path), graph.group_limits()
     max_positions = min(limits.kv_pages * limits.page_size, config.max_position_embeddings)
-    return _pool_of(Path(graph.model.path), config.vocab_size, max_positions, min(limits.max_tokens, 12))
+    return _pool_of(Path(graph.model.path), config.vocab_size, max_positions, min(limits.max_tokens or 12, 12))
 
 
 @lru_cache(maxsize=64)

@@ -33,7 +33,11 @@ def test_unmeasurable_input_is_reported_before_anything_starts(
         ((QUICKSTART, "--kills", "1", "--pairs", "0"), 'Invalid value "0" for --pairs'),
         ((QUICKSTART, "--kills", "1", "--seconds", "inf"), 'Invalid value "inf" for --seconds'),
         ((QUICKSTART, "--kills", "1", "--requests", "0"), 'Invalid value "0" for --requests'),
-        ((QUICKSTART, "--kills", "1", "--new-tokens", "1000"), "limits.max_tokens is 128 and each answer is to have 1000 tokens"),
+        ((QUICKSTART, "--kills", "1", "--new-tokens", "1000"), "a sequence has room for 512"),
+        (
+            (QUICKSTART, "--kills", "1", "--new-tokens", "100", "--set", "limits.max_tokens=20"),
+            "limits.max_tokens is 20 and each answer is to have 100 tokens",
+        ),
         ((QUICKSTART, "--kills", "1", "--set", "reliability.recovery=off"), "none to kill"),
         ((QUICKSTART, "--plan", plan), f"{plan}:3: faults.0: no process is called 'experts.9'"),
         ((QUICKSTART, "--plan", tmp_path / "none.yaml"), "no such file"),

@@ -71,9 +71,10 @@ async def test_refused_request_affects_no_other(served: Served, tmp_path: Path) 
     prompts = [[5, 6, 7], [], [3] * 150, [5, 100_000], [-1], served.prompts[1]]
     async with flowrt.open(graph) as running:
         results = await asyncio.gather(*(running.complete(prompt, good) for prompt in prompts))
-        too_many = await running.complete([5], flowrt.SamplingParams(max_tokens=65))
+        shortened = await running.complete([5], flowrt.SamplingParams(max_tokens=100_000, ignore_eos=True))
     assert [each.finish_reason for each in results] == ["length", "error", "error", "error", "error", "length"]
-    for result in (*results[1:5], too_many):
+    assert (len(shortened.token_ids), shortened.finish_reason) == (64, "length")
+    for result in results[1:5]:
         assert result.error
         assert result.token_ids == ()
         assert "\n" not in result.error

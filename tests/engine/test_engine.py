@@ -11,6 +11,7 @@ from engine.toy_group import VOCABULARY, ToyGroup, expected_output, next_token, 
 from flowrt.actors.control import Ended, Logprobs, Request, Token
 from flowrt.engine.batch import SampleSpec
 from flowrt.engine.engine import Engine
+from flowrt.engine.validation import MAX_REQUEST_TOKENS, num_new_tokens
 from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
 
@@ -107,16 +108,37 @@ REFUSALS = [
     (request("x", (1, VOCABULARY)), "prompt token 97 at position 1 is outside the vocabulary (0 to 96)"),
     (request("x", (-1,)), "prompt token -1 at position 0"),
     (request("x", max_tokens=0), "max_tokens is 0"),
-    (request("x", max_tokens=17), "max_tokens 17 is more than limits.max_tokens of the graph (16); ask for fewer, or raise that limit"),
     (request("x", [1] * 101), "prompt of 101 tokens needs 101 positions, the model has 100 (max_position_embeddings)"),
     (request("x", [1] * 90), "prompt of 90 tokens needs 23 pages, the group has 8 (limits.kv_pages)"),
     (request("x", [1] * 30, max_tokens=4), "prompt of 30 tokens and 4 new tokens need 9 pages, the group has 8 (limits.kv_pages)"),
     (request("x", n=2, ended_choices=(0, 1)), "all 2 choices have ended already"),
-    (request("x", min_tokens=6), "min_tokens is 6, it must be from 0 to max_tokens (5)"),
     (request("x", stop_token_ids=(97,)), "stop token 97 at position 0 is outside the vocabulary (0 to 96)"),
     (request("x", committed_token_ids=((99,),)), "committed token 99 at position 0"),
     (request("x", max_tokens=1, committed_token_ids=((1, 2),)), "2 committed tokens are more than max_tokens 1"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("params", "num_prompt_tokens", "expected"),
+    [
+        (SamplingParams(), 10, 22),
+        (SamplingParams(max_tokens=7), 10, 7),
+        (SamplingParams(max_tokens=100_000), 10, 22),
+        (SamplingParams(max_tokens=100_000), 31, 1),
+        (SamplingParams(), 32, 1),
+        (SamplingParams(n=128, max_tokens=1 << 40), 10, 22),
+    ],
+)
+def test_requests_get_as_many_tokens_as_fit(params: SamplingParams, num_prompt_tokens: int, expected: int) -> None:
+    limits = replace(SMALL, max_tokens=None)
+    assert num_new_tokens(params, num_prompt_tokens, limits, 100) == expected
+    assert num_new_tokens(params, num_prompt_tokens, limits, 32) == expected
+    assert num_new_tokens(params, num_prompt_tokens, replace(limits, max_tokens=5), 100) == min(expected, 5)
+
+
+def test_outputs_of_all_choices_together_fit_into_a_message() -> None:
+    limits = GraphLimits(kv_pages=1 << 20)
+    assert num_new_tokens(SamplingParams(n=128), 1000, limits, 1 << 20) == (MAX_REQUEST_TOKENS - 1000) // 128
 
 
 @pytest.mark.parametrize(("bad", "text"), REFUSALS, ids=[text for _, text in REFUSALS])

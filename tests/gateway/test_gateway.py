@@ -124,9 +124,11 @@ def test_without_a_seed_one_is_drawn_and_kept() -> None:
     assert place(gateway, seed=0).request.seed == 0
 
 
-@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(2, 20), (60, 5), (64, 1)])
-def test_without_max_tokens_there_are_as_many_as_fit(num_prompt_tokens: int, max_tokens: int) -> None:
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(2, 20), (60, 4), (63, 1), (64, 1)])
+def test_there_are_as_many_tokens_as_fit(num_prompt_tokens: int, max_tokens: int) -> None:
     assert place(new_gateway(), [1] * num_prompt_tokens).request.max_tokens == max_tokens
+    assert place(new_gateway(), [1] * num_prompt_tokens, max_tokens=100_000).request.max_tokens == max_tokens
+    assert place(new_gateway(), [1] * num_prompt_tokens, min_tokens=30).request.max_tokens == max_tokens
 
 
 def test_tokens_become_events_and_the_end_comes_once() -> None:
@@ -611,6 +613,7 @@ def test_what_no_message_could_hold_ends_at_the_gateway() -> None:
         ([1, 1 << 63], SamplingParams()),
         ([-(1 << 63) - 1], SamplingParams()),
         ([1], SamplingParams(max_tokens=10**40)),
+        ([1], SamplingParams(min_tokens=10**40)),
         ([1], SamplingParams(stop_token_ids=(1 << 70,))),
         ([1] * ((1 << 20) + 1), SamplingParams()),
     ):

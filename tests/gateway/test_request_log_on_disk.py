@@ -344,10 +344,10 @@ async def test_open_request_that_does_not_fit_stays_in_the_log(tmp_path: Path) -
     await requests.wait_written()
     left = copy_of(tmp_path / "log", tmp_path / "left")
     await close(requests, log)
-    gateway = Gateway(["g"], GraphLimits(max_tokens=8), 64, 26, draw_seed=lambda: 99)
+    gateway = Gateway(["g"], GraphLimits(max_tokens=8), 9, 26, draw_seed=lambda: 99)
     smaller = Requests(gateway, send_nothing, RequestProgress(), RealClock())
     log, contents = open_log(open_log_folder(left), IDENTITY, resumes=True)
-    with pytest.raises(UserError, match="request 'job-1' of the request log is open, and does not fit: max_tokens 9 is more than"):
+    with pytest.raises(UserError, match="request 'job-1' of the request log is open, and does not fit: prompt of 2 tokens and 9 new"):
         smaller.begin_log(log, contents)
     await close(smaller, log)
     assert contents_of(left).num_open == 2

@@ -194,12 +194,32 @@ async def test_state_models_and_version() -> None:
         assert (response.status, response.json()) == (503, {"status": "unavailable", "problems": "no attention group is left"})
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        (COMPLETE, {"prompt": "a", "max_tokens": 129}, 128),
+        (COMPLETE, {"prompt": "a", "max_tokens": None, "min_tokens": 200}, 128),
+        (COMPLETE, {"prompt": [1] * 500}, 12),
+        (COMPLETE, {"prompt": [1] * 512, "max_tokens": 4096}, 1),
+        (CHAT, HELLO | {"max_completion_tokens": 4096}, 128),
+        (CHAT, HELLO | {"max_tokens": 4096}, 128),
+        (CHAT, HELLO, 128),
+    ],
+)
+async def test_more_tokens_than_fit_are_shortened(path: str, body: Any, expected: int) -> None:
+    async with served_app() as served:
+        call = asyncio.create_task(served.call("POST", path, body))
+        request = await served.submitted.get()
+        assert request.max_tokens == expected
+        served.emit(request, "1")
+        served.finish(request, "length")
+        response = await call
+        assert (response.status, response.json()["choices"][0]["finish_reason"]) == (200, "length")
+
+
 async def test_request_that_cannot_be_served_leaves_nothing() -> None:
     async with served_app() as served:
         for body, code, param in (
-            ({"prompt": "a", "max_tokens": 129}, "invalid_value", "max_tokens"),
-            ({"prompt": "a", "max_tokens": 129, "echo": True, "logprobs": 1}, "invalid_value", "max_tokens"),
-            (HELLO | {"max_completion_tokens": 129}, "invalid_value", "max_completion_tokens"),
             ({"prompt": "a", "min_tokens": 17}, "invalid_value", "min_tokens"),
             ({"prompt": "a", "stop_token_ids": [768]}, "invalid_value", "stop_token_ids"),
             ({"prompt": "a", "logit_bias": {"768": 1}}, "invalid_value", "logit_bias"),
@@ -207,7 +227,6 @@ async def test_request_that_cannot_be_served_leaves_nothing() -> None:
             ({"prompt": [1, "a"]}, "invalid_value", "prompt"),
             ({"prompt": ""}, "invalid_value", "prompt"),
             ({"prompt": [1] * 513 + ["not decoded"]}, "context_length_exceeded", "prompt"),
-            ({"prompt": [1] * 500}, "context_length_exceeded", "prompt"),
             ({"messages": [{"role": "user", "content": "0 " * 600}]}, "context_length_exceeded", "messages"),
         ):
             response = await served.call("POST", CHAT if "messages" in body else COMPLETE, body)

@@ -95,7 +95,7 @@ def check_limits(graph: Graph, batches: Sequence[int], prompt_tokens: int, new_t
     pages = per_group * -(-(prompt_tokens + new_tokens) // limits.page_size)
     for key, has, needs in (
         ("max_num_seqs", limits.max_num_seqs, per_group),
-        ("max_tokens", limits.max_tokens, new_tokens),
+        ("max_tokens", limits.max_tokens or new_tokens, new_tokens),
         ("kv_pages", limits.kv_pages, pages),
     ):
         if has < needs:
