@@ -249,7 +249,7 @@ class RunningGraph:
         not given have the values of the model's generation_config.json, else the defaults of SamplingParams, which are greedy.
 
         Raises ArgumentError for wrong arguments, TokenizerError for a text when the model has no tokenizer, WorkerDiedError when a death
-        ends the run. A request that this graph cannot serve, such as one whose prompt is too long, has finish_reason "error" and a reason.
+        ends the run. A request that this graph cannot serve has finish_reason "error"; its `text` raises the reason as RequestError.
 
             completion = await graph.complete("What is 1 + 2?", max_tokens=8)
             completion = await graph.complete(messages=[{"role": "user", "content": "Hello"}], temperature=0.7)

@@ -56,6 +56,7 @@ def front_end_services(
         certificate=options.certificate,
         private_key=options.private_key,
         formats=options.formats,
+        cors=options.cors,
     )
     descriptors = {LISTENER: options.listener.socket.fileno()}
     if options.admin is not None:

@@ -151,6 +151,15 @@ class ServeCommandOptions:
         str | None,
         Parameter(env_var="FLOWRT_API_KEY", help="Serve only requests with the header Authorization: Bearer KEY."),
     ] = None
+    allowed_origins: Annotated[
+        str | None,
+        Parameter(help='Origins whose pages may call this server from a browser, as ["http://localhost:3000"]; *: any. [default: none]'),
+    ] = None
+    allowed_methods: Annotated[str, Parameter(help="Methods that these pages may use, as a JSON list; *: any.")] = "*"
+    allowed_headers: Annotated[str, Parameter(help="Headers that these pages may send, as a JSON list; *: any.")] = "*"
+    allow_credentials: Annotated[
+        bool, Parameter(negative=(), show_default=False, help="Let the browser send its own cookies and keys with their requests.")
+    ] = False
     served_model_name: Annotated[str | None, Parameter(help="Name of the model in requests. [default: the name of its folder]")] = None
     max_model_len: Annotated[
         _Int, Parameter(help="Maximum number of tokens of a prompt and its output together. [default: what model and graph allow]")

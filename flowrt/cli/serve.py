@@ -30,6 +30,7 @@ from flowrt.launcher.engine_check import check_engine
 from flowrt.observe import print_line
 from flowrt.processes.output_tail import write_line
 from flowrt.seams import Seams
+from flowrt.serving.cors import CorsRules, read_list, read_origins
 from flowrt.serving.front_end_settings import ServeOptions
 from flowrt.serving.listener import HttpListener, open_tcp_listener, open_unix_listener
 from flowrt.serving.output_formats import AUTO_PARSER, NO_FORMATS, NO_PARSER, REASONING_FORMATS, TOOL_FORMATS, OutputFormats, find_formats
@@ -58,6 +59,7 @@ def open_session(path: Path, options: ServeCommandOptions, run_name: str | None,
         raise UserError(f"{path} has no request log to resume from; set reliability.request_log, or leave out --resume")
     name = options.served_model_name or Path(graph.model.path).name
     _check(options, name)
+    cors = _cors_of(options)
     folder = None
     if run_name is not None:
         folder = claim(run_name, resumes=options.resume)
@@ -76,6 +78,7 @@ def open_session(path: Path, options: ServeCommandOptions, run_name: str | None,
         private_key=str(options.ssl_keyfile or ""),
         formats=_formats(options, Path(graph.model.path)),
         admin=None if folder is None else open_unix_listener(folder.socket),
+        cors=cors,
     )
     if serving.admin is not None:
         stack.callback(serving.admin.close)
@@ -126,6 +129,17 @@ def _check(options: ServeCommandOptions, name: str) -> None:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"--ssl-certfile {options.ssl_certfile} or its key cannot be used: {reason}") from None
+
+
+def _cors_of(options: ServeCommandOptions) -> CorsRules:
+    """Raises UserError."""
+    methods, headers = read_list("--allowed-methods", options.allowed_methods), read_list("--allowed-headers", options.allowed_headers)
+    if options.allowed_origins is None:
+        if options.allow_credentials or (methods, headers) != (("*",), ("*",)):
+            raise UserError("--allowed-methods, --allowed-headers and --allow-credentials need --allowed-origins")
+        return CorsRules()
+    origins = read_origins("--allowed-origins", options.allowed_origins)
+    return CorsRules(origins=origins, methods=methods, headers=headers, allows_credentials=options.allow_credentials)
 
 
 class ServeSession:

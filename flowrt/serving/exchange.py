@@ -23,6 +23,11 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
+def without_slash(path: bytes) -> bytes:
+    """The path without a slash at its end."""
+    return path[:-1] if len(path) > 1 and path.endswith(b"/") else path
+
+
 def given_id(headers: Mapping[bytes, bytes]) -> str | None:
     """The request id that the client has given; None without one that is valid."""
     given = headers.get(b"x-request-id", b"")
@@ -54,11 +59,12 @@ class Exchange:
         self._flow: FlowControl = scope["state"]["flow"]
         self.is_admin: bool = scope["state"]["is_admin"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.path: bytes = scope.get("raw_path") or scope["path"].encode()
+        self.path = without_slash(scope.get("raw_path") or scope["path"].encode())
         self.method: str = scope["method"]
         self.query: bytes = scope.get("query_string", b"")
         given = given_id(self.headers)
         self.is_named, self.id = given is not None, given or new_id()  # is_named: the client has given the id
+        self.cors_headers: dict[str, str] = {}  # of every response
         self.has_begun = False  # the status has been sent
         self._num_body_bytes = 0  # in the budget
 
@@ -128,7 +134,7 @@ class Exchange:
 
     async def _begin(self, status: int, kind: str, headers: dict[str, str]) -> None:
         self.has_begun = True
-        fields = {"content-type": kind, "x-request-id": self.id, "x-content-type-options": "nosniff", **headers}
+        fields = {"content-type": kind, "x-request-id": self.id, "x-content-type-options": "nosniff", **self.cors_headers, **headers}
         listed = [(name.encode(), value.encode()) for name, value in fields.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": listed})
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from flowrt.serving.cors import CorsRules
 from flowrt.serving.listener import HttpListener
 from flowrt.serving.output_formats import NO_FORMATS, OutputFormats
 
@@ -29,6 +30,7 @@ class ServeOptions:
     private_key: str = ""
     admin: HttpListener | None = None
     formats: OutputFormats = NO_FORMATS
+    cors: CorsRules = CorsRules()
 
 
 class FrontEndSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,3 +49,4 @@ class FrontEndSettings(msgspec.Struct, frozen=True, kw_only=True):
     certificate: str = ""
     private_key: str = ""
     formats: OutputFormats = NO_FORMATS
+    cors: CorsRules = CorsRules()

@@ -12,14 +12,17 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from hmac import compare_digest
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 
 from flowrt.actors.front_end_messages import Topic
+from flowrt.errors import shown
 from flowrt.seams import Seams
 from flowrt.serving.api_errors import (
     FORBIDDEN,
     INVALID,
+    NO_MODEL,
     NO_REQUEST,
     NO_ROUTE,
     UNAUTHORIZED,
@@ -30,9 +33,10 @@ from flowrt.serving.api_errors import (
 )
 from flowrt.serving.api_request import CompletionRequest, read_chat_request, read_completion_request
 from flowrt.serving.completions import Completions, PromptEncoder
-from flowrt.serving.exchange import REQUEST_ID, BodyBudget, ClientLeftError, Exchange, Receive, Scope, Send, given_id
+from flowrt.serving.exchange import REQUEST_ID, BodyBudget, ClientLeftError, Exchange, Receive, Scope, Send, given_id, without_slash
 from flowrt.serving.front_end_settings import FrontEndSettings
 from flowrt.serving.gateway_client import GatewayClient
+from flowrt.serving.http_server import EarlyRefusal
 from flowrt.serving.json_body import Fields, Prompt, TokenIds, invalid
 from flowrt.serving.page_files import HEADERS, read_page_files
 from flowrt.serving.responses_request import ResponsesReader
@@ -40,7 +44,7 @@ from flowrt.serving.tokenizer import Tokenizer
 
 log = logging.getLogger("flowrt.front_end")
 
-REQUESTS = b"/v1/requests/"  # an id follows
+REQUESTS, MODELS = b"/v1/requests/", b"/v1/models/"  # an id follows
 GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses")
 PUBLIC = frozenset({b"/health", b"/ready"})
 PAGE_FILES = read_page_files()  # a browser that loads them has no key to send
@@ -84,6 +88,7 @@ class HttpApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self._budget, self._new_id)
+        exchange.cors_headers = self._settings.cors.response_headers(exchange.headers)
         try:
             await self._dispatch(exchange)
         except ClientLeftError:
@@ -103,10 +108,16 @@ class HttpApp:
             return
 
     async def _dispatch(self, exchange: Exchange) -> None:
+        if self._settings.cors.is_preflight(exchange.method, exchange.headers):
+            self._check_host(exchange.headers)
+            await exchange.respond(200, b"", "text/plain", **self._settings.cors.preflight_headers(exchange.headers))
+            return
         self._check_access(exchange.path, exchange.headers, exchange.is_admin)
         methods = self._routes.get(exchange.path) or (self._admin_routes.get(exchange.path) if exchange.is_admin else None)
         if exchange.path.startswith(REQUESTS):
             methods = {"GET": self._repeat_response}
+        if exchange.path.startswith(MODELS):
+            methods = {"GET": self._find_model}
         if methods is None:
             raise ApiError(NO_ROUTE, "there is no such path; docs/serve.md lists the paths")
         handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)  # the server leaves out the body
@@ -115,13 +126,15 @@ class HttpApp:
             raise ApiError(WRONG_METHOD, f"use {' or '.join(methods)} for this path", allow=allow)
         await handler(exchange)
 
-    def refuse_early(self, method: bytes, path: bytes, headers: Mapping[bytes, bytes], is_admin: bool) -> tuple[ApiError, str] | None:
-        """Refuse a request by its headers alone, while the gateway is full; with its id. None: it goes on as usual."""
+    def refuse_early(self, method: bytes, path: bytes, headers: Mapping[bytes, bytes], is_admin: bool) -> EarlyRefusal | None:
+        """Refuse a request by its headers alone, while the gateway is full. None: it goes on as usual."""
+        path = without_slash(path)
         if self._client.is_full and method == b"POST" and path in GENERATING:
             with suppress(ApiError):
                 self._check_access(path, headers, is_admin)
                 if (error := self._client.refuse_now()) is not None:
-                    return error, given_id(headers) or self._new_id()
+                    request_id = given_id(headers) or self._new_id()
+                    return EarlyRefusal(error, {"x-request-id": request_id, **self._settings.cors.response_headers(headers)})
         return None
 
     def _check_access(self, path: bytes, headers: Mapping[bytes, bytes], is_admin: bool) -> None:
@@ -132,7 +145,11 @@ class HttpApp:
         if self._key:
             if path not in PAGE_FILES and not self._has_key(headers):
                 raise ApiError(UNAUTHORIZED, "the key is missing or wrong; send it as Authorization: Bearer KEY")
-        elif self._settings.hosts and _host_of(headers) not in self._settings.hosts:
+        else:
+            self._check_host(headers)
+
+    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        if not self._key and self._settings.hosts and _host_of(headers) not in self._settings.hosts:
             raise ApiError(FORBIDDEN, "the Host header does not name this server")
 
     def _has_key(self, headers: Mapping[bytes, bytes]) -> bool:
@@ -183,8 +200,18 @@ class HttpApp:
         await _respond_json(exchange, {"version": self._settings.version})
 
     async def _models(self, exchange: Exchange) -> None:
+        await _respond_json(exchange, {"object": "list", "data": [self._model]})
+
+    async def _find_model(self, exchange: Exchange) -> None:
+        name = unquote_to_bytes(exchange.path.removeprefix(MODELS)).decode(errors="replace")
+        if name != self._settings.model_name:
+            raise ApiError(NO_MODEL, f"there is no model {shown(name)}; this server has {self._settings.model_name}", "model")
+        await _respond_json(exchange, self._model)
+
+    @property
+    def _model(self) -> dict[str, Any]:
         settings = self._settings
-        model = {
+        return {
             "id": settings.model_name,
             "object": "model",
             "created": self._started,
@@ -192,7 +219,6 @@ class HttpApp:
             "max_model_len": settings.max_model_len,
             "default_sampling_params": settings.sampling_defaults,
         }
-        await _respond_json(exchange, {"object": "list", "data": [model]})
 
     async def _chat(self, exchange: Exchange) -> None:
         await self._generate(exchange, read_chat_request)

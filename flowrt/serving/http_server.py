@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from ssl import SSLContext
-from typing import Any
+from typing import Any, NamedTuple
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn import Config
@@ -29,11 +29,20 @@ IDLE_SECONDS = 75  # between two requests of a connection
 TLS_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0  # until the next try when no connection could be accepted
 MAX_SKIPPED_BYTES = 64 << 10  # of a body that is received but not kept, so that its connection can go on after an early refusal
-RefuseEarly = Callable[[bytes, bytes, Mapping[bytes, bytes], bool], tuple[ApiError, str] | None]  # of method, path, headers, is_admin
 _LARGE_HEADERS = ApiError(LARGE_HEADERS, f"the headers are longer than {MAX_HEADER_BYTES >> 10} KiB, or more than {MAX_HEADERS}")
 _CHUNKS = ApiError(INVALID, "a chunked body may have no trailers, no long extensions, and no thousands of tiny chunks")
 _TOO_FAR_AHEAD = ApiError(INVALID, f"more than {MAX_AHEAD} requests were sent ahead of their responses; wait for these")
 _TOO_MANY = ApiError(UNAVAILABLE, "too many connections; close idle ones, or raise serving.max_connections")
+
+
+class EarlyRefusal(NamedTuple):
+    """The response to a request by its headers alone, with further headers."""
+
+    error: ApiError
+    headers: Mapping[str, str]
+
+
+RefuseEarly = Callable[[bytes, bytes, Mapping[bytes, bytes], bool], EarlyRefusal | None]  # of method, path, headers, is_admin
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -53,7 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config=config, server_state=state, app_state={}, _loop=loop)
         self._max_connections, self._waiting, self._is_admin, self._refuse_early = max_connections, waiting, is_admin, refuse_early
-        self._early: tuple[ApiError, str] | None = None  # the response to a request whose body is still to come, with its id
+        self._early: EarlyRefusal | None = None  # of a request whose body is still to come
         self._num_header_bytes = 0
         self._num_in_read = self._num_pieces = 0  # requests, and pieces of bodies, of one read of the socket
         self._num_bytes_between = 0  # since the latest piece of the body: sizes of chunks, their extensions, trailers
@@ -179,7 +188,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._unfinished = [cycle for cycle in (*self._unfinished, self.cycle) if not cycle.response_complete]
 
-    def _early_refusal(self) -> tuple[ApiError, str] | None:
+    def _early_refusal(self) -> EarlyRefusal | None:
         """A refusal for which the request needs no task, and its body no memory. None where the body is long, an earlier request waits for
         its response, or the client does not read: uvicorn bounds the requests of such a client."""
         headers = dict(self.headers)
@@ -203,17 +212,17 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         if self._early is not None:
-            self._respond_early(*self._early)
+            self._respond_early(self._early)
         elif not self._is_refused:
             super().on_message_complete()
             self._note_wait()
         self._in_headers, self._num_header_bytes, self._num_bytes_between = True, 0, 0
 
-    def _respond_early(self, error: ApiError, request_id: str) -> None:
+    def _respond_early(self, refusal: EarlyRefusal) -> None:
         self._early = None
         self._cancel_timer()
         self._is_refused = not (self.parser.should_keep_alive() and self.parser.get_http_version() != "1.0")
-        self.transport.write(_response(error, request_id, closes=self._is_refused))
+        self.transport.write(_response(refusal.error, refusal.headers, closes=self._is_refused))
         if self._is_refused:
             self.transport.close()
         else:
@@ -248,7 +257,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _on_slow_headers(self) -> None:
         self._header_timer = None
         if self._early is not None:
-            self._refuse(self.transport, self._early[0])
+            self._refuse(self.transport, self._early.error)
             return
         if any(not cycle.response_complete for cycle in self._unfinished):  # the rest of the next request may follow its response
             self._await_headers()
@@ -275,11 +284,11 @@ class BoundedProtocol(HttpToolsProtocol):
             transport.close()
 
 
-def _response(error: ApiError, request_id: str = "", *, closes: bool = True) -> bytes:
+def _response(error: ApiError, headers: Mapping[str, str] = {}, *, closes: bool = True) -> bytes:
     """The whole response to what never reaches the application. `closes`: its connection."""
     kind, body = error.kind, error.body
     fields = {"content-type": "application/json", "x-content-type-options": "nosniff", "content-length": str(len(body))}
-    fields |= {"x-request-id": request_id} if request_id else {}
+    fields |= headers
     fields |= {"connection": "close"} if closes else {}
     fields |= {} if kind.retry_seconds is None else {"retry-after": str(kind.retry_seconds)}
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())

@@ -25,6 +25,7 @@ from flowrt.log_files import open_log_folder
 from flowrt.reliability.health import RequestProgress
 from flowrt.seams import Seams
 from flowrt.serving.completions import Completions, PromptEncoder
+from flowrt.serving.cors import CorsRules
 from flowrt.serving.front_end_settings import FrontEndSettings
 from flowrt.serving.gateway_client import GatewayClient
 from flowrt.serving.http_app import HttpApp
@@ -238,12 +239,15 @@ async def served_app(
     model_dir: Path = MODEL,
     max_model_len: int = 512,
     max_tokens: int = 128,
+    cors: CorsRules = CorsRules(),
+    model_name: str = "tiny",
 ) -> AsyncIterator[ServedApp]:
     """`log`: the folder of a request log, which is resumed."""
     listener = open_tcp_listener("127.0.0.1", 0)
     settings = FrontEndSettings(
         model_dir=str(model_dir),
-        model_name="tiny",
+        model_name=model_name,
+        cors=cors,
         max_model_len=max_model_len,
         vocab_size=768,
         eos_token_ids=(0,),

@@ -14,7 +14,7 @@ from flowrt.actors.front_end_messages import StateQuery, StateReport
 from flowrt.errors import TokenizerError
 from flowrt.serving import exchange, http_server
 from flowrt.serving.api_errors import OVERLOADED, ApiError
-from flowrt.serving.http_server import BoundedProtocol
+from flowrt.serving.http_server import BoundedProtocol, EarlyRefusal
 from flowrt.serving.json_body import TokenIds
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -134,7 +134,7 @@ async def test_number_of_requests_sent_ahead_is_bounded(first: str, monkeypatch:
             connection.send("POST", CHAT, HELLO | {"stream": True})
             await served.submitted.get()
         else:
-            monkeypatch.setattr(served.server, "_refuse_early", lambda *request: (error, "an-id"))
+            monkeypatch.setattr(served.server, "_refuse_early", lambda *request: EarlyRefusal(error, {"x-request-id": "an-id"}))
             await connection.close()
             connection = await served.connect()
         connection.writer.write(b"GET / HTTP/1.1\r\ncontent-length: 0\r\n\r\n" * 1000)

@@ -239,7 +239,9 @@ async def test_request_that_cannot_be_served_leaves_nothing() -> None:
     ("method", "path", "body", "headers", "error"),
     [
         ("GET", "/v1/nothing", None, {}, (404, "unknown_url")),
-        ("GET", "/v1/models/", None, {}, (404, "unknown_url")),
+        ("GET", "/v1/models/other", None, {}, (404, "model_not_found")),
+        ("POST", "/v1/models/tiny", None, {}, (405, "method_not_allowed")),
+        ("GET", "/v1/nothing/", None, {}, (404, "unknown_url")),
         ("GET", CHAT, None, {}, (405, "method_not_allowed")),
         ("DELETE", "/v1/models", None, {}, (405, "method_not_allowed")),
         ("POST", CHAT, b"{", {}, (400, "invalid_value")),
