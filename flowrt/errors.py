@@ -141,6 +141,12 @@ class OperatorError(FlowrtError):
         return OperatorError, (str(self), self.node)
 
 
+class RequestError(FlowrtError):
+    """A request failed, or the graph cannot serve it. The text is the reason: that of the completion's `error`."""
+
+    exit_code = 1
+
+
 class NotRunningError(FlowrtError, RuntimeError):
     """The graph is not open: not yet, or no longer."""
 

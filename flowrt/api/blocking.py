@@ -101,16 +101,20 @@ class BlockingGraph:
     ) -> Completion:
         """Submit one request and return its whole output, as RunningGraph.complete. Waits while too many requests are active.
 
+        Raises RequestError with the reason when the request fails, or this graph cannot serve it.
+
         llm.complete("What is 1 + 2?", max_tokens=8).text
         llm.complete(messages=[{"role": "user", "content": "What is 1 + 2?"}], temperature=0.7).text
         """
-        return self._thread.run(self._complete, prompt, params, messages, keywords)
+        completion = self._thread.run(self._complete, prompt, params, messages, keywords)
+        completion.check()
+        return completion
 
     def generate(self, prompts: Any, params: SamplingParams | None = None, **keywords: Unpack[RequestKeywords]) -> list[Completion]:
         """Submit all prompts at once and return their completions in the same order.
 
-        `prompts`: a text, a list of token ids, a list of messages, or a sequence of these. `params` or `keywords`: as `complete`.
-        Raises as `complete`.
+        `prompts`: a text, a list of token ids, a list of messages, or a sequence of these. `params` or `sampling`: see SamplingParams.
+        Raises as RunningGraph.complete. Of a request that failed, `text` raises RequestError; the others have theirs.
 
             for completion in llm.generate(["What is 1 + 2?", "Count from 3 to 11"], max_tokens=40):
                 print(completion.text)

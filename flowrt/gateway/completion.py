@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from flowrt.actors.control import Logprobs
+from flowrt.errors import RequestError, as_line
 from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.sampling_params import FinishReason
 
@@ -29,7 +30,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished request with its `n` choices. `error`: the reason when finish_reason is "error", else None.
+    """A finished request with its `n` choices. `error`: the reason when finish_reason is "error", else None; then `text` raises it.
 
     `prompt_logprobs`, if requested: of each token of the prompt behind the first, its logprob (`token`) and pairs of token id and logprob
     (`top`).
@@ -69,7 +70,14 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
+        """The text of choice 0. Raises RequestError when finish_reason is "error": what came before is in `choices`."""
+        self.check()
         return self.choices[0].text
+
+    def check(self) -> None:
+        """Raises RequestError when finish_reason is "error"."""
+        if self.finish_reason == "error":
+            raise RequestError(as_line(self.error or "the request failed"))
 
     @property
     def logprobs(self) -> tuple[float, ...]:

@@ -57,7 +57,15 @@ def test_calls_return_whole_outputs() -> None:
         assert [completion.text for completion in llm.generate(prompts, max_tokens=8)] == expected
         assert llm.complete(messages=[{"role": "user", "content": prompts[1]}], max_tokens=8).text == expected[1]
         assert llm.generate([[{"role": "user", "content": prompts[2]}]], max_tokens=8)[0].text == expected[2]
-        assert llm.complete([1] * 100_000).error
+        with pytest.raises(flowrt.RequestError, match="prompt of 100000 tokens needs"):
+            llm.complete([1] * 100_000)
+        good, bad = llm.generate([prompts[0], [1] * 100_000], max_tokens=8)
+        assert good.text == expected[0]
+        assert (bad.finish_reason, bad.token_ids, bad.choices[0].text) == ("error", (), "")
+        assert bad.error
+        with pytest.raises(flowrt.RequestError) as raised:
+            print(bad.text)
+        assert str(raised.value) == bad.error
         with pytest.raises(flowrt.ArgumentError, match="did you mean max_tokens"):
             llm.complete("x", max_token=3)  # type: ignore[call-arg]
         assert llm.health().ok

@@ -26,6 +26,7 @@ ERRORS = [
     flowrt.GraphError("graph.yaml:3", "limits.max_tokens", "is 0; write at least 1"),
     flowrt.NotRunningError("the graph is not open"),
     flowrt.OperatorError("a failed at step 3, layer 0: ValueError", "a"),
+    flowrt.RequestError("the prompt is empty, it needs at least one token"),
     flowrt.WorkerDiedError("experts.0", "was killed by SIGKILL", ("one line", "another")),
 ]
 
