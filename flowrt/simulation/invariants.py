@@ -179,7 +179,7 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
             scores = client.request.params.prompt_logprobs is not None and completion.token_ids
             if len(completion.prompt_logprobs) != (len(completion.prompt_token_ids) - 1 if scores else 0):
                 raise InvariantError("I1", f"request {index}: {len(completion.prompt_logprobs)} logprobs of its prompt")
-            if client.log not in (None, (completion.token_ids, completion.text)):
+            if client.log not in (None, (completion.token_ids, completion.choices[0].text)):
                 raise InvariantError("I1", f"request {index}: its log has {client.log}, its client {completion.token_ids}")
             if completion.token_ids != client.choices[0] or completion.degraded != any(client.degraded):
                 raise InvariantError("I1", f"request {index}: its completion has {completion.token_ids}, its events {client.choices[0]}")
