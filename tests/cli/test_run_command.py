@@ -22,12 +22,10 @@ from reference_model import ReferenceModel
 
 from flowrt.actors.control import Statistics
 from flowrt.cli.options import RunOptions
-from flowrt.cli.prompts import PromptRequest
 from flowrt.cli.record import record_text
 from flowrt.cli.run import RunSession, new_console
 from flowrt.cli.text import OutputStream
 from flowrt.errors import NotRunningError
-from flowrt.sampling_params import SamplingParams
 
 KEYS = {"index", "prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "degraded", "ttft_seconds", "itl_seconds"}
 
@@ -387,7 +385,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
 async def test_summary_sends_no_further_requests(graph_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped worker would never respond: the final statistics of workers that end in order are enough."""
     out, statistics = OutputStream(io.StringIO()), {"experts.0": Statistics(num_firings=3)}
-    session = RunSession(graph_file, RunOptions(), SamplingParams(), [PromptRequest("one", SamplingParams())], out, out)
+    session = RunSession(graph_file, RunOptions(prompt=("one",)), {}, out, out)
 
     class Graph:
         max_requests = 1
