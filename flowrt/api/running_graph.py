@@ -92,7 +92,7 @@ class RunningGraph:
         self._served: ServedRequests | None = None
         if serving is not None:
             reports = StateReports(self.launcher, self._of_model(), serving.model_name, self.health)
-            self._served = ServedRequests(self.launcher, self._of_model(), reports.report)
+            self._served = ServedRequests(self.launcher, self._of_model(), reports.report, reports.refresh)
         self._opened, self._resumes = False, resumes
         self._log: LogWriter | None = None
         self.resumed: tuple[int, ...] = ()

@@ -72,6 +72,12 @@ class StateReports:
         self._launcher, self._requests, self._model_name, self._health = launcher, requests, model_name, health
         self._front_ends = front_end_names(launcher.graph)
 
+    def refresh(self) -> None:
+        """Request the statistics of all processes that are at work: the counts of one that is killed later are known up to here."""
+        for name in self._launcher.graph.process_names():
+            if self._launcher.state.is_usable(name):
+                self._launcher.workers[name].request(StatisticsRequest())
+
     async def report(self, query: StateQuery) -> StateReport:
         if query.topic == "metrics":
             return StateReport(query.number, True, exposition(await self._state(), self._launcher.graph.serving.vllm_metrics))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import resource
 import sys
 from inspect import cleandoc
 from pathlib import Path
@@ -32,7 +31,6 @@ from flowrt.simulation.options import SimulationOptions
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 _UNKNOWN_OPTION = re.compile(r'Unknown option: "?--([a-z0-9-]+)')
 _NO_GRAPH = "a graph file or model directory is missing; give its path without --model, or write one with flowrt init DIR"
-_MIN_DESCRIPTORS = 32  # to load the libraries and run in one process
 
 
 def _split_variable(kind: Any, value: str, delimiter: str | None = None) -> list[str]:
@@ -228,9 +226,6 @@ def init(
 
 
 def _run(graph: Path | None, options: RunOptions, sampling: SamplingOptions) -> NoReturn:
-    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _MIN_DESCRIPTORS:
-        text = f"too few open files are allowed (RLIMIT_NOFILE is {limit}, at least {_MIN_DESCRIPTORS} are needed)"
-        raise UserError(f"{text}; raise it: ulimit -n 1024")
     from flowrt.cli.prompts import checked_options
     from flowrt.cli.run import run as run_graph
 
@@ -371,6 +366,11 @@ def _check_environment() -> None:
     except FileNotFoundError:
         if sys.argv[1:2] != ["graph"]:  # all others load torch, which does not load from a deleted folder
             raise UserError("the working directory has been deleted; change to another one") from None
+    if sys.argv[1:2] not in (["doctor"], ["graph"]):
+        from flowrt.processes.descriptors import MIN_DESCRIPTORS, raise_limit, too_few_descriptors
+
+        if raise_limit(MIN_DESCRIPTORS) < MIN_DESCRIPTORS:  # here, since any import may fail for want of one
+            raise UserError(too_few_descriptors(MIN_DESCRIPTORS))
     if sys.stdout is None and sys.argv[1:2] not in (["run"], ["demo"]):
         raise LostOutputError("standard output is closed; send it elsewhere")
 

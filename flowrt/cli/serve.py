@@ -28,13 +28,14 @@ from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.launcher.engine_check import check_engine
 from flowrt.observe import print_line
+from flowrt.processes.descriptors import check_front_end
 from flowrt.processes.output_tail import write_line
 from flowrt.seams import Seams
 from flowrt.serving.cors import CorsRules, read_list, read_origins
 from flowrt.serving.front_end_settings import ServeOptions
 from flowrt.serving.listener import HttpListener, open_tcp_listener, open_unix_listener
 from flowrt.serving.output_formats import AUTO_PARSER, NO_FORMATS, NO_PARSER, REASONING_FORMATS, TOOL_FORMATS, OutputFormats, find_formats
-from flowrt.serving.run_folder import MAX_LOG_BYTES, Description, RunFolder, claim
+from flowrt.serving.run_folder import MAX_LOG_BYTES, VARIABLE, Description, RunFolder, claim
 from flowrt.serving.template_files import read_template_files
 from flowrt.signals import ending_signals
 
@@ -57,6 +58,7 @@ def open_session(path: Path, options: ServeCommandOptions, run_name: str | None,
         raise UserError(f"{path}: this graph serves no model; call it from Python: await graph(name=tensor)")
     if options.resume and not graph.reliability.request_log:
         raise UserError(f"{path} has no request log to resume from; set reliability.request_log, or leave out --resume")
+    check_front_end()
     name = options.served_model_name or Path(graph.model.path).name
     _check(options, name)
     cors = _cors_of(options)
@@ -77,8 +79,8 @@ def open_session(path: Path, options: ServeCommandOptions, run_name: str | None,
         certificate=str(options.ssl_certfile or ""),
         private_key=str(options.ssl_keyfile or ""),
         formats=_formats(options, Path(graph.model.path)),
-        admin=None if folder is None else open_unix_listener(folder.socket),
         cors=cors,
+        admin=None if folder is None else open_unix_listener(folder.socket, VARIABLE),
     )
     if serving.admin is not None:
         stack.callback(serving.admin.close)

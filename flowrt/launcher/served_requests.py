@@ -15,19 +15,33 @@ from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
 
 LAST_EVENTS_SECONDS = 2.0  # for all streams to get their last event
+REFRESH_SECONDS = 2.0  # a process that is killed has counted for so long since its latest statistics, at most
 
 
 class ServedRequests:
-    """The requests that come by way of front ends. `report_state` returns the response to a query."""
+    """The requests that come by way of front ends. `report_state` returns the response to a query. `refresh`, which must not wait, is
+    called every REFRESH_SECONDS."""
 
-    def __init__(self, launcher: Launcher, requests: Requests, report_state: Callable[[StateQuery], Awaitable[StateReport]]) -> None:
-        self._launcher, self._requests = launcher, requests
+    def __init__(
+        self,
+        launcher: Launcher,
+        requests: Requests,
+        report_state: Callable[[StateQuery], Awaitable[StateReport]],
+        refresh: Callable[[], None] | None = None,
+    ) -> None:
+        self._launcher, self._requests, self._refresh = launcher, requests, refresh
+        self._refreshing: asyncio.Task[None] | None = None
         self._front_ends = FrontEnds(front_end_names(launcher.graph), requests, self._send, self._post, report_state)
 
     def begin(self) -> None:
         self._front_ends.begin()
+        if self._refresh is not None:
+            self._refreshing = asyncio.get_running_loop().create_task(self._keep_refreshing(self._refresh), name="requests of statistics")
 
     async def aclose(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.wait({self._refreshing})
         await self._front_ends.aclose()
 
     def on_control(self, worker: str, control: Control) -> None:
@@ -50,6 +64,11 @@ class ServedRequests:
         """The run has failed: each stream gets an error as its last event."""
         self._front_ends.fail(str(error))
         await self._flush()
+
+    async def _keep_refreshing(self, refresh: Callable[[], None]) -> None:
+        while True:
+            await self._launcher.seams.clock.sleep(REFRESH_SECONDS)
+            refresh()
 
     async def _flush(self) -> None:
         """Wait until the front ends have sent all that they were given; they take no more connections."""

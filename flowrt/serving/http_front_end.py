@@ -6,6 +6,7 @@ flowrt/serving/front_end.py has what it is for the launcher.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import msgspec
 from flowrt.actors.control import Start
 from flowrt.actors.control_link import run_controlled
 from flowrt.graph.model import Graph
-from flowrt.processes.descriptors import allow_connections
+from flowrt.processes.descriptors import allow_connections, too_few_descriptors
 from flowrt.seams import Seams
 from flowrt.serving.completions import Completions, PromptEncoder
 from flowrt.serving.front_end import FrontEnd
@@ -28,6 +29,8 @@ from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcesses
 from flowrt.signals import end_with_parent
 from flowrt.transports.contract import Channel
+
+log = logging.getLogger("flowrt.front_end")
 
 
 async def run_front_end(control: Channel, seams: Seams) -> None:
@@ -54,8 +57,12 @@ class HttpClientServer:
         has_log = bool(graph.reliability.request_log)
         completions = Completions(client, encoder, tokenizer, read.eos_token_ids, graph.serving.stream_interval, has_log, read.formats)
         application = HttpApp(read, client, completions, encoder, tokenizer, seams)
-        connections = allow_connections(graph.serving.max_connections)
-        self._server = HttpServer(application, connections, read.certificate, read.private_key, application.refuse_early)
+        most = graph.serving.max_connections
+        connections, leaving = allow_connections(most)
+        if connections < most:
+            reason = too_few_descriptors(2 * most)
+            log.warning("at most %d connections at once, not serving.max_connections (%d): %s", connections, most, reason)
+        self._server = HttpServer(application, connections, read.certificate, read.private_key, application.refuse_early, leaving)
 
     async def accept(self) -> None:
         for name, number in self._descriptors.items():

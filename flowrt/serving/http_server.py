@@ -1,13 +1,18 @@
-"""Serves an ASGI application on the shared socket, with bounds on connections, headers and waiting that uvicorn does not have by itself."""
+"""Serves an ASGI application on the shared socket, with bounds on connections, headers and waiting that uvicorn does not have by itself.
+
+Each connection that is accepted gets a response to what it sends, if only 503. So a refused one is closed in two steps: a socket that is
+closed while its client still sends is reset, and the client may lose the response.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import socket
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from ssl import SSLContext
+from itertools import islice
 from typing import Any, NamedTuple
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -15,8 +20,10 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from flowrt.processes.descriptors import MAX_LEAVING
+from flowrt.serving.accepting import accept_connections
 from flowrt.serving.api_errors import INVALID, LARGE_HEADERS, SLOW_REQUEST, UNAVAILABLE, ApiError
-from flowrt.serving.listener import BACKLOG
+from flowrt.serving.connection_table import ConnectionTable
 
 log = logging.getLogger("flowrt.front_end")
 
@@ -26,8 +33,8 @@ MAX_PIECES = 4096  # of a chunked body, in one read of the socket
 MAX_HEADERS = 256  # each takes some hundred bytes of memory, however short it is
 HEADER_SECONDS = 10.0  # from the connection, or from the first byte of a later request, to the end of its headers
 IDLE_SECONDS = 75  # between two requests of a connection
-TLS_SECONDS = 10.0
-ACCEPT_SECONDS = 1.0  # until the next try when no connection could be accepted
+LEAVE_SECONDS = 1.0  # for the client of a refused connection to read the response
+MAX_LOOKS = 64  # at connections that may give way to a new one
 MAX_SKIPPED_BYTES = 64 << 10  # of a body that is received but not kept, so that its connection can go on after an early refusal
 _LARGE_HEADERS = ApiError(LARGE_HEADERS, f"the headers are longer than {MAX_HEADER_BYTES >> 10} KiB, or more than {MAX_HEADERS}")
 _CHUNKS = ApiError(INVALID, "a chunked body may have no trailers, no long extensions, and no thousands of tiny chunks")
@@ -46,22 +53,21 @@ RefuseEarly = Callable[[bytes, bytes, Mapping[bytes, bytes], bool], EarlyRefusal
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. Headers have a length and a time limit, and so has what is between the pieces of a body. `waiting`: the connections
-    of the server on which a request, or the rest of one, has yet to arrive, longest wait first: when there are too many connections, a new
-    one takes the place of the first of these. With TLS a connection counts, and waits, from its acceptance on (`begin_handshake`)."""
+    """One connection. Headers have a length and a time limit, and so has what is between the pieces of a body. With TLS a connection
+    counts, and waits, from its acceptance on (`begin_handshake`)."""
 
     def __init__(
         self,
         config: Config,
         state: ServerState,
-        max_connections: int,
-        waiting: dict[BoundedProtocol, None],
+        table: ConnectionTable,
         is_admin: bool,
         refuse_early: RefuseEarly,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         super().__init__(config=config, server_state=state, app_state={}, _loop=loop)
-        self._max_connections, self._waiting, self._is_admin, self._refuse_early = max_connections, waiting, is_admin, refuse_early
+        self._table, self._is_admin, self._refuse_early = table, is_admin, refuse_early
+        self._waiting: dict[BoundedProtocol, None] = table.waiting
         self._early: EarlyRefusal | None = None  # of a request whose body is still to come
         self._num_header_bytes = 0
         self._num_in_read = self._num_pieces = 0  # requests, and pieces of bodies, of one read of the socket
@@ -74,27 +80,46 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def make_room(self) -> bool:
         """Whether there may be one connection more; if necessary, another one gives way."""
-        if len(self.connections) < self._max_connections or self._is_admin:
+        if len(self.connections) < self._table.max_connections or self._is_admin:
             return True
-        if not self._waiting:
+        for waiting in islice(self._waiting, MAX_LOOKS):
+            if not waiting._has_input():
+                waiting._give_way()
+                return True
+        return False
+
+    def _has_input(self) -> bool:
+        """Whether something has arrived that is not read yet: a request, perhaps, which must not end without a response."""
+        if self._cancel_handshake is not None:
             return False
-        next(iter(self._waiting))._give_way()
-        return True
+        number, poll = self.transport.get_extra_info("socket").fileno(), select.poll()
+        if number < 0:  # it is closed
+            return False
+        poll.register(number, select.POLLIN)
+        return bool(poll.poll(0))
 
     def begin_handshake(self, cancel: Callable[[], object]) -> None:
-        """`connection_made` follows when the handshake succeeds, then `end_handshake`."""
-        self._is_counted, self._cancel_handshake = True, cancel
-        self.connections.add(self)
-        self._waiting[self] = None
+        """`connection_made` follows when the handshake succeeds, then `end_handshake`. A connection for which there is no room gets its
+        response then."""
+        self._cancel_handshake = cancel
+        self._is_counted = self.make_room()
+        if self._is_counted:
+            self.connections.add(self)
+            self._waiting[self] = None
+        else:
+            self._table.begin_leaving(self, self.loop.time(), cancel)
 
     def end_handshake(self) -> None:
         if self._cancel_handshake is not None:  # it has failed
             self._waiting.pop(self, None)
+            self._table.end_leaving(self)
             self.connections.discard(self)
 
     def connection_made(self, transport: Any) -> None:
+        self._table.end_leaving(self)
         if not (self._is_counted or self.make_room()):
-            self._refuse(transport, _TOO_MANY)
+            self._cancel_handshake = None
+            self._refuse_for_room(transport)
             return
         self._is_counted, self._cancel_handshake = True, None
         super().connection_made(transport)
@@ -105,6 +130,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
         self._waiting.pop(self, None)
+        self._table.end_leaving(self)
         for cycle in self._unfinished:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -240,15 +266,15 @@ class BoundedProtocol(HttpToolsProtocol):
             self._waiting[self] = None
 
     def _give_way(self) -> None:
-        """Close the connection now, with output that its client does not read. Without a part of a request there is no response."""
+        """Close the connection, with output that its client does not read. There is no response between two requests."""
         del self._waiting[self]
         self.connections.discard(self)
         if self._cancel_handshake is not None:
             self._cancel_handshake()
-            return
-        if self._num_header_bytes:
-            self._refuse(self.transport, _TOO_MANY)
-        self.transport.abort()
+        elif self._num_header_bytes or self.cycle is None:
+            self._refuse_for_room(self.transport)
+        else:
+            self.transport.abort()
 
     def _await_headers(self) -> None:
         if self._header_timer is None:
@@ -276,12 +302,25 @@ class BoundedProtocol(HttpToolsProtocol):
     def _is_responding(self) -> bool:
         return any(cycle.response_started and not cycle.response_complete for cycle in self._unfinished)
 
+    def _refuse_for_room(self, transport: asyncio.Transport) -> None:
+        self._table.note_refusal(self.loop.time())
+        self._refuse(transport, _TOO_MANY)
+
     def _refuse(self, transport: asyncio.Transport, error: ApiError) -> None:
+        if self._is_refused or transport.is_closing():
+            self._is_refused = True
+            return
         self._is_refused = True
-        if not transport.is_closing():
-            if not self._is_responding:
-                transport.write(_response(error))
-            transport.close()
+        self._cancel_timer()
+        if not self._is_responding:
+            transport.write(_response(error))
+        if any(not cycle.response_complete for cycle in self._unfinished) or not transport.can_write_eof():
+            transport.close()  # the rest of a response may follow; TLS says goodbye by itself
+            return
+        transport.write_eof()
+        self.connections.discard(self)
+        self._header_timer = self.loop.call_later(LEAVE_SECONDS, transport.close)
+        self._table.begin_leaving(self, self.loop.time(), transport.close)
 
 
 def _response(error: ApiError, headers: Mapping[str, str] = {}, *, closes: bool = True) -> bytes:
@@ -295,44 +334,18 @@ def _response(error: ApiError, headers: Mapping[str, str] = {}, *, closes: bool 
     return f"HTTP/1.1 {kind.status} {HTTPStatus(kind.status).phrase}\r\n{lines}\r\n".encode() + body
 
 
-async def _accept_tls(listener: socket.socket, context: SSLContext, new_protocol: Callable[[], BoundedProtocol]) -> None:
-    """Accept connections whose TLS handshake is to come: a loop's own server does not show them to the protocol before it has ended."""
-    loop = asyncio.get_running_loop()
-
-    async def shake_hands(accepted: socket.socket, protocol: BoundedProtocol) -> None:
-        try:
-            await loop.connect_accepted_socket(lambda: protocol, accepted, ssl=context, ssl_handshake_timeout=TLS_SECONDS)
-        except Exception as error:  # it must not end the others
-            log.debug("a TLS handshake failed: %r", error)
-        finally:
-            protocol.end_handshake()
-
-    with listener:
-        listener.setblocking(False)
-        async with asyncio.TaskGroup() as handshakes:
-            while True:
-                try:
-                    accepted, _ = await loop.sock_accept(listener)
-                except OSError as error:  # no descriptor is left
-                    log.warning("no connection could be accepted: %s", error)
-                    may_retry = asyncio.Event()
-                    loop.call_later(ACCEPT_SECONDS, may_retry.set)
-                    await may_retry.wait()
-                    continue
-                protocol = new_protocol()
-                if not protocol.make_room():
-                    accepted.close()
-                    continue
-                protocol.begin_handshake(handshakes.create_task(shake_hands(accepted, protocol), name="TLS handshake").cancel)
-                await asyncio.sleep(0)  # until it has begun, its cancellation would leave the socket open
-
-
 class HttpServer:
-    """`certificate` and `private_key`: files for TLS; "" without it. `refuse_early` may refuse a request by its headers. Raises OSError for
-    files that are not usable."""
+    """`certificate` and `private_key`: files for TLS; "" without it. `refuse_early` may refuse a request by its headers. `max_leaving`:
+    refused connections beside `max_connections`. Raises OSError for files that are not usable."""
 
     def __init__(
-        self, application: Callable[..., Any], max_connections: int, certificate: str, private_key: str, refuse_early: RefuseEarly
+        self,
+        application: Callable[..., Any],
+        max_connections: int,
+        certificate: str,
+        private_key: str,
+        refuse_early: RefuseEarly,
+        max_leaving: int = MAX_LEAVING,
     ) -> None:
         self._config = Config(
             application,
@@ -352,9 +365,7 @@ class HttpServer:
         )
         self._config.load()
         self._state = ServerState()
-        self._max_connections, self._refuse_early = max_connections, refuse_early
-        self._waiting: dict[BoundedProtocol, None] = {}
-        self._servers: list[asyncio.Server] = []
+        self._table, self._refuse_early = ConnectionTable(max_connections, max_leaving), refuse_early
         self._accepting: list[asyncio.Task[None]] = []
 
     @property
@@ -366,20 +377,17 @@ class HttpServer:
         loop = asyncio.get_running_loop()
 
         def new_protocol() -> BoundedProtocol:
-            limits = self._max_connections, self._waiting, is_admin
-            return BoundedProtocol(self._config, self._state, *limits, self._refuse_early, loop)
+            return BoundedProtocol(self._config, self._state, self._table, is_admin, self._refuse_early, loop)
 
-        if self._config.ssl is not None and not is_admin:
-            self._accepting.append(
-                loop.create_task(_accept_tls(listener, self._config.ssl, new_protocol), name="accepting of TLS connections")
+        context = None if is_admin else self._config.ssl
+        self._accepting.append(
+            loop.create_task(
+                accept_connections(listener, context, new_protocol, self._table.wait_for_room), name="accepting of connections"
             )
-        else:
-            self._servers.append(await loop.create_server(new_protocol, sock=listener, backlog=BACKLOG))
+        )
 
     async def close(self, seconds: float) -> None:
         """Accept no more connections, let the responses in progress end within `seconds`, then close what is left."""
-        for server in self._servers:
-            server.close()
         for accepting in self._accepting:
             accepting.cancel()
         if self._accepting:
@@ -396,3 +404,4 @@ class HttpServer:
         await asyncio.sleep(0)
         for connection in list(self._state.connections):
             connection.transport.close()
+        self._table.close_leaving()

@@ -37,7 +37,9 @@ class HttpListener:
 
 
 def open_tcp_listener(host: str, port: int, scheme: str = "http") -> HttpListener:
-    """Raises UserError when the address cannot be bound."""
+    """Raises UserError when the address cannot be bound. An IPv6 address may have brackets, as in a URL."""
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError, OverflowError):
@@ -61,8 +63,9 @@ def open_tcp_listener(host: str, port: int, scheme: str = "http") -> HttpListene
     return HttpListener(listener, f"{scheme}://{shown_host}:{bound[1]}", is_public, hosts)
 
 
-def open_unix_listener(path: Path) -> HttpListener:
-    """A socket that only this user may connect to. It replaces one that no process listens on. Raises UserError."""
+def open_unix_listener(path: Path, origin: str = "--uds") -> HttpListener:
+    """A socket that only this user may connect to. It replaces one that no process listens on. `origin`: what has named the path. Raises
+    UserError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
@@ -71,7 +74,9 @@ def open_unix_listener(path: Path) -> HttpListener:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise UserError(f"--uds {path} cannot be bound: {(error.strerror or str(error)).lower()}; give another path") from None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"no space is left for the socket {path}; free some, or give another path with {origin}") from None
+        raise UserError(f"{origin} {path} cannot be bound: {(error.strerror or str(error)).lower()}; give another path") from None
     finally:
         os.umask(before)
     return HttpListener(listener, f"unix:{path}", is_public=False, path=str(path))

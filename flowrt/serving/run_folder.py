@@ -208,7 +208,7 @@ def _make_private(path: Path) -> None:
     except FileExistsError:
         _check_private(path)
     except OSError as error:
-        raise UserError(f"{path} cannot be made ({error.strerror}); set {VARIABLE} to a folder of your own") from None
+        raise UserError(f"{path} cannot be made ({error.strerror}); set {VARIABLE} to a folder that can be written") from None
 
 
 def _check_private(path: Path) -> None:

@@ -80,6 +80,8 @@ ENVIRONMENTS = [
     Environment("SIGINT and SIGHUP are ignored", "trap '' INT HUP; $RUN"),
     Environment("all signals are blocked", f"{shlex.quote(sys.executable)} -c {shlex.quote(_BLOCKED)} $RUN"),
     *[Environment(f"{num} descriptors", f"ulimit -n {num}; $RUN", (0, 1, 2, 3), "") for num in (20, 32, 40, 48, 64, 128)],
+    Environment("few descriptors for a server", "ulimit -n 12; $FLOWRT serve $FILE", (2,), "too few open files", is_cheap=True),
+    Environment("few descriptors for a front end", "ulimit -n 48; $FLOWRT serve $FILE", (2,), "too few open files", is_cheap=True),
     Environment("200 MB of address space", "ulimit -v 200000; $RUN", (1, 2, 3)),
     Environment("files of no size", "ulimit -f 0; $RUN", is_cheap=True),
     Environment("a record in files of no size", "ulimit -f 0; $RUN --json record.json", (1,), "cannot be written"),

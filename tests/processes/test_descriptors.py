@@ -14,7 +14,8 @@ import pytest
 from processes.backend_checks import Owner, close, spec
 
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.processes.descriptors import allow_connections, check_descriptors
+from flowrt.processes import descriptors
+from flowrt.processes.descriptors import allow_connections, check_descriptors, check_front_end
 from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.processes.frames import Forked, Loaded, encode
 
@@ -29,24 +30,40 @@ def test_the_need_is_known_before_anything_starts(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "most", "raised"),
+    ("soft", "hard", "most", "leaving", "raised"),
     [
-        (1024, 4096, 2048, 2112),
-        (1024, 1024, 960, 1024),
-        (10, 10, 1, 10),
-        (1024, resource.RLIM_INFINITY, 2048, 2112),
-        (4096, 4096, 2048, None),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 2048, None),
+        (1024, 4096, 2048, 256, 2340),  # 20 are open, 16 are spare
+        (1024, 1024, 865, 123, 1024),
+        (128, 128, 81, 11, 128),
+        (64, 64, 20, 8, 64),
+        (40, 40, 2, 2, 40),
+        (10, 10, 1, 1, 10),
+        (1024, resource.RLIM_INFINITY, 2048, 256, 2340),
+        (4096, 4096, 2048, 256, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 2048, 256, None),
     ],
 )
 def test_front_end_accepts_what_its_limit_allows(
-    soft: int, hard: int, most: int, raised: int | None, monkeypatch: pytest.MonkeyPatch
+    soft: int, hard: int, most: int, leaving: int, raised: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: changed.append(limits))
-    assert allow_connections(2048) == most
+    monkeypatch.setattr(descriptors, "_num_open", lambda: 20)
+    assert allow_connections(2048) == (most, leaving)
     assert changed == ([] if raised is None else [(raised, hard)])
+
+
+def test_a_soft_limit_is_raised_before_anything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: changed.append(limits))
+    check_descriptors(5)
+    check_front_end()
+    assert changed == [(56, 4096), (56, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (55, 55))
+    with pytest.raises(UserError, match="RLIMIT_NOFILE is 55, about 56 are needed"):
+        check_front_end()
 
 
 class Server:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
-from serving.served_app import NAME, ServedApp, served_app
+from serving.served_app import NAME, Connection, ServedApp, served_app
 
 from flowrt.actors.front_end_messages import ChoiceOutput, RequestOutput
-from flowrt.serving import exchange, gateway_client, http_server
+from flowrt.serving import connection_table, exchange, gateway_client, http_server
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -433,18 +434,18 @@ async def test_connection_without_a_request_gives_way_to_a_new_one() -> None:
         assert (await body.head()).status == 100
         idle.send("GET", "/ready")
         assert (await idle.response()).status == 200
-        await until(lambda: sum(each._num_header_bytes == 21 for each in served.server._waiting) == 1)
+        await until(lambda: sum(each._num_header_bytes == 21 for each in served.server._table.waiting) == 1)
         refused = b"HTTP/1.1 503 Service Unavailable"
         seen, new = [], [await served.connect() for _ in waiting]
         for closed, connection in zip(waiting, new, strict=True):
             connection.send("GET", "/health")
             assert (await connection.response()).status == 200
             seen.append((await closed.reader.read()).split(b"\r\n")[0])
-        assert seen == [b"", refused, refused, b""]
+        assert seen == [refused, refused, refused, b""]
         for connection in (*waiting, *new):
             await connection.close()
         await until(lambda: not served.server.num_connections)
-        assert not served.server._waiting
+        assert not served.server._table.waiting
 
 
 async def test_connections_with_requests_do_not_give_way() -> None:
@@ -460,6 +461,85 @@ async def test_connections_with_requests_do_not_give_way() -> None:
         assert (await served.call("GET", "/health")).status == 200, "their responses are complete"
         for connection in streams:
             await connection.close()
+
+
+def run_on(kind: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run on a loop that ends with the test: uvloop's keeps a descriptor for its connections."""
+    with asyncio.Runner(
+        loop_factory=asyncio.new_event_loop if kind == "asyncio" else pytest.importorskip("uvloop").new_event_loop
+    ) as runner:
+        runner.run(main())
+
+
+both_loops = pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+
+
+@both_loops
+@pytest.mark.parametrize("max_leaving", [2, 256])
+def test_each_connection_of_a_crowd_gets_a_response(
+    max_leaving: int, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests that arrive late, too: all clients connect before the first one sends. One line of the log says so."""
+    monkeypatch.setattr(connection_table, "MIN_LEAVE_SECONDS", 3600.0)
+    caplog.set_level("WARNING", "flowrt.front_end")
+    run_on(kind, partial(meet_crowd, max_leaving))
+    assert [each.getMessage() for each in caplog.records] == ["more than 4 connections: further ones get status 503"]
+
+
+async def meet_crowd(max_leaving: int) -> None:
+    async with served_app(connections=4) as served:
+        served.server._table.max_leaving = max_leaving
+        crowd = [await served.connect() for _ in range(40)]
+        statuses: dict[int, int] = {}
+
+        async def ask(connection: Connection) -> None:
+            connection.send("POST", CHAT, HELLO)
+            response = await connection.response()
+            await connection.close()
+            statuses[response.status] = statuses.get(response.status, 0) + 1
+            assert response.status == 200 or (response.error[1], response.headers["retry-after"]) == ("service_unavailable", "1")
+
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            for connection in crowd:
+                tasks.create_task(ask(connection))
+            await until(lambda: statuses.get(503) == 36)
+            for _ in range(4):
+                served.finish(await served.submitted.get())
+        assert statuses == {200: 4, 503: 36}
+        await until(lambda: not served.server.num_connections)
+        assert (await served.call("GET", "/health")).status == 200
+
+
+@both_loops
+def test_a_refused_client_that_is_still_sending_gets_its_response(kind: str) -> None:
+    """A socket that is closed with input that nothing has read is reset, and the response lost."""
+    run_on(kind, refuse_senders)
+
+
+async def refuse_senders() -> None:
+    async with served_app(connections=1) as served:
+        stream = await served.connect()
+        stream.send("POST", CHAT, HELLO | {"stream": True})
+        request = await served.submitted.get()
+        refused = [await served.connect() for _ in range(2)]
+        refused[0].send("POST", CHAT, b"x" * 500_000)
+        refused[1].writer.write(b"GET / HTTP/1.1\r\n")
+        for connection in refused:
+            assert (await connection.response()).status == 503
+            connection.writer.write(b"x" * 1000)
+            assert await connection.reader.read() == b""
+        served.finish(request)
+        await stream.events_after_head()
+
+
+async def test_silent_refused_connections_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_table, "MIN_LEAVE_SECONDS", 0.01)
+    monkeypatch.setattr(http_server, "LEAVE_SECONDS", 3600.0)
+    async with served_app(connections=1) as served:
+        served.server._table.max_leaving = 2
+        silent = [await served.connect() for _ in range(20)]
+        assert (await served.call("GET", "/health")).status == 200
+        assert [(await each.response()).status for each in silent] == [503] * 20
 
 
 async def test_aborted_connections_leave_nothing() -> None:

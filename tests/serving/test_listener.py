@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
 import socket
 import ssl
@@ -11,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from ipv6 import has_ipv6_loopback
 from serving.served_app import Connection, ServedApp, served_app
 from serving.test_http_api import until
 
@@ -26,6 +29,29 @@ def test_only_loopback_addresses_are_not_public(host: str, is_public: bool) -> N
         assert bool(listener.hosts) != is_public
     finally:
         listener.close()
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this system has no IPv6")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_ipv6_address_with_and_without_brackets(host: str) -> None:
+    listener = open_tcp_listener(host, 0)
+    try:
+        assert listener.url == f"http://[::1]:{listener.socket.getsockname()[1]}"
+        assert "[::1]" in listener.hosts
+    finally:
+        listener.close()
+
+
+@pytest.mark.parametrize(("origin", "number"), [("--uds", errno.ENOSPC), ("FLOWRT_RUNTIME_DIR", errno.EROFS)])
+def test_a_file_system_that_takes_no_socket_is_named(origin: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bind(_: socket.socket, address: str) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    text = {errno.ENOSPC: "no space is left for the socket", errno.EROFS: "read-only file system"}[number]
+    with pytest.raises(UserError, match=text) as caught:
+        open_unix_listener(tmp_path / "socket", origin)
+    assert origin in str(caught.value)
 
 
 @pytest.mark.parametrize("host", ["256.1.1.1", "1.2.3.4", "a\x00b", "a" * 300])
@@ -95,6 +121,22 @@ async def test_a_connection_without_its_handshake_gives_way_to_a_new_one(certifi
         assert served.server.num_connections <= 2
         for each in silent:
             await each.close()
+
+
+async def test_a_connection_without_room_gets_its_response_behind_the_handshake(certificate: tuple[str, str]) -> None:
+    async with served_app(certificate=certificate[0], private_key=certificate[1], connections=1) as served:
+        context = ssl.create_default_context(cafile=certificate[0])
+        host, port = served.listener.socket.getsockname()
+        first = Connection(*await asyncio.open_connection(host, port, ssl=context, server_hostname="localhost"))
+        first.send("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+        request = await served.submitted.get()
+        second = Connection(*await asyncio.open_connection(host, port, ssl=context, server_hostname="localhost"))
+        second.send("GET", "/version")
+        assert (await second.response()).error[:2] == (503, "service_unavailable")
+        served.finish(request)
+        assert (await first.response()).status == 200
+        for connection in (first, second):
+            await connection.close()
 
 
 async def test_handshakes_in_progress_end_with_the_server(certificate: tuple[str, str]) -> None:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ipv6 import has_ipv6_loopback
 
 from flowrt.transports.conformance import channel_checks as checks
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, pair_maker
@@ -285,16 +286,8 @@ needs_curve = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq has n
 CURVE = "zmq://127.0.0.1:0?curve"
 
 
-def _has_ipv6_loopback() -> bool:
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6):
-            return True
-    except OSError:
-        return False
-
-
 @needs_curve
-@pytest.mark.skipif(not _has_ipv6_loopback(), reason="this system has no IPv6")
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this system has no IPv6")
 @pytest.mark.parametrize("address", ["zmq://[::1]:0", "zmq://[::1]:0?curve", "zmq://[0:0::1]:0?curve"])
 @pytest.mark.parametrize("check", [checks.check_order, checks.check_close])
 async def test_channel_over_ipv6_passes_the_checks(address: str, check: checks.Check) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import tempfile
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -98,6 +99,17 @@ def unavailable_reason() -> str | None:
     return None if library else ""
 
 
+def _likely_cause() -> str:
+    """What most often keeps UCX from opening a worker: it makes a temporary file in /tmp, whatever TMPDIR says."""
+    try:
+        with tempfile.TemporaryFile(dir="/tmp"):
+            pass
+    except OSError as error:
+        return f"/tmp takes no files ({error.strerror})"
+    names = sorted(name for name in os.environ if name.startswith(("UCX_", "UCXX_")) and name not in _ENVIRONMENT)
+    return f"{', '.join(names)} in the environment may be the cause" if names else "flowrt doctor shows whether it works here"
+
+
 class UCXLink:
     """A worker and, after `connect`, its endpoint to the peer's worker.
 
@@ -113,9 +125,7 @@ class UCXLink:
         try:
             self._worker = self._library.open_worker(settings)
         except Exception as error:
-            raise UnavailableError(
-                f"ucx cannot open a worker: {_one_line(error)}; is a UCX_... variable set in the environment?"
-            ) from error
+            raise UnavailableError(f"ucx cannot open a worker: {_one_line(error)}; {_likely_cause()}") from error
         self._endpoint: Any = None
         self.descriptor = int(self._worker.epoll_file_descriptor)
         self.array: Any = self._library.array  # the buffer type of UCX; it keeps its memory alive
