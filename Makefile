@@ -78,7 +78,7 @@ fuzz: $(STAMP) ## send EXAMPLES=20000 new random inputs to each decoder, handsha
 	@FLOWRT_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/transports/test_bad_input_fuzz.py --timeout 0 --durations 0 $(ARGS)
 	@$(BIN)/python tests/exchange/message_fuzz.py --executions $(MESSAGES)
 
-hostile: $(STAMP) ## try FILES=900 mutated graph files, 82 environments, wrong operators and tensors; each must give one line of error
+hostile: $(STAMP) ## try FILES=900 mutated graph files, 90 environments, wrong operators and tensors; each must give one line of error
 	@$(BIN)/python tests/graph/mutated_files.py --files $(FILES)
 	@$(BIN)/python tests/cli/environments.py
 	@$(BIN)/python tests/end_to_end/hostile_runs.py

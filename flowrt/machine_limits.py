@@ -1,4 +1,4 @@
-"""What this process may use of the machine: processor cores and memory, within its affinity mask and its control groups (cgroups).
+"""What this process may use of the machine: processor cores, memory and tasks, within its affinity mask and its control groups (cgroups).
 
 A container or a service manager limits a group of processes; the machine's own numbers do not show that. Both versions of cgroups are read,
 the group of this process and all above it: the smallest limit holds.
@@ -67,6 +67,15 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
                 num_bytes = int((folder / limit).read_text())
                 if num_bytes < _UNLIMITED_BYTES:
                     yield num_bytes, int((folder / used).read_text())
+
+
+def available_tasks(root: Path = Path("/")) -> int | None:
+    """Processes and threads that the control groups still allow; None without a limit. RLIMIT_NPROC is not counted."""
+    left = []
+    for folder in _groups("pids", root):
+        with suppress(OSError, ValueError):  # ValueError: "max"
+            left.append(max(0, int((folder / "pids.max").read_text()) - int((folder / "pids.current").read_text())))
+    return min(left, default=None)
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:

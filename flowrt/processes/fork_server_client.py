@@ -25,6 +25,7 @@ from flowrt.processes.frames import Exited, Forked, ForkRequest, Loaded, NotFork
 from flowrt.processes.leftover import processes_marked
 from flowrt.processes.local_process import GRACE_SECONDS, LocalProcess
 from flowrt.processes.output_tail import exit_text
+from flowrt.processes.tasks import check_tasks
 from flowrt.processes.weight_files import WeightFiles
 from flowrt.transports.contract import HostAddress, Identity
 
@@ -61,6 +62,7 @@ class LocalBackend:
         """Start a fork server and wait until it serves; see OpenBackend. The fork server dies when the calling thread ends.
         `host_address`: that of the workers' Seams."""
         check_descriptors(num_processes)
+        check_tasks(num_processes)
         if not sys.executable:
             raise WorkerDiedError(FORK_SERVER, "cannot start: this Python does not know its own executable (sys.executable is empty)")
         backend = cls(run_id, owner, preload, host_address)

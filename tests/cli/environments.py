@@ -27,6 +27,11 @@ MARK = "FLOWRT_HOSTILE_RUN"  # the variable by which processes of an environment
 _TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 _BLOCKED = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65)); os.execv(sys.argv[1], sys.argv[1:])"
 _FULL_MEMORY = "mount -t tmpfs -o size=4k none /dev/shm && head -c 9999 /dev/zero >/dev/shm/full 2>/dev/null"
+_FEW_TASKS = """
+group=/sys/fs/cgroup/pids/hostile-$$; mkdir $group; echo 10 > $group/pids.max
+bash -c "echo \\$\\$ > $group/cgroup.procs; $RUN"; code=$?; rmdir $group; exit $code
+"""
+_HAS_PIDS_GROUPS = os.geteuid() == 0 and os.access("/sys/fs/cgroup/pids/cgroup.procs", os.W_OK)
 _ISOLATED = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from flowrt.__main__ import main; main()"
 
 
@@ -45,6 +50,14 @@ class Environment:
 
 def _with(**variables: str) -> list[Environment]:
     return [Environment(f"{name}={value or '(empty)'}", variables={name: value}) for name, value in variables.items()]
+
+
+def _in_folder(options: str, command: str) -> str:
+    """A command whose sockets are in a file system that takes none."""
+    where = "--uds $TMPDIR/a.sock" if command == "serve" else "--port 0"
+    fill = "head -c 9999 /dev/zero > $TMPDIR/full 2>/dev/null; true"
+    run = f"FLOWRT_RUNTIME_DIR=$TMPDIR/run $FLOWRT {command} $FILE {where}"
+    return f"unshare -m bash -c 'mount -t tmpfs -o {options} none $TMPDIR && {fill}; {run}'"
 
 
 _LOST = "standard output cannot be written"
@@ -109,6 +122,12 @@ ENVIRONMENTS = [
         })
         for columns in ("", "0", "1", "99999")
     ],
+    Environment("no locked memory", "ulimit -l 0; $RUN"),
+    Environment("2 GB of address space", "ulimit -v 2000000; $RUN", (0, 1, 2, 3)),
+    Environment("a full folder of graphs", _in_folder("size=4k", "up"), (1,), "full?"),
+    Environment("a read-only folder of graphs", _in_folder("ro", "up"), (2,), "Read-only file system"),
+    Environment("a server's socket in a read-only folder", _in_folder("ro", "serve"), (2,), "read-only file system"),
+    *([Environment("few tasks in the container", _FEW_TASKS, (1,), "too few processes and threads")] if _HAS_PIDS_GROUPS else []),
     Environment("a full shared-memory folder", f"unshare -m bash -c '{_FULL_MEMORY}; $RUN'", (0, 1)),
 ]  # fmt: skip
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from flowrt import machine_limits
-from flowrt.machine_limits import available_memory_bytes, cpu_quota, memory_limit_bytes, usable_cores, visible_cores
+from flowrt.errors import UserError
+from flowrt.machine_limits import available_memory_bytes, available_tasks, cpu_quota, memory_limit_bytes, usable_cores, visible_cores
+from flowrt.processes import tasks
 
 V1_CPU = "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct"
 V2 = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
@@ -101,6 +103,33 @@ def test_usable_cores_are_the_whole_ones_within_the_quota(monkeypatch: pytest.Mo
 )
 def test_memory_that_the_control_groups_leave(tmp_path: Path, cgroup: str, mounts: str, files: Mapping[str, str], available: int) -> None:
     assert available_memory_bytes(tree(tmp_path, f"{cgroup}\n", f"{mounts}\n", files)) == available
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "mounts", "files", "left"),
+    [
+        ("0::/a", V2, {}, None),
+        ("0::/a", V2, {"sys/fs/cgroup/a/pids.max": "max", "sys/fs/cgroup/a/pids.current": "5"}, None),
+        ("0::/a", V2, {"sys/fs/cgroup/a/pids.max": "20", "sys/fs/cgroup/a/pids.current": "5"}, 15),
+        (
+            "8:pids:/a",
+            V1_CPU.replace("cpu,cpuacct", "pids"),
+            {"sys/fs/cgroup/pids/a/pids.max": "max", "sys/fs/cgroup/pids/pids.max": "7", "sys/fs/cgroup/pids/pids.current": "9"},
+            0,
+        ),
+    ],
+)
+def test_tasks_that_the_control_groups_leave(tmp_path: Path, cgroup: str, mounts: str, files: Mapping[str, str], left: int | None) -> None:
+    assert available_tasks(tree(tmp_path, f"{cgroup}\n", f"{mounts}\n", files)) == left
+
+
+def test_too_few_tasks_are_one_line_before_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "available_tasks", lambda: 13)
+    tasks.check_tasks(4)
+    with pytest.raises(UserError, match=r"^too few processes and threads are allowed \(pids\.max of the container leaves 13, at least 14"):
+        tasks.check_tasks(5)
+    monkeypatch.setattr(tasks, "available_tasks", lambda: None)
+    tasks.check_tasks(5000)
 
 
 def test_this_machine_has_cores_and_memory() -> None:
