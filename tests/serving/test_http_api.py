@@ -492,7 +492,7 @@ async def meet_crowd(max_leaving: int) -> None:
         crowd = [await served.connect() for _ in range(40)]
         statuses: dict[int, int] = {}
 
-        async def ask(connection: Connection) -> None:
+        async def post_chat(connection: Connection) -> None:
             connection.send("POST", CHAT, HELLO)
             response = await connection.response()
             await connection.close()
@@ -501,7 +501,7 @@ async def meet_crowd(max_leaving: int) -> None:
 
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             for connection in crowd:
-                tasks.create_task(ask(connection))
+                tasks.create_task(post_chat(connection))
             await until(lambda: statuses.get(503) == 36)
             for _ in range(4):
                 served.finish(await served.submitted.get())
