@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.serving.output_formats import REASONING_FORMATS, REQUIRED_CALLS, TOOL_FORMATS, ToolFormat, find_formats
+from flowrt.serving.output_formats import REASONING_FORMATS, REQUIRED_CALLS, TOOL_FORMATS, ToolFormat, find_formats, markers
 from flowrt.serving.output_parser import CallDelta, OutputParser, joined_calls
 
 F = {
@@ -292,17 +292,17 @@ def test_random_calls_are_read_back_from_random_pieces(form: str, data: st.DataO
     assert [(each.name, json.loads(each.arguments)) for each in found] == [(call.name, call.arguments) for call in calls]
 
 
-@given(
-    st.lists(
-        st.sampled_from(
-            ["<", "tool_call>", "</", "function=f>", "parameter=a>", "{", "}", '"name"', ":", '"g"', ",", '"arguments"', "\n", "x", " "]
-        ),
-        max_size=40,
-    )
-)
-@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "glm45", "llama3_json"])
-def test_no_text_fails_or_depends_on_its_pieces(form: str, pieces: list[str]) -> None:
-    assert parse(form, pieces) == parse(form, ["".join(pieces)])
+FRAGMENTS = [*'{}[]:,"\\()<`', '"name"', '"arguments"', '"f"', '"g"', "f", "a=1", "functions.f:0", "function", "\n", " ", "é", "1"]
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_no_text_fails_or_depends_on_its_pieces(form: str, data: st.DataObject) -> None:
+    of_form = sorted(markers(TOOL_FORMATS[form]) | {"<think>", "</think>"})
+    pieces = data.draw(st.lists(st.sampled_from(of_form) | st.sampled_from(FRAGMENTS), max_size=30))
+    whole = parse(form, ["".join(pieces)], "qwen3")
+    assert parse(form, pieces, "qwen3") == parse(form, list("".join(pieces)), "qwen3") == whole
 
 
 # Formats of templates.
