@@ -44,11 +44,6 @@ CONSTRAINT_BUGS: tuple[Bug, ...] = (
         (SAMPLING, "penalized_logits", "inputs.masked_M, inputs.allowed_MB", "torch.arange(inputs.masked_M.numel()), inputs.allowed_MB"),
     ),
     bug(
-        "constraint-bad-words-ignored",
-        "bad words of several tokens are sampled",
-        (CONSTRAINT, "Constraint.mask", "self._tail[1 - len(word):] == word[:-1]", "False"),
-    ),
-    bug(
         "constraint-step-forgotten",
         "a step whose masks took time is never completed",
         (GROUP, "Group._emit_sampling", "start.epoch == self._engine.epoch", "start.epoch == self._engine.epoch and start.step % 7 != 3"),
