@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from acceptance.other_clients import NPM_CLIENT, run_browser, run_continue, run_guidellm, run_lm_eval
+from other_clients import NPM_CLIENT, run_browser, run_continue, run_guidellm, run_lm_eval
 from serving.server_process import ROOT, SECONDS, Server, metrics_of
 
 CLIENTS = {
