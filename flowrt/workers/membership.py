@@ -14,7 +14,7 @@ from flowrt.actors.control import Control, DeathCause, ExpertsUnavailable, LateR
 from flowrt.actors.incarnations import Incarnations
 from flowrt.actors.probed_link import PROBE_SECONDS
 from flowrt.exchange.failover import Failover
-from flowrt.exchange.kv_transfer import KvUnpack
+from flowrt.graph.builtin import KV_PACK, KV_UNPACK
 from flowrt.graph.model import Graph
 from flowrt.graph.reach import emits
 from flowrt.seams import Clock
@@ -68,8 +68,11 @@ class Membership:
             self._lose(process, "")
         for process in sorted(data_path.peers & incarnations.keys()):
             self._use(process)
-        if data_path.unpack is not None and graph.emulation is None:  # modelled links may take as long as they please
-            tasks.create_task(self._watch_transfers(data_path.unpack), name=f"transfers of {data_path.name}")
+        operators = {node.operator for node in graph.nodes.values() if node.process == data_path.name}
+        if operators & {KV_PACK, KV_UNPACK} and graph.emulation is None:  # modelled links may take as long as they please
+            ends = [(edge.id, graph.ends_of(edge)) for edge in graph.edges.values()]
+            to = {process: [edge for edge, each in ends if each == (data_path.name, process)] for process in self._sources}
+            tasks.create_task(self._watch_links(to), name=f"probes of {data_path.name}")
         if data_path.failover is not None and data_path.group is not None and data_path.failover.processes:
             data_path.group.on_begin = self._is_needed.set
             tasks.create_task(self._watch_parts(data_path.failover, data_path.group), name=f"parts of {data_path.name}")
@@ -130,11 +133,14 @@ class Membership:
         if self._unpack is not None:
             self._unpack.on_joined(process, self._incarnations[process])
 
-    async def _watch_transfers(self, unpack: KvUnpack) -> None:
+    async def _watch_links(self, edges_to: dict[str, list[int]]) -> None:
+        """Probe the links between prefill workers and groups, which may break without an error, while a pull or a part of an expert has no
+        response. `edges_to`: the edges to each peer."""
         while True:
             await self._clock.sleep(PROBE_SECONDS)
-            for process in self._sources:
-                self._links.check(process, unpack.is_waiting_for(process))
+            for process, edges in edges_to.items():
+                awaits_kv = self._unpack is not None and self._unpack.is_waiting_for(process)
+                self._links.check(process, awaits_kv or any(map(self._runner.num_outstanding, edges)))
 
     async def _watch_parts(self, failover: Failover, group: Group) -> None:
         while True:
