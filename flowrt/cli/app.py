@@ -22,7 +22,7 @@ from flowrt.cli.bench_batch import bench_app
 from flowrt.cli.chaos import chaos_app
 from flowrt.cli.check import check_app
 from flowrt.cli.graph import graph_app
-from flowrt.cli.options import ChatOptions, RunOptions, SamplingOptions, ServeCommandOptions, read_number
+from flowrt.cli.options import ChatOptions, ChatSamplingOptions, RunOptions, SamplingOptions, ServeCommandOptions, read_number
 from flowrt.errors import UserError, shortened
 from flowrt.exit_codes import INTERRUPTED, NO_READER
 from flowrt.output_file import LostOutputError
@@ -185,7 +185,7 @@ def chat(
     /,
     *,
     options: ChatOptions | None = None,
-    sampling: SamplingOptions | None = None,
+    sampling: ChatSamplingOptions | None = None,
 ) -> None:
     """Talk with a model at a prompt line: one that this starts, or a server's.
 
@@ -197,7 +197,7 @@ def chat(
     """
     from flowrt.cli.chat import chat as converse
 
-    raise SystemExit(converse(graph, options or ChatOptions(), sampling or SamplingOptions()))
+    raise SystemExit(converse(graph, options or ChatOptions(), sampling or ChatSamplingOptions()))
 
 
 @app.command

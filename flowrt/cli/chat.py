@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from flowrt.cli.options import ChatOptions, SamplingOptions, ServeCommandOptions
+from flowrt.cli.options import ChatOptions, ChatSamplingOptions, ServeCommandOptions
 from flowrt.cli.prompts import checked_options, checked_template_kwargs
 from flowrt.cli.text import OutputStream, one_line, visible
 from flowrt.cli.view import EMPTY_ANSWER
@@ -26,16 +26,12 @@ HELP = """  /system TEXT   replace the system message, and begin again
   /clear         begin a new conversation
   /exit          leave, as Ctrl-D does
 Ctrl-C stops an answer; what there is of it stays in the conversation."""
-_NOT_OF_CHATS = ("n", "logprobs", "prompt_logprobs")
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-def chat(path: Path | None, options: ChatOptions, sampling: SamplingOptions) -> int:
+def chat(path: Path | None, options: ChatOptions, sampling: ChatSamplingOptions) -> int:
     """Returns the exit code. Raises UserError."""
     given = {name: value for name, value in vars(sampling).items() if value not in (None, False)}
-    for name in _NOT_OF_CHATS:
-        if name in given:
-            raise UserError(f"--{name.replace('_', '-')} has no effect on a chat; flowrt run has it")
     checked_options(given)
     if options.chat_template_kwargs is not None:
         given["chat_template_kwargs"] = checked_template_kwargs(options.chat_template_kwargs)

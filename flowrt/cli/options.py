@@ -26,9 +26,10 @@ def read_number(kind: Any, tokens: Sequence[Token]) -> int | float:
 _PROMPTS = Group("Prompts", sort_key=1)
 _SAMPLING = Group(
     "Sampling",
-    help="Apply to every prompt; a line of --prompts may override them.",
+    help="Apply to every prompt; a line of --prompts may override them. generation_config.json of the model replaces the defaults here.",
     sort_key=2,
 )
+_CHAT_SAMPLING = Group("Sampling", help="Apply to every answer. The server's defaults replace those here.", sort_key=2)
 _OTHER = Group("Graph and output", sort_key=3)
 _GENERATION_CONFIG = (
     "Where sampling parameters come from that a request does not give: generation_config.json of the model (auto), none, or a folder with "
@@ -39,10 +40,10 @@ _Float: TypeAlias = Annotated[float | None, Parameter(converter=read_number)]
 _TEMPLATE_KWARGS = "Arguments of the chat template, as a JSON object: '{\"enable_thinking\": false}'."
 
 
-@Parameter(name="*", group=_SAMPLING)
+@Parameter(name="*", group=_CHAT_SAMPLING)
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """Sampling parameters for every prompt. None: not given."""
+class ChatSamplingOptions:
+    """Sampling parameters for every prompt or, of a chat, for every answer. None: not given."""
 
     max_tokens: Annotated[_Int, Parameter(help="Maximum number of new tokens per answer. [default: as many as fit]")] = None
     temperature: Annotated[_Float, Parameter(help="Sampling temperature; 0 is greedy. [default: 0]")] = None
@@ -50,7 +51,6 @@ class SamplingOptions:
     top_k: Annotated[_Int, Parameter(help="Sample from this many of the most likely tokens. [default: 0, off]")] = None
     seed: Annotated[_Int, Parameter(help="Seed of the sampling; the same seed gives the same answer. [default: new per request]")] = None
     min_tokens: Annotated[_Int, Parameter(help="Minimum number of new tokens per answer. [default: 0]")] = None
-    n: Annotated[_Int, Parameter(help="Number of answers per prompt; the first is shown, --json has all. [default: 1]")] = None
     presence_penalty: Annotated[_Float, Parameter(help="Subtract this from the logit of each token in the answer. [default: 0]")] = None
     frequency_penalty: Annotated[_Float, Parameter(help="Subtract this once per occurrence in the answer. [default: 0]")] = None
     repetition_penalty: Annotated[
@@ -58,6 +58,14 @@ class SamplingOptions:
     ] = None
     stop: Annotated[tuple[str, ...] | None, Parameter(negative=(), help="End an answer before this text; repeatable.")] = None
     ignore_eos: Annotated[bool, Parameter(negative=(), show_default=False, help="Do not end answers at the end-of-sequence token.")] = False
+
+
+@Parameter(name="*", group=_SAMPLING)
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(ChatSamplingOptions):
+    """Those of `flowrt run` and `flowrt demo`, whose record has several answers and logprobs."""
+
+    n: Annotated[_Int, Parameter(help="Number of answers per prompt; the first is shown, --json has all. [default: 1]")] = None
     logprobs: Annotated[_Int, Parameter(help="Write each token's logprob and those of the N most likely (up to 20) to --json.")] = None
     prompt_logprobs: Annotated[_Int, Parameter(help="Write the same for the prompt's tokens after the first to --json.")] = None
 

@@ -21,7 +21,7 @@ import pytest
 from cli.conftest import PLENTY_SECONDS, environment
 
 from flowrt.cli.chat import chat
-from flowrt.cli.options import ChatOptions, SamplingOptions
+from flowrt.cli.options import ChatOptions, ChatSamplingOptions
 from flowrt.errors import UserError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -192,7 +192,6 @@ def test_model_is_started_and_stopped(tmp_path: Path) -> None:
     [
         (Path("a.yaml"), {"url": "http://x"}, {}, "not both"),
         (None, {"overrides": ("a=1",)}, {}, "--set is for a graph that is started"),
-        (None, {}, {"n": 2}, "--n has no effect on a chat"),
         (None, {}, {"temperature": -1.0}, "--temperature is -1"),
         (None, {"chat_template_kwargs": "[1]"}, {}, "--chat-template-kwargs is '\\[1\\]', it must be a JSON object"),
         (None, {"url": "localhost"}, {}, "--url 'localhost' is not a URL"),
@@ -201,4 +200,4 @@ def test_model_is_started_and_stopped(tmp_path: Path) -> None:
 )
 def test_mistakes_are_one_line(path: Path | None, options: dict[str, Any], sampling: dict[str, Any], error: str) -> None:
     with pytest.raises(UserError, match=error):
-        chat(path, ChatOptions(**options), SamplingOptions(**sampling))
+        chat(path, ChatOptions(**options), ChatSamplingOptions(**sampling))
