@@ -54,6 +54,7 @@ _WORDS = Meta(
 )
 _OUTPUTS = Meta(description="an object with one of json, json_object, regex, choice, grammar")
 _SALT = Meta(max_length=MAX_SALT_CHARACTERS, description=f"a text of at most {MAX_SALT_CHARACTERS} characters")
+_BOOL = Meta(description="true or false")
 _FACTOR = f"a number from {MIN_FACTOR:g} to {MAX_NUMBER:g}; 1 is off"
 _PENALTY = Meta(ge=-2, le=2, description="a number from -2 to 2; 0 is off")
 
@@ -74,6 +75,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     choice must match (structured_outputs.py). Only `allowed_token_ids` are sampled, if there are any, and no token that would complete one
     of `bad_words`.
 
+    `include_stop_str_in_output`: the text of a choice ends with the stop string or the stop token that ended it. Without
+    `skip_special_tokens`, special tokens are part of the text. Both change no token.
+
     `cache_salt`: only requests with the same one share KV through the prefix cache. It changes no token.
     """
 
@@ -90,7 +94,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: Annotated[int, _whole(0)] | None = None
     stop: Annotated[tuple[Annotated[str, _STOP], ...], _STOPS] = ()
     stop_token_ids: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_WHOLE)], ...], _STOP_IDS] = ()
-    ignore_eos: Annotated[bool, Meta(description="true or false")] = False
+    ignore_eos: Annotated[bool, _BOOL] = False
+    include_stop_str_in_output: Annotated[bool, _BOOL] = False
+    skip_special_tokens: Annotated[bool, _BOOL] = True
     logprobs: Annotated[int, _whole(0, MAX_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, _whole(0, MAX_LOGPROBS)] | None = None
     logit_bias: Annotated[tuple[tuple[Annotated[int, Meta(ge=0, le=MAX_WHOLE)], _BIAS], ...], _BIASES] = ()
@@ -126,6 +132,8 @@ class SamplingKeywords(TypedDict, total=False):
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
     logprobs: int | None
     prompt_logprobs: int | None
     logit_bias: Mapping[int, float] | None

@@ -30,13 +30,13 @@ from flowrt.gateway.request_log import (
     RequestLog,
     RequestLogs,
     TokenEvent,
-    is_stop_token,
+    is_hidden_stop,
+    new_stop_strings,
     request_of,
     token_event,
 )
 from flowrt.gateway.routing import GuardedPolicy, RoutingPolicy, WorkerStatus, cache_aware
 from flowrt.gateway.stages import Stages
-from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.settings import GraphLimits, LongPrompts
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason, SamplingParams
@@ -49,8 +49,8 @@ class Gateway(RequestLogs):
     """`groups` and `prefill_workers` are the names of the workers that take requests; a call that names a group takes either.
 
     `limits` are those that each request must fit; `limits_of` returns those of a worker, by default the same. `new_detokenizer` takes the
-    token ids of a prompt, and decodes one output of it. `max_requests` and `max_prompt_tokens` are those of Admission. `now` returns the
-    time in seconds; requests wait for `lost_group_seconds` when no group is left.
+    token ids of a prompt and whether special tokens are skipped, and decodes one output of it. `max_requests` and `max_prompt_tokens` are
+    those of Admission. `now` returns the time in seconds; requests wait for `lost_group_seconds` when no group is left.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Gateway(RequestLogs):
         vocab_size: int,
         *,
         draw_seed: Callable[[], int],
-        new_detokenizer: Callable[[Sequence[int]], Detokenizer] | None = None,
+        new_detokenizer: Callable[[Sequence[int], bool], Detokenizer] | None = None,
         eos_token_ids: Iterable[int] = (),
         max_requests: int = 1024,
         max_prompt_tokens: int = 1 << 40,
@@ -374,14 +374,14 @@ class Gateway(RequestLogs):
         """The prompt is known, so the choices can be decoded."""
         if log.has_text and self._new_detokenizer is not None:
             for choice in log.choices:
-                choice.detokenizer = self._new_detokenizer(log.prompt_token_ids)
-                choice.stops = StopStrings(log.params.stop) if log.params.stop else None
+                choice.detokenizer = self._new_detokenizer(log.prompt_token_ids, log.params.skip_special_tokens)
+                choice.stops = new_stop_strings(log.params)
 
     def _commit(self, log: RequestLog, choice: ChoiceLog, token: Token, at: int) -> list[Decision]:
         index, token_id = len(choice.token_ids), token.token_ids[at]
         choice.token_ids.append(token_id)
         text, stopped = "", False
-        if not is_stop_token(log.params, self._eos_token_ids, token_id):
+        if not is_hidden_stop(log.params, self._eos_token_ids, token_id):
             text, stopped = choice.push(token_id, looks_for_stops=index >= log.params.min_tokens)
         event = token_event(log, choice, index, text, token, at)
         log.events.append(event)

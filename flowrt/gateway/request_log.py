@@ -78,10 +78,17 @@ class Detokenizer(Protocol):
         ...
 
 
-def is_stop_token(params: SamplingParams, eos_token_ids: Collection[int], token_id: int) -> bool:
-    """Whether the token ends the output. A stop token is in the token ids of an output, but not in its text."""
+def is_hidden_stop(params: SamplingParams, eos_token_ids: Collection[int], token_id: int) -> bool:
+    """Whether the token ends the output, and is in the token ids of the output, but not in its text."""
+    if params.include_stop_str_in_output:
+        return False
     ends_at_eos = not params.ignore_eos or params.structured_outputs is not None
     return token_id in params.stop_token_ids or (token_id in eos_token_ids and ends_at_eos)
+
+
+def new_stop_strings(params: SamplingParams) -> StopStrings | None:
+    """Those of one choice."""
+    return StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
 
 
 @dataclass(slots=True)

@@ -6,25 +6,25 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Releases text as soon as no stop string can begin in it. The text of a complete stop string is never released.
+    """Releases text as soon as no stop string can begin in it. The text of a complete stop string is released only if it `is_included`.
 
     The text held back is shorter than the longest stop string.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], is_included: bool = False) -> None:
         """Raises ValueError for an empty stop string."""
         if not all(stops):
             raise ValueError("a stop string is empty, it needs at least one character")
-        self._stops = tuple(stops)
+        self._stops, self._is_included = tuple(stops), is_included
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add text. Returns (text that may be shown now, whether a stop string is complete). A complete one clears the held text."""
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, at + len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            return text[: min(found)[self._is_included]], True
         num_held = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held], False

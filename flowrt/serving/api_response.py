@@ -151,11 +151,11 @@ class ResponseBuilder:
         fields: dict[str, Any] = {"prompt_token_ids": prompt.token_ids} if self._request.has_token_ids else {}
         if self._request.has_prompt_logprobs and not choice % self._request.params.n:
             found = zip(prompt.token_ids[1:], prompt.logprobs or (), strict=True)
-            is_first = self._is_special(prompt.token_ids[0])
+            is_first = self._is_skipped(prompt.token_ids[0])
             ranked: list[dict[str, Any] | None] = [None]
             for token_id, each in found:
                 ranked.append(self._ranked(token_id, each, is_first))
-                is_first = is_first and self._is_special(token_id)
+                is_first = is_first and self._is_skipped(token_id)
             fields["prompt_logprobs"] = ranked
         return fields
 
@@ -184,7 +184,7 @@ class ResponseBuilder:
         """Those of a repeated prompt. The text of the output begins behind it."""
         if self._request.params.logprobs is None:
             return None
-        self._positions[choice] = TextPosition(len(prompt.text), all(map(self._is_special, prompt.token_ids)))
+        self._positions[choice] = TextPosition(len(prompt.text), all(map(self._is_skipped, prompt.token_ids)))
         if not self._request.has_echoed_logprobs:
             return None
         return self._text_logprobs(TextPosition(), prompt.token_ids, [None, *(prompt.logprobs or ())])
@@ -208,17 +208,20 @@ class ResponseBuilder:
         return found
 
     def _chat_logprob(self, token_id: int, logprob: float, is_first: bool) -> dict[str, Any]:
-        data = self._tokenizer.token_bytes(token_id, is_first)
+        data = self._bytes(token_id, is_first)
         return {"token": self._name(token_id, is_first), "logprob": logprob, "bytes": list(data)}
 
     def _name(self, token_id: int, is_first: bool) -> str:
         return f"token_id:{token_id}" if self._request.names_token_ids else self._tokenizer.token_text(token_id, is_first)
 
     def _advance(self, position: TextPosition, token_id: int) -> int:
-        return position.advance(self._tokenizer.token_bytes(token_id, position.is_first), self._is_special(token_id))
+        return position.advance(self._bytes(token_id, position.is_first), self._is_skipped(token_id))
 
-    def _is_special(self, token_id: int) -> bool:
-        return token_id in self._tokenizer.special_token_ids
+    def _bytes(self, token_id: int, is_first: bool) -> bytes:
+        return self._tokenizer.token_bytes(token_id, is_first, self._request.params.skip_special_tokens)
+
+    def _is_skipped(self, token_id: int) -> bool:
+        return self._request.params.skip_special_tokens and token_id in self._tokenizer.special_token_ids
 
 
 def merged(pieces: Iterable[TextPiece]) -> dict[int, TextPiece]:

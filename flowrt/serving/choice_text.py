@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from flowrt.actors.control import Logprobs
 from flowrt.actors.front_end_messages import RequestOutput
-from flowrt.gateway.request_log import ChoiceLog, Detokenizer, is_stop_token
-from flowrt.gateway.stop_strings import StopStrings
+from flowrt.gateway.request_log import ChoiceLog, Detokenizer, is_hidden_stop, new_stop_strings
 from flowrt.sampling_params import FinishReason, SamplingParams
 from flowrt.serving.output_parser import CallDelta, OutputParser, joined_calls
 
@@ -44,7 +43,7 @@ class RequestText:
     ) -> None:
         self._params, self._eos_token_ids, self._first_choice, self._on_stop = params, eos_token_ids, first_choice, on_stop
         self._choices = [
-            ChoiceLog(index, new_detokenizer() if new_detokenizer is not None else None, StopStrings(params.stop) if params.stop else None)
+            ChoiceLog(index, new_detokenizer() if new_detokenizer is not None else None, new_stop_strings(params))
             for index in range(params.n)
         ]
         self._parsers = [new_parser() for _ in range(params.n)]
@@ -82,7 +81,7 @@ class RequestText:
         looks_for_stops = len(choice.token_ids) >= self._params.min_tokens
         choice.token_ids.append(token_id)
         piece = TextPiece(self._first_choice + choice.index, "", [token_id], logprobs, None, is_degraded)
-        piece.ends_at_stop_token = is_stop_token(self._params, self._eos_token_ids, token_id)
+        piece.ends_at_stop_token = is_hidden_stop(self._params, self._eos_token_ids, token_id)
         if not piece.ends_at_stop_token:
             piece.text, has_stopped = choice.push(token_id, looks_for_stops)
             if has_stopped:

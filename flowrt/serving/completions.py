@@ -173,7 +173,7 @@ class Completions:
     def _text(self, request: CompletionRequest, opened: OpenRequest, token_ids: Sequence[int]) -> RequestText:
         params, parse = request.params, partial(new_parser, request, self._formats)
         shown = self._marker_ids if parse() is not None else frozenset()
-        new_detokenizer = partial(self._tokenizer.stream, token_ids, shown)
+        new_detokenizer = partial(self._tokenizer.stream, token_ids, params.skip_special_tokens, shown)
         return RequestText(params, new_detokenizer, self._eos_token_ids, opened.prompt * params.n, opened.stop_choice, parse)
 
     def _is_in_reasoning(self, prompt: Prompt, token_ids: Sequence[int]) -> bool:
@@ -193,7 +193,8 @@ class Completions:
     def _prompt(self, request: CompletionRequest, prompt: Prompt, token_ids: tuple[int, ...]) -> PromptOutput:
         if not request.echo:
             return PromptOutput(token_ids)
-        return PromptOutput(token_ids, prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids))
+        skips = request.params.skip_special_tokens
+        return PromptOutput(token_ids, prompt if isinstance(prompt, str) and skips else self._tokenizer.decode(token_ids, skips))
 
 
 def _check_prompt_logprobs(request: CompletionRequest, num_prompt_tokens: int) -> None:

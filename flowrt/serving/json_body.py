@@ -54,8 +54,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "web_search_options": (),
     "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
     "echo": (False,),
     "return_token_strs": (False,),
     "chat_template": (),

@@ -27,9 +27,9 @@ class TextStream:
     complete.
 
     Each token decodes only a window: the tokens since the last clean boundary, and the tokens before it that the decoder needs
-    (word-initial spaces depend on the previous token). Special tokens give no text. All returned texts, with that of `flush`, together
-    equal the text of decoding prompt and output at once, without the prompt's text. A character that begins in the prompt and ends in the
-    output belongs to the output. `shown_token_ids`: special tokens that give their text all the same.
+    (word-initial spaces depend on the previous token). With `skip_special_tokens`, special tokens give no text, except `shown_token_ids`.
+    All returned texts, with that of `flush`, together equal the text of decoding prompt and output at once, without the prompt's text. A
+    character that begins in the prompt and ends in the output belongs to the output.
     """
 
     def __init__(
@@ -37,9 +37,10 @@ class TextStream:
         tokenizer: tokenizers.Tokenizer,
         special_token_ids: frozenset[int],
         prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
         shown_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._skip_special_tokens = tokenizer, skip_special_tokens
         self._special_token_ids, self._shown_token_ids = special_token_ids, shown_token_ids
         self._context: list[int] = []  # tokens whose text was returned
         self._pending: list[int] = []
@@ -52,7 +53,7 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Add a token. Returns the text that is certain now; it may be empty."""
-        if token_id in self._shown_token_ids:
+        if self._skip_special_tokens and token_id in self._shown_token_ids:
             return self.flush() + (self._tokenizer.id_to_token(token_id) or "")
         if self._has_no_text(token_id):
             return ""
@@ -95,7 +96,8 @@ class TextStream:
         return any(_BROKEN not in self._decode(token_ids[:end]) for end in range(1, _MAX_CHARACTER_TOKENS + 1))
 
     def _has_no_text(self, token_id: int) -> bool:
-        return token_id in self._special_token_ids or self._tokenizer.id_to_token(token_id) is None
+        is_skipped = self._skip_special_tokens and token_id in self._special_token_ids
+        return is_skipped or self._tokenizer.id_to_token(token_id) is None
 
     def _pending_text(self) -> str:
         context = self._decode(self._context)
@@ -117,7 +119,7 @@ class TextStream:
         return new
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens) if token_ids else ""
 
 
 class TokenTexts:
@@ -133,8 +135,8 @@ class TokenTexts:
             return self._token(token_id)
         return self.utf8(token_id, is_first).decode(errors="replace")
 
-    def utf8(self, token_id: int, is_first: bool) -> bytes:
-        if token_id in self._special_token_ids:
+    def utf8(self, token_id: int, is_first: bool, skip_special_tokens: bool = True) -> bytes:
+        if skip_special_tokens and token_id in self._special_token_ids:
             return b""
         key = token_id, is_first
         if (found := self._known.get(key)) is None:
@@ -142,7 +144,7 @@ class TokenTexts:
         return found
 
     def _utf8(self, token_id: int, before: list[int]) -> bytes:
-        text = self._tokenizer.decode([*before, token_id])[len(self._tokenizer.decode(before)) :]
+        text = self._tokenizer.decode([*before, token_id], skip_special_tokens=False)[len(self._tokenizer.decode(before)) :]
         if _BROKEN not in text:
             return text.encode()
         token = self._token(token_id)
@@ -166,17 +168,17 @@ class TokenTexts:
 
 
 class TextPosition:
-    """Where the next token of a text begins: `num_characters` of the text are before it. `is_first`: only special tokens are."""
+    """Where the next token of a text begins: `num_characters` of the text are before it. `is_first`: only skipped special tokens are."""
 
     def __init__(self, num_characters: int = 0, is_first: bool = True) -> None:
         self.num_characters, self.is_first = num_characters, is_first
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def advance(self, data: bytes, is_special: bool) -> int:
+    def advance(self, data: bytes, is_skipped: bool) -> int:
         """Pass a token that adds these bytes. Returns where it begins: of a token within a character, where that character does."""
         offset = self.num_characters
         self.num_characters += len(self._decoder.decode(data))
-        self.is_first = self.is_first and is_special
+        self.is_first = self.is_first and is_skipped
         return offset
 
 

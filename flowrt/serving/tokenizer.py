@@ -65,21 +65,26 @@ class Tokenizer:
             raise TokenizerError(f"the text {error}") from None
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of all tokens at once, special tokens left out."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of all tokens at once, by default without special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int, is_first: bool = False) -> str:
         """The text of one token, also of a special one; U+FFFD for a part of a character. `is_first`: no text is before it."""
         return self._texts.text(token_id, is_first)
 
-    def token_bytes(self, token_id: int, is_first: bool = False) -> bytes:
-        """What the token adds to the UTF-8 of a text; b"" for a special one. `is_first`: no text is before it."""
-        return self._texts.utf8(token_id, is_first)
+    def token_bytes(self, token_id: int, is_first: bool = False, skip_special_tokens: bool = True) -> bytes:
+        """What the token adds to the UTF-8 of a text; b"" for a special one that is skipped. `is_first`: no text is before it."""
+        return self._texts.utf8(token_id, is_first, skip_special_tokens)
 
-    def stream(self, prompt_token_ids: Sequence[int] = (), shown_token_ids: frozenset[int] = frozenset()) -> TextStream:
-        """A new detokenizer for one output of this prompt. `shown_token_ids`: special tokens that give text."""
-        return TextStream(self._tokenizer, self._special_token_ids, prompt_token_ids, shown_token_ids)
+    def stream(
+        self,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown_token_ids: frozenset[int] = frozenset(),
+    ) -> TextStream:
+        """A new detokenizer for one output of this prompt. `shown_token_ids`: special tokens that give text in any case."""
+        return TextStream(self._tokenizer, self._special_token_ids, prompt_token_ids, skip_special_tokens, shown_token_ids)
 
     def special_tokens_of(self, texts: Collection[str]) -> frozenset[int]:
         """The special tokens that are one of these texts."""

@@ -28,7 +28,7 @@ async def tokenize_slowly(seams: Seams) -> None:
 class SimulatedDetokenizer:
     """Emits one word per token and holds back the space after it."""
 
-    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._held = ""
 
     def push(self, token_id: int) -> str:

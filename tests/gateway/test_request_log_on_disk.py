@@ -33,7 +33,7 @@ SCORED = Logprobs(-1.5, ((7, -1.5), (8, -2.0)))
 class Letters:
     """Token n is the n-th letter, shown with the token after it."""
 
-    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._held = ""
 
     def push(self, token_id: int) -> str:

@@ -177,6 +177,14 @@ def test_unsupported_fields_are_named_together() -> None:
     assert len(caught.value.message) < 1000
 
 
+def test_parameters_of_vllm_without_a_counterpart_are_named_together() -> None:
+    fields = {"use_beam_search": True, "length_penalty": 2.0, "early_stopping": True, "truncate_prompt_tokens": 5}
+    fields |= {"logits_processors": ["a"], "vllm_xargs": {"a": 1}, "detokenize": False, "structural_tag": "{}"}
+    with pytest.raises(ApiError) as caught:
+        complete(**fields)
+    assert all(f"{name} is not supported" in caught.value.message for name in fields)
+
+
 TEXT_MESSAGE = {"role": "user", "content": [{"type": "text", "text": "hello"}]}
 CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": False}}]

@@ -14,10 +14,11 @@ from serving.test_tokenizer import byte_fallback, byte_level, streamed
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from flowrt.actors.control import Logprobs
+from flowrt.actors.front_end_messages import ChoiceOutput, RequestOutput
 from flowrt.sampling_params import SamplingParams
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.api_response import PromptOutput, ResponseBuilder, Usage, merged
-from flowrt.serving.choice_text import TextPiece
+from flowrt.serving.choice_text import RequestText, TextPiece
 from flowrt.serving.tokenizer import Tokenizer
 
 CORPUS = ["the capital of France is Paris", "unhappy painter, isn't it?", "naïve café 你好 🙂"] * 5
@@ -138,14 +139,15 @@ def test_tokens_outside_the_vocabulary_do_not_grow_the_window(by_kind: dict[str,
 def logprobs(tokenizer: Tokenizer, prompt: list[int], output: list[int], top: dict[int, Any] | None = None, **changes: Any) -> Any:
     """Choice 0 of a whole response, and its logprobs put together from a stream with an event per token."""
     is_chat = changes.pop("is_chat", False)
-    params = SamplingParams(logprobs=5, prompt_logprobs=0 if changes.get("echo") else None)
+    skips = changes.pop("skip_special_tokens", True)
+    params = SamplingParams(logprobs=5, prompt_logprobs=0 if changes.get("echo") else None, skip_special_tokens=skips)
     request = CompletionRequest(is_chat, (), params, **changes)
-    stream, pieces = tokenizer.stream(prompt), []
+    stream, pieces = tokenizer.stream(prompt, skips), []
     for token_id in output:
         of_token = Logprobs(-1.0, tuple((top or {}).get(token_id, [(token_id, -1.0)])))
         pieces.append(TextPiece(0, stream.push(token_id), [token_id], [of_token]))
     pieces.append(TextPiece(0, stream.flush(), finish_reason="length"))
-    of_prompt = PromptOutput(prompt, tokenizer.decode(prompt) if request.echo else "", [Logprobs(-2.0)] * (len(prompt) - 1))
+    of_prompt = PromptOutput(prompt, tokenizer.decode(prompt, skips) if request.echo else "", [Logprobs(-2.0)] * (len(prompt) - 1))
     builder = ResponseBuilder("a", 0, "m", request, tokenizer)
     events = [builder.first_chunk(0, of_prompt), *map(builder.chunk, pieces)]
     chunks = [json.loads(event.removeprefix(b"data: "))["choices"][0].get("logprobs") for event in events if event]
@@ -214,3 +216,62 @@ def test_stop_token_has_no_bytes(by_kind: dict[str, Tokenizer]) -> None:
     (choice,) = json.loads(builder.whole([piece], [PromptOutput([a])], Usage(0, 0)))["choices"]
     assert [each["bytes"] for each in choice["logprobs"]["content"]] == [[97], [97], []]
     assert [each["token"] for each in choice["logprobs"]["content"]] == ["a", "a", "<|end|>"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(text=TEXTS, data=st.data())
+def test_special_tokens_are_text_if_they_are_not_skipped(by_kind: dict[str, Tokenizer], kind: str, text: str, data: st.DataObject) -> None:
+    tokenizer = by_kind[kind]
+    token_ids = tokenizer.encode(text)
+    special = sorted(tokenizer.special_token_ids)
+    for _ in range(2):
+        token_ids.insert(data.draw(st.integers(0, len(token_ids))), data.draw(st.sampled_from(special)))
+    cut = data.draw(st.integers(1, len(token_ids)))
+    before, whole = tokenizer.decode(token_ids[:cut], False), tokenizer.decode(token_ids, False)
+    if "\ufffd" in before or "\ufffd" in whole:
+        return  # a special token within a character
+    stream = tokenizer.stream(token_ids[:cut], False)
+    assert "".join([*map(stream.push, token_ids[cut:]), stream.flush()]) == whole[len(before) :]
+    chat = logprobs(tokenizer, token_ids[:cut], token_ids[cut:], is_chat=True, skip_special_tokens=False)
+    written = [each["bytes"] for each in (chat["logprobs"] or {"content": []})["content"]]
+    assert b"".join(map(bytes, written)).decode() == chat["message"]["content"] == whole[len(before) :]
+    echoed = logprobs(tokenizer, token_ids, [], echo=True, skip_special_tokens=False)
+    for name, offset in zip(echoed["logprobs"]["tokens"], echoed["logprobs"]["text_offset"], strict=True):
+        if "\ufffd" not in name:
+            assert echoed["text"][offset:].lstrip(" ").startswith(name.lstrip(" "))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "text", "last_bytes"),
+    [
+        ({"stop_token_ids": (0,)}, "a", b""),
+        ({"stop_token_ids": (0,), "skip_special_tokens": False}, "a", b""),
+        ({"stop_token_ids": (0,), "include_stop_str_in_output": True}, "a", b""),
+        ({"stop_token_ids": (0,), "include_stop_str_in_output": True, "skip_special_tokens": False}, "a<|end|>", b"<|end|>"),
+        ({"stop": ("b",)}, "a", b"b"),
+        ({"stop": ("b",), "include_stop_str_in_output": True}, "ab", b"b"),
+    ],
+)
+def test_what_stops_an_output_is_text_if_it_is_included(
+    by_kind: dict[str, Tokenizer], changes: dict[str, Any], text: str, last_bytes: bytes, is_streamed: bool
+) -> None:
+    tokenizer = by_kind["byte-level"]
+    (a,), (b,) = tokenizer.encode("a"), tokenizer.encode("b")
+    params = SamplingParams(logprobs=0, **changes)
+    output = [a, 0 if "stop_token_ids" in changes else b]
+    of_request = RequestText(params, lambda: tokenizer.stream([a], params.skip_special_tokens), (), 0, lambda choice: None)
+    message = ChoiceOutput(0, tuple(output), (Logprobs(-1.0),) * 2, finish_reason="stop" if output[-1] == 0 else None)
+    pieces = [*of_request.add(RequestOutput(0, (message,)))]
+    assert [each.finish_reason for each in pieces][-1] == "stop"
+    builder = ResponseBuilder("a", 0, "m", CompletionRequest(True, (), params), tokenizer)
+    first = builder.first_chunk(0, PromptOutput([a]))
+    if is_streamed:
+        chunks = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in [first, *map(builder.chunk, pieces)]]
+        content = "".join(each["delta"].get("content", "") for each in chunks)
+        written = [each["bytes"] for chunk in chunks for each in (chunk.get("logprobs") or {"content": []})["content"]]
+    else:
+        (choice,) = json.loads(builder.whole([merged(pieces)[0]], [PromptOutput([a])], Usage(0, 0)))["choices"]
+        content, written = choice["message"]["content"], [each["bytes"] for each in choice["logprobs"]["content"]]
+    assert (content, bytes(written[-1])) == (text, last_bytes)
