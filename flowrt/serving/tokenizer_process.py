@@ -1,4 +1,4 @@
-"""Tokenizes prompts in a separate process: `python -m flowrt.serving.tokenizer_process SOCKET PARENT DIRECTORY`.
+"""Tokenizes prompts in a separate process: `python -m flowrt.serving.tokenizer_process SOCKET PARENT DIRECTORY VOCAB_SIZE`.
 
 The loop that relays tokens and reports deaths must not wait for a long text. A model directory is untrusted: its chat template and the
 patterns of its tokenizer may run without end or take any amount of memory. So each text has a time limit, after which the process is
@@ -15,7 +15,9 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -37,6 +39,7 @@ STALE_SECONDS = 0.2  # for the response to a call that was cancelled
 GRAMMAR_SECONDS = 4.0  # for one grammar
 MAX_GOOD = 4096  # grammars that are known to be good
 MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
+_FIRST_GRAMMAR = SamplingParams(structured_outputs=StructuredOutputs(choice=("a",)))
 
 
 class _Encode(msgspec.Struct, array_like=True):
@@ -61,12 +64,13 @@ class _Encoded(msgspec.Struct, array_like=True):
 
 
 class _TokenizerChild:
-    """The OS process and our end of its socket. Raises TokenizerError when it cannot be started."""
+    """The OS process and our end of its socket. `vocab_size`, if not 0: of the model for which it compiles grammars from the start. Raises
+    TokenizerError when it cannot be started."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, vocab_size: int) -> None:
         self.socket, theirs = socket.socketpair()
         self.is_ready = False  # it has loaded the tokenizer
-        self.has_grammars = False  # it has compiled one
+        self.has_grammars = vocab_size > 0  # it has compiled one when it is ready
         self.num_stale = 0  # responses that will come for calls that were cancelled
         self.received = bytearray()  # a part of the next response
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
@@ -75,7 +79,7 @@ class _TokenizerChild:
         try:
             with theirs:
                 self.process = subprocess.Popen(
-                    [sys.executable, *module, str(theirs.fileno()), str(os.getpid()), str(directory)],
+                    [sys.executable, *module, str(theirs.fileno()), str(os.getpid()), str(directory), str(vocab_size)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -110,11 +114,14 @@ class _TokenizerChild:
 class TokenizerProcess:
     """The client of the tokenizer process of one model directory. Texts are encoded one at a time, in the order of the calls.
 
-    A text that takes too long ends the process, also one whose call was cancelled; the next call starts another one.
+    A text that takes too long ends the process, also one whose call was cancelled; the next call starts another one. `vocab_size`, if not
+    0: the process is for grammars of a model of this many tokens, so it compiles one before the first call, and starts again at once.
     """
 
-    def __init__(self, directory: Path, text_seconds: float = TEXT_SECONDS, start_seconds: float = START_SECONDS) -> None:
-        self._directory, self._text_seconds, self._start_seconds = directory, text_seconds, start_seconds
+    def __init__(
+        self, directory: Path, text_seconds: float = TEXT_SECONDS, start_seconds: float = START_SECONDS, vocab_size: int = 0
+    ) -> None:
+        self._directory, self._vocab_size, self._text_seconds, self._start_seconds = directory, vocab_size, text_seconds, start_seconds
         self._child: _TokenizerChild | None = None
         self._is_closed = False
         self._turn = asyncio.Lock()
@@ -125,7 +132,7 @@ class TokenizerProcess:
         if self._is_closed:
             raise TokenizerError("the graph was closed", is_unavailable=True)
         if self._child is None:
-            self._child = _TokenizerChild(self._directory)
+            self._child = _TokenizerChild(self._directory, self._vocab_size)
         return self._child
 
     async def encode(self, prompt: str | Chat, *, max_tokens: int, add_special_tokens: bool | None = None) -> list[int]:
@@ -160,13 +167,15 @@ class TokenizerProcess:
                 try:
                     checked = _Encoded()
                     if only.structured_outputs is not None and not self.start().has_grammars:  # it reads the tokenizer once more
-                        first = SamplingParams(structured_outputs=StructuredOutputs(choice=("a",)))
-                        checked = await self._exchange(_Encode("", 0, None, first, vocab_size), self._start_seconds)
+                        checked = await self._exchange(_Encode("", 0, None, _FIRST_GRAMMAR, vocab_size), self._start_seconds)
                         self.start().has_grammars = checked.error is None
                     if checked.error is None:
                         checked = await self._exchange(_Encode("", 0, None, only, vocab_size), GRAMMAR_SECONDS)
                 except Exception:
                     self._kill()
+                    if self._vocab_size and not self._is_closed:
+                        with suppress(TokenizerError):  # the next call tries again
+                            self.start()
                     raise
             if checked.error is not None:
                 raise TokenizerError(checked.error)
@@ -236,13 +245,17 @@ class TokenizerProcess:
 class TokenizerProcesses:
     """The tokenizer processes of one model directory: long texts wait for each other, and no other text waits for them. So do grammars."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, vocab_size: int) -> None:
         self.directory = directory
-        self._short, self._long, self._grammars = (TokenizerProcess(directory) for _ in range(3))
+        self._short, self._long = TokenizerProcess(directory), TokenizerProcess(directory)
+        self._grammars = TokenizerProcess(directory, vocab_size=vocab_size)
 
     def start(self) -> None:
-        """Start the process for short texts, without waiting for it. The first long text starts the other one. Raises TokenizerError."""
+        """Start the processes for short texts and, if they can be compiled, for grammars, without waiting for them. The first long text
+        starts the third one. Raises TokenizerError."""
         self._short.start()
+        if find_spec("llguidance") is not None:
+            self._grammars.start()
 
     async def encode(self, prompt: str | Chat, *, max_tokens: int, add_special_tokens: bool | None = None) -> list[int]:
         """As TokenizerProcess.encode."""
@@ -276,7 +289,7 @@ def _line(message: msgspec.Struct) -> bytes:
 
 def main() -> None:
     """Encode the texts that arrive until the socket closes."""
-    number, parent, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    number, parent, directory, vocab_size = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
     end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         return
@@ -287,9 +300,12 @@ def main() -> None:
         except Exception as error:
             file.write(_line(_Encoded(error=str(error))))
             return
+        builder: ConstraintBuilder | None = None
+        if vocab_size:
+            builder = ConstraintBuilder(directory, vocab_size, ())
+            _check(builder, _FIRST_GRAMMAR)
         file.write(_line(_Encoded()))
         file.flush()
-        builder: ConstraintBuilder | None = None
         for line in file:
             request = msgspec.json.decode(line, type=_Encode)
             if request.params is not None:

@@ -149,7 +149,7 @@ class ServedApp:
         self.client = GatewayClient(lambda control: self.front_ends.on_control(NAME, over_the_wire(control)), seams.clock.now)
         directory = Path(settings.model_dir)
         self.tokenizer = Tokenizer(directory)
-        encoder = PromptEncoder(DirectProcess(directory), limits, settings.max_model_len, settings.vocab_size)
+        encoder = PromptEncoder(DirectProcess(directory, settings.vocab_size), limits, settings.max_model_len, settings.vocab_size)
         completions = Completions(
             self.client, encoder, self.tokenizer, settings.eos_token_ids, stream_interval, log is not None, settings.formats
         )

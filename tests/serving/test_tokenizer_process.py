@@ -94,7 +94,7 @@ async def test_process_that_is_stopped_while_it_loads_is_reported_as_such(direct
 
 
 async def test_no_other_text_waits_for_a_long_one(directory: Path) -> None:
-    processes = TokenizerProcesses(directory)
+    processes = TokenizerProcesses(directory, 768)
     try:
         os.kill(processes._long.start().process.pid, signal.SIGSTOP)
         encoding = asyncio.create_task(processes.encode("a" * (LONG_CHARACTERS + 1), max_tokens=LONG_CHARACTERS))
@@ -167,5 +167,30 @@ async def test_grammars_are_checked_in_the_process(directory: Path, monkeypatch:
         with pytest.raises(TokenizerError, match="took too much memory or nest too deep"):
             await check(regex="[gh]+")
         await check(regex="[gh]+")
+    finally:
+        process.close()
+
+
+async def test_the_process_for_grammars_is_ready_for_the_first_and_starts_again_at_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = TokenizerProcess(directory, vocab_size=768)
+    calls: list[Any] = []
+
+    async def exchange(self: TokenizerProcess, *request: Any) -> Any:
+        calls.append(request)
+        return await run(self, *request)
+
+    run = TokenizerProcess._exchange
+    monkeypatch.setattr(TokenizerProcess, "_exchange", exchange)
+    try:
+        child = process.start()
+        with pytest.raises(TokenizerError, match="cannot be used"):
+            await process.check(SamplingParams(structured_outputs=StructuredOutputs(regex="(")), 768)
+        assert (len(calls), process._child) == (1, child)
+        child.process.kill()
+        with pytest.raises(TokenizerError, match="took too much memory or nest too deep"):
+            await process.check(SamplingParams(structured_outputs=StructuredOutputs(regex="a")), 768)
+        assert process._child not in (None, child)
     finally:
         process.close()
