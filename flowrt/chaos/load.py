@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from flowrt.api import RunningGraph
 from flowrt.chaos.compare import PackedTokens, ReceivedAnswer, ReceivedToken
-from flowrt.errors import NotRunningError, UserError, WorkerDiedError
+from flowrt.errors import NotRunningError, UserError, WorkerDiedError, install_command
 from flowrt.gateway.gateway import ChoiceEvent, EndEvent, TokenEvent
 from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
@@ -39,6 +39,12 @@ _SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 2.0, "n": 2, "ignore_eos": False, "structured_outputs": StructuredOutputs(json_object=True)},
     {"temperature": 1.0, "top_p": 0.95, "min_p": 0.01, "bad_words": ("the", "a")},
 )
+_CONSTRAINED: tuple[dict[str, Any], ...] = (  # each form of a grammar
+    {"temperature": 2.0, "n": 2, "ignore_eos": False, "structured_outputs": StructuredOutputs(json_object=True)},
+    {"temperature": 1.0, "structured_outputs": StructuredOutputs(regex="([a-z]{1,9} )*[0-9]")},
+    {"logprobs": 2, "structured_outputs": StructuredOutputs(json='{"type": "array", "minItems": 9, "items": {"type": "integer"}}')},
+    {"temperature": 1.0, "bad_words": ("(",), "structured_outputs": StructuredOutputs(grammar='start: "(" start ")" | /[a-z0-9 ]{9,}/')},
+)
 _OF_TEXT = ("stop", "bad_words", "structured_outputs")  # they need a tokenizer
 
 
@@ -49,10 +55,15 @@ def requests_of(
     vocab_size: int,
     limits: GraphLimits,
     has_text: bool,
-    ways: Sequence[Mapping[str, Any]] = _SAMPLED,
+    ways: Sequence[Mapping[str, Any]] = (),
+    is_constrained: bool = False,
 ) -> list[LoadRequest]:
     """Different prompts of half to all of `prompt_tokens`, each with a seed of its own; the ways of sampling take turns. `has_text`: the
-    model has a tokenizer, so that answers may end at texts. Raises UserError when the graph would refuse them."""
+    model has a tokenizer, so that answers may end at texts. `is_constrained`: every answer has a grammar. Raises UserError when the graph
+    would refuse them."""
+    ways = ways or (_CONSTRAINED if is_constrained else _SAMPLED)
+    if is_constrained and not (has_text and find_spec("llguidance")):
+        raise UserError(f"--constrained needs a tokenizer.json in the model's directory, and llguidance: {install_command('structured')}")
     if limits.max_tokens is not None and limits.max_tokens < new_tokens:
         raise UserError(f"limits.max_tokens is {limits.max_tokens} and each answer is to have {new_tokens} tokens; use --new-tokens")
     requests = []

@@ -132,7 +132,8 @@ def prepare(path: Path, options: ChaosOptions) -> PreparedRun:
             "model's context, or limits.kv_pages x page_size); use smaller numbers"
         )
     has_text = (Path(graph.model.path) / "tokenizer.json").is_file()
-    requests = requests_of(options.requests, options.prompt_tokens, options.new_tokens, config.vocab_size, limits, has_text)
+    lengths = options.requests, options.prompt_tokens, options.new_tokens
+    requests = requests_of(*lengths, config.vocab_size, limits, has_text, is_constrained=options.constrained)
     if options.plan is not None:
         stretches = [Stretch(load_plan(options.plan, graph))] * options.pairs
     else:

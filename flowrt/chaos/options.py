@@ -61,6 +61,7 @@ class ChaosOptions:
     seconds: Annotated[
         float, Parameter(validator=_SECONDS, help="Seconds of each stretch without faults; one with faults has at least as many.")
     ] = 5.0
+    constrained: Annotated[bool, Parameter(negative=(), help="Send only requests with structured outputs.", show_default=False)] = False
     prompt_tokens: Annotated[Positive, Parameter(help="Tokens of the longest prompt.")] = 16
     new_tokens: Annotated[Positive, Parameter(help="Tokens of each answer.")] = 32
     model: Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")] = None
