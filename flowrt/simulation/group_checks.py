@@ -111,6 +111,8 @@ class GroupChecks:
             self._placed.pop((control.request_id, "prefill"), None)  # it may have others in its place
         if isinstance(control, KvLost) and "does not fit" in control.why:  # no fault of the simulation changes a chunk
             raise InvariantError("I2", f"{worker} lost the KV of {control.request_id}: {control.why}")
+        if isinstance(control, KvLost) and self._placed.get((control.request_id, "all")) == (worker, control.attempt):
+            self._placed.pop((control.request_id, "all"))  # its prompt may still be computed under this attempt
         for token in _tokens_of(control):
             stage: Stage = "prefill" if token.index == 0 and self._attempts.get((token.request_id, "prefill")) == token.attempt else "all"
             placed = self._placed.get((token.request_id, stage))

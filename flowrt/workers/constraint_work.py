@@ -17,10 +17,10 @@ from flowrt.engine.constraint import Constraint
 from flowrt.engine.engine import StartStep
 from flowrt.engine.grammar import GrammarError
 from flowrt.errors import error_text
-from flowrt.seams import Compute
+from flowrt.seams import Compute, Running
 
 Constraints = Mapping[int, Constraint]  # by choice
-MAX_SECONDS = 3600.0  # the bound of a call: it is no sign of a hung worker
+MAX_SECONDS = 3600.0  # the bound of a compilation: it is no sign of a hung worker
 
 
 class ConstraintWork:
@@ -37,11 +37,17 @@ class ConstraintWork:
         self._controls: asyncio.Queue[Control] = asyncio.Queue()
         self._steps: asyncio.Queue[StartStep] = asyncio.Queue()
         self._num_kept = Counter[str]()  # control messages by request
+        self._masks: Compute | None = None
 
     @property
     def is_idle(self) -> bool:
         """Whether no control message waits."""
         return not self._num_kept
+
+    @property
+    def running(self) -> Running | None:
+        """The computation of masks that runs: its step waits for it as for an operator."""
+        return None if self._masks is None else self._masks.running
 
     def keep(self, control: Control) -> bool:
         """Whether the control message must wait: for its grammar, or behind others of its request that do. Then it is kept."""
@@ -97,11 +103,12 @@ class ConstraintWork:
             await compute.aclose()
 
     async def _run_steps(self, on_payload: Callable[[StartStep, Payload], None], on_failed: Callable[[StartStep, str], None]) -> None:
-        start, compute = await self._steps.get(), self._new_compute("masks")
+        start = await self._steps.get()
+        self._masks = compute = self._new_compute("masks")
         try:
             while True:
                 try:
-                    payload = await compute.run("masks", partial(self._payload_of, start), bound_seconds=MAX_SECONDS)
+                    payload = await compute.run("masks", partial(self._payload_of, start))
                 except Exception as failure:
                     on_failed(start, error_text(failure))
                 else:

@@ -46,7 +46,7 @@ from flowrt.errors import OperatorError
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.kv_transfer import KvPack, KvUnpack
 from flowrt.graph.model import Node
-from flowrt.seams import Compute, ThreadCompute
+from flowrt.seams import Compute, Running, ThreadCompute
 from flowrt.transports.wire.message import Tag
 from flowrt.workers.constraint_work import Constraints, ConstraintWork
 from flowrt.workers.model_nodes import batch_payloads, sampling_payload
@@ -96,6 +96,11 @@ class Group:
     def is_idle(self) -> bool:
         """Whether no request is alive and no step runs."""
         return self._engine.idle and self._constraint_work.is_idle
+
+    @property
+    def running(self) -> Running | None:
+        """What runs beside the loop and the compute thread, and steps wait for it."""
+        return self._constraint_work.running
 
     async def run(self) -> None:
         """Do what the group does beside its loop, until cancelled."""

@@ -52,7 +52,7 @@ from flowrt.graph.placement import weight_set
 from flowrt.graph.recovery import is_watched
 from flowrt.operators.model_config import ModelError
 from flowrt.operators.weight_memory import WeightMemory
-from flowrt.seams import LONE_INLINE_SECONDS, Compute, Seams, ThreadCompute
+from flowrt.seams import LONE_INLINE_SECONDS, Compute, Running, Seams, ThreadCompute
 from flowrt.trace.records import NO_RECORDS, TraceRing
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message, Tag
@@ -257,7 +257,11 @@ class Worker:
                 tasks.create_task(collect_garbage_when_idle(self._is_idle, clock), name=f"garbage collection of {name}")
             if is_watched(self._graph):
                 counters, compute = data_path.runner.statistics, self._compute
-                read, before = lambda: (counters.num_firings, compute.running), self._start.ended
+                group, before = data_path.group, self._start.ended
+
+                def read() -> tuple[int, Running | None]:
+                    return counters.num_firings, compute.running or (None if group is None else group.running)
+
                 heartbeats = send_heartbeats(self.incarnation, read, clock, send, ended=counters.nodes.keys(), ended_before=before)
                 tasks.create_task(heartbeats, name=f"heartbeats of {name}")
 

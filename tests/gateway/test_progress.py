@@ -132,6 +132,7 @@ class ToyGraph:
             long_prompts=chance.choice((None, LongPrompts(min_tokens=10, workers=1) if len(prefill) > 1 else None)),
             kv_hold_seconds=chance.choice((40.0, math.inf)),
         )
+        self.leaving = chance.choice((0.0, 0.0, 0.02))  # of clients, at each step
         self.lost: list[str] = []
         self.counts = Counter[str]()  # of messages to the gateway, and of rare events
         self.workers = {name: self.new_worker(name, 0) for name in self.limits_of}
@@ -227,6 +228,8 @@ class ToyGraph:
         if not due:
             return False
         self.now += 1
+        if self.requests and self.chance.random() < self.leaving:
+            self.send(self.gateway.cancel(self.chance.choice(self.requests)))
         if self.gateway.deadline is not None and self.gateway.deadline <= self.now:
             self.counts["deadline"] += 1
             self.send(self.gateway.on_time())

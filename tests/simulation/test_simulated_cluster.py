@@ -307,7 +307,7 @@ def test_a_worker_that_loads_responds_to_a_request_for_statistics(graph_file: Pa
 
 
 FAILED_ONCE = (2519, 7091, 7528, 8831, 17191, 18503, 22208, 25013, 25573, 33493, 33814, 35114, 38087, 102148, 102183, 103872, 104250)
-FAILED_ONCE += (4451, 6313, 105639, 200380, 201333, 202177, 500071, 710359, 777001180)
+FAILED_ONCE += (4451, 6313, 105639, 200380, 201333, 202177, 500071, 710359, 777001180, 880300076)
 
 
 @pytest.mark.parametrize("seed", FAILED_ONCE)
@@ -320,7 +320,9 @@ def test_seeds_that_have_failed_pass(seed: int) -> None:
 FAILED_WITH_CANCELS = (3000175, 3000190, 3000373, 3000509, 3000981, 3001235, 3001570)
 
 
-@pytest.mark.parametrize(("seed", "num_cancelled"), [(2343, 0), (3507, 0), (882100414, 60), *((seed, 100) for seed in FAILED_WITH_CANCELS)])
+@pytest.mark.parametrize(
+    ("seed", "num_cancelled"), [(2343, 0), (3507, 0), (882100414, 60), (882310034, 60), *((seed, 100) for seed in FAILED_WITH_CANCELS)]
+)
 def test_seeds_of_transfers_that_have_failed_pass(seed: int, num_cancelled: int) -> None:
     """Each showed a defect, or a wrong check; docs/simulation.md has the causes."""
     assert campaign([draw(seed, [load(GRAPHS / "prefill.yaml")], num_cancelled=num_cancelled)]).failures == []
