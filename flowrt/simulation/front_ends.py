@@ -225,7 +225,7 @@ class _SimulatedServer:
             await self._respond(connection)
         except ApiError as error:
             connection.is_unknown = connection.is_back and error.kind is NO_REQUEST
-            if connection.events is client.events:  # else it has left a dead process, whose tasks end after the run
+            if connection.events is client.events and not client.has_left:  # else it has left, perhaps a dead process, whose tasks end late
                 client.failure = client.failure or error.message
         finally:
             del self._tasks[connection]
