@@ -223,10 +223,11 @@ class Placement:
 
     def _open_groups(self, log: RequestLog, statuses: dict[str, WorkerStatus]) -> list[str]:
         """The groups that are up and have room for the request."""
+        num_more = self._num_sequences(log)
         roomy = [
             name
             for name, status in statuses.items()
-            if not status.num_sequences or status.num_sequences + len(log.choices) <= max_sequences_at(status.max_num_seqs, len(statuses))
+            if not status.num_sequences or status.num_sequences + num_more <= max_sequences_at(status.max_num_seqs, len(statuses))
         ]
         meant = self._meant_for(log)
         return [name for name in roomy if name not in self._lost and name in meant]
@@ -244,6 +245,9 @@ class Placement:
         stage: Literal["all", "prefill", "decode"] = self._stage if log.kv is None else "decode"
         return WaitingRequest(stage, len(log.prompt_token_ids), num_choices, num_choices * log.num_expected_tokens)
 
+    def _num_sequences(self, log: RequestLog) -> int:
+        return 1 if self._stage == "prefill" else len(log.choices)  # all choices share the rows of the prompt
+
     def statuses(self) -> dict[str, WorkerStatus]:
         """What the groups have now, by name."""
         return {group: self._status(group) for group in self.groups}
@@ -256,7 +260,7 @@ class Placement:
             num_placed=self._num_placed[group],
             last_placed=self._last_placed[group],
             num_held_tokens=0 if self._prefixes is None else self._prefixes.num_held_tokens(group),
-            num_sequences=sum(len(placed.log.choices) for placed in here),
+            num_sequences=sum(self._num_sequences(placed.log) for placed in here),
             num_uncomputed_tokens=sum(placed.num_uncomputed for placed in here),
             num_kv_tokens=sum(len(placed.log.prompt_token_ids) for placed in here) + num_output,
             num_expected_tokens=sum(placed.log.num_expected_now for placed in here),

@@ -92,7 +92,7 @@ class GroupChecks:
         here = [log for log, attempt in logs if log is not None and log.end is None and log.attempt == attempt]  # older ones were cancelled
         alike = self._groups if group in self._groups else self._workers - self._groups
         room = max_sequences_at(self._graph.limits_of(group).max_num_seqs, len(alike))
-        if len(here) > 1 and (count := sum(len(log.choices) for log in here)) > room:
+        if len(here) > 1 and (count := sum(len(log.choices) if group in self._groups else 1 for log in here)) > room:
             self._wrong.append(InvariantError("I6", f"{count} sequences are at {group}, which has room for {room}"))
 
     def on_completed(self, group: str, control: KvCompleted) -> None:

@@ -239,6 +239,16 @@ def test_held_prompts_keep_new_ones_waiting() -> None:
     assert [each.index for each in sent_in(gateway.on_transfer(second.group, pulled(second)))] == [last]
 
 
+def test_a_request_of_several_choices_is_one_sequence_in_a_prefill_worker() -> None:
+    gateway = new_gateway(text=False, groups=["g0"], prefill_workers=["p0"])
+    room = 2 * LIMITS.max_num_seqs
+    sent = [place(gateway, n=3) for _ in range(room)]
+    assert gateway.workers["p0"].num_sequences == room
+    assert gateway.place(gateway.reserve(), (1, 2)) == []
+    prefill(gateway, sent[0])
+    assert gateway.workers["g0"].num_sequences == 3
+
+
 def test_a_suspect_runs_alone_in_the_prefill_worker_and_in_the_group() -> None:
     gateway = staged()
     second = prefill(gateway, place(gateway, max_tokens=4))

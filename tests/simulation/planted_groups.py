@@ -52,7 +52,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("readmitted-requests-wait", "requests that wait when a group returns are not placed", (
         GATEWAY, "Gateway.readmit_group", "return self._place_waiting()", "return []")),
     bug("room-ignored", "a group is sent any number of sequences", (
-        PLACEMENT, "Placement._open_groups", "status.num_sequences + len(log.choices) <= max_sequences_at(status.max_num_seqs, len(statuses))", "True")),
+        PLACEMENT, "Placement._open_groups", "status.num_sequences + num_more <= max_sequences_at(status.max_num_seqs, len(statuses))", "True")),
     bug("load-kept", "the load of a lost group is not reset", (
         PLACEMENT, "Placement.remove", "self._placed.pop(log.index, None)", "self._placed.get(log.index)")),
     body("never-given-up", "requests wait for ever when no group is left", PLACEMENT, "Placement.expired", "return []"),
