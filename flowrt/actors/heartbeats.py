@@ -1,11 +1,12 @@
 """Heartbeats: periodic signs of progress of a worker, sent by the event loop that does its work.
 
-A heartbeat reports that the loop turns, and the state of the compute thread. No separate thread sends it, because such a thread would
+A heartbeat reports that the loop turns, and the state of the threads that compute. No separate thread sends it, because such a thread would
 continue while the loop is blocked. flowrt/reliability/detector.py draws the conclusions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from typing import NoReturn
 
@@ -22,7 +23,7 @@ REPORTED_SECONDS = 0.3  # a longer standstill is reported
 
 async def send_heartbeats(
     incarnation: str,
-    read: Callable[[], tuple[int, Running | None]],
+    read: Callable[[], tuple[int, *tuple[Running | None, ...]]],
     clock: Clock,
     send: Callable[[Control], None],
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
@@ -31,16 +32,19 @@ async def send_heartbeats(
     ended_before: Iterable[str] = (),
 ) -> NoReturn:
     """Pass a Heartbeat to `send` every `heartbeat_seconds` until cancelled, the first one at once. `send` must not wait. `read` returns
-    the number of firings and the running operation. `ended`: a view of the operations of which a call has ended here; `ended_before`:
+    the number of firings and, for each thread that computes, the running operation, of which the one nearest to its bound is reported: a
+    busy thread hides no hung one. `ended`: a view of the operations of which a call has ended here; `ended_before`:
     elsewhere in the run."""
-    watch = OperationWatch(heartbeat_seconds, ended_before)
+    watches: list[OperationWatch] = []  # one per thread
     sequence, now = 0, clock.now()
     due = now
     while True:
         lag = now - due
-        num_firings, running = read()
-        first_ended = watch.note_ended(ended)
-        label, running_seconds, bound_seconds = watch.look(now, running)
+        num_firings, *operations = read()
+        watches += [OperationWatch(heartbeat_seconds, ended_before) for _ in operations[len(watches) :]]
+        first_ended = watches[0].note_ended(ended)
+        looks = [watch.look(now, running) for watch, running in zip(watches, operations, strict=True)]
+        label, running_seconds, bound_seconds = max(looks, key=lambda look: -math.inf if look[0] is None else look[1] - look[2])
         send(
             Heartbeat(
                 sequence=sequence,

@@ -20,7 +20,7 @@ from flowrt.errors import error_text
 from flowrt.seams import Compute, Running
 
 Constraints = Mapping[int, Constraint]  # by choice
-MAX_SECONDS = 3600.0  # the bound of a compilation: it is no sign of a hung worker
+GRAMMARS, MASKS = "grammars", "masks"  # threads
 
 
 class ConstraintWork:
@@ -37,7 +37,7 @@ class ConstraintWork:
         self._controls: asyncio.Queue[Control] = asyncio.Queue()
         self._steps: asyncio.Queue[StartStep] = asyncio.Queue()
         self._num_kept = Counter[str]()  # control messages by request
-        self._masks: Compute | None = None
+        self._computes: dict[str, Compute] = {}  # by the names of their threads, made at first use
 
     @property
     def is_idle(self) -> bool:
@@ -45,9 +45,10 @@ class ConstraintWork:
         return not self._num_kept
 
     @property
-    def running(self) -> Running | None:
-        """The computation of masks that runs: its step waits for it as for an operator."""
-        return None if self._masks is None else self._masks.running
+    def running(self) -> tuple[Running | None, ...]:
+        """The running call of each thread, for heartbeats: a request, or a step, waits for it as for an operator. The check before a
+        request is placed has compiled the same grammar, so one that does not end is no fault of the request."""
+        return tuple(None if (compute := self._computes.get(name)) is None else compute.running for name in (GRAMMARS, MASKS))
 
     def keep(self, control: Control) -> bool:
         """Whether the control message must wait: for its grammar, or behind others of its request that do. Then it is kept."""
@@ -82,15 +83,15 @@ class ConstraintWork:
             tasks.create_task(self._run_steps(on_payload, on_failed), name="masks")
 
     async def _run_controls(self, on_built: Callable[[Control, Constraints, str | None], None]) -> None:
-        control, compute = await self._controls.get(), self._new_compute("grammars")
+        control = await self._controls.get()
+        compute = self._computes[GRAMMARS] = self._new_compute(GRAMMARS)
         try:
             while True:
                 constraints: Constraints = {}
                 error = None
                 if isinstance(control, Submit) and control.request.params.is_constrained:
                     try:
-                        call = partial(self._build, control.request)
-                        constraints = await compute.run("build constraints", call, bound_seconds=MAX_SECONDS)
+                        constraints = await compute.run("build constraints", partial(self._build, control.request))
                     except Exception as failure:  # costs its own request only
                         error = str(failure) if isinstance(failure, GrammarError) else error_text(failure)
                 request_id = _request_id(control)
@@ -104,7 +105,7 @@ class ConstraintWork:
 
     async def _run_steps(self, on_payload: Callable[[StartStep, Payload], None], on_failed: Callable[[StartStep, str], None]) -> None:
         start = await self._steps.get()
-        self._masks = compute = self._new_compute("masks")
+        compute = self._computes[MASKS] = self._new_compute(MASKS)
         try:
             while True:
                 try:

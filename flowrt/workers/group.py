@@ -98,8 +98,8 @@ class Group:
         return self._engine.idle and self._constraint_work.is_idle
 
     @property
-    def running(self) -> Running | None:
-        """What runs beside the loop and the compute thread, and steps wait for it."""
+    def running(self) -> tuple[Running | None, ...]:
+        """The running call of each thread beside the compute thread."""
         return self._constraint_work.running
 
     async def run(self) -> None:

@@ -259,8 +259,9 @@ class Worker:
                 counters, compute = data_path.runner.statistics, self._compute
                 group, before = data_path.group, self._start.ended
 
-                def read() -> tuple[int, Running | None]:
-                    return counters.num_firings, compute.running or (None if group is None else group.running)
+                def read() -> tuple[int, *tuple[Running | None, ...]]:
+                    operations = (compute.running,) if group is None else (compute.running, *group.running)
+                    return (counters.num_firings, *operations)
 
                 heartbeats = send_heartbeats(self.incarnation, read, clock, send, ended=counters.nodes.keys(), ended_before=before)
                 tasks.create_task(heartbeats, name=f"heartbeats of {name}")

@@ -164,6 +164,33 @@ def test_operation_of_which_no_call_has_ended_in_the_run_may_stand_still_for_lon
         assert bounds[-1] == pytest.approx(still)
 
 
+def test_a_busy_thread_hides_no_hung_one() -> None:
+    """The compute thread begins another call before each heartbeat; that of a second thread stands still."""
+
+    async def main(world: World) -> Heartbeat:
+        sent: list[Heartbeat] = []
+        clock = world.seams("x").clock
+
+        def send(control: Control) -> None:
+            assert isinstance(control, Heartbeat)
+            sent.append(control)
+
+        def read() -> tuple[int, Running, None, Running]:
+            busy = Running("layers", clock.now(), BOUND_SECONDS, clock.now(), STILL_SECONDS)
+            return len(sent), busy, None, Running("grammar", 0.0, BOUND_SECONDS, 0.0, STILL_SECONDS)
+
+        task = asyncio.create_task(send_heartbeats("a", read, clock, send))
+        await clock.sleep(FIRST_STILL_SECONDS + 1.0)
+        task.cancel()
+        await asyncio.wait([task])
+        return sent[-1]
+
+    last = run(0, main).result
+    assert last.running is not None
+    assert "'grammar', which has not computed" in last.running
+    assert 0 < last.bound_seconds < last.running_seconds
+
+
 def test_standstill_is_named_in_the_label() -> None:
     watch = OperationWatch()
     for i in range(6):

@@ -15,7 +15,7 @@ from flowrt.engine.constraint import Constraint
 from flowrt.engine.engine import StartStep
 from flowrt.engine.grammar import GrammarError
 from flowrt.sampling_params import SamplingParams
-from flowrt.seams import ThreadCompute
+from flowrt.seams import BOUND_SECONDS, STILL_SECONDS, ThreadCompute
 from flowrt.structured_outputs import StructuredOutputs
 from flowrt.workers.constraint_work import ConstraintWork
 
@@ -87,6 +87,27 @@ async def test_messages_of_a_request_stay_in_order_and_others_do_not_wait() -> N
     assert [control for control, _, _ in outcome.built] == [*first, Drain()]
     assert work.is_idle
     assert not work.keep(Drain())
+
+
+async def test_calls_that_do_not_end_are_reported_to_the_heartbeats_by_thread() -> None:
+    """Neither has a declared bound: one that stands still is hung."""
+    have_begun, may_end = threading.Barrier(3), threading.Event()
+
+    def wait(*of: Any) -> Any:
+        have_begun.wait()
+        may_end.wait()
+        return {}
+
+    work = ConstraintWork(wait, wait, ThreadCompute)
+    assert work.running == (None, None)
+    async with running(work) as outcome:
+        work.keep(submit("a"))
+        work.compute(STEP)
+        await asyncio.to_thread(have_begun.wait)
+        reported = [(each.label, each.bound_seconds, each.still_seconds) for each in work.running if each is not None]
+        may_end.set()
+        await outcome.wait_for(2)
+    assert reported == [(label, BOUND_SECONDS, STILL_SECONDS) for label in ("build constraints", "masks")]
 
 
 async def test_failure_costs_its_own_request_or_step() -> None:
