@@ -13,6 +13,7 @@ import msgspec
 from flowrt.errors import shown
 
 MAX_GRAMMAR_BYTES = 128 << 10  # of all texts of one grammar
+_MAX_SCHEMA_CHARACTERS = 4 * MAX_GRAMMAR_BYTES  # of a text, which may have white space
 FORMS = ("json", "json_object", "regex", "choice", "grammar")
 _OTHERS = ("disable_fallback", "disable_additional_properties", "whitespace_pattern", "structural_tag")  # vLLM's, for its own backends
 
@@ -68,6 +69,8 @@ def checked_outputs(value: object) -> StructuredOutputs | None:
 
 
 def _schema_text(schema: object) -> str:
+    if isinstance(schema, str) and len(schema) > _MAX_SCHEMA_CHARACTERS:
+        raise ValueError(f"has json of {len(schema)} characters; write it without white space, in at most {MAX_GRAMMAR_BYTES} bytes")
     try:
         if isinstance(schema, str):
             schema = msgspec.json.decode(schema)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Annotated, Any
 
 import msgspec
@@ -25,6 +26,7 @@ MAX_MESSAGES = 4096
 MAX_NAMED = 8  # wrong fields in one error
 MAX_FIELD_BYTES = 256 << 10  # besides its texts; but for prompts, messages and token ids
 MAX_CHAT_BYTES = 512 << 10  # besides their texts: of all messages together
+MAX_DEPTH = 128  # of lists and objects within each other; what reads a value later may call itself for each
 _SHORT_TEXT = 16  # bytes; what a text costs however short it is
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 # Fields that change no output: they are for the caller's own books, or ask for what each response here is.
@@ -93,10 +95,9 @@ _OTHER = (
     "response_format",
 )
 _OF_OUTPUT = ("response_format", "return_token_ids", "return_tokens_as_token_ids")
-_FIELDS = {*_OTHER, *_CHAT, *PARAMETER_TYPES, *_LABELS, *_UNSUPPORTED, *_OF_OUTPUT}
-_Body = msgspec.defstruct("Body", [(name, Raw | UnsetType, UNSET) for name in _FIELDS])
-_StrictBody = msgspec.defstruct("StrictBody", [], bases=(_Body,), forbid_unknown_fields=True)
+FIELDS = frozenset({*_OTHER, *_CHAT, *PARAMETER_TYPES, *_LABELS, *_UNSUPPORTED, *_OF_OUTPUT})
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_HALF_CHARACTER = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]")
 
 
 def _list_of(kind: Any, most: int) -> Any:
@@ -137,19 +138,7 @@ class Fields:
     """The fields of a JSON object that no reader has taken yet. The error of a value names its field."""
 
     def __init__(self, body: bytes) -> None:
-        unknown: re.Match[str] | None = None
-        try:
-            try:
-                read = msgspec.json.decode(body, type=_StrictBody)
-            except msgspec.ValidationError as error:
-                if (unknown := _UNKNOWN.fullmatch(str(error))) is None:
-                    raise ApiError(INVALID, "the body is not a JSON object") from None
-                read = msgspec.json.decode(body, type=_Body)
-            given = {name: bytes(json) for name in _FIELDS if (json := getattr(read, name)) is not UNSET}
-            if unknown is not None:
-                given |= _unknown_fields(body, given, unknown[1])
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise ApiError(INVALID, f"the body is not JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
+        given = split_object(body, FIELDS)
         self.nulls = {name for name, json in given.items() if json == b"null"}  # as not given
         self._values = {name: json for name, json in given.items() if name not in self.nulls}
         self._known: list[str] = []
@@ -243,6 +232,34 @@ def invalid(name: str, text: str) -> ApiError:
     return ApiError(INVALID, f"{name} {text}", name)
 
 
+def split_object(body: bytes, names: frozenset[str]) -> dict[str, bytes]:
+    """The JSON of each field. Of those that are not in `names`, only the first is there if they are long. Raises ApiError."""
+    known, strict = _body_types(names)
+    unknown: re.Match[str] | None = None
+    try:
+        try:
+            read = msgspec.json.decode(body, type=strict)
+        except msgspec.ValidationError as error:
+            if (unknown := _UNKNOWN.fullmatch(str(error))) is None:
+                raise ApiError(INVALID, "the body is not a JSON object") from None
+            read = msgspec.json.decode(body, type=known)
+        given = {name: bytes(json) for name in names if (json := getattr(read, name)) is not UNSET}
+        return given if unknown is None else given | _unknown_fields(body, given, unknown[1])
+    except RecursionError:
+        raise ApiError(INVALID, f"the body nests deeper than {MAX_DEPTH} lists and objects") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        text = str(error).removeprefix("JSON is malformed: ")
+        if _HALF_CHARACTER.search(body):
+            text = "a text holds half a character (an unpaired surrogate); write whole characters"
+        raise ApiError(INVALID, f"the body is not JSON: {text}") from None
+
+
+@cache
+def _body_types(names: frozenset[str]) -> tuple[Any, Any]:
+    known = msgspec.defstruct("Body", [(name, Raw | UnsetType, UNSET) for name in sorted(names)])
+    return known, msgspec.defstruct("StrictBody", [], bases=(known,), forbid_unknown_fields=True)
+
+
 def _split_list(json: bytes, most: int, bounded: Any) -> list[bytes] | None:
     """The JSON of each item; None for more than `most`, and for what is not a list."""
     try:
@@ -281,11 +298,17 @@ def decode_bounded(json: bytes, name: str, limit: int = MAX_FIELD_BYTES) -> Any:
 def _decode(json: bytes, name: str) -> Any:
     """`json` is JSON, but for its texts and numbers, which are decoded here for the first time."""
     try:
-        return msgspec.json.decode(json)
+        value = msgspec.json.decode(json)
     except UnicodeDecodeError:
         raise invalid(name, "holds bytes that are not UTF-8") from None
     except msgspec.ValidationError:
         raise invalid(name, "holds a number that is out of range") from None
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [inner for each in level if isinstance(each, dict | list) for inner in (each.values() if isinstance(each, dict) else each)]
+        if not level:
+            return value
+    raise invalid(name, f"nests deeper than {MAX_DEPTH} lists and objects")
 
 
 def _read_prompt(json: bytes, name: str) -> str | TokenIds:

@@ -11,19 +11,26 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from msgspec import Raw
 
 from flowrt.errors import shown
-from flowrt.serving.api_errors import INVALID, UNSUPPORTED, ApiError
+from flowrt.serving.api_errors import UNSUPPORTED, ApiError
 from flowrt.serving.api_request import NO_DEFAULTS, CompletionRequest, read_chat_request
-from flowrt.serving.json_body import MAX_CHAT_BYTES, MAX_FIELD_BYTES, decode_bounded, invalid
+from flowrt.serving.json_body import FIELDS, MAX_CHAT_BYTES, MAX_FIELD_BYTES, MAX_NAMED, decode_bounded, invalid, split_object
 
 _STATE = ("previous_response_id", "conversation", "prompt")  # what a server would have to keep
 # They change no output, or only with tools or state that a server has.
 _IGNORED = ("include", "truncation", "max_tool_calls", "prompt_cache_options", "client_metadata", "stream_options", "background_options")
 _OF_CHATS = ("messages", "n", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort", "logprobs", "functions")
 _ECHOED = ("tools", "tool_choice", "temperature", "top_p", "max_output_tokens", "text", "reasoning", "metadata", "truncation")
-_NAMES = (("max_completion_tokens", "max_output_tokens"), ("response_format", "text.format"), ("reasoning_effort", "reasoning.effort"))
+_NAMES = (
+    ("max_completion_tokens", "max_output_tokens"),
+    ("response_format", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("instructions.content", "instructions"),
+    ("tool_call_id", "call_id"),
+)
+_OWN = ("input", "instructions", "max_output_tokens", "text", "reasoning", "background", "top_logprobs", *_STATE, *_IGNORED)
+_FIELDS = FIELDS.union(_OWN)
 _MESSAGE, _FUNCTION = re.compile(r"messages(?:\[(\d+)\])?"), re.compile(r"(?:\.tool_calls\[\d+\])?\.function\b")
 Message = dict[str, Any]
 
@@ -37,13 +44,10 @@ class ResponsesReader:
 
     def read(self, body: bytes, model: str, defaults: Mapping[str, Any] = NO_DEFAULTS) -> CompletionRequest:
         """`defaults`: see read_chat_request. Raises ApiError, whose names `renamed` translates."""
-        try:
-            given = {name: json for name, json in msgspec.json.decode(body, type=dict[str, Raw]).items() if bytes(json) != b"null"}
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            raise ApiError(INVALID, "the body is not a JSON object") from None
-        fields = {
-            name: decode_bounded(bytes(json), name, MAX_CHAT_BYTES if name == "input" else MAX_FIELD_BYTES) for name, json in given.items()
-        }
+        given = {name: json for name, json in split_object(body, _FIELDS).items() if json != b"null"}
+        if unknown := [name for name in given if name not in _FIELDS][:MAX_NAMED]:
+            given = {name: b"0" for name in unknown} | {"input": b'""'}  # for the error of a chat that has them
+        fields = {name: decode_bounded(json, name, MAX_CHAT_BYTES if name == "input" else MAX_FIELD_BYTES) for name, json in given.items()}
         echoed = {name: fields[name] for name in _ECHOED if name in fields}
         chat = self._chat_fields(fields)
         self._is_chat = True
@@ -65,7 +69,7 @@ class ResponsesReader:
 
         if error.param is None or not self._is_chat:
             return error
-        return ApiError(error.kind, error.message.replace(error.param, rename(error.param)), rename(error.param), allow=error.allow)
+        return ApiError(error.kind, error.message.replace(error.param, rename(error.param), 1), rename(error.param), allow=error.allow)
 
     def _chat_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         for name in _STATE:
@@ -90,7 +94,7 @@ class ResponsesReader:
         if reasoning.get("effort") is not None:
             chat["reasoning_effort"] = reasoning["effort"]
         if "tools" in fields:
-            chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(_list(fields.pop("tools")))]
+            chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(_checked_list("tools", fields.pop("tools")))]
         choice = fields.get("tool_choice")
         if isinstance(choice, dict) and choice.get("type") == "function":
             fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
@@ -146,6 +150,12 @@ def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
     value = fields.pop(name, {})
     if not isinstance(value, dict):
         raise invalid(name, f"is {shown(value)}, it must be an object")
+    return value
+
+
+def _checked_list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise invalid(name, f"is {shown(value)}, it must be a list")
     return value
 
 

@@ -15,12 +15,13 @@ Tool = dict[str, Any]
 def chosen_tools(tools: Sequence[Tool] | None, choice: Any) -> tuple[ToolChoice, list[Tool]]:
     """What the model may do, and the tools that it may call. Raises ApiError."""
     tools = list(tools or ())
-    names = [tool["function"]["name"] for tool in tools]
+    places: dict[str, int] = {}
     for index, tool in enumerate(tools):
+        name = tool["function"]["name"]
         if tool.get("type", "function") != "function":
             raise invalid(f"tools[{index}].type", f"is {shown(tool['type'])}, it must be 'function'")
-        if names.index(names[index]) < index:
-            raise invalid(f"tools[{index}].function.name", f"is {shown(names[index])}, as that of another tool is")
+        if places.setdefault(name, index) < index:
+            raise invalid(f"tools[{index}].function.name", f"is {shown(name)}, as that of another tool is")
     if choice in (None, "auto"):
         return ("auto", tools) if tools else ("none", [])
     if choice == "none":
@@ -32,9 +33,9 @@ def chosen_tools(tools: Sequence[Tool] | None, choice: Any) -> tuple[ToolChoice,
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid("tool_choice", f"is {shown(choice)}, it must be none, auto, required, or a function such as {_EXAMPLE}")
-    if function["name"] not in names:
+    if function["name"] not in places:
         raise invalid("tool_choice.function.name", f"is {shown(function['name'])}, which is none of the tools")
-    return "required", [tools[names.index(function["name"])]]
+    return "required", [tools[places[function["name"]]]]
 
 
 _EXAMPLE = "{'type': 'function', 'function': {'name': 'f'}}"

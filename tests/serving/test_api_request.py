@@ -323,8 +323,51 @@ def test_wrong_field_of_a_completion_is_named(fields: dict[str, Any], code: str,
 
 @pytest.mark.parametrize("body", [b"", b"5", b"[]", b"{", b'{"prompt": NaN}', b"\xff", b'{"a":' * 50_000, b'{"x\xff": 1}'])
 def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
-    with pytest.raises(ApiError, match="is not"):
+    with pytest.raises(ApiError, match=r"is not|nests deeper"):
         read_completion_request(body, "tiny")
+
+
+def test_half_a_character_is_named() -> None:
+    """Python's json.dumps writes such texts."""
+    for text in ("\ud800", "a\udc00b"):
+        with pytest.raises(ApiError, match="half a character"):
+            complete(stop=text)
+    assert prompts_of(prompt="\U0001f600") == ["\U0001f600"]
+    with pytest.raises(ApiError, match="is not JSON: trailing"):
+        read_completion_request(json.dumps({"prompt": "\U0001f600"}).encode() + b"}", "tiny")
+
+
+@pytest.mark.parametrize("depth", [129, 500, 950])
+def test_depth_of_values_is_bounded(depth: int) -> None:
+    """Templates, grammars and schemas of tools are functions that call themselves."""
+
+    def nested(levels: int) -> Any:
+        value: Any = "a"
+        for _ in range(levels):
+            value = {"properties": value}
+        return value
+
+    def tools(parameters: Any) -> dict[str, Any]:
+        return {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}], "tool_choice": "required"}
+
+    for param, fields in (
+        ("tools", tools(nested(depth))),
+        ("chat_template_kwargs", {"chat_template_kwargs": nested(depth)}),
+        ("structured_outputs", {"structured_outputs": {"json": nested(depth)}}),
+        ("messages[1]", {"messages": [USER, USER | {"extra": nested(depth)}]}),
+    ):
+        with pytest.raises(ApiError, match="nests deeper than 128") as caught:
+            chat(**fields)
+        assert caught.value.param == param
+    assert chat(**tools(nested(120))).params.structured_outputs is not None
+
+
+def test_long_text_of_a_schema_is_not_decoded() -> None:
+    """The error is about the length, not about the end, which is wrong."""
+    for spaces, text in ((10_000, "must be a JSON schema"), (1 << 20, "without white space")):
+        with pytest.raises(ApiError, match=text) as caught:
+            chat(structured_outputs={"json": '{"type": ' + " " * spaces})
+        assert caught.value.param == "structured_outputs"
 
 
 @pytest.mark.parametrize("number", [b"1e400", b"-1e400", b"1" * 5000, b'{"5": 1e400}'])
@@ -339,7 +382,7 @@ SMALL = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats
 VALUES = st.recursive(SMALL, lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=3), each, max_size=3), max_leaves=8)
 KEYS = st.sampled_from(["role", "content", "name", "tool_calls", "function", "type", "text"])
 MESSAGES = st.lists(st.dictionaries(KEYS, VALUES), max_size=3)
-BODIES = st.dictionaries(st.sampled_from(sorted(json_body._FIELDS)) | st.text(max_size=4), VALUES | MESSAGES, max_size=5)
+BODIES = st.dictionaries(st.sampled_from(sorted(json_body.FIELDS)) | st.text(max_size=4), VALUES | MESSAGES, max_size=5)
 
 
 @settings(max_examples=100, deadline=None)

@@ -127,10 +127,17 @@ async def test_no_state_is_kept() -> None:
 
 async def test_errors_have_the_names_of_this_api() -> None:
     async with served_app(formats=THINKING) as app:
-        assert (await app.call("POST", PATH, BODY | {"max_output_tokens": 10**6})).error[2] == "max_output_tokens"
+        assert (await app.call("POST", PATH, BODY | {"max_output_tokens": -1})).error[2] == "max_output_tokens"
         assert (await app.call("POST", PATH, BODY | {"input": "a " * 3000})).error[1:] == ("context_length_exceeded", "input")
         assert (await app.call("POST", PATH, b"[" * 100000)).status == 400
         assert (await app.call("POST", PATH, b'{"input": ' + b"[" * 100000)).status == 400
+
+
+def test_fields_that_no_table_has_are_not_decoded() -> None:
+    """JSON that is wrong at its end shows it."""
+    with pytest.raises(ApiError) as caught:
+        ResponsesReader().read(b'{"input": "a", "abc": [%s{}]}' % (b"0," * 300_000), "")
+    assert (caught.value.kind.code, caught.value.param) == ("unsupported_parameter", "abc")
 
 
 def test_items_become_messages() -> None:
@@ -188,7 +195,9 @@ def test_fields_become_those_of_a_chat() -> None:
         ({"input": [{"type": "item_reference", "id": "m"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
         ({"input": [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "input_image"}]}]}, "input[1].content[0]"),
-        ({"instructions": 1}, "instructions.content"),
+        ({"instructions": 1}, "instructions"),
+        ({"tools": {"a": 1}}, "tools"),
+        ({"input": [{"type": "function_call_output", "call_id": 1, "output": "a"}]}, "input[0].call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "h"}}, "tool_choice.name"),
