@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulation.planting import Bug, bug
+from simulation.planting import Bug, bug, with_graphs
 
 BUILDER = "flowrt.engine.constraint_builder"
 CONSTRAINT = "flowrt.engine.constraint"
@@ -48,10 +48,15 @@ CONSTRAINT_BUGS: tuple[Bug, ...] = (
         "a step whose masks took time is never completed",
         (GROUP, "Group._emit_sampling", "start.epoch == self._engine.epoch", "start.epoch == self._engine.epoch and start.step % 7 != 3"),
     ),
-    bug(
-        "constraint-overtaken",
-        "messages of a request overtake its submission, which waits for its grammar",
-        (WORK, "ConstraintWork.keep", "not waits and request_id not in self._num_kept", "not waits"),
+    *with_graphs(  # a cancel may come before its submission; a prompt's KV may not
+        "prefill.yaml",
+        (
+            bug(
+                "constraint-overtaken",
+                "messages of a request overtake its submission, which waits for its grammar",
+                (WORK, "ConstraintWork.keep", "not waits and request_id not in self._num_kept", "not waits"),
+            ),
+        ),
     ),
     bug(
         "constraint-kept-for-ever",
