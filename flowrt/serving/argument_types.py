@@ -16,13 +16,13 @@ _KINDS: dict[type, tuple[str, ...]] = {
     dict: ("object",),
     type(None): ("null",),
 }
-MAX_DEPTH = 16  # of references and alternatives
+MAX_SCHEMAS = 256  # that are looked at for one argument
 
 
 def argument_types(schema: Any, key: str) -> set[str]:
     """The types that an argument may have; those of an unknown one are all."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return _types(properties.get(key) if isinstance(properties, Mapping) else None, schema, MAX_DEPTH) or {"any"}
+    return _types(properties.get(key) if isinstance(properties, Mapping) else None, schema) or {"any"}
 
 
 def argument_json(text: str, types: set[str]) -> str:
@@ -37,19 +37,27 @@ def argument_json(text: str, types: set[str]) -> str:
     return stripped if is_value else json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: Any, root: Any, depth: int) -> set[str]:
-    if not isinstance(schema, Mapping) or not depth:
-        return set()
-    declared = schema.get("type")
-    found = {each for each in (declared if isinstance(declared, list) else [declared]) if isinstance(each, str)}
-    alternatives = [each for name in ("anyOf", "oneOf", "allOf") for each in _list(schema.get(name))]
-    if isinstance(reference := schema.get("$ref"), str):
-        alternatives.append(_resolved(reference, root))
-    for each in alternatives:
-        found |= _types(each, root, depth - 1)
-    for value in (*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])):
-        found |= set(_KINDS.get(type(value), ())) if "type" not in schema else set()
-    return found | ({"null"} if schema.get("nullable") is True else set())
+def _types(schema: Any, root: Any) -> set[str]:
+    """Those of a schema, of its alternatives, and of what it refers to, each looked at once: references may form circles."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    left = [schema]
+    while left and len(seen) < MAX_SCHEMAS:
+        each = left.pop()
+        if not isinstance(each, Mapping) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        declared = each.get("type")
+        found.update(kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str))
+        left += (alternative for name in ("anyOf", "oneOf", "allOf") for alternative in _list(each.get(name)))
+        if isinstance(reference := each.get("$ref"), str):
+            left.append(_resolved(reference, root))
+        if "type" not in each:
+            for value in (*_list(each.get("enum")), *([each["const"]] if "const" in each else [])):
+                found.update(_KINDS.get(type(value), ()))
+        if each.get("nullable") is True:
+            found.add("null")
+    return found
 
 
 def _refuse(constant: str) -> float:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowrt.sampling_params import check_text
 from flowrt.serving.argument_types import argument_json, argument_types
 from flowrt.serving.output_formats import Either, Element, Many, ReasoningFormat, Slot, ToolFormat, beginnings
 from flowrt.serving.text_reader import NotReadError, Steps, TextReader
@@ -324,14 +325,15 @@ class OutputParser:
 
 
 def _json_text(json_value: str) -> str:
-    """A string. Raises NotReadError for other values."""
+    """A string. Raises NotReadError for other values, and for half a character."""
     try:
         value = json.loads(json_value, strict=False)
+        if isinstance(value, str):
+            check_text(value)
+            return value
     except (ValueError, RecursionError):
-        raise NotReadError from None
-    if not isinstance(value, str):
-        raise NotReadError
-    return value
+        pass
+    raise NotReadError
 
 
 def _as_object(json_value: str) -> str:
@@ -342,7 +344,7 @@ def _as_object(json_value: str) -> str:
 
 
 def _python_arguments(text: str) -> str:
-    """The arguments in "(a=1, b='x')" as a JSON object."""
+    """The arguments in "(a=1, b='x')" as a JSON object. A character may be written as two escapes, as in JSON."""
     try:
         call = ast.parse(f"call{text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -350,6 +352,6 @@ def _python_arguments(text: str) -> str:
         values = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
         if None in values:
             raise NotReadError
-        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+        return json.dumps(values, ensure_ascii=False, allow_nan=False).encode("utf-16", "surrogatepass").decode("utf-16")
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         raise NotReadError from None

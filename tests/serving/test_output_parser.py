@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrt.serving.argument_types import argument_types
 from flowrt.serving.output_formats import REASONING_FORMATS, REQUIRED_CALLS, TOOL_FORMATS, ToolFormat, find_formats, markers
 from flowrt.serving.output_parser import CallDelta, OutputParser, joined_calls
 
@@ -125,6 +126,7 @@ CASES: list[tuple[str, str, str, Calls]] = [
         "",
         [("f", '{"a": "(\'", "n": -1, "o": {"x": [true, null]}}'), ("g", "{}")],
     ),
+    ("pythonic", "[f(a='\\ud83d\\ude00é')]", "", [("f", '{"a": "😀é"}')]),
     ("pythonic", "Yes <|python_start|>[g()]<|python_end|>", "Yes", [("g", "{}")]),
     ("llama3_json", ' {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', "", [("f", '{"a": 1}'), ("g", "{}")]),
     ("llama3_json", '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
@@ -136,6 +138,8 @@ NO_CALLS = [
     ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "argum'),
     ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
     ("hermes", "a < b <tool_"),
     ("qwen3_coder", "<tool_call>\n<function=f>junk"),
     ("qwen3_coder", "<tool_call>\nf(1)</tool_call>"),
@@ -149,6 +153,7 @@ NO_CALLS = [
     ("pythonic", "[f(1)]"),
     ("pythonic", "[f(a=g())]"),
     ("pythonic", "[f(**{})]"),
+    ("pythonic", "[f(a='\\ud800')]"),
     ("pythonic", f"[f(a={'[' * 5000}"),
     ("llama3_json", '{"name": "unknown", "parameters": {}}'),
     ("llama3_json", '{"name": "f", "age": 3}'),
@@ -332,3 +337,13 @@ def test_no_text_fails_or_depends_on_its_pieces(form: str, data: st.DataObject) 
 def test_formats_of_templates(template: str, tools: str, reasoning: str) -> None:
     found = find_formats(template)
     assert (found.tools, found.reasoning) == (tools, reasoning)
+
+
+def test_types_of_an_argument() -> None:
+    """References may form circles, and thousands of them be given."""
+    circle = {"anyOf": [{"$ref": "#/properties/a"}] * 9 + [{"$ref": "#/$defs/b"}]}
+    named = {"b": {"enum": [1, "x", None]}, "c": {"type": ["string", "null"]}}
+    chain = {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 2} for at in range(5000)}
+    schema = {"properties": {"a": circle, "c": {"allOf": [{"$ref": "#/$defs/c"}]}, "d": {"$ref": "#/$defs/0"}}, "$defs": named | chain}
+    found = [argument_types(schema, key) for key in ("a", "c", "d", "e")]
+    assert found == [{"integer", "number", "string", "null"}, {"string", "null"}, {"any"}, {"any"}]
