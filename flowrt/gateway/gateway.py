@@ -189,7 +189,7 @@ class Gateway(RequestLogs):
 
     def drain(self) -> None:
         """Admit no new requests from now on."""
-        self.admission.refuses_all = "the run is draining and takes no new requests"
+        self.admission.refuses_all = "the graph is draining and takes no new requests; send them to another one"
 
     def cancel(self, index: int) -> list[Decision]:
         """End the request with reason "abort" and cancel it in its group. No-op after the end."""

@@ -41,7 +41,7 @@ ALONE_TEXT = "while it computed this request alone"  # in the error of a request
 FAILED_TEXT = "a step of this request failed twice"  # in the error of a request whose operators raise
 NOT_FINITE_TEXT = "were not finite (NaN or infinity) twice"  # in the error of a request without finite logits
 MAX_VICTIMS = 2  # processes that a request may end: at first beside others, then alone
-DRAINING_TEXT = "the run is draining"
+DRAINING_TEXT = "the graph is draining"
 FULL_TEXT = "too many active requests"
 LATE_TEXT, ENDED_TEXT = "the graph does not respond", "the server has ended"  # of front ends
 

@@ -501,7 +501,7 @@ def test_a_draining_gateway_admits_no_request() -> None:
     gateway = new_gateway()
     placed = place(gateway)
     gateway.drain()
-    assert admit(gateway, (1,)) == EndEvent(1, "error", "", "the run is draining and takes no new requests")
+    assert admit(gateway, (1,)) == EndEvent(1, "error", "", "the graph is draining and takes no new requests; send them to another one")
     assert [type(each) for each in gateway.lose_group("g0", "was killed")] == [SendRequest]
     assert placed.index == 0
 

@@ -252,7 +252,9 @@ async def test_drain_waits_for_admitted_requests() -> None:
     draining, second = (asyncio.create_task(requests.drain()) for _ in range(2))
     await asyncio.sleep(0)
     refused = await requests.submit(SamplingParams(), three_tokens)
-    assert [event.error async for event in requests.follow(refused)] == ["the run is draining and takes no new requests"]
+    assert [event.error async for event in requests.follow(refused)] == [
+        "the graph is draining and takes no new requests; send them to another one"
+    ]
     assert not draining.done()
     requests.on_control("g", Ended(requests.gateway.log(index).id, 0, "length"))
     async with asyncio.timeout(20):

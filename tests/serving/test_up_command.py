@@ -154,7 +154,7 @@ def check_drained(capsys: pytest.CaptureFixture[str]) -> None:
     assert graphs.drain("a") == 0
     assert [graph["state"] for graph in listed(capsys)] == ["draining"]
     completion = asyncio.run(flowrt.attach("a").complete("Once", max_tokens=2))
-    assert completion.error == "the run is draining and takes no new requests"
+    assert completion.error == "the graph is draining and takes no new requests; send them to another one"
 
 
 def test_killed_graph_is_dead_and_its_name_free(
