@@ -214,7 +214,7 @@ def test_model_without_a_tokenizer_or_the_library(tmp_path: Path, monkeypatch: p
     with pytest.raises(GrammarError, match="tokenizer of this model"):
         ConstraintBuilder(tmp_path, VOCABULARY, [EOS]).constraint(params({"regex": "a"}))
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(GrammarError, match=r"pip install 'flowrt\[structured\]'"):
+    with pytest.raises(GrammarError, match=r'pip install -e "\.\[structured\]"'):
         ConstraintBuilder(MODEL, VOCABULARY, [EOS]).constraint(params({"regex": "a"}))
 
 

@@ -175,7 +175,7 @@ def test_results_do_not_depend_on_the_server_that_computes(models: Any, dtype: s
         servers = [Experts(config, checkpoint, {0: held}, blocks=blocks) for held in placement]
         servers[0].prove()
         table = ReplicaTable.from_lists(replicas, num_servers)
-        parts = partition(expert_ids_TA[rows], weights_TA[rows], torch.arange(40)[rows], table)
+        parts = partition(expert_ids_TA[rows], weights_TA[rows], table)
         found = [(each.pair_P, servers[each.server].forward_pairs(0, x_TH[rows][each.rows_R], each.row_P, each.expert_P)) for each in parts]
         return combine_pairs(residual_TH[rows], weights_TA[rows], reversed(found))
 

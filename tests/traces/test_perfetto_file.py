@@ -107,5 +107,5 @@ def test_bad_files_and_a_missing_package_are_refused(tmp_path: Path, monkeypatch
     with pytest.raises(UserError, match="a trace is binary"):
         check_trace_file("-")
     monkeypatch.setattr(perfetto_file, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'flowrt\[trace\]'"):
+    with pytest.raises(UserError, match=r'pip install -e "\.\[trace\]"'):
         check_trace_file(str(tmp_path / "run.pftrace"))
