@@ -153,7 +153,7 @@ class SimulatedRun:
         run_client = (self._front_ends or DirectClients(self._seams, *clients)).run
         self.clients = Clients(case, self._seams, earlier, run_client, lambda: self._failure is not None, self._log, self._note_client)
         self._has_permanent_cut = any(isinstance(fault, Cut) and fault.for_seconds >= PERMANENT_SECONDS for fault in case.scenario.faults)
-        self._open: dict[str, tuple[str, float]] = {}  # request id -> group, since when an outage may end it
+        self._open: dict[str, dict[str, float]] = {}  # request id -> its workers, since when an outage there may end it
         self._outage_seconds: dict[str, float] = {}  # of requests that have ended
         self._statistics: dict[str, Statistics] = {}
         self._failure: UserError | WorkerDiedError | None = None
@@ -274,9 +274,11 @@ class SimulatedRun:
     async def _send(self, group: str, control: Control) -> None:
         if isinstance(control, Submit):
             now = self._world.loop.time()
-            self._note_outage(control.request.id)  # of the group of its last attempt
+            request = control.request
+            if request.kv is None or request.kv.is_complete:  # else its prompt is still computed in the prefill worker
+                self._note_outage(request.id)
             late_seconds = SLOWED_SECONDS if now < self._first_seconds + self._slow_until else NEWS_SECONDS
-            self._open[control.request.id] = group, now - late_seconds
+            self._open.setdefault(request.id, {})[group] = now - late_seconds
             self._group_checks.on_submit(group, control)
         elif isinstance(control, KvCompleted):
             self._group_checks.on_completed(group, control)
@@ -289,9 +291,8 @@ class SimulatedRun:
         self._group_checks.look(self._gateway.is_open)
 
     def _note_outage(self, request_id: str) -> None:
-        """Record the longest outage of a group that the request leaves."""
-        if request_id in self._open:
-            group, since = self._open.pop(request_id)
+        """Record the longest outage of the workers that the request leaves."""
+        for group, since in self._open.pop(request_id, {}).items():
             seconds = self._outages.longest(group, since, self._world.loop.time())
             self._outage_seconds[request_id] = max(seconds, self._outage_seconds.get(request_id, 0.0))
 
@@ -338,7 +339,7 @@ class SimulatedRun:
 
     def account(self) -> list[str]:
         """Lines for the text of a deadlock: what each process waits for."""
-        lines = [f"gateway: {request_id} at {group}" for request_id, (group, _) in self._open.items()]
+        lines = [f"gateway: {request_id} at {group}" for request_id, groups in self._open.items() for group in groups]
         lines += [f"{name} stays down" for name in sorted(self._checks.down)]
         return lines + [text for inside in self._living_insides() for text in inside.waiting()]
 
