@@ -186,8 +186,10 @@ class RunState:
             if table.timers.pop((kind, subject), None) is not None:  # an earlier one may have cancelled it
                 self._timer_events[kind](subject)
         silent = [worker for worker in self._awaited_workers() if worker.last_message_seconds + self.response_seconds <= now]
-        for worker in sorted(silent, key=lambda each: each.name not in self._fenced)[:1]:  # the others may wait for a dead one
+        for worker in sorted(silent, key=lambda each: each.name not in self._fenced)[:1]:
             worker.last_message_seconds = now
+            for other in (each for each in self._awaited_workers() if each.state is WorkerState.LINKING):
+                other.last_message_seconds = now  # it may have waited for this one, and learns of its end later
             doing = "connecting" if worker.state is WorkerState.LINKING else "loading"
             reason = f"sent nothing for {self.response_seconds:g} s while {doing}"
             if not table.awaits_start(worker.process):
