@@ -22,6 +22,7 @@ from flowrt.processes.frames import Forked, Loaded, encode
 
 def test_the_need_is_known_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)  # else the limit of this whole process is lowered for good
     check_descriptors(2)
     with pytest.raises(UserError, match=r"RLIMIT_NOFILE is 32, about 56 are needed\); raise it: ulimit -n 1024"):
         check_descriptors(5)
