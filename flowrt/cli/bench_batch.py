@@ -73,3 +73,23 @@ def api(
 
     options = DecodeOptions(batch=(batch,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, overrides=overrides)
     run_case(f"api, {graph.name}", measure(graph, model, options), pairs, json, model=model)
+
+
+@bench_app.command
+def structured(
+    graph: Annotated[Path, Parameter(help="A graph file that serves a model with a tokenizer.")],
+    /,
+    *,
+    pairs: Pairs = 20,
+    batch: Annotated[Positive, Parameter(help="Prompts at a time.")] = 8,
+    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16,
+    new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each sequence.")] = 64,
+    model: ModelOption = None,
+    overrides: Overrides = (),
+    json: JsonFile = None,
+) -> None:
+    """Measure what structured output costs: the decode speed with a JSON schema for every sequence beside that without."""
+    from flowrt.bench.cases.structured import measure
+
+    options = DecodeOptions(batch=(batch,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, overrides=overrides)
+    run_case(f"structured, {graph.name}", measure(graph, model, options), pairs, json, model=model)

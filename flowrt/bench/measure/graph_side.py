@@ -12,6 +12,7 @@ from flowrt.errors import UserError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import Graph
 from flowrt.sampling_params import SamplingParams
+from flowrt.structured_outputs import StructuredOutputs
 
 
 class TurnClock:
@@ -32,10 +33,10 @@ class TurnClock:
 
 
 class GraphSide:
-    """A running graph as a side of a comparison."""
+    """A running graph as a side of a comparison. With `outputs`, every sequence is constrained to them."""
 
-    def __init__(self, graph: RunningGraph, name: str = "flowrt") -> None:
-        self.name, self.graph = name, graph
+    def __init__(self, graph: RunningGraph, name: str = "flowrt", outputs: StructuredOutputs | None = None) -> None:
+        self.name, self.graph, self._outputs = name, graph, outputs
         self._num_runs = 0
 
     def label(self, phase: str) -> str:
@@ -50,7 +51,7 @@ class GraphSide:
         """
         self._num_runs += 1
         salt = f"run {self._num_runs}"  # every run computes its prompts
-        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, cache_salt=salt)
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, cache_salt=salt, structured_outputs=self._outputs)
         clock = TurnClock()
         times: list[list[float]] = [[] for _ in prompts]
         tokens: list[list[int]] = [[] for _ in prompts]
