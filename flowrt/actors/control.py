@@ -394,25 +394,20 @@ class ExpertsUnavailable(Control, frozen=True):
 
 
 class CallFailed(Control, frozen=True):
-    """From a worker of a user's graph, once per call: an operator of `node` failed in this call. The worker has fenced the call.
-
-    `has_sent`: outputs of the failed firing may have been sent, or it is not known which firing failed.
-    """
+    """From a worker of a user's graph, once per call: an operator of `node` failed in this call. The worker has fenced the call."""
 
     source: str
     step: int
     error: str
     node: str
-    has_sent: bool = True
 
 
 class FenceCalls(Control, frozen=True):
-    """To workers of a user's graph: drop all messages of these calls, which have failed or were cancelled. The response is CallsFenced.
-    `processes`: the workers to which the launcher relays it."""
+    """To every worker of a user's graph, by way of the launcher: drop all messages of these calls, which have failed or were cancelled.
+    The response is CallsFenced."""
 
     source: str
     steps: tuple[int, ...]
-    processes: tuple[str, ...]
 
 
 class CallsFenced(Control, frozen=True):

@@ -64,9 +64,9 @@ class Runner:
     thread, so outputs to other workers are sent while the rest of the firing is computed. `on_unsent` receives each output of a closed
     edge; `on_response` receives the edge, tag and message of every response; that of a node of this process has no tensors.
 
-    `on_failed(tag, error, has_sent)` is called when a firing of that tag fails here; `has_sent`: see CallFailed. In a model graph, a firing
-    that belongs to a request of another worker is excepted: that worker receives the error as the response, and its own `on_failed` is
-    called. In a user's graph the runner fences the call at its first error; the other workers that hold a part of it must `fence` it too.
+    `on_failed(tag, error)` is called when a firing of that tag fails here. In a model graph, a firing that belongs to a request of another
+    worker is excepted: that worker receives the error as the response, and its own `on_failed` is called. In a user's graph the runner
+    fences the call at its first error; the other workers must `fence` it too.
 
     `accept` takes each message; one `settle` then runs the short firings without a turn of the loop. `schemas`, by edge: the required
     form of messages from other OS processes. `on_alone`: see AloneFirings. `new_timer`: for selection policies that wait.
@@ -81,7 +81,7 @@ class Runner:
         clock: Clock,
         post: Callable[[Edge, Message], None],
         on_sink: Callable[[Firing], None],
-        on_failed: Callable[[Tag, OperatorError, bool], None],
+        on_failed: Callable[[Tag, OperatorError], None],
         device: torch.device | None = None,
         staying: Collection[int] = (),
         early: bool = False,
@@ -359,23 +359,23 @@ class Runner:
             self._emit(RoutedOutput(edge, tag, Payload((), FailedHeader(str(error), part_of_request(firing)))))
         self._inbound.consume_firing(firing, [(request, tag) for request in requests], orphans)
         if not requests and not is_stale:
-            self._on_failed(tag, error, True)
+            self._on_failed(tag, error)
 
     def _fail_calls(self, batch: Sequence[Firing], failed: FailedFiringsError, start_seconds: float, inline: bool) -> None:
         """In a user's graph: fence and report the calls that failed; the others of the batch go on."""
         for tag, error in failed.errors:
-            self._report(tag, error, has_sent=False)
+            self._report(tag, error)
         self._finish(batch, failed.outputs, start_seconds, inline)
         if failed.is_interrupted and inline and self._takes_interrupts:
             raise KeyboardInterrupt(str(failed.errors[0][1]))
 
-    def _report(self, tag: Tag, error: OperatorError, has_sent: bool = True) -> None:
+    def _report(self, tag: Tag, error: OperatorError) -> None:
         """Report a failed tag, in a user's graph only the first of its call that fails here."""
         if not self._isolates:
-            self._on_failed(tag, error, has_sent)
+            self._on_failed(tag, error)
         elif not self._fences.has_failed(tag):
             self.fence(tag.source, (tag.step,))
-            self._on_failed(tag, error, has_sent)
+            self._on_failed(tag, error)
 
     def _on_unsendable(self, tag: Tag, error: OperatorError) -> None:
         if not self._isolates:

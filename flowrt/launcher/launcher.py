@@ -363,7 +363,7 @@ class Launcher:
             case Listening() | ComputesAlone() | LinkLost() | Failed():
                 self._step(self.state.on_control, name, control)
             case FenceCalls() if name == GATEWAY:
-                for other in control.processes:
+                for other in self.graph.process_names():
                     self.workers[other].post(control)
             case DetectorReport() if name == MONITOR:
                 self._step(self.state.on_detector_report, control)

@@ -1,8 +1,8 @@
 """The calls of a user's graph: live ones, and ended ones whose fences are not confirmed yet. Pure.
 
 Each call has a step, from a counter. A call that has ended frees its place at once. One that has failed or was cancelled stays unconfirmed
-until every worker that may hold a part of it has fenced it. At most as many calls are unconfirmed as may be live; these two bounds hold for
-the rows and credits anywhere. A failed call thus takes no place from others, unless a worker confirms nothing.
+until every worker has fenced it. At most as many calls are unconfirmed as may be live; these two bounds hold for the rows and credits
+anywhere. A failed call thus takes no place from others, unless a worker confirms nothing.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from collections.abc import Iterable
 
 
 class CallTable:
-    """At most `max_calls` calls are live, and no call begins `max_ahead` steps after the oldest live one (None: any number)."""
+    """The calls of a graph of these workers.
 
-    def __init__(self, max_calls: int, max_ahead: int | None = None) -> None:
+    At most `max_calls` calls are live, and no call begins `max_ahead` steps after the oldest live one (None: any number).
+    """
+
+    def __init__(self, workers: Iterable[str], max_calls: int, max_ahead: int | None = None) -> None:
+        self._workers = frozenset(workers)
         self._max_calls, self._max_ahead = max_calls, max_ahead
         self._live: dict[int, None] = {}  # in order
         self._unconfirmed: dict[int, set[str]] = {}  # step -> workers that have not confirmed its fence
@@ -41,16 +45,16 @@ class CallTable:
         del self._live[step]
         return True
 
-    def fence(self, step: int, workers: Iterable[str]) -> bool:
-        """A call has failed or was cancelled, and these workers may hold a part of it. Returns whether they must fence it now.
+    def fence(self, step: int) -> bool:
+        """End a call that has failed or was cancelled. Returns whether the workers must fence it now.
 
         Several workers may report the same call, and a part of a call may fail after its output has come.
         """
         if step in self._unconfirmed or not 0 <= step < self._next:
             return False
         self._live.pop(step, None)
-        if workers := set(workers):
-            self._unconfirmed[step] = workers
+        if self._workers:
+            self._unconfirmed[step] = set(self._workers)
         return True
 
     def confirm(self, worker: str, steps: Iterable[int]) -> None:

@@ -237,7 +237,7 @@ class DataPath:
             if holder is not None:
                 holder.on_unsent(output)
 
-    def _on_failed(self, tag: Tag, error: OperatorError, has_sent: bool) -> None:
+    def _on_failed(self, tag: Tag, error: OperatorError) -> None:
         if self.unpack is not None and self.unpack.on_error(tag, str(error)):
             return
         if self.group is not None:
@@ -253,5 +253,5 @@ class DataPath:
         self._when_sent(sent.set)
         await sent.wait()
 
-    def _on_call_failed(self, tag: Tag, error: OperatorError, has_sent: bool) -> None:
-        self._send(CallFailed(tag.source, tag.step, str(error), error.node, has_sent))
+    def _on_call_failed(self, tag: Tag, error: OperatorError) -> None:
+        self._send(CallFailed(tag.source, tag.step, str(error), error.node))

@@ -18,7 +18,6 @@ from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.schemas import Spec, check_tensor, parse_spec
 from flowrt.errors import OperatorError, UserError, error_text
-from flowrt.graph.call_holders import CallHolders
 from flowrt.graph.model import INPUT, OUTPUT, Graph
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
@@ -44,9 +43,8 @@ class Endpoint:
                 self._specs.append((edge.target, edge.source_port, parse_spec(port.tensors[0])))
         self._has_output = OUTPUT in graph.nodes
         max_ahead = MAX_FAILED // 2 if any(node.stateful for node in graph.nodes.values()) else None
-        self._calls = CallTable(graph.limits.in_flight, max_ahead)
-        self._holders = CallHolders(graph)
-        self._unfenced: dict[frozenset[str], list[int]] = {}  # workers -> calls that they must fence; sent at the next turn of the loop
+        self._calls = CallTable(graph.process_names(), graph.limits.in_flight, max_ahead)
+        self._unfenced: list[int] = []  # calls that the workers must fence; sent at the next turn of the loop
         self._queue: deque[asyncio.Future[int]] = deque()  # callers that wait for a place; the result is the step of their call
         self._max_bytes = graph.limits.max_message_bytes
         self._shares_memory = graph.processes == "one"
@@ -103,8 +101,8 @@ class Endpoint:
     def on_control(self, worker: str, control: Control) -> None:
         """Handle CallFailed and CallsFenced of a worker. Ignores other messages."""
         match control:
-            case CallFailed(source, step, text, node, has_sent) if source == self._source:
-                if not self._fence(step, self._holders.after_failure("" if has_sent else node) - {worker}):
+            case CallFailed(source, step, text, node) if source == self._source:
+                if not self._fence(step):
                     return
                 future = self._waiting.get(step)
                 if future is not None and not future.done():
@@ -137,24 +135,21 @@ class Endpoint:
             if not turn.done():
                 turn.set_result(self._calls.begin())
 
-    def _fence(self, step: int, workers: frozenset[str] | None = None) -> bool:
-        """Let these workers drop a call, by default all. False: they do already."""
-        workers = self._holders.after_failure("") if workers is None else workers
-        if not self._calls.fence(step, workers):
+    def _fence(self, step: int) -> bool:
+        """Let all workers drop a call. False: they do already."""
+        if not self._calls.fence(step):
             return False
         if self._worker is not None and self._failure is None:
             self._worker.fence(self._source, (step,))
-            if workers:
-                if not self._unfenced:
-                    asyncio.get_running_loop().call_soon(self._send_fences, self._worker)
-                self._unfenced.setdefault(workers, []).append(step)
+            if not self._unfenced:
+                asyncio.get_running_loop().call_soon(self._send_fences, self._worker)
+            self._unfenced.append(step)
         return True
 
     def _send_fences(self, worker: Worker) -> None:
-        unfenced, self._unfenced = self._unfenced, {}
+        unfenced, self._unfenced = self._unfenced, []
         if self._failure is None:
-            for workers, steps in unfenced.items():
-                worker.control.send(FenceCalls(self._source, tuple(steps), tuple(sorted(workers))))
+            worker.control.send(FenceCalls(self._source, tuple(unfenced)))
 
     def _given(self, tensor: Any) -> Any:
         """The user's tensor as the graph may have it: where operators share the user's memory, a copy."""

@@ -87,7 +87,7 @@ class Bench:
             **options,
         )
 
-    def on_failed(self, tag, error, has_sent):
+    def on_failed(self, tag, error):
         self.failed.append((tag.step, str(error)))
 
     def accept(self, message):
@@ -388,7 +388,7 @@ async def test_a_failed_firing_is_reported_and_the_runner_goes_on(settles):
         graph_of(nodes, [Edge("in", "x", "a", "x"), Edge("a", "y", "end", "x")], MODEL),
         "p",
         {"a": fails_for(1)},
-        on_failed=lambda tag, error, has_sent: failed.append((tag, str(error))),
+        on_failed=lambda tag, error: failed.append((tag, str(error))),
     )
     for step in range(3):
         bench.runner.emit("in", tag(step), {"x": number(step)})
@@ -402,8 +402,8 @@ async def test_a_failed_firing_is_reported_and_the_runner_goes_on(settles):
 async def test_failed_request_alone_gets_an_error_response():
     """Requests of a batch are computed one by one when the batch fails; each response brings its credit back."""
     failed = []
-    server = Bench(SERVICE, "q", {"b": fails_for(1, 3)}, on_failed=lambda tag, error, has_sent: failed.append(tag))
-    client = Bench(SERVICE, "p", {}, on_failed=lambda tag, error, has_sent: failed.append((tag.step, str(error))))
+    server = Bench(SERVICE, "q", {"b": fails_for(1, 3)}, on_failed=lambda tag, error: failed.append(tag))
+    client = Bench(SERVICE, "p", {}, on_failed=lambda tag, error: failed.append((tag.step, str(error))))
     for step in range(4):
         client.runner.emit("in", tag(step), {"x": number(step)})
     requests = [message for _, message in client.posted]
@@ -455,7 +455,7 @@ async def test_a_lent_response_may_be_replaced_by_an_error():
 
 async def test_the_failure_of_an_older_epoch_is_dropped():
     failed = []
-    client = Bench(SERVICE, "p", {}, on_failed=lambda tag, error, has_sent: failed.append(tag))
+    client = Bench(SERVICE, "p", {}, on_failed=lambda tag, error: failed.append(tag))
     client.runner.emit("in", tag(), {"x": number(1)})
     client.runner.roll_back("src@1", 1)
     client.deliver(Message("failed", tag(), id_of(SERVICE, "end"), FailedHeader("too late")))
@@ -521,7 +521,7 @@ async def test_settle_fires_what_is_short_without_a_turn_of_the_loop():
 
 
 async def test_what_on_failed_raises_in_settle_is_raised_by_run():
-    def raise_on(tag, error, has_sent):
+    def raise_on(tag, error):
         raise error
 
     bench = Bench(PIPE, "q", {"b": lambda firings: 1 / 0}, on_failed=raise_on)

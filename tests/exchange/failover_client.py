@@ -80,7 +80,7 @@ class Client:
             RealClock(),
             self.post,
             self.end,
-            lambda tag, error, has_sent: self.failures.append((tag, error)),
+            lambda tag, error: self.failures.append((tag, error)),
             on_unsent=lambda output: self.failover.on_unsent(output),
             on_response=lambda edge, tag, message: self.failover.on_response(edge, tag, message),
             schemas=schemas(self),

@@ -112,7 +112,7 @@ class Group:
             self.graph, "a", functions, InlineCompute(), RealClock(),
             poster(self.graph, "a", self.sent),
             lambda firing: self.ends.append((firing.tag, firing.inputs["y"].tensors[0])),
-            lambda tag, error, has_sent: self.failures.append(str(error)),
+            lambda tag, error: self.failures.append(str(error)),
             on_unsent=lambda output: self.failover.on_unsent(output),
             on_response=lambda edge, tag, message: self.failover.on_response(edge, tag, message),
         )  # fmt: skip
@@ -443,7 +443,7 @@ class Relay:
             self.graph, "experts.0", functions, InlineCompute(), RealClock(),
             poster(self.graph, "experts.0", self.sent),
             pytest.fail,
-            lambda tag, error, has_sent: self.forwarder.fail(tag, error),
+            lambda tag, error: self.forwarder.fail(tag, error),
             on_unsent=lambda output: self.forwarder.on_unsent(output),
         )  # fmt: skip
         self.forwarder = Forwarder(self.graph, "experts.0", self.runner)

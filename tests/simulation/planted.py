@@ -32,7 +32,6 @@ FENCES = "flowrt.dataflow.fences"
 READY = "flowrt.dataflow.ready_firings"
 USERS_ENDPOINT = "flowrt.workers.endpoint"
 CALLS = "flowrt.workers.call_table"
-HOLDERS = "flowrt.graph.call_holders"
 SUBGRAPH = "flowrt.dataflow.subgraph"
 MAILBOX = "flowrt.actors.mailbox"
 LINK = "flowrt.actors.link"
@@ -162,9 +161,7 @@ BUGS: tuple[Bug, ...] = (
     bug("failure-takes-neighbours", "an error drops the outputs of the other calls of its batch", (
         SUBGRAPH, "FusedSubgraph.run", "kept = [output for output in outgoing if _call_of(output.tag) not in errors]", "kept = []")),
     bug("fence-unsent", "the other workers do not learn of a failed call", (
-        USERS_ENDPOINT, "Endpoint._send_fences", "worker.control.send(FenceCalls(self._source, tuple(steps), tuple(sorted(workers))))", "pass")),
-    bug("fence-too-few", "a failed call stays in the branches beside the node that failed", (
-        HOLDERS, "CallHolders._find", "fired, reached = (self._fired_before(node), self._reached_without(node))", "fired, reached = set(), set()")),
+        USERS_ENDPOINT, "Endpoint._send_fences", "worker.control.send(FenceCalls(self._source, tuple(unfenced)))", "pass")),
     bug("failure-of-another-call", "an error is raised by the next call", (
         USERS_ENDPOINT, "Endpoint.on_control", "future = self._waiting.get(step)", "future = self._waiting.get(step + 1)")),
     bug("failed-call-keeps-place", "a failed call keeps its place when all workers have fenced it", (
