@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zygote
 from hypothesis import HealthCheck, settings
 
 # Before anything imports torch: two cores are shared by many processes, and results must not depend on how many there are.
@@ -46,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if sys.platform == "linux":
         # Orphans (children of a process that a test has killed) come to us instead of to init, where no check would see them.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        zygote.install()
     if importlib.util.find_spec("uvloop") is not None:
         import uvloop
 
@@ -124,7 +126,8 @@ def _descriptors() -> frozenset[tuple[int, str]]:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{name}")
-            if not target.startswith(_IGNORED_DESCRIPTORS) and not target.startswith(f"/proc/{os.getpid()}/fd"):
+            ignored = target.startswith((*_IGNORED_DESCRIPTORS, f"/proc/{os.getpid()}/fd")) or int(name) == zygote.descriptor()
+            if not ignored:
                 found.add((int(name), target))
     return frozenset(found)
 
@@ -151,7 +154,7 @@ def _living_children() -> frozenset[tuple[int, float]]:
     living = set()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE:
+            if child.status() != psutil.STATUS_ZOMBIE and child.pid not in zygote.pids():
                 living.add((child.pid, child.create_time()))
     return frozenset(living)
 
