@@ -9,7 +9,7 @@ import signal
 from types import FrameType
 from typing import NoReturn
 
-from flowrt.exit_codes import INTERRUPTED
+from flowrt.errors import INTERRUPTED
 
 _ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
 

@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator
 from types import TracebackType
 
+# Exit codes of the commands that run a graph, besides those of the errors below.
+SUCCESS, FAILURE, BAD_INPUT, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 _OWN_FOLDER = os.path.join(os.path.dirname(__file__), "")
 _SHOWN_CHARACTERS, _SHOWN_PATH_CHARACTERS, _MESSAGE_CHARACTERS = 80, 160, 1000
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from flowrt.errors import NotRunningError
-from flowrt.host_engine import OpenEngine
-from flowrt.log_files import LogFolder, open_log_folder
-from flowrt.process_backend import OpenBackend
-from flowrt.process_status import (
+from flowrt.system.host_engine import OpenEngine
+from flowrt.system.log_files import LogFolder, open_log_folder
+from flowrt.system.process_backend import OpenBackend
+from flowrt.system.process_status import (
     Activity,
     ProcessSample,
     ProcessTimes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowrt.actors.control import Control
-from flowrt.process_status import ProcessSample
+from flowrt.system.process_status import ProcessSample
 
 
 class LateProcess(Control, frozen=True):

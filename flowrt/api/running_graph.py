@@ -34,6 +34,7 @@ from flowrt.launcher import events
 from flowrt.launcher.group_changes import apply_group_change
 from flowrt.launcher.launcher import Launcher
 from flowrt.launcher.served_requests import ServedRequests
+from flowrt.launcher.tokenizer_files import missing_tokenizer
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.reliability.health import STALL_SECONDS, Health
 from flowrt.sampling_params import SamplingParams, checked_params
@@ -41,7 +42,6 @@ from flowrt.seams import Seams
 from flowrt.serving.front_end_settings import ServeOptions
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcess
-from flowrt.tokenizer_files import missing_tokenizer
 from flowrt.trace.perfetto_file import write_trace
 
 

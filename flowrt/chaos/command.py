@@ -13,10 +13,9 @@ from flowrt.chaos.measure import ChaosResult, measure, prepare
 from flowrt.chaos.options import ChaosOptions
 from flowrt.chaos.plot import plot_chaos
 from flowrt.chaos.report import print_report, report_of
-from flowrt.errors import UserError
-from flowrt.exit_codes import FAILURE, INTERRUPTED, SUCCESS
-from flowrt.output_file import check_writable, json_text, write_file
-from flowrt.signals import ending_signals
+from flowrt.errors import FAILURE, INTERRUPTED, SUCCESS, UserError
+from flowrt.system.output_file import check_writable, json_text, write_file
+from flowrt.system.signals import ending_signals
 
 
 def run(graph: Path, options: ChaosOptions, json: str | None = None, plot: str | None = None) -> int:

@@ -23,10 +23,9 @@ from flowrt.cli.chaos import chaos_app
 from flowrt.cli.check import check_app
 from flowrt.cli.graph import graph_app
 from flowrt.cli.options import ChatOptions, ChatSamplingOptions, RunOptions, SamplingOptions, ServeCommandOptions, read_number
-from flowrt.errors import UserError, shortened
-from flowrt.exit_codes import INTERRUPTED, NO_READER
-from flowrt.output_file import LostOutputError
+from flowrt.errors import INTERRUPTED, NO_READER, UserError, shortened
 from flowrt.simulation.options import SimulationOptions
+from flowrt.system.output_file import LostOutputError
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 _UNKNOWN_OPTION = re.compile(r'Unknown option: "?--([a-z0-9-]+)')
@@ -281,7 +280,7 @@ def doctor(
     """
     import asyncio
 
-    from flowrt.doctor import collect, collect_hosts, report
+    from flowrt.cli.doctor import collect, collect_hosts, report
 
     if hosts is not None:
         if model is not None or graph is not None:

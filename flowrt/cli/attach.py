@@ -20,13 +20,12 @@ from flowrt.cli.run import given_requests, lost_output, prompt_arguments
 from flowrt.cli.tables import new_console, print_latency
 from flowrt.cli.text import OutputStream
 from flowrt.cli.view import AnswerView
-from flowrt.errors import NotRunningError, UserError, named_error
-from flowrt.exit_codes import FAILURE, INTERRUPTED, SUCCESS
+from flowrt.errors import FAILURE, INTERRUPTED, SUCCESS, NotRunningError, UserError, named_error
 from flowrt.gateway.gateway import EndEvent, TokenEvent
-from flowrt.output_file import STDOUT, check_writable, write_file
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import RealClock
-from flowrt.signals import ending_signals
+from flowrt.system.output_file import STDOUT, check_writable, write_file
+from flowrt.system.signals import ending_signals
 
 
 def run_attached(path: Path | None, options: RunOptions, given: Mapping[str, Any]) -> int:

@@ -57,7 +57,7 @@ def run_case(
     from flowrt.bench.report.plots import check_plot
     from flowrt.operators.families.registry import read_model_config
     from flowrt.operators.model_config import ModelError
-    from flowrt.output_file import check_writable
+    from flowrt.system.output_file import check_writable
 
     if json is not None:
         check_writable(json)

@@ -17,8 +17,7 @@ from flowrt.cli.options import ChatOptions, ChatSamplingOptions, ServeCommandOpt
 from flowrt.cli.prompts import checked_options, checked_template_kwargs
 from flowrt.cli.text import OutputStream, one_line, visible
 from flowrt.cli.view import EMPTY_ANSWER
-from flowrt.errors import UserError
-from flowrt.exit_codes import FAILURE, INTERRUPTED, SUCCESS
+from flowrt.errors import FAILURE, INTERRUPTED, SUCCESS, UserError
 from flowrt.seams import RealClock
 
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -44,7 +44,7 @@ def transport(
     """
     from rich.console import Console
 
-    from flowrt.output_file import check_writable, json_text, write_file
+    from flowrt.system.output_file import check_writable, json_text, write_file
     from flowrt.transports.conformance.suite import plan, run_suite, usable_loops
     from flowrt.transports.errors import TransportError
 

@@ -44,9 +44,9 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
         from flowrt.launcher.engine_check import check_engine
         from flowrt.launcher.memory_needs import memory_needs, needs_text
         from flowrt.launcher.model_check import check_model, check_prompts
-        from flowrt.machine_limits import memory_limit_bytes
         from flowrt.observe import print_line, size_text
         from flowrt.serving.tokenizer import Tokenizer
+        from flowrt.system.machine_limits import memory_limit_bytes
 
         check_engine(graph)
         notes = check_model(graph)
@@ -79,7 +79,7 @@ def show(
     graph = load(file, overrides, model)
     if html is not None:
         from flowrt.graph.html_page import to_html
-        from flowrt.output_file import check_writable, write_bytes
+        from flowrt.system.output_file import check_writable, write_bytes
 
         check_writable(str(html), "--html")
         write_bytes(str(html), to_html(graph, file.name).encode(), "--html")

@@ -19,8 +19,7 @@ from rich.text import Text
 
 from flowrt.cli.tables import UNKNOWN, new_console, new_table, print_table
 from flowrt.cli.text import OutputStream, visible
-from flowrt.errors import NotRunningError, UserError
-from flowrt.exit_codes import FAILURE, SUCCESS
+from flowrt.errors import FAILURE, SUCCESS, NotRunningError, UserError
 from flowrt.observe import duration_text, size_text
 from flowrt.seams import RealClock, Seams
 from flowrt.serving.graph_status import GraphStatus, ProcessStatus

@@ -29,18 +29,17 @@ from flowrt.cli.report import RunReport, report_of
 from flowrt.cli.tables import new_console, print_tables
 from flowrt.cli.text import OutputStream, visible
 from flowrt.cli.view import PlainView, View
-from flowrt.errors import NotRunningError, UserError, WorkerDiedError
-from flowrt.exit_codes import BAD_INPUT, FAILURE, INTERRUPTED, NO_READER, SUCCESS
+from flowrt.errors import BAD_INPUT, FAILURE, INTERRUPTED, NO_READER, SUCCESS, NotRunningError, UserError, WorkerDiedError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.launcher import events
 from flowrt.launcher.engine_check import check_engine
 from flowrt.launcher.launcher import STOP_SECONDS
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.observe import set_log_level
-from flowrt.output_file import STDOUT, LostOutputError, check_writable, write_file
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
-from flowrt.signals import ending_signals
+from flowrt.system.output_file import STDOUT, LostOutputError, check_writable, write_file
+from flowrt.system.signals import ending_signals
 from flowrt.trace.perfetto_file import check_trace_file, write_trace
 from flowrt.trace.summary import summarize, summary_lines
 

@@ -22,8 +22,7 @@ from flowrt.bench.peers.child import new_event_loop
 from flowrt.cli.options import ServeCommandOptions
 from flowrt.cli.resume import kept_options
 from flowrt.cli.text import visible
-from flowrt.errors import TokenizerError, UserError, WorkerDiedError, install_command, shown
-from flowrt.exit_codes import INTERRUPTED, SUCCESS
+from flowrt.errors import INTERRUPTED, SUCCESS, TokenizerError, UserError, WorkerDiedError, install_command, shown
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.launcher.engine_check import check_engine
@@ -37,7 +36,7 @@ from flowrt.serving.listener import HttpListener, open_tcp_listener, open_unix_l
 from flowrt.serving.output_formats import AUTO_PARSER, NO_FORMATS, NO_PARSER, REASONING_FORMATS, TOOL_FORMATS, OutputFormats, find_formats
 from flowrt.serving.run_folder import MAX_LOG_BYTES, VARIABLE, Description, RunFolder, claim
 from flowrt.serving.template_files import read_template_files
-from flowrt.signals import ending_signals
+from flowrt.system.signals import ending_signals
 
 MAX_NAME_CHARACTERS, MAX_KEY_CHARACTERS = 200, 1000
 

@@ -13,9 +13,8 @@ from types import FrameType
 from flowrt.cli.options import ServeCommandOptions
 from flowrt.cli.resume import find_options
 from flowrt.cli.serve import ServeSession, open_session
-from flowrt.errors import WorkerDiedError
-from flowrt.exit_codes import INTERRUPTED, SUCCESS
-from flowrt.signals import end_with_parent
+from flowrt.errors import INTERRUPTED, SUCCESS, WorkerDiedError
+from flowrt.system.signals import end_with_parent
 
 _ERROR = "flowrt: error: "
 

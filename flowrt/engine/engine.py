@@ -15,13 +15,13 @@ from flowrt.actors.control import Ended, KvCompleted, KvLost, KvPulled, Logprobs
 from flowrt.engine.batch import Batch, Part, build_batch, num_scores, produces_token
 from flowrt.engine.constraint import Constraint
 from flowrt.engine.micro_batches import MicroBatchCount
+from flowrt.engine.offered_prompt import OfferedPrompt
 from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence, SequenceState
 from flowrt.engine.statistics import EngineStatistics
 from flowrt.engine.transfers import Hold, Pull, offered_prompts
 from flowrt.engine.validation import refusal
 from flowrt.graph.settings import GraphLimits
-from flowrt.offered_prompt import OfferedPrompt
 from flowrt.reliability.fault_table import STEP_AGAIN, FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason
 

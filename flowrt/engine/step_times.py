@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from flowrt.cost_fit import fit_factors
+from flowrt.costs.fit import fit_factors
 from flowrt.graph.settings import ComputeCost
 
 WEIGHT_OF_LATEST = 0.25  # in the mean time of steps of a size

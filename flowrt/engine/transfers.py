@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from flowrt.actors.control import KvOffer
 from flowrt.engine.batch import Part
+from flowrt.engine.offered_prompt import NO_STEP, OfferedPrompt
 from flowrt.engine.sequence import Sequence as TokenSequence
 from flowrt.engine.sequence import SequenceState
 from flowrt.engine.validation import num_pages_for
-from flowrt.offered_prompt import NO_STEP, OfferedPrompt
 
 
 @dataclass(frozen=True, slots=True)

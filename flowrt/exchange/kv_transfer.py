@@ -35,9 +35,9 @@ from flowrt.actors.link_plan import KV_CHUNK_BYTES
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload, from_int8_rows, with_int8_rows
 from flowrt.dataflow.schemas import Spec
+from flowrt.engine.offered_prompt import OfferedPrompt
 from flowrt.errors import error_text
 from flowrt.exchange.extra_tensors import SentExtras, received
-from flowrt.offered_prompt import OfferedPrompt
 from flowrt.operators.kernels.choice import page_kernels_for
 from flowrt.operators.kernels.torch.pages import digest_of
 from flowrt.operators.kv_pages import KvPages

@@ -18,7 +18,7 @@ from flowrt.gateway.log_records import (
     Submitted,
     read_frames,
 )
-from flowrt.log_files import LogFolder
+from flowrt.system.log_files import LogFolder
 
 
 @dataclass

@@ -18,8 +18,8 @@ from flowrt.errors import UserError
 from flowrt.gateway.log_contents import LogContents, read_log
 from flowrt.gateway.log_records import LogHeader, Record, frame_of, framed, payloads_of, record_of, submitted_of
 from flowrt.gateway.request_log import ClientEvent, RequestLog
-from flowrt.log_files import LogFolder, LogSegment
 from flowrt.seams import Compute
+from flowrt.system.log_files import LogFolder, LogSegment
 
 MAX_SEGMENT_BYTES = 16 << 20
 SYNC_SECONDS = 60.0  # of a disk that works

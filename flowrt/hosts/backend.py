@@ -1,6 +1,6 @@
 """The process backend of a run on several hosts: the launcher's own, and a host server on each other one.
 
-See flowrt.process_backend.ProcessBackend. The processes of the launcher's host, and what is not of the graph, are started by a local
+See flowrt.system.process_backend.ProcessBackend. The processes of the launcher's host, and what is not of the graph, are started by a local
 backend; its loss is the only one that is reported as the backend's. The fork server of another host is replaced by its host server.
 """
 
@@ -16,12 +16,12 @@ from flowrt.graph.hosts import host_resources
 from flowrt.graph.model import FIRST_HOST, FORK_SERVER, Graph
 from flowrt.graph.recovery import is_watched
 from flowrt.graph.settings import HostSettings
-from flowrt.host_engine import HostEngine
 from flowrt.hosts.local_engine import LocalEngine
 from flowrt.hosts.remote_host import HostTerms, RemoteHost, RemoteProcess, Spawn
-from flowrt.process_backend import BackendOwner, ProcessBackend, ProcessSpec, WorkerProcess
 from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.seams import Seams
+from flowrt.system.host_engine import HostEngine
+from flowrt.system.process_backend import BackendOwner, ProcessBackend, ProcessSpec, WorkerProcess
 from flowrt.transports.contract import HostAddress, Identity
 
 

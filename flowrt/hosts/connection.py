@@ -8,9 +8,9 @@ from collections.abc import Callable
 import msgspec
 
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
-from flowrt.clock_offset import ClockExchange
 from flowrt.hosts.messages import AnyHostMessage, HostHeartbeat, HostMessage, OutputLine, as_message, from_message
 from flowrt.seams import Seams
+from flowrt.system.clock_offset import ClockExchange
 from flowrt.transports.contract import Channel
 from flowrt.transports.errors import EndOfChannel, TransportError
 

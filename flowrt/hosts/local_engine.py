@@ -35,7 +35,7 @@ def start_server(line: bytes) -> subprocess.Popen[bytes]:
 
 
 class LocalHostProcess:
-    """See flowrt.host_engine.HostProcess. Its stdout ends with it, since no process that it starts has it."""
+    """See flowrt.system.host_engine.HostProcess. Its stdout ends with it, since no process that it starts has it."""
 
     def __init__(self, name: str) -> None:
         self._name, self.address = name, f"127.0.0.{int(name.rpartition('.')[2]) + 1}"
@@ -90,7 +90,7 @@ class LocalHostProcess:
 
 
 class LocalEngine:
-    """See flowrt.host_engine.HostEngine."""
+    """See flowrt.system.host_engine.HostEngine."""
 
     address = "127.0.0.1"
 

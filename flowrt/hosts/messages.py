@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from flowrt.clock_offset import ClockStamp
+from flowrt.system.clock_offset import ClockStamp
 from flowrt.transports.contract import HostAddress, Identity
 from flowrt.transports.wire.message import Message
 

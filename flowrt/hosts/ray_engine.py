@@ -45,7 +45,7 @@ class HostActor:
 
 
 class RayHostProcess:
-    """See flowrt.host_engine.HostProcess."""
+    """See flowrt.system.host_engine.HostProcess."""
 
     def __init__(self, ray: Any, name: str, actor: Any, address: str) -> None:
         self._ray, self._name, self._actor, self.address = ray, name, actor, address
@@ -69,7 +69,7 @@ class RayHostProcess:
 
 
 class RayEngine:
-    """See flowrt.host_engine.HostEngine."""
+    """See flowrt.system.host_engine.HostEngine."""
 
     def __init__(self, ray: Any, group: Any, bundles: Mapping[str, int], is_insecure: bool, owns_connection: bool) -> None:
         self._ray, self._group, self._bundles = ray, group, bundles

@@ -12,10 +12,8 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from flowrt.clock_offset import ClockExchange, ClockOffset
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import GATEWAY
-from flowrt.host_engine import HostEngine, HostProcess
 from flowrt.hosts.connection import HostConnection
 from flowrt.hosts.key_exchange import public_key, shared_key
 from flowrt.hosts.messages import (
@@ -36,8 +34,10 @@ from flowrt.hosts.messages import (
     own_version,
 )
 from flowrt.hosts.model_copy import send_model
-from flowrt.process_backend import CONTROL_LIMITS, BackendOwner, ProcessSpec
 from flowrt.seams import Seams
+from flowrt.system.clock_offset import ClockExchange, ClockOffset
+from flowrt.system.host_engine import HostEngine, HostProcess
+from flowrt.system.process_backend import CONTROL_LIMITS, BackendOwner, ProcessSpec
 from flowrt.transports.contract import Channel, HostAddress, Identity
 from flowrt.transports.errors import TransportError
 
@@ -65,7 +65,7 @@ class HostTerms:
 
 
 class RemoteProcess:
-    """One process on another host; see flowrt.process_backend.WorkerProcess."""
+    """One process on another host; see flowrt.system.process_backend.WorkerProcess."""
 
     pid = 0  # of no process of this host
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from flowrt.actors.control import Heartbeat, as_message
 from flowrt.actors.late_process import LateProcess
-from flowrt.process_status import Activity, ProcessSample
 from flowrt.reliability.detector import SAMPLE_SECONDS, TICK_SECONDS, ObserverTime
 from flowrt.seams import Seams
+from flowrt.system.process_status import Activity, ProcessSample
 from flowrt.transports.errors import TransportError
 from flowrt.transports.wire.message import Message
 

@@ -41,10 +41,10 @@ from flowrt.hosts.messages import (
 )
 from flowrt.hosts.model_copy import ModelFolder, has_model, receive_model, remove_left
 from flowrt.hosts.sampling import RelayedWorker, Sampling
-from flowrt.process_backend import CONTROL_LIMITS, OpenBackend, ProcessBackend, ProcessSpec, WorkerProcess
 from flowrt.processes.fork_server import run_loop
 from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.seams import Seams
+from flowrt.system.process_backend import CONTROL_LIMITS, OpenBackend, ProcessBackend, ProcessSpec, WorkerProcess
 from flowrt.transports.contract import Channel, Identity, Listener
 from flowrt.transports.errors import TransportError
 from flowrt.transports.wire.message import Message

@@ -10,7 +10,7 @@ import msgspec
 
 from flowrt.actors.control import Control, Drain, Drained, Statistics, StatisticsRequest, as_message, from_message
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
-from flowrt.clock_offset import SAME_CLOCK, ClockOffset
+from flowrt.system.clock_offset import SAME_CLOCK, ClockOffset
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
 from flowrt.transports.wire.message import Message

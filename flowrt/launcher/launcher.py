@@ -51,11 +51,11 @@ from flowrt.launcher.service import Service
 from flowrt.launcher.standby import standby_loads
 from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, pack, process_name
 from flowrt.launcher.worker_pool import PoolOwner, WorkerPool, set_own_threads
-from flowrt.machine_limits import usable_cores
 from flowrt.processes.descriptors import is_too_few, too_few_descriptors
 from flowrt.processes.fork_server import WorkerMain
 from flowrt.processes.output_tail import write_line
 from flowrt.seams import Seams
+from flowrt.system.machine_limits import usable_cores
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
 from flowrt.transports.registry import unavailable_reason
 

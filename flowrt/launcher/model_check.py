@@ -6,10 +6,10 @@ from pathlib import Path
 
 from flowrt.graph.model import Graph
 from flowrt.launcher.memory_needs import find_shortage, memory_needs
-from flowrt.machine_limits import memory_limit_bytes
+from flowrt.launcher.tokenizer_files import conversion, missing_tokenizer
 from flowrt.operators.checkpoint_files import check_files
 from flowrt.operators.model_config import ModelError
-from flowrt.tokenizer_files import conversion, missing_tokenizer
+from flowrt.system.machine_limits import memory_limit_bytes
 
 
 def check_model(graph: Graph) -> tuple[str, ...]:

@@ -13,10 +13,10 @@ from contextlib import suppress
 import msgspec
 
 from flowrt.actors.control import TraceRecords, TraceRequest
-from flowrt.clock_offset import SAME_CLOCK, ClockOffset
 from flowrt.gateway.gateway import TokenEvent
 from flowrt.graph.model import GATEWAY, MONITOR
 from flowrt.launcher.control_connection import ControlConnection
+from flowrt.system.clock_offset import SAME_CLOCK, ClockOffset
 from flowrt.trace.records import RecordKind, TraceRecord, TraceRing, WorkerTrace, align, decode
 from flowrt.transports.contract import Identity
 

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from flowrt.actors.control import Control, Statistics
-from flowrt.clock_offset import SAME_CLOCK, ClockOffset
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FIRST_HOST, FORK_SERVER, GATEWAY, MONITOR, Graph, to_json
 from flowrt.graph.placement import weight_set
@@ -27,12 +26,13 @@ from flowrt.launcher.run_state import RunState
 from flowrt.launcher.service import Service
 from flowrt.launcher.totals import total
 from flowrt.launcher.transport_choice import BETWEEN_HOSTS, num_threads
-from flowrt.machine_limits import cpu_quota, usable_cores
-from flowrt.process_backend import CONTROL_LIMITS, ProcessBackend, ProcessSpec, WorkerProcess
 from flowrt.processes.fork_server import WorkerMain, fault_of, load_worker
 from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.processes.output_tail import exit_text
 from flowrt.seams import Seams
+from flowrt.system.clock_offset import SAME_CLOCK, ClockOffset
+from flowrt.system.machine_limits import cpu_quota, usable_cores
+from flowrt.system.process_backend import CONTROL_LIMITS, ProcessBackend, ProcessSpec, WorkerProcess
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.inproc import InprocChannel
 

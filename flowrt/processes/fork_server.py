@@ -34,12 +34,12 @@ import msgspec
 
 from flowrt.errors import UserError
 from flowrt.observe import set_log_level
-from flowrt.process_backend import CONTROL_LIMITS
 from flowrt.processes.adopted_processes import CAN_ADOPT
 from flowrt.processes.exit_lock import hold
 from flowrt.processes.frames import Exited, Forked, ForkRequest, Frame, FrameReader, Loaded, NotForked, send_blocking
 from flowrt.seams import Seams
-from flowrt.signals import end_with_parent
+from flowrt.system.process_backend import CONTROL_LIMITS
+from flowrt.system.signals import end_with_parent
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.stream import StreamChannel
 

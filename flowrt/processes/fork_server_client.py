@@ -16,8 +16,6 @@ from collections.abc import Sequence
 
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER
-from flowrt.process_backend import BackendOwner, ProcessSpec, WorkerProcess
-from flowrt.process_status import exit_status
 from flowrt.processes.adopted_processes import CAN_ADOPT, begin_adopting, end_adopting, reap_group, reap_orphans, wait_reaped
 from flowrt.processes.descriptors import check_descriptors
 from flowrt.processes.fork_server_process import ForkServerProcess, start_error
@@ -27,13 +25,15 @@ from flowrt.processes.local_process import GRACE_SECONDS, LocalProcess
 from flowrt.processes.output_tail import exit_text
 from flowrt.processes.tasks import check_tasks
 from flowrt.processes.weight_files import WeightFiles
+from flowrt.system.process_backend import BackendOwner, ProcessSpec, WorkerProcess
+from flowrt.system.process_status import exit_status
 from flowrt.transports.contract import HostAddress, Identity
 
 ORPHAN_SECONDS = 1.0  # between two looks for orphans that have ended
 
 
 class LocalBackend:
-    """A fork server and the processes that it and earlier ones forked, keyed by start number. See flowrt.process_backend.ProcessBackend."""
+    """A fork server and the processes that it and earlier ones forked, keyed by start number. See system/process_backend.py."""
 
     def __init__(self, run_id: str, owner: BackendOwner, preload: Sequence[str], host_address: HostAddress = HostAddress()) -> None:
         self._run_id, self._owner, self._preload, self._host_address = run_id, owner, tuple(preload), host_address

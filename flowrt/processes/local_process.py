@@ -11,11 +11,11 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from flowrt.clock_offset import SAME_CLOCK
-from flowrt.process_backend import CONTROL_LIMITS, ProcessSpec
 from flowrt.processes.adopted_processes import CAN_ADOPT, reap, wait_reaped
 from flowrt.processes.exit_lock import ExitLock
 from flowrt.processes.output_tail import OutputTail
+from flowrt.system.clock_offset import SAME_CLOCK
+from flowrt.system.process_backend import CONTROL_LIMITS, ProcessSpec
 from flowrt.transports.contract import Identity
 from flowrt.transports.stream import StreamChannel
 
@@ -25,9 +25,9 @@ _ADOPTION_SECONDS = 1.0  # after this time, a process that is no child of this o
 
 
 class LocalProcess:
-    """One process, from the request to fork it on; see flowrt.process_backend.WorkerProcess. `started` is done once it is forked. `pidfd`
-    is -1 where the system has none. A process whose `start` was cancelled is not reported. `on_exited` is called with its exit status, None
-    where it is unknown, once it was reaped here.
+    """One process, from the request to fork it on; see system/process_backend.py. `started` is done once it is forked. `pidfd` is -1
+    where the system has none. A process whose `start` was cancelled is not reported. `on_exited` is called with its exit status, None where
+    it is unknown, once it was reaped here.
 
     Raises OSError, and leaves nothing open, when the system refuses a resource.
     """

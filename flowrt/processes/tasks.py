@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowrt.errors import UserError
-from flowrt.machine_limits import available_tasks
+from flowrt.system.machine_limits import available_tasks
 
 _LAUNCHER, _PER_PROCESS = 4, 2  # fork server, the process that forks for it, threads of the launcher; a process and its compute thread
 

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flowrt.process_status import Activity, ProcessSample, ProcessTimes
+from flowrt.system.process_status import Activity, ProcessSample, ProcessTimes
 
 TICK_SECONDS = 0.05  # between two ticks of an observer
 LAG_SECONDS = 0.025  # lateness up to this is normal work of the loop

@@ -27,7 +27,7 @@ from flowrt.serving.http_app import HttpApp
 from flowrt.serving.http_server import HttpServer
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcesses
-from flowrt.signals import end_with_parent
+from flowrt.system.signals import end_with_parent
 from flowrt.transports.contract import Channel
 
 log = logging.getLogger("flowrt.front_end")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from flowrt.errors import TokenizerError, shortened
+from flowrt.launcher.tokenizer_files import missing_tokenizer
 from flowrt.sampling_params import check_text
 from flowrt.serving.chat import Chat, ChatError
 from flowrt.serving.template_files import TemplateFiles, is_file, read_template_files
 from flowrt.serving.text_stream import TextStream, TokenTexts
-from flowrt.tokenizer_files import missing_tokenizer
 
 if TYPE_CHECKING:
     from flowrt.serving.chat_template import ChatTemplate

@@ -28,8 +28,8 @@ from flowrt.errors import TokenizerError
 from flowrt.sampling_params import SamplingParams
 from flowrt.serving.chat import Chat
 from flowrt.serving.tokenizer import Tokenizer
-from flowrt.signals import end_with_parent
 from flowrt.structured_outputs import StructuredOutputs
+from flowrt.system.signals import end_with_parent
 
 MAX_TEXT_CHARACTERS = 4 << 20
 LONG_CHARACTERS = 64 << 10  # texts up to this take some hundredths of a second

@@ -31,7 +31,6 @@ from flowrt.launcher.group_changes import apply_group_change
 from flowrt.launcher.launcher import RESPONSE_SECONDS, STATISTICS_SECONDS, WORKER, Launcher
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
-from flowrt.process_backend import BackendOwner
 from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Cut
 from flowrt.seams import Seams
 from flowrt.simulation.case import Case
@@ -53,6 +52,7 @@ from flowrt.simulation.served import ClientRecord, Served
 from flowrt.simulation.server_checks import ServerChecks
 from flowrt.simulation.world import World
 from flowrt.simulation.wrong_results import WrongResults
+from flowrt.system.process_backend import BackendOwner
 from flowrt.transports.contract import Channel
 
 QUIET_SECONDS = 2.0  # after the last end, with everything healed: all messages in flight arrive

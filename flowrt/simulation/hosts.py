@@ -12,22 +12,22 @@ from typing import Any
 
 import msgspec
 
-from flowrt.clock_offset import MAX_DRIFT
 from flowrt.hosts.messages import HostStart
 from flowrt.hosts.server import serve
 from flowrt.launcher.control_connection import ControlConnection
-from flowrt.process_backend import BackendOwner, ProcessBackend
 from flowrt.seams import Seams
 from flowrt.simulation.processes import KILLED, ProcessConditions, SimulatedBackend
 from flowrt.simulation.waitables import OUTSIDE, set_result
 from flowrt.simulation.world import MachineClock, SimulatedProcess, World
+from flowrt.system.clock_offset import MAX_DRIFT
+from flowrt.system.process_backend import BackendOwner, ProcessBackend
 
 EXACT_SECONDS = 0.05
 DRIFT = 0.9 * MAX_DRIFT  # of the machine clock of each host, fast and slow in turn; their offsets are hours
 
 
 class SimulatedHostProcess:
-    """See flowrt.host_engine.HostProcess."""
+    """See flowrt.system.host_engine.HostProcess."""
 
     def __init__(self, world: World, name: str, conditions: ProcessConditions) -> None:
         self.address = name
@@ -92,7 +92,7 @@ def clock_faults(world: World, connections: Iterable[ControlConnection]) -> list
 
 
 class SimulatedEngine:
-    """See flowrt.host_engine.HostEngine."""
+    """See flowrt.system.host_engine.HostEngine."""
 
     address = "host.0"
 

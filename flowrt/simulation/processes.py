@@ -1,4 +1,4 @@
-"""Implements the simulated process backend: worker processes in virtual time, with the contract of flowrt/process_backend.py.
+"""Implements the simulated process backend: worker processes in virtual time, with the contract of flowrt/system/process_backend.py.
 
 The delay of every notice about a process is drawn from the seed. So notices, the end of the control connection and the reap arrive in any
 order that the contract permits. The fork server is a node: while paused it forks nothing and does not begin to serve; its crash ends no
@@ -15,16 +15,16 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from flowrt.clock_offset import SAME_CLOCK
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR
-from flowrt.process_backend import CONTROL_LIMITS, BackendOwner, ProcessSpec, WorkerProcess
 from flowrt.processes.fork_server import WorkerMain, load_worker
 from flowrt.seams import Seams
 from flowrt.simulation.network_conditions import is_hit
 from flowrt.simulation.transport import SimulatedChannel
 from flowrt.simulation.waitables import OUTSIDE, current_node, set_error, set_result
 from flowrt.simulation.world import SimulatedProcess, World
+from flowrt.system.clock_offset import SAME_CLOCK
+from flowrt.system.process_backend import CONTROL_LIMITS, BackendOwner, ProcessSpec, WorkerProcess
 from flowrt.transports.contract import Channel, Identity
 
 KILLED, TERMINATED, SEGFAULT = "was killed by SIGKILL", "was killed by SIGTERM", "was killed by SIGSEGV"
@@ -78,7 +78,7 @@ class SimulatedWorkerProcess:
 
 
 class SimulatedBackend:
-    """See flowrt.process_backend.ProcessBackend."""
+    """See flowrt.system.process_backend.ProcessBackend."""
 
     def __init__(self, world: World, owner: BackendOwner, conditions: ProcessConditions) -> None:
         self._world, self._owner, self._conditions = world, owner, conditions

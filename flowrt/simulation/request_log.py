@@ -17,11 +17,11 @@ from typing import Literal, cast
 from flowrt.errors import UserError
 from flowrt.gateway.log_contents import LogContents, read_log
 from flowrt.gateway.log_writer import LogWriter, open_log
-from flowrt.log_files import LogFolder, LogSegment
 from flowrt.seams import Seams
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.waitables import current_node, set_result
 from flowrt.simulation.world import World
+from flowrt.system.log_files import LogFolder, LogSegment
 
 PATH = Path("log")
 WRITE_SECONDS = 0.05  # a death that cuts a write off comes this late if there is none
@@ -92,7 +92,7 @@ class LogDisk:
 
 
 class SimulatedLogFolder:
-    """See flowrt.log_files.LogFolder."""
+    """See flowrt.system.log_files.LogFolder."""
 
     path = str(PATH)
 

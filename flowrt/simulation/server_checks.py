@@ -12,8 +12,6 @@ from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
 from flowrt.launcher.standby import standby_loads
 from flowrt.launcher.transport_choice import pack
-from flowrt.machine_limits import usable_cores
-from flowrt.process_status import Activity
 from flowrt.reliability.detector import SEEN_SHARE
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.faults import Faults
@@ -23,6 +21,8 @@ from flowrt.simulation.outages import Outages
 from flowrt.simulation.processes import KILLED, SEGFAULT, TERMINATED
 from flowrt.simulation.waitables import OUTSIDE
 from flowrt.simulation.world import SimulatedProcess, World
+from flowrt.system.machine_limits import usable_cores
+from flowrt.system.process_status import Activity
 
 WAITING_SECONDS = 0.5  # the longest wait of a part for an available replica: polls are some milliseconds apart, by any clock
 EXITS = KILLED, TERMINATED, SEGFAULT  # of processes that a fault or the launcher has killed

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from flowrt.process_status import Activity, ProcessTimes
 from flowrt.seams import Seams
 from flowrt.simulation.errors import SimulationError, UnhandledError
 from flowrt.simulation.loop import START_SECONDS, VirtualLoop
@@ -23,6 +22,7 @@ from flowrt.simulation.network_conditions import NetworkConditions
 from flowrt.simulation.simulated_seams import ComputeDelays, SimulatedClock, SimulatedCompute, thread_of
 from flowrt.simulation.transport import SimulatedNetwork
 from flowrt.simulation.waitables import OUTSIDE, current_node, set_result
+from flowrt.system.process_status import Activity, ProcessTimes
 from flowrt.timer import LoopTimer
 
 T = TypeVar("T")

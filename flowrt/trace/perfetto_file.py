@@ -12,7 +12,7 @@ from typing import Any
 
 from flowrt.errors import UserError, install_command
 from flowrt.graph.model import Graph
-from flowrt.output_file import STDOUT, check_writable, write_bytes
+from flowrt.system.output_file import STDOUT, check_writable, write_bytes
 from flowrt.trace.records import RecordKind, TraceRecord, WorkerTrace
 from flowrt.trace.summary import clock_text
 from flowrt.trace.timeline import STREAMS, Slice, WorkerTimeline, timelines_of

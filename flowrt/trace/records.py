@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import msgspec
 
-from flowrt.clock_offset import ClockOffset
+from flowrt.system.clock_offset import ClockOffset
 from flowrt.transports.wire.message import Tag
 
 MAX_KEPT = 1 << 16  # records that a worker keeps until the launcher collects them

@@ -36,9 +36,9 @@ from flowrt.actors.control_link import ControlLink, run_controlled
 from flowrt.actors.late_process import LateProcess
 from flowrt.graph.model import GATEWAY
 from flowrt.graph.settings import ReliabilitySettings
-from flowrt.process_status import ProcessSample, ProcessTimes
 from flowrt.reliability.detector import TICK_SECONDS, Detector, Operation, StateChange, Timeouts
 from flowrt.seams import Seams
+from flowrt.system.process_status import ProcessSample, ProcessTimes
 from flowrt.transports.contract import Channel
 from flowrt.transports.wire.message import Message
 

@@ -13,11 +13,11 @@ import pytest
 from flowrt.actors.control import Control, Ended, Heartbeat, from_message
 from flowrt.actors.control_link import ControlLink
 from flowrt.actors.heartbeats import FIRST_STILL_SECONDS, HEARTBEAT_SECONDS, OperationWatch, send_heartbeats
-from flowrt.process_status import other_threads_want_processor
 from flowrt.reliability.scenario import Scenario, Stall
 from flowrt.seams import BOUND_SECONDS, STILL_SECONDS, Running, Seams, ThreadCompute
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.world import World, run
+from flowrt.system.process_status import other_threads_want_processor
 from flowrt.transports.conformance.connection_checks import HERE, THERE
 from flowrt.transports.conformance.kit import SMALL, fill, receive_all, within
 from flowrt.transports.inproc import InprocChannel

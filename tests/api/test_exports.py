@@ -17,7 +17,7 @@ from repository.source_tree import sources
 import flowrt
 from flowrt.errors import place_of
 
-COMMANDS = ("flowrt.cli", "flowrt.bench", "flowrt.output_file")  # their errors end a command
+COMMANDS = ("flowrt.cli", "flowrt.bench", "flowrt.system.output_file")  # their errors end a command
 ERRORS = [
     flowrt.FlowrtError("text"),
     flowrt.UserError("text"),

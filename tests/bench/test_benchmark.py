@@ -14,7 +14,7 @@ from flowrt.bench.measure.benchmark import Result, Trial, measure_trial, run_ben
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection, print_report
 from flowrt.errors import UserError
-from flowrt.output_file import json_text, write_file
+from flowrt.system.output_file import json_text, write_file
 
 MACHINE = Machine("a processor", 2, "Linux 6", {"python": "3.11"}, 0.5, 0.75)
 

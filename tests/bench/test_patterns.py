@@ -12,8 +12,8 @@ from flowrt.bench.cases.patterns import Runs
 from flowrt.bench.cases.small_model import TOP_K, write_small_model
 from flowrt.bench.measure.benchmark import run_benchmark
 from flowrt.bench.measure.modelled import ModelledRun, simulated_run
+from flowrt.costs.ping_pong import PingPong
 from flowrt.graph.model import Graph
-from flowrt.planning.ping_pong import PingPong
 
 LAYERS = 4
 TIMES = PingPong(100e-6, 60e-6, 28e-6)

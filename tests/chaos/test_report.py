@@ -23,7 +23,7 @@ from flowrt.chaos.plot import smoothed
 from flowrt.chaos.report import ChaosReport, print_report, report_of
 from flowrt.emulation import EmulationStatistics, Lateness, emulation_report
 from flowrt.launcher import events
-from flowrt.output_file import json_text
+from flowrt.system.output_file import json_text
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Machine("a processor", 2, "Linux 6", {}, 0.5, 0.75)

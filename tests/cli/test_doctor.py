@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from flowrt.doctor import (
+from flowrt.cli.doctor import (
     Check,
     collect,
     detector_check,
@@ -21,8 +21,8 @@ from flowrt.doctor import (
 )
 from flowrt.graph.model import Edge, Graph, Node
 from flowrt.graph.settings import Emulation
-from flowrt.process_status import Activity, ProcessTimes
 from flowrt.processes.leftover import MARKER, PARENT_MARKER, Marked, marked_processes
+from flowrt.system.process_status import Activity, ProcessTimes
 
 
 def printed(checks: list[Check]) -> tuple[bool, str]:

@@ -11,8 +11,8 @@ import sys
 import psutil
 import pytest
 
-from flowrt import signals
-from flowrt.exit_codes import INTERRUPTED
+from flowrt.errors import INTERRUPTED
+from flowrt.system import signals
 
 _WHILE_IMPORTING = """
 import sys, threading
@@ -37,10 +37,10 @@ main()
 """
 _BEHIND_THE_LOOP = """
 import asyncio, threading
-import flowrt.cli.app, flowrt.signals
+import flowrt.cli.app, flowrt.system.signals
 from flowrt.__main__ import main
 async def run_loop():
-    with flowrt.signals.ending_signals(print):
+    with flowrt.system.signals.ending_signals(print):
         pass
 def run(*_, **__):
     asyncio.run(run_loop())

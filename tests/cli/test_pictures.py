@@ -18,11 +18,11 @@ from rich.console import Console
 
 from flowrt.api import read_graph
 from flowrt.chaos.report import print_report, report_of
+from flowrt.cli.doctor import Check, report
 from flowrt.cli.record import Durations, Figures
 from flowrt.cli.report import RunReport
 from flowrt.cli.report import report_of as run_report_of
 from flowrt.cli.tables import print_tables
-from flowrt.doctor import Check, report
 from flowrt.graph.show import print_graph
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from flowrt.api import read_graph
+from flowrt.cli.doctor import Check, report
 from flowrt.cli.graphs import ListedGraph, print_graph
 from flowrt.cli.live import LiveView
 from flowrt.cli.prompts import PromptRequest
@@ -21,14 +22,13 @@ from flowrt.cli.report import ProcessReport, report_of
 from flowrt.cli.tables import print_tables
 from flowrt.cli.text import OutputStream, one_line, visible
 from flowrt.cli.view import PlainView, View
-from flowrt.doctor import Check, report
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
-from flowrt.output_file import check_writable, write_file
 from flowrt.sampling_params import SamplingParams
 from flowrt.serving.graph_status import GraphStatus, ProcessStatus
+from flowrt.system.output_file import check_writable, write_file
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 EVIL = "\x1b[2J\x07\x9b31m\r\u202eX\nsecond [bold]line[/bold] \u4f60\u597d :smile:\ttab"

@@ -15,9 +15,9 @@ from flowrt.actors.control import KvOffer
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload, by_reference, from_int8_rows, from_reference, with_int8_rows
 from flowrt.dataflow.schemas import Spec
+from flowrt.engine.offered_prompt import NO_STEP, OfferedPrompt
 from flowrt.exchange import kv_transfer
 from flowrt.exchange.kv_transfer import ChunkHeader, KvPack, KvUnpack, PullHeader
-from flowrt.offered_prompt import NO_STEP, OfferedPrompt
 from flowrt.operators.kernels.torch.pages import digest_of, scatter_slots
 from flowrt.operators.kv_pages import KvPages
 from flowrt.transports.wire.message import Tag

@@ -21,10 +21,10 @@ from flowrt.gateway.log_records import MAGIC, Committed, LogHeader, Record, Requ
 from flowrt.gateway.log_writer import MAX_SEGMENT_BYTES, LogWriter, open_log
 from flowrt.gateway.requests import Requests
 from flowrt.graph.settings import GraphLimits
-from flowrt.log_files import open_log_folder
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import RealClock, ThreadCompute
+from flowrt.system.log_files import open_log_folder
 
 IDENTITY = {"model": "m", "numerics": "strict"}
 SCORED = Logprobs(-1.5, ((7, -1.5), (8, -2.0)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flowrt.bench.measure.host_probe import HostFacts, HostReport, PeerMeasured
-from flowrt.doctor import collect_hosts, host_checks
+from flowrt.cli.doctor import collect_hosts, host_checks
 from flowrt.errors import UserError
 from flowrt.transports.registry import unavailable_reason
 

@@ -24,9 +24,9 @@ from flowrt.hosts import model_copy
 from flowrt.hosts.messages import FileChunk, FileEnd, HostMessage, ModelFile, ModelOffer, as_message
 from flowrt.hosts.model_copy import CHUNK_BYTES, PREFIX, ModelFolder, receive_model, remove_left, send_model
 from flowrt.launcher.loaded_files import LoadedFiles
-from flowrt.process_backend import CONTROL_LIMITS
 from flowrt.processes.leftover import marked_processes
 from flowrt.seams import ThreadCompute
+from flowrt.system.process_backend import CONTROL_LIMITS
 from flowrt.transports.contract import Identity
 from flowrt.transports.stream import StreamChannel
 from flowrt.workers.model_files import fingerprints

@@ -25,10 +25,10 @@ from flowrt.hosts.messages import HostMessage
 from flowrt.hosts.messages import from_message as host_message
 from flowrt.hosts.sampling import RelayedWorker
 from flowrt.launcher import events
-from flowrt.process_status import Activity, ProcessSample, ProcessTimes
 from flowrt.processes.leftover import marked_processes
 from flowrt.reliability.detector import SAMPLE_SECONDS, SEEN_SHARE, TICK_SECONDS, Detector, ProcessState, StateChange
 from flowrt.seams import Seams
+from flowrt.system.process_status import Activity, ProcessSample, ProcessTimes
 from flowrt.transports.wire.message import Message
 
 TIMES = ProcessTimes(1.0, 0.5, 0.25)

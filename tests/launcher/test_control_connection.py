@@ -8,7 +8,7 @@ import pytest
 
 from flowrt.actors.control import Cancel, Control, Drain, Statistics, StatisticsRequest, as_message, from_message
 from flowrt.launcher.control_connection import MAX_QUEUED, ControlConnection
-from flowrt.process_backend import CONTROL_LIMITS
+from flowrt.system.process_backend import CONTROL_LIMITS
 from flowrt.transports.contract import Identity
 from flowrt.transports.errors import ClosedChannelError, TransportError
 from flowrt.transports.inproc import InprocChannel

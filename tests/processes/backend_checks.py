@@ -1,4 +1,4 @@
-"""Checks that every backend of worker processes must pass (flowrt/process_backend.py), applied to the one that `open_backend` opens."""
+"""Checks that every backend of worker processes (flowrt/system/process_backend.py) must pass, on the one that `open_backend` opens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from flowrt.errors import WorkerDiedError
 from flowrt.graph.model import FORK_SERVER
-from flowrt.process_backend import ProcessBackend, ProcessSpec, WorkerProcess
 from flowrt.seams import Seams
+from flowrt.system.process_backend import ProcessBackend, ProcessSpec, WorkerProcess
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.errors import BrokenChannelError, EndOfChannel
 from flowrt.transports.wire.message import Message

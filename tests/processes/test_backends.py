@@ -14,7 +14,6 @@ import pytest
 from processes.backend_checks import CHECKS, Check, Owner, close, run_check, spec, talk
 
 from flowrt.errors import WorkerDiedError
-from flowrt.process_backend import ProcessSpec
 from flowrt.processes import fork_server_client
 from flowrt.processes.adopted_processes import CAN_ADOPT
 from flowrt.processes.fork_server_client import LocalBackend
@@ -22,6 +21,7 @@ from flowrt.processes.leftover import processes_marked
 from flowrt.seams import Seams
 from flowrt.simulation.processes import ProcessConditions, SimulatedBackend
 from flowrt.simulation.world import World, run
+from flowrt.system.process_backend import ProcessSpec
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message
 

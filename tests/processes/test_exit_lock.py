@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import pytest
 
-from flowrt.process_status import exit_status
 from flowrt.processes.exit_lock import ExitLock, hold
+from flowrt.system.process_status import exit_status
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="robust mutexes in a memfd are Linux's")
 

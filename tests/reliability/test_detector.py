@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from flowrt.process_status import Activity, ProcessSample, ProcessTimes
 from flowrt.reliability.detector import (
     DISK_SECONDS,
     REPORT_SECONDS,
@@ -23,6 +22,7 @@ from flowrt.reliability.detector import (
     StateChange,
     Timeouts,
 )
+from flowrt.system.process_status import Activity, ProcessSample, ProcessTimes
 
 TICK, HEARTBEAT, HOUR = 0.05, 0.1, 3600.0
 

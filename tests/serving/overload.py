@@ -29,7 +29,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 from serving.server_process import STANDS_STILL, Server  # noqa: E402
 
 from flowrt.bench.report.figures import nearest_rank  # noqa: E402
-from flowrt.process_status import process_times  # noqa: E402
+from flowrt.system.process_status import process_times  # noqa: E402
 
 TOKENS = 40
 

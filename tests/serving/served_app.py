@@ -21,7 +21,6 @@ from flowrt.gateway.log_writer import LogWriter, open_log
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import Requests
 from flowrt.graph.settings import GraphLimits
-from flowrt.log_files import open_log_folder
 from flowrt.reliability.health import RequestProgress
 from flowrt.seams import Seams
 from flowrt.serving.completions import Completions, PromptEncoder
@@ -34,6 +33,7 @@ from flowrt.serving.listener import HttpListener, open_tcp_listener
 from flowrt.serving.output_formats import NO_FORMATS, OutputFormats
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcesses
+from flowrt.system.log_files import open_log_folder
 from flowrt.transports.wire.message import Message
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-moe"

@@ -21,7 +21,7 @@ from serving.server_process import GRAPH, ROOT, SECONDS, STANDS_STILL, Server, e
 
 from flowrt.bench.load.measure import bench_serve
 from flowrt.bench.load.options import LoadOptions
-from flowrt.exit_codes import INTERRUPTED, SUCCESS
+from flowrt.errors import INTERRUPTED, SUCCESS
 
 ONE = ("--set", "deploy.processes=one")
 GROUPS = ("attention.0", "attention.1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simulation.planting import Bug, bug
 
-CLOCK = "flowrt.clock_offset"
+CLOCK = "flowrt.system.clock_offset"
 SAMPLING = "flowrt.hosts.sampling"
 LAUNCHER = "flowrt.launcher.launcher"
 

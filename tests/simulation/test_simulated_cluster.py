@@ -21,7 +21,6 @@ from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import GATEWAY, Graph, to_json
 from flowrt.operators.families.registry import read_model_config
-from flowrt.process_backend import CONTROL_LIMITS
 from flowrt.reliability.scenario import (
     Crash,
     Cut,
@@ -50,6 +49,7 @@ from flowrt.simulation.served import Served
 from flowrt.simulation.transport import SimulatedChannel
 from flowrt.simulation.waitables import OUTSIDE
 from flowrt.simulation.world import World, run
+from flowrt.system.process_backend import CONTROL_LIMITS
 from flowrt.transports.contract import Identity
 
 VOCABULARY = 64

@@ -34,13 +34,13 @@ from flowrt.actors.control import (
 from flowrt.actors.heartbeats import send_heartbeats
 from flowrt.actors.links import LOST, Link
 from flowrt.graph.model import GATEWAY
-from flowrt.process_status import Activity, process_activity, process_times
 from flowrt.reliability.detector import ProcessState
 from flowrt.reliability.scenario import Crash, Hang, Pause, Scenario, Skew, Slow, Stall
 from flowrt.seams import Running, Seams
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.transport import SimulatedChannel
 from flowrt.simulation.world import World, run
+from flowrt.system.process_status import Activity, process_activity, process_times
 from flowrt.transports.contract import Channel, Identity, Limits
 from flowrt.transports.stream import StreamChannel
 from flowrt.workers.monitor import run_monitor

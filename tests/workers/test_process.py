@@ -22,8 +22,8 @@ from flowrt.graph.model import Edge, Graph, Node, PortSpec, to_json
 from flowrt.graph.placement import weight_set
 from flowrt.launcher.transport_choice import choose_transports
 from flowrt.operators.weight_memory import WeightMemory
-from flowrt.process_backend import CONTROL_LIMITS
 from flowrt.seams import RealClock, Seams
+from flowrt.system.process_backend import CONTROL_LIMITS
 from flowrt.transports.contract import Identity
 from flowrt.transports.errors import EndOfChannel
 from flowrt.transports.inproc import InprocChannel

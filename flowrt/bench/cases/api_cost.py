@@ -27,11 +27,11 @@ from flowrt.bench.report.figures import Figure, Target
 from flowrt.errors import UserError
 from flowrt.graph.model import FRONT_END
 from flowrt.operators.families.registry import read_model_config
-from flowrt.process_status import process_times
 from flowrt.processes.import_path import import_path
 from flowrt.seams import Seams
 from flowrt.serving.front_end_settings import ServeOptions
 from flowrt.serving.listener import open_tcp_listener
+from flowrt.system.process_status import process_times
 
 SPEED_TARGET = Target(0.97, at_most=False)  # of the Python API's tokens per second
 CPU_TARGET = Target(20)  # milliseconds per 100 tokens: 2 % of a core at 100 tokens per second

@@ -28,8 +28,8 @@ from flowrt.bench.report.figures import Figure, Target
 from flowrt.bench.report.report import BenchmarkReport, ReportSection, new_table, print_progress
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from flowrt.machine_limits import usable_cores
 from flowrt.operators.families.registry import read_model_config
+from flowrt.system.machine_limits import usable_cores
 
 PHASES = ("prefill", "decode")
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")

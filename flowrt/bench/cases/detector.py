@@ -26,11 +26,11 @@ from flowrt.bench.peers.heartbeats import BLOCK, HANG, SPIN, WorkHabits
 from flowrt.bench.report.figures import Figure, Target, nearest_rank, quantile_interval, verdict_of
 from flowrt.bench.report.report import print_progress
 from flowrt.graph.model import GATEWAY
-from flowrt.machine_limits import usable_cores
-from flowrt.process_backend import ProcessSpec, WorkerProcess
 from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.reliability.detector import SEEN_SHARE, ProcessState, Timeouts
 from flowrt.seams import RealClock
+from flowrt.system.machine_limits import usable_cores
+from flowrt.system.process_backend import ProcessSpec, WorkerProcess
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message
 

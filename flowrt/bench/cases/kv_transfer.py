@@ -29,10 +29,10 @@ from flowrt.bench.report.report import print_progress
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import Graph
-from flowrt.machine_limits import usable_cores
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.sampling_params import SamplingParams
+from flowrt.system.machine_limits import usable_cores
 
 SIZES = {
     "num_layers": 8,

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from flowrt.bench.cases.patterns import Comparison, Runs, Variant, measure, one_link, one_row
 from flowrt.bench.measure.benchmark import Result
 from flowrt.bench.report.figures import Figure, Target
-from flowrt.planning.ping_pong import PingPong
+from flowrt.costs.ping_pong import PingPong
 
 Compute = Mapping[str, Mapping[str, float]]  # `emulate.compute`
 COMPUTE_SECONDS = 100e-6  # T_f

@@ -27,8 +27,8 @@ from flowrt.gateway.gateway import TokenEvent
 from flowrt.gateway.log_contents import read_log
 from flowrt.graph.model import Graph
 from flowrt.graph.numerics import numerics_text
-from flowrt.log_files import open_log_folder
 from flowrt.operators.families.registry import read_model_config
+from flowrt.system.log_files import open_log_folder
 
 NAMES = "with a request log", "without"
 TARGET = Target(0.97, at_most=False)  # of the throughput without

@@ -25,7 +25,7 @@ from flowrt.graph.recovery import standby_names, survives
 from flowrt.launcher import events
 from flowrt.launcher.standby import standby_loads
 from flowrt.launcher.transport_choice import pack
-from flowrt.machine_limits import usable_cores
+from flowrt.system.machine_limits import usable_cores
 
 SETTINGS = {
     "a standby process": ("standby=1", "share_weights=true"),

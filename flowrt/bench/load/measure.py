@@ -16,7 +16,7 @@ from flowrt.bench.load.send import LoadRun, first_model, open_client, send_load
 from flowrt.bench.peers.child import new_event_loop
 from flowrt.bench.report.plots import check_plot, new_picture, save_picture
 from flowrt.bench.report.report import print_progress
-from flowrt.output_file import check_writable, write_file
+from flowrt.system.output_file import check_writable, write_file
 
 MAX_SHOWN_ERRORS = 10
 

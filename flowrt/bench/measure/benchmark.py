@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from flowrt.bench.peers.child import new_event_loop
 from flowrt.bench.report.figures import MAX_PAIRS, MIN_PAIRS, Figure, Target
 from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection, new_console, print_progress, print_report
-from flowrt.output_file import json_text, write_file
+from flowrt.system.output_file import json_text, write_file
 
 BLOCK_SECONDS = 0.05  # of one measurement of something short: long beside a wake-up, short beside the drift of a machine's load
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flowrt.cost_fit import fit_factors
+from flowrt.costs.fit import fit_factors
 from flowrt.graph.settings import ComputeCost
 
 

@@ -21,8 +21,8 @@ from flowrt.graph.model import Graph
 from flowrt.graph.settings import HostSettings
 from flowrt.hosts.backend import HostsBackend
 from flowrt.hosts.messages import own_version
-from flowrt.process_backend import ProcessSpec, WorkerProcess
 from flowrt.seams import Seams
+from flowrt.system.process_backend import ProcessSpec, WorkerProcess
 from flowrt.transports.contract import Channel, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import TransportError
 from flowrt.transports.registry import known_schemes, unavailable_reason

@@ -25,12 +25,12 @@ from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import GATEWAY, Graph, role_of
 from flowrt.operators.families.registry import read_model_config
-from flowrt.process_backend import BackendOwner
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.network_conditions import NetworkConditions
 from flowrt.simulation.processes import ProcessConditions, SimulatedBackend
 from flowrt.simulation.simulated_seams import ComputeDelays
 from flowrt.simulation.world import World, run
+from flowrt.system.process_backend import BackendOwner
 
 T = TypeVar("T")
 PROMPT_TOKENS = 2

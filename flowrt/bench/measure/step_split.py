@@ -12,7 +12,7 @@ from flowrt.bench.measure.graph_side import GraphSide
 from flowrt.bench.measure.memory import checkpoint_elements, served_model
 from flowrt.graph.model import Graph
 from flowrt.operators.families.registry import read_model_config
-from flowrt.process_status import ProcessTimes, process_times
+from flowrt.system.process_status import ProcessTimes, process_times
 from flowrt.transports.wire.message import DTYPE_BYTES
 
 

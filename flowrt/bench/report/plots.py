@@ -10,7 +10,7 @@ from typing import Any
 from flowrt.bench.report.figures import Figure
 from flowrt.bench.report.report import BenchmarkReport
 from flowrt.errors import UserError
-from flowrt.output_file import LostOutputError, check_writable
+from flowrt.system.output_file import LostOutputError, check_writable
 
 FORMATS = (".svg", ".png", ".pdf")
 COPIES_PER_ROUND_TRIP = 2  # at least one each way

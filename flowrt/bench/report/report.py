@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from flowrt.bench.report.figures import MIN_PAIRS, Figure, format_amount
-from flowrt.machine_limits import usable_cores
+from flowrt.system.machine_limits import usable_cores
 
 PACKAGES = ("flowrt", "torch", "pyzmq", "uvloop", "ucxx", "ray", "xoscar")
 

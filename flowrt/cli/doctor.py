@@ -28,14 +28,14 @@ from flowrt.errors import UserError
 from flowrt.graph.model import Graph
 from flowrt.launcher.engine_check import check_engine
 from flowrt.launcher.transport_choice import AUTO, BETWEEN, BETWEEN_HOSTS, WITHIN, tried_between
-from flowrt.machine_limits import available_memory_bytes, cpu_quota, usable_cores, visible_cores
 from flowrt.observe import duration_text, size_text
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
-from flowrt.process_status import Activity, ProcessTimes, process_activity, process_times
 from flowrt.processes.import_path import import_path
 from flowrt.processes.leftover import Marked, marked_processes
 from flowrt.seams import Seams
+from flowrt.system.machine_limits import available_memory_bytes, cpu_quota, usable_cores, visible_cores
+from flowrt.system.process_status import Activity, ProcessTimes, process_activity, process_times
 from flowrt.timer import FineTimer, measure_lateness, new_timer
 from flowrt.transports.emulation.profiles import PROFILES
 from flowrt.transports.registry import known_schemes, unavailable_reason

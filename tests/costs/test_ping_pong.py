@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from flowrt.planning.ping_pong import PingPong
+from flowrt.costs.ping_pong import PingPong
 
 
 @pytest.mark.parametrize(("share", "smallest"), [(0.0, 2), (0.1, 3), (0.5, 3), (0.51, 4), (0.99, 4)])

@@ -1,4 +1,7 @@
-"""What the engine of a prefill worker lets its KV transfers know of a prompt. The engine imports no transfer, and a transfer no engine."""
+"""What the engine of a prefill worker lets its KV transfers know of a prompt.
+
+The engine imports no transfer, and a transfer nothing else of the engine.
+"""
 
 from __future__ import annotations
 

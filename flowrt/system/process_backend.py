@@ -1,7 +1,7 @@
 """The interface between the launcher and process backends, which start and end worker processes.
 
 Backends: `local` (flowrt/processes/fork_server_client.py, processes of this host), `simulated` (flowrt/simulation/processes.py), and
-several hosts (flowrt/hosts/backend.py), which are provided by an engine such as Ray (flowrt/host_engine.py). The checks in
+several hosts (flowrt/hosts/backend.py), which are provided by an engine such as Ray (flowrt/system/host_engine.py). The checks in
 tests/processes/backend_checks.py run against every backend.
 
 A backend is opened once per run, then starts any number of processes, concurrently too, until `aclose` or `kill_all`. It reports deaths,
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flowrt.clock_offset import ClockOffset
+from flowrt.system.clock_offset import ClockOffset
 from flowrt.transports.contract import Channel, Identity, Limits
 
 # A Submit of the longest prompt that the gateway accepts (2^20 ids of up to 9 bytes) fits into a header of 16 MiB. The window counts

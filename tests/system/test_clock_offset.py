@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from flowrt.actors.control import TraceRecords
-from flowrt.clock_offset import MAX_DRIFT, SAME_CLOCK, UNKNOWN_CLOCK, ClockExchange, ClockOffset, ClockStamp
 from flowrt.launcher.trace_collector import TraceCollector
+from flowrt.system.clock_offset import MAX_DRIFT, SAME_CLOCK, UNKNOWN_CLOCK, ClockExchange, ClockOffset, ClockStamp
 from flowrt.trace.records import RecordKind, TraceRing
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from flowrt import machine_limits
 from flowrt.errors import UserError
-from flowrt.machine_limits import available_memory_bytes, available_tasks, cpu_quota, memory_limit_bytes, usable_cores, visible_cores
 from flowrt.processes import tasks
+from flowrt.system import machine_limits
+from flowrt.system.machine_limits import available_memory_bytes, available_tasks, cpu_quota, memory_limit_bytes, usable_cores, visible_cores
 
 V1_CPU = "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct"
 V2 = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
