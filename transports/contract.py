@@ -130,7 +130,7 @@ class Channel(Closable):
     def send_nowait(self, message: Message) -> bool:
         """As `send`, when it need not wait: True. False, with nothing sent, when the channel is full or a `send` is waiting.
 
-        Also False for a message of more than an eighth of the capacity that this transport sends in parts or copies in another thread.
+        Also False for a message that this transport sends in parts or copies in another thread.
         """
 
     @abstractmethod

@@ -19,7 +19,7 @@ RING_BYTES = 8 << 20  # per direction: payloads up to half of its area are not c
 MAX_RING_BYTES = 64 << 20  # where messages of declared size are larger
 PAYLOADS = 4  # of a ring: two are on their way at once, and the receiver keeps as many
 KV_CHUNK_BYTES = 2 << 20  # of KV in one message, at most
-KV_RING_BYTES = 8 * KV_CHUNK_BYTES  # a channel copies an eighth of its capacity at once (transports/contract.py)
+KV_RING_BYTES = 8 * KV_CHUNK_BYTES  # as many chunks may be on their way, or held by the receiver
 
 
 def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:

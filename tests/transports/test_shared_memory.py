@@ -24,6 +24,7 @@ from flowrt.transports.conformance.process_checks import other_process
 from flowrt.transports.contract import ChannelStatistics, Limits, Listener
 from flowrt.transports.errors import BrokenChannelError, HandshakeError, UnavailableError
 from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.shared_memory import ring_writer
 from flowrt.transports.shared_memory import transport as shared_memory
 from flowrt.transports.shared_memory.ring import HEAD, RELEASED, TAIL, WRITER_SLEEPS, Layout
 from flowrt.transports.shared_memory.ring_reader import MIN_BLOCK_BYTES, RingReader
@@ -248,14 +249,18 @@ class TestRing:
                 del kept
             del held[: max(0, len(held) - num_kept)]
 
-    def test_large_payloads_are_sent_only_when_the_caller_waits(self) -> None:
+    def test_what_a_copy_thread_copies_is_sent_only_when_the_caller_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        bulk = 20_000
+        monkeypatch.setattr(ring_writer, "MIN_BYTES", bulk)
+        monkeypatch.setattr(ring_writer, "threshold_bytes", lambda: bulk)
         _, _, writer, reader = ring()
-        eighth = LIMITS.capacity_bytes // 8
-        assert writer.send(numbered(0, eighth))
-        assert not writer.send(numbered(1, eighth + 1))
-        assert writer.send(numbered(1, eighth + 1), True)
+        assert writer.send(numbered(0, bulk - 1))
+        assert not writer.copying
+        assert not writer.send(numbered(1, bulk))
+        assert writer.send(numbered(1, bulk), True)
+        assert writer.copying
         writer.copy_threads.wait()
-        for number, size in enumerate([eighth, eighth + 1]):
+        for number, size in enumerate([bulk - 1, bulk]):
             message = reader.take()
             assert message is not None
             check_numbered(message, number, size)

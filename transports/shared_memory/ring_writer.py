@@ -45,7 +45,6 @@ class RingWriter:
         self._direction = direction
         self._words = words = layout.words(direction)
         self._limits = limits
-        self._max_nowait_bytes = limits.capacity_bytes // 8
         self._counters = counters
         self._window = SendWindow(limits)
         self._wake_fd = wake_fd
@@ -72,15 +71,15 @@ class RingWriter:
     def send(self, message: Message, later: bool = False) -> bool:
         """Sends `message` at once, or returns False with nothing done. Raises LimitError, InvalidMessageError.
 
-        Without `later`: False for more than an eighth of the capacity, because a caller that cannot wait delays its other work.
-        With `later`: bulk may be copied after this returns (`copying`, `copy_threads`); its tensors must not change until then.
+        Copy threads copy payloads from `threshold_bytes` on. Without `later` this returns False for them, because the caller cannot wait.
+        With `later` they are copied after this returns (`copying`, `copy_threads`); their tensors must not change until then.
         """
         if message.lent is not None and message.payload_bytes <= ring.INLINE_BYTES:
             message = with_own_tensors(message)
         envelope, sizes, total = encode_envelope(message, self._sequence, self._limits)
-        if not later and total > self._max_nowait_bytes:
+        bulk = total >= MIN_BYTES and total >= threshold_bytes()
+        if bulk and not later:
             return False
-        bulk = later and total >= MIN_BYTES and total >= threshold_bytes()
         if self._send(message, envelope, sizes, total, bulk):
             return True
         if self._refresh() and self._send(message, envelope, sizes, total, bulk):
