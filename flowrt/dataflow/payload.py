@@ -192,7 +192,7 @@ def _from_buffer(tensor: Tensor, device: torch.device | None = None) -> torch.Te
         if device is None:
             return found.cpu()
         return found.clone() if spec.dtype in _INDEX_TYPES else found
-    is_shared = spec.dtype in _INDEX_TYPES and type(data) is not bytearray  # transports fill a bytearray for this receiver alone
+    is_shared = spec.dtype in _INDEX_TYPES and not (tensor.is_private or type(data) is bytearray)
     if view.readonly or is_shared:
         view = memoryview(bytearray(view))  # torch has no read-only tensors, and a write would change the peer's memory
     flat = torch.frombuffer(view, dtype=dtype)

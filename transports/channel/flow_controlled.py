@@ -18,6 +18,8 @@ from flowrt.transports.wire.message import Message
 class FlowControlledChannel(QueuedChannel):
     """One end with an inbox of arrived messages; subclasses send and receive the TAKEN and WAITING frames."""
 
+    fills_private_memory = True  # no other process can write what is delivered
+
     def __init__(self, limits: Limits, peer: Identity) -> None:
         super().__init__(limits, peer)
         self._sending = SendWindow(limits)
@@ -67,7 +69,7 @@ class FlowControlledChannel(QueuedChannel):
             return
         self._expected += 1
         if not self._closed:
-            self._inbox.append((assemble(envelope, buffers), payload_bytes))
+            self._inbox.append((assemble(envelope, buffers, self.fills_private_memory), payload_bytes))
             self._wake_receiver()
 
     def _take(self) -> Message | None:

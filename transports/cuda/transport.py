@@ -59,6 +59,7 @@ class CUDAChannel(StreamChannel):
     """One end of a channel. Its device work is ordered with torch's default stream (see driver.py)."""
 
     scheme = "cuda"
+    fills_private_memory = False
     body_bytes: ClassVar[dict[int, int]] = {**StreamChannel.body_bytes, _AREA_KIND: _AREA.size, _GIVEN_BACK_KIND: _START.size}
 
     def __init__(self, meeting: Meeting, driver: Driver, area: Area) -> None:

@@ -143,7 +143,7 @@ class RingReader:
             return None
         self._arriving = None
         self._took(arriving.total)
-        return self._deliver(arriving.envelope, arriving.buffers, arriving.total)
+        return self._deliver(arriving.envelope, arriving.buffers, arriving.total, not arriving.is_placed)
 
     def _has_all_stripes(self, arriving: _Arriving) -> bool:
         event = arriving.envelope.sequence + 1
@@ -191,7 +191,7 @@ class RingReader:
         self._num_dropped += 1
         self._took(arriving.total)
 
-    def _deliver(self, envelope: Envelope, buffers: list[object], payload_bytes: int) -> Message | None:
+    def _deliver(self, envelope: Envelope, buffers: list[object], payload_bytes: int, is_private: bool = False) -> Message | None:
         counters = self._counters
         if envelope.sequence != self._expected and is_repeat(envelope.sequence, self._expected):
             counters.messages_dropped += 1
@@ -203,7 +203,7 @@ class RingReader:
         self._num_repeats = 0
         counters.messages_received += 1
         counters.bytes_received += payload_bytes
-        return assemble(envelope, buffers)
+        return assemble(envelope, buffers, is_private)
 
     def _wake(self) -> None:
         if self._wake_fd >= 0:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import repeat
 from math import prod
 from typing import Any, TypeAlias
 
@@ -180,12 +181,12 @@ def split_buffers(data: bytes | memoryview, start: int, sizes: Sequence[int]) ->
     return buffers
 
 
-def assemble(envelope: Envelope, buffers: Sequence[object]) -> Message:
-    """The message of a checked envelope and the buffers that hold its tensors."""
+def assemble(envelope: Envelope, buffers: Sequence[object], is_private: bool = False) -> Message:
+    """The message of a checked envelope and the buffers that hold its tensors. `is_private`: see Tensor."""
     if len(buffers) == 1:
-        tensors: tuple[Tensor, ...] = (Tensor(envelope.tensors[0], buffers[0]),)
+        tensors: tuple[Tensor, ...] = (Tensor(envelope.tensors[0], buffers[0], is_private),)
     else:
-        tensors = tuple(map(Tensor, envelope.tensors, buffers)) if buffers else ()
+        tensors = tuple(map(Tensor, envelope.tensors, buffers, repeat(is_private))) if buffers else ()
     return Message(envelope.kind, envelope.tag, envelope.edge, envelope.header, tensors)
 
 

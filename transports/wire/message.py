@@ -33,6 +33,11 @@ class Tag(msgspec.Struct, frozen=True, array_like=True, gc=False):
     layer: int = 0
 
 
+@lru_cache(maxsize=4096)  # the specs of a graph's edges come again and again
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return DTYPE_BYTES[dtype] * prod(shape)
+
+
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """dtype (a key of DTYPE_BYTES) and shape of a dense, contiguous, row-major tensor."""
 
@@ -41,7 +46,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        return DTYPE_BYTES[self.dtype] * prod(self.shape)
+        """Raises KeyError for an unknown dtype."""
+        return num_bytes(self.dtype, self.shape)
 
 
 class Tensor(msgspec.Struct, frozen=True, gc=False):
@@ -50,11 +56,13 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
     `data` is any object with the buffer protocol, C-contiguous, or with `__cuda_array_interface__` where the transport's
     capabilities include `device_memory`; then it arrives with that too. (Over a transport that stays within a process, which passes
     messages by reference, it may be whatever both ends know how to read.) A received buffer may alias the transport's memory, for
-    as long as anything still refers to `data` (contract.py).
+    as long as anything still refers to `data` (contract.py). `is_private`: no other process can write a received buffer; a bytearray
+    is private without it.
     """
 
     spec: TensorSpec
     data: object
+    is_private: bool = False
 
 
 class Lent(msgspec.Struct, frozen=True, gc=False):
@@ -86,7 +94,11 @@ class Message(msgspec.Struct, gc=False):
 
     @property
     def payload_bytes(self) -> int:
-        return sum(tensor.spec.nbytes for tensor in self.tensors)
+        total = 0
+        for tensor in self.tensors:
+            spec = tensor.spec
+            total += num_bytes(spec.dtype, spec.shape)
+        return total
 
     def decode_header(self, header_type: type[H]) -> H:
         """The header as `header_type`; raises msgspec.DecodeError (ValidationError, as a rule) when it is not one."""
