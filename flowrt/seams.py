@@ -125,7 +125,7 @@ class ThreadCompute:
     beside_loop = True  # outputs of an unfinished call may be sent while it runs; not so where time is modelled
 
     def __init__(self, name: str = "compute", inline_seconds: float = INLINE_SECONDS) -> None:
-        self._inline_seconds = inline_seconds
+        self._inline_seconds, self._long_seconds = inline_seconds, max(_LONG_SECONDS, inline_seconds)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=self._note_thread)
         self._clock: int | None = None  # clock id of the thread's processor time
         self._thread_id = 0
@@ -213,7 +213,7 @@ class ThreadCompute:
 
     def _learn(self, label: str, seconds: float) -> None:
         expected = self._expected_seconds.get(label, seconds)
-        if seconds > max(_LONG_SECONDS, self._inline_seconds):
+        if seconds > self._long_seconds:
             expected = seconds  # taken at once, even if it is an outlier: another such call must not block the loop
         elif seconds > expected:
             expected += _WEIGHT_OF_LONGER * (min(seconds, _LONGEST_STEP * expected) - expected)

@@ -6,7 +6,6 @@ import asyncio
 import hmac
 from collections import deque
 from itertools import count
-from math import prod
 from typing import ClassVar
 
 from flowrt.transports.channel.queued import QueuedChannel, QueuedListener
@@ -45,9 +44,7 @@ class InprocChannel(QueuedChannel):
     def _transmit(self, message: Message) -> bool:
         other = self._other
         inbox = other._inbox
-        size = 0
-        if message.tensors or type(message.header) is bytes:
-            size = self._payload_bytes(message)
+        size = self._payload_bytes(message) if message.tensors or type(message.header) is bytes else 0
         if inbox and (len(inbox) >= self._capacity_messages or other._inbox_bytes + size > self._capacity_bytes):
             return False
         inbox.append((message, size))
@@ -74,13 +71,10 @@ class InprocChannel(QueuedChannel):
         return message
 
     def _payload_bytes(self, message: Message) -> int:
-        size = 0
-        for tensor in message.tensors:
-            spec = tensor.spec
-            try:
-                size += DTYPE_BYTES[spec.dtype] * prod(spec.shape)
-            except KeyError:
-                raise InvalidMessageError(f"unknown dtype {spec.dtype[:32]!r}; known: {', '.join(DTYPE_BYTES)}") from None
+        try:
+            size = message.payload_bytes
+        except KeyError as error:
+            raise InvalidMessageError(f"unknown dtype {str(error.args[0])[:32]!r}; known: {', '.join(DTYPE_BYTES)}") from None
         limits = self.limits
         if size > limits.max_message_bytes or len(message.tensors) > limits.max_tensors:
             check_limits(message, size, limits)

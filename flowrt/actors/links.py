@@ -80,6 +80,7 @@ class Links:
         self._listeners: dict[str, Listener] = {}
         self._callers = Callers()
         self._links: dict[tuple[str, str], Link] = {}
+        self.by_edge: dict[int, Link] = {}  # by id of an edge: the link as in `__getitem__`
         self._channels: dict[tuple[str, str], LinkChannel] = {}  # of links that are lazy or can fall back
         self._running: asyncio.TaskGroup | None = None
         self._readers: dict[tuple[str, str], asyncio.Task[None] | None] = {}  # of links that are up
@@ -348,7 +349,8 @@ class Links:
     def _add_link(self, plan: LinkPlan, channel: Channel) -> None:
         new_link = ProbedLink if plan.is_probed else Link
         on_message = partial(self._on_message, plan.peer)
-        self._links[plan.peer, plan.scheme] = new_link(channel, plan.capacity_messages, on_message, self._on_pause)
+        link = self._links[plan.peer, plan.scheme] = new_link(channel, plan.capacity_messages, on_message, self._on_pause)
+        self.by_edge.update(dict.fromkeys(plan.edges, link))
 
 
 def _widest(limits: list[Limits]) -> Limits:

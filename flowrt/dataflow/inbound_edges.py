@@ -7,6 +7,7 @@ nothing else in the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 
 import msgspec
 import torch
@@ -56,26 +57,15 @@ class InboundEdge:
         self.size = edge.credits if edge.request_id is None else 0
         self.half = max(1, self.size // 2)
         self.received = self.consumed = 0
-        self._dtype = dtype
-        self._by_reference, self._device, self._schema, self._fences = by_reference, device, schema, fences
+        self._schema, self._fences = schema, fences
+        read = from_reference if by_reference else from_message if device is None else partial(from_message, device=device)
+        # Converts a checked message to a payload.
+        self.read: Callable[[Message], Payload] = (lambda message: from_int8_rows(read(message), dtype)) if edge.int8 else read
         has_schemas = requests is not None and requests.schema is not None and schema is not None
         self._requests = requests if requests is not None and (has_schemas or requests.relays) else None
         self.bundles = requests.edge.id if requests is not None and edge.request_id is None else None
         self.responds = edge.request_id is not None or self.bundles is not None
         self._layers: dict[int, bool] = {}  # whether this edge carries tags of that layer
-
-    def consume(self) -> int:
-        """Record one consumed message. Returns how many credits to return now.
-
-        Credits are returned once half of the edge's credits have gathered. If the sender has used all its credits, they are returned
-        at once: all its messages are then here, consumed or not. No sender ever waits for a credit that is held back here.
-        """
-        self.consumed += 1
-        if self.consumed < self.half and self.received < self.size:
-            return 0
-        count, self.consumed = self.consumed, 0
-        self.received -= count
-        return count
 
     def check(self, peer: str, message: Message) -> Tag:
         """Return the tag of a message that `peer` may send now, and clear the outstanding request that it responds to.
@@ -85,12 +75,12 @@ class InboundEdge:
         tag = message.tag
         if peer != self.peer:
             raise BadMessageError(f"a message on {self.edge}, which leads here from {self.peer}")
-        is_failed = message.kind == FAILED and self.responds
+        is_failed = message.kind != "data" and message.kind == FAILED and self.responds
         if tag is None or not (is_failed or message.kind == "data"):
             raise BadMessageError(f"a message of kind {message.kind[:80]!r} {'without' if tag is None else 'with'} a tag on {self.edge}")
         if self.size and self.received >= self.size:
             raise BadMessageError(f"more messages on {self.edge} than its {self.size} credits allow")
-        schema, sizes = self._schema, {}
+        schema = self._schema
         if is_failed:
             header_type: type[msgspec.Struct] | None = FailedHeader
         elif schema is not None:
@@ -99,6 +89,7 @@ class InboundEdge:
             return tag
         else:
             header_type = PartHeader if self.bundles is None else PlanHeader
+        sizes: dict[str, int] = {}
         if header_type is not None:
             try:
                 header = message.decode_header(header_type)
@@ -135,11 +126,6 @@ class InboundEdge:
             for name, size in sizes.items():
                 total[name] = total.get(name, 0) + size
         return total
-
-    def read(self, message: Message) -> Payload:
-        """Convert a checked message to a payload."""
-        payload = from_reference(message) if self._by_reference else from_message(message, self._device)
-        return from_int8_rows(payload, self._dtype) if self.edge.int8 else payload
 
     def _carries_layer(self, layer: int) -> bool:
         arrives = self._layers.get(layer)
@@ -207,7 +193,8 @@ class InboundEdges:
         self, firing: Firing, responded: Collection[tuple[int, Tag | None]], orphans: Collection[tuple[int | None, Tag]]
     ) -> None:
         """Consume the messages of a firing. `responded`, `orphans`: those with a response, and those that need none."""
-        self.consume([edge for edge in firing.via if (edge, firing.tag) not in orphans], firing.tag, responded)
+        via = [edge for edge in firing.via if (edge, firing.tag) not in orphans] if orphans else firing.via
+        self.consume(via, firing.tag, responded)
 
     def is_from(self, firing: Firing, peer: str) -> bool:
         """Whether a firing consumes a credit of `peer`."""
@@ -218,14 +205,22 @@ class InboundEdges:
         return inbound is not None and inbound.size > 0 and inbound.peer in peers
 
     def consume(self, via: Iterable[int], tag: Tag | None = None, responded: Collection[tuple[int, Tag | None]] = ()) -> None:
-        """Return the credits of messages that came along the edges `via`, but for requests of `tag` that were responded to, and bundles."""
+        """Return the credits of messages that came along the edges `via`, but for requests of `tag` that were responded to, and bundles.
+
+        Credits are returned once half of the edge's credits have gathered. If the sender has used all its credits, they are returned
+        at once: all its messages are then here, consumed or not. No sender ever waits for a credit that is held back here.
+        """
         for edge_id in via:
             inbound = self.edges.get(edge_id)
             if inbound is None or not inbound.size:
                 continue
             if inbound.is_bundles or (responded and (edge_id, tag) in responded):
                 inbound.received -= 1
-            elif count := inbound.consume():
+                continue
+            inbound.consumed = count = inbound.consumed + 1
+            if count >= inbound.half or inbound.received >= inbound.size:
+                inbound.consumed = 0
+                inbound.received -= count
                 self._post(inbound.edge, Message(CREDIT, edge=edge_id, header=CreditHeader(count)))
 
 

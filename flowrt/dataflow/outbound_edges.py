@@ -53,6 +53,7 @@ class OutboundEdge:
         self.schema, self.declared, self.relays = schema, declared, relays
         self.size = edge.credits if edge.request_id is None else 0
         self.sent, self.times, self.has_responses = [0, 0], EdgeTimes(), has_responses
+        self.keeps_requests = schema is not None or relays != ""
         self.renew(closed=False)
 
     def renew(self, closed: bool) -> None:
@@ -72,14 +73,12 @@ class OutboundEdge:
         return [(tag, part) for tag, part in (*self.outstanding, *waiting) if part is not None]
 
     def requests_of(self, output: RoutedOutput) -> dict[tuple[Tag, int | None], dict[str, int]]:
-        """The entries of an output in `outstanding`."""
+        """The entries in `outstanding` of an output of an edge that keeps its requests."""
         tag, payload = output.tag, output.payload
         if isinstance(payload.header, BundleHeader):
             return {(tag, part.part): {"rows": part.num_rows, "pairs": part.num_pairs} for part in payload.header.parts}
         part = payload.header.part if isinstance(payload.header, PartHeader) else None
-        if self.schema is not None:
-            return {(tag, part): self.schema.sizes(payload)}
-        return {(tag, part): {}} if self.relays else {}
+        return {(tag, part): {} if self.schema is None else self.schema.sizes(payload)}
 
 
 class OutboundEdges:
@@ -201,7 +200,7 @@ class OutboundEdges:
 
     def _send(self, outbound: OutboundEdge, output: RoutedOutput) -> None:
         edge, num_bytes = outbound.edge, 0
-        requests: dict[tuple[Tag, int | None], dict[str, int]] = {}
+        requests: Collection[tuple[Tag, int | None]] = ()
         try:
             payload = with_int8_rows(output.payload) if edge.int8 else output.payload
             for tensor in payload.tensors:
@@ -213,8 +212,8 @@ class OutboundEdges:
                 message.kind = FAILED
             if outbound.declared is not None and (fault := outbound.declared.fault_of_tensors(message.tensors, {})):
                 raise InvalidMessageError(fault)
-            requests = outbound.requests_of(output)
-            outbound.outstanding.update(requests)
+            if outbound.keeps_requests:
+                outbound.outstanding.update(requests := outbound.requests_of(output))
             self._post(edge, message)
         except Exception as error:  # a tensor of a subclass runs foreign code
             outbound.free += outbound.size > 0

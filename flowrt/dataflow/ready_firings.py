@@ -26,23 +26,24 @@ class ReadyFirings(dict[str, deque[Firing]]):
         now: Callable[[], float],
     ) -> None:
         super().__init__()
-        self._reach, self._is_short, self._now = reach, is_short, now
-        self._policies = {node: policy for node, policy in policies.items() if not policy.takes_one}
+        self._is_short, self._now = is_short, now
+        # By node: its edges, and its policy if that may select several firings.
+        self._nodes = {node: (reach[node], None if policy.takes_one else policy) for node, policy in policies.items()}
         self.wake_at: float | None = None  # when a policy that waits for more firings selects some, as of the last `take`
 
     def take(self, inline: bool = False) -> list[Firing] | None:
         """The firings of the next call: those that the policy of the oldest ready node selects. `inline`: only short nodes of one tag."""
         self.wake_at = None
         for node, firings in self.items():
-            policy = self._policies.get(node)
+            reach, policy = self._nodes[node]
             if inline and ((policy is not None and not policy.runs_inline) or not self._is_short(node)):
                 continue
-            num_free = len(firings) if policy is not None else 1
-            for outbound in self._reach[node]:
+            num_free = 1 if policy is None else len(firings)
+            for outbound in reach:
                 if outbound.free < num_free:
                     num_free = outbound.free
             if num_free < 1:
-                for outbound in self._reach[node]:
+                for outbound in reach:
                     if outbound.free < 1:
                         outbound.times.block(self._now())
                 continue

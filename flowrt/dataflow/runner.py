@@ -333,13 +333,13 @@ class Runner:
         self.statistics.add_call(batch[0].node, len(batch), self._clock.now() - start_seconds, inline)
         responded: set[tuple[int, Tag | None]] = set()
         fences = self._fences
-        orphans = set() if inline else self._inbound.orphans(batch)
+        orphans: Collection[tuple[int | None, Tag]] = () if inline else self._inbound.orphans(batch)
         for output in outputs:
             if fences.is_active and fences.is_stale(output.tag):
                 continue
             if (request := output.edge.request_id) is not None:
                 responded.add((request, output.tag))
-            if (request, output.tag) not in orphans:
+            if not orphans or (request, output.tag) not in orphans:
                 self._emit(output)
         for firing in batch:
             self._inbound.consume_firing(firing, responded, orphans)

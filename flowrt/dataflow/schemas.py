@@ -16,6 +16,7 @@ from flowrt.graph.notation import parse_tensor_spec
 from flowrt.transports.wire.message import Tag, Tensor, TensorSpec
 
 MAX_KNOWN_SOURCES = 1024  # a source has a different name in each incarnation
+MAX_FITTING = 1024  # combinations of sizes and specs that a schema remembers
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class MessageSchema:
     repeated: Spec | None = None
     header: type[msgspec.Struct] | None = None
     _known_sources: set[str] = field(default_factory=set, compare=False, repr=False)
+    _fitting: set[tuple[object, ...]] = field(default_factory=set, compare=False, repr=False)  # sizes and specs of tensors that fit
 
     def sizes(self, payload: Payload) -> dict[str, int]:
         """Sizes of the free dimensions of a payload that fits the schema."""
@@ -79,7 +81,11 @@ class MessageSchema:
         return sizes
 
     def fault_of_tensors(self, tensors: Sequence[Tensor], sizes: dict[str, int]) -> str | None:
-        """The error in the tensors of a message, or None if they fit. `sizes` holds the free dimensions known so far and is extended."""
+        """The error in the tensors of a message, or None if they fit. `sizes` holds the free dimensions known so far."""
+        found = (*sizes.items(), *[tensor.spec for tensor in tensors])
+        if found in self._fitting:
+            return None
+        sizes = dict(sizes)
         expected: tuple[Spec | None, ...] = self.tensors
         if (extra := len(tensors) - len(expected)) != 0:
             if extra < 0 or (extra != len(self.optional) and self.repeated is None):
@@ -88,6 +94,9 @@ class MessageSchema:
         for place, (spec, tensor) in enumerate(zip(expected, tensors, strict=True)):
             if spec is not None and (fault := check_spec(spec, tensor.spec, sizes if spec is not self.repeated else {})):
                 return f"tensor {place} is {fault}, expected {spec}"
+        if len(self._fitting) >= MAX_FITTING:
+            self._fitting.clear()
+        self._fitting.add(found)
         return None
 
     def fault_of_tag(self, tag: Tag) -> str | None:

@@ -11,6 +11,7 @@ class NodeCounts(msgspec.Struct):
     num_calls: int = 0
     num_firings: int = 0
     compute_seconds: float = 0.0
+    inline_seconds: float = 0.0
 
 
 class RunnerStatistics(msgspec.Struct):
@@ -20,12 +21,21 @@ class RunnerStatistics(msgspec.Struct):
     the event loop.
     """
 
-    num_firings: int = 0
     num_dropped: int = 0
-    compute_seconds: float = 0.0
-    inline_seconds: float = 0.0
     sent: dict[int, list[int]] = {}
     nodes: dict[str, NodeCounts] = {}
+
+    @property
+    def num_firings(self) -> int:
+        return sum(counts.num_firings for counts in self.nodes.values())
+
+    @property
+    def compute_seconds(self) -> float:
+        return sum(counts.compute_seconds for counts in self.nodes.values())
+
+    @property
+    def inline_seconds(self) -> float:
+        return sum(counts.inline_seconds for counts in self.nodes.values())
 
     def add_call(self, node: str, num_firings: int, seconds: float, inline: bool) -> None:
         if (counts := self.nodes.get(node)) is None:
@@ -33,6 +43,5 @@ class RunnerStatistics(msgspec.Struct):
         counts.num_calls += 1
         counts.num_firings += num_firings
         counts.compute_seconds += seconds
-        self.num_firings += num_firings
-        self.compute_seconds += seconds
-        self.inline_seconds += seconds if inline else 0.0
+        if inline:
+            counts.inline_seconds += seconds

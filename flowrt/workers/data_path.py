@@ -99,7 +99,6 @@ class DataPath:
         self._graph, self._seams, self._emulated, self._strict_blocks = graph, seams, emulated, operators.strict_blocks
         self._expert_services = [each for each in operators.functions.values() if isinstance(each, ExpertService)]
         plans = plan_links(graph, name)
-        self._link_of = {edge: (plan.peer, plan.scheme) for plan in plans for edge in plan.edges}  # by edge to or from another process
         abilities = {plan.scheme: seams.transport(plan.scheme).capabilities for plan in plans}
         dispatch, client = next(iter(operators.clients.items()), ("", None))
         can_hedge = client is not None and (client.has_replicas or bool(client.trampolines)) and {*client.processes} != {name}
@@ -230,7 +229,7 @@ class DataPath:
         return EdgeStatistics(edge.name, edge.transport, sent[0], sent[1], times.wait_seconds, latency.total, counts)
 
     def _post(self, edge: Edge, message: Message) -> None:
-        self.links[self._link_of[edge.id]].post(message)
+        self.links.by_edge[edge.id].post(message)
 
     def _on_unsent(self, output: RoutedOutput) -> None:
         for holder in (self.failover, self.forwarder):

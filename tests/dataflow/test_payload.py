@@ -53,6 +53,14 @@ def test_received_numbers_are_not_copied(dtype: torch.dtype) -> None:
     assert not after.to(torch.float32).any()
 
 
+@pytest.mark.skipif(unavailable_reason("zmq") is not None, reason=str(unavailable_reason("zmq")))
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_received_index_in_private_memory_is_not_copied(dtype: torch.dtype) -> None:
+    before, after = overwritten("zmq", dtype)
+    assert torch.equal(before.to(torch.int64), torch.ones(64 << 10, dtype=torch.int64))
+    assert not after.to(torch.int64).any()
+
+
 @pytest.mark.parametrize("num_tensors", [1, 2])
 def test_tensors_pass_by_reference_unless_they_are_lent(num_tensors: int) -> None:
     tensors = tuple(torch.ones(2) for _ in range(num_tensors))
