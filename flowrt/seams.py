@@ -48,7 +48,7 @@ LONE_INLINE_SECONDS = 20e-3  # the same for a loop of one worker; heartbeats and
 # Load on the machine lengthens a measured call and never shortens it: so the expected time falls quickly and rises in bounded steps.
 _WEIGHT_OF_SHORTER, _WEIGHT_OF_LONGER, _LONGEST_STEP = 0.5, 0.2, 4.0
 _LONG_SECONDS = 5e-3  # the expected time takes a call of this length at once
-# The rules for a hung call; docs/reliability.md gives the reasons.
+# The rules for a hung call; docs/reliability.md has them in a table.
 BOUND_SECONDS = 60.0  # bound of a call without a declared bound ...
 _TIMES_LONGEST = 20.0  # ... or this many times the longest call of its label, if that is more
 STILL_SECONDS = 0.75  # a computing call needs a processor: one that has been neither running nor runnable for this long is hung

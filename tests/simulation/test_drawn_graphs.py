@@ -30,7 +30,7 @@ FAILED_ONCE = {555000003: FILES[:1], 555000190: FILES[:1], 881000147: ALL, 88130
 
 @pytest.mark.parametrize(("seed", "files"), FAILED_ONCE.items())
 def test_seeds_of_drawn_graphs_that_have_failed_pass(seed: int, files: tuple[str, ...]) -> None:
-    """Each showed a defect; docs/simulation.md has the causes."""
+    """Each showed a defect; the history of docs/simulation.md has the causes."""
     assert campaign([draw(seed, [load(name) for name in files], draws_graphs=True)]).failures == []
 
 

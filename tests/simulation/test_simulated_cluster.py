@@ -312,7 +312,7 @@ FAILED_ONCE += (4451, 6313, 105639, 200380, 201333, 202177, 500071, 710359, 7770
 
 @pytest.mark.parametrize("seed", FAILED_ONCE)
 def test_seeds_that_have_failed_pass(seed: int) -> None:
-    """Each showed a defect, or a wrong check; docs/simulation.md has the causes."""
+    """Each showed a defect, or a wrong check; the history of docs/simulation.md has the causes."""
     graphs = [load(path) for path in sorted(GRAPHS.glob("*.yaml"))]
     assert campaign([draw(seed, graphs)]).failures == []
 
@@ -324,5 +324,5 @@ FAILED_WITH_CANCELS = (3000175, 3000190, 3000373, 3000509, 3000981, 3001235, 300
     ("seed", "num_cancelled"), [(2343, 0), (3507, 0), (882100414, 60), (882310034, 60), *((seed, 100) for seed in FAILED_WITH_CANCELS)]
 )
 def test_seeds_of_transfers_that_have_failed_pass(seed: int, num_cancelled: int) -> None:
-    """Each showed a defect, or a wrong check; docs/simulation.md has the causes."""
+    """Each showed a defect, or a wrong check; the history of docs/simulation.md has the causes."""
     assert campaign([draw(seed, [load(GRAPHS / "prefill.yaml")], num_cancelled=num_cancelled)]).failures == []
