@@ -119,7 +119,7 @@ class HttpApp:
         if exchange.path.startswith(MODELS):
             methods = {"GET": self._find_model}
         if methods is None:
-            raise ApiError(NO_ROUTE, "there is no such path; docs/serve.md lists the paths")
+            raise ApiError(NO_ROUTE, "there is no such path; docs/http-api.md lists the paths")
         handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)  # the server leaves out the body
         if handler is None:
             allow = "GET, HEAD" if "GET" in methods else ", ".join(methods)

@@ -44,10 +44,25 @@ class Block:
         return not self.mark.startswith("not run:")
 
     def commands(self) -> list[str]:
-        """The commands of an `sh` or `console` block, comments removed and continued lines joined."""
+        """The commands of an `sh` or `console` block, comments removed and continued lines joined, also those within quotes."""
         text = self.text.replace("\\\n", " ")
         lines = [line[2:] for line in text.split("\n") if line.startswith("$ ")] if self.language == "console" else text.split("\n")
-        return [line for line in lines if line.strip() and not line.startswith("#")]
+        commands: list[str] = []
+        for line in lines:
+            if commands and _is_open(commands[-1]):
+                commands[-1] += f"\n{line}"
+            elif line.strip() and not line.startswith("#"):
+                commands.append(line)
+        return commands
+
+
+def _is_open(command: str) -> bool:
+    """Whether a quotation of this command goes on in the next line."""
+    try:
+        shlex.split(command, comments=True)
+    except ValueError:
+        return True
+    return False
 
 
 def pages() -> list[str]:

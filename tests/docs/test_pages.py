@@ -81,3 +81,16 @@ def test_a_page_opens_with_what_the_reader_can_do_and_a_working_command(page: st
     first = next(iter(blocks_of(page)))
     assert is_run(first), f"{page} opens with a block that is not run"
     assert len(text.split("```")[0].split("\n")) < 12
+
+
+def task_pages() -> list[str]:
+    """The pages of the first table of docs/README.md."""
+    table = (ROOT / "docs" / "README.md").read_text(encoding="utf-8").partition("| to do | page |")[2].partition("\n\n")[0]
+    return re.findall(r"\((\S+\.md)\)", table)
+
+
+@pytest.mark.parametrize("page", task_pages())
+def test_a_page_of_a_task_is_short_and_names_three_mistakes(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert sum(any(map(str.isalnum, word)) for word in text.split()) <= 1500
+    assert "Three mistakes" in text

