@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from flowrt.actors.links import LinkPlan
 from flowrt.emulation import Lateness, check_dilation
+from flowrt.graph.kinds import kind_of
 from flowrt.graph.model import Graph
 from flowrt.graph.settings import Emulation
 from flowrt.seams import Seams
@@ -57,7 +58,7 @@ def modelled_seconds(graph: Graph) -> dict[str, float]:
     """
     if graph.emulation is None:
         return {}
-    found = {f"a row of {operator}": cost.shortest_seconds(operator) for operator, cost in graph.emulation.compute.items()}
+    found = {f"a row of {operator}": cost.shortest_seconds(kind_of(operator).charges) for operator, cost in graph.emulation.compute.items()}
     for edge in graph.edges.values():
         if edge.link is not None and graph.nodes[edge.source].process != graph.nodes[edge.target].process:
             profile = profile_of(edge.link).shared_by(graph.emulation.processes_per_nic)

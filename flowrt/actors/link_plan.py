@@ -8,7 +8,6 @@ from __future__ import annotations
 from math import ceil, prod
 
 from flowrt.actors.links import LinkPlan
-from flowrt.graph.builtin import KV_UNPACK, RETURN
 from flowrt.graph.model import GATEWAY, Edge, Graph
 from flowrt.graph.notation import parse_tensor_spec
 from flowrt.graph.trampoline import window_of
@@ -62,7 +61,7 @@ def limits_of(graph: Graph, edges: list[Edge]) -> Limits:
 
 
 def carries_kv(graph: Graph, edges: list[Edge]) -> bool:
-    return any(graph.nodes[edge.target].operator == KV_UNPACK for edge in edges)
+    return any(graph.nodes[edge.target].kind.kv == "pulls" for edge in edges)
 
 
 def declared_bytes(graph: Graph, edge: Edge) -> int:
@@ -81,6 +80,6 @@ def outbox_messages(graph: Graph, edges: list[Edge]) -> int:
 
 def credits_of(graph: Graph, edge: Edge) -> int:
     """How many messages of the edge may be in flight: as many responses as requests, whichever link carried the requests."""
-    if graph.nodes[edge.source].operator == RETURN:
+    if graph.nodes[edge.source].kind.relays == "responses":
         return window_of(graph, graph.nodes[edge.source].process)
     return edge.credits if edge.response_to is None else graph.edges[edge.response_to].credits

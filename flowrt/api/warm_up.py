@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flowrt.graph.builtin import SOURCE
+from flowrt.graph.recovery import pipelines
 from flowrt.operators.families.registry import read_model_config
 from flowrt.sampling_params import SamplingParams
 
@@ -26,7 +26,7 @@ async def warm_up(graph: Any) -> None:
         return
     try:
         config, limits = read_model_config(Path(model.path)), graph.graph.group_limits()
-        num_groups = sum(node.operator == SOURCE for node in graph.graph.nodes.values())
+        num_groups = len(pipelines(graph.graph))
         new_tokens = min(NEW_TOKENS, limits.max_tokens or NEW_TOKENS)
         room = min(limits.kv_pages * limits.page_size // 2, config.max_position_embeddings - new_tokens)
         lengths = [limits.max_num_batched_tokens, *[SHORT_PROMPT] * limits.max_num_seqs] * num_groups

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from flowrt.errors import UserError
-from flowrt.graph.builtin import Keeps
+from flowrt.graph.kinds import Keeps
 from flowrt.graph.model import FORK_SERVER, MONITOR, Graph
 from flowrt.graph.recovery import is_watched, rule_of, survives
 from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Scenario, Stall

@@ -98,7 +98,7 @@ class ChaosResult:
 def expert_servers(graph: Graph) -> list[str]:
     """Processes that compute experts for others, be they trampolines or groups too, and that the run can lose."""
     ends = [(graph.nodes[edge.target], graph.ends_of(edge)) for edge in graph.edges.values()]
-    processes = dict.fromkeys(node.process for node, (source, target) in ends if node.operator == "experts" and source != target)
+    processes = dict.fromkeys(node.process for node, (source, target) in ends if node.kind.holds_experts and source != target)
     return [name for name in processes if survives(graph, name)]
 
 

@@ -53,7 +53,7 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
         check_prompts(graph)
         if graph.model is not None and (tokenizer := Tokenizer.open(graph.model.path)) and (problem := tokenizer.chat_problem()):
             notes = (*notes, problem)
-        has_functions = any(":" in node.operator for node in graph.nodes.values())
+        has_functions = any(node.kind.is_users for node in graph.nodes.values())
         if graph.cores or has_functions or any(device != "cpu" for device in graph.devices.values()):
             _check_processes(graph, process or stack.enter_context(_start_check()))
     for note in notes:

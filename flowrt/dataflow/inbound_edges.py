@@ -19,7 +19,6 @@ from flowrt.dataflow.outbound_edges import CreditHeader, OutboundEdge, OutboundE
 from flowrt.dataflow.parts import FAILED, FailedHeader, PartHeader, PlanHeader
 from flowrt.dataflow.payload import TORCH_DTYPES, Payload, from_int8_rows, from_message, from_reference
 from flowrt.dataflow.schemas import MessageSchema
-from flowrt.graph.builtin import FORWARD
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.trampoline import bundle_edges
 from flowrt.transports.wire.message import Message, Tag
@@ -165,7 +164,7 @@ class InboundEdges:
                 schema = None if edge.id in staying else schemas.get(edge.id)
                 request_id = bundles[edge.id].id if edge.id in bundles else edge.request_id
                 requests = None if request_id is None else outbound.edges.get(request_id)
-                is_bundles = graph.nodes[edge.target].operator == FORWARD
+                is_bundles = graph.nodes[edge.target].kind.relays == "requests"
                 self.edges[edge.id] = InboundEdge(edge, source, edge.id in staying, device, schema, requests, fences, is_bundles, dtype)
 
     def renew(self, peer: str) -> None:

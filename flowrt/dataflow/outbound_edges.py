@@ -17,7 +17,6 @@ from flowrt.dataflow.payload import Payload, by_reference, to_device_message, to
 from flowrt.dataflow.schemas import MessageSchema
 from flowrt.dataflow.subgraph import RoutedOutput, part_of
 from flowrt.errors import OperatorError, as_line, error_text
-from flowrt.graph.builtin import FORWARD
 from flowrt.graph.model import INPUT, Edge, Graph
 from flowrt.transports.errors import InvalidMessageError, LimitError
 from flowrt.transports.wire.message import Message, Tag
@@ -230,6 +229,6 @@ class OutboundEdges:
 
 
 def _relays(graph: Graph, edge: Edge) -> Literal["", "bundles", "parts"]:
-    if graph.nodes[edge.target].operator == FORWARD:
+    if graph.nodes[edge.target].kind.relays == "requests":
         return "bundles"
-    return "parts" if graph.nodes[edge.source].operator == FORWARD else ""
+    return "parts" if graph.nodes[edge.source].kind.relays == "requests" else ""

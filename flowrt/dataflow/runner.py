@@ -44,7 +44,6 @@ from flowrt.dataflow.subgraph import (
     plan_of,
 )
 from flowrt.errors import OperatorError, as_line
-from flowrt.graph.builtin import forwards
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Clock, Compute
@@ -105,7 +104,7 @@ class Runner:
         self._outbound = OutboundEdges(graph, process, post, self._on_unsendable, on_unsent, staying, on_device, schemas, clock.now)
         device = None if device is None or device.type == "cpu" else device
         self._inbound = InboundEdges(graph, process, post, self._outbound, staying, device, schemas, self._fences)
-        self._forwarding = {node.name for node in nodes if forwards(node.operator)}
+        self._forwarding = {node.name for node in nodes if node.kind.relays}
         responses = [edge for node in nodes for edge in graph.edges_from(node.name) if edge.request_id is not None]
         self._responses = {edge.request_id: edge for edge in responses if graph.crosses(edge) or edge.target in self._forwarding}
         reach = {node.name: [self._outbound.edges[edge] for edge in self._subgraph.reachable(node.name)] for node in nodes}

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.parts import FailedHeader, PartHeader
-from flowrt.graph.builtin import RETURN
 from flowrt.graph.model import Node
 from flowrt.graph.settings import Batching, Emulation
 from flowrt.transports.wire.message import Tag
@@ -146,6 +145,6 @@ def policy_of(node: Node, emulation: Emulation | None = None, is_alone: IsAlone 
         return OldestFirst()
     dilation = emulation.dilation if emulation is not None else 1.0
     batching = replace(node.batches, max_wait_seconds=node.batches.max_wait_seconds * dilation)
-    if node.operator == RETURN:
+    if node.kind.relays == "responses":
         return Siblings(batching.max_wait_seconds)
     return DomainTurns(batching, is_alone) if batching.domains else BoundedWait(batching, is_alone)

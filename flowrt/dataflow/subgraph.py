@@ -18,7 +18,6 @@ from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.errors import OperatorError, as_line, error_text, place_of
-from flowrt.graph.builtin import KV_PROGRESS, forwards
 from flowrt.graph.model import Edge, Graph
 from flowrt.transports.wire.message import Tag
 
@@ -74,7 +73,7 @@ class FusedSubgraph:
     ) -> None:
         self._functions = functions
         self._isolates = graph.model is None
-        self._forwarding = {node.name for node in graph.nodes_of(process) if forwards(node.operator)}
+        self._forwarding = {node.name for node in graph.nodes_of(process) if node.kind.relays}
         self._edge_names = {edge.id: edge.name for edge in graph.edges.values()}
         self._table = table
         self._fused = fused
@@ -85,7 +84,7 @@ class FusedSubgraph:
             self._out.setdefault((edge.source, edge.source_port), []).append(edge)
         # Responses go with the rest: with them goes the credit of the request, which is consumed only when the firing ends.
         self._crossing = {edge.id for edge in self._edges if graph.crosses(edge) and edge.request_id is None}
-        progress = {edge.id for edge in self._edges if graph.nodes[edge.target].operator == KV_PROGRESS}
+        progress = {edge.id for edge in self._edges if graph.nodes[edge.target].kind.is_early}
         self._early = self._crossing | progress  # edges whose outputs do not wait for the end of the firing
         self._urgent = _leading_to(self._crossing, [edge for edge in self._edges if edge.source in fused])
 

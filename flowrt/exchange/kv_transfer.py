@@ -38,39 +38,13 @@ from flowrt.dataflow.schemas import Spec
 from flowrt.engine.offered_prompt import OfferedPrompt
 from flowrt.errors import error_text
 from flowrt.exchange.extra_tensors import SentExtras, received
+from flowrt.exchange.kv_headers import ChunkHeader, PullHeader
 from flowrt.operators.kernels.choice import page_kernels_for
 from flowrt.operators.kernels.torch.pages import digest_of
 from flowrt.operators.kv_pages import KvPages
 from flowrt.transports.wire.message import Tag
 
 WINDOW = 4  # pulls that a transfer has in flight at most; one while the prefill worker has no chunk
-
-
-class PullHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Requests the next chunk of offer `number`, whose tokens from `first` on the group lacks."""
-
-    request_id: str
-    attempt: int
-    number: int
-    first: int = 0
-
-
-class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
-    """The response to a pull, which it repeats: tokens `first` .. `first + num_tokens - 1` of a layer. `digest`: xxh3_64 of the bytes of
-    their KV; `extras_digest`: that of the extra tensors, if there are any. `num_committed`: tokens of the prompt that no roll back computes
-    again, as of `epoch`. `num_ready`: chunks that are computed and not sent. `refusal`: why there is no chunk, and no row."""
-
-    pull: PullHeader
-    layer: int = 0
-    first: int = 0
-    num_tokens: int = 0
-    epoch: int = 0
-    num_committed: int = 0
-    num_ready: int = 0
-    is_last: bool = False
-    digest: int = 0
-    refusal: str = ""
-    extras_digest: int = 0
 
 
 def slots_of(pages: Sequence[int], page_size: int, first: int, num_tokens: int) -> Tensor | slice:

@@ -21,7 +21,6 @@ from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import RoutedOutput, part_of
 from flowrt.errors import OperatorError
-from flowrt.graph.builtin import FORWARD, RETURN
 from flowrt.graph.model import Graph
 from flowrt.graph.trampoline import group_ports
 from flowrt.operators.dispatch import Part
@@ -152,9 +151,9 @@ class Forwarder:
     """Notices of the trampoline in this process to the groups: servers that it has lost, and bundles that it cannot split."""
 
     def __init__(self, graph: Graph, process: str, runner: Runner) -> None:
-        self._returning = next(node.name for node in graph.nodes_of(process) if node.operator == RETURN)
+        self._returning = next(node.name for node in graph.nodes_of(process) if node.kind.relays == "responses")
         self._process_of = {node.name: node.process for node in graph.nodes.values()}
-        self._forwarding = {node.name for node in graph.nodes_of(process) if node.operator == FORWARD}
+        self._forwarding = {node.name for node in graph.nodes_of(process) if node.kind.relays == "requests"}
         self._ports = group_ports(graph, self._returning)
         self._runner = runner
         self._lost: dict[str, str] = {}  # process -> its latest incarnation that was lost

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
-from flowrt.graph.builtin import BUILTIN, RETURN, SOURCE
 from flowrt.graph.document import Path_
 from flowrt.graph.extra_tensors import check_extras
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import check_int8
+from flowrt.graph.kinds import all_kinds, kind_of
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, role_of
 from flowrt.graph.notation import link_numbers, nearest, specs_disagree
 from flowrt.graph.numerics_checks import check_numerics
 from flowrt.graph.placement import Held, experts_map, held_experts
-from flowrt.graph.reach import Flow, Point, emits, follow
+from flowrt.graph.reach import Flow, Point, follow
 from flowrt.graph.reliability_checks import check_reliability
 from flowrt.graph.trampoline import check_trampolines
 from flowrt.graph.transfer_checks import check_transfers
@@ -82,7 +82,7 @@ def _check_message_size(graph: Graph, facts: ModelFacts | None) -> Iterator[Prob
     for node in graph.nodes.values():
         limits = graph.limits_of(node.process)
         needed = limits.max_num_batched_tokens * facts.num_experts_per_token * pair_bytes
-        if node.operator == "dispatch" and needed > limits.max_message_bytes:
+        if node.kind.dispatches and needed > limits.max_message_bytes:
             text = f"a step of {limits.max_num_batched_tokens} tokens can need {needed} bytes; write at least {needed}"
             yield Problem(("limits", "max_message_bytes"), f"{text}, or lower limits.max_num_batched_tokens")
 
@@ -92,7 +92,7 @@ def _check_ports(graph: Graph) -> Iterator[Problem]:
     led = {(edge.source, edge.source_port) for edge in graph.edges.values()}
     for node in graph.nodes.values():
         path = ("nodes", node.name)
-        if not node.inputs and not emits(node.operator):
+        if not node.inputs and not node.kind.emits:
             yield Problem(path, "no edge leads here; connect an input")
         for port in node.inputs.values():
             here = (*path, "inputs", port.name)
@@ -116,7 +116,7 @@ def _check_ports(graph: Graph) -> Iterator[Problem]:
             if why is not None:
                 text = f"{why} ({', '.join(given)} to {', '.join(taken)}); make both ends agree"
                 yield Problem(("edges", edge.name), text)
-    if not any(emits(node.operator) for node in graph.nodes.values()):
+    if not any(node.kind.emits for node in graph.nodes.values()):
         yield Problem(("edges",), f"no node emits tags; connect {INPUT}.NAME to a node")
     if INPUT in graph.nodes and OUTPUT not in graph.nodes:
         yield Problem(("edges",), f"no edge leads to {OUTPUT}; connect a result to {OUTPUT}.NAME")
@@ -155,11 +155,10 @@ def _check_transports(graph: Graph) -> Iterator[Problem]:
 def _check_feeding(graph: Graph, flow: Flow) -> Iterator[Problem]:
     places = {name: place for place, name in enumerate(graph.edges)}
     for node in graph.nodes.values():
-        if emits(node.operator):
+        if node.kind.emits:
             continue
-        takes_each = node.operator in BUILTIN and BUILTIN[node.operator].takes_each
         for port in node.inputs.values():
-            if port.takes == "one" and not takes_each:
+            if port.takes == "one" and not node.kind.takes_each:
                 yield from _fed_twice(graph, flow, node, port.name, places)
         if node.inputs and not flow.fires[node.name]:
             yield Problem(("nodes", node.name), f"the node never fires: {_never(flow, node)}")
@@ -211,7 +210,7 @@ def _check_cycles(graph: Graph, flow: Flow) -> Iterator[Problem]:
     """Without the edges that advance the tag, no (node, layer) may reach itself."""
     into: dict[tuple[str, int], dict[tuple[str, int], Edge]] = {}  # (node, layer) -> the (node, layer) that feeds it -> the edge
     for edge in graph.edges.values():
-        if edge.tag.advances or emits(graph.nodes[edge.target].operator):
+        if edge.tag.advances or graph.nodes[edge.target].kind.emits:
             continue
         for layer in {layer for _, layer in flow.fires[edge.source]} or flow.layers:
             if layer in edge.layers:
@@ -230,10 +229,10 @@ def _check_cycles(graph: Graph, flow: Flow) -> Iterator[Problem]:
 
 def _check_credits(graph: Graph) -> Iterator[Problem]:
     """On a cycle, an edge between processes needs a credit for each message in flight: one per tag."""
-    is_model = any(node.operator == "source" for node in graph.nodes.values())
+    is_model = any(node.kind.schedules for node in graph.nodes.values())
     tags, what = (graph.micro_batches, "micro-batches") if is_model else (graph.limits.in_flight, "tags in flight")
     for edge in graph.edges.values():
-        if edge.response_to is not None or not graph.crosses(edge) or graph.nodes[edge.source].operator == RETURN:
+        if edge.response_to is not None or not graph.crosses(edge) or graph.nodes[edge.source].kind.relays == "responses":
             continue
         path: Path_ = ("edges", edge.name, "credits")
         if edge.credits < 1:
@@ -253,7 +252,7 @@ def _check_batches(graph: Graph) -> Iterator[Problem]:
 
 def _check_domains(graph: Graph) -> Iterator[Problem]:
     """Each source whose tags reach a node with domains is in one of them."""
-    sources = {node.name for node in graph.nodes.values() if node.operator == SOURCE}
+    sources = {node.name for node in graph.nodes.values() if node.kind.schedules}
     for node in graph.nodes.values():
         if node.batches is None or not node.batches.domains:
             continue
@@ -281,7 +280,7 @@ def _reachable(graph: Graph, start: str) -> set[str]:
 
 def _check_model(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:
     """The options of built-in nodes against the model: layers, held experts, and the servers of each dispatch."""
-    built_in = [node for node in graph.nodes.values() if ":" not in node.operator and node.name not in (INPUT, OUTPUT)]
+    built_in = [node for node in graph.nodes.values() if node.operator in all_kinds()]
     if built_in and facts is None:
         yield Problem(("nodes", built_in[0].name, "operator"), "a built-in operator needs a model; write model: {path: DIRECTORY}")
         return
@@ -294,24 +293,24 @@ def _check_model(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:
         if layers != facts.num_layers:
             text = f"expected {facts.num_layers} layers, got {layers}; expand the graph again for this model"
             yield Problem((*path, "num_layers"), text)
-        if node.operator == "combine" and facts.shared_experts != _adds_shared_experts(graph, node):
+        if node.kind.combines == "results" and facts.shared_experts != _adds_shared_experts(graph, node):
             has, lacks = ("model", "graph has no node for them") if facts.shared_experts else ("graph", "model has none")
             yield Problem(("nodes", node.name), f"the {has} has shared experts, the {lacks}; expand it again for this model")
-        if node.operator == "experts":
+        if node.kind.holds_experts:
             try:
                 held[node.name] = held_experts(node.options["experts"], facts.moe_layers, facts.num_experts)
             except ValueError as error:
                 yield Problem((*path, "experts"), str(error))
                 return
     for node in built_in:
-        if node.operator == "dispatch":
+        if node.kind.dispatches:
             yield from _check_dispatch(graph, node, held, facts)
 
 
 def _adds_shared_experts(graph: Graph, combine: Node) -> bool:
     """Whether the residual of `combine` comes from a node of shared experts."""
     into = [edge for edge in graph.edges.values() if edge.target == combine.name and edge.target_port == "residual"]
-    return any(graph.nodes[edge.source].operator == "shared" for edge in into)
+    return any("shared_down" in graph.nodes[edge.source].kind.parts for edge in into)
 
 
 def _check_dispatch(graph: Graph, node: Node, held: dict[str, Held], facts: ModelFacts) -> Iterator[Problem]:
@@ -358,15 +357,16 @@ def _check_emulation(graph: Graph) -> Iterator[Problem]:
     emulation = graph.emulation
     if emulation is None:
         return
-    operators = {node.operator for node in graph.nodes.values()} - {SOURCE, INPUT, OUTPUT}
+    operators = {node.operator for node in graph.nodes.values() if node.kind.is_users or node.kind.build}
     for operator, cost in emulation.compute.items():
         path = ("emulate", "compute", operator)
         if operator not in operators:
             yield Problem(path, f"no node of this graph has the operator {operator!r}; {nearest(operator, operators)}")
-        for key, only in (("expert_seconds", "experts"), ("kv_token_seconds", "attention")):
-            if getattr(cost, key) and operator != only:
+        charges = kind_of(operator).charges
+        for key, only in ((kind.charges, kind.name) for kind in all_kinds().values() if kind.charges):
+            if getattr(cost, key) and charges != key:
                 yield Problem((*path, key), f"only {only!r} is charged for this; remove the key")
-        if operator in operators and not cost.shortest_seconds(operator):
+        if operator in operators and not cost.shortest_seconds(charges):
             yield Problem(path, "a row takes no time; give one of fixed_seconds, row_seconds, expert_seconds, kv_token_seconds above 0")
     crossing = [edge for edge in graph.edges.values() if graph.crosses(edge)]
     linked = [edge for edge in crossing if edge.link is not None]

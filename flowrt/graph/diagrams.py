@@ -92,7 +92,7 @@ def edge_properties(edge: Edge, graph: Graph) -> Iterator[str]:
 
 
 def _node_label(node: Node) -> list[str]:
-    lines = [node.name.removeprefix(f"{node.process}."), *([node.operator] if ":" in node.operator else [])]
+    lines = [node.name.removeprefix(f"{node.process}."), *([node.operator] if node.kind.is_users else [])]
     return lines + ([f"experts {experts_text(node.options['experts'])}"] if "experts" in node.options else [])
 
 

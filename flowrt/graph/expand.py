@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flowrt.graph.builtin import COLLECT, FORWARD, KV_PACK, KV_PROGRESS, KV_UNPACK, RETURN
 from flowrt.graph.document import Document
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import carries_rows
@@ -124,20 +123,18 @@ def _servers(deploy: DeploySection) -> list[str]:
 def _add_transfers(nodes: dict[str, NodeSection], edges: dict[str, EdgeSection], deploy: DeploySection, facts: ModelFacts) -> None:
     """Let each group pull the KV of prompts from each prefill worker (xDeepServe section 5.1, figure 17: a full mesh)."""
     for worker in _prefill(deploy):
-        nodes[f"{worker}.{KV_PACK}"] = NodeSection(operator=KV_PACK, process=worker)
+        nodes[f"{worker}.kv_pack"] = NodeSection(operator="kv_pack", process=worker)
         if deploy.prefill.stream:
-            progress = f"{worker}.{KV_PROGRESS}"
-            nodes[progress] = NodeSection(operator=KV_PROGRESS, process=worker)
+            progress = f"{worker}.kv_progress"
+            nodes[progress] = NodeSection(operator="kv_progress", process=worker)
             edges[edge_name(f"{worker}.attention.normed", f"{progress}.rows")] = EdgeSection()
     for group in _groups(deploy) if deploy.prefill.workers else ():
-        unpack = f"{group}.{KV_UNPACK}"
-        nodes[unpack] = NodeSection(operator=KV_UNPACK, process=group, options={"num_layers": facts.num_layers})
+        unpack = f"{group}.kv_unpack"
+        nodes[unpack] = NodeSection(operator="kv_unpack", process=group, options={"num_layers": facts.num_layers})
         for number, worker in enumerate(_prefill(deploy)):
-            pull = edge_name(f"{unpack}.pull{number}", f"{worker}.{KV_PACK}.pull")
+            pull = edge_name(f"{unpack}.pull{number}", f"{worker}.kv_pack.pull")
             edges[pull] = EdgeSection(credits=max(PULLS_IN_FLIGHT, deploy.attention.micro_batches))
-            edges[edge_name(f"{worker}.{KV_PACK}.chunk", f"{unpack}.chunk")] = EdgeSection(
-                response_to=pull, int8=deploy.prefill.int8 or None
-            )
+            edges[edge_name(f"{worker}.kv_pack.chunk", f"{unpack}.chunk")] = EdgeSection(response_to=pull, int8=deploy.prefill.int8 or None)
 
 
 def _add_group(
@@ -251,22 +248,22 @@ def _add_trampolines(
     groups = [f"attention.{group}" for group in range(attention.groups)]
     for trampoline, servers in trampolines.items():
         at = f"experts.{trampoline}"
-        nodes[f"{at}.{FORWARD}"] = NodeSection(operator=FORWARD, process=at)
-        nodes[f"{at}.{RETURN}"] = NodeSection(operator=RETURN, process=at)
+        nodes[f"{at}.forward"] = NodeSection(operator="forward", process=at)
+        nodes[f"{at}.return"] = NodeSection(operator="return", process=at)
         for server in servers:
             # A credit for each micro-batch of each group: a server that stands still holds up no part of another server.
             credits = attention.groups * attention.micro_batches if server != trampoline else None
-            request = edge_name(f"{at}.{FORWARD}.server{server}", f"experts.{server}.rows")
+            request = edge_name(f"{at}.forward.server{server}", f"experts.{server}.rows")
             edges[request] = EdgeSection(credits=credits)
-            edges[edge_name(f"experts.{server}.results", f"{at}.{RETURN}.results")] = EdgeSection(response_to=request)
+            edges[edge_name(f"experts.{server}.results", f"{at}.return.results")] = EdgeSection(response_to=request)
         for number, group in enumerate(groups):
-            bundles = edge_name(f"{group}.dispatch.via{trampoline}", f"{at}.{FORWARD}.bundle")
+            bundles = edge_name(f"{group}.dispatch.via{trampoline}", f"{at}.forward.bundle")
             edges[bundles] = EdgeSection(credits=attention.micro_batches * len(servers))  # Trampolines.route bounds the parts
-            edges[edge_name(f"{at}.{RETURN}.group{number}", f"{group}.{COLLECT}.bundle")] = EdgeSection()
+            edges[edge_name(f"{at}.return.group{number}", f"{group}.collect.bundle")] = EdgeSection()
     for group in groups if trampolines else ():
-        nodes[f"{group}.{COLLECT}"] = NodeSection(operator=COLLECT, process=group)
+        nodes[f"{group}.collect"] = NodeSection(operator="collect", process=group)
         for place in range(max(map(len, trampolines.values()))):
-            edges[edge_name(f"{group}.{COLLECT}.part{place}", f"{group}.combine.parts")] = EdgeSection()
+            edges[edge_name(f"{group}.collect.part{place}", f"{group}.combine.parts")] = EdgeSection()
 
 
 def _choose_int8(nodes: dict[str, NodeSection], edges: dict[str, EdgeSection], choice: str) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flowrt.graph.builtin import BUILTIN, KV_EXTRA, KV_UNPACK, RETURN, SOURCE, BuiltinOperator
 from flowrt.graph.document import Document, Path_
-from flowrt.graph.extra_tensors import ports_of_extras
+from flowrt.graph.kinds import Kind, all_kinds
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Node, PortSpec, role_of
 from flowrt.graph.notation import MAX_LAYER, is_edge_end, is_user_operator, nearest, parse_layers, parse_tag, shown_value
 from flowrt.graph.schema import EdgeSection, GraphFile, LinkSection, NodeSection
@@ -45,7 +44,7 @@ def build_explicit(file: GraphFile, document: Document) -> tuple[dict[str, Node]
         built[INPUT] = Node(INPUT, INPUT, GATEWAY, outputs={port: PortSpec(port) for port in given[INPUT]})
     if OUTPUT in taken:
         built[OUTPUT] = Node(OUTPUT, OUTPUT, GATEWAY, inputs={port: PortSpec(port) for port in taken[OUTPUT]})
-    is_model = any(node.operator == SOURCE for node in built.values())
+    is_model = any(node.kind.schedules for node in built.values())
     num_credits = file.micro_batches or 1 if is_model else file.limits.in_flight
     requests = {section.response_to for section in edges.values()} if is_model else set()
     pairs: dict[tuple[str, str], None] = {}
@@ -54,7 +53,7 @@ def build_explicit(file: GraphFile, document: Document) -> tuple[dict[str, Node]
         pair = role_pair(built[ends[name][0]].process, built[ends[name][2]].process)
         if pair is not None:
             pairs[pair] = None
-        is_response = section.response_to is not None or built[ends[name][0]].operator == RETURN
+        is_response = section.response_to is not None or built[ends[name][0]].kind.relays == "responses"
         # One more for requests: a micro-batch that goes on does not wait for the response to an abandoned request (EaaS section 3.2).
         default = 0 if is_response else num_credits + (name in requests)
         link = {} if pair is None else _link(file.links, pair, section, default)
@@ -79,15 +78,13 @@ def _link(links: Mapping[str, LinkSection], pair: tuple[str, str], own: EdgeSect
 
 def _node(name: str, section: NodeSection, taken: dict[str, str], given: dict[str, str], document: Document) -> Node:
     path = ("nodes", name)
-    built = None if is_user_operator(section.operator) else BUILTIN.get(section.operator)
+    built = None if is_user_operator(section.operator) else all_kinds().get(section.operator)
     if built is not None:
         _check_builtin(built, section, path, document)
         try:
-            extras = ports_of_extras(section.operator, section.options)
+            inputs, outputs = ports_of(built, section.options, given)
         except ValueError as error:
             document.fail((*path, "options"), str(error))
-        inputs = built.input_ports() | (extras if section.operator == KV_EXTRA else {})
-        outputs = built.output_ports(given) | (extras if section.operator == KV_UNPACK else {})
         whose = f"{section.operator!r} has no"
     elif is_user_operator(section.operator):
         if section.options:
@@ -95,12 +92,12 @@ def _node(name: str, section: NodeSection, taken: dict[str, str], given: dict[st
         inputs, outputs = _user_ports(section, taken, given)
         whose = f"{name} declares no"
     else:
-        hint = nearest(section.operator, BUILTIN)
+        hint = nearest(section.operator, all_kinds())
         document.fail((*path, "operator"), f"there is no operator {section.operator!r}; write module:function for your own; {hint}")
     for used, ports, key, kind in ((taken, inputs, "to", "input"), (given, outputs, "from", "output")):
         for port, edge in used.items():
             if port not in ports:
-                known = built.outputs if built is not None and key == "from" else ports
+                known = [each.name for each in built.outputs] if built is not None and key == "from" else ports
                 document.fail(_end_path(edge, key, document), f"{whose} {kind} {port!r}; {nearest(port, known)}")
     return Node(
         name=name,
@@ -115,7 +112,20 @@ def _node(name: str, section: NodeSection, taken: dict[str, str], given: dict[st
     )
 
 
-def _check_builtin(built: BuiltinOperator, section: NodeSection, path: Path_, document: Document) -> None:
+def ports_of(kind: Kind, options: Mapping[str, Any], given: Iterable[str]) -> tuple[Ports, Ports]:
+    """The ports of a node of this kind: all fixed ones, those of its options, and those of `given` that match a "*". Raises ValueError for
+    wrong options."""
+    names = dict.fromkeys(port.name for port in kind.outputs if not port.name.endswith("*"))
+    names |= dict.fromkeys(name for name in sorted(given) if kind.output(name) is not None)
+    gathers = kind.gathers
+    inputs = {name: PortSpec(name, takes="gather" if name in gathers else "one", count=gathers.get(name)) for name in kind.inputs}
+    outputs = {name: PortSpec(name) for name in names}
+    more = ({}, {}) if kind.option_ports is None else kind.option_ports(options)
+    inputs |= {name: PortSpec(name, (tensor,)) for name, tensor in more[0].items()}
+    return inputs, outputs | {name: PortSpec(name, (tensor,)) for name, tensor in more[1].items()}
+
+
+def _check_builtin(built: Kind, section: NodeSection, path: Path_, document: Document) -> None:
     for key in ("inputs", "outputs", "stateful", "keeps", *(() if built.batches is not None else ("batches",))):
         if document.has((*path, key)):
             document.fail((*path, key), f"{section.operator!r} is built in and has its own; remove the key")
@@ -156,7 +166,7 @@ def _edge(
                 document.fail((*path, key), f"both ends are in process {nodes[source].process}, where no link is used; remove the key")
     if section.response_to is not None and section.response_to not in ends:
         document.fail((*path, "response_to"), f"there is no edge {section.response_to!r}; {nearest(section.response_to, ends)}")
-    if section.credits is not None and (section.response_to is not None or nodes[source].operator == RETURN):
+    if section.credits is not None and (section.response_to is not None or nodes[source].kind.relays == "responses"):
         document.fail((*path, "credits"), "a response needs no credits: the request's return with it; remove the key")
     return Edge(
         *ends[name],

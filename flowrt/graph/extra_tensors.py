@@ -10,28 +10,29 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from flowrt.graph.builtin import KV_EXTRA, KV_PACK, KV_UNPACK, SOURCE
 from flowrt.graph.document import Path_
 from flowrt.graph.facts import ModelFacts
-from flowrt.graph.model import Edge, Graph, Node, PortSpec
+from flowrt.graph.kinds import all_kinds
+from flowrt.graph.model import Edge, Graph, Node
 from flowrt.graph.notation import is_port_name, parse_tensor_spec, shown_value, specs_disagree
 from flowrt.graph.reach import follow
 from flowrt.transports.wire.message import DTYPE_BYTES
 
-_WITH_ROWS = {("embed", "x"), ("attention", "residual"), ("combine", "y"), ("mlp", "y"), ("shared", "y")}  # [rows, hidden]
+
+def rows_of_extra(options: Mapping[str, Any]) -> dict[str, str]:
+    """The input port of a `kv_extra`, with its spec. Raises ValueError for wrong options."""
+    dtype, shape = _shape_of(options["name"], options["tensor"])
+    return {"rows": f"{dtype}[{','.join(('rows', *map(str, shape)))}]"}
 
 
-def ports_of_extras(operator: str, options: Mapping[str, Any]) -> dict[str, PortSpec]:
-    """The input of a `kv_extra`, or the outputs of a `kv_unpack` for its extra tensors. Raises ValueError for wrong options."""
-    if operator == KV_EXTRA:
-        dtype, shape = _shape_of(options["name"], options["tensor"])
-        return {"rows": PortSpec("rows", (f"{dtype}[{','.join(('rows', *map(str, shape)))}]",))}
-    extras = options.get("extras", {}) if operator == KV_UNPACK else {}
+def ports_of_extras(options: Mapping[str, Any]) -> dict[str, str]:
+    """The output ports of a `kv_unpack` for its extra tensors, with their specs. Raises ValueError for wrong options."""
+    extras = options.get("extras", {})
     if not isinstance(extras, Mapping):
         raise ValueError(f"extras {shown_value(extras)} is not a mapping; write a tensor per name, such as hidden: 'float32[64]'")
     for name, tensor in extras.items():
         _shape_of(name, tensor)
-    return {name: PortSpec(name, (tensor,)) for name, tensor in extras.items()}
+    return dict(extras)
 
 
 def _shape_of(name: Any, tensor: Any) -> tuple[str, tuple[int, ...]]:
@@ -49,7 +50,7 @@ def _shape_of(name: Any, tensor: Any) -> tuple[str, tuple[int, ...]]:
 
 def sent_extras(graph: Graph, worker: str) -> dict[str, str]:
     """Name -> tensor of one prompt that the transfers of a prefill worker carry, in the order of their names."""
-    nodes = [node for node in graph.nodes_of(worker) if node.operator == KV_EXTRA]
+    nodes = [node for node in graph.nodes_of(worker) if node.kind.sends_extra]
     return dict(sorted((node.options["name"], node.options["tensor"]) for node in nodes))
 
 
@@ -66,18 +67,18 @@ def num_bytes(extras: Mapping[str, str]) -> int:
 
 def check_extras(graph: Graph, facts: ModelFacts | None) -> Iterator[tuple[Path_, str]]:
     """Path of a key in the explicit form, and what is wrong with it."""
-    for node in (each for each in graph.nodes.values() if each.operator == KV_EXTRA):
+    for node in (each for each in graph.nodes.values() if each.kind.sends_extra):
         yield from _check_sender(graph, node, facts)
-    for node in (each for each in graph.nodes.values() if each.operator == KV_UNPACK):
+    for node in (each for each in graph.nodes.values() if each.kind.kv == "pulls"):
         yield from _check_receiver(graph, node)
 
 
 def _check_sender(graph: Graph, node: Node, facts: ModelFacts | None) -> Iterator[tuple[Path_, str]]:
     path: Path_ = ("nodes", node.name)
     nodes, limits = graph.nodes_of(node.process), graph.limits_of(node.process)
-    if not any(other.operator == KV_PACK for other in nodes):
-        yield path, f"process {node.process} has no {KV_PACK}, whose transfers would carry it; put it into a prefill worker"
-    if sum(other.operator == KV_EXTRA and other.options["name"] == node.options["name"] for other in nodes) > 1:
+    if not any(other.kind.kv == "offers" for other in nodes):
+        yield path, f"process {node.process} has no kv_pack, whose transfers would carry it; put it into a prefill worker"
+    if sum(other.kind.sends_extra and other.options["name"] == node.options["name"] for other in nodes) > 1:
         yield (*path, "options", "name"), f"{node.process} has two extra tensors {node.options['name']!r}; choose another name"
     if (total := num_bytes(sent_extras(graph, node.process))) > limits.max_message_bytes // 2:
         text = f"the extra tensors of {node.process} have {total} bytes, and travel with KV in one message"
@@ -94,13 +95,13 @@ def _check_sender(graph: Graph, node: Node, facts: ModelFacts | None) -> Iterato
 def _check_rows(graph: Graph, edge: Edge, node: Node, facts: ModelFacts | None) -> Iterator[tuple[Path_, str]]:
     path: Path_ = ("edges", edge.name)
     source = graph.nodes[edge.source]
-    own = {each.name for each in graph.nodes_of(node.process) if each.operator == SOURCE}
+    own = {each.name for each in graph.nodes_of(node.process) if each.kind.schedules}
     if graph.crosses(edge) or edge.tag.kind != "same" or not follow(graph).edge_origins.get(edge.name, own) <= own:
         yield path, f"expected rows of a step of {node.process}, with the tag of this step; compute them in this process"
-    elif ":" not in source.operator and (source.operator, edge.source_port) not in _WITH_ROWS:
-        ports = ", ".join(".".join(each) for each in sorted(_WITH_ROWS))
+    elif not source.kind.is_users and not ((port := source.kind.output(edge.source_port)) and port.is_residual):
+        ports = ", ".join(sorted(f"{kind.name}.{port.name}" for kind in all_kinds().values() for port in kind.outputs if port.is_residual))
         yield path, f"{source.operator}.{edge.source_port} does not have a row per row of the step; connect one of {ports}"
-    elif ":" not in source.operator and facts is not None and graph.model is not None:
+    elif not source.kind.is_users and facts is not None and graph.model is not None:
         given, taken = f"{graph.model.dtype}[rows,{facts.hidden_size}]", node.inputs["rows"].tensors[0]
         if (why := specs_disagree(given, taken)) is not None:
             yield path, f"{why} ({given} to {taken}); make both ends agree"
@@ -111,7 +112,7 @@ def _check_receiver(graph: Graph, unpack: Node) -> Iterator[tuple[Path_, str]]:
     received = received_extras(unpack)
     for edge in graph.edges_from(unpack.name):
         target = graph.nodes[edge.target]
-        if target.operator == KV_PACK and (sent := sent_extras(graph, target.process)) != received:
+        if target.kind.kv == "offers" and (sent := sent_extras(graph, target.process)) != received:
             texts = [", ".join(f"{name}: {tensor}" for name, tensor in each.items()) or "none" for each in (received, sent)]
             yield path, f"expected the extra tensors of {target.process} ({texts[1]}), got {texts[0]}; write the same"
         elif edge.source_port in received and graph.crosses(edge):

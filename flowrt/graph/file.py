@@ -15,7 +15,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from flowrt.errors import GraphError
-from flowrt.graph.builtin import KV_PACK
 from flowrt.graph.checks import check
 from flowrt.graph.default import default_graph, hub_hint, snapshot_hint
 from flowrt.graph.document import Document, Path_, apply_overrides, document_of, dotted, read_document, read_text
@@ -177,7 +176,7 @@ def _checked_later(graph: Graph) -> Iterator[Path_]:
     yield from (("hosts", "engine"),) if graph.hosts is not None else ()
     yield from (("devices", process) for process, device in graph.devices.items() if device != "cpu")
     yield from (("cores", process) for process in graph.cores)
-    yield from (("nodes", node.name, "operator") for node in graph.nodes.values() if ":" in node.operator)
+    yield from (("nodes", node.name, "operator") for node in graph.nodes.values() if node.kind.is_users)
     yield from (("edges", edge.name, "transport") for edge in graph.edges.values() if edge.transport != "auto")
 
 
@@ -193,7 +192,7 @@ def _written_path(path: Path_, graph: Graph, document: Document, is_short: bool)
     if section == "edges" and rest and not document.has(path):
         edge = graph.edges[str(rest[0])]
         if is_short:
-            is_transfer = KV_PACK in (graph.nodes[edge.source].operator, graph.nodes[edge.target].operator)
+            is_transfer = graph.nodes[edge.source].kind.kv and graph.nodes[edge.target].kind.kv
             if rest[-1] == "int8":
                 return ("deploy", "prefill" if is_transfer else "experts", "int8")
             link = ("deploy", "links", "prefill-attention" if is_transfer else "attention-experts")

@@ -11,10 +11,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
-from flowrt.graph.builtin import SOURCE
 from flowrt.graph.derived import derived
 from flowrt.graph.model import Edge, Graph, Node
-from flowrt.graph.reach import Flow, Point, emits, follow
+from flowrt.graph.reach import Flow, Point, follow
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ class _ProcessFusion:
 
     def __init__(self, graph: Graph, nodes: Sequence[Node], edges: Iterable[Edge], flow: Flow) -> None:
         self._graph, self._flow = graph, flow
-        self._sources = {node.name for node in nodes if node.operator == SOURCE}
-        self._names = [node.name for node in nodes if not emits(node.operator)]
+        self._sources = {node.name for node in nodes if node.kind.schedules}
+        self._names = [node.name for node in nodes if not node.kind.emits]
         self._all_local = set(self._names) | self._sources
         self._into: dict[str, list[Edge]] = {name: [] for name in self._names}
         self._from: dict[str, list[Edge]] = {name: [] for name in self._names}

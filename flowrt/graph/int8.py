@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flowrt.graph.builtin import FORWARD, KV_PACK, RETURN
 from flowrt.graph.document import Path_
+from flowrt.graph.kinds import kind_of
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.numerics import is_strict, numerics_text, strict_exchanges
-
-_TO_SERVERS, _BACK = ("dispatch", FORWARD), ("experts", RETURN)
 
 
 def carries_rows(operator: str, port: str, choice: str) -> bool:
     """Whether an output carries rows of this choice: "dispatch", "combine" or "both"."""
-    is_sent = operator in _TO_SERVERS and port != "plan"
-    return (is_sent and choice in ("dispatch", "both")) or (operator in _BACK and choice in ("combine", "both"))
+    found = kind_of(operator).output(port)
+    return found is not None and found.int8 in (("dispatch", "combine") if choice == "both" else (choice,))
 
 
 def check_int8(graph: Graph) -> Iterator[tuple[Path_, str]]:
@@ -27,10 +25,10 @@ def check_int8(graph: Graph) -> Iterator[tuple[Path_, str]]:
 
 def _fault(graph: Graph, edge: Edge) -> str:
     source = graph.nodes[edge.source]
-    if not (carries_rows(source.operator, edge.source_port, "both") or source.operator == KV_PACK):
+    if not ((port := source.kind.output(edge.source_port)) and port.int8):
         return "INT8 is for rows between dispatch and experts, and for KV; remove the key"
     if not graph.crosses(edge):
         return f"both ends are in process {source.process}, where messages do not travel; remove the key"
     ends = graph.ends_of(edge)
-    needs_bits = all(is_strict(graph, end) for end in ends) if source.operator == KV_PACK else not strict_exchanges(graph).isdisjoint(ends)
+    needs_bits = all(is_strict(graph, end) for end in ends) if port.int8 == "kv" else not strict_exchanges(graph).isdisjoint(ends)
     return f"INT8 changes the numbers, and numerics are {numerics_text(graph)}; write fast, or no int8" if needs_bits else ""

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from flowrt.errors import GraphError
+from flowrt.graph.kinds import Kind, kind_of
 from flowrt.graph.settings import (
     Batching,
     Emulation,
@@ -118,6 +119,10 @@ class Node:
     stateful: bool = False
     batches: Batching | None = None
     keeps_nothing: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.operator)
 
 
 @dataclass(frozen=True)
@@ -256,14 +261,14 @@ class Graph:
 
     def group_limits(self, widest: bool = False) -> GraphLimits:
         """What every group grants (or, `widest`, what none exceeds): of all roles the smallest (largest) limit, and number of KV tokens."""
-        roles = [asdict(self.limits_of(node.process)) for node in self.nodes.values() if node.operator == "source"] or [asdict(self.limits)]
+        roles = [asdict(self.limits_of(node.process)) for node in self.nodes.values() if node.kind.schedules] or [asdict(self.limits)]
         pick = max if widest else min
         found = {key: pick((limits[key] for limits in roles), key=lambda limit: inf if limit is None else limit) for key in roles[0]}
         return GraphLimits(**found | {"kv_pages": pick(each["kv_pages"] * each["page_size"] for each in roles) // found["page_size"]})
 
     def tags_in_flight(self) -> int:
         """The maximum of tags in flight at once: each source's micro-batches in a model graph, `limits.in_flight` in a user's."""
-        num_sources = sum(node.operator == "source" for node in self.nodes.values())
+        num_sources = sum(node.kind.schedules for node in self.nodes.values())
         return num_sources * self.micro_batches if num_sources else self.limits.in_flight
 
     def ends_of(self, edge: Edge) -> tuple[str, str]:

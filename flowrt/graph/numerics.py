@@ -6,11 +6,9 @@ results are valid fast ones: servers that any strict client reaches compute stri
 
 from __future__ import annotations
 
-from flowrt.graph.builtin import FORWARD, RETURN, SOURCE
 from flowrt.graph.derived import derived
+from flowrt.graph.kinds import Keeps
 from flowrt.graph.model import GATEWAY, Graph, role_of
-
-_OF_SERVERS = ("experts", FORWARD, RETURN)
 
 
 def is_strict(graph: Graph, process: str) -> bool:
@@ -22,8 +20,8 @@ def is_strict(graph: Graph, process: str) -> bool:
 def strict_exchanges(graph: Graph) -> frozenset[str]:
     """The processes whose rows to and from experts have the strict form: strict clients, their servers, and all clients of these."""
     into = [(graph.nodes[edge.source], graph.nodes[edge.target]) for edge in graph.edges.values()]
-    pairs = [(source.process, target.process) for source, target in into if target.operator in ("experts", FORWARD)]
-    clients = (source.process for source, target in into if target.operator in ("experts", FORWARD) and source.operator != FORWARD)
+    pairs = [(source.process, target.process) for source, target in into if target.kind.serves]
+    clients = (source.process for source, target in into if target.kind.serves and not source.kind.relays)
     found = {process for process in clients if is_strict(graph, process)}
     while grown := {process for pair in pairs if not found.isdisjoint(pair) for process in pair} - found:
         found |= grown
@@ -36,7 +34,9 @@ def strict_processes(graph: Graph) -> frozenset[str]:
     exchanges = strict_exchanges(graph)
     nodes = [node for node in graph.nodes.values() if node.process != GATEWAY]
     return frozenset(
-        node.process for node in nodes if (node.process in exchanges if node.operator in _OF_SERVERS else is_strict(graph, node.process))
+        node.process
+        for node in nodes
+        if (node.process in exchanges if node.kind.keeps == Keeps.NOTHING else is_strict(graph, node.process))
     )
 
 
@@ -49,7 +49,7 @@ def processes_of_one_thread_count(graph: Graph) -> frozenset[str]:
 @derived
 def numerics_text(graph: Graph) -> str:
     """ "strict", "fast", or both by role: "attention fast and prefill strict"."""
-    roles = {role_of(node.process) for node in graph.nodes.values() if node.operator == SOURCE}
+    roles = {role_of(node.process) for node in graph.nodes.values() if node.kind.schedules}
     by_role = {role: graph.role_numerics.get(role, graph.numerics) for role in sorted(roles)}
     found = set(by_role.values()) or {graph.numerics}
     return found.pop() if len(found) == 1 else " and ".join(" ".join(each) for each in by_role.items())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flowrt.graph.builtin import KV_PACK, KV_UNPACK, SOURCE, Keeps
 from flowrt.graph.document import Path_
+from flowrt.graph.kinds import Keeps
 from flowrt.graph.model import Graph, role_of
 from flowrt.graph.notation import nearest
 from flowrt.graph.numerics import is_strict, processes_of_one_thread_count, strict_processes
-from flowrt.graph.recovery import attention_groups, keeps_of, prefill_workers
+from flowrt.graph.recovery import attention_groups, keeps_of, pipelines, prefill_workers
 
 
 def check_numerics(graph: Graph) -> Iterator[tuple[Path_, str]]:
@@ -36,11 +36,11 @@ def check_numerics(graph: Graph) -> Iterator[tuple[Path_, str]]:
 
 def _check_roles(graph: Graph) -> Iterator[tuple[Path_, str]]:
     """Only processes of sequences have numerics of their own, and those among which a request may choose have the same."""
-    pipelines = {role_of(node.process) for node in graph.nodes.values() if node.operator == SOURCE}
+    roles = set(map(role_of, pipelines(graph)))
     for role in graph.role_numerics:
-        if role not in pipelines:
+        if role not in roles:
             text = f"no process with the role {role!r} computes sequences, and expert servers follow their clients"
-            yield ("role_numerics", role), f"{text}; {nearest(role, pipelines)}"
+            yield ("role_numerics", role), f"{text}; {nearest(role, roles)}"
     for what, processes in (("prefill workers", prefill_workers(graph)), ("attention groups", attention_groups(graph))):
         differing = next((each for each in processes if is_strict(graph, each) != is_strict(graph, processes[0])), None)
         if differing is not None:
@@ -48,7 +48,7 @@ def _check_roles(graph: Graph) -> Iterator[tuple[Path_, str]]:
             yield ("role_numerics",), f"{text}; write the same for both roles"
     for edge in graph.edges.values() if graph.role_numerics else ():
         source, target = graph.nodes[edge.source], graph.nodes[edge.target]
-        is_transfer = {source.operator, target.operator} <= {KV_PACK, KV_UNPACK}
+        is_transfer = source.kind.kv and target.kind.kv
         is_one = all(keeps_of(node) not in (Keeps.NOTHING, Keeps.UNKNOWN) for node in (source, target)) and not is_transfer
         if is_one and is_strict(graph, source.process) != is_strict(graph, target.process):
             text = f"{source.process} and {target.process} compute the same sequences, and one is strict, the other fast"
@@ -58,7 +58,7 @@ def _check_roles(graph: Graph) -> Iterator[tuple[Path_, str]]:
 
 def _check_limits(graph: Graph) -> Iterator[tuple[Path_, str]]:
     """Strict roles need pages of one size, and chunks that fit into a step."""
-    processes = [node.process for node in graph.nodes.values() if node.operator == SOURCE and is_strict(graph, node.process)]
+    processes = [process for process in pipelines(graph) if is_strict(graph, process)]
     roles = list(dict.fromkeys(map(role_of, processes)))
     sizes = {role: graph.role_limits.get(role, graph.limits).page_size for role in roles}
     for role in roles:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrt.graph.builtin import WITH_WEIGHTS
 from flowrt.graph.model import Graph
 from flowrt.graph.notation import format_ids, parse_ids
 from flowrt.graph.numerics import is_strict, strict_exchanges
@@ -70,9 +69,9 @@ def weight_set(graph: Graph, process: str) -> str:
     if graph.model is None or not graph.reliability.share_weights or graph.devices.get(process, "cpu") != "cpu":
         return ""
     nodes = graph.nodes_of(process)
-    others = {node.operator for node in nodes}.intersection(WITH_WEIGHTS)
+    others = {node.operator for node in nodes if node.kind.parts and not node.kind.holds_experts}
     proven = [name for name, has in (("strict", is_strict(graph, process)), ("exchange", process in strict_exchanges(graph))) if has]
-    return "; ".join([*proven, *sorted(others), *(str(node.options["experts"]) for node in nodes if node.operator == "experts")])
+    return "; ".join([*proven, *sorted(others), *(str(node.options["experts"]) for node in nodes if node.kind.holds_experts)])
 
 
 def held_option(held: Held) -> str | dict[str, str]:

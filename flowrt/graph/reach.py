@@ -10,9 +10,8 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flowrt.graph.builtin import KV_UNPACK, SOURCE
 from flowrt.graph.derived import derived
-from flowrt.graph.model import INPUT, Edge, Graph, Node
+from flowrt.graph.model import Edge, Graph, Node
 
 Point = tuple[bool, int]  # (a later step than the first, first layer of a run)
 
@@ -50,16 +49,10 @@ def follow(graph: Graph) -> Flow:
     waiting: list[tuple[str, Point, str | None]] = []
     for node in graph.nodes.values():
         flow.fires[node.name] = set()
-        if node.operator == INPUT:
-            waiting += [(node.name, (later, 0), None) for later in (False, True)]
-        elif node.operator == SOURCE:
-            num_layers = _emitted_layers(node)
-            for later in (False, True):
-                waiting += [(node.name, (later, 0), "tokens"), (node.name, (later, 0), "sampling")]
-                waiting += [(node.name, (later, layer), "layout") for layer in flow.layers if layer < num_layers]
-        elif node.operator == KV_UNPACK:
+        if node.kind.emits:
             layers = [layer for layer in flow.layers if layer < _emitted_layers(node)]
-            waiting += [(node.name, (later, layer), port) for later in (False, True) for layer in layers for port in node.outputs]
+            emitted = [(layer, port) for layer in layers for port in node.outputs if node.kind.emits_at(port, layer)]
+            waiting += [(node.name, (later, layer), port) for later in (False, True) for layer, port in emitted]
     while waiting:
         name, point, port = waiting.pop()
         flow.fires[name].add(point)
@@ -76,11 +69,6 @@ def follow(graph: Graph) -> Flow:
                     waiting.append((edge.target, target_point, None))
     _follow_origins(graph, flow)
     return flow
-
-
-def emits(operator: str) -> bool:
-    """Whether a node of this operator emits tags instead of waiting for them."""
-    return operator in (SOURCE, INPUT, KV_UNPACK)
 
 
 def _emitted_layers(node: Node) -> int:
@@ -101,7 +89,7 @@ def _runs(graph: Graph) -> tuple[int, ...]:
     for edge in graph.edges.values():
         if edge.tag.kind == "to_layer":
             starts |= {edge.tag.layer, edge.tag.layer + 1}
-    starts |= {_emitted_layers(node) for node in graph.nodes.values() if node.operator in (SOURCE, KV_UNPACK)}
+    starts |= {_emitted_layers(node) for node in graph.nodes.values() if node.kind.emits}
     return tuple(sorted(starts))
 
 
@@ -121,7 +109,7 @@ def _step(edge: Edge, point: Point, flow: Flow) -> list[Point]:
 def _complete(graph: Graph, flow: Flow, name: str, point: Point) -> bool:
     """Whether all inputs of the node can be there; a gather port may stay empty."""
     node = graph.nodes[name]
-    if emits(node.operator):
+    if node.kind.emits:
         return False  # follow() adds it
     return all(port.takes == "gather" or point in flow.at(name, port.name) for port in node.inputs.values())
 
@@ -131,7 +119,7 @@ def _follow_origins(graph: Graph, flow: Flow) -> None:
     for edge in graph.edges.values():
         client = edge.source if edge.response_to is None else graph.edges[edge.response_to].source
         onward.setdefault(client, []).append(edge)
-    sources = [node.name for node in graph.nodes.values() if emits(node.operator)]
+    sources = [node.name for node in graph.nodes.values() if node.kind.emits]
     for origin in sources:
         reached, waiting = {*sources}, [origin]
         while waiting:

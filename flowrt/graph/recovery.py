@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from flowrt.graph.builtin import BUILTIN, KV_PACK, KV_UNPACK, SOURCE, Keeps
 from flowrt.graph.derived import derived
+from flowrt.graph.kinds import Keeps
 from flowrt.graph.model import FIRST_HOST, FORK_SERVER, FRONT_END, GATEWAY, MONITOR, Graph, Node, role_of
 from flowrt.graph.placement import weight_set
 
@@ -87,9 +87,7 @@ def keeps_of(node: Node) -> Keeps:
     """The state that a node keeps. That of a user's operator is unknown, unless the graph file has `keeps: nothing`. Then it recovers with
     the pipeline of its process, which computes its inputs again. A process of such operators alone ends the run when it dies, as no client
     holds their inputs."""
-    if node.keeps_nothing:
-        return Keeps.NOTHING
-    return BUILTIN[node.operator].keeps if node.operator in BUILTIN else Keeps.UNKNOWN
+    return Keeps.NOTHING if node.keeps_nothing else node.kind.keeps
 
 
 def survives(graph: Graph, process: str) -> bool:
@@ -113,19 +111,24 @@ def _is_whole_group(graph: Graph, process: str) -> bool:
     if process not in pipelines(graph):
         return False
     stateful = {node.name for node in graph.nodes.values() if keeps_of(node) != Keeps.NOTHING}
-    transfers = {node.name for node in graph.nodes.values() if node.operator in (KV_PACK, KV_UNPACK)}
+    transfers = {node.name for node in graph.nodes.values() if node.kind.kv}
     ends = ({edge.source, edge.target} for edge in graph.edges.values() if graph.crosses(edge) and process in graph.ends_of(edge))
     return not any(pair <= stateful and not pair <= transfers for pair in ends)
 
 
 def pipelines(graph: Graph) -> list[str]:
     """The processes that schedule and compute sequences: prefill workers and attention groups."""
-    return list(dict.fromkeys(node.process for node in graph.nodes.values() if node.operator == SOURCE))
+    return list(dict.fromkeys(node.process for node in graph.nodes.values() if node.kind.schedules))
 
 
 def prefill_workers(graph: Graph) -> list[str]:
     """The processes that compute prompts for the attention groups."""
-    return list(dict.fromkeys(node.process for node in graph.nodes.values() if node.operator == KV_PACK))
+    return list(dict.fromkeys(node.process for node in graph.nodes.values() if node.kind.kv == "offers"))
+
+
+def expert_servers(graph: Graph) -> list[str]:
+    """The processes that compute experts, groups that hold experts of their own among them."""
+    return list(dict.fromkeys(node.process for node in graph.nodes.values() if node.kind.holds_experts))
 
 
 def attention_groups(graph: Graph) -> list[str]:
@@ -148,7 +151,7 @@ def standby_candidates(graph: Graph) -> frozenset[str]:
 
 
 def _can_be_loaded_twice(graph: Graph, process: str) -> bool:
-    holds_experts = any(node.operator == "experts" for node in graph.nodes_of(process))
+    holds_experts = process in expert_servers(graph)
     return graph.devices.get(process, "cpu") == "cpu" and (not holds_experts or bool(weight_set(graph, process)))
 
 

@@ -65,9 +65,9 @@ class ComputeCost:
         experts_and_kv = self.expert_seconds * num_experts + self.kv_token_seconds * num_kv_tokens
         return self.fixed_seconds + self.row_seconds * num_rows + experts_and_kv
 
-    def shortest_seconds(self, operator: str) -> float:
-        """The time of one row: with one expert in `experts`, with one token of context in `attention`."""
-        return self.seconds(1, operator == "experts", operator == "attention")
+    def shortest_seconds(self, charges: str) -> float:
+        """The time of one row, with one expert or one token of context where the kind of operator `charges` this key."""
+        return self.seconds(1, charges == "expert_seconds", charges == "kv_token_seconds")
 
 
 @dataclass(frozen=True)

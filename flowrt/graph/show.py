@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping
 from rich.console import Console
 from rich.text import Text
 
-from flowrt.graph.builtin import FORWARD, KV_UNPACK, SOURCE
 from flowrt.graph.diagrams import drawn_edges, edge_properties, experts_text, is_collapsed, roles
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.fuse import Fusion, fuse_all
 from flowrt.graph.model import Graph
 from flowrt.graph.numerics import numerics_text, strict_processes
-from flowrt.graph.recovery import rule_of, standby_names, survives
+from flowrt.graph.recovery import expert_servers, pipelines, rule_of, standby_names, survives
 from flowrt.observe import size_text
 from flowrt.transports.wire.message import DTYPE_BYTES
 
@@ -52,8 +51,8 @@ def summary_of_valid(graph: Graph) -> str:
     """The contents of a graph in one line: its groups, servers and model, and the numbers of processes, nodes and edges."""
     parts = []
     if graph.model is not None:
-        groups = {node.process for node in graph.nodes.values() if node.operator == "source"}
-        servers = {node.process for node in graph.nodes.values() if node.operator == "experts"} - groups
+        groups = set(pipelines(graph))
+        servers = {*expert_servers(graph)} - groups
         roles_text = [counted(len(groups), "attention group"), *([counted(len(servers), "expert server")] if servers else [])]
         parts.append(f"{' and '.join(roles_text)} for {graph.model.path} in {graph.model.dtype}")
     return "; ".join([*parts, ", ".join(_sizes(graph))])
@@ -126,14 +125,14 @@ def _process_lines(
         return name.removeprefix(f"{process}.")
 
     nodes = graph.nodes_of(process)
-    yield from (("  emits tags:", f" {short(node.name)}") for node in nodes if node.operator in (SOURCE, KV_UNPACK))
+    yield from (("  emits tags:", f" {short(node.name)}") for node in nodes if node.kind.emits)
     for chain in fusion.chains:
         kind = "fires in batches" if graph.nodes[chain[0]].batches else "fires"
         yield f"  {kind}:", f" {' -> '.join(short(name) for name in chain)}"
     yield from (("  holds:", f" experts {experts_text(node.options['experts'])}") for node in nodes if "experts" in node.options)
     yield from (("  memory:", f" {memory[name]}") for name in (process,) if name in memory)
     yield from (("  slots:", f" {text}") for text in _slots_texts(graph, process, facts))
-    yield from (("  calls:", f" {short(node.name)} = {node.operator}") for node in nodes if ":" in node.operator)
+    yield from (("  calls:", f" {short(node.name)} = {node.operator}") for node in nodes if node.kind.is_users)
     rule = rule_of(graph, process)
     yield "  on death:", f" {rule.recovery if survives(graph, process) else 'ends the run'} (state: {rule.keeps})"
 
@@ -144,11 +143,8 @@ def _slots_texts(graph: Graph, process: str, facts: ModelFacts | None) -> Iterat
         return
     num_clients = Counter[tuple[int, int]]()  # by credits and bytes of the largest part
     for edge in graph.edges.values():
-        if (
-            graph.crosses(edge)
-            and graph.nodes[edge.target].process == process
-            and graph.nodes[edge.target].operator in ("experts", FORWARD)
-        ):
+        target = graph.nodes[edge.target]
+        if graph.crosses(edge) and target.process == process and target.kind.serves:
             rows, item_bytes = graph.limits_of(graph.nodes[edge.source].process).max_num_batched_tokens, DTYPE_BYTES[graph.model.dtype]
             # A part has each row of a step once, and for each pair of a row and an expert their numbers and the weight.
             num_clients[edge.credits, rows * (facts.hidden_size * item_bytes + facts.num_experts_per_token * (16 + item_bytes))] += 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flowrt.graph.builtin import COLLECT, FORWARD, RETURN, SOURCE
 from flowrt.graph.document import Path_
 from flowrt.graph.model import Edge, Graph, Node
 
@@ -39,13 +38,15 @@ def bundle_edges(graph: Graph, process: str) -> dict[int, Edge]:
     }
     if not bundles:
         return {}
-    returning = [edge for edge in graph.edges.values() if graph.nodes[edge.source].operator == RETURN]
+    returning = [edge for edge in graph.edges.values() if graph.nodes[edge.source].kind.relays == "responses"]
     return {edge.id: bundles[graph.nodes[edge.source].process] for edge in returning if graph.nodes[edge.target].process == process}
 
 
 def window_of(graph: Graph, trampoline: str) -> int:
     """The maximum number of a group's parts that wait for a response through the trampoline in this process."""
-    return graph.micro_batches * sum(len(graph.edges_from(node.name)) for node in graph.nodes_of(trampoline) if node.operator == FORWARD)
+    return graph.micro_batches * sum(
+        len(graph.edges_from(node.name)) for node in graph.nodes_of(trampoline) if node.kind.relays == "requests"
+    )
 
 
 def group_ports(graph: Graph, returning: str) -> dict[str, str]:
@@ -54,7 +55,7 @@ def group_ports(graph: Graph, returning: str) -> dict[str, str]:
         node.name: edge.source_port
         for edge in graph.edges_from(returning)
         for node in graph.nodes_of(graph.nodes[edge.target].process)
-        if node.operator == SOURCE
+        if node.kind.schedules
     }
 
 
@@ -68,7 +69,7 @@ def check_trampolines(graph: Graph, dispatch: Node) -> Iterator[tuple[Path_, str
         if not port.startswith("via"):
             continue
         path: Path_ = ("edges", edge.name)
-        if not port.removeprefix("via").isdecimal() or graph.nodes[edge.target].operator != FORWARD:
+        if not port.removeprefix("via").isdecimal() or graph.nodes[edge.target].kind.relays != "requests":
             yield path, "a bundle goes from dispatch.via<number> to a forward node; connect it to one"
             return
         trampoline = graph.nodes[edge.target].process
@@ -83,7 +84,7 @@ def check_trampolines(graph: Graph, dispatch: Node) -> Iterator[tuple[Path_, str
             direct, response = leading.get(request.source_port), responses.get(request.name)
             if direct is None or direct.target != request.target:
                 yield ("edges", request.name), f"{dispatch.name}.{request.source_port} leads to another node; number the servers alike"
-            elif response is None or graph.nodes[response.target].operator != RETURN:
+            elif response is None or graph.nodes[response.target].kind.relays != "responses":
                 yield ("edges", request.name), f"{request.target} sends no response to a return node of {trampoline}; connect them"
             elif (other := taken.setdefault(int(request.source_port.removeprefix("server")), edge.target)) != edge.target:
                 yield path, f"both {other} and {edge.target} forward to {request.source_port}; remove one of them"
@@ -94,4 +95,4 @@ def check_trampolines(graph: Graph, dispatch: Node) -> Iterator[tuple[Path_, str
 
 def _is_returned(graph: Graph, edge: Edge, process: str) -> bool:
     target = graph.nodes[edge.target]
-    return graph.nodes[edge.source].operator == RETURN and target.operator == COLLECT and target.process == process
+    return graph.nodes[edge.source].kind.relays == "responses" and target.kind.combines == "relayed" and target.process == process

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from flowrt.graph.builtin import BUILTIN
 from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
 from flowrt.graph.model import GATEWAY, ROUTING_POLICIES, Edge, Graph, Node, PortSpec, edge_name
@@ -70,14 +69,13 @@ def _without_none(value: Any) -> Any:
 
 def _node(node: Node) -> dict[str, Any]:
     written: dict[str, Any] = {"operator": node.operator, "process": node.process}
-    if ":" in node.operator:
+    if node.kind.is_users:
         if any(port.tensors or port.takes != "one" for port in node.inputs.values()):
             written["inputs"] = {port.name: _input(port) for port in node.inputs.values()}
         if any(port.tensors for port in node.outputs.values()):
             written["outputs"] = {port.name: list(port.tensors) or None for port in node.outputs.values()}
         written |= ({"stateful": True} if node.stateful else {}) | ({"keeps": "nothing"} if node.keeps_nothing else {})
-    built = BUILTIN.get(node.operator)
-    if node.batches is not None and (built is None or node.batches != built.batches):
+    if node.batches not in (None, node.kind.batches):
         written["batches"] = asdict(node.batches)
     return written | ({"options": node.options} if node.options else {})
 

@@ -15,9 +15,6 @@ from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.transports.wire.message import DTYPE_BYTES
 
-_OF_PART = {"embedding": "embed", "final_norm": "head", "head": "head", "gate": "gate", "gate_bias": "gate"}
-_OF_KIND = {"dense": "mlp", "shared": "shared", "expert": "experts"}  # of a part such as dense_down
-
 
 @dataclass(frozen=True)
 class MemoryNeed:
@@ -43,10 +40,10 @@ def memory_needs(graph: Graph) -> dict[str, MemoryNeed]:
 def _need(graph: Graph, process: str, config: ModelConfig, item_bytes: int) -> MemoryNeed:
     nodes, limits = graph.nodes_of(process), graph.limits_of(process)
     num_weights = sum(num for node in nodes for num in _numbers_of(node, config))
-    operators = [node.operator for node in nodes]
-    if config.tie_word_embeddings and "head" in operators and "embed" not in operators:
+    parts = {part for node in nodes for part in node.kind.parts}
+    if config.tie_word_embeddings and "head" in parts and "embedding" not in parts:
         num_weights += config.vocab_size * config.hidden_size
-    num_kv = limits.kv_pages * limits.page_size * config.num_layers * config.kv_width if "attention" in operators else 0
+    num_kv = limits.kv_pages * limits.page_size * config.num_layers * config.kv_width if "attention_norm" in parts else 0
     holds = repr(sorted((node.operator, str(node.options.get("experts", ""))) for node in nodes if any(_numbers_of(node, config))))
     return MemoryNeed(num_weights * item_bytes, num_kv * item_bytes, holds)
 
@@ -55,12 +52,9 @@ def _numbers_of(node: Node, config: ModelConfig) -> Iterator[int]:
     """The number of weights of each part that the operator of a node reads."""
     shapes = part_shapes(config)
     for part, layers in parts_to_read(config).items():
-        operator = _OF_PART.get(part) or _OF_KIND.get(part.partition("_")[0], "attention")
-        if operator == node.operator:
-            count = (
-                sum(len(ids) for ids in held_experts(node.options["experts"], config.moe_layers).values()) if operator == "experts" else 0
-            )
-            yield prod(shapes[part]) * (count or len(list(layers)))
+        if part in node.kind.parts:
+            held = held_experts(node.options["experts"], config.moe_layers) if node.kind.holds_experts else {}
+            yield prod(shapes[part]) * (sum(map(len, held.values())) or len(list(layers)))
 
 
 def needs_text(needs: Mapping[str, MemoryNeed]) -> str:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from flowrt.actors.control import ComputesAlone, DeathCause, PeerJoined, PeerLeft
-from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import MONITOR, Graph
 from flowrt.graph.recovery import RULES, neighbours, rule_of, survivable_processes
 from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send
@@ -195,7 +194,7 @@ class RunTable:
         self._state_kept = {name: list(RULES).index(rule_of(graph, name).keeps) for name in graph.process_names()}
         self.policy = RecoveryPolicy(graph)
         self.neighbours = neighbours(graph)
-        self.emits = {node.name: node.process for node in graph.nodes.values() if node.operator == SOURCE}  # source -> its process
+        self.emits = {node.name: node.process for node in graph.nodes.values() if node.kind.schedules}  # source -> its process
         serving = {
             graph.nodes[edge.target].process
             for edge in graph.edges.values()

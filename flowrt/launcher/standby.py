@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flowrt.actors.control import PeerLeft
-from flowrt.graph.builtin import RETURN
 from flowrt.graph.model import MONITOR, Graph, Node
 from flowrt.graph.numerics import is_strict, strict_exchanges
 from flowrt.graph.recovery import standby_candidates
@@ -78,5 +77,5 @@ def _operators_of(graph: Graph, process: str) -> str:
 def _operator_of(graph: Graph, node: Node) -> tuple[object, ...]:
     """A dispatch node has a client of the servers' processes, which it knows by name; a return node knows its groups."""
     servers = [edge for edge in graph.edges_from(node.name) if edge.source_port.startswith(("server", "via", "group"))]
-    servers = servers if node.operator in ("dispatch", RETURN) else []
+    servers = servers if node.kind.dispatches or node.kind.relays == "responses" else []
     return node.operator, node.options, [(edge.source_port, graph.nodes[edge.target].process) for edge in servers]

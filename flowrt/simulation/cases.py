@@ -16,10 +16,10 @@ from flowrt.engine.validation import num_new_tokens
 from flowrt.errors import UserError
 from flowrt.gateway.decisions import SendRequest
 from flowrt.gateway.gateway import Gateway
-from flowrt.graph.builtin import KV_PROGRESS, SOURCE
+from flowrt.graph.kinds import all_kinds
 from flowrt.graph.model import FORK_SERVER, Graph
 from flowrt.graph.numerics import numerics_text
-from flowrt.graph.recovery import is_watched
+from flowrt.graph.recovery import is_watched, pipelines
 from flowrt.launcher.fork_server_loss import FORK_SECONDS
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import Scenario
@@ -58,7 +58,7 @@ POISON_SHARE = 0.18  # of the seeds with a model graph
 HUNG_PART_SHARE = 0.08
 GLITCH_SHARE = 0.12
 FRONT_ENDS_SHARE = 0.08
-GLITCHED = frozenset({"embed", "attention", "gate", "experts", "mlp", "shared", "combine", "head"})
+GLITCHED = frozenset(kind.name for kind in all_kinds().values() if kind.parts or kind.combines == "results")
 LOG_SHARE, LOG_SHARE_OF_FRONT_ENDS = 0.2, 0.5
 POOL = 18  # different requests; few, so that their references are computed once for all seeds
 _COSTS = (ComputeDelays(), ComputeDelays(1e-6, 2e-5, 1), ComputeDelays(1e-4, 2e-2, 0), ComputeDelays(1e-6, 5e-3, 3))
@@ -131,7 +131,7 @@ def _draw_poison(chance: random.Random, case: Case) -> Case:
     """In some cases one of the requests contains, or produces, a token that ends each process that computes it; often without any other
     fault. No other request has this token."""
     graph = case.graph
-    groups = {node.process for node in graph.nodes.values() if node.operator == SOURCE}
+    groups = set(pipelines(graph))
     if chance.random() >= POISON_SHARE or not mortal_workers(graph) >= groups or not case.requests:
         return case
     victim = chance.randrange(len(case.requests))
@@ -161,7 +161,7 @@ def _own_tokens(case: Case, victim: int) -> set[int]:
 
 def _may_lose_servers(graph: Graph) -> bool:
     """Whether some group sends parts to other processes, and every process may die."""
-    requests = [edge for edge in graph.edges.values() if graph.nodes[edge.target].operator == "experts" and graph.crosses(edge)]
+    requests = [edge for edge in graph.edges.values() if graph.nodes[edge.target].kind.holds_experts and graph.crosses(edge)]
     return bool(requests) and mortal_workers(graph) >= set(graph.process_names())
 
 
@@ -279,7 +279,7 @@ def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
 
 def _draw_transfers(chance: random.Random, graph: Graph) -> Graph:
     """In some cases, groups pull the KV of prompts when it is complete, as with `stream: false`; in some, no prompt is held for long."""
-    progress = {node.name for node in graph.nodes.values() if node.operator == KV_PROGRESS}
+    progress = {node.name for node in graph.nodes.values() if node.kind.is_early}
     is_late = bool(progress) and chance.random() >= 0.7
     if progress and chance.random() < 0.1:
         graph = replace(graph, reliability=replace(graph.reliability, kv_hold_seconds=chance.choice((0.05, 0.5))))

@@ -6,9 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import FIRST_HOST, FORK_SERVER, GATEWAY, MONITOR, Graph
-from flowrt.graph.recovery import is_watched
+from flowrt.graph.recovery import expert_servers, is_watched, pipelines
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import PERMANENT_SECONDS, AnyFault
 from flowrt.simulation.invariants import mortal as mortal_workers
@@ -37,7 +36,7 @@ def draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
     if mortal and graph.reliability.detector:
         names.append(MONITOR)
     between = [link for link in links if GATEWAY not in link]
-    servers = sorted({node.process for node in graph.nodes.values() if node.operator == "experts"})
+    servers = sorted(expert_servers(graph))
     faults: list[AnyFault] = []
     for kind in chance.choices(list(_KINDS), list(_KINDS.values()), k=count):
         if kind == "deaths":
@@ -99,7 +98,7 @@ def _draw_group_deaths(chance: random.Random, graph: Graph, mortal: list[str]) -
             faults.append(kinds.TinyQueues(process=group))
     if chance.random() < 0.4:
         factor, lasts = chance.choice((20.0, 50.0, 200.0)), 10 ** chance.uniform(-1, 0.4)
-        slow = sorted({node.process for node in graph.nodes.values() if node.operator == "experts"} - set(groups))
+        slow = sorted({*expert_servers(graph)} - set(groups))
         faults += [kinds.Slow(at_seconds=at * chance.random(), process=name, for_seconds=lasts, factor=factor) for name in slow]
     return faults
 
@@ -111,7 +110,7 @@ def _draw_death(chance: random.Random, graph: Graph, name: str, at_seconds: floa
 
 
 def _groups_of(graph: Graph) -> list[str]:
-    return sorted({node.process for node in graph.nodes.values() if node.operator == SOURCE})
+    return sorted(pipelines(graph))
 
 
 def draw_early_deaths(chance: random.Random, graph: Graph, servers: list[str]) -> list[AnyFault]:
@@ -237,7 +236,7 @@ def _draw_fork_server(chance: random.Random, graph: Graph, mortal: list[str]) ->
 
 def _draw_permanent(chance: random.Random, graph: Graph) -> list[AnyFault]:
     """A pause, stall or hang of a process, permanent or until after it was marked dead; only the detector notices it."""
-    servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
+    servers = set(expert_servers(graph))
     names = sorted(mortal_workers(graph) | (set(graph.process_names()) - servers))  # a run waits for a server that must not die
     if graph.processes != "many" or not is_watched(graph) or not names:
         return []

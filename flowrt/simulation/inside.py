@@ -111,7 +111,7 @@ class WorkerInternals:
             engine = self._engine
             foreign = [] if engine is None else [each for each in firings if each.tag.source != self._part("group")._source]
             old = [] if engine is None or foreign else [firing for firing in firings if firing.tag.epoch < engine.epoch]
-            if foreign and self._worker._graph.nodes[foreign[0].node].operator != "experts":
+            if foreign and not self._worker._graph.nodes[foreign[0].node].kind.holds_experts:
                 self.late_firings.append(f"{self.name}: {foreign[0].node} fired for {foreign[0].tag} of another incarnation")
             if old and not began(self._rolled_back_during):
                 self.late_firings.append(f"{self.name}: {old[0].node} fired for {old[0].tag} in epoch {engine.epoch}")

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from flowrt.gateway.completion import Completion
 from flowrt.graph.model import FORK_SERVER, FRONT_END, GATEWAY, MONITOR, Graph
-from flowrt.graph.recovery import pipelines, standby_names, survivable_processes
+from flowrt.graph.recovery import expert_servers, pipelines, standby_names, survivable_processes
 from flowrt.launcher.transport_choice import pack, process_name
 from flowrt.reliability.scenario import AnyFault, Crash, Duplicate, Hang, Pause, Reset, RollBack, Scenario, Skew, Stall, TinyQueues
 from flowrt.simulation.case import Case, Poison
@@ -206,14 +206,14 @@ def _num_poisoned(case: Case, served: Served) -> int:
 def max_victims(case: Case) -> int:
     """How many processes a request may end. Where groups are servers too, a poisoned part counts once by each role: its group may end over
     its own part before it has counted those that ended at other processes."""
-    servers = {node.process for node in case.graph.nodes.values() if node.operator == "experts"}
+    servers = set(expert_servers(case.graph))
     is_both = case.poison is not None and case.poison.effect in ("part", "hung_part") and not servers.isdisjoint(pipelines(case.graph))
     return MAX_VICTIMS * 2 if is_both else MAX_VICTIMS
 
 
 def _num_server_losses(case: Case) -> int:
     """The maximum number of expert server losses that the faults can cause."""
-    servers = {node.process for node in case.graph.nodes.values() if node.operator == "experts"} | {*standby_names(case.graph)}
+    servers = {*expert_servers(case.graph), *standby_names(case.graph)}
     return sum(len(servers.intersection(processes_hit(case.graph, fault))) for fault in case.scenario.faults)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from flowrt.graph.kinds import kind_of
 from flowrt.graph.settings import Emulation
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.world import World
@@ -154,7 +155,7 @@ class _Call:
         def run(firings: Sequence[Any]) -> Any:
             for layer in {firing.tag.layer for firing in firings}:
                 inputs = [firing.inputs for firing in firings if firing.tag.layer == layer]
-                if operator == "experts":
+                if kind_of(operator).holds_experts:
                     pairs = [expert for each in inputs for expert in each["rows"].tensors[2].tolist()]
                     num_rows, extra = len(pairs), cost.expert_seconds * len(set(pairs))
                 else:

@@ -17,7 +17,7 @@ def holders_of(graph: Graph, config: ModelConfig) -> dict[str, Holders]:
     """By group: for every expert of every layer the processes with a replica. Experts that the group holds itself are omitted."""
     found: dict[str, Holders] = {}
     for node in graph.nodes.values():
-        if node.operator != "dispatch":
+        if not node.kind.dispatches:
             continue
         ports = {edge.source_port: graph.nodes[edge.target].process for edge in graph.edges.values() if edge.source == node.name}
         expert_map = expert_map_of(graph, node.name, config.moe_layers, config.num_experts)

@@ -26,7 +26,6 @@ from flowrt.exchange.expert_service import ExpertService
 from flowrt.exchange.failover import Failover
 from flowrt.exchange.kv_transfer import KvPack, KvUnpack, TransferEnd
 from flowrt.exchange.trampoline import Forwarder
-from flowrt.graph.builtin import KV_EXTRA, KV_PROGRESS, RETURN, SOURCE
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.numerics import is_strict
 from flowrt.graph.recovery import survivable_processes
@@ -104,14 +103,10 @@ class DataPath:
         can_hedge = client is not None and (client.has_replicas or bool(client.trampolines)) and {*client.processes} != {name}
         self.hedges = can_hedge and graph.reliability.hedge
         device = torch.device(graph.devices.get(name, "cpu"))
-        packs, pack = operators.pack or ("", None)
+        _, pack = operators.pack or ("", None)
         unpacks, unpack = operators.unpack or ("", None)
-        progress = [node.name for node in graph.nodes_of(name) if node.operator == KV_PROGRESS]
-        sinks: dict[str, Callable[[Firing], None]] = {} if unpack is None else {unpacks: unpack.on_chunk}
-        if pack is not None:
-            sinks |= {packs: pack.on_pull} | dict.fromkeys(progress, pack.on_written)
-            extras = [node for node in graph.nodes_of(name) if node.operator == KV_EXTRA]
-            sinks |= {node.name: partial(pack.on_extra, node.options["name"]) for node in extras}
+        nodes = graph.nodes_of(name)
+        sinks = {node.name: node.kind.sink(pack, unpack, node) for node in nodes if node.kind.sink is not None}
         functions = operators.functions if emulated is None else emulated.charged(operators.functions)
         post: Callable[[Edge, Message], None] = self._post
         if traced is not None:
@@ -154,8 +149,8 @@ class DataPath:
         self.unpack = unpack
         self.group: Group | None = None
         self.failover: Failover | None = None
-        self.forwarder = Forwarder(graph, name, self.runner) if any(node.operator == RETURN for node in graph.nodes_of(name)) else None
-        sources = [node for node in graph.nodes_of(name) if node.operator == SOURCE]
+        self.forwarder = Forwarder(graph, name, self.runner) if any(node.kind.relays == "responses" for node in nodes) else None
+        sources = [node for node in nodes if node.kind.schedules]
         if sources and graph.model is not None:
             config, dilation = config_of(graph), 1.0 if graph.emulation is None else graph.emulation.dilation
             engine = Engine(
@@ -165,7 +160,7 @@ class DataPath:
                 config.vocab_size,
                 config.eos_token_ids,
                 chunk_tokens=graph.limits.chunk_tokens if is_strict(graph, name) else 0,
-                streams=bool(progress),
+                streams=any(node.kind.is_early for node in nodes),
             )
             group = self.group = Group(
                 sources[0],

@@ -19,9 +19,9 @@ from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.emulation import EmulatedCompute, EmulationStatistics
 from flowrt.graph.fuse import fuse
+from flowrt.graph.kinds import FiringLoad, kind_of
 from flowrt.graph.model import Graph
 from flowrt.graph.settings import ComputeCost, Emulation
-from flowrt.operators.step_layout import KV_LENGTHS
 from flowrt.seams import Compute
 from flowrt.timer import Timer
 
@@ -60,25 +60,18 @@ class EmulatedWorker:
 
 
 def modelled_seconds(operator: str, cost: ComputeCost, firings: Iterable[Firing]) -> float:
-    """The undilated time of one call: for each layer, the cost of the rows of all its firings as one batch.
-
-    Rows are those of the longest input; of `experts`, the pairs of a row and an expert. Tokens of context are counted once for each
-    sequence of a step, also where a sliding window reads fewer.
-    """
+    """The undilated time of one call: for each layer, the cost of the rows of all its firings as one batch. Rows are those of the longest
+    input, unless the kind of operator says what a firing computes."""
+    load_of = kind_of(operator).load
     num_rows: dict[int, int] = defaultdict(int)
     num_kv_tokens: dict[int, int] = defaultdict(int)
     experts: dict[int, set[int]] = defaultdict(set)
     for firing in firings:
         layer, inputs = firing.tag.layer, firing.inputs
-        if operator == "experts":
-            expert_P = inputs["rows"].tensors[2]
-            num_rows[layer] += len(expert_P)
-            if cost.expert_seconds:
-                experts[layer].update(expert_P.tolist())
-            continue
-        num_rows[layer] += max((num_rows_of(payload) for payload in inputs.values()), default=0)
-        if operator == "attention" and cost.kv_token_seconds:
-            num_kv_tokens[layer] += int(inputs["layout"].tensors[KV_LENGTHS].sum())
+        load = FiringLoad(max(map(num_rows_of, inputs.values()), default=0)) if load_of is None else load_of(inputs)
+        num_rows[layer] += load.num_rows
+        experts[layer].update(load.experts)
+        num_kv_tokens[layer] += load.num_kv_tokens
     return sum(cost.seconds(rows, len(experts[layer]), num_kv_tokens[layer]) for layer, rows in num_rows.items())
 
 

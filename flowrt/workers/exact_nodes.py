@@ -1,109 +1,28 @@
-"""A tiny integer model in place of a checkpoint: the real graph, messages, pages and exchange, without rounding.
+"""The expected tokens of a model of exact arithmetic (operators/exact.py), and the nodes of a simulated worker that computes with it.
 
-`build_exact_nodes` gives model_nodes.build_model_nodes these computations in place of those of a checkpoint. `exact_tokens` computes the
-expected tokens without pages, batches, parts or processes. Dispatch, combine, the expert service and sampling are the real ones.
-
-The simulation uses it: a lost, duplicated, stale or misplaced value changes a number and all later ones, and a step costs
-microseconds. It reads only the model's config.json from disk.
-
-Legend: as in operators/. Numbers are float64 and stay below 2**53, so that sums are the same in every order.
+The simulation uses it: the real graph, messages, pages and exchange, without weights. It reads only the model's config.json from disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from flowrt.actors.control import Request
 from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.engine.batch import SampleSpec
 from flowrt.engine.constraint_builder import ConstraintBuilder
 from flowrt.exchange.kv_transfer import TransferEnd
-from flowrt.graph.model import Graph, Node
-from flowrt.graph.placement import held_experts
+from flowrt.graph.model import Graph
+from flowrt.operators.exact import ExactModel, Numbers
 from flowrt.operators.families.registry import read_model_config
-from flowrt.operators.kv_pages import KvPages
-from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.sampling import sample
 from flowrt.operators.sampling_inputs import SamplingInputs
-from flowrt.operators.step_layout import StepLayout
-from flowrt.workers.model_nodes import Computations, build_model_nodes, config_of, draw_of
-
-MODULUS = 1_000_003.0  # of everything that goes from layer to layer
-_LOGITS = 10_007.0
-_FACTORS = np.array([1.0, 31.0, 997.0, 7.0])
-_SHIFTS = np.array([3.0, 1009.0, 77.0, 500_009.0])
-
-Numbers = NDArray[Any]
-
-
-class ExactModel:
-    """The arithmetic, row by row. `x` is the residual stream: at most some layers' sums of numbers below MODULUS."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        self._moe = frozenset(config.moe_layers)
-        self._factors_H, self._shifts_H = np.resize(_FACTORS, config.hidden_size), np.resize(_SHIFTS, config.hidden_size)
-        self.key_width = min(config.hidden_size, config.kv_width)
-        self._repeated_H = np.arange(config.hidden_size) % self.key_width
-        self._multipliers_V = (np.arange(config.vocab_size) * 7919.0 + 1) % _LOGITS
-
-    def embed(self, tokens_T: Numbers) -> Numbers:
-        return np.asarray((tokens_T[:, None] * 7919.0 + 17) * self._factors_H % MODULUS + self._shifts_H)
-
-    def key(self, x_TH: Numbers) -> Numbers:
-        """The value that a row stores in the KV pages, [T, the width of a token in them, at most H]."""
-        return np.asarray(x_TH[:, : self.key_width] % MODULUS)
-
-    def normed(self, layer: int, x_TH: Numbers, keys_LW: Numbers) -> Numbers:
-        """The output of attention for the last T positions of a sequence with these keys. Each position includes itself."""
-        weighted_LW = keys_LW * _position_weights(layer, len(keys_LW))
-        sums_TW = weighted_LW.sum(axis=0, keepdims=True) if len(x_TH) == 1 else weighted_LW.cumsum(axis=0)[-len(x_TH) :]
-        contexts_TW = (sums_TW + layer) % MODULUS
-        return np.asarray((3 * (x_TH % MODULUS) + contexts_TW[:, self._repeated_H]) % MODULUS)
-
-    def route(self, normed_TH: Numbers) -> tuple[Numbers, Numbers]:
-        """Returns expert_ids_TA (distinct within a row) and weights_TA."""
-        num_experts, num_active = self.config.num_experts, self.config.num_experts_per_token
-        first_T = normed_TH[:, 0].astype(np.int64)
-        step_T = normed_TH[:, 1].astype(np.int64) % max(1, num_experts // max(1, num_active)) + 1
-        slots_A = np.arange(num_active)
-        ids_TA = (first_T[:, None] + slots_A * step_T[:, None]) % num_experts  # (A - 1) steps are less than one round
-        return ids_TA, (normed_TH[:, 2:3] + slots_A * 3) % 7 + 1
-
-    def expert(self, layer: int, expert_P: Numbers, x_PH: Numbers) -> Numbers:
-        """Unweighted expert outputs, one row per pair."""
-        return np.asarray((x_PH * (expert_P[:, None] * 31 + layer * 17 + 5) + expert_P[:, None] * 1009) % MODULUS)
-
-    def dense(self, layer: int, normed_TH: Numbers) -> Numbers:
-        return np.asarray((normed_TH * 5 + layer) % MODULUS)
-
-    def logits(self, x_SH: Numbers) -> Numbers:
-        sums_S = ((x_SH % MODULUS) * self._factors_H).sum(axis=1) % _LOGITS
-        return np.asarray(sums_S[:, None] * self._multipliers_V % _LOGITS / 1000)
-
-    def layer(self, layer: int, x_TH: Numbers, shared: bool) -> Numbers:
-        """A whole layer of one sequence that was never seen before, for the reference."""
-        normed_TH = self.normed(layer, x_TH, self.key(x_TH))
-        if layer not in self._moe:
-            return np.asarray(x_TH + self.dense(layer, normed_TH))
-        total_TH = x_TH + self.dense(layer, normed_TH) if shared else x_TH.copy()
-        ids_TA, weights_TA = self.route(normed_TH)
-        for slot in range(ids_TA.shape[1]):
-            total_TH += weights_TA[:, slot : slot + 1] * self.expert(layer, ids_TA[:, slot], normed_TH)
-        return np.asarray(total_TH)
-
-
-@lru_cache(maxsize=1024)
-def _position_weights(layer: int, num_positions: int) -> Numbers:
-    """[L, 1]. Callers must not modify it."""
-    return ((np.arange(num_positions) * 7919 + layer * 31) % 997 + 1.0)[:, None]
+from flowrt.workers.model_nodes import build_nodes, config_of, draw_of, site_of
 
 
 def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
@@ -146,7 +65,7 @@ def exact_prompt_logprobs(graph: Graph, prompt_token_ids: Sequence[int]) -> list
 
 def _residuals(graph: Graph, model: ExactModel, token_ids: Sequence[int]) -> Numbers:
     """The residual stream behind the last layer, computed without pages and processes."""
-    shared = any(node.operator == "shared" for node in graph.nodes.values())
+    shared = any("shared_down" in node.kind.parts for node in graph.nodes.values())
     x_TH = model.embed(np.array(token_ids, dtype=np.int64))
     for layer in range(model.config.num_layers):
         x_TH = model.layer(layer, x_TH, shared)
@@ -154,95 +73,5 @@ def _residuals(graph: Graph, model: ExactModel, token_ids: Sequence[int]) -> Num
 
 
 def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lambda: 0.0) -> dict[str, NodeFunction | TransferEnd]:
-    """A function for each node of `process`: those of build_model_nodes with the computations of an ExactModel."""
-    return build_model_nodes(graph, process, "cpu", lambda name, done, total: None, now, _exact_computations)
-
-
-def _exact_computations(graph: Graph, process: str, device: torch.device | str, now: Callable[[], float]) -> Computations:
-    config = config_of(graph)
-    model = ExactModel(config)
-    pages = cache(lambda: KvPages.for_model(config, graph.limits_of(process).kv_pages, graph.limits_of(process).page_size))
-
-    def computation_of(node: Node) -> Any:
-        match node.operator:
-            case "embed":
-                return _on_tensors(model.embed)
-            case "attention":
-                return partial(_attend, model, [_pieces(model, pages().blocks(layer)) for layer in range(config.num_layers)])
-            case "kv_pack" | "kv_unpack":
-                return pages()
-            case "gate":
-                return _on_tensors(lambda layer, normed_TH: model.route(normed_TH))
-            case "mlp" | "shared":
-                return _on_tensors(lambda layer, normed_TH, residual_TH: residual_TH + model.dense(layer, normed_TH))
-            case "experts":
-                return ExactExperts(model, held_experts(node.options["experts"], model.config.moe_layers))
-            case _:
-                return _on_tensors(lambda x_TH, rows_S: model.logits(x_TH[rows_S]))
-
-    return computation_of
-
-
-class ExactExperts:
-    """Like flowrt.operators.experts.Experts. Raises KeyError for an expert that this server does not hold."""
-
-    def __init__(self, model: ExactModel, held: Mapping[int, Sequence[int]]) -> None:
-        self._model = model
-        self._held = {layer: frozenset(experts) for layer, experts in held.items()}
-
-    def num_pairs(self) -> dict[int, dict[int, int]]:
-        return {}
-
-    def forward(self, layer: int, x_RH: torch.Tensor, row_P: torch.Tensor, expert_P: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
-        y_PH, rows = self._forward_pairs(layer, x_RH.numpy(), row_P.numpy(), expert_P.numpy()), x_RH.shape[0]
-        y_RH = np.zeros((rows, y_PH.shape[1]))
-        np.add.at(y_RH, row_P.numpy(), y_PH * weight_P.numpy()[:, None])
-        return torch.from_numpy(y_RH)
-
-    def forward_pairs(self, layer: int, x_RH: torch.Tensor, row_P: torch.Tensor, expert_P: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self._forward_pairs(layer, x_RH.numpy(), row_P.numpy(), expert_P.numpy()))
-
-    def _forward_pairs(self, layer: int, x_RH: Numbers, row_P: Numbers, expert_P: Numbers) -> Numbers:
-        if not self._held[layer].issuperset(expert_P.tolist()):
-            raise KeyError(f"experts {sorted(set(expert_P.tolist()) - self._held[layer])} of layer {layer} are not held here")
-        return self._model.expert(layer, expert_P, x_RH[row_P])
-
-
-def _pieces(model: ExactModel, blocks: Sequence[torch.Tensor]) -> list[tuple[slice, Numbers, Numbers]]:
-    """A key lies cut into as many pieces as there are blocks of KV pages. For each: its columns, and where they are stored, by slot and by
-    page, as views."""
-    columns = np.array_split(np.arange(model.key_width), len(blocks))
-    found = []
-    for own, block in zip(columns, blocks, strict=True):
-        stored_GCW = block.numpy().reshape(*block.shape[:2], -1)[:, :, : len(own)]
-        stored_SW = block.numpy().reshape(block.shape[0] * block.shape[1], -1)[:, : len(own)]
-        found.append((slice(own[0], own[-1] + 1) if len(own) else slice(0, 0), stored_SW, stored_GCW))
-    return found
-
-
-def _attend(
-    model: ExactModel, pieces_L: Sequence[Sequence[tuple[slice, Numbers, Numbers]]], layer: int, x_TH: torch.Tensor, layout: StepLayout
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """An attention block without weights. `pieces_L`: `_pieces` of the KV pages, by layer."""
-    pieces, num_rows, normed, rows_TH = pieces_L[layer], 0, [], x_TH.numpy()
-    own_TW = model.key(rows_TH)
-    for columns, stored_SW, _ in pieces:
-        stored_SW[layout.slots_T.numpy()] = own_TW[:, columns]
-    for pages_G, length, kv_length in zip(layout.page_table_SG.numpy(), layout.query_lengths, layout.kv_lengths, strict=True):
-        stored = [stored_GCW[pages_G].reshape(-1, stored_GCW.shape[2])[:kv_length] for _, _, stored_GCW in pieces]
-        normed.append(model.normed(layer, rows_TH[num_rows : num_rows + length], np.concatenate(stored, axis=1)))
-        num_rows += length
-    return x_TH, torch.from_numpy(np.concatenate(normed))
-
-
-def _on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which takes and returns arrays, as a function of tensors."""
-
-    def run(*values: Any) -> Any:
-        with np.errstate(invalid="ignore"):  # the simulation injects NaN
-            found = function(*(value.numpy() if isinstance(value, torch.Tensor) else value for value in values))
-        if isinstance(found, tuple):
-            return tuple(torch.from_numpy(array) for array in found)
-        return torch.from_numpy(found)
-
-    return run
+    """As build_model_nodes, with the computations of an ExactModel."""
+    return build_nodes(graph, process, lambda: site_of(graph, process, "cpu", now, exact=ExactModel(config_of(graph))))

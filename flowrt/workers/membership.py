@@ -14,9 +14,7 @@ from flowrt.actors.control import Control, DeathCause, ExpertsUnavailable, LateR
 from flowrt.actors.incarnations import Incarnations
 from flowrt.actors.probed_link import PROBE_SECONDS
 from flowrt.exchange.failover import Failover
-from flowrt.graph.builtin import KV_PACK, KV_UNPACK
 from flowrt.graph.model import Graph
-from flowrt.graph.reach import emits
 from flowrt.seams import Clock
 from flowrt.transports.contract import Identity
 from flowrt.workers.data_path import DataPath
@@ -62,14 +60,15 @@ class Membership:
         self._is_needed = asyncio.Event()  # a step has begun, or a server was lost
         self._reported_at: dict[str, float] = {}  # process -> when last
         self._sources = {  # process -> the nodes that emit its tags
-            process: [node.name for node in graph.nodes_of(process) if emits(node.operator)] for process in data_path.peers
+            process: [node.name for node in graph.nodes_of(process) if node.kind.emits] for process in data_path.peers
         }
         for process in sorted(data_path.peers - incarnations.keys()):
             self._lose(process, "")
         for process in sorted(data_path.peers & incarnations.keys()):
             self._use(process)
-        operators = {node.operator for node in graph.nodes.values() if node.process == data_path.name}
-        if operators & {KV_PACK, KV_UNPACK} and graph.emulation is None:  # modelled links may take as long as they please
+        if (
+            any(node.kind.kv for node in graph.nodes_of(data_path.name)) and graph.emulation is None
+        ):  # modelled links may take as long as they please
             ends = [(edge.id, graph.ends_of(edge)) for edge in graph.edges.values()]
             to = {process: [edge for edge, each in ends if each == (data_path.name, process)] for process in self._sources}
             tasks.create_task(self._watch_links(to), name=f"probes of {data_path.name}")

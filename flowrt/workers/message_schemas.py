@@ -1,4 +1,4 @@
-"""Builds the schemas of a graph's edges: from the output of each built-in operator, and from the declarations of a user's graph."""
+"""Builds the schemas of a graph's edges: from the output ports of the kinds of operators, and from the declarations of a user's graph."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from flowrt.dataflow.parts import BundleHeader, PartHeader, PlanHeader
 from flowrt.dataflow.schemas import MessageSchema, Spec, parse_spec
-from flowrt.exchange.kv_transfer import ChunkHeader, PullHeader
-from flowrt.graph.builtin import FORWARD, KV_PACK, KV_UNPACK, RETURN, SOURCE
 from flowrt.graph.extra_tensors import sent_extras
-from flowrt.graph.model import INPUT, Edge, Graph
+from flowrt.graph.kinds import Port
+from flowrt.graph.model import Edge, Graph
 from flowrt.graph.numerics import strict_exchanges
-from flowrt.graph.reach import emits
 from flowrt.operators.model_config import ModelConfig
 from flowrt.workers.model_nodes import config_of
 
@@ -21,20 +18,21 @@ from flowrt.workers.model_nodes import config_of
 def edge_schemas(graph: Graph) -> dict[int, MessageSchema]:
     """The schema of each edge between two processes, by id."""
     config = None if graph.model is None else config_of(graph)
-    sources = frozenset(node.name for node in graph.nodes.values() if emits(node.operator))
+    sources = frozenset(node.name for node in graph.nodes.values() if node.kind.emits)
     schema_of = partial(MessageSchema, sources=sources, num_micro_batches=graph.micro_batches)
     strict = strict_exchanges(graph)
     found: dict[int, MessageSchema] = {}
     for edge in graph.edges.values():
-        source, target = graph.nodes[edge.source], graph.nodes[edge.target]
-        if source.process == target.process:
+        source = graph.nodes[edge.source]
+        port = source.kind.output(edge.source_port)
+        if not graph.crosses(edge):
             continue
-        sent = {} if config is None else _sent_by_operators(config, source.process in strict, sources, graph.micro_batches)
-        is_users = ":" in source.operator or source.operator == INPUT
-        schema = schema_of((_declared(graph, edge),)) if is_users else sent.get((source.operator, edge.source_port.rstrip("0123456789")))
-        if schema is not None and source.operator == KV_PACK:
-            schema = replace(schema, optional=tuple(map(parse_spec, sent_extras(graph, source.process).values())))
-        if schema is not None:
+        if port is None:
+            found[edge.id] = schema_of((_declared(graph, edge),))
+        elif config is not None:
+            schema = schema_of_port(port, config, source.process in strict, sources, graph.micro_batches)
+            if source.kind.kv == "offers":
+                schema = replace(schema, optional=tuple(map(parse_spec, sent_extras(graph, source.process).values())))
             found[edge.id] = _as_int8(schema) if edge.int8 else schema
     return found
 
@@ -55,64 +53,29 @@ def _declared(graph: Graph, edge: Edge) -> Spec | None:
     return None
 
 
-@lru_cache(maxsize=4)
-def _sent_by_operators(
-    config: ModelConfig, strict: bool, sources: frozenset[str], num_micro_batches: int
-) -> Mapping[tuple[str, str], MessageSchema]:
-    """By operator and output port; a port's number is left out."""
-    schema_of = partial(MessageSchema, sources=sources, num_micro_batches=num_micro_batches)
+@lru_cache(maxsize=64)
+def schema_of_port(port: Port, config: ModelConfig, strict: bool, sources: frozenset[str], num_micro_batches: int) -> MessageSchema:
+    """The schema of the messages of an output port of a built-in operator."""
+    sizes = _sizes_of(config)
 
-    def specs(*texts: str) -> tuple[Spec, ...]:
-        return tuple(parse_spec(f"{config.dtype}{text}" if text.startswith("[") else text) for text in texts)
+    def specs(texts: str) -> tuple[Spec, ...]:
+        return tuple(_bound(text, config.dtype, sizes) for text in texts.split())
 
-    hidden, active = config.hidden_size, config.num_experts_per_token
-    wide = "float64" if config.dtype == "float64" else "float32"
-    rows = schema_of(specs(f"[rows,{hidden}]"))
-    index = parse_spec("int64[any]")
-    part = schema_of(specs(f"[rows,{hidden}]", "int64[pairs]", "int64[pairs]", "[pairs]"), header=PartHeader)
-    responses = specs(f"[{'pairs' if strict else 'rows'},{hidden}]")
-    latent = config.latent
-    kv = [f"[tokens,{config.num_kv_heads},{config.head_dim}]"] * 2
-    if latent is not None:
-        kv = [f"[tokens,1,{latent.rank}]", f"[tokens,1,{latent.rope_width}]"]
-    weighted = schema_of(specs(f"[rows,{active}]"), repeated=index, header=PlanHeader)
-    return {
-        (SOURCE, "tokens"): schema_of(specs("int64[rows]")),
-        (SOURCE, "layout"): schema_of(specs("int64[rows]", "int64[rows]", "int64[starts]", "int64[sequences]", "int64[sequences,pages]")),
-        (SOURCE, "sampling"): schema_of(
-            specs(
-                "int64[5,samples]",
-                "float64[6,samples]",
-                "int64[unfiltered]",
-                "int64[filtered]",
-                "int64[3,penalized]",
-                "int64[2,biased]",
-                "float64[biased]",
-                "int64[masked]",
-                "uint8[masked,mask_bytes]",
-                "int64[logprobs]",
-                "int64[ranks]",
-                "int64[2,scored]",
-            )
-        ),
-        ("embed", "x"): rows,
-        ("attention", "normed"): rows,
-        ("attention", "residual"): rows,
-        ("gate", "routing"): schema_of(specs(f"int64[rows,{active}]", f"[rows,{active}]")),
-        ("mlp", "y"): rows,
-        ("shared", "y"): rows,
-        ("dispatch", "plan"): weighted if strict else schema_of((), repeated=index, header=PlanHeader),
-        ("dispatch", "server"): part,
-        ("dispatch", "via"): schema_of(
-            specs(f"[distinct,{hidden}]", "int64[rows]", "int64[pairs]", "int64[pairs]", "[pairs]"), header=BundleHeader
-        ),
-        (FORWARD, "server"): part,
-        ("experts", "results"): schema_of(responses, header=PartHeader),
-        (KV_UNPACK, "pull"): schema_of((), header=PullHeader),
-        (KV_PACK, "chunk"): schema_of(specs(*kv), header=ChunkHeader),
-        (RETURN, "group"): schema_of(responses, header=PlanHeader),
-        ("combine", "y"): rows,
-        ("head", "tokens"): schema_of(
-            specs("int64[samples]"), optional=specs(f"{wide}[logprobs]", "int64[logprobs,ranks]", f"{wide}[logprobs,ranks]")
-        ),
-    }
+    tensors = port.strict_tensors if strict and port.strict_tensors is not None else port.tensors
+    repeated = next(iter(specs(port.repeated)), None)
+    return MessageSchema(specs(tensors), sources, num_micro_batches, specs(port.optional), repeated, port.header)
+
+
+def _sizes_of(config: ModelConfig) -> Mapping[str, int]:
+    """The sizes that specs of kinds name (graph/kinds.py)."""
+    kv, latent = (config.num_kv_heads, config.head_dim, config.head_dim), config.latent
+    kv = kv if latent is None else (1, latent.rank, latent.rope_width)
+    active = config.num_experts_per_token
+    return {"hidden": config.hidden_size, "active": active, **dict(zip(("kv_heads", "key_width", "value_width"), kv, strict=True))}
+
+
+def _bound(text: str, dtype: str, sizes: Mapping[str, int]) -> Spec:
+    """The spec of a kind in the dtype and sizes of a model."""
+    wide = "float64" if dtype == "float64" else "float32"
+    spec = parse_spec(dtype + text if text.startswith("[") else text.replace("wide[", f"{wide}["))
+    return Spec(spec.dtype, tuple(sizes.get(each, each) if isinstance(each, str) else each for each in spec.dimensions))

@@ -61,7 +61,7 @@ from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.jitter import bind_to_cores, collect_garbage_when_idle
 from flowrt.workers.membership import Membership
 from flowrt.workers.model_files import fingerprints
-from flowrt.workers.model_nodes import build_model_nodes, checkpoint_computations, strict_blocks_text
+from flowrt.workers.model_nodes import build_model_nodes, strict_blocks_text
 from flowrt.workers.start_check import check_process
 from flowrt.workers.traced import TracedWorker
 
@@ -309,8 +309,7 @@ class Worker:
         if not self._start.loads:
             self._bind_to_cores()
         memory = self._open_memory(name, files)
-        computations = partial(checkpoint_computations, memory=memory, on_read=on_read)
-        functions.update(build_model_nodes(self._graph, name, self._device, on_built, now, computations))
+        functions.update(build_model_nodes(self._graph, name, self._device, now, on_built, memory, on_read))
         if strict_blocks := strict_blocks_text(self._graph, name):
             log.info("%s: strict numerics: %s", name, strict_blocks)
         if model is not None and fingerprints(Path(model.path)) != files:

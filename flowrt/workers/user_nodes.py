@@ -39,7 +39,7 @@ def build_user_nodes(graph: Graph, process: str, device: torch.device) -> dict[s
     Raises UserError, one line, when the module or function does not exist, when its parameters are not the node's inputs, or when a
     spec in the file and an annotation disagree.
     """
-    nodes = [node for node in graph.nodes_of(process) if ":" in node.operator]
+    nodes = [node for node in graph.nodes_of(process) if node.kind.is_users]
     if nodes and graph.folder and graph.folder not in sys.path:
         sys.path.insert(0, graph.folder)
     operators: dict[str, tuple[Callable[..., Any], inspect.Signature | None]] = {}

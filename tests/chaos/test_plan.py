@@ -10,6 +10,7 @@ import pytest
 from flowrt.api import read_graph
 from flowrt.chaos.plan import fault_text, load_plan, needs_fault_worker, parse_faults
 from flowrt.errors import UserError
+from flowrt.graph.kinds import kind_of
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import survivable_processes
 from flowrt.reliability.scenario import Crash, Hang, Pause, Reset, Scenario, Slow, Stall
@@ -126,7 +127,7 @@ def test_in_the_graphs_of_capacity_time_is_modelled_and_servers_have_it_to_spare
     for name in ("with-spare.yaml", "without-spare.yaml"):
         graph = read_graph(folder / name)
         assert graph.emulation is not None
-        seconds = {operator: cost.shortest_seconds(operator) for operator, cost in graph.emulation.compute.items()}
+        seconds = {operator: cost.shortest_seconds(kind_of(operator).charges) for operator, cost in graph.emulation.compute.items()}
         assert (seconds["experts"] < seconds["attention"]) == (name == "with-spare.yaml")
         assert graph.numerics == "strict"
         assert len(survivable_processes(graph)) == 5

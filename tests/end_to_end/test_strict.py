@@ -15,8 +15,8 @@ from served_models import Served
 
 import flowrt
 from flowrt.engine.scheduler import Scheduler
+from flowrt.operators import sampling
 from flowrt.operators.sampling_inputs import SamplingInputs
-from flowrt.workers import model_nodes
 
 LENGTHS = (1, 17, 33, 40, 64, 70, 100, 3)
 NEW_TOKENS = 12
@@ -43,7 +43,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def hashes(monkeypatch: pytest.MonkeyPatch) -> Hashes:
     """(seed, token index) -> hash of the logits that the token was drawn from, of all runs with workers in this process."""
     found: Hashes = {}
-    sample = model_nodes.sample
+    sample = sampling.sample
 
     def recording(logits_SV: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         _, _, seeds, _, indices = inputs.integers_5S.tolist()
@@ -51,7 +51,7 @@ def hashes(monkeypatch: pytest.MonkeyPatch) -> Hashes:
             found[seed, index] = hashlib.sha256(row.contiguous().numpy().tobytes()).hexdigest()
         return sample(logits_SV, inputs)
 
-    monkeypatch.setattr(model_nodes, "sample", recording)
+    monkeypatch.setattr(sampling, "sample", recording)
     return found
 
 

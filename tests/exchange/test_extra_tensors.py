@@ -12,7 +12,7 @@ from exchange.test_kv_transfer import LAYERS, TOKENS, Pair
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.schemas import parse_spec
-from flowrt.exchange.kv_transfer import ChunkHeader
+from flowrt.exchange.kv_headers import ChunkHeader
 from flowrt.transports.wire.message import Tag
 
 EXTRAS = {"hidden": parse_spec("float32[3]"), "number": parse_spec("int64[]")}

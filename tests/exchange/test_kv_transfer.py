@@ -17,7 +17,8 @@ from flowrt.dataflow.payload import Payload, by_reference, from_int8_rows, from_
 from flowrt.dataflow.schemas import Spec
 from flowrt.engine.offered_prompt import NO_STEP, OfferedPrompt
 from flowrt.exchange import kv_transfer
-from flowrt.exchange.kv_transfer import ChunkHeader, KvPack, KvUnpack, PullHeader
+from flowrt.exchange.kv_headers import ChunkHeader, PullHeader
+from flowrt.exchange.kv_transfer import KvPack, KvUnpack
 from flowrt.operators.kernels.torch.pages import digest_of, scatter_slots
 from flowrt.operators.kv_pages import KvPages
 from flowrt.transports.wire.message import Tag

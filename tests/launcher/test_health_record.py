@@ -6,7 +6,6 @@ import pytest
 
 from flowrt.actors.control import ExpertsUnavailable, Heartbeat
 from flowrt.errors import WorkerDiedError
-from flowrt.graph.builtin import KV_PACK, SOURCE
 from flowrt.graph.model import MONITOR, Graph, Node
 from flowrt.launcher import events
 from flowrt.launcher.health_record import HealthRecord
@@ -17,7 +16,7 @@ class RecordAt:
 
     def __init__(self) -> None:
         self.now = 100.0
-        nodes = [Node("group", SOURCE, "attention.0"), Node("prompts", SOURCE, "prefill.0"), Node("pack", KV_PACK, "prefill.0")]
+        nodes = [Node("group", "source", "attention.0"), Node("prompts", "source", "prefill.0"), Node("pack", "kv_pack", "prefill.0")]
         self.standing = HealthRecord(Graph.of(nodes, []), lambda: self.now)
 
     def heartbeat(self, name: str, num_firings: int, running: str | None = None) -> None:

@@ -10,7 +10,7 @@ from launcher.run_driver import KILLED, Driver, announced
 
 from flowrt.actors.control import Listening, PeerLeft, Peers
 from flowrt.graph import recovery
-from flowrt.graph.builtin import Keeps
+from flowrt.graph.kinds import Keeps
 from flowrt.graph.model import MONITOR, Edge, Graph, Node
 from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import events

@@ -1,6 +1,6 @@
 """Which package may import which: the table of the design, held against every import, also those inside functions.
 
-`cli -> chaos -> bench -> api -> simulation -> serving -> launcher -> hosts -> gateway, processes -> workers -> exchange -> engine
+`cli -> chaos -> bench -> api -> simulation -> serving -> launcher -> hosts -> gateway, processes -> workers -> kinds -> exchange -> engine
 -> dataflow -> actors -> transports`: a package may import any package to its right, never one beside it or to its left. The leaves,
 graph, reliability and trace stand below all.
 """
@@ -41,6 +41,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("flowrt.hosts",),
     ("flowrt.gateway", "flowrt.processes"),
     ("flowrt.workers",),
+    ("flowrt.kinds",),
     ("flowrt.exchange",),
     ("flowrt.engine",),
     ("flowrt.dataflow",),
@@ -61,7 +62,7 @@ FORBIDDEN = {
 }
 EXCEPT = {("flowrt.engine", "flowrt.actors.control"), ("flowrt.exchange", "flowrt.engine.offered_prompt")}
 # The bench times operators one by one, and what each costs beside its limit.
-OPERATORS_FOR = ("flowrt.workers", "flowrt.exchange", "flowrt.dataflow", "flowrt.bench")
+OPERATORS_FOR = ("flowrt.workers", "flowrt.kinds", "flowrt.exchange", "flowrt.dataflow", "flowrt.bench")
 # Facts of a model without torch: what a package that runs in the launching process may read.
 PLAIN_OPERATORS = (f"{OPERATORS}.model_config", f"{OPERATORS}.checkpoint_files", f"{OPERATORS}.families")
 PLAIN_OPERATORS_FOR = (
@@ -75,8 +76,9 @@ PLAIN_OPERATORS_FOR = (
 )
 MESSAGE_TYPES = (f"{TRANSPORTS}.wire.message", f"{TRANSPORTS}.errors")
 SEAMS_MAY = (f"{TRANSPORTS}.contract", f"{TRANSPORTS}.registry")
-# The bench measures torch and the wire libraries themselves; it loads them when it does, not before.
-LATER_FOR = ("flowrt.bench",)
+# The bench measures torch and the wire libraries themselves; it loads them when it does, not before. Graph files are checked by kinds of
+# operators, whose functions load torch when a worker builds a node.
+LATER_FOR = ("flowrt.bench", "flowrt.kinds")
 # Of the bench: what workers and peers import by name, and what a benchmark of operators loads when it begins.
 TORCH_FILES = (
     "flowrt/bench/cases/nodes.py",
@@ -212,6 +214,8 @@ def test_torch_is_imported_only_where_tensors_are_computed() -> None:
         "flowrt.gateway",
         "flowrt.processes",
         "flowrt.engine",
+        "flowrt.graph",
+        "flowrt.kinds",
         "flowrt.serving",
         "flowrt.simulation",
     ],

@@ -27,12 +27,13 @@ from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import build_graph
 from flowrt.graph.model import Graph
 from flowrt.graph.written import to_yaml
+from flowrt.operators.exact import ExactModel
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import Crash
 from flowrt.simulation.campaign import failure_of
 from flowrt.simulation.case import Case
 from flowrt.simulation.cases import draw, run_case
-from flowrt.workers.exact_nodes import ExactModel, _residuals
+from flowrt.workers.exact_nodes import _residuals
 from flowrt.workers.model_nodes import config_of
 
 SEEDS = 24

@@ -20,7 +20,8 @@ from flowrt.emulation import (
     smallest_dilation,
 )
 from flowrt.errors import UserError
-from flowrt.graph.builtin import BUILTIN
+from flowrt.graph.explicit import ports_of
+from flowrt.graph.kinds import kind_of
 from flowrt.graph.model import Edge, Graph, LayerSet, Node, PortSpec
 from flowrt.graph.settings import ComputeCost, Emulation
 from flowrt.operators.step_layout import StepLayout
@@ -120,10 +121,10 @@ def test_a_cancelled_wait_leaves_nothing() -> None:
 
 def _graph() -> Graph:
     def node(name: str, operator: str, process: str) -> Node:
-        built = BUILTIN.get(operator)
-        if built is None:
+        kind = kind_of(operator)
+        if kind.is_users:
             return Node(name, operator, process, {"x": PortSpec("x")}, {"y": PortSpec("y")})
-        return Node(name, operator, process, built.input_ports(), built.output_ports(()), {}, built.stateful, built.batches)
+        return Node(name, operator, process, *ports_of(kind, {}, ()), {}, kind.stateful, kind.batches)
 
     nodes = [node("a.attention", "attention", "a"), node("e.experts", "experts", "e"), node("o", "m:f", "o"), node("p", "m:g", "p")]
     return Graph.of(nodes, [Edge("a.attention", "y", "o", "x", layers=LayerSet())])

@@ -149,7 +149,7 @@ def test_a_group_uses_the_proof_of_an_equal_one(monkeypatch: pytest.MonkeyPatch)
     try:
         for group in ("attention.0", "attention.1"):
             memory = WeightMemory(os.dup(file), "content")
-            model_nodes.checkpoint_computations(graph, group, "cpu", time.monotonic, memory)(graph.nodes[f"{group}.gate"])
+            model_nodes.site_of(graph, group, "cpu", time.monotonic, memory).computation(graph.nodes[f"{group}.gate"])
             memory.seal()
     finally:
         os.close(file)

@@ -11,6 +11,7 @@ from flowrt.bench.measure.decoding import DecodeRun, Prompts
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import Graph
+from flowrt.graph.recovery import pipelines
 from flowrt.sampling_params import SamplingParams
 from flowrt.structured_outputs import StructuredOutputs
 
@@ -90,7 +91,7 @@ class GraphSide:
 def check_limits(graph: Graph, batches: Sequence[int], prompt_tokens: int, new_tokens: int) -> None:
     """Raises UserError when the graph's limits would queue or refuse a batch."""
     limits = graph.group_limits()
-    groups = sum(node.operator == "source" for node in graph.nodes.values())
+    groups = len(pipelines(graph))
     largest = max(batches)
     per_group = -(-largest // max(1, groups))
     pages = per_group * -(-(prompt_tokens + new_tokens) // limits.page_size)

@@ -17,6 +17,7 @@ from flowrt.api import RunningGraph
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph, ModelPart
 from flowrt.graph.placement import held_experts
+from flowrt.graph.recovery import pipelines
 from flowrt.operators.families.registry import read_model_config
 from flowrt.transports.wire.message import DTYPE_BYTES
 
@@ -81,8 +82,8 @@ def weights_bytes(graph: Graph) -> int:
     config = read_model_config(directory)
     num_experts, others = checkpoint_elements(directory)
     one_expert = num_experts / max(1, config.num_experts * len(config.moe_layers))
-    num_groups = sum(node.operator == "attention" for node in graph.nodes.values())
-    held = [held_experts(node.options["experts"], config.moe_layers) for node in graph.nodes.values() if node.operator == "experts"]
+    num_groups = len(pipelines(graph))
+    held = [held_experts(node.options["experts"], config.moe_layers) for node in graph.nodes.values() if node.kind.holds_experts]
     num_replicas = sum(len(ids) for each in held for ids in each.values())
     return int((others * num_groups + one_expert * num_replicas) * DTYPE_BYTES[model.dtype])
 
@@ -91,7 +92,7 @@ def kv_bytes(graph: Graph) -> int:
     """Bytes of all KV pages of all groups, used or not."""
     model = served_model(graph)
     config = read_model_config(Path(model.path))
-    limits = [graph.limits_of(node.process) for node in graph.nodes.values() if node.operator == "attention"]
+    limits = [graph.limits_of(process) for process in pipelines(graph)]
     slots = sum(each.kv_pages * each.page_size for each in limits)
     return slots * config.num_layers * config.kv_width * DTYPE_BYTES[model.dtype]
 

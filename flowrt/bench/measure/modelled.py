@@ -22,8 +22,8 @@ from flowrt.bench.measure.decoding import prompts_of
 from flowrt.bench.measure.graph_side import TurnClock
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
-from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import GATEWAY, Graph, role_of
+from flowrt.graph.recovery import pipelines
 from flowrt.operators.families.registry import read_model_config
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.network_conditions import NetworkConditions
@@ -78,7 +78,7 @@ async def modelled_run(
     emulation, model = graph.graph.emulation, graph.graph.model
     if emulation is None or model is None:
         raise UserError("modelled time needs a graph with emulate: that serves a model")
-    num_groups = sum(1 for node in graph.graph.nodes.values() if node.operator == SOURCE)
+    num_groups = len(pipelines(graph.graph))
     clock = TurnClock(graph.launcher.seams.clock.now)
     times: list[list[float]] = [[] for _ in range(batch)]
     tokens: list[list[int]] = [[] for _ in range(batch)]
