@@ -15,7 +15,8 @@ import argparse
 import datetime
 import json
 import subprocess
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,25 @@ python docs/render_results.py
 
 def rendered() -> str:
     """The whole page."""
-    files = sorted(RESULTS.glob("*.json"))
-    return "\n".join([_HEAD, *(_benchmark(json.loads(file.read_text(encoding="utf-8"))) for file in files)])
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))]
+    return "\n".join([_HEAD, _verdicts(results), *map(_benchmark, results)])
+
+
+def _verdicts(results: Sequence[Mapping[str, Any]]) -> str:
+    counts = {result["benchmark"]: Counter(_verdicts_of(result)) for result in results}
+    lines = []
+    for verdict in ("met", "not met", "undecided"):
+        each = [f"[{name}](#{name}) {count[verdict]}" for name, count in counts.items() if count[verdict]]
+        total = sum(count[verdict] for count in counts.values())
+        lines.append(f"- {total} {verdict}" + (f": {', '.join(each)}" if verdict != "met" else ""))
+    return "Verdicts on this page:\n\n" + "\n".join(lines) + "\n"
+
+
+def _verdicts_of(result: Mapping[str, Any]) -> Iterator[str]:
+    for run in result["runs"]:
+        for figure in run["figures"]:
+            for found in figure["found"]:
+                yield from found["verdict"].split(", ") if "verdict" in found else ()
 
 
 def _benchmark(result: Mapping[str, Any]) -> str:
