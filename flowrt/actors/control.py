@@ -74,7 +74,7 @@ class Start(Control, frozen=True):
     """First message to a worker: its name, the whole expanded graph (JSON), the run's key, and the log verbosity.
 
     `is_traced`: the worker records what it does; the launcher collects the records by TraceRequest. `settings`: of a service
-    (launcher/service.py), in its own form.
+    (launcher/worker_pool.py), in its own form.
 
     A standby process gets two. The first names the processes whose operators it `loads`; it responds with Listening, without addresses.
     The second makes it a worker of the graph, for which it uses the operators that it has loaded as `loaded_as`.
@@ -104,7 +104,7 @@ class LoadProgress(Control, frozen=True):
 
 class Listening(Control, frozen=True):
     """Operators are loaded and the worker listens at these addresses (scheme -> address). Includes memory now and before loading.
-    `files`: fingerprints of the model's files, by path. They must be the same for all workers of a run (launcher/loaded_files.py)."""
+    `files`: fingerprints of the model's files, by path. They must be the same for all workers of a run (launcher/run_state.py)."""
 
     addresses: dict[str, str]
     resident_bytes: int = 0

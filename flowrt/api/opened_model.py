@@ -8,7 +8,7 @@ from pathlib import Path
 from flowrt.api.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from flowrt.graph.model import Graph
 from flowrt.launcher.events import ModelNotice
-from flowrt.launcher.model_check import check_model
+from flowrt.launcher.start_checks import check_model
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.serving.tokenizer import Tokenizer

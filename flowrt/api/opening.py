@@ -15,7 +15,7 @@ from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
-from flowrt.launcher.engine_check import check_engine
+from flowrt.launcher.start_checks import check_engine
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.observe import LEVELS
 from flowrt.operators.families.registry import read_model_config

@@ -31,9 +31,8 @@ from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
 from flowrt.launcher import events
-from flowrt.launcher.group_changes import apply_group_change
 from flowrt.launcher.launcher import Launcher
-from flowrt.launcher.served_requests import ServedRequests
+from flowrt.launcher.served_requests import ServedRequests, apply_group_change
 from flowrt.launcher.tokenizer_files import missing_tokenizer
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.reliability.health import STALL_SECONDS, Health

@@ -15,7 +15,7 @@ from flowrt.errors import FlowrtError, UserError
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import Graph, front_end_names
 from flowrt.launcher.launcher import Launcher
-from flowrt.launcher.service import Service
+from flowrt.launcher.worker_pool import Service
 from flowrt.operators.model_config import ModelConfig
 from flowrt.reliability.health import Health
 from flowrt.serving.exposition import ServedState, exposition

@@ -62,4 +62,4 @@ def process_state(launcher: Launcher, name: str) -> ProcessState:
     condition = launcher.health_record.condition(name)
     if condition != "up" or launcher.state.is_usable(name):
         return condition
-    return "standby" if launcher.state.is_ready_standby(name) else "starting"
+    return "standby" if launcher.state.starts.is_ready_standby(name) else "starting"

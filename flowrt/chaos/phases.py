@@ -31,9 +31,9 @@ class Phases:
 
     def phase_of(self, process: str) -> Phase | None:
         """The phase of the process, or of all groups together for a process that serves several. None: it is down."""
-        state: Any = self._running.launcher.state
+        state = self._running.launcher.state
         if process != FORK_SERVER and not state.is_usable(process):
-            return "start" if state._table.workers[process].process.phase == ProcessPhase.STARTING else None
+            return "start" if state.table.workers[process].process.phase == ProcessPhase.STARTING else None
         if self.is_draining:
             return "drain"
         logs = self._logs(process)

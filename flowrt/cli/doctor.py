@@ -26,7 +26,7 @@ from flowrt.bench.measure.host_probe import HostReport, probe_hosts
 from flowrt.emulation import smallest_dilation
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from flowrt.launcher.engine_check import check_engine
+from flowrt.launcher.start_checks import check_engine
 from flowrt.launcher.transport_choice import AUTO, BETWEEN, BETWEEN_HOSTS, WITHIN, tried_between
 from flowrt.observe import duration_text, size_text
 from flowrt.operators.families.registry import read_model_config

@@ -41,9 +41,7 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
         process = stack.enter_context(_start_check()) if _is_probably_explicit(file) else None
         graph = load(file, overrides, model)
         from flowrt.graph.show import summary_of_valid
-        from flowrt.launcher.engine_check import check_engine
-        from flowrt.launcher.memory_needs import memory_needs, needs_text
-        from flowrt.launcher.model_check import check_model, check_prompts
+        from flowrt.launcher.start_checks import check_engine, check_model, check_prompts, memory_needs, needs_text
         from flowrt.observe import print_line, size_text
         from flowrt.serving.tokenizer import Tokenizer
         from flowrt.system.machine_limits import memory_limit_bytes
@@ -97,7 +95,7 @@ def show(
 
     from flowrt.graph.facts import ModelFacts
     from flowrt.graph.show import print_graph
-    from flowrt.launcher.memory_needs import memory_needs
+    from flowrt.launcher.start_checks import memory_needs
     from flowrt.operators.families.registry import read_model_config
 
     facts = None if graph.model is None else ModelFacts.of(read_model_config(Path(graph.model.path)))

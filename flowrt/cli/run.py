@@ -32,8 +32,8 @@ from flowrt.cli.view import PlainView, View
 from flowrt.errors import BAD_INPUT, FAILURE, INTERRUPTED, NO_READER, SUCCESS, NotRunningError, UserError, WorkerDiedError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.launcher import events
-from flowrt.launcher.engine_check import check_engine
 from flowrt.launcher.launcher import STOP_SECONDS
+from flowrt.launcher.start_checks import check_engine
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.observe import set_log_level
 from flowrt.sampling_params import SamplingParams

@@ -25,7 +25,7 @@ from flowrt.cli.text import visible
 from flowrt.errors import INTERRUPTED, SUCCESS, TokenizerError, UserError, WorkerDiedError, install_command, shown
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
-from flowrt.launcher.engine_check import check_engine
+from flowrt.launcher.start_checks import check_engine
 from flowrt.observe import print_line
 from flowrt.processes.descriptors import check_front_end
 from flowrt.processes.output_tail import write_line

@@ -6,6 +6,7 @@ with docs/reliability.md. No rule depends on the name of a role or process, exce
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -67,7 +68,7 @@ RULES: dict[str, Rule] = {
 
 
 def standby_names(graph: Graph) -> tuple[str, ...]:
-    """The standby processes that the graph asks for (flowrt/launcher/standby.py)."""
+    """The standby processes that the graph asks for (flowrt/launcher/starts.py)."""
     return tuple(f"standby.{number}" for number in range(graph.reliability.standby))
 
 
@@ -81,6 +82,29 @@ def rule_of(graph: Graph, process: str) -> Rule:
         return RULES[FRONT_END]
     kept = {keeps_of(node) for node in graph.nodes_of(process) if not node.keeps_nothing}
     return RULES[max(kept, key=list(Keeps).index, default=Keeps.UNKNOWN)]
+
+
+def failure_unit(graph: Graph, workers: Collection[str]) -> str:
+    """The failure unit of a process with these workers: all processes of a unit end and are restarted together. "": the process alone.
+
+    `recovery: restart_all` makes one unit of the workers, and `restart_role` one of those that keep the same kind of state: the earlier
+    stages of recovery in xDeepServe (section 6.2). A process has the role of its worker with the most state. Processes of flowrt have no
+    part in it. Without restarts there are no units: a process that cannot return is no reason to end others.
+    """
+    kept = [rule_of(graph, name).keeps for name in graph.process_names() if name in workers]
+    policy = graph.reliability.recovery if kept and graph.reliability.restarts else ""
+    return {"restart_all": "all", "restart_role": max(kept, key=list(RULES).index, default="")}.get(policy, "")
+
+
+def restart_rank(graph: Graph, workers: Collection[str]) -> int:
+    """Of the processes of a failure unit, those of a lower rank start first."""
+    return min((rule_of(graph, name).restart_rank for name in graph.process_names() if name in workers), default=0)
+
+
+def keeps_less(graph: Graph, process: str, other: str) -> bool:
+    """Whether the death of `process` loses less state than that of `other`."""
+    kept = list(RULES)
+    return kept.index(rule_of(graph, process).keeps) < kept.index(rule_of(graph, other).keeps)
 
 
 def keeps_of(node: Node) -> Keeps:

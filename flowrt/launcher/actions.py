@@ -28,12 +28,23 @@ class EndProcess:
 
 @dataclass(frozen=True)
 class StartForkServer:
-    """Start a new fork server; `ForkServerLoss.on_ready` or `on_failed` follows."""
+    """Start a new fork server; `Starts.on_fork_server_ready` or `on_fork_server_failed` follows."""
 
 
 @dataclass(frozen=True)
 class KillForkServer:
-    """Kill the fork server; `ForkServerLoss.on_lost` follows."""
+    """Kill the fork server; `Deaths.on_fork_server_lost` follows."""
+
+
+@dataclass(frozen=True)
+class SendStart:
+    """Send Start to this incarnation of a worker. `loads`: what a standby process loads. `loaded_as`: what one that becomes this worker has
+    loaded."""
+
+    worker: str
+    incarnation: str
+    loads: tuple[str, ...] = ()
+    loaded_as: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,4 +72,4 @@ class End:
     tail_of: str | None = None
 
 
-Action = StartProcess | EndProcess | StartForkServer | KillForkServer | Send | Announce | End
+Action = StartProcess | EndProcess | StartForkServer | KillForkServer | SendStart | Send | Announce | End

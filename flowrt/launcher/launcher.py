@@ -43,14 +43,13 @@ from flowrt.errors import NotRunningError, UserError, WorkerDiedError, named_err
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import pipelines, standby_names
 from flowrt.launcher import events
-from flowrt.launcher.actions import Action, Announce, End, EndProcess, KillForkServer, Send, StartForkServer, StartProcess
+from flowrt.launcher.actions import Action, Announce, End, EndProcess, KillForkServer, Send, SendStart, StartForkServer, StartProcess
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.health_record import HealthRecord
 from flowrt.launcher.run_state import RunState
-from flowrt.launcher.service import Service
-from flowrt.launcher.standby import standby_loads
+from flowrt.launcher.starts import standby_loads
 from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, pack, process_name
-from flowrt.launcher.worker_pool import PoolOwner, WorkerPool, set_own_threads
+from flowrt.launcher.worker_pool import PoolOwner, Service, WorkerPool, set_own_threads
 from flowrt.processes.descriptors import is_too_few, too_few_descriptors
 from flowrt.processes.fork_server import WorkerMain
 from flowrt.processes.output_tail import write_line
@@ -115,28 +114,19 @@ class Launcher:
         self._farewell, hosted = farewell, hosted or {}
         self.worker, self._preload = worker, tuple(preload)  # `worker` may be changed until the start
         names = [*self.graph.process_names(), *hosted]
-        own_names = FORK_SERVER, MONITOR, *services, *(standbys := standby_names(self.graph))
+        own_names = FORK_SERVER, MONITOR, *services, *standby_names(self.graph)
         if len({*names, *own_names}) < len(names) + len(own_names):
             raise ValueError(f"two workers of one name, or one called {' or '.join(own_names)}, among {names}")
         packed = {process_name(workers): workers for workers in pack(self.graph)}
-        loads = standby_loads(self.graph, list(packed.values()), usable_cores())
-
-        def start_of(name: str, incarnation: str, was_standby: bool) -> Start:
-            loaded = tuple(dict.fromkeys(loads.values())) if name in standbys else ()
-            settings, loaded_as = services[name].settings if name in services else b"", loads[name] if was_standby else ""
-            graph, ended = self._pool.graph_for(name), tuple(sorted(self._ended_operations))
-            return Start(name, incarnation, graph, self.key, log_level, loaded, loaded_as, is_traced, settings, ended)
-
+        self._start = Start("", "", b"", self.key, log_level, is_traced=is_traced)  # what is the same for all
         self.state = RunState(
             self.graph,
-            packed,
+            packed | {name: [name] for name in services},
             hosted if packed else names,
             new_incarnation=self.seams.new_incarnation,
-            start_of=start_of,
             response_seconds=response_seconds,
             stop_seconds=stop_seconds,
-            standby_loads=loads,
-            services=services,
+            standby_loads=standby_loads(self.graph, list(packed.values()), usable_cores()),
         )
         owner = PoolOwner(self._step, self._on_worker_control, on_line or write_line, self._spawn)
         self._pool = WorkerPool(self.graph, self.seams, self.state, packed, hosted, services, owner, log_level)
@@ -252,7 +242,7 @@ class Launcher:
                     set_own_threads(self.graph)
                 else:
                     self._announce(events.ForkServerReady(fork_server_threads))
-                    self._step(self.state.fork_server.on_ready, self.fork_server_pid())
+                    self._step(self.state.starts.on_fork_server_ready, self.fork_server_pid())
                 self._step(self.state.start, began)
                 if self.state.wants_monitor:
                     self._spawn(self._send_heartbeats(), name="heartbeats of the launcher")
@@ -299,6 +289,8 @@ class Launcher:
                 self._pool.end(process, end_gently)
             case StartForkServer() | KillForkServer():
                 self._pool.replace_fork_server(action)
+            case SendStart():
+                self.workers[action.worker].post(self._start_of(action))
             case Send(name, control, deadline) if deadline is not None:
                 self._spawn(self._send_until(self.workers[name], control, deadline), name=f"last message to {name}")
             case Send(name, StatisticsRequest() as request):
@@ -309,6 +301,11 @@ class Launcher:
                 if isinstance(error, WorkerDiedError) and tail_of is not None:
                     error = WorkerDiedError(error.process, error.reason, self._pool.output_tail(tail_of))
                 self.end(error)
+
+    def _start_of(self, action: SendStart) -> Start:
+        name, ended, settings = action.worker, tuple(sorted(self._ended_operations)), self._pool.settings_of(action.worker)
+        start = replace(self._start, name=name, incarnation=action.incarnation, graph=self._pool.graph_for(name), settings=settings)
+        return replace(start, loads=action.loads, loaded_as=action.loaded_as, ended=ended)
 
     def end(self, error: Exception | None) -> None:
         """End the run, with this error if there is one. No-op after its end."""
@@ -360,8 +357,14 @@ class Launcher:
                 self._step(self.state.on_connected, name)
             case ExpertsUnavailable():
                 self._announce(events.ExpertsReported(name, control))
-            case Listening() | ComputesAlone() | LinkLost() | Failed():
-                self._step(self.state.on_control, name, control)
+            case Listening():
+                self._step(self.state.on_listening, name, control)
+            case ComputesAlone():
+                self._step(self.state.on_computes_alone, name, control)
+            case LinkLost():
+                self._step(self.state.deaths.on_link_lost, name, control)
+            case Failed():
+                self._step(self.state.deaths.on_failed, name, control)
             case FenceCalls() if name == GATEWAY:
                 for other in self.graph.process_names():
                     self.workers[other].post(control)

@@ -1,4 +1,4 @@
-"""The table that the parts of the run state share: processes, workers, the phase of the run, timers and actions. Pure.
+"""The processes and workers of a run, the phase of the run, and the timers and actions that follow from its events. Pure.
 
 A process goes through these phases, once per incarnation:
 
@@ -15,24 +15,17 @@ A death may skip phases, because its signs come in any order. Each worker has a 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 from flowrt.actors.control import ComputesAlone, DeathCause, PeerJoined, PeerLeft
 from flowrt.graph.model import MONITOR, Graph
-from flowrt.graph.recovery import RULES, neighbours, rule_of, survivable_processes
-from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send
-from flowrt.launcher.events import Event, WorkerGivenUp
-from flowrt.launcher.recovery_policy import RecoveryPolicy
+from flowrt.graph.recovery import failure_unit, neighbours, restart_rank, survivable_processes
+from flowrt.launcher.actions import Action, Announce, End, Send, StartProcess
+from flowrt.launcher.events import Event
 from flowrt.processes.output_tail import exit_text
 from flowrt.transports.contract import Identity
-from flowrt.transports.wire.message import Tag
-
-LAST_MESSAGES_SECONDS = 0.5  # from the end of a control connection to the end of its process
-FENCE_SECONDS = 0.75  # from the first sign of a death until no more messages are accepted; longer, so that the exit status is known
-REAP_SECONDS = 15.0  # time limit for a dying process to end
-
 
 # Signals that other programs send. The system sends SIGKILL when memory runs out, which a request can cause; users kill far more often.
 # A worker whose control connection has ended exits with status 0.
@@ -80,30 +73,11 @@ NEXT_STATES: Mapping[WorkerState, frozenset[WorkerState]] = {
 }
 
 
-class TimerKind(IntEnum):
-    """The subject of a timer is a process, or a lost link; SETTLE, POLL and the last three have none."""
-
-    SETTLE = 0
-    RESTART = 1
-    KILL = 2
-    NO_REAP = 3
-    NO_STATUS = 4
-    LINK = 5
-    POLL = 6
-    STOP = 7
-    KILL_LATE = 8
-    END = 9
-    FENCE = 10
-    FORK_SERVER = 11
-
-
-OF_PROCESS = (TimerKind.RESTART, TimerKind.KILL, TimerKind.NO_REAP, TimerKind.NO_STATUS, TimerKind.FENCE)
-
-
 @dataclass
 class WorkerRecord:
-    """One incarnation of a worker. `is_open`: its control connection. `silent_seconds`: counted by the polls of the monitor.
-    `was_standby`: it was a standby process until it got its name."""
+    """One incarnation of a worker. `is_open`: its control connection. `addresses`: where it listens, by scheme. `silent_seconds`: counted
+    by the polls of the monitor. `loaded_as`: the process whose operators it has loaded as a standby process, which it was until it got its
+    name. `is_marked_dead`: by the present monitor, and it was not killed."""
 
     name: str
     process: ProcessRecord
@@ -111,10 +85,12 @@ class WorkerRecord:
     pid: int = 0
     state: WorkerState = WorkerState.FORKING
     is_open: bool = False
+    addresses: dict[str, str] = field(default_factory=dict)
     computes_alone: ComputesAlone = ComputesAlone()  # the part of a suspect that it computes now
     last_message_seconds: float = 0.0
     silent_seconds: float = 0.0
-    was_standby: bool = False
+    loaded_as: str = ""
+    is_marked_dead: bool = False
 
     @property
     def is_usable(self) -> bool:
@@ -134,15 +110,17 @@ class WorkerRecord:
 
 @dataclass
 class ProcessRecord:
-    """One process. `can_restart`: the run can lose all its workers. `cause`: why it died, where more than the exit status is known.
-    `has_failed`: a worker or the monitor has reported that what it computed may be the reason. `is_fenced`: it has died, and no more of its
-    messages are accepted. `is_killed_on_purpose`: it was killed to be restarted with another one that died. `is_restarting`:
-    `restart_role` or `restart_all` restarts it, and it is not given up."""
+    """One process. `can_restart`: the run can lose all its workers. `unit`: its failure unit, "": none. `rank`: see `restart_rank`.
+    `cause`: why it died, where more than the exit status is known. `has_failed`: a worker or the monitor has reported that what it computed
+    may be the reason. `is_fenced`: it has died, and no more of its messages are accepted. `is_killed_on_purpose`: it was killed to be
+    restarted with its failure unit. `is_restarting`: it has died, is restarted with its failure unit, and is not given up."""
 
     name: str
     can_restart: bool
     links_are_lazy: bool
     is_task: bool
+    unit: str = ""
+    rank: int = 0
     workers: list[WorkerRecord] = field(default_factory=list)
     phase: ProcessPhase = ProcessPhase.FORKING
     how: str = ""
@@ -185,52 +163,47 @@ class ProcessRecord:
 
 
 class RunTable:
-    """Belongs to one run. `now` is the time of the present event. `survivable`: processes outside the graph that the run can lose."""
+    """Belongs to one run. `now` is the time of the present event. A timer is an event of the run state and its subject: the name of a
+    process, or of a lost link; some have none."""
 
-    def __init__(self, graph: Graph, new_incarnation: Callable[[], str], survivable: Iterable[str] = ()) -> None:
-        self._new_incarnation = new_incarnation
-        self._survivable = survivable_processes(graph) | {MONITOR, *survivable}
+    def __init__(self, graph: Graph, new_incarnation: Callable[[], str]) -> None:
+        self.graph, self._new_incarnation = graph, new_incarnation
         self._eager = {end for edge in graph.edges.values() if edge.open == "start" for end in graph.ends_of(edge)}
-        self._state_kept = {name: list(RULES).index(rule_of(graph, name).keeps) for name in graph.process_names()}
-        self.policy = RecoveryPolicy(graph)
-        self.neighbours = neighbours(graph)
-        self.emits = {node.name: node.process for node in graph.nodes.values() if node.kind.schedules}  # source -> its process
-        serving = {
-            graph.nodes[edge.target].process
-            for edge in graph.edges.values()
-            if edge.source_port.startswith("server") and graph.crosses(edge)
-        }
-        self.colocated = serving.intersection(self.emits.values())  # groups that are expert servers too
+        self._neighbours = neighbours(graph)
         self.processes: dict[str, ProcessRecord] = {}
         self.workers: dict[str, WorkerRecord] = {}
         self.phase = RunPhase.LOADING
         self.now = 0.0
         self.actions: list[Action] = []
-        self.timers: dict[tuple[TimerKind, str], float] = {}
-        self.waiting: set[str] = set()  # dead processes that start after others that are restarted with them
+        self._timers: dict[tuple[Callable[..., None], tuple[str, ...]], float] = {}
 
-    def add(self, name: str, workers: Sequence[str], is_task: bool) -> ProcessRecord:
-        can_restart = not is_task and self._survivable.issuperset(workers)
-        process = self.processes[name] = ProcessRecord(name, can_restart, self._eager.isdisjoint(workers), is_task)
+    def add(self, name: str, workers: Sequence[str], is_task: bool = False) -> ProcessRecord:
+        """Add a process. The run can lose the processes that are not of the graph."""
+        fatal = set(self.graph.process_names()) - survivable_processes(self.graph)
+        process = self.processes[name] = ProcessRecord(
+            name,
+            can_restart=not is_task and fatal.isdisjoint(workers),
+            links_are_lazy=self._eager.isdisjoint(workers),
+            is_task=is_task,
+            unit=failure_unit(self.graph, workers),
+            rank=restart_rank(self.graph, workers),
+        )
         self.renew(process, workers)
         return process
 
     def remove(self, process: ProcessRecord) -> None:
         """Forget a process that has become another one."""
-        self.cancel_timers(process)
+        self.cancel_timers(process.name)
         del self.processes[process.name]
         for name in process.names:
             del self.workers[name]
 
-    def renew(self, process: ProcessRecord, workers: Sequence[str]) -> None:
+    def renew(self, process: ProcessRecord, workers: Sequence[str], loaded_as: str = "") -> None:
         """Give the process new incarnations of its workers."""
         process.phase, process.how, process.cause = ProcessPhase.FORKING, "", None
         process.is_given_up = process.is_fenced = process.has_failed = process.is_killed_on_purpose = False
-        process.workers = [WorkerRecord(name, process, self._new_incarnation()) for name in workers]
+        process.workers = [WorkerRecord(name, process, self._new_incarnation(), loaded_as=loaded_as) for name in workers]
         self.workers |= {worker.name: worker for worker in process.workers}
-
-    def identities(self, process: ProcessRecord) -> tuple[Identity, ...]:
-        return tuple(Identity(worker.name, worker.incarnation) for worker in process.workers)
 
     # Actions and timers.
 
@@ -240,57 +213,49 @@ class RunTable:
             self.actions.append(action)
         if isinstance(action, End):
             self.phase = RunPhase.ENDED
-            self.timers.clear()
+            self._timers.clear()
 
     def announce(self, event: Event) -> None:
         self.act(Announce(event))
 
-    def set_timer(self, kind: TimerKind, seconds: float, subject: str = "") -> None:
-        self.timers[kind, subject] = self.now + seconds
+    def start(self, process: ProcessRecord, standby: str = "") -> None:
+        self.act(StartProcess(process.name, tuple(Identity(each.name, each.incarnation) for each in process.workers), standby))
 
-    def cancel_timers(self, process: ProcessRecord) -> None:
-        for kind in OF_PROCESS:
-            self.timers.pop((kind, process.name), None)
+    def set_timer(self, seconds: float, event: Callable[..., None], *subject: str) -> None:
+        self._timers[event, subject] = self.now + seconds
 
-    def wake_waiting(self) -> None:
-        """Decide again which of the waiting processes start."""
-        for name in self.waiting:
-            self.set_timer(TimerKind.RESTART, 0.0, name)
-        self.waiting.clear()
+    def cancel_timers(self, subject: str) -> None:
+        self._timers = {timer: at for timer, at in self._timers.items() if subject not in timer[1]}
 
-    def notify(self, worker: WorkerRecord, names: Iterable[str], control: PeerLeft | PeerJoined | DeathCause) -> None:
-        """Send a notice about `worker` to other processes. One that does not link yet needs none: its Peers will contain the news."""
-        for name in names:
+    @property
+    def deadline(self) -> float | None:
+        """The time of the next timer."""
+        return min(self._timers.values(), default=None)
+
+    def run_timers(self) -> None:
+        """Run the timers that are due."""
+        due = sorted((at, subject, number, event) for number, ((event, subject), at) in enumerate(self._timers.items()) if at <= self.now)
+        for _, subject, _, event in due:
+            if self._timers.pop((event, subject), None) is not None:  # an earlier one may have cancelled it
+                event(*subject)
+
+    # Notices.
+
+    def notify(self, worker: WorkerRecord, control: PeerLeft | PeerJoined | DeathCause) -> None:
+        """Send a notice about `worker` to its neighbours. One that does not link yet needs none: its Peers will contain the news."""
+        for name in self._neighbours.get(worker.name, ()):
             other = self.workers.get(name)
             if other is None or other.process is worker.process or not other.is_open:
                 continue
-            if other.state in (WorkerState.CONNECTED, WorkerState.STOPPING) or (other.state is WorkerState.LINKING and name != MONITOR):
+            if WorkerState.LINKING <= other.state <= WorkerState.STOPPING:
                 self.act(Send(name, control))
 
-    def process_of(self, tag: Tag | None) -> str:
-        """The process that emits a tag; "" for None, and for a tag that none emits."""
-        return "" if tag is None else self.emits.get(tag.source.partition("@")[0], "")
-
-    def notify_monitor(self, control: PeerJoined) -> None:
+    def notify_monitor(self, control: PeerLeft | PeerJoined) -> None:
         monitor = self.workers.get(MONITOR)
         if monitor is not None and monitor.is_usable:
             self.act(Send(MONITOR, control))
 
-    def give_up(self, process: ProcessRecord, why: str, retry_seconds: float | None = None) -> None:
-        """The process stays down, see events.WorkerGivenUp."""
-        process.is_given_up = True
-        for worker in process.workers:
-            self.announce(WorkerGivenUp(worker.name, why, retry_seconds))
-            if process.is_restarting:
-                self.notify(worker, self.neighbours.get(worker.name, ()), PeerLeft(worker.name, worker.incarnation, why))
-        process.is_restarting = False
-        self.wake_waiting()
-
-    # Deaths.
-
-    def keeps_less(self, worker: str, other: str) -> bool:
-        """Whether the death of `worker` loses less state than that of `other`."""
-        return self._state_kept.get(worker, 0) < self._state_kept.get(other, 0)
+    # What the run can lose.
 
     def can_lose(self, process: ProcessRecord) -> bool:
         """Whether the run has loaded and goes on when this process dies now."""
@@ -301,16 +266,8 @@ class RunTable:
         links open at their first use."""
         return process.can_restart and (process.links_are_lazy or self.phase != RunPhase.CONNECTING)
 
-    def restarted_with(self, process: ProcessRecord) -> list[ProcessRecord]:
-        """The other processes that the recovery policy restarts when this one dies."""
-        others = [other for other in self.processes.values() if other is not process and self.can_lose(other)]
-        return [other for other in others if self.policy.is_restarted_with(other.names, process.names)]
-
-    def restarting_on_purpose(self) -> list[str]:
-        """The workers that the recovery policy restarts now, in the graph's order."""
-        return [name for name, worker in self.workers.items() if worker.process.is_restarting]
-
-    def can_fence(self, process: ProcessRecord) -> bool:
+    def can_kill(self, process: ProcessRecord) -> bool:
+        """Whether the process lives, and can be killed to be restarted."""
         is_living = process.phase in (ProcessPhase.STARTING, ProcessPhase.UP)
         return is_living and self.phase < RunPhase.STOPPING and self.can_replace(process)
 
@@ -318,41 +275,7 @@ class RunTable:
         """Whether the run starts and cannot become ready without this process."""
         return self.phase < RunPhase.RUNNING and process.name != MONITOR
 
-    def note_dying(self, process: ProcessRecord, why: str) -> None:
-        """Handle the first sign of a death."""
-        if process.phase >= ProcessPhase.DYING:
-            return
-        is_lost = process.phase == ProcessPhase.UP and self.phase == RunPhase.RUNNING and self.can_lose(process)
-        process.phase, process.died_seconds = ProcessPhase.DYING, self.now
-        if is_lost:
-            process.is_restarting = self.policy.follows(process.names)
-        if self.can_lose(process):
-            self.set_timer(TimerKind.FENCE, FENCE_SECONDS, process.name)
-            why = process.cause or process.how or why
-            for worker in process.workers:
-                if worker.advance(WorkerState.LEFT):
-                    left = PeerLeft(worker.name, worker.incarnation, why, process.is_restarting)
-                    self.notify(worker, (*self.neighbours.get(worker.name, ()), MONITOR), left)
-        if process.can_restart:
-            self.set_timer(TimerKind.NO_REAP, REAP_SECONDS, process.name)
-        if is_lost and not process.is_killed_on_purpose:
-            self._kill_others(process)
-
-    def _kill_others(self, process: ProcessRecord) -> None:
-        """Kill the processes that are restarted with this one. One that starts already has served no request yet, and goes on."""
-        for other in self.restarted_with(process):
-            if other.phase == ProcessPhase.UP:
-                other.is_killed_on_purpose = True
-                other.cause = f"is restarted with {process.name}"
-                self.kill(other, other.cause)
-
-    def kill(self, process: ProcessRecord, why: str) -> None:
-        self.note_dying(process, why)
-        self.act(EndProcess(process.name))
-
-    def fence(self, worker: str, why: str) -> None:
-        """Fence this incarnation: notify its peers, then send SIGKILL. No-op when the run cannot lose it, or its end is known."""
-        process = self.workers[worker].process
-        if self.can_fence(process):
-            process.cause = process.cause or why
-            self.kill(process, why)
+    def rest_of_unit(self, process: ProcessRecord) -> list[ProcessRecord]:
+        """The other processes of its failure unit that the run can lose: they end and are restarted with this one."""
+        unit = (other for other in self.processes.values() if process.unit and other.unit == process.unit)
+        return [other for other in unit if other is not process and self.can_lose(other)]

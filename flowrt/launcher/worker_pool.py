@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,8 @@ from flowrt.graph.placement import weight_set
 from flowrt.hosts.backend import HostsBackend
 from flowrt.launcher.actions import KillForkServer, StartForkServer, StartProcess
 from flowrt.launcher.control_connection import ControlConnection
-from flowrt.launcher.fork_server_loss import IMPORT_SECONDS
 from flowrt.launcher.run_state import RunState
-from flowrt.launcher.service import Service
+from flowrt.launcher.starts import IMPORT_SECONDS
 from flowrt.launcher.totals import total
 from flowrt.launcher.transport_choice import BETWEEN_HOSTS, num_threads
 from flowrt.processes.fork_server import WorkerMain, fault_of, load_worker
@@ -37,6 +36,18 @@ from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.inproc import InprocChannel
 
 MONITOR_ENTRY = "flowrt.workers.monitor:run_monitor"
+
+
+@dataclass(frozen=True)
+class Service:
+    """A process of flowrt that runs beside those of the graph, such as a front end. The launcher starts and watches it like them.
+
+    `entry`: what it runs, "module:function". It finds `settings` in its Start, and gets copies of these `descriptors` of the launching
+    process (Seams.descriptors), by name. Its death is never the end of a run that is ready: it is restarted within its restart budget."""
+
+    entry: str
+    settings: bytes = b""
+    descriptors: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,10 @@ class WorkerPool:
             self._graphs[path] = to_json(replace(self._graph, model=replace(model, path=path)))
         return self._graphs[path]
 
+    def settings_of(self, process: str) -> bytes:
+        """What a service is started with."""
+        return self._services[process].settings if process in self._services else b""
+
     def replace_fork_server(self, action: StartForkServer | KillForkServer) -> None:
         if self._backend is None:
             return
@@ -176,14 +191,14 @@ class WorkerPool:
 
     def on_dying(self, process: WorkerProcess, how: str) -> None:
         if self._processes.get(process.spec.name) is process:
-            self._step(self._state.on_dying, process.spec.name, how)
+            self._step(self._state.deaths.on_dying, process.spec.name, how)
 
     def on_exited(self, process: WorkerProcess, how: str) -> None:
         if self._processes.get(process.spec.name) is process:
-            self._step(self._state.on_exited, process.spec.name, how)
+            self._step(self._state.deaths.on_exited, process.spec.name, how)
 
     def on_backend_lost(self, how: str) -> None:
-        self._step(self._state.fork_server.on_lost, how)
+        self._step(self._state.deaths.on_fork_server_lost, how)
 
     # Inside.
 
@@ -191,9 +206,9 @@ class WorkerPool:
         try:
             await backend.restart(IMPORT_SECONDS)
         except (WorkerDiedError, UserError) as error:
-            self._step(self._state.fork_server.on_failed, error)
+            self._step(self._state.starts.on_fork_server_failed, error)
         else:
-            self._step(self._state.fork_server.on_ready, backend.pid)
+            self._step(self._state.starts.on_fork_server_ready, backend.pid)
 
     async def _fork(self, backend: ProcessBackend, action: StartProcess) -> None:
         process = action.process
@@ -205,23 +220,23 @@ class WorkerPool:
         if service is not None:
             entry = service.entry
         elif process != MONITOR:
-            names, loads = [worker.name for worker in action.workers], self._state.standby_loads(process)
+            names, loads = [worker.name for worker in action.workers], self._state.starts.loads_of(process)
             beside = [workers for other, workers in self._packed.items() if self._graph.host_of(other) == self._graph.host_of(process)]
             entry, threads = self._entry, num_threads(self._graph, loads[:1] or names, beside, usable_cores())
             weights = tuple(dict.fromkeys(filter(None, (weight_set(self._graph, name) for name in loads or names))))
         try:
-            async with asyncio.timeout(self._state.fork_server.fork_seconds):
+            async with asyncio.timeout(self._state.starts.fork_seconds):
                 descriptors = service.descriptors if service is not None else {}
                 spec = ProcessSpec(process, action.workers, entry, threads, self._log_level, weights, descriptors)
                 started = await backend.start(spec)
         except TimeoutError:
             if (host := self._graph.host_of(process)) == FIRST_HOST:
-                self._step(self._state.on_fork_silent, process)
+                self._step(self._state.deaths.on_fork_silent, process)
             else:
                 error = WorkerDiedError(process, f"was not started on {host} in time")
-                self._step(self._state.on_fork_failed, process, error)
+                self._step(self._state.deaths.on_fork_failed, process, error)
         except (WorkerDiedError, UserError) as error:
-            self._step(self._state.on_fork_failed, process, error)
+            self._step(self._state.deaths.on_fork_failed, process, error)
         else:
             self._processes[process] = started
             self._connect(action, started.pid, started.controls, lambda: started.clock_offset)
@@ -250,7 +265,7 @@ class WorkerPool:
 
     def _connect(self, action: StartProcess, pid: int, controls: Sequence[Channel], clock_offset: Callable[[], ClockOffset]) -> None:
         for worker, control in zip(action.workers, controls, strict=True):
-            on_overflow = partial(self._step, self._state.on_overflow)
+            on_overflow = partial(self._step, self._state.deaths.on_overflow)
             connection = ControlConnection(worker.name, worker.incarnation, pid, control, on_overflow, clock_offset)
             self._use(connection)
             self._spawn(self._receive(connection), name=f"control of {worker.name}")
@@ -267,7 +282,7 @@ class WorkerPool:
                 for line in "".join(traceback.format_exception(fault)).splitlines():
                     self.on_output(name, line)
         finally:
-            self._step(self._state.on_exited, name, how)
+            self._step(self._state.deaths.on_exited, name, how)
 
     async def _receive(self, connection: ControlConnection) -> None:
         """Receive from a worker until its control connection ends. A standby process may get another name meanwhile."""
@@ -282,10 +297,12 @@ class WorkerPool:
             connection.give_up_requests()
             return
         if reason is not None:
-            self._step(self._state.on_bad_message, name, f"sent a message on its control connection that cannot be decoded: {reason}")
+            self._step(
+                self._state.deaths.on_bad_message, name, f"sent a message on its control connection that cannot be decoded: {reason}"
+            )
         if self._state.can_lose(name):
             connection.give_up_requests()
-        self._step(self._state.on_connection_closed, name)
+        self._step(self._state.deaths.on_connection_closed, name)
         await connection.aclose()
 
 

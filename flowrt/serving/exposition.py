@@ -19,7 +19,7 @@ from flowrt.gateway.request_metrics import (
 )
 from flowrt.graph.model import role_of
 from flowrt.histogram import Histogram
-from flowrt.launcher.outage_record import OutageRecord
+from flowrt.launcher.health_record import OutageRecord
 from flowrt.launcher.totals import add_counts, add_experts
 from flowrt.sampling_params import FinishReason
 from flowrt.serving.graph_status import ProcessState

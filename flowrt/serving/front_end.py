@@ -1,6 +1,6 @@
 """A front end as the launcher sees it: starts, sends heartbeats, drains and stops; its clients' requests go to the gateway.
 
-The launcher starts it as a service (launcher/service.py) and watches it like any worker. When it dies, its connections close and the
+The launcher starts it as a service (launcher/worker_pool.py) and watches it like any worker. When it dies, its connections close and the
 gateway cancels its requests. When the launcher ends or fails, each stream gets a last error event. Not here: HTTP (http_front_end.py).
 """
 

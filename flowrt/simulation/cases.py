@@ -20,7 +20,7 @@ from flowrt.graph.kinds import all_kinds
 from flowrt.graph.model import FORK_SERVER, Graph
 from flowrt.graph.numerics import numerics_text
 from flowrt.graph.recovery import is_watched, pipelines
-from flowrt.launcher.fork_server_loss import FORK_SECONDS
+from flowrt.launcher.starts import FORK_SECONDS
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import Scenario
 from flowrt.sampling_params import SamplingParams

@@ -26,9 +26,9 @@ from flowrt.gateway.routing import find_policy
 from flowrt.graph.model import GATEWAY
 from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events
-from flowrt.launcher.fork_server_loss import IMPORT_SECONDS
-from flowrt.launcher.group_changes import apply_group_change
 from flowrt.launcher.launcher import RESPONSE_SECONDS, STATISTICS_SECONDS, WORKER, Launcher
+from flowrt.launcher.served_requests import apply_group_change
+from flowrt.launcher.starts import IMPORT_SECONDS
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Cut
@@ -361,7 +361,7 @@ class SimulatedRun:
         self._note_ends()
         now = self._world.loop.time()
         progress = sum(inside.num_firings for inside in insides), self._checks.counts.total()  # of living workers: the first may fall
-        patience = self._lost_group_seconds + (STUCK_SECONDS if self._launcher.state.fork_server.is_up else STUCK_SECONDS + IMPORT_SECONDS)
+        patience = self._lost_group_seconds + STUCK_SECONDS + (0 if self._launcher.state.starts.fork_server.is_up else IMPORT_SECONDS)
         if self._has_permanent_cut and self._launcher.state.restarting():  # a process that starts connects to a peer for so long
             patience += RESPONSE_SECONDS
         if progress != self._progress or now < self._first_seconds + self._case.scenario.ends_seconds:

@@ -24,7 +24,7 @@ from flowrt.graph.model import Graph, front_end_names
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
 from flowrt.launcher.served_requests import ServedRequests
-from flowrt.launcher.service import Service
+from flowrt.launcher.worker_pool import Service
 from flowrt.seams import Seams
 from flowrt.serving.api_errors import INVALID, NO_REQUEST, ApiError
 from flowrt.serving.front_end import FrontEnd

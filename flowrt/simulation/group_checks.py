@@ -12,7 +12,7 @@ from flowrt.gateway.request_log import RequestLog, Stage
 from flowrt.graph.model import GATEWAY, Graph
 from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events
-from flowrt.launcher.run_table import FENCE_SECONDS
+from flowrt.launcher.deaths import FENCE_SECONDS
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.inside import WorkerInternals

@@ -10,7 +10,7 @@ from flowrt.graph.model import FIRST_HOST, FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import standby_names
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
-from flowrt.launcher.standby import standby_loads
+from flowrt.launcher.starts import standby_loads
 from flowrt.launcher.transport_choice import pack
 from flowrt.reliability.detector import SEEN_SHARE
 from flowrt.simulation.errors import InvariantError
@@ -90,7 +90,7 @@ class ServerChecks:
                 del self._retry_at[FORK_SERVER]
                 waiting = (self.down & self._lost) - self._retry_at.keys() - {MONITOR}
                 self._retry_at |= dict.fromkeys(waiting, now)
-            case events.WorkerListening(name) if name in self._launcher.state.standby_names:
+            case events.WorkerListening(name) if name in self._launcher.state.starts.standby_names:
                 self._ready_standbys.add(name)
             case events.WorkerStarted(name):
                 self._lost.discard(name)
@@ -179,7 +179,7 @@ class ServerChecks:
 
     def missing_standbys(self) -> list[str]:
         """Standby processes that are not alive when all has settled, unless a process stays down (I8)."""
-        names = self._launcher.state.standby_names
+        names = self._launcher.state.starts.standby_names
         return [] if self.down else [f"there is no {name}" for name in names if not self._is_alive(name)]
 
     def _look_for_waiting(self, insides: Sequence[WorkerInternals], now: float) -> None:
@@ -207,7 +207,7 @@ class ServerChecks:
 
     def _look_for_unused_standbys(self, now: float) -> None:
         """Check that no process waits for the fork server while a standby process can become it (I5)."""
-        waiting = self._can_stand_in and self._can_stand_in & self._launcher.state.fork_server.waiting.keys()
+        waiting = self._can_stand_in and self._can_stand_in & self._launcher.state.starts.waiting.keys()
         is_unused = waiting and any(map(self._is_alive, self._ready_standbys)) and not self._world.loop.is_parked(OUTSIDE)
         self._unused_since = (now if self._unused_since is None else self._unused_since) if is_unused else None
         if self._unused_since is not None and now > self._unused_since + UNUSED_SECONDS:
@@ -217,8 +217,8 @@ class ServerChecks:
         """Check that no process that the run can lose stays stopped, also while it starts (I5). A new fork server has a time limit, and so
         has one that was to fork the monitor."""
         has_monitor = self._is_ready and self._is_alive(MONITOR)
-        fork_server = [FORK_SERVER] if has_monitor and self._launcher.state.fork_server.is_up else []
-        names = {*self.mortal, *self._launcher.state.standby_names, *fork_server}
+        fork_server = [FORK_SERVER] if has_monitor and self._launcher.state.starts.fork_server.is_up else []
+        names = {*self.mortal, *self._launcher.state.starts.standby_names, *fork_server}
         stopped = {name for name in names if self._is_stopped(name)}
         self._stopped = {name: self._stopped.get(name, now) for name in stopped}
         for name, since in self._stopped.items():

@@ -18,7 +18,7 @@ import flowrt
 from flowrt.cli.app import main
 from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
-from flowrt.launcher import engine_check, events
+from flowrt.launcher import events, start_checks
 from flowrt.launcher.transport_choice import choose_transports
 from flowrt.workers.start_check import check_process
 
@@ -366,7 +366,7 @@ def test_an_error_about_a_transport_names_the_line_of_its_link(tmp_path: Path) -
 def test_hosts_of_a_ray_cluster_need_ray_before_anything_starts(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_check, "find_spec", lambda name: None)
+    monkeypatch.setattr(start_checks, "find_spec", lambda name: None)
     graph = model.parent / "hosts.yaml"
     graph.write_text("flowrt: 1\nmodel: {path: model}\nhosts: {engine: ray, count: 2}\n")
     expected = f"{graph}:3: hosts.engine: ray is not installed: pip install -e "

@@ -15,7 +15,7 @@ from left_processes import left_processes
 from served_models import NEW_TOKENS, Served
 
 import flowrt
-from flowrt.launcher import events, fork_server_loss
+from flowrt.launcher import events, starts
 
 COPIES = {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}}
 ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "replicas": 1}}
@@ -80,7 +80,7 @@ def without_restarts(running: flowrt.RunningGraph) -> Iterator[None]:
     os.kill(fork_server, signal.SIGSTOP)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fork_server_loss, "FORK_SECONDS", 3600.0)
+            patch.setattr(starts, "FORK_SECONDS", 3600.0)
             yield
     finally:
         os.kill(fork_server, signal.SIGCONT)

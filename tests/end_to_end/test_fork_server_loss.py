@@ -12,12 +12,12 @@ from left_processes import left_processes
 from served_models import Served
 
 import flowrt
-from flowrt.launcher import fork_server_loss
+from flowrt.launcher import starts
 
 
 async def test_lost_fork_server_changes_no_token_and_is_replaced(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed; then the next one is stopped."""
-    monkeypatch.setattr(fork_server_loss, "FORK_SECONDS", 1.0)
+    monkeypatch.setattr(starts, "FORK_SECONDS", 1.0)
     story = Story()
     pids: set[int] = set()
     async with flowrt.open(write(served, tmp_path, COPIES), on_event=story.note) as running:

@@ -23,7 +23,7 @@ from flowrt.graph.model import Graph
 from flowrt.hosts import model_copy
 from flowrt.hosts.messages import FileChunk, FileEnd, HostMessage, ModelFile, ModelOffer, as_message
 from flowrt.hosts.model_copy import CHUNK_BYTES, PREFIX, ModelFolder, receive_model, remove_left, send_model
-from flowrt.launcher.loaded_files import LoadedFiles
+from flowrt.launcher.run_state import LoadedFiles
 from flowrt.processes.leftover import marked_processes
 from flowrt.seams import ThreadCompute
 from flowrt.system.process_backend import CONTROL_LIMITS

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from flowrt.actors.control import (
-    Listening,
-    Start,
-)
+from flowrt.actors.control import Listening
 from flowrt.graph.model import Edge, Graph, Node
 from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import events
@@ -27,10 +24,6 @@ def graph_of(restarts: int = 3, opens: str = "lazy", recovery: str = "fine") -> 
     return Graph.of(nodes, edges, reliability=reliability)
 
 
-def start_of(name: str, incarnation: str, was_standby: bool = False) -> Start:
-    return Start(name, incarnation, b"{}", b"key")
-
-
 class Driver:
     """A run state with a clock, which carries out no action."""
 
@@ -44,7 +37,6 @@ class Driver:
             packed or {name: [name] for name in names},
             [],
             new_incarnation=lambda: str(next(self.numbers)),
-            start_of=start_of,
             response_seconds=60.0,
             stop_seconds=5.0,
             standby_loads=standby_loads,
@@ -83,7 +75,7 @@ class Driver:
             self.do(self.state.on_connected, name)
 
     def die(self, name: str) -> list[Action]:
-        return [*self.do(self.state.on_exited, name, KILLED), *self.do(self.state.on_connection_closed, name)]
+        return [*self.do(self.state.deaths.on_exited, name, KILLED), *self.do(self.state.deaths.on_connection_closed, name)]
 
 
 def announced(actions: Sequence[Action]) -> list[events.Event]:

@@ -21,9 +21,9 @@ from launcher.test_restarts import Run, graph_of
 
 from flowrt.errors import WorkerDiedError
 from flowrt.graph.model import FORK_SERVER
-from flowrt.launcher import events, fork_server_loss
+from flowrt.launcher import events, starts
 from flowrt.launcher.actions import End, KillForkServer, StartForkServer
-from flowrt.launcher.fork_server_loss import FORK_SECONDS, LAUNCH_FORK_SECONDS, RETRY_SECONDS
+from flowrt.launcher.starts import FORK_SECONDS, LAUNCH_FORK_SECONDS, RETRY_SECONDS
 from flowrt.processes.leftover import processes_marked
 
 __all__ = ["nothing_left"]
@@ -32,12 +32,12 @@ __all__ = ["nothing_left"]
 def test_restart_waits_for_the_next_fork_server() -> None:
     driver = Driver()
     driver.begin()
-    assert announced(driver.do(driver.state.fork_server.on_lost, KILLED)) == [events.ForkServerLost(KILLED, 0.0)]
+    assert announced(driver.do(driver.state.deaths.on_fork_server_lost, KILLED)) == [events.ForkServerLost(KILLED, 0.0)]
     assert driver.pass_time(0.0) == [StartForkServer()]
     driver.die(SERVER)
     assert driver.pass_time(30.0) == []
     assert driver.state.restarting() == [SERVER]
-    assert announced(driver.do(driver.state.fork_server.on_ready, 5)) == [events.ForkServerRestarted(30.0)]
+    assert announced(driver.do(driver.state.starts.on_fork_server_ready, 5)) == [events.ForkServerRestarted(30.0)]
     assert driver.pass_time(0.0) == [driver.start_of(SERVER)]
 
 
@@ -46,25 +46,25 @@ def test_start_that_meets_the_end_of_the_fork_server_waits_and_costs_no_restart(
     driver.begin()
     driver.die(SERVER)
     assert driver.pass_time(0.0) == [driver.start_of(SERVER)]
-    driver.do(driver.state.on_fork_failed, SERVER, WorkerDiedError(FORK_SERVER, KILLED))
-    driver.do(driver.state.fork_server.on_lost, KILLED)
+    driver.do(driver.state.deaths.on_fork_failed, SERVER, WorkerDiedError(FORK_SERVER, KILLED))
+    driver.do(driver.state.deaths.on_fork_server_lost, KILLED)
     assert driver.pass_time(RETRY_SECONDS) == [StartForkServer()]
-    driver.do(driver.state.fork_server.on_ready, 5)
+    driver.do(driver.state.starts.on_fork_server_ready, 5)
     assert driver.pass_time(0.0) == [driver.start_of(SERVER)]
 
 
 def test_fork_server_that_does_not_respond_is_killed_once() -> None:
     driver = Driver()
     driver.begin()
-    assert driver.state.fork_server.fork_seconds == FORK_SECONDS
+    assert driver.state.starts.fork_seconds == FORK_SECONDS
     driver.die(SERVER)
     driver.die(OTHER)
     driver.pass_time(0.0)
-    assert driver.do(driver.state.on_fork_silent, SERVER) == [KillForkServer()]
-    assert driver.do(driver.state.on_fork_silent, OTHER) == []
-    driver.do(driver.state.fork_server.on_lost, KILLED)
+    assert driver.do(driver.state.deaths.on_fork_silent, SERVER) == [KillForkServer()]
+    assert driver.do(driver.state.deaths.on_fork_silent, OTHER) == []
+    driver.do(driver.state.deaths.on_fork_server_lost, KILLED)
     assert driver.pass_time(10.0) == [StartForkServer()]
-    driver.do(driver.state.fork_server.on_ready, 5)
+    driver.do(driver.state.starts.on_fork_server_ready, 5)
     actions = driver.pass_time(0.0)
     assert set(actions) == {driver.start_of(SERVER), driver.start_of(OTHER)}
 
@@ -72,17 +72,17 @@ def test_fork_server_that_does_not_respond_is_killed_once() -> None:
 def test_fork_server_that_dies_again_and_again_is_given_up_for_a_window() -> None:
     driver = Driver(small_graph(restarts=1))
     driver.begin()
-    driver.do(driver.state.fork_server.on_lost, KILLED)
+    driver.do(driver.state.deaths.on_fork_server_lost, KILLED)
     driver.die(SERVER)
     assert StartForkServer() in driver.pass_time(0.0)
-    lost, given_up = announced(driver.do(driver.state.fork_server.on_failed, WorkerDiedError(FORK_SERVER, "exited with status 1")))
+    lost, given_up = announced(driver.do(driver.state.starts.on_fork_server_failed, WorkerDiedError(FORK_SERVER, "exited with status 1")))
     assert lost == events.ForkServerLost("exited with status 1", 30.0)
     assert given_up == events.WorkerGivenUp(SERVER, "the fork server exited with status 1, and it was started again once in 30 s")
     (later,) = announced([*driver.die(OTHER), *driver.pass_time(0.0)])[1:]
     assert isinstance(later, events.WorkerGivenUp)
     assert driver.state.restarting() == []
     assert driver.pass_time(30.0) == [StartForkServer()]
-    driver.do(driver.state.fork_server.on_ready, 5)
+    driver.do(driver.state.starts.on_fork_server_ready, 5)
     actions = driver.pass_time(0.0)
     assert set(actions) == {driver.start_of(SERVER), driver.start_of(OTHER)}
 
@@ -90,7 +90,7 @@ def test_fork_server_that_dies_again_and_again_is_given_up_for_a_window() -> Non
 def test_run_without_restarts_keeps_no_fork_server() -> None:
     driver = Driver(small_graph(restarts=0))
     driver.begin()
-    assert announced(driver.do(driver.state.fork_server.on_lost, KILLED)) == [events.ForkServerLost(KILLED, None)]
+    assert announced(driver.do(driver.state.deaths.on_fork_server_lost, KILLED)) == [events.ForkServerLost(KILLED, None)]
     assert driver.pass_time(3600.0) == []
 
 
@@ -98,11 +98,11 @@ def test_run_without_restarts_keeps_no_fork_server() -> None:
 def test_loss_during_the_launch_ends_it_in_one_line(loss: str) -> None:
     driver = Driver()
     driver.do(driver.state.start, driver.now)
-    fork_server, error = driver.state.fork_server, WorkerDiedError(FORK_SERVER, KILLED)
+    error = WorkerDiedError(FORK_SERVER, KILLED)
     happen: dict[str, Callable[[], object]] = {
-        "dies": lambda: driver.do(fork_server.on_lost, KILLED),
-        "is silent": lambda: actions.extend(driver.do(driver.state.on_fork_silent, SERVER)),
-        "refuses": lambda: actions.extend(driver.do(driver.state.on_fork_failed, SERVER, error)),
+        "dies": lambda: driver.do(driver.state.deaths.on_fork_server_lost, KILLED),
+        "is silent": lambda: actions.extend(driver.do(driver.state.deaths.on_fork_silent, SERVER)),
+        "refuses": lambda: actions.extend(driver.do(driver.state.deaths.on_fork_failed, SERVER, error)),
     }
     actions: list[object] = []
     happen[loss]()
@@ -113,7 +113,7 @@ def test_loss_during_the_launch_ends_it_in_one_line(loss: str) -> None:
 def test_stop_waits_for_no_restart_that_waits_for_a_fork_server() -> None:
     driver = Driver()
     driver.begin()
-    driver.do(driver.state.fork_server.on_lost, KILLED)
+    driver.do(driver.state.deaths.on_fork_server_lost, KILLED)
     driver.die(SERVER)
     driver.pass_time(0.0)
     driver.do(driver.state.stop)
@@ -157,7 +157,7 @@ def test_workers_run_on_and_restarts_wait_for_the_next_fork_server(run: Callable
 async def test_stopped_fork_server_is_replaced_when_a_restart_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
     async with r.launcher as launcher:
-        monkeypatch.setattr(fork_server_loss, "FORK_SECONDS", 0.3)
+        monkeypatch.setattr(starts, "FORK_SECONDS", 0.3)
         fork_server = launcher.fork_server_pid()
         os.kill(fork_server, signal.SIGSTOP)
         r.kill("server.0")

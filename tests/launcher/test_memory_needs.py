@@ -10,8 +10,8 @@ from checkpoints import make_checkpoint
 
 from flowrt.api.opening import read_graph
 from flowrt.errors import GraphError
-from flowrt.launcher import model_check
-from flowrt.launcher.memory_needs import MemoryNeed, find_shortage, memory_needs, needs_text
+from flowrt.launcher import start_checks
+from flowrt.launcher.start_checks import MemoryNeed, find_shortage, memory_needs, needs_text
 from flowrt.operators.checkpoint_files import read_header
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-moe"
@@ -55,7 +55,7 @@ def test_what_cannot_fit_is_one_line_with_a_remedy() -> None:
 
 def test_the_check_before_a_start_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = read_graph(TINY)
-    assert model_check.check_model(graph) == ()
-    monkeypatch.setattr(model_check, "memory_limit_bytes", lambda: MIB)
+    assert start_checks.check_model(graph) == ()
+    monkeypatch.setattr(start_checks, "memory_limit_bytes", lambda: MIB)
     with pytest.raises(GraphError, match=r"model\.path: the graph needs weights of .* and this machine has 1\.0 MiB; choose a smaller"):
-        model_check.check_model(graph)
+        start_checks.check_model(graph)

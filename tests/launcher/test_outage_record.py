@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowrt.launcher import events
-from flowrt.launcher.outage_record import OutageRecord
+from flowrt.launcher.health_record import OutageRecord
 
 
 def test_each_death_counts_once() -> None:

@@ -15,8 +15,8 @@ from flowrt.graph.model import MONITOR, Edge, Graph, Node
 from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, End, EndProcess, Send, StartProcess
-from flowrt.launcher.group_changes import apply_group_change
-from flowrt.launcher.run_table import REAP_SECONDS
+from flowrt.launcher.deaths import REAP_SECONDS
+from flowrt.launcher.served_requests import apply_group_change
 from flowrt.processes.output_tail import exit_text
 
 GROUPS, SERVERS = ("attention.0", "attention.1"), ("experts.0", "experts.1")
@@ -48,9 +48,9 @@ class Run(Driver):
 
     def end(self, process: str) -> list[Action]:
         """The process has ended, and its connections with it; then every timer that is due now."""
-        actions = self.do(self.state.on_exited, process, KILLED)
+        actions = self.do(self.state.deaths.on_exited, process, KILLED)
         for worker in self.processes.get(process, [process]):
-            actions += self.do(self.state.on_connection_closed, worker)
+            actions += self.do(self.state.deaths.on_connection_closed, worker)
         return actions + self.pass_time(0)
 
     def return_(self, *names: str) -> list[Action]:
@@ -80,7 +80,7 @@ def test_processes_that_each_policy_restarts(policy: str, victim: str) -> None:
     role = GROUPS if victim in GROUPS else SERVERS
     together = {"fine": (victim,), "restart_role": role, "restart_all": WORKERS}[policy]
     others = [name for name in together if name != victim]
-    assert killed(run.do(run.state.on_dying, victim, "")) == others
+    assert killed(run.do(run.state.deaths.on_dying, victim, "")) == others
     assert started(run.end(victim)) == ([] if others else [victim])
     for number, other in enumerate(others):
         assert sorted(started(run.end(other))) == (sorted(together) if number == len(others) - 1 else [])
@@ -124,8 +124,8 @@ def test_a_process_that_has_used_up_its_restarts_stays_down_and_the_others_retur
 
 def test_a_second_death_while_the_others_end_changes_nothing() -> None:
     run = Run("restart_all")
-    run.do(run.state.on_dying, "experts.0", "")
-    assert killed(run.do(run.state.on_dying, "attention.1", "")) == []
+    run.do(run.state.deaths.on_dying, "experts.0", "")
+    assert killed(run.do(run.state.deaths.on_dying, "attention.1", "")) == []
     actions = [action for name in WORKERS for action in run.end(name)]
     assert sorted(started(actions)) == list(WORKERS)
     assert not [event for event in announced(actions) if isinstance(event, events.WorkerLost) and event.may_recur]
@@ -152,14 +152,14 @@ def test_a_death_kills_no_process_that_starts() -> None:
     run.return_("experts.1", "attention.0")
     for name in ("experts.0", "attention.1"):
         run.do(run.state.on_forked, name, 9)
-    assert killed(run.do(run.state.on_dying, "experts.1", "")) == ["attention.0"]
+    assert killed(run.do(run.state.deaths.on_dying, "experts.1", "")) == ["attention.0"]
     assert started([*run.end("experts.1"), *run.end("attention.0"), *run.pass_time(1.0)]) == ["attention.0", "experts.1"]
 
 
 def test_a_stop_during_the_restart_starts_nothing_and_ends_the_run() -> None:
     for num_ended in range(len(WORKERS) + 1):
         run = Run("restart_all")
-        run.do(run.state.on_dying, "experts.0", "")
+        run.do(run.state.deaths.on_dying, "experts.0", "")
         for name in WORKERS[:num_ended]:
             run.end(name)
         actions = run.do(run.state.stop)
@@ -181,7 +181,7 @@ def test_a_process_that_does_not_end_keeps_the_others_waiting_for_a_limited_time
 
 def test_without_restarts_no_other_process_is_killed() -> None:
     run = Run("restart_all", restarts=0)
-    assert killed(run.do(run.state.on_dying, "experts.0", "")) == []
+    assert killed(run.do(run.state.deaths.on_dying, "experts.0", "")) == []
     (lost, _) = announced(run.end("experts.0"))
     assert isinstance(lost, events.WorkerLost)
     assert not lost.is_restarting
@@ -201,8 +201,8 @@ def test_the_monitor_is_restarted_alone_and_with_no_other() -> None:
     run.do(run.state.on_forked, MONITOR, 9)
     run.do(run.state.on_listening, MONITOR, Listening({}))
     run.do(run.state.on_connected, MONITOR)
-    assert killed(run.do(run.state.on_dying, "experts.0", "")) == [*GROUPS, "experts.1"]
-    assert killed(run.do(run.state.on_dying, MONITOR, "")) == []
+    assert killed(run.do(run.state.deaths.on_dying, "experts.0", "")) == [*GROUPS, "experts.1"]
+    assert killed(run.do(run.state.deaths.on_dying, MONITOR, "")) == []
 
 
 def test_a_shared_process_has_the_role_of_the_worker_with_the_most_state() -> None:
@@ -210,13 +210,13 @@ def test_a_shared_process_has_the_role_of_the_worker_with_the_most_state() -> No
         "restart_role",
         packed={"attention.0+experts.0": ["attention.0", "experts.0"], "attention.1": ["attention.1"], "experts.1": ["experts.1"]},
     )
-    assert killed(run.do(run.state.on_dying, "attention.1", "")) == ["attention.0+experts.0"]
-    assert killed(run.do(run.state.on_dying, "experts.1", "")) == []
+    assert killed(run.do(run.state.deaths.on_dying, "attention.1", "")) == ["attention.0+experts.0"]
+    assert killed(run.do(run.state.deaths.on_dying, "experts.1", "")) == []
 
 
 def test_a_worker_that_is_killed_on_purpose_is_not_blamed() -> None:
     run = Run("restart_all")
-    crash = run.do(run.state.on_exited, "attention.0", exit_text(-11)) + run.do(run.state.on_connection_closed, "attention.0")
+    crash = run.do(run.state.deaths.on_exited, "attention.0", exit_text(-11)) + run.do(run.state.deaths.on_connection_closed, "attention.0")
     lost = [event for event in announced([*crash, *run.end("attention.1")]) if isinstance(event, events.WorkerLost)]
     assert [(event.name, event.may_recur, event.is_restarting) for event in lost] == [
         ("attention.0", True, True),
@@ -235,7 +235,7 @@ def test_requests_of_a_group_that_hangs_and_is_not_killed_are_suspects(hangs: bo
 @pytest.mark.parametrize(("policy", "ends_groups"), [("fine", False), ("restart_role", False), ("restart_all", True)])
 def test_loss_of_a_server_reports_whether_groups_end_with_it(policy: str, ends_groups: bool) -> None:
     run = Run(policy)
-    crash = run.do(run.state.on_exited, "experts.0", exit_text(-11)) + run.do(run.state.on_connection_closed, "experts.0")
+    crash = run.do(run.state.deaths.on_exited, "experts.0", exit_text(-11)) + run.do(run.state.deaths.on_connection_closed, "experts.0")
     (lost,) = [event for event in announced(crash) if isinstance(event, events.WorkerLost)]
     assert (lost.name, lost.may_recur, lost.ends_groups) == ("experts.0", True, ends_groups)
 

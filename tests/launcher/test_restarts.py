@@ -15,7 +15,7 @@ from flowrt.actors.control import Control, Ended, Request, Submit
 from flowrt.errors import NotRunningError, WorkerDiedError
 from flowrt.graph.model import MONITOR, Edge, Graph, Node
 from flowrt.graph.settings import ReliabilitySettings
-from flowrt.launcher import events, link_loss, run_state, worker_pool
+from flowrt.launcher import deaths, events, worker_pool
 from flowrt.launcher.launcher import Launcher
 
 __all__ = ["nothing_left"]  # the fixture that looks for what is left, for every test here
@@ -317,7 +317,7 @@ async def test_failed_server_is_restarted_and_its_reason_reported(tmp_path: Path
 
 
 async def test_reason_read_after_the_exit_notice_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_state, "LAST_MESSAGES_SECONDS", 30.0)
+    monkeypatch.setattr(deaths, "LAST_MESSAGES_SECONDS", 30.0)
     r = Run(graph_of(tmp_path, "server.0"))
     async with r.launcher as launcher:
         line = launcher.workers["server.0"]
@@ -348,7 +348,7 @@ async def test_one_that_hangs_up_without_ending_is_killed(tmp_path: Path) -> Non
 
 
 async def test_server_that_lost_a_client_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_loss, "EXPLAINED_SECONDS", 0.05)
+    monkeypatch.setattr(deaths, "EXPLAINED_SECONDS", 0.05)
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
     async with r.launcher as launcher:
         former = launcher.incarnations["server.0"]
@@ -365,7 +365,7 @@ async def test_server_that_lost_a_client_is_replaced(tmp_path: Path, monkeypatch
 
 async def test_a_link_lost_to_a_process_that_ends_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last message of a process that is killed may be that it has lost a link."""
-    monkeypatch.setattr(link_loss, "EXPLAINED_SECONDS", 0.3)
+    monkeypatch.setattr(deaths, "EXPLAINED_SECONDS", 0.3)
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
     async with r.launcher as launcher:
         kept = launcher.incarnations["server.1"]

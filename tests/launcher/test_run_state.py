@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from launcher.run_driver import CLIENT, KILLED, OTHER, SERVER, Driver, announced, end_of, graph_of, start_of
+from launcher.run_driver import CLIENT, KILLED, OTHER, SERVER, Driver, announced, end_of, graph_of
 
 from flowrt.actors.control import (
     ComputesAlone,
@@ -25,11 +25,10 @@ from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, MONITOR, Edge, Graph, Node
 from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import events
-from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send, StartProcess
-from flowrt.launcher.link_loss import EXPLAINED_SECONDS
-from flowrt.launcher.root_cause import SETTLE_SECONDS
-from flowrt.launcher.run_state import LAST_MESSAGES_SECONDS, MONITOR_SECONDS, POLL_SECONDS, STATUS_SECONDS, RunState
-from flowrt.launcher.run_table import FENCE_SECONDS, NEXT_STATES, REAP_SECONDS, ProcessRecord, WorkerRecord, WorkerState
+from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send, SendStart, StartProcess
+from flowrt.launcher.deaths import EXPLAINED_SECONDS, FENCE_SECONDS, LAST_MESSAGES_SECONDS, REAP_SECONDS, SETTLE_SECONDS, STATUS_SECONDS
+from flowrt.launcher.run_state import MONITOR_SECONDS, POLL_SECONDS, RunState
+from flowrt.launcher.run_table import NEXT_STATES, ProcessRecord, WorkerRecord, WorkerState
 from flowrt.reliability.detector import ProcessState
 from flowrt.transports.contract import Identity
 from flowrt.transports.wire.message import Tag
@@ -46,9 +45,9 @@ def test_death_of_a_process_with_several_workers_names_all_of_them() -> None:
         driver.do(driver.state.on_listening, name, Listening({"zmq": name}))
     for name in (CLIENT, SERVER, OTHER):
         driver.do(driver.state.on_connected, name)
-    driver.do(driver.state.on_exited, packed, KILLED)
+    driver.do(driver.state.deaths.on_exited, packed, KILLED)
     for name in (OTHER, CLIENT):
-        driver.do(driver.state.on_connection_closed, name)
+        driver.do(driver.state.deaths.on_connection_closed, name)
     assert end_of(driver.pass_time(SETTLE_SECONDS)) == f"{packed} {KILLED}"
 
 
@@ -57,7 +56,7 @@ def test_start() -> None:
     assert driver.do(driver.state.start, driver.now) == [
         StartProcess(name, (Identity(name, str(number)),)) for number, name in enumerate((CLIENT, SERVER, OTHER))
     ]
-    assert driver.do(driver.state.on_forked, CLIENT, 7) == [Announce(events.WorkerStarted(CLIENT, 7)), Send(CLIENT, start_of(CLIENT, "0"))]
+    assert driver.do(driver.state.on_forked, CLIENT, 7) == [Announce(events.WorkerStarted(CLIENT, 7)), SendStart(CLIENT, "0")]
     for name in (SERVER, OTHER):
         driver.do(driver.state.on_forked, name, 7)
     for name in (CLIENT, SERVER):
@@ -105,7 +104,7 @@ def test_peers_are_notified_of_a_death_and_of_the_next_incarnation() -> None:
     driver = Driver()
     driver.begin()
     former = driver.state.incarnations[SERVER]
-    assert driver.do(driver.state.on_dying, SERVER, "") == [Send(CLIENT, PeerLeft(SERVER, former, "its process has ended"))]
+    assert driver.do(driver.state.deaths.on_dying, SERVER, "") == [Send(CLIENT, PeerLeft(SERVER, former, "its process has ended"))]
     driver.die(SERVER)
     driver.pass_time(0.0)
     driver.do(driver.state.on_forked, SERVER, 8)
@@ -136,11 +135,11 @@ def test_run_is_ready_after_the_restart_of_a_server_that_exits_before_the_last_w
     driver = Driver()
     driver.connect()
     driver.do(driver.state.on_connected, SERVER)
-    assert announced(driver.do(driver.state.on_exited, SERVER, KILLED)) == []
+    assert announced(driver.do(driver.state.deaths.on_exited, SERVER, KILLED)) == []
     assert not driver.state.is_usable(SERVER)
     actions = [action for name in (CLIENT, OTHER) for action in driver.do(driver.state.on_connected, name)]
     assert announced(actions) == [events.WorkerConnected(CLIENT), events.WorkerConnected(OTHER)]
-    actions = [*driver.do(driver.state.on_connection_closed, SERVER), *driver.pass_time(0.0)]
+    actions = [*driver.do(driver.state.deaths.on_connection_closed, SERVER), *driver.pass_time(0.0)]
     cause = Send(CLIENT, DeathCause(SERVER, "1", KILLED))
     assert actions == [Announce(events.WorkerLost(SERVER, KILLED)), cause, driver.start_of(SERVER)]
     driver.do(driver.state.on_forked, SERVER, 8)
@@ -161,17 +160,17 @@ def test_death_while_workers_connect_ends_the_run_where_links_open_at_the_start(
 def test_cause_of_a_death_is_reported() -> None:
     driver = Driver()
     driver.begin()
-    driver.do(driver.state.on_failed, SERVER, Failed("broken"))
+    driver.do(driver.state.deaths.on_failed, SERVER, Failed("broken"))
     assert announced(driver.die(SERVER)) == [events.WorkerLost(SERVER, f"failed: broken; {KILLED}", may_recur=True)]
 
 
 def test_last_messages_are_read_before_a_death_is_explained() -> None:
     driver = Driver()
     driver.begin()
-    assert announced(driver.do(driver.state.on_exited, SERVER, KILLED)) == []
-    assert announced(driver.do(driver.state.on_connection_closed, SERVER)) == [events.WorkerLost(SERVER, KILLED)]
-    assert announced(driver.do(driver.state.on_exited, CLIENT, KILLED)) == []
-    driver.do(driver.state.on_connection_closed, CLIENT)
+    assert announced(driver.do(driver.state.deaths.on_exited, SERVER, KILLED)) == []
+    assert announced(driver.do(driver.state.deaths.on_connection_closed, SERVER)) == [events.WorkerLost(SERVER, KILLED)]
+    assert announced(driver.do(driver.state.deaths.on_exited, CLIENT, KILLED)) == []
+    driver.do(driver.state.deaths.on_connection_closed, CLIENT)
     assert end_of(driver.pass_time(SETTLE_SECONDS)) == f"{CLIENT} {KILLED}"
 
 
@@ -181,20 +180,20 @@ def test_a_loss_is_announced_before_the_reap_once_all_is_read_and_the_exit_statu
     driver.begin()
     former, may_recur = driver.state.incarnations[SERVER], how != KILLED
     left = PeerLeft(SERVER, former, how)
-    assert driver.do(driver.state.on_dying, SERVER, how) == [Send(CLIENT, left)]
+    assert driver.do(driver.state.deaths.on_dying, SERVER, how) == [Send(CLIENT, left)]
     assert driver.state.accepts_messages(SERVER, former), "its last messages count"
-    assert announced(driver.do(driver.state.on_connection_closed, SERVER)) == [events.WorkerLost(SERVER, how, may_recur=may_recur)]
+    assert announced(driver.do(driver.state.deaths.on_connection_closed, SERVER)) == [events.WorkerLost(SERVER, how, may_recur=may_recur)]
     assert not driver.state.accepts_messages(SERVER, former)
-    actions = [*driver.do(driver.state.on_exited, SERVER, how), *driver.pass_time(0.0)]
+    actions = [*driver.do(driver.state.deaths.on_exited, SERVER, how), *driver.pass_time(0.0)]
     assert driver.start_of(SERVER) in actions
 
 
 def test_a_loss_is_announced_before_the_reap_when_the_connection_closed_first() -> None:
     driver = Driver()
     driver.begin()
-    assert announced(driver.do(driver.state.on_connection_closed, SERVER)) == []
-    assert announced(driver.do(driver.state.on_dying, SERVER, KILLED)) == [events.WorkerLost(SERVER, KILLED)]
-    actions = [*driver.do(driver.state.on_exited, SERVER, KILLED), *driver.pass_time(0.0)]
+    assert announced(driver.do(driver.state.deaths.on_connection_closed, SERVER)) == []
+    assert announced(driver.do(driver.state.deaths.on_dying, SERVER, KILLED)) == [events.WorkerLost(SERVER, KILLED)]
+    actions = [*driver.do(driver.state.deaths.on_exited, SERVER, KILLED), *driver.pass_time(0.0)]
     assert driver.start_of(SERVER) in actions
 
 
@@ -208,10 +207,10 @@ def test_a_part_computed_alone_is_named_as_the_cause_for_every_worker_of_the_pro
         driver.do(driver.state.on_listening, name, Listening({"zmq": name}))
     for name in (CLIENT, SERVER, OTHER):
         driver.do(driver.state.on_connected, name)
-    driver.do(driver.state.on_control, OTHER, ComputesAlone(Tag("s@1"), 3))
-    actions = driver.do(driver.state.on_dying, packed, "was killed by SIGSEGV")
+    driver.do(driver.state.on_computes_alone, OTHER, ComputesAlone(Tag("s@1"), 3))
+    actions = driver.do(driver.state.deaths.on_dying, packed, "was killed by SIGSEGV")
     for name in (SERVER, OTHER):
-        actions += driver.do(driver.state.on_connection_closed, name)
+        actions += driver.do(driver.state.deaths.on_connection_closed, name)
     causes = [each.control for each in actions if isinstance(each, Send) and isinstance(each.control, DeathCause)]
     assert {(cause.process, cause.tag, cause.part) for cause in causes} == {(name, Tag("s@1"), 3) for name in (SERVER, OTHER)}
 
@@ -220,10 +219,10 @@ def test_a_part_computed_alone_is_named_as_the_cause_for_every_worker_of_the_pro
 def test_a_loss_waits_for_an_exit_status_that_is_not_known(closes_first: bool) -> None:
     driver = Driver()
     driver.begin()
-    notices = [(driver.state.on_dying, SERVER, ""), (driver.state.on_connection_closed, SERVER)]
+    notices = [(driver.state.deaths.on_dying, SERVER, ""), (driver.state.deaths.on_connection_closed, SERVER)]
     for event, *arguments in notices[::-1] if closes_first else notices:
         assert announced(driver.do(event, *arguments)) == []
-    assert announced(driver.do(driver.state.on_exited, SERVER, "was killed by SIGSEGV"))[0] == events.WorkerLost(
+    assert announced(driver.do(driver.state.deaths.on_exited, SERVER, "was killed by SIGSEGV"))[0] == events.WorkerLost(
         SERVER, "was killed by SIGSEGV", may_recur=True
     )
 
@@ -231,25 +230,25 @@ def test_a_loss_waits_for_an_exit_status_that_is_not_known(closes_first: bool) -
 def test_a_report_explains_an_exit_status_that_comes_before_it() -> None:
     driver = Driver()
     driver.begin()
-    driver.do(driver.state.on_dying, SERVER, "exited with status 1")
-    driver.do(driver.state.on_failed, SERVER, Failed("no such file", user=True))
-    (lost,) = announced(driver.do(driver.state.on_connection_closed, SERVER))
+    driver.do(driver.state.deaths.on_dying, SERVER, "exited with status 1")
+    driver.do(driver.state.deaths.on_failed, SERVER, Failed("no such file", user=True))
+    (lost,) = announced(driver.do(driver.state.deaths.on_connection_closed, SERVER))
     assert lost == events.WorkerLost(SERVER, "failed: no such file; exited with status 1")
 
 
 def test_closed_connections() -> None:
     driver = Driver()
     driver.begin()
-    driver.do(driver.state.on_connection_closed, SERVER)
+    driver.do(driver.state.deaths.on_connection_closed, SERVER)
     assert driver.pass_time(LAST_MESSAGES_SECONDS) == [EndProcess(SERVER)]
-    driver.do(driver.state.on_connection_closed, CLIENT)
+    driver.do(driver.state.deaths.on_connection_closed, CLIENT)
     assert end_of(driver.pass_time(STATUS_SECONDS + SETTLE_SECONDS)) == f"{CLIENT} closed its control connection unexpectedly"
 
 
 def test_process_that_is_not_reaped_is_given_up_until_it_is() -> None:
     driver = Driver()
     driver.begin()
-    driver.do(driver.state.on_dying, SERVER, "")
+    driver.do(driver.state.deaths.on_dying, SERVER, "")
     assert announced(driver.pass_time(FENCE_SECONDS)) == [events.WorkerLost(SERVER, "has ended")]
     assert not driver.state.accepts_messages(SERVER, driver.state.incarnations[SERVER])
     (given_up,) = announced(driver.pass_time(REAP_SECONDS))
@@ -263,16 +262,16 @@ def test_process_that_is_not_reaped_is_given_up_until_it_is() -> None:
 def test_process_that_does_not_end_ends_a_start() -> None:
     driver = Driver()
     driver.load()
-    driver.do(driver.state.on_connection_closed, SERVER)
+    driver.do(driver.state.deaths.on_connection_closed, SERVER)
     assert end_of(driver.pass_time(REAP_SECONDS)) == f"{SERVER} has been ending for 15 s: is the machine overloaded?"
 
 
 def test_link_lost_kills_the_end_that_the_run_can_lose_unless_a_death_explains_it() -> None:
     driver = Driver()
     driver.begin()
-    driver.do(driver.state.on_link_lost, CLIENT, LinkLost(SERVER, "it broke"))
+    driver.do(driver.state.deaths.on_link_lost, CLIENT, LinkLost(SERVER, "it broke"))
     assert EndProcess(SERVER) in driver.pass_time(EXPLAINED_SECONDS)
-    driver.do(driver.state.on_link_lost, OTHER, LinkLost(SERVER, "it broke"))  # its death is known
+    driver.do(driver.state.deaths.on_link_lost, OTHER, LinkLost(SERVER, "it broke"))  # its death is known
     assert not [action for action in driver.pass_time(EXPLAINED_SECONDS) if isinstance(action, EndProcess)]
 
 
@@ -281,7 +280,7 @@ def test_link_lost_kills_the_end_that_keeps_less_state() -> None:
     edges = [Edge(CLIENT, "y", server, "x", transport="zmq") for server in (SERVER, OTHER)]
     driver = Driver(Graph.of(nodes, edges, reliability=ReliabilitySettings(detector=False)))
     driver.begin()
-    driver.do(driver.state.on_link_lost, SERVER, LinkLost(CLIENT, "it broke"))
+    driver.do(driver.state.deaths.on_link_lost, SERVER, LinkLost(CLIENT, "it broke"))
     assert [each for each in driver.pass_time(EXPLAINED_SECONDS) if isinstance(each, EndProcess)] == [EndProcess(SERVER)]
 
 
@@ -289,9 +288,9 @@ def test_link_that_both_ends_have_lost_is_explained_by_no_death() -> None:
     driver = Driver()
     driver.begin()
     for worker, peer in ((CLIENT, SERVER), (CLIENT, SERVER), (OTHER, CLIENT)):
-        driver.do(driver.state.on_link_lost, worker, LinkLost(peer, "it broke"))
+        driver.do(driver.state.deaths.on_link_lost, worker, LinkLost(peer, "it broke"))
     assert driver.pass_time(0.0) == []
-    driver.do(driver.state.on_link_lost, SERVER, LinkLost(CLIENT, "it broke"))
+    driver.do(driver.state.deaths.on_link_lost, SERVER, LinkLost(CLIENT, "it broke"))
     killed = [action for action in driver.pass_time(0.0) if isinstance(action, EndProcess)]
     assert killed == [EndProcess(SERVER)]
 
@@ -309,8 +308,8 @@ def test_link_that_both_ends_have_lost_is_explained_by_no_death() -> None:
 def test_a_crash_may_recur_and_a_kill_from_outside_does_not(how: str, may_recur: bool) -> None:
     driver = Driver()
     driver.begin()
-    driver.do(driver.state.on_exited, SERVER, how)
-    (lost,) = announced(driver.do(driver.state.on_connection_closed, SERVER))
+    driver.do(driver.state.deaths.on_exited, SERVER, how)
+    (lost,) = announced(driver.do(driver.state.deaths.on_connection_closed, SERVER))
     assert lost == events.WorkerLost(SERVER, how, may_recur=may_recur)
 
 
@@ -340,7 +339,7 @@ def test_workers_that_start_link_only_with_those_that_are_up() -> None:
 def test_link_lost_between_workers_that_the_run_needs_ends_it() -> None:
     driver = Driver(graph_of(recovery="off"))
     driver.begin()
-    driver.do(driver.state.on_link_lost, CLIENT, LinkLost(SERVER, "it broke"))
+    driver.do(driver.state.deaths.on_link_lost, CLIENT, LinkLost(SERVER, "it broke"))
     assert end_of(driver.pass_time(EXPLAINED_SECONDS + SETTLE_SECONDS)) == "client failed: lost its link to server: it broke"
 
 
@@ -357,8 +356,8 @@ def test_most_fundamental_of_the_first_reports_is_the_root_cause(first: str, sec
     driver = Driver(graph_of(recovery="off"))
     driver.begin()
     happen = {
-        "complains": lambda: driver.do(driver.state.on_failed, CLIENT, Failed("no answer")),
-        "is misused": lambda: driver.do(driver.state.on_failed, OTHER, Failed("bad input", user=True)),
+        "complains": lambda: driver.do(driver.state.deaths.on_failed, CLIENT, Failed("no answer")),
+        "is misused": lambda: driver.do(driver.state.deaths.on_failed, OTHER, Failed("bad input", user=True)),
         "dies": lambda: driver.die(SERVER),
     }
     happen[first]()
@@ -370,8 +369,8 @@ def test_most_fundamental_of_the_first_reports_is_the_root_cause(first: str, sec
 def test_lost_fork_server_is_the_root_cause_of_a_failed_start() -> None:
     driver = Driver()
     driver.connect()
-    driver.do(driver.state.fork_server.on_lost, KILLED)
-    driver.do(driver.state.on_connection_closed, CLIENT)
+    driver.do(driver.state.deaths.on_fork_server_lost, KILLED)
+    driver.do(driver.state.deaths.on_connection_closed, CLIENT)
     assert end_of(driver.pass_time(60.0)) == f"{FORK_SERVER} {KILLED}"
 
 
@@ -379,7 +378,7 @@ def test_a_start_that_has_failed_does_not_become_ready() -> None:
     """All processes connect while the cause of the failure settles."""
     driver = Driver()
     driver.connect()
-    driver.do(driver.state.fork_server.on_lost, KILLED)
+    driver.do(driver.state.deaths.on_fork_server_lost, KILLED)
     connected = [event for name in (CLIENT, SERVER, OTHER) for event in announced(driver.do(driver.state.on_connected, name))]
     assert {type(event) for event in connected} == {events.WorkerConnected}
     assert end_of(driver.pass_time(60.0)) == f"{FORK_SERVER} {KILLED}"
@@ -422,7 +421,7 @@ def test_stop_signals_no_process_that_is_being_forked() -> None:
 def test_failure_that_a_connecting_server_reports_is_the_root_cause() -> None:
     driver = Driver()
     driver.connect()
-    driver.do(driver.state.on_failed, SERVER, Failed("bad checkpoint", user=True))
+    driver.do(driver.state.deaths.on_failed, SERVER, Failed("bad checkpoint", user=True))
     driver.die(SERVER)
     actions = driver.pass_time(SETTLE_SECONDS)
     assert not [action for action in actions if isinstance(action, StartProcess)]
@@ -433,7 +432,7 @@ def test_silence_does_not_overrule_a_report() -> None:
     driver = Driver()
     driver.load()
     driver.pass_time(60.0 - SETTLE_SECONDS / 2)
-    driver.do(driver.state.on_failed, SERVER, Failed("bad checkpoint", user=True))
+    driver.do(driver.state.deaths.on_failed, SERVER, Failed("bad checkpoint", user=True))
     assert end_of(driver.pass_time(SETTLE_SECONDS)) == "bad checkpoint"
 
 
@@ -443,7 +442,7 @@ def test_incarnation_that_dies_is_introduced_to_no_peer() -> None:
     driver.die(SERVER)
     driver.pass_time(1.0)
     driver.do(driver.state.on_forked, SERVER, 8)
-    driver.do(driver.state.on_dying, SERVER, "")
+    driver.do(driver.state.deaths.on_dying, SERVER, "")
     actions = driver.do(driver.state.on_listening, SERVER, Listening({}))
     assert not [action for action in actions if isinstance(action, Send)]
 
@@ -474,7 +473,7 @@ def test_link_lost_between_needed_workers_ends_the_run_while_another_server_is_d
     driver.begin()
     driver.die(SERVER)
     driver.pass_time(1.0)
-    driver.do(driver.state.on_link_lost, CLIENT, LinkLost(OTHER, "reset"))
+    driver.do(driver.state.deaths.on_link_lost, CLIENT, LinkLost(OTHER, "reset"))
     assert "lost its link to other" in end_of(driver.pass_time(EXPLAINED_SECONDS + SETTLE_SECONDS))
 
 
@@ -483,8 +482,11 @@ def test_worker_that_reads_no_messages_is_ended_by_name(victim: str) -> None:
     driver = Driver()
     driver.begin()
     incarnation = driver.state.incarnations[victim]
-    assert not driver.do(driver.state.on_overflow, victim, "an earlier one")
-    actions = [*(action for _ in range(2) for action in driver.do(driver.state.on_overflow, victim, incarnation)), *driver.pass_time(1.0)]
+    assert not driver.do(driver.state.deaths.on_overflow, victim, "an earlier one")
+    actions = [
+        *(action for _ in range(2) for action in driver.do(driver.state.deaths.on_overflow, victim, incarnation)),
+        *driver.pass_time(1.0),
+    ]
     if victim == SERVER:
         assert EndProcess(SERVER) in actions
         assert [event.how for event in announced(actions) if isinstance(event, events.WorkerLost)] == [
@@ -523,17 +525,17 @@ def test_failed_fork_ends_a_start_and_is_retried_in_a_run() -> None:
     driver = Driver()
     driver.do(driver.state.start, driver.now)
     error = UserError("no descriptor")
-    assert driver.do(driver.state.on_fork_failed, SERVER, error) == [End(error)]
+    assert driver.do(driver.state.deaths.on_fork_failed, SERVER, error) == [End(error)]
     driver = Driver()
     driver.begin()
     driver.die(SERVER)
     driver.pass_time(0.0)
     error = WorkerDiedError(SERVER, "could not be forked")
     for _ in range(2):
-        driver.do(driver.state.on_fork_failed, SERVER, error)
+        driver.do(driver.state.deaths.on_fork_failed, SERVER, error)
         assert driver.pass_time(1.0) == [driver.start_of(SERVER)]
     why = "it could not be forked, and it was started again 3 times in 30 s; the next try is in 30 s"
-    assert driver.do(driver.state.on_fork_failed, SERVER, error) == [Announce(events.WorkerGivenUp(SERVER, why, 30.0))]
+    assert driver.do(driver.state.deaths.on_fork_failed, SERVER, error) == [Announce(events.WorkerGivenUp(SERVER, why, 30.0))]
 
 
 @pytest.mark.parametrize("first", list(WorkerState))
@@ -651,8 +653,8 @@ def test_launcher_that_was_stopped_does_not_blame_the_monitor() -> None:
 def test_known_death_without_an_exit_status_is_reported_as_one() -> None:
     driver = Driver()
     driver.begin()
-    driver.do(driver.state.on_dying, CLIENT, "")
-    driver.do(driver.state.on_connection_closed, CLIENT)
+    driver.do(driver.state.deaths.on_dying, CLIENT, "")
+    driver.do(driver.state.deaths.on_connection_closed, CLIENT)
     reason = "client has ended, and its exit status is not known"
     assert end_of(driver.pass_time(STATUS_SECONDS + SETTLE_SECONDS)) == reason
 
@@ -664,7 +666,7 @@ def test_run_ends_in_order_before_the_exits_are_reaped() -> None:
     actions: list[Action] = []
     for name in (CLIENT, SERVER, OTHER):
         driver.do(driver.state.on_stop_sent, name)
-        actions += [*driver.do(driver.state.on_dying, name, ""), *driver.do(driver.state.on_connection_closed, name)]
+        actions += [*driver.do(driver.state.deaths.on_dying, name, ""), *driver.do(driver.state.deaths.on_connection_closed, name)]
     assert actions == [End()]
 
 
@@ -675,13 +677,11 @@ def test_monitor_watches_services_of_a_graph_without_processes() -> None:
     def wants_monitor(services: Sequence[str]) -> bool:
         state = RunState(
             graph,
-            {},
+            {name: [name] for name in services},
             [CLIENT, SERVER, OTHER],
             new_incarnation=str,
-            start_of=start_of,
             response_seconds=60.0,
             stop_seconds=5.0,
-            services=services,
         )
         return state.wants_monitor
 

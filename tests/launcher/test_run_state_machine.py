@@ -59,7 +59,7 @@ class RunStateMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.forking)))
         self.forking.discard(name)
         if fails == 0:
-            self.carry_out(self.driver.do(self.driver.state.on_fork_failed, name, WorkerDiedError(name, "could not be forked")))
+            self.carry_out(self.driver.do(self.driver.state.deaths.on_fork_failed, name, WorkerDiedError(name, "could not be forked")))
         else:
             self.living.add(name)
             self.open.add(name)
@@ -75,9 +75,9 @@ class RunStateMachine(RuleBasedStateMachine):
             case "connected" if state.is_usable(name) or state.counts_messages(name):
                 self.carry_out(self.driver.do(state.on_connected, name))
             case "failed":
-                self.carry_out(self.driver.do(state.on_failed, name, Failed("broken")))
+                self.carry_out(self.driver.do(state.deaths.on_failed, name, Failed("broken")))
             case "link lost":
-                self.carry_out(self.driver.do(state.on_link_lost, name, LinkLost(SERVER, "it broke")))
+                self.carry_out(self.driver.do(state.deaths.on_link_lost, name, LinkLost(SERVER, "it broke")))
             case "stop sent" if name in self.stopping:
                 self.stopping.discard(name)
                 self.carry_out(self.driver.do(state.on_stop_sent, name))
@@ -90,9 +90,9 @@ class RunStateMachine(RuleBasedStateMachine):
     def exit(self, data: st.DataObject, is_announced: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.living)))
         if is_announced:
-            self.carry_out(self.driver.do(self.driver.state.on_dying, name, ""))
+            self.carry_out(self.driver.do(self.driver.state.deaths.on_dying, name, ""))
         self.living.discard(name)
-        self.carry_out(self.driver.do(self.driver.state.on_exited, name, KILLED))
+        self.carry_out(self.driver.do(self.driver.state.deaths.on_exited, name, KILLED))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -100,7 +100,7 @@ class RunStateMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.open)))
         self.open.discard(name)
         self.stopping.discard(name)
-        self.carry_out(self.driver.do(self.driver.state.on_connection_closed, name))
+        self.carry_out(self.driver.do(self.driver.state.deaths.on_connection_closed, name))
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 0.5, 2.0, 20.0]))
     def wait(self, seconds: float) -> None:

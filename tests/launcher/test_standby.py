@@ -12,8 +12,8 @@ from flowrt.actors.control import Listening
 from flowrt.api import read_graph
 from flowrt.errors import UserError
 from flowrt.launcher import events
-from flowrt.launcher.actions import Action, Announce, EndProcess, Send, StartProcess
-from flowrt.launcher.standby import standby_loads
+from flowrt.launcher.actions import Action, Announce, EndProcess, Send, SendStart, StartProcess
+from flowrt.launcher.starts import standby_loads
 from flowrt.launcher.transport_choice import pack
 from flowrt.transports.contract import Identity
 
@@ -49,7 +49,7 @@ def starts(actions: list[Action]) -> list[tuple[str, str]]:
 
 def test_standby_process_becomes_the_next_incarnation() -> None:
     driver = ready()
-    assert driver.state.is_ready_standby(STANDBY)
+    assert driver.state.starts.is_ready_standby(STANDBY)
     former = driver.state.incarnations[SERVER]
     driver.die(SERVER)
     actions = driver.pass_time(0.0)
@@ -57,9 +57,9 @@ def test_standby_process_becomes_the_next_incarnation() -> None:
     assert start == StartProcess(SERVER, (Identity(SERVER, driver.state.incarnations[SERVER]),), STANDBY)
     assert start.workers[0].incarnation != former
     assert not driver.state.accepts_messages(STANDBY, "any")
-    assert not driver.state.is_ready_standby(STANDBY)
-    (sent,) = [action for action in driver.do(driver.state.on_forked, SERVER, 8) if isinstance(action, Send)]
-    assert sent.worker == SERVER
+    assert not driver.state.starts.is_ready_standby(STANDBY)
+    sent = [action for action in driver.do(driver.state.on_forked, SERVER, 8) if not isinstance(action, Announce)]
+    assert sent == [SendStart(SERVER, driver.state.incarnations[SERVER], loaded_as=SERVER)]
 
 
 def test_another_one_starts_when_all_processes_are_up() -> None:
@@ -76,7 +76,7 @@ def test_another_one_starts_when_all_processes_are_up() -> None:
 
 def test_standby_process_that_loads_is_not_used() -> None:
     driver = started()
-    assert not driver.state.is_ready_standby(STANDBY)
+    assert not driver.state.starts.is_ready_standby(STANDBY)
     driver.die(SERVER)
     assert starts(driver.pass_time(0.0)) == [(SERVER, "")]
 
@@ -102,8 +102,8 @@ def test_restart_from_a_standby_process_costs_the_budget_of_the_process() -> Non
     for _ in range(2):
         driver.die(SERVER)
         driver.pass_time(0.0)
-    assert driver.state._table.processes[SERVER].is_given_up
-    assert driver.state._table.processes["standby.1"].names == ["standby.1"]
+    assert driver.state.table.processes[SERVER].is_given_up
+    assert driver.state.table.processes["standby.1"].names == ["standby.1"]
 
 
 def test_standby_process_that_got_a_name_has_the_time_of_any_that_starts() -> None:
@@ -120,24 +120,24 @@ def test_overflow_of_a_standby_process_that_was_taken_has_no_effect() -> None:
     incarnation = driver.state.incarnations[STANDBY]
     driver.die(SERVER)
     driver.pass_time(0.0)
-    assert not driver.do(driver.state.on_overflow, STANDBY, incarnation)
+    assert not driver.do(driver.state.deaths.on_overflow, STANDBY, incarnation)
 
 
 def test_standby_process_is_used_while_there_is_no_fork_server() -> None:
     driver = ready()
-    driver.do(driver.state.fork_server.on_lost, KILLED)
+    driver.do(driver.state.deaths.on_fork_server_lost, KILLED)
     driver.die(SERVER)
     assert (SERVER, STANDBY) in starts(driver.pass_time(0.0))
 
 
 def test_process_that_waits_for_the_fork_server_takes_a_standby_process_that_becomes_ready() -> None:
     driver = started()
-    driver.do(driver.state.fork_server.on_lost, KILLED)
+    driver.do(driver.state.deaths.on_fork_server_lost, KILLED)
     for name in (SERVER, OTHER):
         driver.die(name)
     assert starts(driver.pass_time(0.0)) == []
     assert starts(driver.do(driver.state.on_listening, STANDBY, Listening({}))) == [(OTHER, STANDBY)]
-    driver.do(driver.state.fork_server.on_ready, 5)
+    driver.do(driver.state.starts.on_fork_server_ready, 5)
     assert starts(driver.pass_time(0.0)) == [(SERVER, "")]
 
 

@@ -41,7 +41,7 @@ async def test_responsive_monitor_is_not_replaced(tmp_path: Path, monkeypatch: p
     r = Monitored(tmp_path, "server.0")
     async with r.launcher as launcher:
         await r.until(lambda: launcher.state.is_usable(MONITOR))
-        monitor = launcher.state._table.workers[MONITOR]
+        monitor = launcher.state.table.workers[MONITOR]
         for _ in range(20):
             latest = monitor.last_message_seconds
             await r.until(lambda latest=latest: monitor.last_message_seconds > latest)

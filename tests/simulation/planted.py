@@ -59,13 +59,11 @@ TORCH_KERNELS = "flowrt.operators.kernels.torch.rows"
 GATEWAY, ADMISSION, PLACEMENT = "flowrt.gateway.gateway", "flowrt.gateway.admission", "flowrt.gateway.placement"
 WINDOW = "flowrt.transports.channel.flow_control"
 LAUNCHER = "flowrt.launcher.launcher"
-FORK_SERVER_LOSS = "flowrt.launcher.fork_server_loss"
 RUN_STATE = "flowrt.launcher.run_state"
 CONNECTION = "flowrt.launcher.control_connection"
-LINK_LOSS = "flowrt.launcher.link_loss"
 POOL = "flowrt.launcher.worker_pool"
-RESTARTS = "flowrt.launcher.restarts"
-ROOT_CAUSE = "flowrt.launcher.root_cause"
+DEATHS = "flowrt.launcher.deaths"
+STARTS = "flowrt.launcher.starts"
 RUN_TABLE = "flowrt.launcher.run_table"
 REQUESTS = "flowrt.gateway.requests"
 LAZY = "flowrt.actors.lazy_opener"
@@ -275,62 +273,63 @@ BUGS: tuple[Bug, ...] = (
         HEARTBEATS, "OperationWatch.look", "computed - self._computed > STILL_SHARE * passed", "False")),
     # the launcher: starts, control connections, restarts, ends
     bug("start-unsent", "a worker never receives its start message", (
-        RUN_STATE, "RunState.on_forked", "table.act(Send(worker.name, self._start_of(worker.name, worker.incarnation, worker.was_standby)))", "pass")),
+        RUN_STATE, "RunState.on_forked", "table.act(SendStart(worker.name, worker.incarnation, self.starts.loads_of(worker.name), worker.loaded_as))", "pass")),
     bug("peers-unsent", "workers never receive the addresses of their peers", (
-        RUN_STATE, "RunState._send_peers", "self._table.act(Send(worker.name, Peers(addresses, incarnations, restarting)))", "pass")),
+        RUN_STATE, "RunState._send_peers", "self.table.act(Send(worker.name, Peers(addresses, incarnations, restarting)))", "pass")),
     bug("addresses-of-first-incarnation", "a restarted process keeps the addresses of its first incarnation", (
-        RUN_STATE, "RunState.on_listening", "self._addresses[worker] = listening.addresses", "self._addresses.setdefault(worker, listening.addresses)")),
+        RUN_STATE, "RunState.on_listening", "found.addresses = listening.addresses", "found.addresses = found.addresses or listening.addresses"), (
+        RUN_TABLE, "RunTable.renew", "loaded_as=loaded_as", "loaded_as=loaded_as, addresses=self.workers[name].addresses if name in self.workers else {}")),
     bug("incarnation-kept", "a restarted process has the incarnation of the dead one", (
         RUN_TABLE, "RunTable.renew", "self._new_incarnation()", "self.workers[name].incarnation if name in self.workers else self._new_incarnation()")),
     bug("joined-unsent", "neighbours are notified of deaths but not of new incarnations", (
-        RUN_STATE, "RunState.on_listening", "table.neighbours.get(each.name, ())", "()")),
+        RUN_STATE, "RunState.on_listening", "table.notify(each, PeerJoined(each.name, each.incarnation, each.addresses))", "pass")),
     bug("exit-ignored", "a process that ended is not started again", (
-        RESTARTS, "Restarts.on_dead", "self._restart(process)", "pass")),
+        DEATHS, "Deaths._on_dead", "self._restart(process)", "pass")),
     bug("never-retried", "a process out of its restart budget is never started again", (
-        RESTARTS, "Restarts._restart", "self._table.set_timer(TimerKind.RESTART, decision.retry_seconds, process.name)", "pass")),
+        DEATHS, "Deaths._restart", "table.set_timer(decision.retry_seconds, self._starts.start_next, name)", "pass")),
     bug("notice-for-connecting-lost", "a notice is lost when its receiver is not connected yet", (
-        RUN_TABLE, "RunTable.notify", "other.state is WorkerState.LINKING and name != MONITOR", "False")),
+        RUN_TABLE, "RunTable.notify", "WorkerState.LINKING <= other.state", "WorkerState.CONNECTED <= other.state")),
     bug("policy-kills-stay-down", "a process that was killed to be restarted with another is not started again", (
-        RESTARTS, "Restarts._restart", "self.fork_again(process.name)\n", "pass\n")),
+        DEATHS, "Deaths._restart", "self._starts.start_next(name)\n", "pass\n")),
     bug("policy-waits-forgotten", "a process that waits for the end of another is forgotten", (
-        RUN_TABLE, "RunTable.wake_waiting", "self.set_timer(TimerKind.RESTART, 0.0, name)", "pass")),
+        STARTS, "Starts.wake_waiting", "self._table.set_timer(0.0, self.start_next, name)", "pass")),
     bug("policy-kills-unannounced", "the gateway does not learn that a group was killed to be restarted with another process", (
-        RESTARTS, "Restarts.fence", "if process.is_fenced or", "if process.is_killed_on_purpose or process.is_fenced or")),
+        DEATHS, "Deaths.fence", "if process.is_fenced or", "if process.is_killed_on_purpose or process.is_fenced or")),
     bug("policy-time-counts", "requests end when a policy restarts all groups for longer than lost_group_seconds", (
         PLACEMENT, "Placement.lose", "self._restarting.add(group)", "pass")),
     bug("given-up-server-awaited", "requests wait without limit for a server that is given up", (
         MEMBERSHIP, "Membership.on_control", "else self._restarting.discard", "else self._restarting.add")),
-    body("marked-dead-not-killed", "a process that was marked dead is not killed", RUN_TABLE, "RunTable.fence", "pass"),
+    body("marked-dead-not-killed", "a process that was marked dead is not killed", DEATHS, "Deaths.kill_to_restart", "pass"),
     body("exits-ignored", "the backend's exit notices are dropped", POOL, "WorkerPool.on_exited", "pass"),
     body("backend-loss-ignored", "the end of the fork server is not noticed", POOL, "WorkerPool.on_backend_lost", "pass"),
     # the loss of the fork server
     bug("fork-server-not-replaced", "a lost fork server is not replaced", (
-        FORK_SERVER_LOSS, "ForkServerLoss.on_time", "self._table.act(StartForkServer())", "pass")),
+        STARTS, "Starts.start_fork_server", "self._table.act(StartForkServer())", "pass")),
     bug("failed-fork-server-not-replaced", "a new fork server that fails to start is not replaced", (
-        FORK_SERVER_LOSS, "ForkServerLoss.on_failed", "self._start_again(error.reason if isinstance(error, WorkerDiedError) else f'cannot start: {error}')", "pass")),
+        STARTS, "Starts.on_fork_server_failed", "self._start_fork_server_again(error.reason if isinstance(error, WorkerDiedError) else f'cannot start: {error}')", "pass")),
     bug("waiting-forgotten", "processes that wait for a fork server are not forked when it is back", (
-        FORK_SERVER_LOSS, "ForkServerLoss.on_ready", "self._table.set_timer(TimerKind.RESTART, 0.0, name)", "pass")),
+        STARTS, "Starts.on_fork_server_ready", "self._table.set_timer(0.0, self.start_next, name)", "pass")),
     bug("met-end-forgotten", "a process whose fork met the end of the fork server is not forked again", (
-        FORK_SERVER_LOSS, "ForkServerLoss.await_fork", "self._table.set_timer(TimerKind.RESTART, RETRY_SECONDS, process.name)", "pass")),
+        STARTS, "Starts.await_fork_server", "self._table.set_timer(RETRY_SECONDS, self.start_next, process.name)", "pass")),
     bug("silent-not-killed", "a fork server that does not respond is not killed", (
-        FORK_SERVER_LOSS, "ForkServerLoss.on_silent", "self._kill()", "self.is_up = False")),
+        DEATHS, "Deaths.on_fork_silent", "self._starts.kill_fork_server()", "self._starts.fork_server.is_up = False")),
     bug("silent-restart-forgotten", "the process whose fork timed out is not forked again", (
-        FORK_SERVER_LOSS, "ForkServerLoss.on_silent", "self.await_fork(process)", "process.phase = ProcessPhase.DEAD")),
-    body("stopped-fork-server-kept", "a fork server that the monitor marks dead is not killed", FORK_SERVER_LOSS, "ForkServerLoss.on_marked_dead", "pass"),
+        DEATHS, "Deaths.on_fork_silent", "self._starts.await_fork_server(process)", "pass")),
+    body("stopped-fork-server-kept", "a fork server that the monitor marks dead is not killed", STARTS, "Starts.on_fork_server_marked_dead", "pass"),
     bug("stopped-at-start-kept", "a process that the monitor marks dead while the run loads is not killed", (
-        RUN_TABLE, "RunTable.can_fence", "self.can_replace(process)", "self.can_lose(process)")),
+        RUN_TABLE, "RunTable.can_kill", "self.can_replace(process)", "self.can_lose(process)")),
     bug("loss-ends-run", "the loss of the fork server ends a running run", (
-        FORK_SERVER_LOSS, "ForkServerLoss.on_lost", "self._table.phase < RunPhase.RUNNING", "self._table.phase < RunPhase.STOPPING")),
+        DEATHS, "Deaths.on_fork_server_lost", "self._table.phase < RunPhase.RUNNING", "self._table.phase < RunPhase.STOPPING")),
     body("left-behind", "the end of a run leaves its processes", POOL, "WorkerPool.close", "pass"),
     body("stop-unsent", "workers receive no stop message", CONNECTION, "ControlConnection.send_until", "return True"),
     body("notice-lost", "a notice that finds the control connection full is lost", CONNECTION, "ControlConnection._send_queued", "pass"),
     body("drained-ignored", "no request to drain is ever done", CONNECTION, "ControlConnection.request",
          "self.post(control)\nreturn asyncio.get_running_loop().create_future()"),
     bug("lost-link-ignored", "a lost link that no death explains has no consequence", (
-        LINK_LOSS, "LinkLoss.on_unexplained", "self._table.fence(end.name, loss.reason)", "pass")),
+        DEATHS, "Deaths.on_unexplained_loss", "self.kill_to_restart(loss.end.process, loss.reason)", "pass")),
     bug("failure-unseen", "the reports of a failed run are never examined", (
-        ROOT_CAUSE, "RootCause.report", "if not self._reports:", "if False:")),
-    body("failures-ignored", "a worker's failure report is ignored", ROOT_CAUSE, "RootCause.on_failure", "pass"),
+        DEATHS, "Deaths.report", "if not self._reports:", "if False:")),
+    body("failures-ignored", "a worker's failure report is ignored", DEATHS, "Deaths._note_failure", "pass"),
     body("heartbeats-unrelayed", "the monitor gets no heartbeats", LAUNCHER, "Launcher._send_to_monitor", "pass"),
     body("detector-reports-ignored", "the monitor's decisions are ignored", RUN_STATE, "RunState.on_detector_report", "pass"),
     # admission and requests

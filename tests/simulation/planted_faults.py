@@ -15,7 +15,7 @@ MEMBERSHIP = "flowrt.workers.membership"
 CLIENT = "flowrt.exchange.expert_client"
 FAILOVER = "flowrt.exchange.failover"
 SELECTION = "flowrt.dataflow.selection"
-RESTARTS = "flowrt.launcher.restarts"
+DEATHS = "flowrt.launcher.deaths"
 
 FAULT_BUGS: tuple[Bug, ...] = (
     # steps that failed
@@ -45,7 +45,7 @@ FAULT_BUGS: tuple[Bug, ...] = (
     bug("cause-not-awaited", "the parts of a dead server go to replicas before it is known how it died", (
         FAILOVER, "Failover.mark_lost", "self._unsettled.add(process)", "self._unsettled.add(process)\n        self.settle(process, None)")),
     bug("cause-unsent", "clients do not learn how a server died", (
-        RESTARTS, "Restarts.fence", "self._table.notify(worker, self._table.neighbours.get(worker.name, ()), cause)", "pass")),
+        DEATHS, "Deaths.fence", "table.notify(worker, DeathCause(worker.name, worker.incarnation, how, process.may_recur, alone.tag, alone.part))", "pass")),
     bug("never-settled", "the parts of a dead server wait for ever", (
         MEMBERSHIP, "Membership._settle", "self._failover.settle(process, cause)", "pass")),
     bug("crash-suspects-none", "steps with parts at a crashed server are not suspected", (

@@ -10,11 +10,10 @@ GATEWAY = "flowrt.gateway.gateway"
 REQUEST_LOG = "flowrt.gateway.request_log"
 PLACEMENT = "flowrt.gateway.placement"
 REQUESTS = "flowrt.gateway.requests"
-GROUP_CHANGES = "flowrt.launcher.group_changes"
-RESTARTS = "flowrt.launcher.restarts"
+GROUP_CHANGES = "flowrt.launcher.served_requests"
+DEATHS = "flowrt.launcher.deaths"
 RUN_TABLE = "flowrt.launcher.run_table"
 RUN_STATE = "flowrt.launcher.run_state"
-LINK_LOSS = "flowrt.launcher.link_loss"
 RUNNER = "flowrt.dataflow.runner"
 MEMBERSHIP = "flowrt.workers.membership"
 GROUP = "flowrt.workers.group"
@@ -23,17 +22,17 @@ SEQUENCE = "flowrt.engine.sequence"
 
 GROUP_BUGS: tuple[Bug, ...] = (
     # the loss of a group is noticed and announced
-    body("loss-unannounced", "the loss of a worker is never announced", RESTARTS, "Restarts.fence", "pass"),
+    body("loss-unannounced", "the loss of a worker is never announced", DEATHS, "Deaths.fence", "pass"),
     bug("lost-twice", "the loss of one incarnation is announced twice", (
-        RESTARTS, "Restarts.fence", "process.is_fenced or ", "")),
+        DEATHS, "Deaths.fence", "process.is_fenced or ", "")),
     bug("marked-dead-keeps-requests", "a group that is marked dead and must not be killed keeps its requests", (
         GROUP_CHANGES, "apply_group_change", "requests.lose_group(name, f'was marked dead: {why}', may_recur=may_recur, is_alive=True)", "pass")),
     bug("peers-name-dead", "a new incarnation is told to link with a peer that has died", (
-        RUN_STATE, "RunState._send_peers", "WorkerState.LINKING <= each.state <= WorkerState.STOPPING", "each.name in self._addresses")),
+        RUN_STATE, "RunState._send_peers", "WorkerState.LINKING <= each.state <= WorkerState.STOPPING", "each.addresses")),
     bug("earlier-loss-kills", "the loss of a link to an earlier incarnation ends a living process", (
-        LINK_LOSS, "LinkLoss.on_link_lost", "lost.incarnation not in ('', peer.incarnation)", "False")),
+        DEATHS, "Deaths.on_link_lost", "lost.incarnation not in ('', peer.incarnation)", "False")),
     bug("both-reports-wait", "a link that both living ends have lost is decided as late as one that a death may explain", (
-        LINK_LOSS, "LinkLoss.on_link_lost", "self._table.set_timer(TimerKind.LINK, 0.0, subject)", "pass")),
+        DEATHS, "Deaths.on_link_lost", "self._table.set_timer(0.0, self.on_unexplained_loss, subject)", "pass")),
     # requests move as new attempts
     bug("requests-stay", "requests of a lost group stay there", (
         GATEWAY, "Gateway.lose_group", "logs = [log for log in self._active.values() if group in self._stages.workers_of(log)]", "logs = []")),
@@ -41,10 +40,10 @@ GROUP_BUGS: tuple[Bug, ...] = (
         GATEWAY, "Gateway._move", "log.attempt += 1", "pass")),
     bug("old-attempts-count", "tokens of any attempt and group are committed", (
         GATEWAY, "Gateway.on_token", "if log is None or token.attempt != log.attempt or self._stages.sender_of(log, token.index) != group:", "if log is None:"), (
-        RUN_STATE, "RunState.accepts_messages", "self.is_current(worker, incarnation) and (not self._table.workers[worker].process.is_fenced)", "self.is_current(worker, incarnation)")),
+        RUN_STATE, "RunState.accepts_messages", "self.is_current(worker, incarnation) and (not self.table.workers[worker].process.is_fenced)", "self.is_current(worker, incarnation)")),
     bug("old-ends-count", "ends of any attempt and group are accepted", (
         GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt or group not in (self._stages.worker_of(log), self._stages.group_of(log)):", "if log is None:"), (
-        RUN_STATE, "RunState.accepts_messages", "self.is_current(worker, incarnation) and (not self._table.workers[worker].process.is_fenced)", "self.is_current(worker, incarnation)")),
+        RUN_STATE, "RunState.accepts_messages", "self.is_current(worker, incarnation) and (not self.table.workers[worker].process.is_fenced)", "self.is_current(worker, incarnation)")),
     body("stale-submit", "a request that was moved is still sent to its old group", GATEWAY, "Gateway.is_placed", "return True"),
     bug("placed-in-lost-group", "requests are placed in lost groups", (
         PLACEMENT, "Placement._open_groups", "name not in self._lost", "True")),
@@ -91,7 +90,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("replay-goes-on", "the replay of a suspect goes on behind the tokens that were computed before", (
         SCHEDULER, "Scheduler._chunk", "if sequence.is_on_trial and (not sequence.runs_alone):", "if False:")),
     bug("restart-forgets-crash", "a policy that restarts the groups with a crashed server restarts what crashed it, too", (
-        "flowrt.launcher.group_changes", "apply_group_change", "if may_recur and event.ends_groups:", "if False:")),
+        GROUP_CHANGES, "apply_group_change", "if may_recur and event.ends_groups:", "if False:")),
     bug("interrupted-trial-forgotten", "a request that ran alone in a group that a policy ended is never the cause", (
         PLACEMENT, "Placement.blame", "self._interrupted.get(group, (None, None))", "(None, None)")),
     bug("trial-never-over", "a suspect that has got a token is blamed for the next crash of its group", (
@@ -102,11 +101,11 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("crash-blames-none", "requests of a crashed group are not suspected", (
         RUN_TABLE, "ProcessRecord.may_recur", "self.cause is None and is_crash", "False")),
     bug("crash-taken-for-kill", "an exit status that is known before the reap counts as a kill from outside", (
-        RUN_STATE, "RunState.on_dying", "found.how = found.how or how", "found.how = found.how or (how and 'was killed by SIGKILL')")),
+        DEATHS, "Deaths.on_dying", "process.how = process.how or how", "process.how = process.how or (how and 'was killed by SIGKILL')")),
     bug("moved-before-drained", "requests of a dead group move before its last messages are read", (
-        RUN_STATE, "RunState.on_dying", "found.phase = ProcessPhase.ENDED", "found.phase = ProcessPhase.ENDED; found.can_restart and self._restarts.fence(process)")),
+        DEATHS, "Deaths.on_dying", "process.phase = ProcessPhase.ENDED", "process.phase = ProcessPhase.ENDED; process.can_restart and self.fence(name)")),
     bug("hang-blames-none", "requests of a hung group are not suspected", (
-        RUN_STATE, "RunState.on_detector_report", "found.process.has_failed |= not report.is_stopped", "pass")),
+        RUN_STATE, "RunState.on_detector_report", "worker.process.has_failed |= not report.is_stopped", "pass")),
     # what others keep of a dead client
     bug("ended-source-unfenced", "a server does not fence the tags of a dead client", (
         RUNNER, "Runner.end_peer", "self._fences.end_source(source)", "pass")),

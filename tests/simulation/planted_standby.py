@@ -4,27 +4,26 @@
 
 from __future__ import annotations
 
-from simulation.planting import Bug, body, bug
+from simulation.planting import Bug, bug
 
-STANDBY = "flowrt.launcher.standby"
+STARTS = "flowrt.launcher.starts"
 POOL = "flowrt.launcher.worker_pool"
 CONNECTION = "flowrt.launcher.control_connection"
 PROCESS = "flowrt.workers.process"
 DATA_PATH = "flowrt.workers.data_path"
-RESTARTS = "flowrt.launcher.restarts"
 RUN_STATE = "flowrt.launcher.run_state"
 
 STANDBY_BUGS: tuple[Bug, ...] = (
     bug("standby-used-twice", "a standby process that was taken stays in the table", (
-        STANDBY, "Standbys.take", "self._table.remove(standby)", "pass")),
+        STARTS, "Starts.start_next", "table.remove(standby)", "pass")),
     bug("standby-taken-unready", "a standby process is taken while it loads", (
-        STANDBY, "Standbys.ready_for", "each.phase == ProcessPhase.UP and each.is_open", "each.is_open")),
+        STARTS, "Starts._ready_for", "each.phase == ProcessPhase.UP and each.is_open", "each.is_open")),
     bug("standby-other-experts", "a standby process uses the weights of one server for every other", (
-        STANDBY, "_operator_of", "node.options", "{}")),
+        STARTS, "_operator_of", "node.options", "{}")),
     bug("standby-not-replaced", "no standby process follows one that was taken", (
-        STANDBY, "Standbys.names_to_start", "if name not in self._table.processes", "if name not in self._table.processes and not any(each.num_restarts for each in self._table.processes.values())")),
-    body("ready-standby-ignored", "a process that waits for the fork server does not take a standby process that becomes ready",
-         RESTARTS, "Restarts.on_standby_ready", "self.start_standbys()"),
+        STARTS, "Starts.start_standbys", "if name not in processes", "if name not in processes and not any(each.num_restarts for each in processes.values())")),
+    bug("ready-standby-ignored", "a process that waits for the fork server does not take a standby process that becomes ready", (
+        STARTS, "Starts.start_standbys", "self.start_next(able[0])", "pass")),
     bug("standby-keeps-nodes", "the operators of a standby process keep the node names that they were loaded for", (
         DATA_PATH, "LoadedOperators.renamed", "names[node]: function for", "node: function for")),
     bug("standby-old-incarnation", "the messages of a standby process that was taken count as those of its former incarnation", (

@@ -15,7 +15,7 @@ from flowrt.gateway.gateway import ClientEvent, TokenEvent
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
-from flowrt.launcher.restarts import Restarts
+from flowrt.launcher.starts import Starts
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.reliability.scenario import AnyFault, Crash, Fault, Hang, Pause, Reset, Scenario, Slow, Stall
@@ -252,13 +252,13 @@ def test_process_with_heartbeats_is_not_suspected() -> None:
 
 def test_process_that_is_never_retried_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It dies twice within a window that permits one restart; the next start is due half a second later."""
-    fork_again = Restarts.fork_again
+    start_next = Starts.start_next
 
-    def forget_retry(self: Restarts, name: str) -> None:
+    def forget_retry(self: Starts, name: str) -> None:
         if not self._table.processes[name].is_given_up:
-            fork_again(self, name)
+            start_next(self, name)
 
-    monkeypatch.setattr(Restarts, "fork_again", forget_retry)
+    monkeypatch.setattr(Starts, "start_next", forget_retry)
     deaths = [Crash(process="experts.1", at_seconds=seconds) for seconds in (0.02, 0.1, 0.2, 0.3)]
     with pytest.raises(InvariantError, match=r"I5: .* the next start of experts.1 is due at"):
         serve_under(0, load("2x3.yaml", restarts=1, restart_window_seconds=0.5), requests(4), *deaths)

@@ -11,7 +11,7 @@ from simulation.test_deaths import SEEDS, load, requests, serve_under
 from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.placement import Placement
 from flowrt.graph.model import GATEWAY
-from flowrt.launcher.run_state import RunState
+from flowrt.launcher.deaths import Deaths
 from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Fault, Hang, Pause, Scenario, SlowLink, Stall
 from flowrt.simulation.case import Case, Poison
 from flowrt.simulation.cases import references_of, run_case
@@ -96,13 +96,13 @@ EARLY_NOTICES = ProcessConditions(unseen_one_in=0, unknown_one_in=0)
 
 
 def test_requests_that_move_before_the_last_messages_are_read_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_dying = RunState.on_dying
+    on_dying = Deaths.on_dying
 
-    def move_at_once(state: RunState, process: str, how: str) -> None:
-        on_dying(state, process, how)
-        state._restarts.fence(process)
+    def move_at_once(deaths: Deaths, process: str, how: str) -> None:
+        on_dying(deaths, process, how)
+        deaths.fence(process)
 
-    monkeypatch.setattr(RunState, "on_dying", move_at_once)
+    monkeypatch.setattr(Deaths, "on_dying", move_at_once)
     slow = SlowLink(between=(GATEWAY, "attention.0"), for_seconds=1.0, factor=1000.0)
     case = Case(load("2x3.yaml"), tuple(requests(8)), Scenario(faults=(slow, Crash(process="attention.0", at_seconds=0.4))))
 
@@ -115,8 +115,8 @@ def test_requests_that_move_before_the_last_messages_are_read_are_found(monkeypa
 
 
 def test_crash_that_is_taken_for_a_kill_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_dying = RunState.on_dying
-    monkeypatch.setattr(RunState, "on_dying", lambda state, process, how: on_dying(state, process, how and KILLED))
+    on_dying = Deaths.on_dying
+    monkeypatch.setattr(Deaths, "on_dying", lambda deaths, process, how: on_dying(deaths, process, how and KILLED))
     graph = load("2x3.yaml", restarts=1, lost_group_seconds=0.5)
     with pytest.raises(InvariantError, match=r"I7: attention\.\d was killed by SIGSEGV, but its loss was announced as"):
         run_case(Case(graph, tuple(requests(1)), poison=Poison(5), processes=EARLY_NOTICES))

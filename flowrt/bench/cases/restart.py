@@ -23,7 +23,7 @@ from flowrt.errors import UserError
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import standby_names, survives
 from flowrt.launcher import events
-from flowrt.launcher.standby import standby_loads
+from flowrt.launcher.starts import standby_loads
 from flowrt.launcher.transport_choice import pack
 from flowrt.system.machine_limits import usable_cores
 

@@ -1,19 +1,56 @@
-"""The memory that the processes of a graph need for weights and KV pages, known before any of them starts. Free of torch."""
+"""Checks what a graph needs before any process of it starts: installed packages, the files of its model, memory. Free of torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
+from flowrt.errors import install_command
 from flowrt.graph.model import FIRST_HOST, Graph, Node, role_of
 from flowrt.graph.placement import held_experts
+from flowrt.launcher.tokenizer_files import conversion, missing_tokenizer
 from flowrt.observe import size_text
+from flowrt.operators.checkpoint_files import check_files
 from flowrt.operators.families.family import part_shapes, parts_to_read
 from flowrt.operators.families.registry import read_model_config
-from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.system.machine_limits import memory_limit_bytes
 from flowrt.transports.wire.message import DTYPE_BYTES
+
+
+def check_engine(graph: Graph) -> None:
+    """Raises GraphError for hosts of a Ray cluster without Ray."""
+    if graph.hosts is not None and graph.hosts.engine == "ray" and find_spec("ray") is None:
+        raise graph.error("hosts.engine", f"ray is not installed: {install_command('ray')}, or write local to try it on this machine")
+
+
+def check_model(graph: Graph) -> tuple[str, ...]:
+    """Checks the files of the graph's model, without a read of any weight. Returns notes for the user, one line each.
+
+    Raises GraphError for weight files that are missing, cut off, or do not fit config.json, and when the memory of this machine is
+    too small.
+    """
+    if graph.model is None:
+        return ()
+    directory = Path(graph.model.path)
+    try:
+        notes = check_files(directory)
+        shortage = find_shortage(graph, memory_needs(graph), memory_limit_bytes())
+    except (ModelError, OSError) as error:
+        raise graph.error("model.path", str(error)) from error
+    if shortage is not None:
+        raise graph.error("model.path", shortage)
+    return (*notes, missing_tokenizer(directory)) if conversion(directory) else notes
+
+
+def check_prompts(graph: Graph) -> None:
+    """Raises GraphError for prompts in the graph file, which are texts, of a model without a tokenizer."""
+    if graph.model is not None and graph.prompts and not (Path(graph.model.path) / "tokenizer.json").is_file():
+        instead = "remove prompts and give token ids to flowrt run --prompts"
+        raise graph.error("prompts", missing_tokenizer(Path(graph.model.path), instead))
 
 
 @dataclass(frozen=True)
