@@ -7,7 +7,6 @@ nothing else in the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
 
 import msgspec
 import torch
@@ -17,7 +16,7 @@ from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.matching import Firing, arrives_at
 from flowrt.dataflow.outbound_edges import CreditHeader, OutboundEdge, OutboundEdges
 from flowrt.dataflow.parts import FAILED, FailedHeader, PartHeader, PlanHeader
-from flowrt.dataflow.payload import TORCH_DTYPES, Payload, from_int8_rows, from_message, from_reference
+from flowrt.dataflow.payload import INDEX_TYPES, TORCH_DTYPES, Payload, from_int8_rows, from_message, from_reference
 from flowrt.dataflow.schemas import MessageSchema
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.trampoline import bundle_edges
@@ -57,7 +56,8 @@ class InboundEdge:
         self.half = max(1, self.size // 2)
         self.received = self.consumed = 0
         self._schema, self._fences = schema, fences
-        read = from_reference if by_reference else from_message if device is None else partial(from_message, device=device)
+        index_types = INDEX_TYPES - {"int8"} if edge.int8 else INDEX_TYPES  # INT8 rows are dequantized at once, which is a copy
+        read = from_reference if by_reference else lambda message: from_message(message, device, index_types)
         # Converts a checked message to a payload.
         self.read: Callable[[Message], Payload] = (lambda message: from_int8_rows(read(message), dtype)) if edge.int8 else read
         has_schemas = requests is not None and requests.schema is not None and schema is not None

@@ -5,7 +5,7 @@ The wire format is in transports/wire/codec.py; checks against a port's spec are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -23,7 +23,7 @@ _BYTE_TYPES = {name for name in DTYPE_BYTES if not name.startswith("complex")}  
 # dtypes that numpy has too
 _NUMPY_TYPES = {name for name in DTYPE_BYTES if not name.startswith(("bfloat", "float8", "float4", "complex"))}
 # dtypes that libraries use for indices, masks, lengths or counts
-_INDEX_TYPES = {name for name in DTYPE_BYTES if name == "bool" or "int" in name}
+INDEX_TYPES = frozenset(name for name in DTYPE_BYTES if name == "bool" or "int" in name)
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -81,17 +81,17 @@ def from_reference(message: Message) -> Payload:
     return Payload(data, message.header)
 
 
-def from_message(message: Message, device: torch.device | None = None) -> Payload:
+def from_message(message: Message, device: torch.device | None = None, index_types: Collection[str] = INDEX_TYPES) -> Payload:
     """Convert a message to a payload on `device` (None: the host).
 
     Floating-point tensors alias the message's buffers, which live as long as any tensor on them, unless they are copied to another device.
-    Integers and booleans are always in memory that the peer cannot write: operators check them, then use them as indices.
+    Tensors of `index_types` are in memory that the peer cannot write: operators check them, then use them as indices.
     """
     buffers = message.tensors
     if device is not None and device.type != "cpu":
-        tensors = tuple([_from_buffer(buffer, device).to(device, non_blocking=True) for buffer in buffers])
+        tensors = tuple([_from_buffer(buffer, device, index_types).to(device, non_blocking=True) for buffer in buffers])
     else:
-        tensors = (_from_buffer(buffers[0]),) if len(buffers) == 1 else tuple(map(_from_buffer, buffers))
+        tensors = tuple([_from_buffer(buffer, None, index_types) for buffer in buffers])
     header = message.header
     return Payload(tensors, bytes(header) if isinstance(header, (bytearray, memoryview)) else header)
 
@@ -178,7 +178,7 @@ def from_device_buffer(data: object) -> torch.Tensor:
     return torch.as_tensor(data, device="cuda")
 
 
-def _from_buffer(tensor: Tensor, device: torch.device | None = None) -> torch.Tensor:
+def _from_buffer(tensor: Tensor, device: torch.device | None, index_types: Collection[str]) -> torch.Tensor:
     spec, data = tensor.spec, tensor.data
     dtype, shape = TORCH_DTYPES[spec.dtype], spec.shape
     if isinstance(data, torch.Tensor):
@@ -191,8 +191,8 @@ def _from_buffer(tensor: Tensor, device: torch.device | None = None) -> torch.Te
         found = from_device_buffer(data).view(dtype).view(shape)
         if device is None:
             return found.cpu()
-        return found.clone() if spec.dtype in _INDEX_TYPES else found
-    is_shared = spec.dtype in _INDEX_TYPES and not (tensor.is_private or type(data) is bytearray)
+        return found.clone() if spec.dtype in index_types else found
+    is_shared = spec.dtype in index_types and not (tensor.is_private or type(data) is bytearray)
     if view.readonly or is_shared:
         view = memoryview(bytearray(view))  # torch has no read-only tensors, and a write would change the peer's memory
     flat = torch.frombuffer(view, dtype=dtype)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from flowrt.dataflow.parts import FailedHeader
-from flowrt.dataflow.payload import Payload, by_reference, from_message, from_reference, to_message
+from flowrt.dataflow.payload import INDEX_TYPES, Payload, by_reference, from_message, from_reference, to_message
 from flowrt.transports.conformance.connection_checks import pair_maker
 from flowrt.transports.contract import Limits
 from flowrt.transports.registry import unavailable_reason
-from flowrt.transports.wire.message import Tag
+from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
 
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -59,6 +59,14 @@ def test_received_index_in_private_memory_is_not_copied(dtype: torch.dtype) -> N
     before, after = overwritten("zmq", dtype)
     assert torch.equal(before.to(torch.int64), torch.ones(64 << 10, dtype=torch.int64))
     assert not after.to(torch.int64).any()
+
+
+def test_integers_that_are_no_indices_are_not_copied() -> None:
+    memory = memoryview(bytearray(8))
+    message = Message("data", tensors=tuple(Tensor(TensorSpec(dtype, (8,)), memory) for dtype in ("int8", "uint8")))
+    rows, indices = from_message(message, index_types=INDEX_TYPES - {"int8"}).tensors
+    memory[0] = 1
+    assert (int(rows[0]), int(indices[0])) == (1, 0)
 
 
 @pytest.mark.parametrize("num_tensors", [1, 2])
