@@ -14,19 +14,29 @@ from flowrt.bench.peers.echo import PYZMQ, ZeroMQEcho, measure_echo, queue_echo_
 from flowrt.bench.report.figures import Target
 from flowrt.transports.registry import unavailable_reason
 
-ECHO_TARGET = Target(1.5)  # a hop to an asyncio.Queue echo: there and back, 6 to 8 us
+# A hop to an asyncio.Queue echo: there and back, 5 to 8 us.
+ECHO_TARGET, FUSED_TARGET = Target(2.0), Target(1.5)
 TRANSPORTS = ("shm", "zmq")
 SIZES = {64: "64 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB"}
 # Round trips to pyzmq's asyncio sockets over ipc.
-ACTOR_TARGETS = {("shm", 64): Target(0.33), ("shm", 64 << 10): Target(1.0)}
+ACTOR_TARGETS = {
+    ("shm", 64): Target(0.5),
+    ("shm", 64 << 10): Target(0.5),
+    ("shm", 1 << 20): Target(0.6),
+    ("zmq", 64): Target(1.2),
+    ("zmq", 1 << 20): Target(1.3),
+}
 CHANNEL_TARGETS = {("shm", 64): Target(0.25), ("shm", 64 << 10): Target(1.0)}
 
 
 async def measure(within_only: bool = False) -> AsyncIterator[Result]:
     """Figures in microseconds; a note names each transport that cannot be measured here, with the reason."""
-    for name, hops in (("hop, two workers of one process", ring("one")), ("hop, two operators fused in one worker", chain())):
+    for name, hops, target in (
+        ("hop, two workers of one process", ring("one"), ECHO_TARGET),
+        ("hop, two operators fused in one worker", chain(), FUSED_TARGET),
+    ):
         async with open_graph(hops.graph) as graph:
-            yield Trial.paired(name, "us", measure_hop(graph, hops, payload_of(64)), "asyncio.Queue echo", _queue_echo, ECHO_TARGET)
+            yield Trial.paired(name, "us", measure_hop(graph, hops, payload_of(64)), "asyncio.Queue echo", _queue_echo, target)
     if within_only:
         return
     async with zeromq_echo() as peer:
