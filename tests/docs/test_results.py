@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs.blocks import ROOT
+from docs.blocks import ROOT, pages
 
 sys.path.insert(0, str(ROOT / "docs"))
 import render_results
@@ -53,3 +53,16 @@ def test_a_report_of_a_benchmark_becomes_a_run() -> None:
     found = [{"value": "20.0 us"}, {"value": "10.0 us, echo"}, {"value": "2.00", "interval": "1.95 to 2.05", "verdict": "not met"}]
     assert run["figures"] == [{"figure": "hop", "target": "<= 1.5", "found": found}]
     assert (run["processor"], run["note"], run["columns"]) == ("2 cores of CPU", "a note", ["flowrt", "peer", "ratio"])
+
+
+def test_figures_are_on_the_page_of_results_alone() -> None:
+    """Elsewhere they would lack their machine and commit, and grow old unseen."""
+    other = [page for page in pages() if page != "docs/results.md"]
+    measured = re.compile(r"\d \([\d.]+ to [\d.]+\)|\*\*met\*\*|\*not met\*:?$|AMD EPYC|Intel Xeon")
+    wrong = [
+        f"{page}:{number}: {line[:80]}"
+        for page in other
+        for number, line in enumerate((ROOT / page).read_text(encoding="utf-8").split("\n"), 1)
+        if measured.search(line)
+    ]
+    assert not wrong, "add it to docs/results (python docs/render_results.py --add), and link it"
