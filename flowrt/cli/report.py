@@ -9,8 +9,6 @@ from flowrt.actors.control import Statistics
 from flowrt.emulation import EmulationReport, emulation_report
 from flowrt.graph.model import Graph
 
-_STATELESS = ("source", "dispatch", "combine")  # operators that hold nothing: not named where space is short
-
 
 @dataclass(frozen=True)
 class ProcessReport:
@@ -82,8 +80,9 @@ def report_of(
 
 def holds(graph: Graph, process: str) -> str:
     """What a process holds, in a few words: "embed, attention, gate, head", "experts 0-4"."""
-    names: list[str] = []
-    for node in graph.nodes_of(process):
+    names, nodes = list[str](), graph.nodes_of(process)
+    moving = [node for node in nodes if node.kind.schedules or node.kind.dispatches or node.kind.gathers]  # not named beside others
+    for node in [node for node in nodes if node not in moving] or nodes:
         option = node.options.get("experts")
         if isinstance(option, Mapping):
             names += [f"{node.operator} {ids} (layers {layers})" for layers, ids in option.items()]
@@ -91,7 +90,7 @@ def holds(graph: Graph, process: str) -> str:
             names.append(f"{node.operator} {option}")
         else:
             names.append(node.operator)
-    return ", ".join(dict.fromkeys([name for name in names if name not in _STATELESS] or names))
+    return ", ".join(dict.fromkeys(names))
 
 
 def _process(

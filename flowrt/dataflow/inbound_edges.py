@@ -91,7 +91,7 @@ class InboundEdge:
         sizes: dict[str, int] = {}
         if header_type is not None:
             try:
-                header = message.decode_header(header_type)
+                header = message.header = message.decode_header(header_type)  # decoded once: the payload carries it on
             except msgspec.DecodeError as error:
                 raise BadMessageError(f"a header on {self.edge} that cannot be read: {error}") from error
             if self._requests is not None:

@@ -13,7 +13,7 @@ from flowrt.graph.numerics import is_strict, numerics_text, strict_exchanges
 def carries_rows(operator: str, port: str, choice: str) -> bool:
     """Whether an output carries rows of this choice: "dispatch", "combine" or "both"."""
     found = kind_of(operator).output(port)
-    return found is not None and found.int8 in (("dispatch", "combine") if choice == "both" else (choice,))
+    return found is not None and found.int8 in ("dispatch", "combine") and choice in (found.int8, "both")
 
 
 def check_int8(graph: Graph) -> Iterator[tuple[Path_, str]]:

@@ -32,12 +32,12 @@ class WrongResults:
 
     def wrap(self, node: Node, function: Any, end_process: Callable[[], None]) -> Any:
         """The function of a node, with its wrong results. `end_process` ends the process, or its compute thread."""
-        poison, operator = self._poison, node.operator
-        if poison is not None and operator == "embed":
+        poison, kind = self._poison, node.kind
+        if poison is not None and "embedding" in kind.parts:
             function = self._poisoned(function, poison, end_process)
-        if poison is not None and poison.effect in ("part", "hung_part") and operator in ("dispatch", "experts"):
-            function = {"dispatch": self._marking, "experts": self._ending}[operator](function, end_process)
-        if self._glitch is not None and operator == self._glitch.operator:
+        if poison is not None and poison.effect in ("part", "hung_part") and (kind.dispatches or kind.holds_experts):
+            function = self._marking(function) if kind.dispatches else self._ending(function, end_process)
+        if self._glitch is not None and node.operator == self._glitch.operator:
             function = self._glitched(function, self._glitch)
         return function
 
@@ -62,7 +62,7 @@ class WrongResults:
 
         return run
 
-    def _marking(self, function: Any, end_process: Callable[[], None]) -> Any:
+    def _marking(self, function: Any) -> Any:
         """Dispatch: remember the rows of the poison, and the first expert of each."""
 
         def run(firings: Any) -> Any:
