@@ -170,14 +170,14 @@ class Placement:
         """The group computes a suspect alone from this step on. Returns the error of a server that a part of these steps has crashed."""
         log.trial = first
         part, error = self._blamed.pop(group, (None, None))
-        return error if part is not None and _has_step(first, part) else None
+        return error if part is not None and has_step(first, part) else None
 
     def blame(self, group: str, part: Tag, error: str) -> RequestLog | None:
         """A part of a suspect has crashed a server. Returns the suspect, which the group computes alone, or did when a policy ended it to
         restart it. None: the report of its trial may still be on its way; the error is kept for it."""
         trial = self._alone(group)
         log, first = (trial, trial.trial) if trial is not None else self._interrupted.get(group, (None, None))
-        if first is not None and _has_step(first, part):
+        if first is not None and has_step(first, part):
             return log
         self._blamed[group] = part, error
         return None
@@ -277,7 +277,7 @@ class Placement:
         return log.prefix_digests
 
 
-def _has_step(first: Tag, tag: Tag) -> bool:
+def has_step(first: Tag, tag: Tag) -> bool:
     """Whether a trial that began with `first` has the step of `tag`."""
     is_same = (first.source, first.micro_batch) == (tag.source, tag.micro_batch)
     return is_same and (first.epoch, first.step) <= (tag.epoch, tag.step)

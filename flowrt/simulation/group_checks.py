@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowrt.actors.control import Control, KvCompleted, KvLost, KvPulled, Request, Submit, Token, Tokens
-from flowrt.gateway.placement import max_sequences_at
+from flowrt.gateway.placement import has_step, max_sequences_at
 from flowrt.gateway.request_log import RequestLog, Stage
 from flowrt.graph.model import GATEWAY, Graph
 from flowrt.graph.recovery import attention_groups, prefill_workers
@@ -164,11 +164,17 @@ class GroupChecks:
         return [len(choice.token_ids) for choice in log.choices] if log is not None else []
 
     def _note_part(self, alone: tuple[Any, int] | None) -> None:
-        """Note a request of which a server computes a part, by tag and id, alone."""
-        for group in sorted(self._workers) if alone is not None else ():
-            inside = self._inside_of(group)
-            if alone is not None and inside is not None and (request := inside.request_of(*alone)) is not None:
+        """Note a request of which a server computes a part, by tag and id, alone. It computed nothing since: if it has responded already,
+        and the trial of the request goes on with a later step, the part counts as long as no token of the trial has been committed."""
+        if alone is None:
+            return
+        for group in sorted(self._workers):
+            if (inside := self._inside_of(group)) is not None and (request := inside.request_of(*alone)) is not None:
                 self.ran_alone.add(request.id)
+        for request_id, _ in self._placed:
+            log = self._log_of(request_id)
+            if log is not None and log.trial is not None and has_step(log.trial, alone[0]):
+                self.ran_alone.add(request_id)
 
     def _note_trial(self, group: str, trial: tuple[Request, int] | None) -> None:
         """Note a request of which a choice ran alone. No token of it has been committed since; the group may have computed one."""
