@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from flowrt.dataflow.matching import Firing
@@ -144,7 +143,7 @@ def policy_of(node: Node, emulation: Emulation | None = None, is_alone: IsAlone 
     if node.batches is None:
         return OldestFirst()
     dilation = emulation.dilation if emulation is not None else 1.0
-    batching = replace(node.batches, max_wait_seconds=node.batches.max_wait_seconds * dilation)
+    batching = node.batches.replace(max_wait_seconds=node.batches.max_wait_seconds * dilation)
     if node.kind.relays == "responses":
         return Siblings(batching.max_wait_seconds)
     return DomainTurns(batching, is_alone) if batching.domains else BoundedWait(batching, is_alone)

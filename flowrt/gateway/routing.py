@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from typing import Any, Literal, cast
 
 from flowrt.errors import GraphError, error_text, place_of, shown
-from flowrt.graph.model import ROUTING_ENTRY_POINTS
+from flowrt.graph.settings import ROUTING_ENTRY_POINTS
 
 log = logging.getLogger("flowrt.gateway")
 

@@ -61,7 +61,7 @@ def _check_sections(graph: Graph) -> Iterator[Problem]:
         for process in named:
             if process not in processes:
                 yield Problem((key, process), f"no node is in a process {process!r}; {nearest(process, processes)}")
-    for role in graph.role_limits:
+    for role in graph.limits.roles:
         if role not in roles:
             yield Problem(("limits", "roles", role), f"no process has the role {role!r}; {nearest(role, roles)}")
     yield from (Problem(path, text) for path, text in check_reliability(graph))

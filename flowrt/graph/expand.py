@@ -16,13 +16,14 @@ plan, and the number of parts in the plan.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec import UNSET
 
 from flowrt.graph.document import Document
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import carries_rows
-from flowrt.graph.model import Numerics, edge_name, role_of
+from flowrt.graph.model import edge_name, role_of
 from flowrt.graph.notation import format_ids, parse_ids
 from flowrt.graph.placement import Held, even_placement, experts_map, held_experts, held_option
 from flowrt.graph.schema import (
@@ -35,7 +36,7 @@ from flowrt.graph.schema import (
     PipelineSection,
     RoleSection,
 )
-from flowrt.graph.settings import Batching, GraphLimits
+from flowrt.graph.settings import Batching, GraphLimits, Numerics
 from flowrt.graph.trampoline import MIN_SAVED_MESSAGES
 
 PULLS_IN_FLIGHT = 8  # chunks that a group requests ahead from each prefill worker
@@ -73,18 +74,16 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
     by_process: dict[str, RoleSection] = dict.fromkeys(_prefill(deploy), deploy.prefill)
     by_process |= dict.fromkeys(_groups(deploy), deploy.attention)
     by_process |= dict.fromkeys(only_servers, deploy.experts)
-    return file.model_copy(
-        update={
-            "nodes": nodes,
-            "edges": edges,
-            "links": {pair: link for pair, (link, is_used) in pairs.items() if is_used},
-            "processes": deploy.processes,
-            "micro_batches": deploy.attention.micro_batches,
-            "devices": {process: section.device for process, section in by_process.items()},
-            "threads": {process: section.threads for process, section in by_process.items()},
-            "cores": _cores(by_process),
-            "role_numerics": {role_of(process): each for process, section in by_process.items() if (each := _numerics(section))},
-        }
+    return file.replace(
+        nodes=nodes,
+        edges=edges,
+        links={pair: link for pair, (link, is_used) in pairs.items() if is_used},
+        processes=deploy.processes,
+        micro_batches=deploy.attention.micro_batches,
+        devices={process: section.device for process, section in by_process.items()},
+        threads={process: section.threads for process, section in by_process.items()},
+        cores=_cores(by_process),
+        role_numerics={role_of(process): each for process, section in by_process.items() if (each := _numerics(section))},
     )
 
 
@@ -112,12 +111,13 @@ def _groups(deploy: DeploySection) -> list[str]:
 
 
 def _is_colocated(deploy: DeploySection) -> bool:
-    return bool(deploy.experts.servers == COLOCATED)
+    return deploy.experts.servers == COLOCATED
 
 
 def _servers(deploy: DeploySection) -> list[str]:
     """The processes that are expert servers, in the order of their numbers. None where each group holds all experts."""
-    return _groups(deploy) if _is_colocated(deploy) else [f"experts.{server}" for server in range(deploy.experts.servers)]
+    servers = deploy.experts.servers
+    return _groups(deploy) if isinstance(servers, str) else [f"experts.{server}" for server in range(servers)]
 
 
 def _add_transfers(nodes: dict[str, NodeSection], edges: dict[str, EdgeSection], deploy: DeploySection, facts: ModelFacts) -> None:
@@ -270,7 +270,7 @@ def _choose_int8(nodes: dict[str, NodeSection], edges: dict[str, EdgeSection], c
     for name, section in edges.items():
         (source, port), (target, _) = (end.rpartition(".")[::2] for end in name.split(" -> "))
         if nodes[source].process != nodes[target].process and carries_rows(nodes[source].operator, port, choice):
-            edges[name] = section.model_copy(update={"int8": True})
+            edges[name] = section.replace(int8=True)
 
 
 def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts, document: Document) -> None:
@@ -299,11 +299,12 @@ def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts,
         text = f"no server of {servers} forwards to others, as {_groups_text(deploy)}; write more servers, or trampoline: auto"
         document.fail((*_EXPERTS, "trampoline"), text)
     if _is_colocated(deploy):
-        for key in experts.model_fields_set & {"device", "threads", "cores"}:
-            document.fail((*_EXPERTS, key), f"colocated servers compute in the processes of groups; write deploy.attention.{key}")
+        for key in ("device", "threads", "cores"):
+            if document.has((*_EXPERTS, key)):
+                document.fail((*_EXPERTS, key), f"colocated servers compute in the processes of groups; write deploy.attention.{key}")
     if not servers and experts.int8 != "none":
         document.fail((*_EXPERTS, "int8"), "with servers: 0 no rows travel; write int8: none, or deploy.experts.servers: 1 or more")
-    if servers <= _is_colocated(deploy) and link.transport != "auto":
+    if servers <= _is_colocated(deploy) and link.transport not in (UNSET, "auto"):
         text = f"servers: {experts.servers} leaves no link to the experts; write deploy.experts.servers: 1 or more, or remove the transport"
         document.fail((*_LINK, "transport"), text)
 
@@ -318,7 +319,7 @@ def _batches(deploy: DeploySection) -> Batching | None:
         sources[group * domains // groups].append(f"attention.{group}.source")
     if deploy.prefill.workers:
         sources.append([f"{worker}.source" for worker in _prefill(deploy)])  # a domain of their own
-    return replace(deploy.experts.batches or Batching(), domains=tuple(map(tuple, sources)))
+    return (deploy.experts.batches or Batching()).replace(domains=tuple(map(tuple, sources)))
 
 
 def _held(deploy: DeploySection, facts: ModelFacts, document: Document) -> list[Held]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from msgspec import UNSET
+
 from flowrt.graph.document import Document, Path_
 from flowrt.graph.kinds import Kind, all_kinds
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Node, PortSpec, role_of
-from flowrt.graph.notation import MAX_LAYER, is_edge_end, is_user_operator, nearest, parse_layers, parse_tag, shown_value
-from flowrt.graph.schema import EdgeSection, GraphFile, LinkSection, NodeSection
+from flowrt.graph.notation import MAX_LAYER, is_edge_end, is_user_operator, nearest, parse_layers, parse_link, parse_tag, shown_value
+from flowrt.graph.schema import EdgeSection, GraphFile, InputPortSection, LinkSection, NodeSection
+from flowrt.graph.settings import Batching
 
 Ports = dict[str, PortSpec]
 Ends = tuple[str, str, str, str]  # source, source port, target, target port
 Used = dict[str, dict[str, str]]  # node -> port -> the first edge there
 
-_DEFAULT_LINK = LinkSection()
-_LINK_KEYS = tuple(LinkSection.model_fields)
+_DEFAULT_LINK, _DEFAULT_EDGE = LinkSection(), EdgeSection()
+_LINK_KEYS = LinkSection.__struct_fields__
 
 
 def build_explicit(file: GraphFile, document: Document) -> tuple[dict[str, Node], dict[str, Edge]]:
@@ -25,7 +28,7 @@ def build_explicit(file: GraphFile, document: Document) -> tuple[dict[str, Node]
     An edge between processes has the link of its pair of roles; keys of its own win. By default it has a credit for each tag in flight; a
     response needs none.
     """
-    nodes, edges = file.nodes or {}, file.edges or {}
+    nodes, edges = file.nodes or {}, {name: edge or _DEFAULT_EDGE for name, edge in (file.edges or {}).items()}
     for name in (INPUT, OUTPUT):
         if name in nodes:
             document.fail(("nodes", name), f"{name!r} is predefined; choose another name")
@@ -45,7 +48,7 @@ def build_explicit(file: GraphFile, document: Document) -> tuple[dict[str, Node]
     if OUTPUT in taken:
         built[OUTPUT] = Node(OUTPUT, OUTPUT, GATEWAY, inputs={port: PortSpec(port) for port in taken[OUTPUT]})
     is_model = any(node.kind.schedules for node in built.values())
-    num_credits = file.micro_batches or 1 if is_model else file.limits.in_flight
+    num_credits = file.micro_batches if is_model else file.limits.in_flight
     requests = {section.response_to for section in edges.values()} if is_model else set()
     pairs: dict[tuple[str, str], None] = {}
     built_edges: dict[str, Edge] = {}
@@ -72,8 +75,10 @@ def role_pair(source: str, target: str) -> tuple[str, str] | None:
 def _link(links: Mapping[str, LinkSection], pair: tuple[str, str], own: EdgeSection, num_credits: int) -> dict[str, Any]:
     """The keys of an edge between processes. `num_credits`: by default; 0 for responses, which have none."""
     section = links.get("-".join(pair)) or links.get("-".join(reversed(pair))) or _DEFAULT_LINK
-    keys = {key: getattr(own if key in own.model_fields_set else section, key) for key in _LINK_KEYS}
-    return keys | {"credits": num_credits and (keys["credits"] or num_credits)}
+    given = {key: getattr(each, key) for each in (section, own) for key in _LINK_KEYS if getattr(each, key) is not UNSET}
+    if given.get("link") is not None:
+        given["link"] = parse_link(given["link"])
+    return given | {"credits": num_credits and (given.get("credits") or num_credits)}
 
 
 def _node(name: str, section: NodeSection, taken: dict[str, str], given: dict[str, str], document: Document) -> Node:
@@ -108,7 +113,7 @@ def _node(name: str, section: NodeSection, taken: dict[str, str], given: dict[st
         options=section.options,
         stateful=bool(section.stateful) if built is None else built.stateful,
         keeps_nothing=section.keeps == "nothing",
-        batches=section.batches if built is None or section.batches is not None else built.batches,
+        batches=_batches(section) if built is None or section.batches is not None else built.batches,
     )
 
 
@@ -125,11 +130,15 @@ def ports_of(kind: Kind, options: Mapping[str, Any], given: Iterable[str]) -> tu
     return inputs, outputs | {name: PortSpec(name, (tensor,)) for name, tensor in more[1].items()}
 
 
+def _batches(section: NodeSection) -> Batching | None:
+    return (Batching() if section.batches else None) if isinstance(section.batches, bool) else section.batches
+
+
 def _check_builtin(built: Kind, section: NodeSection, path: Path_, document: Document) -> None:
     for key in ("inputs", "outputs", "stateful", "keeps", *(() if built.batches is not None else ("batches",))):
         if document.has((*path, key)):
             document.fail((*path, key), f"{section.operator!r} is built in and has its own; remove the key")
-    if built.batches is not None and section.batches is None and document.has((*path, "batches")):
+    if built.batches is not None and not section.batches and document.has((*path, "batches")):
         document.fail((*path, "batches"), f"{section.operator!r} fires in batches; remove the key, or write min_tags and max_wait_seconds")
     for key in section.options:
         if key not in (known := (*built.options, *built.may_have)):
@@ -147,11 +156,17 @@ def _user_ports(section: NodeSection, taken: dict[str, str], given: dict[str, st
     """The declared ports, or, without a declaration, the ports that the edges use."""
     inputs = {port: PortSpec(port) for port in sorted(taken)}
     if section.inputs is not None:
-        inputs = {port: PortSpec(port, tuple(each.tensors or ()), each.takes, each.count) for port, each in section.inputs.items()}
+        ports = {port: each if isinstance(each, InputPortSection) else InputPortSection(each) for port, each in section.inputs.items()}
+        inputs = {port: PortSpec(port, _tensors(each.tensors), each.takes, each.count) for port, each in ports.items()}
     outputs = {port: PortSpec(port) for port in sorted(given)}
     if section.outputs is not None:
-        outputs = {port: PortSpec(port, tuple(tensors or ())) for port, tensors in section.outputs.items()}
+        outputs = {port: PortSpec(port, _tensors(tensors)) for port, tensors in section.outputs.items()}
     return inputs, outputs
+
+
+def _tensors(written: str | list[str] | None) -> tuple[str, ...]:
+    specs = [written] if isinstance(written, str) else written or ()
+    return tuple(spec.replace(" ", "") for spec in specs)
 
 
 def _edge(
@@ -162,11 +177,11 @@ def _edge(
     path = ("edges", name)
     if nodes[source].process == nodes[target].process:
         for key in _LINK_KEYS:
-            if key in section.model_fields_set and getattr(section, key) not in (None, "auto"):
+            if getattr(section, key) not in (UNSET, None, "auto"):
                 document.fail((*path, key), f"both ends are in process {nodes[source].process}, where no link is used; remove the key")
     if section.response_to is not None and section.response_to not in ends:
         document.fail((*path, "response_to"), f"there is no edge {section.response_to!r}; {nearest(section.response_to, ends)}")
-    if section.credits is not None and (section.response_to is not None or nodes[source].kind.relays == "responses"):
+    if section.credits not in (UNSET, None) and (section.response_to is not None or nodes[source].kind.relays == "responses"):
         document.fail((*path, "credits"), "a response needs no credits: the request's return with it; remove the key")
     return Edge(
         *ends[name],

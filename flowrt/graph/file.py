@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import fields, replace
 from importlib.metadata import entry_points
 from os.path import isfile, normpath
 from pathlib import Path
 from stat import S_ISDIR
 from typing import Any
-
-from pydantic import ValidationError
 
 from flowrt.errors import GraphError
 from flowrt.graph.checks import check
@@ -22,13 +19,13 @@ from flowrt.graph.expand import expand_deploy, trampoline_choice
 from flowrt.graph.explicit import build_explicit, role_pair
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.hosts import check_hosts, place_processes
-from flowrt.graph.model import ROUTING_ENTRY_POINTS, ROUTING_POLICIES, Graph, ModelPart, role_of
+from flowrt.graph.model import Graph, ModelPart, role_of
 from flowrt.graph.notation import shown_value
 from flowrt.graph.numerics import processes_of_one_thread_count
-from flowrt.graph.problems import raise_first, refuse_unbuilt
+from flowrt.graph.problems import read_sections, refuse_unbuilt
 from flowrt.graph.recovery import attention_groups, prefill_workers
-from flowrt.graph.schema import GraphFile, LimitsSection
-from flowrt.graph.settings import GraphLimits
+from flowrt.graph.schema import GraphFile
+from flowrt.graph.settings import ROUTING_ENTRY_POINTS, ROUTING_POLICIES, GraphSettings
 
 FactsOf = Callable[[Path], ModelFacts]
 BUILT_IN_SCHEMES = ("inproc", "shm", "zmq", "ucx", "cuda")
@@ -114,37 +111,20 @@ def build_graph(
     file = _validate(document)
     is_short = file.nodes is None
     model, facts = _model(file, document, folder, model_dir, facts_of)
-    limits, role_limits = _limits(file.limits)
     choices = {}
     if is_short and facts is not None:
         if file.deploy is not None and (choice := trampoline_choice(file.deploy)):
             choices["deploy.experts.trampoline"] = choice
-        file = expand_deploy(file, role_limits.get("attention", limits), facts, document)
+        file = expand_deploy(file, file.limits.of_role("attention"), facts, document)
     nodes, edges = build_explicit(file, document)
     graph = Graph(
         nodes,
         edges,
         model=model,
-        limits=limits,
-        role_limits=role_limits,
-        numerics=file.numerics,
-        role_numerics=file.role_numerics,
-        processes=file.processes or "many",
-        micro_batches=file.micro_batches or 1,
-        devices=file.devices,
-        threads=file.threads,
-        cores=file.cores,
         prompts=_prompts(file, document, folder),
-        emulation=file.emulate,
-        reliability=file.reliability,
-        jitter=file.jitter,
-        serving=file.serving,
-        routing=file.routing,
-        long_prompts=file.long_prompts,
-        hosts=file.hosts,
-        place=file.place,
         folder=str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder)),
         choices=choices,
+        **{name: getattr(file, name) for name in GraphSettings.__struct_fields__},
     )
     for problem in check(graph, facts, schemes):
         document.fail(_written_path(problem.path, graph, document, is_short), problem.text)
@@ -159,15 +139,15 @@ def build_graph(
         text = f"{graph.long_prompts.workers} of {computing} workers are for long prompts; write fewer, so that short ones have one"
         document.fail(("long_prompts", "workers"), text)
     if graph.hosts is not None:
-        graph = replace(graph, placement=place_processes(graph, graph.hosts))
+        graph = graph.replace(placement=place_processes(graph, graph.hosts))
     for path, text in check_hosts(graph):
         document.fail(path, text)
     if bound := processes_of_one_thread_count(graph):
         # Bits depend on the number of threads, and `auto` depends on the number of processes.
         num_threads = next((number for process, number in graph.threads.items() if process in bound and number != "auto"), 1)
-        graph = replace(graph, threads={**graph.threads, **{name: num_threads for name in graph.process_names() if name in bound}})
+        graph = graph.replace(threads={**graph.threads, **{name: num_threads for name in graph.process_names() if name in bound}})
     written = {dotted(path): _written_path(path, graph, document, is_short) for path in _checked_later(graph)}
-    return replace(graph, places={key: (document.where(path), dotted(path)) for key, path in written.items()})
+    return graph.replace(places={key: (document.where(path), dotted(path)) for key, path in written.items()})
 
 
 def _checked_later(graph: Graph) -> Iterator[Path_]:
@@ -178,12 +158,6 @@ def _checked_later(graph: Graph) -> Iterator[Path_]:
     yield from (("cores", process) for process in graph.cores)
     yield from (("nodes", node.name, "operator") for node in graph.nodes.values() if node.kind.is_users)
     yield from (("edges", edge.name, "transport") for edge in graph.edges.values() if edge.transport != "auto")
-
-
-def _limits(section: LimitsSection) -> tuple[GraphLimits, dict[str, GraphLimits]]:
-    """The limits of the graph, and those of the roles that differ."""
-    limits = GraphLimits(**{field.name: getattr(section, field.name) for field in fields(GraphLimits)})
-    return limits, {role: replace(limits, **given.model_dump(exclude_none=True)) for role, given in section.roles.items()}
 
 
 def _written_path(path: Path_, graph: Graph, document: Document, is_short: bool) -> Path_:
@@ -216,11 +190,7 @@ def _validate(document: Document) -> GraphFile:
     if not isinstance(document.value, dict):
         raise GraphError(document.where(()), "", "is not a mapping; begin the file with flowrt: 1")
     refuse_unbuilt(document)
-    try:
-        file = GraphFile.model_validate(document.value)
-    except ValidationError as error:
-        raise_first(document, error)
-        raise AssertionError from error
+    file = read_sections(document)
     if file.nodes is None:
         if file.edges is not None:
             document.fail(("edges",), "edges need nodes; write nodes: too")

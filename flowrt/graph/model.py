@@ -7,7 +7,7 @@ advance the tag, not copies of its nodes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from math import inf
@@ -17,75 +17,14 @@ import msgspec
 
 from flowrt.errors import GraphError
 from flowrt.graph.kinds import Kind, kind_of
-from flowrt.graph.settings import (
-    Batching,
-    Emulation,
-    GraphLimits,
-    HostSettings,
-    JitterSettings,
-    LongPrompts,
-    PlaceRule,
-    ReliabilitySettings,
-    ServingSettings,
-)
-from flowrt.transports.wire.message import Tag
+from flowrt.graph.notation import ALL_LAYERS, SAME_TAG, LayerSet, TagStep
+from flowrt.graph.settings import Batching, GraphLimits, GraphSettings
 
 INPUT, OUTPUT = "input", "output"  # the pseudo-nodes of a user's graph; they live in the gateway's process
 GATEWAY = "gateway"  # the name of the launching process as a worker
 FORK_SERVER, MONITOR = "fork server", "monitor"  # the processes that fork the workers, and watch them
-ROUTING_POLICIES, ROUTING_ENTRY_POINTS = ("cache_aware", "round_robin"), "flowrt.routing_policies"  # gateway/routing.py
 FRONT_END = "front_end"  # role of the processes that serve HTTP
-Numerics = Literal["fast", "strict"]
 FIRST_HOST = "host.0"  # where the launcher runs, with the monitor, front ends and standby processes
-
-
-@dataclass(frozen=True)
-class LayerSet:
-    """The layers of a tag that an edge carries. None: every layer."""
-
-    layers: frozenset[int] | None = None
-
-    def __contains__(self, layer: int) -> bool:
-        return self.layers is None or layer in self.layers
-
-    def __str__(self) -> str:
-        """As written in a graph file: "0-2,5"; "" for every layer."""
-        runs: list[list[int]] = []
-        for layer in sorted(self.layers or ()):
-            if runs and runs[-1][1] == layer - 1:
-                runs[-1][1] = layer
-            else:
-                runs.append([layer, layer])
-        return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-@dataclass(frozen=True)
-class TagStep:
-    """How a tag changes along an edge: not at all, to the next layer, to the next step, or to a given layer.
-
-    A graph file writes `tag: layer+1`, `tag: step+1` or `tag: layer=3`. A cycle must hold an edge to the next layer or step.
-    """
-
-    kind: Literal["same", "next_layer", "next_step", "to_layer"] = "same"
-    layer: int = 0
-
-    @property
-    def advances(self) -> bool:
-        return self.kind in ("next_layer", "next_step")
-
-    def apply(self, tag: Tag) -> Tag:
-        if self.kind == "same":
-            return tag
-        if self.kind == "next_step":
-            return Tag(tag.source, tag.epoch, tag.micro_batch, tag.step + 1, 0)
-        layer = tag.layer + 1 if self.kind == "next_layer" else self.layer
-        return Tag(tag.source, tag.epoch, tag.micro_batch, tag.step, layer)
-
-    def __str__(self) -> str:
-        return {"same": "", "next_layer": "layer+1", "next_step": "step+1", "to_layer": f"layer={self.layer}"}[self.kind]
-
-
-ALL_LAYERS, SAME_TAG = LayerSet(), TagStep()  # of most edges
 
 
 @dataclass(frozen=True)
@@ -196,36 +135,26 @@ class ModelPart:
     eos_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Graph:
+class Graph(GraphSettings, frozen=True, dict=True):
     """An expanded, checked graph, from which the launcher starts workers. Nodes and edges are keyed by name."""
 
-    nodes: Mapping[str, Node]
-    edges: Mapping[str, Edge]
+    nodes: dict[str, Node]
+    edges: dict[str, Edge]
     model: ModelPart | None = None
-    limits: GraphLimits = GraphLimits()
-    role_limits: Mapping[str, GraphLimits] = field(default_factory=dict)  # role -> its limits, where they differ from `limits`
-    numerics: Numerics = "fast"
-    role_numerics: Mapping[str, Numerics] = field(default_factory=dict)  # role -> its numerics, where it has its own
-    processes: Literal["one", "many"] | int = "many"
-    micro_batches: int = 1
-    devices: Mapping[str, str] = field(default_factory=dict)  # process -> "cpu", "cuda", "cuda:1"; absent: cpu
-    threads: Mapping[str, int | Literal["auto"]] = field(default_factory=dict)  # process -> compute threads
-    cores: Mapping[str, str] = field(default_factory=dict)  # process -> the cores that it runs on, "0-3"; absent: any
     prompts: tuple[str, ...] = ()
-    emulation: Emulation | None = None
-    reliability: ReliabilitySettings = ReliabilitySettings()
-    jitter: JitterSettings = JitterSettings()
-    serving: ServingSettings = ServingSettings()
-    routing: str = ROUTING_POLICIES[0]
-    long_prompts: LongPrompts | None = None
-    hosts: HostSettings | None = None
-    place: Mapping[str, PlaceRule] = field(default_factory=dict)  # role -> rule
-    placement: Mapping[str, str] = field(default_factory=dict)  # process -> its host; empty without `hosts`
+    placement: dict[str, str] = msgspec.field(default_factory=dict)  # process -> its host; empty without `hosts`
     folder: str = ""  # absolute folder of the file: on sys.path of workers for "module:function"
     # For errors that are found after reading: key of the explicit form -> its place ("FILE:LINE" or "--set ..") and key as written.
-    places: Mapping[str, tuple[str, str]] = field(default_factory=dict, compare=False)
-    choices: Mapping[str, str] = field(default_factory=dict, compare=False)  # key of the short form -> what `auto` chose, and why
+    places: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict)
+    choices: dict[str, str] = msgspec.field(default_factory=dict)  # key of the short form -> what `auto` chose, and why
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the graphs, not the files that they come from."""
+        if not isinstance(other, Graph):
+            return NotImplemented
+        return all(getattr(self, key) == getattr(other, key) for key in self.__struct_fields__ if key not in ("places", "choices"))
+
+    __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     def of(cls, nodes: Iterable[Node], edges: Iterable[Edge] = (), **rest: Any) -> Graph:
@@ -257,14 +186,18 @@ class Graph:
 
     def limits_of(self, process: str) -> GraphLimits:
         """The limits of the process's role."""
-        return self.role_limits.get(role_of(process), self.limits)
+        return self.limits.of_role(role_of(process))
 
     def group_limits(self, widest: bool = False) -> GraphLimits:
         """What every group grants (or, `widest`, what none exceeds): of all roles the smallest (largest) limit, and number of KV tokens."""
-        roles = [asdict(self.limits_of(node.process)) for node in self.nodes.values() if node.kind.schedules] or [asdict(self.limits)]
+        roles = [self.limits_of(node.process) for node in self.nodes.values() if node.kind.schedules] or [self.limits]
         pick = max if widest else min
-        found = {key: pick((limits[key] for limits in roles), key=lambda limit: inf if limit is None else limit) for key in roles[0]}
-        return GraphLimits(**found | {"kv_pages": pick(each["kv_pages"] * each["page_size"] for each in roles) // found["page_size"]})
+
+        def picked(key: str) -> Any:
+            return pick((getattr(limits, key) for limits in roles), key=lambda limit: inf if limit is None else limit)
+
+        found = {key: picked(key) for key in GraphLimits.__struct_fields__ if key != "roles"}
+        return GraphLimits(**found | {"kv_pages": pick(each.kv_pages * each.page_size for each in roles) // found["page_size"]})
 
     def tags_in_flight(self) -> int:
         """The maximum of tags in flight at once: each source's micro-batches in a model graph, `limits.in_flight` in a user's."""

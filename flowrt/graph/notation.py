@@ -7,22 +7,73 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from flowrt.errors import shortened, shown
-from flowrt.graph.model import ALL_LAYERS, SAME_TAG, LayerSet, TagStep
-from flowrt.transports.wire.message import DTYPE_BYTES, MAX_DIMENSIONS
+from flowrt.transports.wire.message import DTYPE_BYTES, MAX_DIMENSIONS, Tag
 
 LINK_PROFILES = ("ub", "nvlink", "hccs", "roce-200g", "roce-400g", "vpc")
 LINK_NUMBERS = ("latency_seconds", "bandwidth_bytes_per_second", "message_seconds")
 MAX_LAYER = 4096
 MAX_ID = 1 << 16  # bounds what "0-99999999999" may allocate
 
-_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-_PORT = re.compile(r"[A-Za-z0-9_-]+")
+PORT_NAME = "[A-Za-z0-9_-]+"
+NAME = rf"{PORT_NAME}(\.{PORT_NAME})*"
+_NAME, _PORT = re.compile(NAME), re.compile(PORT_NAME)
 _RUN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 _SPEC = re.compile(r"([a-z0-9_]+)\[([^\[\]]*)\]")
 _DIMENSION = re.compile(r"\d{1,12}|[A-Za-z_][A-Za-z0-9_]*")
 _OPERATOR = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+
+
+@dataclass(frozen=True)
+class LayerSet:
+    """The layers of a tag that an edge carries. None: every layer."""
+
+    layers: frozenset[int] | None = None
+
+    def __contains__(self, layer: int) -> bool:
+        return self.layers is None or layer in self.layers
+
+    def __str__(self) -> str:
+        """As written in a graph file: "0-2,5"; "" for every layer."""
+        runs: list[list[int]] = []
+        for layer in sorted(self.layers or ()):
+            if runs and runs[-1][1] == layer - 1:
+                runs[-1][1] = layer
+            else:
+                runs.append([layer, layer])
+        return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+@dataclass(frozen=True)
+class TagStep:
+    """How a tag changes along an edge: not at all, to the next layer, to the next step, or to a given layer.
+
+    A graph file writes `tag: layer+1`, `tag: step+1` or `tag: layer=3`. A cycle must hold an edge to the next layer or step.
+    """
+
+    kind: Literal["same", "next_layer", "next_step", "to_layer"] = "same"
+    layer: int = 0
+
+    @property
+    def advances(self) -> bool:
+        return self.kind in ("next_layer", "next_step")
+
+    def apply(self, tag: Tag) -> Tag:
+        if self.kind == "same":
+            return tag
+        if self.kind == "next_step":
+            return Tag(tag.source, tag.epoch, tag.micro_batch, tag.step + 1, 0)
+        layer = tag.layer + 1 if self.kind == "next_layer" else self.layer
+        return Tag(tag.source, tag.epoch, tag.micro_batch, tag.step, layer)
+
+    def __str__(self) -> str:
+        return {"same": "", "next_layer": "layer+1", "next_step": "step+1", "to_layer": f"layer={self.layer}"}[self.kind]
+
+
+ALL_LAYERS, SAME_TAG = LayerSet(), TagStep()  # of most edges
 
 
 def is_name(text: str) -> bool:

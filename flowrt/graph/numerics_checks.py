@@ -60,13 +60,13 @@ def _check_limits(graph: Graph) -> Iterator[tuple[Path_, str]]:
     """Strict roles need pages of one size, and chunks that fit into a step."""
     processes = [process for process in pipelines(graph) if is_strict(graph, process)]
     roles = list(dict.fromkeys(map(role_of, processes)))
-    sizes = {role: graph.role_limits.get(role, graph.limits).page_size for role in roles}
+    sizes = {role: graph.limits.of_role(role).page_size for role in roles}
     for role in roles:
         other = next((each for each in roles if sizes[each] != sizes[role]), None)
-        if other is not None and role in graph.role_limits:
+        if other is not None and role in graph.limits.roles:
             text = f"strict numerics need pages of one size, got {sizes[role]} here and {sizes[other]} for {other}; write one"
             yield ("limits", "roles", role, "page_size"), text
-    for limits in (graph.role_limits.get(role, graph.limits) for role in roles):
+    for limits in (graph.limits.of_role(role) for role in roles):
         if limits.chunk_tokens > limits.max_num_batched_tokens:
             text = f"a chunk of {limits.chunk_tokens} tokens exceeds limits.max_num_batched_tokens {limits.max_num_batched_tokens}"
             yield ("limits", "chunk_tokens"), f"{text}; write {limits.max_num_batched_tokens} or less"

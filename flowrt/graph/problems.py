@@ -1,17 +1,20 @@
-"""Turns validation errors into errors for the user, each with the line that it comes from."""
+"""Validates the values of a graph file, and gives errors for the user, each with the line that it comes from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
 from fnmatch import fnmatchcase
-from typing import Any, get_args, get_origin, get_type_hints
+from functools import cache
+from math import isfinite
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+import msgspec
 
 from flowrt.graph.document import Document, Path_
 from flowrt.graph.notation import LINK_NUMBERS, nearest, shown_value
-from flowrt.graph.schema import GraphFile
+from flowrt.graph.schema import GraphFile, keys_of, kind_of, members_of, sections
+from flowrt.graph.settings import Section
 
 
 def _above_one(value: Any) -> bool:
@@ -27,21 +30,14 @@ _UNBUILT: dict[Path_, tuple[Callable[[Any], bool], str]] = {
     ("deploy", "hosts"): (_is_given, "hosts belong at the top of the file; write hosts: {engine: ray, count: 2}"),
     ("prefill",): (_is_given, "prefill workers belong under deploy; write deploy: {prefill: {workers: 1}}"),
 }
-_WORDINGS = {  # pydantic's kind of error -> its text
-    "value_error": "{error}",
-    "int_type": "{shown} is not a whole number; write one",
-    "float_type": "{shown} is not a number; write one",
-    "finite_number": "{shown} is not a finite number; write one",
-    "bool_type": "{shown} is neither true nor false; write one of them",
-    "string_type": "{shown} is not a text; write a word, in quotes if it looks like a number",
-    "string_pattern_mismatch": "{shown} is not a device; write cpu, cuda, or cuda:N",
-    "string_too_short": "is empty; write a value",
-    "list_type": "{shown} is not a list; write '- ...' lines or [..., ...]",
-    "literal_error": "{shown} is not possible; write {expected}",
-    "greater_than_equal": "{shown} is too small; write {ge:.15g} or more",
-    "less_than_equal": "{shown} is too large; write {le:.15g} or less",
+_WRONG_TYPES = {
+    int: "{} is not a whole number; write one",
+    float: "{} is not a number; write one",
+    bool: "{} is neither true nor false; write one of them",
+    str: "{} is not a text; write a word, in quotes if it looks like a number",
+    list: "{} is not a list; write '- ...' lines or [..., ...]",
+    dict: "{} is not a mapping; write key: value lines below it",
 }
-_WORDINGS |= dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "{shown} is not a mapping; write key: value lines below it")
 
 
 def refuse_unbuilt(document: Document) -> None:
@@ -51,29 +47,139 @@ def refuse_unbuilt(document: Document) -> None:
             document.fail(path, text)
 
 
-def raise_first(document: Document, error: ValidationError) -> None:
-    """Raises GraphError for the error that stands first in the file."""
-    problems = [_problem(document, item) for item in error.errors(include_url=False)]
-    path, text = min(problems, key=lambda problem: (document.line(problem[0]) or 0, len(problem[0])))
-    document.fail(path, text)
+def read_sections(document: Document) -> GraphFile:
+    """The sections of the file. Raises GraphError for the mistake that stands first in it."""
+    file, why = None, ""
+    try:
+        file = msgspec.convert(document.value, GraphFile)
+    except msgspec.ValidationError as error:  # it gives neither the value nor every key of its path
+        why = str(error)
+    problems = list(_problems(GraphFile, document.value, (), file is not None))
+    if problems:
+        document.fail(*min(problems, key=lambda problem: (document.line(problem[0]) or 0, len(problem[0]))))
+    if file is None:
+        document.fail((), f"is not a graph file ({why}); correct it")
+    return file
 
 
-def _problem(document: Document, item: Any) -> tuple[Path_, str]:
-    path: Path_ = tuple(item["loc"])
-    while item["type"] != "missing" and not document.has(path):  # pydantic adds "[key]", and names in what a validator returned
-        path = path[:-1]
-    if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return path, _unknown_key(path)
-    if item["type"] == "missing":
-        return path, "is missing; begin the file with flowrt: 1" if path == ("flowrt",) else "is missing; write it"
-    context = {key: value.replace("'", "") if key == "expected" else value for key, value in item.get("ctx", {}).items()}
-    wording = _WORDINGS.get(item["type"], "{shown} is not possible; {message}")
-    return path, wording.format(shown=shown_value(item["input"]), message=item["msg"], **context)
+def _problems(annotation: Any, value: Any, path: Path_, is_typed: bool) -> Iterator[tuple[Path_, str]]:
+    """Yield path and text of each mistake in `value`. `is_typed`: types and bounds are right, only the checks of keys remain."""
+    kind, about = kind_of(annotation)
+    if type(value) not in _types(kind):
+        yield path, _wrong_value(kind, value, about)
+        return
+    if "check" in about:
+        try:
+            about["check"](value)
+        except ValueError as error:
+            yield path, str(error)
+            return
+    if isinstance(kind, type) and issubclass(kind, Section):
+        yield from _problems_of_section(kind, value, path, is_typed)
+    elif value is None or kind is Any:
+        return
+    elif members_of(kind) != (kind,):
+        member = next(each for each in members_of(kind) if type(value) in _types(each))
+        is_choice = any(get_origin(each) is Literal for each in members_of(kind))
+        found = _problems(member, value, path, is_typed)
+        yield from ((path, _wrong_value(kind, value, about)) for _ in found) if is_choice else found
+    elif isinstance(value, dict):
+        of_key, of_value = get_args(kind)
+        for key, inner in value.items():
+            yield from _problems(of_key, key, (*path, key), is_typed)
+            yield from _problems(of_value, inner, (*path, key), is_typed)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _problems(get_args(kind)[0], inner, (*path, number), is_typed)
+    elif not is_typed and (text := _wrong_scalar(annotation, value, about)):
+        yield path, text
+
+
+def _problems_of_section(section: type[Section], value: dict[str, Any], path: Path_, is_typed: bool) -> Iterator[tuple[Path_, str]]:
+    keys = _checked_keys(section) if is_typed else keys_of(section)
+    for key, field in keys.items() if not is_typed else ():
+        if field.required and key not in value:
+            yield (*path, key), "is missing; begin the file with flowrt: 1" if key == "flowrt" else "is missing; write it"
+    for key, inner in value.items():
+        if key in keys:
+            yield from _problems(keys[key].type, inner, (*path, key), is_typed)
+        elif not is_typed:
+            yield (*path, key), _unknown_key((*path, key))
+
+
+@cache
+def _checked_keys(section: type[Section]) -> dict[str, msgspec.structs.FieldInfo]:
+    """The keys whose values have a check of their own, also further below."""
+    return {key: field for key, field in keys_of(section).items() if _has_check(field.type)}
+
+
+def _has_check(annotation: Any) -> bool:
+    kind, about = kind_of(annotation)
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return bool(_checked_keys(kind))
+    return "check" in about or any(map(_has_check, get_args(kind) if get_origin(kind) is not Literal else ()))
+
+
+@cache
+def _types(annotation: Any) -> frozenset[type]:
+    """The types of values in a file that an annotation takes."""
+    kind, _ = kind_of(annotation)
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return frozenset((dict,))
+    if kind is Any:
+        return frozenset((dict, list, str, int, float, bool, NoneType))
+    if get_origin(kind) is Literal:
+        return frozenset(map(type, get_args(kind)))
+    if members_of(kind) != (kind,):
+        return frozenset().union(*map(_types, members_of(kind)), {NoneType} & {*get_args(kind)})
+    return {float: frozenset((int, float)), tuple: frozenset((list,))}.get(get_origin(kind) or kind, frozenset((get_origin(kind) or kind,)))
+
+
+def _wrong_value(kind: Any, value: Any, about: dict[str, Any]) -> str:
+    """The text for a value of another type, or that is none of the choices."""
+    members = members_of(kind)
+    described = next(filter(None, [about.get("wrong"), *(kind_of(each)[1].get("wrong") for each in members)]), None)
+    if described is not None:
+        return f"{shown_value(value)} is not {described}"
+    choices = [str(choice) for each in members if get_origin(kind_of(each)[0]) is Literal for choice in get_args(kind_of(each)[0])]
+    if choices:
+        numbers = [_bounds(each) for each in members if kind_of(each)[0] is int]
+        possible = ", ".join(choices[:-1]) + (" or " if choices[:-1] else "") + choices[-1]
+        if numbers:
+            possible = f"{', '.join(choices)}, or a number from {numbers[0][0]} to {numbers[0][1]}"
+        return f"{shown_value(value)} is not possible; write {possible}"
+    wanted = kind_of(members[0])[0]
+    return _WRONG_TYPES[next(each for each in (float, *_types(wanted)) if each in _types(wanted))].format(shown_value(value))
+
+
+def _wrong_scalar(annotation: Any, value: Any, about: dict[str, Any]) -> str:
+    """What is wrong with a value of the right type; "" for nothing."""
+    try:
+        msgspec.convert(value, annotation)
+    except msgspec.ValidationError:
+        kind, _ = kind_of(annotation)
+        if isinstance(value, str) and not value:
+            return "is empty; write a value"
+        if get_origin(kind) is Literal or isinstance(value, str):
+            return _wrong_value(kind, value, about)
+        least, most = _bounds(annotation)
+        if not isfinite(value):
+            return f"{shown_value(value)} is not a finite number; write one"
+        if least is not None and value < least:
+            return f"{shown_value(value)} is too small; write {least:.15g} or more"
+        return f"{shown_value(value)} is too large; write {most:.15g} or less"
+    return ""
+
+
+def _bounds(annotation: Any) -> tuple[Any, Any]:
+    """The smallest and largest value of a number, None for no bound."""
+    metas = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return next((meta.ge for meta in metas if meta.ge is not None), None), next((meta.le for meta in metas if meta.le is not None), None)
 
 
 def _unknown_key(path: Path_) -> str:
     *parents, key = map(str, path)
-    known = next((keys for at, keys in _sections(GraphFile, ()) if len(at) == len(parents) and all(map(fnmatchcase, parents, at))), [])
+    known = next((keys for at, keys in _sections() if len(at) == len(parents) and all(map(fnmatchcase, parents, at))), [])
     if key in LINK_NUMBERS:
         return f"unknown key {key!r}; the numbers of a link belong inside it: link: {{{key}: ..}}"
     if (elsewhere := find_section(key)) is not None:
@@ -83,25 +189,10 @@ def _unknown_key(path: Path_) -> str:
 
 def find_section(key: str) -> tuple[str, ...] | None:
     """The path of the first section of a graph file that has this key, or None."""
-    return next((at for at, keys in _sections(GraphFile, ()) if key in keys and "*" not in at), None)
+    return next((at for at, keys in _sections() if key in keys and "*" not in at), None)
 
 
-def _sections(section: type[Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
-    """Yield the path and keys of every section of a graph file; "*" stands for any key of a mapping of sections."""
-    if is_dataclass(section):
-        fields: dict[str, Any] = get_type_hints(section)
-    else:
-        fields = {field.alias or name: field.annotation for name, field in section.model_fields.items()}
-    yield path, list(fields)
-    for key, annotation in fields.items():
-        for model, container in _models_in(annotation):
-            yield from _sections(model, (*path, key, *container))
-
-
-def _models_in(annotation: Any) -> Iterator[tuple[type[Any], tuple[str, ...]]]:
-    """Yield the models and dataclasses inside an annotation, each with ("*",) where a mapping holds it."""
-    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation)):
-        yield annotation, ()
-    for argument in get_args(annotation):
-        for model, container in _models_in(argument):
-            yield model, ("*",) if get_origin(annotation) is dict else container
+@cache
+def _sections() -> list[tuple[tuple[str, ...], list[str]]]:
+    """The path and keys of each section of a graph file."""
+    return [(path, list(keys_of(section))) for path, section in sections()]

@@ -3,50 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import yaml
+from msgspec import to_builtins
 
 from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
-from flowrt.graph.model import GATEWAY, ROUTING_POLICIES, Edge, Graph, Node, PortSpec, edge_name
+from flowrt.graph.model import GATEWAY, Edge, Graph, Node, PortSpec, edge_name
 from flowrt.graph.notation import link_numbers
-from flowrt.graph.settings import JitterSettings, ServingSettings
+from flowrt.graph.schema import keys_of
+from flowrt.graph.settings import GraphSettings
 
 
 def to_yaml(graph: Graph, origin: str = "") -> str:
     """The text of the file. Its first lines name its origin (`origin`) and the nodes that run fused."""
-    limits = _without_none(asdict(graph.limits))
-    roles = {
-        role: {key: value for key, value in _without_none(asdict(each)).items() if value != limits[key]}
-        for role, each in graph.role_limits.items()
-    }
     top: dict[str, Any] = {
         "flowrt": 1,
         "model": _flow({"path": graph.model.path, "dtype": graph.model.dtype}) if graph.model is not None else None,
         "folder": _flow(graph.folder),
-        "processes": graph.processes,
-        "micro_batches": graph.micro_batches,
-        "limits": _flow(limits | ({"roles": roles} if roles else {})),
-        "numerics": graph.numerics,
-        "role_numerics": _flow(graph.role_numerics) if graph.role_numerics else None,
-        "devices": _flow(graph.devices) if graph.devices else None,
-        "threads": _flow(graph.threads) if graph.threads else None,
-        "cores": _flow(graph.cores) if graph.cores else None,
-        "emulate": _flow(_without_none(asdict(graph.emulation))) if graph.emulation is not None else None,
-        "reliability": _flow(asdict(graph.reliability)),
-        "jitter": _flow(asdict(graph.jitter)) if graph.jitter != JitterSettings() else None,
-        "serving": _flow(asdict(graph.serving)) if graph.serving != ServingSettings() else None,
-        "hosts": _flow(asdict(graph.hosts)) if graph.hosts is not None else None,
-        "place": {role: _flow(asdict(rule)) for role, rule in graph.place.items()} or None,
-        "routing": graph.routing if graph.routing != ROUTING_POLICIES[0] else None,
-        "long_prompts": _flow(asdict(graph.long_prompts)) if graph.long_prompts is not None else None,
-        "prompts": [_flow(prompt) for prompt in graph.prompts] or None,
+        **{key: _flow(_without_none(to_builtins(getattr(graph, field.name)))) for key, field in keys_of(GraphSettings).items()},
+        "prompts": [_flow(prompt) for prompt in graph.prompts],
         "nodes": {_flow(node.name): _flow(_node(node)) for node in graph.nodes.values() if node.process != GATEWAY},
         "edges": {_flow(edge.name): _flow(_edge(edge)) for edge in graph.edges.values()},
     }
-    given = {key: value for key, value in top.items() if value is not None}
+    given = {key: value for key, value in top.items() if value not in (None, {}, [])}
     text: str = yaml.dump(given, Dumper=_Dumper, default_flow_style=False, sort_keys=False, allow_unicode=True, width=1 << 30)
     return "".join(f"{line}\n" for line in _header(graph, origin)) + text
 
@@ -76,7 +57,7 @@ def _node(node: Node) -> dict[str, Any]:
             written["outputs"] = {port.name: list(port.tensors) or None for port in node.outputs.values()}
         written |= ({"stateful": True} if node.stateful else {}) | ({"keeps": "nothing"} if node.keeps_nothing else {})
     if node.batches not in (None, node.kind.batches):
-        written["batches"] = asdict(node.batches)
+        written["batches"] = to_builtins(node.batches)
     return written | ({"options": node.options} if node.options else {})
 
 

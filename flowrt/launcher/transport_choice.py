@@ -84,7 +84,7 @@ def choose_transports(graph: Graph, unavailable_reason: UnavailableReason) -> Gr
             fallbacks = tuple(scheme for scheme in tried[tried.index(chosen) + 1 :] if unavailable_reason(scheme) is None)
             edge = replace(edge, fallbacks=fallbacks, why=_explain_choice(chosen, tried, hosts, fallbacks, unavailable_reason))
         edges[edge.name] = replace(edge, transport=edge.transport.replace(AUTO, chosen, 1) if is_auto and chosen != LOCAL else chosen)
-    return replace(graph, edges=edges)
+    return graph.replace(edges=edges)
 
 
 def _hosts_of(graph: Graph, edge: Edge) -> tuple[str, ...]:

@@ -122,7 +122,7 @@ class WorkerPool:
         """The graph, as JSON, with the path where the latest incarnation of the process finds the model's files."""
         path, model = self._processes[process].model_path if process in self._processes else "", self._graph.model
         if path not in self._graphs and model is not None:
-            self._graphs[path] = to_json(replace(self._graph, model=replace(model, path=path)))
+            self._graphs[path] = to_json(self._graph.replace(model=replace(model, path=path)))
         return self._graphs[path]
 
     def settings_of(self, process: str) -> bytes:

@@ -100,7 +100,7 @@ def draw(
         faults += draw_broken_link(random.Random(f"broken {seed}"), graph)
         faults += draw_host_faults(random.Random(f"hosts {seed}"), graph)
         if faults_from_launch and servers and graph.processes != "one" and (stop := random.Random(f"early stop {seed}")).random() < 0.4:
-            graph = replace(graph, reliability=replace(graph.reliability, detector=True))
+            graph = graph.replace(reliability=graph.reliability.replace(detector=True))
             faults = draw_early_stop(stop, servers)
         scenario = Scenario(faults=tuple(faults))
         if any(fault.processes == (FORK_SERVER,) and fault.ends_seconds > fault.at_seconds + FORK_SECONDS for fault in faults):
@@ -169,9 +169,9 @@ def _draw_hung_part(chance: random.Random, case: Case) -> Case:
     """In some cases a token of one request hangs each server that gets its part, without any other fault. A hung server is late first. So
     the token is produced while others run, when response times are known. Policies other than `fine` end the server that has the hedge;
     where experts are omitted, another request may produce the token."""
-    reliability = replace(case.graph.reliability, detector=True, hedge=True, recovery="fine", restarts=3, unavailable_expert="error")
-    limits = replace(case.graph.limits, max_num_seqs=12, kv_pages=96)  # several requests in a batch
-    graph = replace(case.graph, processes="many", reliability=reliability, limits=limits)
+    reliability = case.graph.reliability.replace(detector=True, hedge=True, recovery="fine", restarts=3, unavailable_expert="error")
+    limits = case.graph.limits.replace(max_num_seqs=12, kv_pages=96)  # several requests in a batch
+    graph = case.graph.replace(processes="many", reliability=reliability, limits=limits)
     if chance.random() >= HUNG_PART_SHARE or not _may_lose_servers(graph):
         return case
     assert graph.model is not None
@@ -254,16 +254,14 @@ def _draw_processes(chance: random.Random, graph: Graph) -> tuple[Graph, Process
         segfault_one_in=chance.choice((0, 1, 2)),
     )
     if chance.random() < 0.3:
-        graph = replace(graph, edges={name: replace(edge, open="start") for name, edge in graph.edges.items()})
-    return replace(graph, processes=processes), conditions, chance.random() < 0.2
+        graph = graph.replace(edges={name: replace(edge, open="start") for name, edge in graph.edges.items()})
+    return graph.replace(processes=processes), conditions, chance.random() < 0.2
 
 
 def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
     """Draws reliability settings: often no heartbeats, which take most of the steps; sometimes no recovery, so that no process may die."""
-    return replace(
-        graph,
-        reliability=replace(
-            graph.reliability,
+    return graph.replace(
+        reliability=graph.reliability.replace(
             detector=chance.random() < 0.3,
             recovery=chance.choices(("fine", "restart_role", "restart_all", "off"), (58, 13, 13, 16))[0],
             unavailable_expert_seconds=chance.choice((0.1, 0.1, 1.0, 5.0)),
@@ -282,11 +280,11 @@ def _draw_transfers(chance: random.Random, graph: Graph) -> Graph:
     progress = {node.name for node in graph.nodes.values() if node.kind.is_early}
     is_late = bool(progress) and chance.random() >= 0.7
     if progress and chance.random() < 0.1:
-        graph = replace(graph, reliability=replace(graph.reliability, kv_hold_seconds=chance.choice((0.05, 0.5))))
+        graph = graph.replace(reliability=graph.reliability.replace(kv_hold_seconds=chance.choice((0.05, 0.5))))
     if not is_late:
         return graph
     nodes = {name: node for name, node in graph.nodes.items() if name not in progress}
-    return replace(graph, nodes=nodes, edges={name: edge for name, edge in graph.edges.items() if edge.target not in progress})
+    return graph.replace(nodes=nodes, edges={name: edge for name, edge in graph.edges.items() if edge.target not in progress})
 
 
 # Calls of graphs of user operators
@@ -296,7 +294,7 @@ def _draw_calls(seed: int, graphs: Sequence[Graph], scenario: Scenario | None) -
     """Calls of few values, some of them cancelled, close together: many are in flight when one fails."""
     chance = random.Random(f"calls {seed}")
     graph, processes, _ = _draw_processes(chance, graphs[chance.randrange(len(graphs))])
-    graph = replace(graph, limits=replace(graph.limits, in_flight=chance.choice((1, 2, graph.limits.in_flight))))
+    graph = graph.replace(limits=graph.limits.replace(in_flight=chance.choice((1, 2, graph.limits.in_flight))))
     apart = chance.choice((0.0, 1e-4, 5e-3))
     calls = tuple(
         SimulatedCall(

@@ -91,9 +91,9 @@ class SimulatedRun:
         if (model := graph.model) is None:
             raise ValueError("only a graph with a model has requests to serve")
         if case.exact:  # its whole numbers are float64, and the schemas of edges follow the graph's dtype
-            graph = replace(graph, model=replace(model, dtype="float64"))
+            graph = graph.replace(model=replace(model, dtype="float64"))
         if case.front_ends:
-            graph = replace(graph, serving=replace(graph.serving, front_ends=case.front_ends))
+            graph = graph.replace(serving=graph.serving.replace(front_ends=case.front_ends))
         self._world, self._case, self._log_on_disk = world, case, log
         _latest_run.set(self)
         ends = [fault.ends_seconds for fault in case.scenario.faults if fault.ends_seconds > fault.at_seconds]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ def draw_graph(seed: int, graph: Graph) -> Graph:
         keys["numerics"] = chance.choice(("fast", "fast", "strict"))
         _draw_settings(random.Random(f"settings {seed} {attempt}"), keys)
         try:
-            return replace(load_graph(keys, facts_of=lambda path: facts), reliability=graph.reliability, emulation=graph.emulation)
+            return load_graph(keys, facts_of=lambda path: facts).replace(reliability=graph.reliability, emulation=graph.emulation)
         except GraphError:
             continue
     raise AssertionError

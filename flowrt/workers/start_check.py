@@ -33,7 +33,7 @@ def _device(graph: Graph, process: str) -> torch.device:
     return device
 
 
-def _cores_problem(cores: str | None) -> str | None:
+def _cores_problem(cores: str | int | None) -> str | None:
     """Why the process cannot run on these cores, and what to do; None when it can, and without cores of its own."""
     if cores is None:
         return None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from flowrt.actors.emulated_links import EmulatedLinks, check_machine, modelled_seconds
@@ -36,7 +34,7 @@ def test_the_names_in_graph_files_are_those_of_the_profiles() -> None:
 
 def test_a_plan_names_the_link_only_where_it_is_emulated() -> None:
     assert {plan.peer: plan.link for plan in plan_links(GRAPH, "left")} == {"right": "ub", "third": None}
-    assert {plan.link for plan in plan_links(replace(GRAPH, emulation=None), "left")} == {None}
+    assert {plan.link for plan in plan_links(GRAPH.replace(emulation=None), "left")} == {None}
 
 
 def test_the_emulation_travels_to_workers() -> None:
@@ -76,9 +74,9 @@ async def test_what_is_received_is_counted() -> None:
 
 
 def test_requirements_of_a_graph_on_the_machine() -> None:
-    assert modelled_seconds(replace(GRAPH, emulation=None)) == {}
+    assert modelled_seconds(GRAPH.replace(emulation=None)) == {}
     emulation = Emulation(100.0, {"attention": ComputeCost(1e-3), "experts": ComputeCost(1e-3, 1e-4, 2e-4)}, processes_per_nic=2)
-    assert modelled_seconds(replace(GRAPH, emulation=emulation)) == {
+    assert modelled_seconds(GRAPH.replace(emulation=emulation)) == {
         "a row of attention": 1e-3,
         "a row of experts": pytest.approx(1.3e-3),
         "a message on link ub": pytest.approx(14e-6 + 2 * 1e-6),
@@ -93,6 +91,6 @@ async def test_a_machine_too_coarse_is_refused() -> None:
         def now(self) -> float:
             return getattr(self, "_late", 0.0)
 
-    await check_machine(replace(GRAPH, emulation=None), Seams(new_timer=Coarse))
+    await check_machine(GRAPH.replace(emulation=None), Seams(new_timer=Coarse))
     with pytest.raises(UserError, match="write 1300 or more: a message on link ub is 16 us, a wait"):
         await check_machine(GRAPH, Seams(new_timer=Coarse))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def test_graphs_differ_in_reliability_alone() -> None:
     on, off = read_graphs(QUICKSTART, None, options(overrides=("reliability.hedge=false",)))
     assert [getattr(on.reliability, key) for key in KEYS] == [True, "fine", True]
     assert [getattr(off.reliability, key) for key in KEYS] == [False, "off", False]
-    assert replace(off, reliability=on.reliability) == on
+    assert off.replace(reliability=on.reliability) == on
 
 
 @pytest.mark.parametrize(

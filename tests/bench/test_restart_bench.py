@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ def test_process_without_a_standby_process_is_refused() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="kills processes and reads /proc")
 def test_processes_are_killed_in_turns() -> None:
     graphs = read_graphs(QUICKSTART, None, SMALL)
-    assert all(replace(graph, reliability=graphs[0].reliability) == graphs[0] for graph in graphs)
+    assert all(graph.replace(reliability=graphs[0].reliability) == graphs[0] for graph in graphs)
     report = run_benchmark("restart", measure(graphs), num_pairs=2)
     assert [figure.unit for figure in report.figures] == ["s", "s", "s", "s", "GB"]
     assert all(figure.ratio is not None and figure.ratio.count == 2 for figure in report.figures)

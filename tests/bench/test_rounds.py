@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -34,7 +32,7 @@ def test_graphs_pass_the_checks_of_graph_files(made: RoundGraph) -> None:
 
 @pytest.mark.parametrize("made", [many_to_many(3, 2, 1 << 10, "inproc"), rows_and_back(2, 3, 16, 64, "inproc")], ids=["m2n", "rows"])
 async def test_each_call_is_a_round_that_ends_after_it_began(made: RoundGraph) -> None:
-    async with flowrt.open(replace(made.graph, processes="one")) as graph:
+    async with flowrt.open(made.graph.replace(processes="one")) as graph:
         rounds = await round_seconds(graph, made.go, 3)
     num_ends = sum(edge.target == "output" for edge in made.graph.edges.values())
     assert [len(ends) for ends in rounds] == [num_ends] * 3
@@ -43,7 +41,7 @@ async def test_each_call_is_a_round_that_ends_after_it_began(made: RoundGraph) -
 
 async def test_one_receiver_gets_more_in_an_uneven_round() -> None:
     made = many_to_many(2, 2, 1 << 10, "inproc", max_factor=10)
-    async with flowrt.open(replace(made.graph, processes="one")) as graph:
+    async with flowrt.open(made.graph.replace(processes="one")) as graph:
         await round_seconds(graph, (2, 1 << 10, 0, 10), 1)
         statistics = await graph.statistics()
     sent = sum(each.payload_bytes for name, worker in statistics.items() if name.startswith("sender") for each in worker.edges)
@@ -52,7 +50,7 @@ async def test_one_receiver_gets_more_in_an_uneven_round() -> None:
 
 async def test_stream_sends_the_payloads_that_it_counts() -> None:
     made = stream("inproc", NUM_STREAMED)
-    async with flowrt.open(replace(made.graph, processes="one")) as graph:
+    async with flowrt.open(made.graph.replace(processes="one")) as graph:
         await graph(go=torch.tensor([1 << 10]))
         statistics = await graph.statistics()
     assert max(each.num_messages for each in statistics["left"].edges) == made.num_hops

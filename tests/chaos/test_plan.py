@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,11 +88,11 @@ def test_invalid_fault_is_named_in_one_line(graph: Graph, words: str) -> None:
 
 def test_no_faults_for_workers_that_share_one_process(graph: Graph) -> None:
     with pytest.raises(UserError, match=r"workers share processes.*deploy\.processes=many"):
-        parse_faults("kill:experts.1@2s", replace(graph, processes="one"))
+        parse_faults("kill:experts.1@2s", graph.replace(processes="one"))
 
 
 def test_a_monitor_that_does_not_run_cannot_be_killed(graph: Graph) -> None:
-    no_detector = replace(graph, reliability=replace(graph.reliability, detector=False))
+    no_detector = graph.replace(reliability=graph.reliability.replace(detector=False))
     with pytest.raises(UserError, match="no process is called 'monitor'"):
         parse_faults("kill:monitor@2s", no_detector)
 

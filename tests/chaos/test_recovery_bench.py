@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,7 +24,7 @@ def test_graphs_differ_in_the_policy_alone() -> None:
     prepared = read_graphs(GRAPH, None, RecoveryOptions())
     assert [graph.reliability.recovery for graph in prepared.graphs] == list(POLICIES)
     first = prepared.graphs[0]
-    assert all(replace(graph, reliability=first.reliability) == first for graph in prepared.graphs)
+    assert all(graph.replace(reliability=first.reliability) == first for graph in prepared.graphs)
     assert prepared.victims == {"expert server": "experts.0", "group": "attention.0"}
 
 

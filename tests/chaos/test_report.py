@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def found_of(answers: list[ReceivedAnswer], seconds: float = 4.0) -> ChaosResult
     observer.take_line("attention.0", Note("left", 1.505, "experts.1", "one").as_line())
     observer.on_event(events.WorkerLost("experts.1", "was killed by SIGKILL"))
     observer.on_event(events.WorkerRestarted("experts.1", 12, 0.5))
-    graph = replace(read_graph(ROOT / "examples" / "quickstart.yaml"), numerics="strict")
+    graph = read_graph(ROOT / "examples" / "quickstart.yaml").replace(numerics="strict")
     stretches = [StretchPair(0.5, 1.5, 0.5 + seconds)]
     return ChaosResult(graph, 3, observer, 1, False, make_answers(-9.5, 180), 1.5, stretches, answers, 0.5, 0.5 + seconds)
 

@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 from rich.console import Console
 
@@ -104,7 +103,7 @@ def test_the_smallest_dilation_by_link_and_for_a_graph() -> None:
     assert emulate.text.startswith("100 is the smallest dilation for this graph")
     too_small = emulation_checks(51e-6, True, graph)[1]
     assert (too_small.ok, too_small.remedy) == (False, "write emulate: {dilation: 110, ..} or more")
-    assert emulation_checks(50e-6, True, replace(graph, emulation=None))[1].text == "the graph emulates nothing"
+    assert emulation_checks(50e-6, True, graph.replace(emulation=None))[1].text == "the graph emulates nothing"
     assert not emulation_checks(1e-3, False)[0].ok
 
 

@@ -58,7 +58,7 @@ def draw_run(console: Console) -> None:
 
 def draw_graph(console: Console) -> None:
     graph = read_graph(ROOT / "examples" / "quickstart.yaml")
-    print_graph(replace(graph, model=replace(graph.model, path="examples/tiny-moe") if graph.model else None), "quickstart.yaml", console)
+    print_graph(graph.replace(model=replace(graph.model, path="examples/tiny-moe") if graph.model else None), "quickstart.yaml", console)
 
 
 def draw_doctor(console: Console) -> None:

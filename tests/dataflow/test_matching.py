@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.dataflow.matching import Arrival, Firing, MatchingTable, arrives_at
-from flowrt.graph.model import Edge, LayerSet, Node, PortSpec, TagStep
+from flowrt.graph.model import Edge, Node, PortSpec
+from flowrt.graph.notation import LayerSet, TagStep
 from flowrt.transports.wire.message import Tag
 
 

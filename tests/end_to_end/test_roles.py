@@ -45,7 +45,7 @@ async def test_pairs_of_a_graph_transfer_kv_over_different_transports(served: Se
     chosen = {("prefill.0", "attention.1"): "zmq", ("prefill.1", "attention.0"): "shm"}
     ends = {name: tuple(sorted(graph.ends_of(edge), reverse=True)) for name, edge in graph.edges.items()}
     edges = {name: replace(edge, transport=chosen.get(ends[name], edge.transport)) for name, edge in graph.edges.items()}
-    async with flowrt.open(replace(graph, edges=edges)) as running:
+    async with flowrt.open(graph.replace(edges=edges)) as running:
         used = {pair: {edge.transport for name, edge in running.graph.edges.items() if ends[name] == pair} for pair in {*ends.values()}}
         assert await answers(running, served) == served.expected
     assert {"prefill.0", "prefill.1", "attention.0", "attention.1"} == {process for pair in used for process in pair}

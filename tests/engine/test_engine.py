@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 from engine.toy_group import VOCABULARY, ToyGroup, expected_output, next_token, request
@@ -130,10 +128,10 @@ REFUSALS = [
     ],
 )
 def test_requests_get_as_many_tokens_as_fit(params: SamplingParams, num_prompt_tokens: int, expected: int) -> None:
-    limits = replace(SMALL, max_tokens=None)
+    limits = SMALL.replace(max_tokens=None)
     assert num_new_tokens(params, num_prompt_tokens, limits, 100) == expected
     assert num_new_tokens(params, num_prompt_tokens, limits, 32) == expected
-    assert num_new_tokens(params, num_prompt_tokens, replace(limits, max_tokens=5), 100) == min(expected, 5)
+    assert num_new_tokens(params, num_prompt_tokens, limits.replace(max_tokens=5), 100) == min(expected, 5)
 
 
 def test_outputs_of_all_choices_together_fit_into_a_message() -> None:
@@ -399,8 +397,8 @@ def test_strict_chunks_do_not_depend_on_the_neighbours() -> None:
     requests = [request(f"r{n}", range(1, 4 + 5 * n), max_tokens=9, seed=n) for n in range(5)]
     cuts: list[dict[str, list[tuple[int, int]]]] = []
     for max_num_batched_tokens, num_micro_batches, kv_pages in ((32, 1, 64), (7, 2, 64), (4, 1, 12)):
-        limits = replace(
-            SMALL, max_num_seqs=5, kv_pages=kv_pages, max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=False
+        limits = SMALL.replace(
+            max_num_seqs=5, kv_pages=kv_pages, max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=False
         )
         group = ToyGroup(limits, num_micro_batches, chunk_tokens=4)
         group.submit(*requests)

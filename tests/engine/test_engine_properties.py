@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from engine.toy_group import ToyGroup, expected_output, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +38,7 @@ def drawn_limits(draw: st.DrawFn) -> GraphLimits:
 def test_every_schedule_gives_the_tokens_of_a_request_alone(
     limits: GraphLimits, num_micro_batches: int, strict: bool, target_seconds: float, data: st.DataObject
 ) -> None:
-    limits = replace(limits, target_step_seconds=target_seconds)
+    limits = limits.replace(target_step_seconds=target_seconds)
     chunk_tokens = data.draw(st.integers(1, limits.max_num_batched_tokens)) if strict else 0
     group = ToyGroup(limits, num_micro_batches, EOS, chunk_tokens)
     drawn = st.tuples(PROMPT, st.integers(1, 24), st.sampled_from([1, 1, 1, 2, 4]), st.integers(0, 9))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from hashlib import sha256
 
 import msgspec
@@ -158,7 +157,7 @@ def test_requests_of_different_salts_share_nothing() -> None:
 
 
 def test_without_prefix_caching_every_prompt_is_computed() -> None:
-    group = ToyGroup(replace(LIMITS, enable_prefix_caching=False))
+    group = ToyGroup(LIMITS.replace(enable_prefix_caching=False))
     assert rows_of(group, request("a", range(9)), request("b", range(9))) == [9, 9]
 
 

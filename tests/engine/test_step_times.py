@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from engine.toy_group import KV_SECONDS, ROW_SECONDS, ToyGroup, expected_output, request
 
@@ -85,7 +83,7 @@ def test_steps_take_the_target_time_once_their_cost_is_known() -> None:
     requests = [request(f"r{number}", range(1, 50), 8, number, ignore_eos=True) for number in range(12)]
     longest = []
     for target in (0.0, 3.0):
-        group = ToyGroup(replace(LIMITS, target_step_seconds=target, max_num_seqs=4))
+        group = ToyGroup(LIMITS.replace(target_step_seconds=target, max_num_seqs=4))
         group.submit(*requests)
         group.run()
         for each in requests:
@@ -103,7 +101,7 @@ def test_decoding_sequences_that_a_step_leaves_out_come_first_in_the_next() -> N
         group.start()
         group.finish(0)
     group.batches.clear()
-    scheduler._limits = replace(LIMITS, target_step_seconds=1.0)
+    scheduler._limits = LIMITS.replace(target_step_seconds=1.0)
     scheduler.step_times.cost = ComputeCost(kv_token_seconds=1 / 50)  # two of these contexts in a second
     for _ in range(4):
         group.start()

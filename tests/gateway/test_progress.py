@@ -10,7 +10,6 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -109,7 +108,7 @@ class ToyGraph:
             max_num_batched_tokens=chance.choice((8, 24)),
             enable_prefix_caching=chance.random() < 0.5,
         )
-        others = replace(limits, page_size=chance.choice((2, 3, 4)), kv_pages=12 + chance.choice((0, 1, 3)))
+        others = limits.replace(page_size=chance.choice((2, 3, 4)), kv_pages=12 + chance.choice((0, 1, 3)))
         groups, prefill = (
             [f"g{number}" for number in range(chance.choice((1, 2)))],
             [f"p{number}" for number in range(chance.choice((0, 1, 2, 2)))],

@@ -19,8 +19,7 @@ from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.prefix_index import PIECE_TOKENS, PrefixIndex, digests_of
 from flowrt.gateway.routing import RoutingPolicy, WaitingRequest, WorkerStatus, cache_aware, find_policy, round_robin
 from flowrt.graph.file import load_graph
-from flowrt.graph.model import ROUTING_POLICIES
-from flowrt.graph.settings import LongPrompts
+from flowrt.graph.settings import ROUTING_POLICIES, LongPrompts
 
 TWO_ACTORS = Path(__file__).resolve().parents[2] / "examples" / "two_actors" / "graph.yaml"
 IDLE = WorkerStatus("", max_num_seqs=4, max_num_batched_tokens=100, max_kv_tokens=1000)
@@ -102,7 +101,7 @@ def test_the_index_knows_the_latest_prompts_of_each_worker() -> None:
 
 
 def routed(**more: object) -> Gateway:
-    limits = replace(LIMITS, max_num_batched_tokens=8, kv_pages=4096, max_tokens=40)
+    limits = LIMITS.replace(max_num_batched_tokens=8, kv_pages=4096, max_tokens=40)
     return new_gateway(text=False, limits=limits, num_positions=4096, **more)
 
 
@@ -131,7 +130,7 @@ def test_a_prompt_that_begins_as_an_earlier_one_goes_to_its_group() -> None:
 @pytest.mark.parametrize("prefill_workers", [(), ("p0", "p1")], ids=["groups", "prefill workers"])
 def test_prompts_that_fit_into_all_caches_together_stay_in_them(concurrency: int, prefill_workers: tuple[str, ...]) -> None:
     """Twelve prompts of 1000 tokens in rounds; a cache has room for eight of them."""
-    limits = replace(LIMITS, max_num_batched_tokens=2048, kv_pages=512, page_size=16, max_tokens=40)
+    limits = LIMITS.replace(max_num_batched_tokens=2048, kv_pages=512, page_size=16, max_tokens=40)
     gateway = new_gateway(text=False, limits=limits, num_positions=4096, prefill_workers=prefill_workers)
     prompts = [tuple((number * 7 + at) % 11 for at in range(1000)) for number in range(12)]
     workers_of: list[list[str]] = []

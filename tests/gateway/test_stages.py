@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -23,7 +22,7 @@ class Clock:
 
 
 def test_each_stage_has_the_limits_of_its_workers() -> None:
-    of_prefill, of_groups = replace(LIMITS, max_num_seqs=1, kv_pages=4), replace(LIMITS, max_num_seqs=3)
+    of_prefill, of_groups = LIMITS.replace(max_num_seqs=1, kv_pages=4), LIMITS.replace(max_num_seqs=3)
     gateway = new_gateway(
         text=False, groups=["g0"], prefill_workers=["p0"], limits_of=lambda worker: of_prefill if worker == "p0" else of_groups
     )

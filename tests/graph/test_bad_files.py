@@ -374,7 +374,7 @@ BAD = {
     "limits": (MODEL + "limits:\n  max_num_seqs: 0\n", 4, "limits.max_num_seqs", ["too small"]),
     "messages too small": (MODEL + "limits: {max_message_bytes: 2048}\n", 3, "limits.max_message_bytes", ["write at least"]),
     "prompts": (MODEL + "prompts: 3\n", 3, "prompts", ["not a file or a list"]),
-    "prompt": (MODEL + "prompts: [a, 3]\n", 3, "prompts", ["neither a file nor a list"]),
+    "prompt": (MODEL + "prompts: [a, 3]\n", 3, "prompts.1", ["3 is not a text"]),
     "prompts file": (MODEL + "prompts: no.jsonl\n", 3, "prompts", ["no file 'no.jsonl'"]),
     "both forms": (USER + "model: {path: m}\ndeploy: {}\n", 10, "deploy", ["either deploy: or nodes:"]),
     "edges alone": (MODEL + "edges: {}\n", 3, "edges", ["edges need nodes"]),

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 from flowrt.graph.derived import derived
 from flowrt.graph.model import Edge, Graph, Node, PortSpec, from_json, to_json
 
@@ -19,14 +17,14 @@ def test_result_is_computed_once_per_graph_and_arguments() -> None:
         calls.append((len(graph.nodes), process))
         return [node.name for node in graph.nodes_of(process)]
 
-    one, other = replace(GRAPH), replace(GRAPH, nodes={**GRAPH.nodes, "c": Node("c", "m:h", "left")})
+    one, other = GRAPH.replace(), GRAPH.replace(nodes={**GRAPH.nodes, "c": Node("c", "m:h", "left")})
     assert nodes_of(one, "left") is nodes_of(one, "left")
     assert [nodes_of(one, "right"), nodes_of(other, "left")] == [["b"], ["a", "c"]]
     assert calls == [(2, "left"), (2, "right"), (3, "left")]
 
 
 def test_derived_results_do_not_travel() -> None:
-    graph, data = replace(GRAPH), to_json(GRAPH)
+    graph, data = GRAPH.replace(), to_json(GRAPH)
     derived(lambda graph: object())(graph)
     assert to_json(graph) == data
     assert from_json(data) == graph

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from flowrt.actors.link_plan import plan_links
 from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
-from flowrt.graph.model import Graph, LayerSet, TagStep, from_json, to_json
+from flowrt.graph.model import Graph, from_json, to_json
+from flowrt.graph.notation import LayerSet, TagStep
 from flowrt.graph.placement import expert_map_of, held_experts
 from flowrt.graph.settings import JitterSettings, LongPrompts
 from flowrt.graph.written import to_yaml
@@ -248,7 +249,7 @@ def test_every_shape_written_out_loads_back_equal(shape, layers, prompts, data) 
         path = Path(folder)
         (path / "m").mkdir()
         (path / "short.yaml").write_text(text, encoding="utf-8")
-        graph = replace(load_graph(path / "short.yaml", facts_of=lambda _: facts), prompts=tuple(prompts))
+        graph = load_graph(path / "short.yaml", facts_of=lambda _: facts).replace(prompts=tuple(prompts))
         (path / "long.yaml").write_text(to_yaml(graph, "short.yaml"), encoding="utf-8")
         assert load_graph(path / "long.yaml", facts_of=lambda _: facts) == graph
         assert from_json(to_json(graph)) == graph

@@ -8,7 +8,8 @@ import pytest
 
 from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
-from flowrt.graph.model import GATEWAY, Edge, LayerSet, PortSpec, TagStep
+from flowrt.graph.model import GATEWAY, Edge, PortSpec
+from flowrt.graph.notation import LayerSet, TagStep
 from flowrt.graph.settings import Batching
 from flowrt.graph.written import to_yaml
 

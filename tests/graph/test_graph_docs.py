@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -34,32 +33,3 @@ def test_the_errors_on_the_page_are_real(load) -> None:
     with pytest.raises(GraphError) as caught:
         load(text, "deploy.experts.replicas=3")
     assert str(caught.value) in PAGE
-
-
-def test_every_key_of_the_short_form_is_on_the_page() -> None:
-    from flowrt.graph import schema, settings
-
-    names = (
-        "GraphFile",
-        "PrefillSection",
-        "AttentionSection",
-        "ExpertsSection",
-        "RoleLimitsSection",
-        "LinkSection",
-        "NodeSection",
-    )
-    for section in (schema.EdgeSection, *(getattr(schema, name) for name in names)):
-        for name, field in section.model_fields.items():
-            assert re.search(rf"\b{re.escape(field.alias or name)}\b", PAGE), f"{section.__name__}.{name}"
-    for section in (
-        schema.LimitsSection,
-        settings.Batching,
-        settings.Emulation,
-        settings.ComputeCost,
-        settings.JitterSettings,
-        settings.LongPrompts,
-        settings.ReliabilitySettings,
-        settings.ServingSettings,
-    ):
-        for field in dataclasses.fields(section):
-            assert re.search(rf"\b{field.name}\b", PAGE), f"{section.__name__}.{field.name}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 
 import pytest
 from graph.conftest import Load
@@ -106,4 +105,4 @@ def test_a_multiple_of_the_replicas_can_always_be_spread(replicas: int, multiple
     graph = Graph.of(nodes, edges, hosts=hosts)
     placed = place_processes(graph, hosts)
     assert sorted(placed) == sorted(graph.process_names())
-    assert not list(check_hosts(replace(graph, placement=placed)))
+    assert not list(check_hosts(graph.replace(placement=placed)))

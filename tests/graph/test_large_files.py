@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,7 +47,7 @@ def test_checks_iterate_over_all_edges_as_often_for_large_graphs_as_for_small_on
     for num_nodes in (8, 80):
         graph = load(_chain(num_nodes))
         edges, nodes = _Counted(graph.edges), _Counted(graph.nodes)
-        assert list(check(replace(graph, edges=edges, nodes=nodes))) == []
+        assert list(check(graph.replace(edges=edges, nodes=nodes))) == []
         iterations.append((edges.num_iterations, nodes.num_iterations))
     assert iterations[0] == iterations[1]
 

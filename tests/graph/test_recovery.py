@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Edge, Graph, Node
@@ -42,7 +41,7 @@ def test_no_process_of_user_operators_is_survivable() -> None:
 
 
 def test_no_process_is_survivable_with_recovery_off() -> None:
-    graph = replace(graph_of(attention=("source",), one=("experts",)), reliability=ReliabilitySettings(recovery="off"))
+    graph = graph_of(attention=("source",), one=("experts",)).replace(reliability=ReliabilitySettings(recovery="off"))
     assert survivable_processes(graph) == frozenset()
     assert survives(graph, MONITOR)
 

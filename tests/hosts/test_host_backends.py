@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Coroutine
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -57,7 +56,7 @@ async def test_local_engine(check: Check) -> None:
 
 async def test_the_loss_of_a_host_is_the_end_of_its_processes_and_it_opens_again() -> None:
     owner = Owner()
-    backend = await open_backend(owner, replace(GRAPH, placement={"a": "host.1", "b": "host.1"}))
+    backend = await open_backend(owner, GRAPH.replace(placement={"a": "host.1", "b": "host.1"}))
     first, second, here = [await backend.start(spec(name)) for name in ("a", "b", "c")]
     for process in (first, second, here):
         await talk(process)
@@ -78,7 +77,7 @@ async def test_the_loss_of_a_host_is_the_end_of_its_processes_and_it_opens_again
 
 async def test_a_host_that_stops_is_lost_and_ends_its_processes_when_it_goes_on() -> None:
     owner = Owner()
-    graph = replace(GRAPH, hosts=HostSettings(engine="local", dead_seconds=1.0))
+    graph = GRAPH.replace(hosts=HostSettings(engine="local", dead_seconds=1.0))
     backend = await open_backend(owner, graph)
     process = await backend.start(spec("a"))
     await talk(process)
@@ -124,7 +123,7 @@ async def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.M
     with pytest.raises(
         UserError, match=r"^hosts\.engine is ray, which is not installed: pip install -e \"\.\[ray\]\" in the clone of flowrt$"
     ):
-        await open_backend(Owner(), replace(GRAPH, hosts=HostSettings()))
+        await open_backend(Owner(), GRAPH.replace(hosts=HostSettings()))
 
 
 def test_no_other_engine_imports_ray() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from launcher.run_driver import CLIENT, KILLED, OTHER, SERVER, Driver, announced, end_of, graph_of
@@ -559,7 +558,7 @@ class MonitoredDriver(Driver):
     """A run whose monitor is connected."""
 
     def __init__(self, settings: ReliabilitySettings = ReliabilitySettings()) -> None:
-        super().__init__(replace(graph_of(), reliability=settings))
+        super().__init__(graph_of().replace(reliability=settings))
         self.begin()
         self.start_monitor()
 
@@ -672,7 +671,7 @@ def test_run_ends_in_order_before_the_exits_are_reaped() -> None:
 
 def test_monitor_watches_services_of_a_graph_without_processes() -> None:
     """A front end of a graph whose workers are tasks may hang, too."""
-    graph = replace(graph_of(), reliability=ReliabilitySettings())
+    graph = graph_of().replace(reliability=ReliabilitySettings())
 
     def wants_monitor(services: Sequence[str]) -> bool:
         state = RunState(

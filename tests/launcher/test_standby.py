@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ STANDBY = "standby.0"
 def started(number: int = 1, **settings: object) -> Driver:
     """A running graph whose standby processes are forked and have not loaded."""
     graph = graph_of()
-    graph = replace(graph, reliability=replace(graph.reliability, standby=number, **settings))  # type: ignore[arg-type]
+    graph = graph.replace(reliability=graph.reliability.replace(standby=number, **settings))  # type: ignore[arg-type]
     driver = Driver(graph, standby_loads={SERVER: SERVER, OTHER: SERVER})
     driver.connect()
     driver.do(driver.state.on_connected, CLIENT)

@@ -1,7 +1,6 @@
 """Which process hosts each worker, and which transport carries each edge."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 
@@ -121,7 +120,7 @@ def test_auto_keeps_the_others_as_fallbacks_and_explains_it() -> None:
 
 def on_two_hosts(transport: str, *trusted: str) -> Graph:
     placement = {"a": "host.0", "b": "host.1", "c": "host.1", "d": "host.1"}
-    return replace(graph_of(transport), hosts=HostSettings(engine="local", trusted=trusted), placement=placement)
+    return graph_of(transport).replace(hosts=HostSettings(engine="local", trusted=trusted), placement=placement)
 
 
 def test_between_hosts_auto_is_encrypted_unless_the_network_is_trusted() -> None:

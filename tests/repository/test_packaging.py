@@ -56,7 +56,7 @@ def test_the_package_needs_what_it_imports() -> None:
     needed = {_MODULES.get(canonicalize_name(name), canonicalize_name(name)) for name in named}
     imported = {each.target.split(".")[0] for source in sources() for each in source.imports} - sys.stdlib_module_names - {"flowrt"}
     assert needed <= imported
-    indirect = {"pydantic_core", "libucxx"}  # by pydantic and ucxx
+    indirect = {"libucxx"}  # by ucxx
     assert imported - needed == indirect | {"xoscar", "transformers"}
 
 

@@ -36,7 +36,7 @@ SEEDS = range(2)
 
 def load(name: str, **settings: object) -> Graph:
     graph = load_graph(GRAPHS / name, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
-    return replace(graph, reliability=replace(graph.reliability, **{"detector": False, **settings}))
+    return graph.replace(reliability=graph.reliability.replace(**{"detector": False, **settings}))
 
 
 def requests(count: int, apart: float = 0.1) -> list[SimulatedRequest]:
@@ -126,7 +126,7 @@ def test_requests_end_when_the_last_replica_does_not_return(seed: int) -> None:
 @pytest.mark.parametrize("numerics", ["fast", "strict"])
 def test_requests_continue_degraded_when_the_graph_permits_it(seed: int, numerics: Literal["fast", "strict"]) -> None:
     graph = load("tight.yaml", restarts=0, unavailable_expert_seconds=0.5, unavailable_expert="degrade")
-    graph = replace(graph, numerics=numerics, limits=replace(graph.limits, chunk_tokens=4))
+    graph = graph.replace(numerics=numerics, limits=graph.limits.replace(chunk_tokens=4))
     served = serve_under(seed, graph, requests(8, apart=0.2), Crash(process="experts.1", at_seconds=0.05)).result
     assert finish_reasons(served) == ("length",) * 8
     assert served.clients[-1].degraded == (tuple(range(6)),)

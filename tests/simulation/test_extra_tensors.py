@@ -83,8 +83,8 @@ def taken_in(case: Case) -> tuple[list[tuple[float, ...]], set[tuple[float, ...]
 def cases() -> list[Case]:
     """Without experts that may be missing, which change what travels as they change the KV."""
     drawn = [draw(seed, [graph()]) for seed in range(SEEDS)]
-    settings = [replace(case.graph.reliability, unavailable_expert="error") for case in drawn]
-    return [replace(case, graph=replace(case.graph, reliability=each)) for case, each in zip(drawn, settings, strict=True)]
+    settings = [case.graph.reliability.replace(unavailable_expert="error") for case in drawn]
+    return [replace(case, graph=case.graph.replace(reliability=each)) for case, each in zip(drawn, settings, strict=True)]
 
 
 @pytest.mark.timeout(300)

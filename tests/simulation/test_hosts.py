@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal, get_args
 
 import pytest
@@ -49,7 +48,7 @@ def test_the_loss_of_a_host_changes_no_token_and_its_processes_rejoin(seed: int,
 def on_three_hosts() -> Graph:
     settings = ("hosts.count=3", "deploy.attention.groups=3", "deploy.experts={servers: 3, replicas: 3}")
     graph = load_graph(GRAPHS / FILE, settings, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
-    return replace(graph, reliability=replace(graph.reliability, detector=False))
+    return graph.replace(reliability=graph.reliability.replace(detector=False))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from simulation.outcomes import finish_reasons
 from simulation.test_deaths import load
@@ -20,7 +18,7 @@ FEW = SamplingParams(max_tokens=3, ignore_eos=True)
 @pytest.mark.parametrize("name", ["2x3.yaml", "prefill.yaml", "tight.yaml"])
 def test_many_requests_for_many_tokens_end_with_what_fits(name: str) -> None:
     graph = load(name)
-    graph = replace(graph, limits=replace(graph.limits, max_tokens=None))
+    graph = graph.replace(limits=graph.limits.replace(max_tokens=None))
     num_tokens = graph.limits.kv_pages * graph.limits.page_size
     together = [SimulatedRequest((5 + number, 6, 7), MANY if number % 4 else FEW, after_seconds=0.0) for number in range(10)]
     outcome = run_case(Case(graph, tuple(together), Scenario(expect="tokens")))
@@ -31,7 +29,7 @@ def test_many_requests_for_many_tokens_end_with_what_fits(name: str) -> None:
 
 def test_tokens_of_long_outputs_survive_the_death_of_their_group() -> None:
     graph = load("2x3.yaml")
-    graph = replace(graph, limits=replace(graph.limits, max_tokens=None))
+    graph = graph.replace(limits=graph.limits.replace(max_tokens=None))
     together = tuple(SimulatedRequest((5 + number, 6, 7), MANY, after_seconds=0.0) for number in range(6))
     outcome = run_case(Case(graph, together, Scenario(faults=(Crash(process="attention.0", at_seconds=0.2),), expect="tokens")))
     assert finish_reasons(outcome.result) == ("length",) * 6

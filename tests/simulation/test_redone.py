@@ -70,7 +70,7 @@ def test_killed_process_costs_its_parts_or_its_sequences(process: str, unit: str
 
 def test_lost_link_costs_one_process_and_its_parts(redone: Counter[str]) -> None:
     graph = load("2x3.yaml", hedge=False)
-    graph = replace(graph, edges={name: replace(edge, transport="zmq") for name, edge in graph.edges.items()})  # nothing to fall back on
+    graph = graph.replace(edges={name: replace(edge, transport="zmq") for name, edge in graph.edges.items()})  # nothing to fall back on
     for number in range(8):
         faults = (Reset(between=("attention.0", "experts.1"), at_seconds=0.01 + 2e-3 * number),)
         outcome = run_case(Case(graph, tuple(requests(8, apart=1e-3)), Scenario(faults=faults), number))

@@ -182,7 +182,7 @@ def test_faults_that_heal_change_no_token(fault: Fault) -> None:
 )
 def test_permanent_faults_end_every_request_with_an_error_that_names_the_process(fault: Fault, named: set[str], why: str) -> None:
     graph = load(GRAPHS / "2x3.yaml")
-    graph = replace(graph, reliability=replace(graph.reliability, recovery="off"))
+    graph = graph.replace(reliability=graph.reliability.replace(recovery="off"))
     requests = make_requests(3, 6)
     case = Case(graph, requests, Scenario(faults=(fault,)), seed=3)
     served = simulate(case).result
@@ -262,7 +262,7 @@ def test_workers_that_never_load_end_the_start_by_name() -> None:
     graph = load(GRAPHS / "2x3.yaml")
     served = serve_with(graph, "silent")
     assert "while loading" in (served.failure or "")
-    graph = replace(graph, reliability=replace(graph.reliability, recovery="off"))
+    graph = graph.replace(reliability=graph.reliability.replace(recovery="off"))
     served = serve_with(graph, "leaving")
     assert "exited with status 0 unexpectedly" in (served.failure or "")
     assert served.clients == ()

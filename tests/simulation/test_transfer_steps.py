@@ -81,7 +81,7 @@ class Watched:
 def run(fault: AnyFault | None = None, *, detector: bool = False, cancel_seconds: float | None = None) -> Watched:
     """Three requests, each of two steps in a prefill worker. The first one has 12 tokens."""
     graph = load("prefill.yaml", detector=detector)
-    graph = replace(graph, limits=replace(graph.limits, max_num_batched_tokens=8))
+    graph = graph.replace(limits=graph.limits.replace(max_num_batched_tokens=8))
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     requests = [SimulatedRequest(tuple(range(5 + number, 17 + number)), params, after_seconds=0.002) for number in range(3)]
     requests[0] = replace(requests[0], cancel_seconds=cancel_seconds)

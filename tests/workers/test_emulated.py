@@ -22,7 +22,8 @@ from flowrt.emulation import (
 from flowrt.errors import UserError
 from flowrt.graph.explicit import ports_of
 from flowrt.graph.kinds import kind_of
-from flowrt.graph.model import Edge, Graph, LayerSet, Node, PortSpec
+from flowrt.graph.model import Edge, Graph, Node, PortSpec
+from flowrt.graph.notation import LayerSet
 from flowrt.graph.settings import ComputeCost, Emulation
 from flowrt.operators.step_layout import StepLayout
 from flowrt.seams import Running

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -20,7 +19,7 @@ CALLS = Path(__file__).parents[1] / "simulation/graphs/calls.yaml"
 async def test_a_call_after_the_failure_of_the_graph_waits_for_no_place() -> None:
     """The place of a cancelled call becomes free when the workers confirm its end; none does any more."""
     graph = load_graph(CALLS)
-    endpoint = Endpoint(replace(graph, limits=replace(graph.limits, in_flight=1)))
+    endpoint = Endpoint(graph.replace(limits=graph.limits.replace(in_flight=1)))
     endpoint._worker = Mock()
     tensors = {port: torch.tensor([1.0]) for port in endpoint.ports}
     first = asyncio.create_task(endpoint.call(tensors))

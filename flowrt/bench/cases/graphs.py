@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Graph, LayerSet, Node, PortSpec, TagStep
+from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Graph, Node, PortSpec
+from flowrt.graph.notation import LayerSet, TagStep
 from flowrt.graph.settings import GraphLimits
 
 OPERATORS = "flowrt.bench.cases.nodes"

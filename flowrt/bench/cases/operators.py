@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import to_builtins
 
 from flowrt.bench.cases.options import OperatorOptions
 from flowrt.bench.measure.benchmark import Result
@@ -59,7 +61,7 @@ async def measure(model: Path | None, options: OperatorOptions) -> AsyncIterator
     record = [vars(each) | {"fraction": each.fraction(limits, dtype)} for each in times]
     yield ReportSection("times", record, [table, f"us of one call in one layer, and per cent of the limit: {text}"])
     costs = fitted_costs(times)
-    yield ReportSection("costs", {name: asdict(fitted) for name, fitted in costs.items()}, compute_section(costs) if costs else ())
+    yield ReportSection("costs", {name: to_builtins(fitted) for name, fitted in costs.items()}, compute_section(costs) if costs else ())
     yield ReportSection("limits", vars(limits))
     yield ReportSection("limits_text", text)
 

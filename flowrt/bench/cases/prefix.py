@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,7 +46,7 @@ def read_graphs(model: Path, numerics: str, num_tokens: int, overrides: Sequence
     limits = {"kv_pages": 3 * -(-num_tokens // PAGE_SIZE), "page_size": PAGE_SIZE, "chunk_tokens": CHUNK_TOKENS, "max_num_seqs": BATCH}
     keys = {"flowrt": 1, "model": {"path": str(model.absolute())}, "numerics": numerics, "limits": limits}
     graph = read_graph(keys, overrides)
-    cached, uncached = (replace(graph, limits=replace(graph.limits, enable_prefix_caching=each)) for each in (True, False))
+    cached, uncached = (graph.replace(limits=graph.limits.replace(enable_prefix_caching=each)) for each in (True, False))
     return cached, uncached
 
 

@@ -27,7 +27,8 @@ from flowrt.bench.report.figures import Figure, Target, nearest_rank
 from flowrt.bench.report.report import print_progress
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
-from flowrt.graph.model import ROUTING_POLICIES, Graph
+from flowrt.graph.model import Graph
+from flowrt.graph.settings import ROUTING_POLICIES
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.world import World
 

@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def read_graphs(model: Path, graph_file: Path | None, dtype: str, options: Decod
     if not is_exact(strict):
         raise UserError(f"roles have numerics of their own ({numerics_text(strict)}); remove them for this benchmark")
     check_limits(strict, options.batch, options.prompt_tokens, options.new_tokens)
-    return strict, replace(strict, numerics="fast", role_numerics={})
+    return strict, strict.replace(numerics="fast", role_numerics={})
 
 
 async def measure(model: Path, graph_file: Path | None, options: DecodeOptions) -> AsyncIterator[Result]:

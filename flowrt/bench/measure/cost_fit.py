@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from flowrt.costs.fit import fit_factors
 from flowrt.graph.settings import ComputeCost
@@ -39,6 +40,6 @@ def compute_section(costs: Mapping[str, FittedCost]) -> Sequence[str]:
     """The lines of `emulate:` in a graph file, each with the largest error of its operator."""
     lines = ["compute:"]
     for operator, fitted in costs.items():
-        terms = ", ".join(f"{name}: {value:g}" for name, value in asdict(fitted.cost).items() if value)
+        terms = ", ".join(f"{name}: {value:g}" for name, value in structs.asdict(fitted.cost).items() if value)
         lines.append(f"  {operator}: {{{terms}}}  # within {100 * fitted.worst_error:.0f} % of each measured time")
     return lines

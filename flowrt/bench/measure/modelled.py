@@ -178,7 +178,7 @@ def in_virtual_time(graph: Graph, call: Callable[[World, RunningGraph], Awaitabl
             return await call(world, running)
 
     # Heartbeats are most of the events of a run without faults.
-    quiet = replace(graph, reliability=replace(graph.reliability, detector=False, hedge=False))
+    quiet = graph.replace(reliability=graph.reliability.replace(detector=False, hedge=False))
     return run(0, main, conditions=IDEAL_NETWORK, cost=NO_DELAYS).result
 
 
