@@ -26,7 +26,6 @@ from flowrt.operators.expert_products import (
 )
 from flowrt.operators.kernels.choice import kernels_for
 from flowrt.operators.model_config import ModelConfig
-from flowrt.operators.pair_counts import PairCounts
 from flowrt.operators.products import Copied, Form, Product, can_share, form_for, lay_out
 from flowrt.operators.row_blocks import ALIGNMENT_BYTES, PROOF_ROWS, WHOLE, RowBlocks
 from flowrt.operators.weights import Checkpoint, Hold, allocate, torch_dtype
@@ -208,3 +207,28 @@ class Experts:
 def _aligned(count: int, num_bytes: int) -> tuple[int, int]:
     """The shape in bytes of `count` rows of at least `num_bytes`, each aligned."""
     return count, -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+KEPT_CALLS = 256
+
+
+class PairCounts:
+    """`add` is for the compute thread; any thread may `read`."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._sums: tuple[Tensor, list[Tensor]] = torch.zeros(num_experts, dtype=torch.int64), []
+
+    def add(self, counts_E: Tensor) -> None:
+        """Keeps the tensor, which must not change any more."""
+        total_E, kept = self._sums
+        kept.append(counts_E)
+        if len(kept) == KEPT_CALLS:
+            self._sums = _sum(total_E, kept), []  # at once, so that a reader sees both or neither
+
+    def read(self) -> list[int]:
+        total_E, kept = self._sums
+        return list(_sum(total_E, list(kept)).tolist())
+
+
+def _sum(total_E: Tensor, kept: list[Tensor]) -> Tensor:
+    return total_E + torch.stack(kept).sum(0).to(total_E) if kept else total_E

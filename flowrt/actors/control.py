@@ -12,11 +12,44 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics, NodeStatistics
 from flowrt.emulation import EmulationStatistics
 from flowrt.reliability.detector import ProcessState
 from flowrt.sampling_params import FinishReason, SamplingParams
+from flowrt.system.process_status import ProcessSample
 from flowrt.transports.wire.message import Message, Tag
+
+LATENCY_EDGES = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # upper bounds in seconds
+
+
+class EdgeStatistics(msgspec.Struct, frozen=True):
+    """Messages that this worker sent on one edge, and the transport that carried them. `wait_seconds`: for credits, while
+    something was ready. `latency_counts`: by bucket of LATENCY_EDGES of requests that were measured."""
+
+    edge: str
+    transport: str
+    num_messages: int
+    payload_bytes: int
+    wait_seconds: float = 0.0
+    latency_seconds: float = 0.0
+    latency_counts: tuple[int, ...] = ()
+
+
+class NodeStatistics(msgspec.Struct, frozen=True):
+    """Calls of one node of this worker, or of a fused subgraph under the name of its first node. `num_waiting`: firings that wait now."""
+
+    node: str
+    num_calls: int
+    num_firings: int
+    compute_seconds: float
+    num_waiting: int = 0
+
+
+class ExpertStatistics(msgspec.Struct, frozen=True):
+    """The experts of one layer that this worker holds, and the (row, expert) pairs of each that it has computed."""
+
+    layer: int
+    expert_ids: tuple[int, ...]
+    num_pairs: tuple[int, ...]
 
 
 class KvOffer(msgspec.Struct, frozen=True):
@@ -252,7 +285,7 @@ class Statistics(Control, frozen=True):
     num_preemptions: int = 0
     num_prefix_queries: int = 0  # tokens of prompts looked up in the prefix cache
     num_prefix_hits: int = 0  # those found
-    working_seconds: float = 0.0  # of a group: time in which sequences ran, and of it, in which nothing was computed (engine/work_times.py)
+    working_seconds: float = 0.0  # of a group: time in which sequences ran, and of it, in which nothing was computed (WorkTimes)
     bubble_seconds: float = 0.0
     map_version: int = 0  # changes of the expert map of a client of expert servers
     num_micro_batches: int = 0  # that a group uses now
@@ -391,6 +424,16 @@ class ExpertsUnavailable(Control, frozen=True):
 
     text: str
     follows: Literal["wait", "error", "degrade"] = "wait"
+
+
+class LateProcess(Control, frozen=True):
+    """From the host server of another host, on the control connection of a worker whose heartbeats are late: what its process does. It
+    follows all heartbeats that the host server has relayed, the last one `silent_seconds` before. Relayed to the monitor."""
+
+    sample: ProcessSample
+    silent_seconds: float
+    process: str = ""  # the worker and its incarnation; filled in by the launcher, which relays it
+    incarnation: str = ""
 
 
 class CallFailed(Control, frozen=True):

@@ -3,19 +3,18 @@
 link.py reads and sends on one link; flowrt/dataflow interprets the messages.
 
 A peer that may die has several incarnations. When one ends, its links are closed; a later incarnation is linked like the first.
-incarnations.py decides at once, without waiting, which incarnation is current; closing and connecting follow.
+Incarnations decides at once, without waiting, which incarnation is current; closing and connecting follow.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from flowrt.actors.callers import Callers
-from flowrt.actors.incarnations import Incarnations
 from flowrt.actors.lazy_opener import LazyOpener, connect_with_retries
 from flowrt.actors.link import LOST, Link, LinkLostError
 from flowrt.actors.link_channel import LinkChannel, reopener
@@ -25,6 +24,78 @@ from flowrt.transports.errors import AddressError, BrokenChannelError, Transport
 from flowrt.transports.wire.message import Message
 
 __all__ = ["LOST", "Link", "LinkLostError", "LinkPlan", "Links"]
+
+
+MAX_ENDED = 64  # remembered per process: no notice about an older incarnation comes
+
+
+class Callers:
+    """Accepted channels by process and scheme, the latest of each. The planned links bound their number."""
+
+    def __init__(self) -> None:
+        self._here: dict[tuple[str, str], Channel] = {}
+        self._changed: asyncio.Future[None] | None = None
+
+    def put(self, channel: Channel, scheme: str) -> Channel | None:
+        """Keep a channel. Returns the one that it replaces, which the caller closes."""
+        key = channel.peer.name, scheme
+        replaced, self._here[key] = self._here.get(key), channel
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+        return replaced
+
+    def take(self, identity: Identity, scheme: str) -> Channel | None:
+        """The channel of exactly this incarnation, if it has connected."""
+        key = identity.name, scheme
+        channel = self._here.get(key)
+        return self._here.pop(key) if channel is not None and channel.peer == identity else None
+
+    async def wait(self, identity: Identity, scheme: str) -> Channel:
+        """The channel of exactly this incarnation, once it connects. A channel of another one stays: it may be a later incarnation."""
+        while (channel := self.take(identity, scheme)) is None:
+            if self._changed is None or self._changed.done():
+                self._changed = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._changed])  # several tasks may wait; cancelling one does not cancel the others
+        return channel
+
+    async def aclose(self) -> None:
+        """Close the channels that were never taken."""
+        while self._here:
+            await self._here.popitem()[1].aclose()
+
+
+class Incarnations:
+    """The incarnations of all peers of one worker, each identified by process name and incarnation."""
+
+    def __init__(self) -> None:
+        self._current: dict[str, Identity] = {}  # by process
+        self._ended: defaultdict[str, deque[str]] = defaultdict(partial(deque, maxlen=MAX_ENDED))  # by process
+
+    def current(self, process: str) -> Identity | None:
+        """The current incarnation of `process`, or None."""
+        return self._current.get(process)
+
+    def begin(self, identity: Identity) -> bool:
+        """Make `identity` the current incarnation of its process. Returns False, without effect, when it has already ended."""
+        if self.has_ended(identity):
+            return False
+        before = self.current(identity.name)
+        if before is not None and before != identity:
+            self._ended[before.name].append(before.incarnation)
+        self._current[identity.name] = identity
+        return True
+
+    def end(self, identity: Identity) -> bool:
+        """Mark `identity` as ended, whether or not it had begun. True when it was current until now."""
+        if not self.has_ended(identity):
+            self._ended[identity.name].append(identity.incarnation)
+        if self._current.get(identity.name) != identity:
+            return False
+        del self._current[identity.name]
+        return True
+
+    def has_ended(self, identity: Identity) -> bool:
+        return identity.incarnation in self._ended[identity.name]
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from flowrt.api.callbacks import guarded
 from flowrt.api.running_graph import RunningGraph
 from flowrt.api.sampling_defaults import AUTO, NONE
-from flowrt.errors import ArgumentError, shown
+from flowrt.errors import ArgumentError, error_text, shortened, shown
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.launcher.start_checks import check_engine
 from flowrt.launcher.trace_collector import TraceCollector
-from flowrt.observe import LEVELS
+from flowrt.observe import LEVELS, print_line
 from flowrt.operators.families.registry import read_model_config
 from flowrt.seams import Seams
 from flowrt.trace.perfetto_file import check_trace_file
@@ -86,3 +87,27 @@ def open_graph(
         check_engine(loaded)
     callbacks = guarded("on_event", on_event), guarded("on_line", on_line)
     return RunningGraph(loaded, seams, log_level, *callbacks, collector, resumes=resume, generation_config=str(generation_config))
+
+
+def guarded(name: str, function: Callable[..., None] | None) -> Callable[..., None] | None:
+    return None if function is None else Callback(name, function)
+
+
+class Callback:
+    """A user's function. Its first exception is printed in one line; later ones are ignored, and the run goes on."""
+
+    def __init__(self, name: str, function: Callable[..., None]) -> None:
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            raise ArgumentError(f"{name} is {shown(function)}, it must be a function, and not a coroutine function")
+        self._name, self._function, self._has_failed = name, function, False
+
+    def __call__(self, *arguments: Any) -> None:
+        try:
+            self._function(*arguments)
+        except Exception as error:
+            if not self._has_failed:
+                self._has_failed = True
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{shortened(error_text(error), 400)} ({frame.filename}:{frame.lineno})"
+                text = f"{self._name} raised {where}; the run goes on, and its later errors are not printed"
+                print_line(f"flowrt: error: {text}")

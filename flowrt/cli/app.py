@@ -18,7 +18,7 @@ from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env
 
 import flowrt
-from flowrt.cli.bench_batch import bench_app
+from flowrt.cli.bench import bench_app
 from flowrt.cli.chaos import chaos_app
 from flowrt.cli.check import check_app
 from flowrt.cli.graph import graph_app

@@ -9,8 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from flowrt.actors.control import LATENCY_EDGES
 from flowrt.actors.link import BadMessageError
-from flowrt.dataflow.edge_times import EdgeTimes
 from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.parts import FAILED, BundleHeader, FailedHeader, PartHeader
 from flowrt.dataflow.payload import Payload, by_reference, to_device_message, to_message, with_int8_rows
@@ -18,8 +18,48 @@ from flowrt.dataflow.schemas import MessageSchema
 from flowrt.dataflow.subgraph import RoutedOutput, part_of
 from flowrt.errors import OperatorError, as_line, error_text
 from flowrt.graph.model import INPUT, Edge, Graph
+from flowrt.histogram import Histogram
 from flowrt.transports.errors import InvalidMessageError, LimitError
 from flowrt.transports.wire.message import Message, Tag
+
+
+class EdgeTimes:
+    """`wait_seconds`: time in which something was ready and the edge had no credit. `latency`: of requests, from the sending to the
+    response; one is measured at a time. `measured` is its tag."""
+
+    def __init__(self) -> None:
+        self.wait_seconds = 0.0
+        self.latency = Histogram(LATENCY_EDGES)
+        self.measured: Tag | None = None
+        self._sent = 0.0
+        self._blocked: float | None = None
+
+    def reset(self) -> None:
+        """The peer has ended, or its next incarnation begins with all credits."""
+        self.measured = self._blocked = None
+
+    def block(self, now: float) -> None:
+        """Something waits for a credit."""
+        if self._blocked is None:
+            self._blocked = now
+
+    def unblock(self, now: float) -> None:
+        """There is a credit again."""
+        if self._blocked is not None:
+            self.wait_seconds += now - self._blocked
+            self._blocked = None
+
+    @property
+    def is_blocked(self) -> bool:
+        return self._blocked is not None
+
+    def begin(self, tag: Tag, now: float) -> None:
+        self.measured, self._sent = tag, now
+
+    def end(self, now: float) -> None:
+        """The response to the measured request has come."""
+        self.measured = None
+        self.latency.observe(now - self._sent)
 
 
 class CreditHeader(msgspec.Struct, frozen=True, array_like=True):

@@ -18,10 +18,10 @@ from flowrt.engine.micro_batches import MicroBatchCount
 from flowrt.engine.offered_prompt import OfferedPrompt
 from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence, SequenceState
-from flowrt.engine.statistics import EngineStatistics
 from flowrt.engine.transfers import Hold, Pull, offered_prompts
 from flowrt.engine.validation import refusal
 from flowrt.graph.settings import GraphLimits
+from flowrt.histogram import Histogram
 from flowrt.reliability.fault_table import STEP_AGAIN, FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason
 
@@ -31,6 +31,21 @@ NOT_FINITE = "the model's logits for output token {} were not finite (NaN or inf
 
 
 Decision = Token | Ended | KvPulled | KvLost | Hold  # for the gateway
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """Counts since the start, and current numbers (waiting, running, free pages)."""
+
+    num_waiting: int
+    num_running: int
+    num_free_pages: int
+    num_pages: int
+    step_rows: Histogram  # rows of each committed step
+    num_preemptions: int
+    num_prefix_queries: int  # tokens looked up in the prefix cache
+    num_prefix_hits: int  # those found
+    num_micro_batches: int  # in use
 
 
 @dataclass(frozen=True, slots=True)

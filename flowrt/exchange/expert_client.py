@@ -22,11 +22,10 @@ from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.exchange.not_finite_parts import NotFiniteParts
 from flowrt.exchange.omitted_experts import OmittedExperts
-from flowrt.exchange.replica_tables import ReplicaTables
 from flowrt.exchange.trampoline import Trampolines, bundle
 from flowrt.operators.dispatch import Part, repartition
 from flowrt.operators.replica_table import UNAVAILABLE, ReplicaTable
-from flowrt.reliability.expert_map import ExpertMap
+from flowrt.reliability.expert_map import ExpertMap, Replicas
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.reliability.hedging import MIN_SECONDS, OVERDUE_SECONDS, HedgingPolicy
 from flowrt.transports.wire.message import Tag
@@ -414,3 +413,24 @@ class ExpertClient:
         for lost in sorted(self.lost):
             left = left.without_server(lost)
         self._change(left)
+
+
+class ReplicaTables:
+    """Tables made at their first use. Equal layers share one. `avoided`: servers that get nothing where another one holds a replica."""
+
+    def __init__(self, expert_map: ExpertMap, avoided: frozenset[int], num_servers: int, device: torch.device | str) -> None:
+        self._map, self._avoided, self._num_servers, self._device = expert_map, avoided, num_servers, device
+        self._by_layer: dict[int, ReplicaTable] = {}
+        self._made: dict[Replicas, ReplicaTable] = {}
+
+    def of(self, layer: int) -> ReplicaTable:
+        table = self._by_layer.get(layer)
+        if table is None:
+            replicas = self._map.table(layer)
+            if self._avoided:
+                replicas = tuple(tuple(server for server in servers if server not in self._avoided) or servers for servers in replicas)
+            table = self._made.get(replicas)
+            if table is None:
+                table = self._made[replicas] = ReplicaTable.from_lists(replicas, self._num_servers, self._device)
+            self._by_layer[layer] = table
+        return table

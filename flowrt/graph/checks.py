@@ -12,15 +12,23 @@ from flowrt.graph.document import Path_
 from flowrt.graph.extra_tensors import check_extras
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import check_int8
-from flowrt.graph.kinds import all_kinds, kind_of
+from flowrt.graph.kinds import Keeps, all_kinds, kind_of
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, role_of
 from flowrt.graph.notation import link_numbers, nearest, specs_disagree
-from flowrt.graph.numerics_checks import check_numerics
+from flowrt.graph.numerics import is_strict, processes_of_one_thread_count, strict_processes
 from flowrt.graph.placement import Held, experts_map, held_experts
 from flowrt.graph.reach import Flow, Point, follow
-from flowrt.graph.reliability_checks import check_reliability
+from flowrt.graph.recovery import (
+    attention_groups,
+    keeps_of,
+    pipelines,
+    prefill_workers,
+    standby_candidates,
+    standby_names,
+    survivable_processes,
+)
+from flowrt.graph.settings import ReliabilitySettings
 from flowrt.graph.trampoline import check_trampolines
-from flowrt.graph.transfer_checks import check_transfers
 from flowrt.transports.wire.message import DTYPE_BYTES
 
 _FAULT_PLAN = re.compile(r"^faulty\+|(?<=[\w.+-])\?.*$")  # faulty+shm?drop@100 is shm with injected faults
@@ -391,3 +399,120 @@ def _check_links_of_pairs(graph: Graph, crossing: list[Edge]) -> Iterator[Proble
             one, two = (f"{each} has {f'link {each.link}' if each.link else 'no link'}" for each in (other, edge))
             text = f"{one}, {two}, between the same two processes; emulated edges between two processes need one link"
             yield Problem(("edges", edge.name, "link"), f"{text}: write the same on both")
+
+
+def check_transfers(graph: Graph) -> Iterator[tuple[Path_, str]]:
+    """Path of a key in the explicit form, and what is wrong with it."""
+    workers = prefill_workers(graph)
+    for group in attention_groups(graph) if workers else ():
+        unpack = next((node.name for node in graph.nodes_of(group) if node.kind.kv == "pulls"), None)
+        if unpack is None:
+            yield ("nodes",), f"group {group} has no kv_unpack, so it cannot pull the prompts of {workers[0]}; add one"
+            continue
+        pulled = {graph.nodes[edge.target].process for edge in graph.edges_from(unpack) if graph.nodes[edge.target].kind.kv == "offers"}
+        for worker in workers:
+            if worker not in pulled:
+                text = f"group {group} does not pull from prefill worker {worker}, whose prompts it may get; connect a port of {unpack}"
+                yield ("nodes", unpack), f"{text} to its kv_pack"
+
+
+MIN_SUSPECT_SECONDS = 0.2  # two heartbeats
+
+
+def check_reliability(graph: Graph) -> Iterator[tuple[Path_, str]]:
+    """Path of a key and what is wrong with its value."""
+    settings = graph.reliability
+    suspect, dead = settings.suspect_seconds, settings.dead_seconds
+    if suspect < MIN_SUSPECT_SECONDS:
+        text = f"{suspect:g} s is less than two heartbeats of 0.1 s; write at least {MIN_SUSPECT_SECONDS:g}"
+        yield ("reliability", "suspect_seconds"), text
+    if dead <= suspect:
+        key = "suspect_seconds" if dead == ReliabilitySettings().dead_seconds else "dead_seconds"
+        text = f"dead_seconds {dead:g} is not longer than suspect_seconds {suspect:g}; raise dead_seconds"
+        yield ("reliability", key), text
+    if settings.unavailable_expert == "degrade" and settings.recovery == "off":
+        text = "degrade needs a run that continues when a server dies; write recovery: fine"
+        yield ("reliability", "unavailable_expert"), text
+    if settings.standby:
+        yield from _check_standby(graph)
+    if settings.request_log and graph.model is None:
+        yield ("reliability", "request_log"), "only requests of a model are logged, and this graph serves none; remove the key"
+    if not settings.request_log.isprintable():
+        yield ("reliability", "request_log"), f"{settings.request_log!r} does not name a folder; write its path"
+    if settings.request_log_sync and not settings.request_log:
+        yield ("reliability", "request_log_sync"), "there is no request log to sync; write request_log: FOLDER, too"
+
+
+def _check_standby(graph: Graph) -> Iterator[tuple[Path_, str]]:
+    names = standby_names(graph)
+    for node in graph.nodes.values():
+        if node.process in names:
+            yield ("nodes", node.name, "process"), f"{node.process!r} is a standby process; choose another name"
+    key = ("reliability", "standby")
+    if graph.processes != "many":
+        yield key, "a standby process replaces one worker, and processes hold several; write `processes: many`, or standby: 0"
+    elif not survivable_processes(graph):
+        yield key, "there is no process that the run can lose and a standby process can replace; write standby: 0"
+    elif not standby_candidates(graph):
+        text = "a standby process replaces only processes on the CPU that share their weights, and there is none"
+        yield key, f"{text}; write standby: 0"
+
+
+def check_numerics(graph: Graph) -> Iterator[tuple[Path_, str]]:
+    """Path of a key in the explicit form, and what is wrong with it."""
+    yield from _check_roles(graph)
+    strict = strict_processes(graph)
+    if not strict:
+        return
+    numbers: dict[int, str] = {}
+    bound = processes_of_one_thread_count(graph)
+    for process, number in graph.threads.items():
+        if number != "auto" and process in bound:
+            numbers.setdefault(number, process)
+    if len(numbers) > 1:
+        found = " and ".join(str(number) for number in sorted(numbers))
+        text = f"strict numerics need the same number of threads everywhere, got {found}; write one number"
+        yield ("threads", list(numbers.values())[1]), text
+    for process, device in graph.devices.items():
+        if device != "cpu" and process in strict:
+            text = f"strict numerics need CPUs, process {process} computes on {device}; write cpu, or numerics: fast"
+            yield ("devices", process), text
+    yield from _check_limits(graph)
+
+
+def _check_roles(graph: Graph) -> Iterator[tuple[Path_, str]]:
+    """Only processes of sequences have numerics of their own, and those among which a request may choose have the same."""
+    roles = set(map(role_of, pipelines(graph)))
+    for role in graph.role_numerics:
+        if role not in roles:
+            text = f"no process with the role {role!r} computes sequences, and expert servers follow their clients"
+            yield ("role_numerics", role), f"{text}; {nearest(role, roles)}"
+    for what, processes in (("prefill workers", prefill_workers(graph)), ("attention groups", attention_groups(graph))):
+        differing = next((each for each in processes if is_strict(graph, each) != is_strict(graph, processes[0])), None)
+        if differing is not None:
+            text = f"any of the {what} {processes[0]} and {differing} may get a request, and one is strict, the other fast"
+            yield ("role_numerics",), f"{text}; write the same for both roles"
+    for edge in graph.edges.values() if graph.role_numerics else ():
+        source, target = graph.nodes[edge.source], graph.nodes[edge.target]
+        is_transfer = source.kind.kv and target.kind.kv
+        is_one = all(keeps_of(node) not in (Keeps.NOTHING, Keeps.UNKNOWN) for node in (source, target)) and not is_transfer
+        if is_one and is_strict(graph, source.process) != is_strict(graph, target.process):
+            text = f"{source.process} and {target.process} compute the same sequences, and one is strict, the other fast"
+            yield ("role_numerics",), f"{text}; write the same for both roles"
+            return
+
+
+def _check_limits(graph: Graph) -> Iterator[tuple[Path_, str]]:
+    """Strict roles need pages of one size, and chunks that fit into a step."""
+    processes = [process for process in pipelines(graph) if is_strict(graph, process)]
+    roles = list(dict.fromkeys(map(role_of, processes)))
+    sizes = {role: graph.limits.of_role(role).page_size for role in roles}
+    for role in roles:
+        other = next((each for each in roles if sizes[each] != sizes[role]), None)
+        if other is not None and role in graph.limits.roles:
+            text = f"strict numerics need pages of one size, got {sizes[role]} here and {sizes[other]} for {other}; write one"
+            yield ("limits", "roles", role, "page_size"), text
+    for limits in (graph.limits.of_role(role) for role in roles):
+        if limits.chunk_tokens > limits.max_num_batched_tokens:
+            text = f"a chunk of {limits.chunk_tokens} tokens exceeds limits.max_num_batched_tokens {limits.max_num_batched_tokens}"
+            yield ("limits", "chunk_tokens"), f"{text}; write {limits.max_num_batched_tokens} or less"

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flowrt.actors.control import Heartbeat, as_message
-from flowrt.actors.late_process import LateProcess
+from flowrt.actors.control import Heartbeat, LateProcess, as_message
 from flowrt.reliability.detector import SAMPLE_SECONDS, TICK_SECONDS, ObserverTime
 from flowrt.seams import Seams
 from flowrt.system.process_status import Activity, ProcessSample

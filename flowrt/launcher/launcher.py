@@ -29,6 +29,7 @@ from flowrt.actors.control import (
     Failed,
     FenceCalls,
     Heartbeat,
+    LateProcess,
     LateResponse,
     LinkLost,
     Listening,
@@ -38,7 +39,6 @@ from flowrt.actors.control import (
     StatisticsRequest,
 )
 from flowrt.actors.heartbeats import LAUNCHER_HEARTBEAT_SECONDS, send_heartbeats
-from flowrt.actors.late_process import LateProcess
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError, named_error
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import pipelines, standby_names

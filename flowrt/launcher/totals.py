@@ -11,8 +11,7 @@ from itertools import zip_longest
 
 import msgspec
 
-from flowrt.actors.control import Statistics
-from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics, NodeStatistics
+from flowrt.actors.control import EdgeStatistics, ExpertStatistics, NodeStatistics, Statistics
 
 MAX_FALLBACKS = 64  # sentences kept of past incarnations
 _STATES = (

@@ -23,8 +23,8 @@ from flowrt.processes.frames import Exited, Forked, ForkRequest, Loaded, NotFork
 from flowrt.processes.leftover import processes_marked
 from flowrt.processes.local_process import GRACE_SECONDS, LocalProcess
 from flowrt.processes.output_tail import exit_text
-from flowrt.processes.tasks import check_tasks
 from flowrt.processes.weight_files import WeightFiles
+from flowrt.system.machine_limits import available_tasks
 from flowrt.system.process_backend import BackendOwner, ProcessSpec, WorkerProcess
 from flowrt.system.process_status import exit_status
 from flowrt.transports.contract import HostAddress, Identity
@@ -250,3 +250,14 @@ class LocalBackend:
     def _report_loss(self, how: str) -> None:
         if not self._is_closing:
             self._owner.on_backend_lost(how)
+
+
+_LAUNCHER, _PER_PROCESS = 4, 2  # fork server, the process that forks for it, threads of the launcher; a process and its compute thread
+
+
+def check_tasks(num_processes: int) -> None:
+    """Raises UserError when the limit leaves too few tasks to start `num_processes` OS processes. They may start more threads than that."""
+    left, needed = available_tasks(), _LAUNCHER + _PER_PROCESS * num_processes
+    if left is not None and left < needed:
+        text = f"too few processes and threads are allowed (pids.max of the container leaves {left}, at least {needed} are needed)"
+        raise UserError(f"{text}; raise it, for example with --pids-limit, or use fewer processes")

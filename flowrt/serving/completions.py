@@ -8,8 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,7 @@ from flowrt.actors.front_end_messages import Origin
 from flowrt.engine.validation import find_problem, num_new_tokens
 from flowrt.errors import TokenizerError
 from flowrt.graph.settings import GraphLimits
-from flowrt.sampling_params import MAX_PROMPT_LOGPROBS
+from flowrt.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from flowrt.serving.api_errors import INVALID, NO_REQUEST, TOO_LONG, UNAVAILABLE, ApiError, internal_error
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.api_response import PromptOutput, ResponseBuilder, Usage, merged
@@ -28,7 +29,6 @@ from flowrt.serving.exchange import Exchange
 from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
 from flowrt.serving.json_body import Prompt, TokenIds, estimated_tokens, invalid
 from flowrt.serving.output_formats import NO_FORMATS, OutputFormats, markers
-from flowrt.serving.request_form import RequestForm, form_of, read_form
 from flowrt.serving.responses_response import ResponsesBuilder
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcesses, too_long
@@ -40,6 +40,34 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, in the text of an 
 MAX_POSITION_DIGITS = 18  # of each number in the id of an event
 MAX_MARKER_TOKENS = 16  # of what begins the reasoning, with the white space behind it
 MAX_WRITE_BYTES = 64 << 10  # of events at once: then it waits for a client that reads slowly
+
+
+_NAMES = tuple(each.name for each in fields(CompletionRequest) if each.name not in ("prompts", "params"))
+
+
+class RequestForm(msgspec.Struct, frozen=True):
+    """`created`, `model`: of the response. `text`: of the prompt, where it is repeated. `flags`: the other fields of CompletionRequest."""
+
+    created: int
+    model: str
+    text: str
+    params: SamplingParams
+    flags: dict[str, Any]
+
+    @property
+    def request(self) -> CompletionRequest:
+        """The request without its prompts. Raises TypeError for the form of another version."""
+        return CompletionRequest(prompts=(), params=self.params, **self.flags)
+
+
+def form_of(request: CompletionRequest, created: int, model: str, text: str) -> bytes:
+    flags = {name: getattr(request, name) for name in _NAMES}
+    return msgspec.msgpack.encode(RequestForm(created, model, text, request.params, flags))
+
+
+def read_form(form: bytes) -> RequestForm:
+    """Raises msgspec.MsgspecError for the form of another version."""
+    return msgspec.msgpack.decode(form, type=RequestForm)
 
 
 class PromptEncoder:

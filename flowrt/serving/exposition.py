@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from flowrt.actors.control import Statistics
+from flowrt.actors.control import LATENCY_EDGES, Statistics
 from flowrt.actors.front_end_messages import RefusalKind
-from flowrt.dataflow.edge_times import LATENCY_EDGES
 from flowrt.engine.scheduler import STEP_ROW_EDGES
 from flowrt.gateway.request_metrics import (
     VLLM_CHOICES_EDGES,

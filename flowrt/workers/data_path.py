@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 
-from flowrt.actors.control import CallFailed, ComputesAlone, Control, Start, Statistics
+from flowrt.actors.control import CallFailed, ComputesAlone, Control, EdgeStatistics, ExpertStatistics, NodeStatistics, Start, Statistics
 from flowrt.actors.link_plan import plan_links
 from flowrt.actors.links import Links
-from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics, NodeStatistics
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import NodeFunction, RoutedOutput

@@ -21,6 +21,7 @@ from flowrt.actors.control import (
     Connected,
     DetectorReport,
     Heartbeat,
+    LateProcess,
     LateResponse,
     Listening,
     PeerJoined,
@@ -33,7 +34,6 @@ from flowrt.actors.control import (
     from_message,
 )
 from flowrt.actors.control_link import ControlLink, run_controlled
-from flowrt.actors.late_process import LateProcess
 from flowrt.graph.model import GATEWAY
 from flowrt.graph.settings import ReliabilitySettings
 from flowrt.reliability.detector import TICK_SECONDS, Detector, Operation, StateChange, Timeouts

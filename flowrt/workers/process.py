@@ -7,6 +7,8 @@ as a task, which is why it takes its channel and its seams as arguments.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
 import math
 import os
@@ -52,13 +54,12 @@ from flowrt.graph.placement import weight_set
 from flowrt.graph.recovery import is_watched
 from flowrt.operators.model_config import ModelError
 from flowrt.operators.weight_memory import WeightMemory
-from flowrt.seams import LONE_INLINE_SECONDS, Compute, Running, Seams, ThreadCompute
+from flowrt.seams import LONE_INLINE_SECONDS, Clock, Compute, Running, Seams, ThreadCompute
 from flowrt.trace.records import NO_RECORDS, TraceRing
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message, Tag
 from flowrt.workers.data_path import DataPath, LoadedOperators
 from flowrt.workers.emulated import EmulatedWorker
-from flowrt.workers.jitter import bind_to_cores, collect_garbage_when_idle
 from flowrt.workers.membership import Membership
 from flowrt.workers.model_files import fingerprints
 from flowrt.workers.model_nodes import build_model_nodes, strict_blocks_text
@@ -401,3 +402,33 @@ class Worker:
             lost = cast("LinkLostError", next(leaves(errors)))
             self.control.send(LinkLost(lost.peer, lost.reason))
             await self._stopped.wait()
+
+
+POLL_SECONDS = 0.05
+MIN_ALLOCATED = 2_000  # objects that were made and not freed since the latest collection; fewer are not worth a search
+MAX_ALLOCATED = 200_000  # with so many, a process that is never idle collects too
+
+
+def bind_to_cores(cores: Collection[int]) -> None:
+    """Let all threads of this process run on these cores only, also those that it starts later."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
+
+
+def is_collection_due(num_allocated: int, is_idle: bool) -> bool:
+    return num_allocated >= (MIN_ALLOCATED if is_idle else MAX_ALLOCATED)
+
+
+async def collect_garbage_when_idle(is_idle: Callable[[], bool], clock: Clock) -> NoReturn:
+    """Take Python's own collections over until cancelled. Objects that exist now are not searched again: they stay in use."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        while True:
+            await clock.sleep(POLL_SECONDS)
+            if is_collection_due(gc.get_count()[0], is_idle()):
+                gc.collect()
+    finally:
+        gc.enable()

@@ -10,10 +10,9 @@ from functools import partial
 import pytest
 
 from flowrt.actors import link_channel
-from flowrt.actors.incarnations import MAX_ENDED, Incarnations
 from flowrt.actors.link import BadMessageError
 from flowrt.actors.link_plan import LinkPlan
-from flowrt.actors.links import LinkLostError, Links
+from flowrt.actors.links import MAX_ENDED, Incarnations, LinkLostError, Links
 from flowrt.timer import LoopTimer
 from flowrt.transports.conformance.connection_checks import KEY, SMALL
 from flowrt.transports.conformance.kit import numbered

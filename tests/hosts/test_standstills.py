@@ -19,8 +19,7 @@ from left_processes import left_processes
 from served_models import Served
 
 import flowrt
-from flowrt.actors.control import Control, Heartbeat, as_message, from_message
-from flowrt.actors.late_process import LateProcess
+from flowrt.actors.control import Control, Heartbeat, LateProcess, as_message, from_message
 from flowrt.hosts.messages import HostMessage
 from flowrt.hosts.messages import from_message as host_message
 from flowrt.hosts.sampling import RelayedWorker

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from flowrt.actors.control import Statistics
-from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics, NodeStatistics
+from flowrt.actors.control import EdgeStatistics, ExpertStatistics, NodeStatistics, Statistics
 from flowrt.launcher.totals import MAX_FALLBACKS, total
 
 

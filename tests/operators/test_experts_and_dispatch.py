@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from flowrt.operators import expert_products
 from flowrt.operators.combine import combine
 from flowrt.operators.dispatch import partition, repartition
-from flowrt.operators.experts import Experts
+from flowrt.operators.experts import KEPT_CALLS, Experts, PairCounts
 from flowrt.operators.families.registry import read_model_config
-from flowrt.operators.pair_counts import KEPT_CALLS, PairCounts
 from flowrt.operators.replica_table import UNAVAILABLE, ReplicaTable
 from flowrt.operators.weights import Checkpoint
 

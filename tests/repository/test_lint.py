@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from repository.source_tree import Source, sources
 
-MAX_LINES = 600
+MAX_LINES = 600  # a file is split where it holds a second idea, not to meet this number
 LONG_FILES: dict[str, str] = {}  # path: why it is longer
 
 # Time, random numbers, threads and processes come through flowrt/seams.py, so that the simulation can replace them.

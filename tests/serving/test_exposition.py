@@ -7,8 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from flowrt.actors.control import Statistics
-from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics, NodeStatistics
+from flowrt.actors.control import EdgeStatistics, ExpertStatistics, NodeStatistics, Statistics
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.serving.exposition import ServedState, exposition
 

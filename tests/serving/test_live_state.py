@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 from serving.served_app import served_app
 
-from flowrt.actors.control import Statistics
-from flowrt.actors.statistics import EdgeStatistics, ExpertStatistics
+from flowrt.actors.control import EdgeStatistics, ExpertStatistics, Statistics
 from flowrt.api.opening import read_graph
 from flowrt.gateway.request_metrics import MAX_ENDED, RequestMetrics
 from flowrt.serving.exposition import ServedState

@@ -25,8 +25,8 @@ from simulation.planting import Bug, body, bug, with_graphs
 
 MATCHING = "flowrt.dataflow.matching"
 PARTS = "flowrt.dataflow.parts"
+LINKS = "flowrt.actors.links"
 RUNNER = "flowrt.dataflow.runner"
-SLEEPER = "flowrt.dataflow.sleeper"
 SELECTION = "flowrt.dataflow.selection"
 FENCES = "flowrt.dataflow.fences"
 READY = "flowrt.dataflow.ready_firings"
@@ -35,7 +35,6 @@ CALLS = "flowrt.workers.call_table"
 SUBGRAPH = "flowrt.dataflow.subgraph"
 MAILBOX = "flowrt.actors.mailbox"
 LINK = "flowrt.actors.link"
-INCARNATIONS = "flowrt.actors.incarnations"
 HEARTBEATS = "flowrt.actors.heartbeats"
 OUTBOUND = "flowrt.dataflow.outbound_edges"
 INBOUND = "flowrt.dataflow.inbound_edges"
@@ -49,7 +48,6 @@ PROCESS = "flowrt.workers.process"
 SERVICE = "flowrt.exchange.expert_service"
 DISPATCH = "flowrt.exchange.dispatch"
 CLIENT = "flowrt.exchange.expert_client"
-REPLICA_TABLES = "flowrt.exchange.replica_tables"
 FAILOVER = "flowrt.exchange.failover"
 MEMBERSHIP = "flowrt.workers.membership"
 DETECTOR = "flowrt.reliability.detector"
@@ -175,7 +173,7 @@ BUGS: tuple[Bug, ...] = (
     bug("missed-wakeup-of-settle", "messages that make a node ready do not wake the runner", (
         RUNNER, "Runner.settle", "if self._ready or self._failure is not None:\n        self._wake()", "pass")),
     bug("wakeup-between", "the runner misses wake-ups between its check and its sleep", (
-        SLEEPER, "Sleeper.sleep", "self._future = asyncio.get_running_loop().create_future()",
+        RUNNER, "Sleeper.sleep", "self._future = asyncio.get_running_loop().create_future()",
         "await asyncio.sleep(0)\n    self._future = asyncio.get_running_loop().create_future()")),
     bug("mailbox-silent", "posting to a mailbox does not wake its reader", (
         MAILBOX, "Mailbox.post", "self._wake()", "pass")),
@@ -237,7 +235,7 @@ BUGS: tuple[Bug, ...] = (
     bug("others-restored", "when one server is back, others that are down are in the map again", (
         CLIENT, "ExpertClient.restore_server", "left = left.without_server(lost)", "left = left")),
     bug("slow-replica-unavailable", "an expert whose only replica is on a slow server is unavailable", (
-        REPLICA_TABLES, "ReplicaTables.of", "or servers for servers in replicas", "for servers in replicas")),
+        CLIENT, "ReplicaTables.of", "or servers for servers in replicas", "for servers in replicas")),
     bug("hedge-without-replica", "a late part is hedged to servers that do not hold all its experts", (
         CLIENT, "ExpertClient.hedge", "self._tables_avoiding(self._avoided | ({part.server} if is_server_suspect else set()))", "ReplicaTables(self.map.without_server(part.server), frozenset(), self._num_servers, self._device)"), (
         FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
@@ -260,7 +258,7 @@ BUGS: tuple[Bug, ...] = (
         MEMBERSHIP, "Membership._lose", "if was_whole:", "if not self._lost_since:")),
     bug("refused-and-running", "requests that end for an unavailable expert keep their steps", (
         GROUP, "Group.refuse", "self._engine.fail_all(error)", "[]")),
-    body("ended-incarnation-linked", "a link to an incarnation that ended during the join counts as up", INCARNATIONS, "Incarnations.has_ended",
+    body("ended-incarnation-linked", "a link to an incarnation that ended during the join counts as up", LINKS, "Incarnations.has_ended",
          "return False"),
     # heartbeats and the monitor
     body("heartbeats-of-any-incarnation", "a heartbeat of any incarnation counts", DETECTOR, "Detector.record_heartbeat",

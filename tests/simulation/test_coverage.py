@@ -45,7 +45,6 @@ _START = "reads files and limits of the machine before a start; run by tests/lau
 # File, or "file:function": why it does not run.
 EXCEPTIONS = {
     "flowrt/processes/descriptors.py": _SYSTEM,
-    "flowrt/processes/tasks.py": _SYSTEM,
     "flowrt/launcher/start_checks.py": _START,
     "flowrt/launcher/tokenizer_files.py": _START,
     "flowrt/launcher/served_requests.py:ServedRequests._keep_refreshing": _FRONT_ENDS,

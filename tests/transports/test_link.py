@@ -17,8 +17,7 @@ from flowrt.transports.conformance import connection_checks as checks_meeting
 from flowrt.transports.conformance import kit
 from flowrt.transports.conformance.kit import Check
 from flowrt.transports.contract import Channel, Identity, Limits
-from flowrt.transports.emulation.channel import EmulatedChannel
-from flowrt.transports.emulation.frames import PASSED, Passed
+from flowrt.transports.emulation.channel import PASSED, EmulatedChannel, Passed
 from flowrt.transports.emulation.nic import Nic
 from flowrt.transports.emulation.profiles import PROFILES, LinkProfile
 from flowrt.transports.errors import BrokenChannelError, EndOfChannel

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from flowrt.workers.jitter import MAX_ALLOCATED, MIN_ALLOCATED, bind_to_cores, collect_garbage_when_idle, is_collection_due
+from flowrt.workers.process import MAX_ALLOCATED, MIN_ALLOCATED, bind_to_cores, collect_garbage_when_idle, is_collection_due
 
 
 class Ring:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowrt.engine.work_times import WorkTimes
+from flowrt.workers.group import WorkTimes
 
 
 def test_only_time_with_sequences_counts() -> None:
