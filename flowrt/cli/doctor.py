@@ -48,7 +48,7 @@ _TORCH_PROBE = """
 import json, torch
 try:
     from flowrt.operators.kernels.cpu._panels import kinds
-    products = all_kinds()
+    products = kinds()
 except ImportError:
     products = None
 try:
