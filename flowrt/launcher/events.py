@@ -9,8 +9,12 @@ from flowrt.observe import print_line
 from flowrt.transports.wire.message import Tag
 
 
+class Event:
+    """What the launcher reports; each kind is a subclass."""
+
+
 @dataclass(frozen=True)
-class ModelNotice:
+class ModelNotice(Event):
     """A line on the files of the model at the start. `is_warning`: they contradict each other, or cannot be used as they are."""
 
     text: str
@@ -18,14 +22,14 @@ class ModelNotice:
 
 
 @dataclass(frozen=True)
-class ForkServerReady:
+class ForkServerReady(Event):
     """The fork server has imported what workers need. `num_threads` other than 1 means that an import started threads."""
 
     num_threads: int
 
 
 @dataclass(frozen=True)
-class ForkServerLost:
+class ForkServerLost(Event):
     """The fork server has ended, or a new one could not start. Workers run on; restarts wait for the next one, which starts in
     `retry_seconds`. None: the run has no fork server any more. `how` continues a sentence: "was killed by SIGKILL"."""
 
@@ -34,14 +38,14 @@ class ForkServerLost:
 
 
 @dataclass(frozen=True)
-class ForkServerRestarted:
+class ForkServerRestarted(Event):
     """A new fork server serves, `seconds` after the loss of the former one."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
-class WorkerStarted:
+class WorkerStarted(Event):
     """Worker `name` was started in process `pid`, which it may share with others; 0 on another host."""
 
     name: str
@@ -49,7 +53,7 @@ class WorkerStarted:
 
 
 @dataclass(frozen=True)
-class WorkerLoading:
+class WorkerLoading(Event):
     """`done` of the worker's `total` operators have loaded their weights; `text` names the one that is loading."""
 
     name: str
@@ -59,7 +63,7 @@ class WorkerLoading:
 
 
 @dataclass(frozen=True)
-class WorkerListening:
+class WorkerListening(Event):
     """The worker has loaded everything. `resident_bytes`: its memory now; `imported_bytes`: its memory before it loaded anything."""
 
     name: str
@@ -68,21 +72,21 @@ class WorkerListening:
 
 
 @dataclass(frozen=True)
-class WorkerConnected:
+class WorkerConnected(Event):
     """All links of the worker are up."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Ready:
+class Ready(Event):
     """All workers are connected, `seconds` after the launch began."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
-class WorkerLost:
+class WorkerLost(Event):
     """Worker `name` has died and the run goes on; no more of its messages are accepted. `how` continues a sentence: "was killed by
     SIGKILL". `while_loading`: the run has not loaded yet. `may_recur`: it crashed or hung, and what it computed may be the reason.
     `is_restarting`: `recovery: restart_role` or `restart_all` restarts it, and requests wait for it until it is given up. `alone_for`: the
@@ -101,7 +105,7 @@ class WorkerLost:
 
 
 @dataclass(frozen=True)
-class WorkerRestarted:
+class WorkerRestarted(Event):
     """A new incarnation of `name` is connected, `seconds` after the death was detected."""
 
     name: str
@@ -110,7 +114,7 @@ class WorkerRestarted:
 
 
 @dataclass(frozen=True)
-class WorkerGivenUp:
+class WorkerGivenUp(Event):
     """Worker `name` stays down for `retry_seconds`, or, if that is None, until the fork server responds or for the rest of the run. `why`
     is a clause such as "it was started again 3 times in 30 s; the next try is in 30 s"."""
 
@@ -120,7 +124,7 @@ class WorkerGivenUp:
 
 
 @dataclass(frozen=True)
-class WorkerSuspected:
+class WorkerSuspected(Event):
     """The monitor suspects `name`, because it misses heartbeats or progress. The launcher takes no action."""
 
     name: str
@@ -128,7 +132,7 @@ class WorkerSuspected:
 
 
 @dataclass(frozen=True)
-class WorkerCleared:
+class WorkerCleared(Event):
     """The monitor clears `name`, which was suspected or marked dead."""
 
     name: str
@@ -136,7 +140,7 @@ class WorkerCleared:
 
 
 @dataclass(frozen=True)
-class WorkerMarkedDead:
+class WorkerMarkedDead(Event):
     """The monitor marks `name` dead. A worker that the run can lose is killed (`is_killed`). Otherwise, if it is a group, its requests move
     to other groups until it is cleared. `may_recur`: it hangs, and what it computes may be the reason."""
 
@@ -147,7 +151,7 @@ class WorkerMarkedDead:
 
 
 @dataclass(frozen=True)
-class ExpertsReported:
+class ExpertsReported(Event):
     """Group `name` reports which experts it reaches no replica of."""
 
     name: str
@@ -155,7 +159,7 @@ class ExpertsReported:
 
 
 @dataclass(frozen=True)
-class Straggler:
+class Straggler(Event):
     """Worker `name` did not end within `seconds` after Stop and is killed."""
 
     name: str
@@ -163,32 +167,10 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class RunFailed:
+class RunFailed(Event):
     """The run has failed. Every later call of the launcher raises `error`, usually a WorkerDiedError or UserError."""
 
     error: Exception
-
-
-Event = (
-    ModelNotice
-    | ForkServerReady
-    | ForkServerLost
-    | ForkServerRestarted
-    | WorkerStarted
-    | WorkerLoading
-    | WorkerListening
-    | WorkerConnected
-    | Ready
-    | WorkerLost
-    | WorkerRestarted
-    | WorkerGivenUp
-    | WorkerSuspected
-    | WorkerCleared
-    | WorkerMarkedDead
-    | ExpertsReported
-    | Straggler
-    | RunFailed
-)
 
 
 def news(event: Event) -> str | None:

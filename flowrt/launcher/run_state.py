@@ -325,24 +325,19 @@ class RunState:
     def on_stop_sent(self, worker: str) -> None:
         self.table.workers[worker].advance(WorkerState.STOPPING)
 
-    def end_late(self) -> None:
-        for process in self._late():
-            for worker in process.workers:
-                if worker.state is WorkerState.STOPPING:
-                    self.table.announce(events.Straggler(worker.name, self._stop_seconds))
-            self.table.act(EndProcess(process.name, end_gently=True))
-        self.table.set_timer(TERM_SECONDS, self.kill_late)
-
-    def kill_late(self) -> None:
-        for process in self._late():
-            self.table.act(EndProcess(process.name))
-        self.table.set_timer(TERM_SECONDS, self.end_run)
-
-    def end_run(self) -> None:
-        self.table.act(End())
-
-    def _late(self) -> list[ProcessRecord]:
-        return [process for process in self.table.processes.values() if ProcessPhase.STARTING <= process.phase < ProcessPhase.ENDED]
+    def end_late(self, signal: str = "SIGTERM") -> None:
+        """End the processes that Stop has not ended, by this signal and then by SIGKILL. At last, "", end the run, whatever is left."""
+        if not signal:
+            self.table.act(End())
+            return
+        is_gentle = signal == "SIGTERM"
+        for process in self.table.processes.values():
+            if ProcessPhase.STARTING <= process.phase < ProcessPhase.ENDED:
+                for worker in process.workers:
+                    if is_gentle and worker.state is WorkerState.STOPPING:
+                        self.table.announce(events.Straggler(worker.name, self._stop_seconds))
+                self.table.act(EndProcess(process.name, is_gentle))
+        self.table.set_timer(TERM_SECONDS, self.end_late, "SIGKILL" if is_gentle else "")
 
     def _end_if_stopped(self) -> None:
         """End the run when all processes have ended in order."""
