@@ -25,8 +25,8 @@ from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.api_response import PromptOutput, ResponseBuilder, Usage, merged
 from flowrt.serving.chat import Chat
 from flowrt.serving.choice_text import RequestText, TextPiece
-from flowrt.serving.exchange import Exchange
 from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
+from flowrt.serving.http_exchange import HttpExchange
 from flowrt.serving.json_body import Prompt, TokenIds, estimated_tokens, invalid
 from flowrt.serving.output_formats import NO_FORMATS, OutputFormats, markers
 from flowrt.serving.responses_response import ResponsesBuilder
@@ -136,7 +136,7 @@ class Completions:
         self._marker_ids = tokenizer.special_tokens_of(markers(formats.tool_format) | markers(formats.reasoning_format))
         self._writing_logprobs = asyncio.Lock()
 
-    async def respond(self, request: CompletionRequest, exchange: Exchange, model: str, created: int) -> None:
+    async def respond(self, request: CompletionRequest, exchange: HttpExchange, model: str, created: int) -> None:
         """Raises ApiError. A request whose client leaves is cancelled, because this call is. The caller must not keep the request: its
         prompts are dropped, and leave the budget of bodies, once they have token ids."""
         check_tools(request, self._formats)
@@ -149,7 +149,7 @@ class Completions:
             await self._write(_Response(inbox, texts, prompts, builder, exchange, request, self._writing_logprobs), None)
 
     async def _place(
-        self, request: CompletionRequest, exchange: Exchange, model: str, created: int, inbox: Inbox, stack: ExitStack
+        self, request: CompletionRequest, exchange: HttpExchange, model: str, created: int, inbox: Inbox, stack: ExitStack
     ) -> tuple[list[RequestText], list[PromptOutput]]:
         """Admit a request per prompt, then tokenize and place them. `stack` closes them."""
         opened: list[OpenRequest] = []
@@ -170,7 +170,7 @@ class Completions:
             opened[index].place(token_ids, Origin(exchange.id, index, count, form, exchange.is_named) if self._has_log else None)
         return texts, prompts
 
-    async def repeat_response(self, exchange: Exchange, position: bytes) -> None:
+    async def repeat_response(self, exchange: HttpExchange, position: bytes) -> None:
         """Write the response to an earlier request, whose id `exchange.id` is, as it comes. `position`: the id of the last event of its
         stream that the client has; b"": none. Raises ApiError."""
         if not self._has_log:
@@ -242,7 +242,7 @@ class _Response:
         texts: list[RequestText],
         prompts: list[PromptOutput],
         builder: ResponseBuilder | ResponsesBuilder,
-        exchange: Exchange,
+        exchange: HttpExchange,
         request: CompletionRequest,
         writing_logprobs: asyncio.Lock,
     ) -> None:

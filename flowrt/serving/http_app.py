@@ -33,9 +33,19 @@ from flowrt.serving.api_errors import (
 )
 from flowrt.serving.api_request import CompletionRequest, read_chat_request, read_completion_request
 from flowrt.serving.completions import Completions, PromptEncoder
-from flowrt.serving.exchange import REQUEST_ID, BodyBudget, ClientLeftError, Exchange, Receive, Scope, Send, given_id, without_slash
 from flowrt.serving.front_end_settings import FrontEndSettings
 from flowrt.serving.gateway_client import GatewayClient
+from flowrt.serving.http_exchange import (
+    REQUEST_ID,
+    BodyBudget,
+    ClientLeftError,
+    HttpExchange,
+    Receive,
+    Scope,
+    Send,
+    given_id,
+    without_slash,
+)
 from flowrt.serving.http_server import EarlyRefusal
 from flowrt.serving.json_body import Fields, Prompt, TokenIds, invalid
 from flowrt.serving.page_files import HEADERS, read_page_files
@@ -48,7 +58,7 @@ REQUESTS, MODELS = b"/v1/requests/", b"/v1/models/"  # an id follows
 GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses")
 PUBLIC = frozenset({b"/health", b"/ready"})
 PAGE_FILES = read_page_files()  # a browser that loads them has no key to send
-Handler = Callable[[Exchange], Awaitable[None]]
+Handler = Callable[[HttpExchange], Awaitable[None]]
 
 
 class HttpApp:
@@ -87,7 +97,7 @@ class HttpApp:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self._budget, self._new_id)
+        exchange = HttpExchange(scope, receive, send, self._budget, self._new_id)
         exchange.cors_headers = self._settings.cors.response_headers(exchange.headers)
         try:
             await self._dispatch(exchange)
@@ -101,13 +111,13 @@ class HttpApp:
         finally:
             exchange.release_body()
 
-    async def _respond_error(self, exchange: Exchange, error: ApiError) -> None:
+    async def _respond_error(self, exchange: HttpExchange, error: ApiError) -> None:
         try:
             await exchange.respond_error(error)
         except ClientLeftError:
             return
 
-    async def _dispatch(self, exchange: Exchange) -> None:
+    async def _dispatch(self, exchange: HttpExchange) -> None:
         if self._settings.cors.is_preflight(exchange.method, exchange.headers):
             self._check_host(exchange.headers)
             await exchange.respond(200, b"", "text/plain", **self._settings.cors.preflight_headers(exchange.headers))
@@ -158,13 +168,13 @@ class HttpApp:
 
     # Routes.
 
-    async def _health(self, exchange: Exchange) -> None:
+    async def _health(self, exchange: HttpExchange) -> None:
         await self._respond_state(exchange, "health")
 
-    async def _ready(self, exchange: Exchange) -> None:
+    async def _ready(self, exchange: HttpExchange) -> None:
         await self._respond_state(exchange, "ready")
 
-    async def _respond_state(self, exchange: Exchange, topic: Topic) -> None:
+    async def _respond_state(self, exchange: HttpExchange, topic: Topic) -> None:
         report = await self._client.query(topic)
         state: dict[str, Any] = {"status": "ok" if report.is_ok else "unavailable"}
         if self._has_key(exchange.headers) if self._key else report.text:
@@ -178,31 +188,31 @@ class HttpApp:
             raise ApiError(UNAVAILABLE, "the state of the graph could not be read; its log has the reason")
         return report.text
 
-    async def _metrics(self, exchange: Exchange) -> None:
+    async def _metrics(self, exchange: HttpExchange) -> None:
         body = (await self._report("metrics")).encode()
         await exchange.respond(200, body, "text/plain; version=0.0.4; charset=utf-8")
 
-    async def _status(self, exchange: Exchange) -> None:
+    async def _status(self, exchange: HttpExchange) -> None:
         await exchange.respond(200, (await self._report("status")).encode())
 
-    async def _drain(self, exchange: Exchange) -> None:
+    async def _drain(self, exchange: HttpExchange) -> None:
         await self._client.query("drain")
         await _respond_json(exchange, {"status": "draining"})
 
-    async def _live_state(self, exchange: Exchange) -> None:
+    async def _live_state(self, exchange: HttpExchange) -> None:
         await exchange.respond(200, (await self._report("page")).encode())
 
-    async def _page_file(self, exchange: Exchange) -> None:
+    async def _page_file(self, exchange: HttpExchange) -> None:
         file = PAGE_FILES[exchange.path]
         await exchange.respond(200, file.content, file.kind, **HEADERS)
 
-    async def _version(self, exchange: Exchange) -> None:
+    async def _version(self, exchange: HttpExchange) -> None:
         await _respond_json(exchange, {"version": self._settings.version})
 
-    async def _models(self, exchange: Exchange) -> None:
+    async def _models(self, exchange: HttpExchange) -> None:
         await _respond_json(exchange, {"object": "list", "data": [self._model]})
 
-    async def _find_model(self, exchange: Exchange) -> None:
+    async def _find_model(self, exchange: HttpExchange) -> None:
         name = unquote_to_bytes(exchange.path.removeprefix(MODELS)).decode(errors="replace")
         if name != self._settings.model_name:
             raise ApiError(NO_MODEL, f"there is no model {shown(name)}; this server has {self._settings.model_name}", "model")
@@ -220,27 +230,27 @@ class HttpApp:
             "default_sampling_params": settings.sampling_defaults,
         }
 
-    async def _chat(self, exchange: Exchange) -> None:
+    async def _chat(self, exchange: HttpExchange) -> None:
         await self._generate(exchange, read_chat_request)
 
-    async def _complete(self, exchange: Exchange) -> None:
+    async def _complete(self, exchange: HttpExchange) -> None:
         await self._generate(exchange, read_completion_request)
 
-    async def _create_response(self, exchange: Exchange) -> None:
+    async def _create_response(self, exchange: HttpExchange) -> None:
         reader = ResponsesReader()
         try:
             await self._generate(exchange, reader.read)
         except ApiError as error:
             raise reader.renamed(error) from None
 
-    async def _generate(self, exchange: Exchange, read: Callable[[bytes, str, Mapping[str, Any]], CompletionRequest]) -> None:
+    async def _generate(self, exchange: HttpExchange, read: Callable[[bytes, str, Mapping[str, Any]], CompletionRequest]) -> None:
         model, created = self._settings.model_name, int(self._seams.wall_now())
         # Only the coroutine may hold the request, since it drops the prompts.
         defaults = self._settings.sampling_defaults
         response = self._completions.respond(read(await exchange.read_body(), model, defaults), exchange, model, created)
         await self._respond(exchange, response)
 
-    async def _repeat_response(self, exchange: Exchange) -> None:
+    async def _repeat_response(self, exchange: HttpExchange) -> None:
         name = exchange.path.removeprefix(REQUESTS)
         if not REQUEST_ID.fullmatch(name):
             raise ApiError(NO_REQUEST, "this is not the id of a request")
@@ -249,7 +259,7 @@ class HttpApp:
         exchange.id = name.decode()
         await self._respond(exchange, self._completions.repeat_response(exchange, exchange.headers.get(b"last-event-id", b"")))
 
-    async def _respond(self, exchange: Exchange, response: Coroutine[Any, Any, None]) -> None:
+    async def _respond(self, exchange: HttpExchange, response: Coroutine[Any, Any, None]) -> None:
         """Respond until the client leaves; then its request is cancelled, or waits for it to come back."""
         error: ApiError | None = None
         try:
@@ -268,7 +278,7 @@ class HttpApp:
                 log.warning("request %s: %s", exchange.id, error.message)
             raise error
 
-    async def _tokenize(self, exchange: Exchange) -> None:
+    async def _tokenize(self, exchange: HttpExchange) -> None:
         fields = Fields(await exchange.read_body())
         fields.check_model(self._settings.model_name)
         chat = fields.take_chat()
@@ -279,12 +289,12 @@ class HttpApp:
             raise ApiError(INVALID, "give either prompt, which is a text, or messages", "prompt")
         await self._respond(exchange, self._respond_tokens(exchange, prompts[0], add_special_tokens))
 
-    async def _respond_tokens(self, exchange: Exchange, prompt: Prompt, add_special_tokens: bool) -> None:
+    async def _respond_tokens(self, exchange: HttpExchange, prompt: Prompt, add_special_tokens: bool) -> None:
         async with self._tokenizing:  # these texts are not admitted: one at a time goes before the prompts of requests
             token_ids = await self._encoder.encode(prompt, add_special_tokens)
         await _respond_json(exchange, {"tokens": token_ids, "count": len(token_ids), "max_model_len": self._settings.max_model_len})
 
-    async def _detokenize(self, exchange: Exchange) -> None:
+    async def _detokenize(self, exchange: HttpExchange) -> None:
         fields = Fields(await exchange.read_body())
         fields.check_model(self._settings.model_name)
         tokens = fields.take_token_ids("tokens")
@@ -299,7 +309,7 @@ class HttpApp:
         return self._seams.new_incarnation() + self._seams.new_incarnation()
 
 
-async def _respond_json(exchange: Exchange, value: Any) -> None:
+async def _respond_json(exchange: HttpExchange, value: Any) -> None:
     await exchange.respond(200, msgspec.json.encode(value))
 
 

@@ -40,15 +40,15 @@ class TracedWorker:
         self._call_seconds = 0.0  # start of the call in progress
 
     def compute(self, compute: Compute) -> TracedCompute:
-        """TraceRecord each call of this seam."""
+        """Record each call of this seam."""
         return TracedCompute(compute, self.ring, self._begin_call)
 
     def functions(self, functions: Mapping[str, NodeFunction]) -> dict[str, NodeFunction]:
-        """TraceRecord each call of a node."""
+        """Record each call of a node."""
         return {name: self._traced(name, function) for name, function in functions.items()}
 
     def post(self, post: Callable[[Edge, Message], None]) -> Callable[[Edge, Message], None]:
-        """TraceRecord each message that is sent, but no returned credits."""
+        """Record each message that is sent, but no returned credits."""
         now = self.ring.now
 
         def record_post(edge: Edge, message: Message) -> None:
@@ -59,7 +59,7 @@ class TracedWorker:
         return record_post
 
     def accept(self, accept: Callable[[str, Message], None]) -> Callable[[str, Message], None]:
-        """TraceRecord each message that is received and not refused, but no returned credits."""
+        """Record each message that is received and not refused, but no returned credits."""
         now = self.ring.now
 
         def record_accept(peer: str, message: Message) -> None:

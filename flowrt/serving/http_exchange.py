@@ -50,7 +50,7 @@ class BodyBudget:
         self.num_bytes += num_bytes
 
 
-class Exchange:
+class HttpExchange:
     """`new_id` draws a request id for a client that sends none."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, budget: BodyBudget, new_id: Callable[[], str]) -> None:
