@@ -12,7 +12,7 @@ from serving.test_http_api import CHAT, COMPLETE, HELLO, left, until
 
 from flowrt.actors.front_end_messages import StateQuery, StateReport
 from flowrt.errors import TokenizerError
-from flowrt.serving import exchange, http_server
+from flowrt.serving import http_exchange, http_server
 from flowrt.serving.api_errors import OVERLOADED, ApiError
 from flowrt.serving.http_server import BoundedProtocol, EarlyRefusal
 from flowrt.serving.json_body import TokenIds
@@ -175,7 +175,7 @@ async def test_prompts_count_among_the_bodies_until_they_are_tokenized(monkeypat
         await may_encode.wait()
         return [5]
 
-    monkeypatch.setattr(exchange, "MAX_BUFFERED_BYTES", 3_000)
+    monkeypatch.setattr(http_exchange, "MAX_BUFFERED_BYTES", 3_000)
     monkeypatch.setattr(DirectProcess, "encode", encode)
     async with served_app() as served:
         body = {"prompt": "a" * 2_000}

@@ -12,7 +12,7 @@ import pytest
 from serving.served_app import NAME, Connection, ServedApp, served_app
 
 from flowrt.actors.front_end_messages import ChoiceOutput, RequestOutput
-from flowrt.serving import connection_table, exchange, gateway_client, http_server
+from flowrt.serving import connection_table, gateway_client, http_exchange, http_server
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -326,7 +326,7 @@ async def test_client_that_leaves_cancels_its_request_everywhere(is_stream: bool
 
 async def test_slow_reader_stalls_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that no client reads fills its own buffers; another one goes on. After a while it is cut off."""
-    monkeypatch.setattr(exchange, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(http_exchange, "WRITE_SECONDS", 0.2)
     async with served_app() as served:
         slow = await served.connect(buffer_bytes=4096)
         slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -386,12 +386,12 @@ async def test_front_end_that_dies_cancels_its_requests() -> None:
 
 
 async def test_body_header_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "MAX_BODY_BYTES", 10_000)
+    monkeypatch.setattr(http_exchange, "MAX_BODY_BYTES", 10_000)
     async with served_app() as served:
         assert (await served.call("POST", CHAT, b" " * 10_001)).error[0] == 413
-        monkeypatch.setattr(exchange, "MAX_BUFFERED_BYTES", 5_000)
+        monkeypatch.setattr(http_exchange, "MAX_BUFFERED_BYTES", 5_000)
         assert (await served.call("POST", CHAT, b" " * 9_000)).error[0] == 429
-        monkeypatch.setattr(exchange, "BODY_SECONDS", 0.05)
+        monkeypatch.setattr(http_exchange, "BODY_SECONDS", 0.05)
         connection = await served.connect()
         connection.send("POST", CHAT, b"{", content_length="10")
         assert (await connection.response()).error[0] == 408
