@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flowrt.errors import UserError
-from flowrt.processes import tasks
+from flowrt.processes import fork_server_client
 from flowrt.system import machine_limits
 from flowrt.system.machine_limits import available_memory_bytes, available_tasks, cpu_quota, memory_limit_bytes, usable_cores, visible_cores
 
@@ -124,12 +124,12 @@ def test_tasks_that_the_control_groups_leave(tmp_path: Path, cgroup: str, mounts
 
 
 def test_too_few_tasks_are_one_line_before_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "available_tasks", lambda: 13)
-    tasks.check_tasks(4)
+    monkeypatch.setattr(fork_server_client, "available_tasks", lambda: 13)
+    fork_server_client.check_tasks(4)
     with pytest.raises(UserError, match=r"^too few processes and threads are allowed \(pids\.max of the container leaves 13, at least 14"):
-        tasks.check_tasks(5)
-    monkeypatch.setattr(tasks, "available_tasks", lambda: None)
-    tasks.check_tasks(5000)
+        fork_server_client.check_tasks(5)
+    monkeypatch.setattr(fork_server_client, "available_tasks", lambda: None)
+    fork_server_client.check_tasks(5000)
 
 
 def test_this_machine_has_cores_and_memory() -> None:
