@@ -102,20 +102,31 @@ def pids() -> frozenset[int]:
     return frozenset() if _zygote is None else frozenset({_zygote.process.pid})
 
 
+def zygote_of(environment: Mapping[str, str]) -> Zygote | None:
+    """The one of this process, made at first use; None if it has another environment."""
+    global _zygote
+    shared = {name: value for name, value in environment.items() if not name.startswith(("FLOWRT_", "PYTEST_"))}
+    if _zygote is None or _zygote.parent != os.getpid():
+        _zygote = Zygote(shared)
+    return _zygote if _zygote.environment == shared else None
+
+
+def start_early() -> None:
+    """For tests that look for processes that a run has left behind."""
+    zygote_of(fork_server_process._environment(""))
+
+
 def start(command: Sequence[str], **options: Any) -> Any:
     """`subprocess.Popen` for flowrt/processes/fork_server_process.py."""
-    global _zygote
     executable, *rest = command
     connection, launcher_pid, *preload = rest[len(_PREFIX) :]
     if executable != sys.executable or rest[: len(_PREFIX)] != _PREFIX or tuple(preload) != PRELOAD:
         return subprocess.Popen(command, **options)
     environment = options["env"]
-    shared = {name: value for name, value in environment.items() if not name.startswith(("FLOWRT_", "PYTEST_"))}
-    if _zygote is None or _zygote.parent != os.getpid():
-        _zygote = Zygote(shared)
-    if _zygote.environment != shared:
+    zygote = zygote_of(environment)
+    if zygote is None:
         return subprocess.Popen(command, **options)
-    return ForkedServer(_zygote.fork([connection, launcher_pid, *preload], environment, [int(connection), options["stdout"]]))
+    return ForkedServer(zygote.fork([connection, launcher_pid, *preload], environment, [int(connection), options["stdout"]]))
 
 
 def _serve(connection: socket.socket) -> None:

@@ -52,7 +52,10 @@ def read_sections(document: Document) -> GraphFile:
     file, why = None, ""
     try:
         file = msgspec.convert(document.value, GraphFile)
-    except msgspec.ValidationError as error:  # it gives neither the value nor every key of its path
+    except (
+        msgspec.ValidationError,
+        ValueError,
+    ) as error:  # it gives neither the value nor every key of its path, and cannot show large integers
         why = str(error)
     problems = list(_problems(GraphFile, document.value, (), file is not None))
     if problems:
@@ -156,14 +159,14 @@ def _wrong_scalar(annotation: Any, value: Any, about: dict[str, Any]) -> str:
     """What is wrong with a value of the right type; "" for nothing."""
     try:
         msgspec.convert(value, annotation)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, ValueError):
         kind, _ = kind_of(annotation)
         if isinstance(value, str) and not value:
             return "is empty; write a value"
         if get_origin(kind) is Literal or isinstance(value, str):
             return _wrong_value(kind, value, about)
         least, most = _bounds(annotation)
-        if not isfinite(value):
+        if isinstance(value, float) and not isfinite(value):
             return f"{shown_value(value)} is not a finite number; write one"
         if least is not None and value < least:
             return f"{shown_value(value)} is too small; write {least:.15g} or more"

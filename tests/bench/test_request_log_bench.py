@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ def test_graphs_differ_in_the_log_alone(tmp_path: Path) -> None:
     logged, plain = read_graphs(QUICKSTART, None, OPTIONS, tmp_path, synced=True)
     assert (logged.reliability.request_log, logged.reliability.request_log_sync) == (str(tmp_path / "log"), True)
     assert not plain.reliability.request_log
-    assert replace(plain, reliability=logged.reliability) == logged
+    assert plain.replace(reliability=logged.reliability) == logged
 
 
 @pytest.mark.slow

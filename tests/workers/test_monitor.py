@@ -260,7 +260,7 @@ async def test_a_stopped_process_is_marked_dead_over_a_real_socket() -> None:
         sleeper.send_signal(signal.SIGSTOP)
         async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
             group.create_task(run_monitor(control, Seams()))
-            await send(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.02, "dead_seconds": 0.04}}', b""))
+            await send(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.05, "dead_seconds": 0.1}}', b""))
             assert isinstance(await receive(line), Listening)
             await send(
                 line, PeerJoined("experts.0", "a", {}, sleeper.pid), PeerJoined("experts.1", "a", {})
@@ -283,7 +283,7 @@ async def test_heartbeat_clears_a_suspect() -> None:
     line, control = await lines()
     async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
         group.create_task(run_monitor(control, Seams()))
-        await send(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.02, "dead_seconds": 600}}', b""))
+        await send(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.05, "dead_seconds": 600}}', b""))
         assert isinstance(await receive(line), Listening)
         await send(line, PeerJoined("experts.0", "a", {}))
         assert reports(await receive(line), ProcessState.SUSPECT)
