@@ -267,7 +267,7 @@ class RunTable:
         return process.can_restart and (process.links_are_lazy or self.phase != RunPhase.CONNECTING)
 
     def can_kill(self, process: ProcessRecord) -> bool:
-        """Whether the process lives, and can be killed to be restarted."""
+        """Whether the process is running and can be killed to be restarted."""
         is_living = process.phase in (ProcessPhase.STARTING, ProcessPhase.UP)
         return is_living and self.phase < RunPhase.STOPPING and self.can_replace(process)
 
