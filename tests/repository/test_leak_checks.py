@@ -57,7 +57,7 @@ def test_each_planted_leak_fails_its_test_and_a_clean_test_passes(tmp_path: Path
     (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
     (tmp_path / "test_planted.py").write_text(PLANTED)
     command = [sys.executable, "-m", "pytest", "-rE", "--tb=short", "-p", "no:cacheprovider", str(tmp_path)]
-    environment = {**os.environ, "PYTEST_ADDOPTS": "", "COLUMNS": "300"}
+    environment = {**os.environ, "PYTEST_ADDOPTS": "", "COLUMNS": "300", "PYTHONPATH": str(ROOT / "tests")}
     outcome = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     errors = [line for line in outcome.stdout.splitlines() if line.startswith("ERROR")]
     for test, words in EXPECTED.items():
