@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flowrt.actors.outputs import ChoiceEvent, EndEvent, TokenEvent
     from flowrt.api import AttachedGraph, BlockingGraph, Choice, Completion, RunningGraph, attach, generate, start
     from flowrt.api import open_graph as open
     from flowrt.errors import (
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         UserError,
         WorkerDiedError,
     )
-    from flowrt.gateway.gateway import ChoiceEvent, EndEvent, TokenEvent
     from flowrt.sampling_params import SamplingParams
     from flowrt.structured_outputs import StructuredOutputs
 
@@ -55,7 +55,7 @@ __all__ = [
 
 _MODULES = {  # module -> what it gives; loaded when one of the names is first used
     "api": ("AttachedGraph", "BlockingGraph", "Choice", "Completion", "RunningGraph", "attach", "generate", "start"),
-    "gateway.gateway": ("ChoiceEvent", "EndEvent", "TokenEvent"),
+    "actors.outputs": ("ChoiceEvent", "EndEvent", "TokenEvent"),
     "sampling_params": ("SamplingParams",),
     "structured_outputs": ("StructuredOutputs",),
     "errors": (

@@ -1,6 +1,6 @@
 """Messages on the control connection between the launcher and a worker: one msgspec struct per kind, and their conversion. No torch.
 
-Order of the messages of one incarnation: Start -> Listening -> Peers -> Connected -> (Submit, Cancel, Token, Ended ...) -> Drain or
+Order of the messages of one incarnation: Start -> Listening -> Peers -> Connected -> (Submit, Cancel, Tokens, Ended ...) -> Drain or
 Stop -> Statistics -> the control connection is closed. Failed may come at any time and is the last. From Peers on, PeerLeft and PeerJoined
 report the incarnations of other workers.
 """
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from flowrt.actors.outputs import TokenEvent
 from flowrt.emulation import EmulationStatistics
 from flowrt.reliability.detector import ProcessState
 from flowrt.sampling_params import FinishReason, SamplingParams
@@ -66,13 +67,14 @@ class KvOffer(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as a group receives it. `attempt` counts how often it has been placed; tokens carry it back. `max_tokens` and `seed` are
-    those of `params`, or what the gateway filled in."""
+    """A request as a group receives it. `index`: its number at the gateway. `attempt` counts how often it has been placed. Tokens carry
+    both back. `max_tokens` and `seed` are those of `params`, or what the gateway filled in."""
 
     id: str
     attempt: int
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
+    index: int = 0
     seed: int = 0
     params: SamplingParams = SamplingParams()
     # By choice (none: (), for all): tokens that an earlier attempt gave to the client. They are replayed, not emitted.
@@ -169,35 +171,10 @@ class Cancel(Control, frozen=True):
     choice: int | None = None
 
 
-class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms of probabilities at one output position: the token's own, and (token id, logprob) of the most likely tokens, best
-    first. They are those of the model's distribution, before penalties, temperature and filters.
-    """
-
-    token: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-class Token(msgspec.Struct, frozen=True):
-    """`token_ids` were sampled at output positions `index`, `index`+1, ... of this attempt's choice. `logprobs`: one per token, or none.
-    `degraded`: a result that they depend on was computed without an expert. With the first: `num_cached_tokens` of the prompt, and
-    `prompt_logprobs` of its tokens behind the first, if requested."""
-
-    request_id: str
-    attempt: int
-    index: int
-    token_ids: tuple[int, ...]
-    choice: int = 0
-    logprobs: tuple[Logprobs, ...] = ()
-    degraded: bool = False
-    num_cached_tokens: int = 0
-    prompt_logprobs: tuple[Logprobs, ...] = ()
-
-
 class Tokens(Control, frozen=True):
     """The tokens that one step produced, for several requests in one message."""
 
-    tokens: tuple[Token, ...]
+    tokens: tuple[TokenEvent, ...]
 
 
 class RunsAlone(Control, frozen=True):

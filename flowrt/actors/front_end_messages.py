@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from flowrt.actors.control import Control, Logprobs
-from flowrt.sampling_params import FinishReason, SamplingParams
+from flowrt.actors.control import Control
+from flowrt.actors.outputs import ClientEvent, EndEvent
+from flowrt.sampling_params import SamplingParams
 
 RefusalKind = Literal["overloaded", "unavailable", "invalid"]
 Topic = Literal["health", "ready", "metrics", "status", "page", "drain"]
@@ -92,26 +93,16 @@ class StopChoice(Control, frozen=True):
     choice: int
 
 
-class ChoiceOutput(msgspec.Struct, frozen=True, array_like=True):
-    """The next tokens of a choice. `logprobs`: one per token, or none. `finish_reason` follows the last one of several choices."""
-
-    choice: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...] = ()
-    is_degraded: bool = False
-    finish_reason: FinishReason | None = None
-
-
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What is new of a request. The last one has `end`, and `error` when that is "error". `num_cached_tokens`: of the prompt, from the
-    prefix cache. `prompt_logprobs`, if requested, come with the first token of choice 0."""
+    """The next events of a request; `number`: of the front end. Those that the gateway commits name the gateway's number."""
 
     number: int
-    choices: tuple[ChoiceOutput, ...] = ()
-    end: FinishReason | None = None
-    error: str | None = None
-    num_cached_tokens: int = 0
-    prompt_logprobs: tuple[Logprobs, ...] = ()
+    events: tuple[ClientEvent, ...]
+
+    @property
+    def end(self) -> EndEvent | None:
+        last = self.events[-1]
+        return last if isinstance(last, EndEvent) else None
 
 
 class Outputs(Control, frozen=True):

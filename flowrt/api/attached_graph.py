@@ -8,11 +8,10 @@ from typing import Any, Unpack
 
 import msgspec
 
-from flowrt.actors.control import Logprobs
+from flowrt.actors.outputs import ChoiceEvent, ClientEvent, EndEvent, Logprobs, TokenEvent
 from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, RequestKeywords, TextPrompt, checked_prompt, split_keywords
 from flowrt.errors import NotRunningError
 from flowrt.gateway.completion import Completion
-from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.sampling_params import FinishReason, SamplingParams, checked_params
 from flowrt.serving.graph_status import GraphStatus
 from flowrt.serving.run_folder import Description, find_graph
@@ -154,11 +153,10 @@ class AttachedRequest:
             number, text = choice["index"], choice.get("text", choice.get("delta", {}).get("content", ""))
             token_ids, logprobs = choice["token_ids"], _logprobs_of(choice.get("logprobs"))
             for at, token_id in enumerate(token_ids, 1):
-                logprob, top = logprobs[at - 1] if logprobs else (None, ())
                 shown = text if at == len(token_ids) else ""
                 index, is_degraded = self._num_tokens[number], choice.get("degraded", False)
                 of_prompt = () if number or index else self._prompt_logprobs
-                yield TokenEvent(0, index, token_id, shown, number, logprob, top, is_degraded, prompt_logprobs=of_prompt)
+                yield TokenEvent(0, index, (token_id,), shown, number, tuple(logprobs[at - 1 : at]), is_degraded, of_prompt)
                 self._num_tokens[number] += 1
             if (reason := choice.get("finish_reason")) is not None:
                 self._reasons[number] = reason
@@ -166,14 +164,15 @@ class AttachedRequest:
                 yield EndEvent(0, reason, rest) if self._params.n == 1 else ChoiceEvent(0, number, reason, rest)
 
 
-def _logprobs_of(logprobs: dict[str, Any] | None) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+def _logprobs_of(logprobs: dict[str, Any] | None) -> list[Logprobs]:
     """Each token's own logprob, and those of the most likely ones by token id."""
     if logprobs is None:
         return []
     if (content := logprobs.get("content")) is not None:
-        return [(each["logprob"], tuple((_token_id(top["token"]), top["logprob"]) for top in each["top_logprobs"])) for each in content]
+        tops = [tuple((_token_id(top["token"]), top["logprob"]) for top in each["top_logprobs"]) for each in content]
+        return [Logprobs(each["logprob"], top) for each, top in zip(content, tops, strict=True)]
     tops = [tuple((_token_id(token), logprob) for token, logprob in top.items()) for top in logprobs["top_logprobs"]]
-    return list(zip(logprobs["token_logprobs"], tops, strict=True))
+    return list(map(Logprobs, logprobs["token_logprobs"], tops))
 
 
 def _prompt_logprobs_of(token_id: int, ranked: dict[str, Any]) -> Logprobs:

@@ -16,6 +16,7 @@ from typing import Any, Self, Unpack
 
 from flowrt.actors.control import Control, Statistics, TraceRecords
 from flowrt.actors.emulated_links import check_machine
+from flowrt.actors.outputs import ClientEvent
 from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, RequestKeywords, TextPrompt, checked_prompt, each_input, split_keywords
 from flowrt.api.model_gateway import new_gateway
 from flowrt.api.opened_model import open_model
@@ -25,7 +26,6 @@ from flowrt.api.served import StateReports, front_end_services, max_model_len
 from flowrt.api.warm_up import warm_up
 from flowrt.errors import NotRunningError, TokenizerError, UserError
 from flowrt.gateway.completion import Completion
-from flowrt.gateway.gateway import ClientEvent
 from flowrt.gateway.log_writer import LogWriter
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import Requests
@@ -189,7 +189,7 @@ class RunningGraph:
     ) -> AsyncGenerator[ClientEvent, None]:
         """Submit a request and yield its events; the arguments and errors are those of `complete`. Closing it early cancels the request.
 
-        The events are a TokenEvent per token, with n > 1 a ChoiceEvent for each choice that ends, then exactly one EndEvent.
+        The events are a TokenEvent for each new token, with n > 1 a ChoiceEvent for each choice that ends, then exactly one EndEvent.
 
             async for event in graph.generate("What is 1 + 2?", max_tokens=8):
                 print(event.text, end="")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, cast
 
+from flowrt.actors.outputs import ChoiceEvent, EndEvent, TokenEvent
 from flowrt.api import RunningGraph
 from flowrt.chaos.compare import PackedTokens, ReceivedAnswer, ReceivedToken
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError, install_command
-from flowrt.gateway.gateway import ChoiceEvent, EndEvent, TokenEvent
 from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
@@ -148,8 +148,9 @@ class Load:
             match event:
                 case TokenEvent():
                     answer.num_late += answer.finish_reason is not None
-                    logprobs = () if event.logprob is None else (event.logprob, event.top_logprobs, event.prompt_logprobs)
-                    tokens.append(ReceivedToken(event.index, event.token_id, now(), event.choice, logprobs))
+                    for at, token_id in enumerate(event.token_ids):
+                        logprobs = (event.logprobs[at], event.prompt_logprobs) if event.logprobs else ()
+                        tokens.append(ReceivedToken(event.index + at, token_id, now(), event.choice, logprobs))
                     texts[event.choice] = texts.get(event.choice, "") + event.text
                 case ChoiceEvent():
                     answer.endings[event.choice] = (event.finish_reason, texts.pop(event.choice, "") + event.text)

@@ -12,6 +12,7 @@ from typing import Any
 from rich.text import Text
 
 import flowrt
+from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import AttachedGraph, attach
 from flowrt.cli.options import RunOptions
 from flowrt.cli.prompts import PromptRequest
@@ -21,7 +22,6 @@ from flowrt.cli.tables import new_console, print_latency
 from flowrt.cli.text import OutputStream
 from flowrt.cli.view import AnswerView
 from flowrt.errors import FAILURE, INTERRUPTED, SUCCESS, NotRunningError, UserError, named_error
-from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import RealClock
 from flowrt.system.output_file import STDOUT, check_writable, write_file

@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from flowrt.actors.control import Logprobs
+from flowrt.actors.outputs import ChoiceEvent, ClientEvent, EndEvent, Logprobs, TokenEvent
 from flowrt.cli.prompts import PromptRequest
-from flowrt.gateway.gateway import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.sampling_params import FinishReason
 
 
@@ -57,13 +56,12 @@ class RecordedChoice:
         if isinstance(event, ChoiceEvent):
             self.finish_reason = event.finish_reason
             return
-        self.token_ids.append(event.token_id)
+        self.token_ids += event.token_ids
         self.prompt_logprobs += event.prompt_logprobs
         if event.degraded:
-            self.degraded_tokens.append(event.index)
-        if event.logprob is not None:
-            self.logprobs.append(event.logprob)
-            self.top_logprobs.append(event.top_logprobs)
+            self.degraded_tokens += event.indices
+        self.logprobs += (each.token for each in event.logprobs)
+        self.top_logprobs += (each.top for each in event.logprobs)
 
     def as_json(self) -> dict[str, Any]:
         """The values of the record; logprobs and degraded tokens only where there are any."""
@@ -105,7 +103,7 @@ class Record:
             return
         self.choices[event.choice].add(event)
         if isinstance(event, TokenEvent) and event.choice == 0:
-            self.token_seconds.append(now)
+            self.token_seconds += [now] * len(event.token_ids)
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """End the request: no more events follow. No-op after the end."""

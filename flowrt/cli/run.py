@@ -18,6 +18,7 @@ from typing import Any
 
 import flowrt
 from flowrt.actors.control import Statistics
+from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph, read_graph
 from flowrt.bench.peers.child import new_event_loop
 from flowrt.chaos.run_faults import RunFaults
@@ -30,7 +31,6 @@ from flowrt.cli.tables import new_console, print_tables
 from flowrt.cli.text import OutputStream, visible
 from flowrt.cli.view import PlainView, View
 from flowrt.errors import BAD_INPUT, FAILURE, INTERRUPTED, NO_READER, SUCCESS, NotRunningError, UserError, WorkerDiedError
-from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.launcher import events
 from flowrt.launcher.launcher import STOP_SECONDS
 from flowrt.launcher.start_checks import check_engine

@@ -11,7 +11,8 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
-from flowrt.actors.control import Ended, KvCompleted, KvLost, KvPulled, Logprobs, Request, Token
+from flowrt.actors.control import Ended, KvCompleted, KvLost, KvPulled, Request
+from flowrt.actors.outputs import Logprobs, TokenEvent
 from flowrt.engine.batch import Batch, Part, build_batch, num_scores, produces_token
 from flowrt.engine.constraint import Constraint
 from flowrt.engine.micro_batches import MicroBatchCount
@@ -30,7 +31,7 @@ MAX_REMEMBERED = 4096  # ended or cancelled attempts: a repeated Submit or Cance
 NOT_FINITE = "the model's logits for output token {} were not finite (NaN or infinity) twice{}; check the weights, or run in a wider dtype"
 
 
-Decision = Token | Ended | KvPulled | KvLost | Hold  # for the gateway
+Decision = TokenEvent | Ended | KvPulled | KvLost | Hold  # for the gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,9 +386,8 @@ class Engine:
                 continue  # it was cancelled, or the client has this token
             own = () if found is None else (Logprobs(found.token, found.top[: request.params.logprobs]),)
             scores = of_prompt if choice == 0 else ()
-            decisions.append(
-                Token(request.id, request.attempt, index, (token_id,), choice, own, sequence.is_degraded, num_cached_tokens, scores)
-            )
+            degraded, attempt = sequence.is_degraded, request.attempt
+            decisions.append(TokenEvent(request.index, index, (token_id,), "", choice, own, degraded, scores, num_cached_tokens, attempt))
             if (reason := sequence.end_reason(token_id)) is not None:
                 sequence.open_choices.discard(choice)
                 decisions.append(Ended(request.id, request.attempt, reason, None, choice, sequence.num_output_tokens))

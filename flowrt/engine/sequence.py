@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import isfinite
 
-from flowrt.actors.control import KvOffer, Logprobs, Request
+from flowrt.actors.control import KvOffer, Request
+from flowrt.actors.outputs import Logprobs
 from flowrt.engine.constraint import Constraint
 from flowrt.engine.prefix_cache import Prefix
 from flowrt.sampling_params import FinishReason

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from flowrt.actors.control import Logprobs
+from flowrt.actors.outputs import ChoiceEvent, ClientEvent, EndEvent, Logprobs, TokenEvent
 from flowrt.errors import RequestError, as_line
-from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.sampling_params import FinishReason
 
 
@@ -94,10 +93,10 @@ def _choice(choice: int, events: Iterable[ClientEvent], end: EndEvent) -> Choice
     tokens = [event for event in own if isinstance(event, TokenEvent)]
     reasons = [event.finish_reason for event in own if isinstance(event, ChoiceEvent)]
     return Choice(
-        token_ids=tuple(event.token_id for event in tokens),
+        token_ids=tuple(token_id for event in tokens for token_id in event.token_ids),
         text="".join(event.text for event in own) + end.text,
         finish_reason=reasons[0] if reasons else end.finish_reason,
-        logprobs=tuple(event.logprob for event in tokens if event.logprob is not None),
-        top_logprobs=tuple(event.top_logprobs for event in tokens if event.logprob is not None),
-        degraded_tokens=tuple(event.index for event in tokens if event.degraded),
+        logprobs=tuple(each.token for event in tokens for each in event.logprobs),
+        top_logprobs=tuple(each.top for event in tokens for each in event.logprobs),
+        degraded_tokens=tuple(index for event in tokens if event.degraded for index in event.indices),
     )

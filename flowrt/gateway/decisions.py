@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flowrt.actors.control import Cancel, KvCompleted, Request
-from flowrt.gateway.request_log import ClientEvent
+from flowrt.actors.outputs import ClientEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,6 @@ class SendRequest:
 
     group: str
     request: Request
-    index: int  # the request's number at this gateway, as in its events
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from flowrt.actors.control import Control, Logprobs
+from flowrt.actors.control import Control
 from flowrt.actors.front_end_messages import (
     Attach,
     Attached,
     CancelRequest,
-    ChoiceOutput,
     Outputs,
     Place,
     RequestOutput,
@@ -28,9 +27,8 @@ from flowrt.actors.front_end_messages import (
     StateReport,
     StopChoice,
 )
-from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
+from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.gateway.requests import Requests
-from flowrt.sampling_params import FinishReason
 from flowrt.transports.errors import TransportError
 
 log = logging.getLogger("flowrt.gateway")
@@ -127,7 +125,9 @@ class FrontEnds:
         self._failure = error
         for name, front_end in self._front_ends.items():
             with suppress(TransportError):
-                self._post(name, Outputs(tuple(RequestOutput(number, (), "error", error) for number in front_end.requests)))
+                self._post(
+                    name, Outputs(tuple(RequestOutput(number, (EndEvent(number, "error", "", error),)) for number in front_end.requests))
+                )
             front_end.requests.clear()
             front_end.changed.clear()
 
@@ -205,12 +205,11 @@ class FrontEnds:
                 events = events[:MAX_EVENTS]
                 front_end.changed[number] = None
             request.num_sent += len(events)
-            num_events += len(events)
             if events:
-                outputs.append(output_of(number, events, self._requests.gateway.log(request.index).num_cached_tokens))
-                num_events += len(outputs[-1].prompt_logprobs)
-            if events and isinstance(events[-1], EndEvent):
-                self._close(front_end, number)
+                outputs.append(RequestOutput(number, tuple(events)))
+                num_events += sum(1 + len(event.prompt_logprobs) if isinstance(event, TokenEvent) else 1 for event in events)
+                if outputs[-1].end is not None:
+                    self._close(front_end, number)
         return tuple(outputs)
 
     async def _respond(self, name: str, query: StateQuery) -> None:
@@ -225,32 +224,3 @@ class FrontEnds:
 
 async def _awaited(task: Awaitable[None]) -> None:
     await task
-
-
-def output_of(number: int, events: Iterable[ClientEvent], num_cached_tokens: int = 0) -> RequestOutput:
-    """The message of a request's next events."""
-    token_ids: dict[int, list[int]] = {}
-    logprobs: dict[int, list[Logprobs]] = {}
-    reasons: dict[int, FinishReason] = {}
-    degraded: set[int] = set()
-    end: EndEvent | None = None
-    of_prompt: tuple[Logprobs, ...] = ()
-    for event in events:
-        match event:
-            case TokenEvent():
-                token_ids.setdefault(event.choice, []).append(event.token_id)
-                if event.logprob is not None:
-                    logprobs.setdefault(event.choice, []).append(Logprobs(event.logprob, event.top_logprobs))
-                if event.degraded:
-                    degraded.add(event.choice)
-                of_prompt = event.prompt_logprobs or of_prompt
-            case ChoiceEvent():
-                reasons[event.choice] = event.finish_reason
-            case EndEvent():
-                end = event
-    choices = tuple(
-        ChoiceOutput(choice, tuple(token_ids.get(choice, ())), tuple(logprobs.get(choice, ())), choice in degraded, reasons.get(choice))
-        for choice in {**token_ids, **reasons}
-    )
-    reason, error = (end.finish_reason, end.error) if end is not None else (None, None)
-    return RequestOutput(number, choices, reason, error, num_cached_tokens, of_prompt)

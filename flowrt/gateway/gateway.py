@@ -15,25 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from flowrt.actors.control import Cancel, Ended, KvLost, KvPulled, Prefilled, Prefilling, Request, RunsAlone, Token
+from msgspec.structs import replace
+
+from flowrt.actors.control import Cancel, Ended, KvLost, KvPulled, Prefilled, Prefilling, Request, RunsAlone
+from flowrt.actors.outputs import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.engine.validation import num_new_tokens, prompt_refusal, refusal
 from flowrt.gateway.admission import Admission
 from flowrt.gateway.decisions import Decision, ForWorker, SendCancel, SendCompleted, SendRequest
 from flowrt.gateway.log_contents import LoggedRequest, unfit
-from flowrt.gateway.log_records import ChoiceEnded, token_of
 from flowrt.gateway.request_log import (
-    ChoiceEvent,
     ChoiceLog,
-    ClientEvent,
     Detokenizer,
-    EndEvent,
     RequestLog,
     RequestLogs,
-    TokenEvent,
-    is_hidden_stop,
     new_stop_strings,
     request_of,
-    token_event,
 )
 from flowrt.gateway.routing import GuardedPolicy, RoutingPolicy, WorkerStatus, cache_aware
 from flowrt.gateway.stages import Stages
@@ -41,8 +37,6 @@ from flowrt.graph.settings import GraphLimits, LongPrompts
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason, SamplingParams
 from flowrt.transports.wire.message import Tag
-
-__all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "TokenEvent"]
 
 
 class Gateway(RequestLogs):
@@ -156,11 +150,11 @@ class Gateway(RequestLogs):
         for record in logged.output:
             if (choice := log.choices[record.choice]).finish_reason is not None:  # a stop string has ended it
                 continue
-            if isinstance(record, ChoiceEnded):
+            if isinstance(record, ChoiceEvent):
                 if logged.end is None or record.finish_reason in ("stop", "length"):  # others have ended with the request
                     decisions += self._end_choice(log, choice, record.finish_reason)
             else:
-                decisions += self._commit(log, choice, token_of(record), 0)
+                decisions += self._commit(log, choice, record)
         if log.end is None and logged.end is not None:
             decisions += self._end(log, logged.end.finish_reason, logged.end.error)
         decisions = [decision for decision in decisions if isinstance(decision, ForWorker)]
@@ -198,30 +192,30 @@ class Gateway(RequestLogs):
 
     # From workers
 
-    def on_token(self, group: str, token: Token) -> list[Decision]:
+    def on_token(self, group: str, tokens: TokenEvent) -> list[Decision]:
         """Commit the tokens that come next in the request's log; ignore tokens that are committed already or come from another attempt or
         group.
 
         A connection keeps order, so a gap is a bug: it ends the request with an error rather than with wrong text.
         """
-        log = self._active.get(token.request_id)
-        if log is None or token.attempt != log.attempt or self._stages.sender_of(log, token.index) != group:
+        log = self._logs.get(tokens.request)
+        if log is None or log.end is not None or tokens.attempt != log.attempt or self._stages.sender_of(log, tokens.index) != group:
+            return []
+        choice = log.choices[tokens.choice] if tokens.choice < len(log.choices) else None
+        num_committed = 0 if choice is None else len(choice.token_ids)
+        end = 1 if tokens.index == 0 and log.prefill_worker is not None else len(tokens.token_ids)
+        begin, fits = num_committed - tokens.index, log.max_tokens - tokens.index
+        if choice is not None and (choice.finish_reason is not None or begin >= end):
             return []
         decisions: list[Decision] = []
-        choice = log.choices[token.choice] if token.choice < len(log.choices) else None
-        log.num_cached_tokens = max(log.num_cached_tokens, token.num_cached_tokens)
-        num_accepted = 1 if token.index == 0 and log.prefill_worker is not None else None
-        for at in range(len(token.token_ids[:num_accepted])):
-            index = token.index + at
-            if choice is not None and (choice.finish_reason is not None or index < len(choice.token_ids)):
-                continue
-            if choice is None or index > len(choice.token_ids) or index >= log.max_tokens:
-                num_committed = 0 if choice is None else len(choice.token_ids)
-                which = f"{log.id} (choice {token.choice})" if token.choice else log.id
-                error = f"{group} sent token {index} of {which} where {num_committed} of {log.max_tokens} were committed"
-                return decisions + self._end(log, "error", error, cancels_worker=True)
-            decisions += self._commit(log, choice, token, at)
-        return decisions
+        if choice is not None and 0 <= begin < fits:
+            decisions += self._commit(log, choice, tokens.part(begin, min(end, fits)))
+            if end <= fits or choice.finish_reason is not None:
+                return decisions
+            num_committed, begin = log.max_tokens, fits
+        which = f"{log.id} (choice {tokens.choice})" if tokens.choice else log.id
+        error = f"{group} sent token {tokens.index + max(0, begin)} of {which} where {num_committed} of {log.max_tokens} were committed"
+        return decisions + self._end(log, "error", error, cancels_worker=True)
 
     def on_runs_alone(self, group: str, control: RunsAlone) -> list[Decision]:
         """A group is about to compute a suspect alone, or did before a server that crashed over it was lost."""
@@ -355,7 +349,7 @@ class Gateway(RequestLogs):
     # Inside
 
     def _place_waiting(self) -> list[Decision]:
-        return [SendRequest(worker, request_of(log, stage), log.index) for worker, log, stage in self._stages.place_waiting()]
+        return [SendRequest(worker, request_of(log, stage)) for worker, log, stage in self._stages.place_waiting()]
 
     def _admit(self, params: SamplingParams, has_text: bool, num_tokens: int) -> RequestLog:
         log = self._new_log(params)
@@ -377,13 +371,13 @@ class Gateway(RequestLogs):
                 choice.detokenizer = self._new_detokenizer(log.prompt_token_ids, log.params.skip_special_tokens)
                 choice.stops = new_stop_strings(log.params)
 
-    def _commit(self, log: RequestLog, choice: ChoiceLog, token: Token, at: int) -> list[Decision]:
-        index, token_id = len(choice.token_ids), token.token_ids[at]
-        choice.token_ids.append(token_id)
-        text, stopped = "", False
-        if not is_hidden_stop(log.params, self._eos_token_ids, token_id):
-            text, stopped = choice.push(token_id, looks_for_stops=index >= log.params.min_tokens)
-        event = token_event(log, choice, index, text, token, at)
+    def _commit(self, log: RequestLog, choice: ChoiceLog, tokens: TokenEvent) -> list[Decision]:
+        """Append tokens up to the one that completes a stop string."""
+        text, stopped, num_tokens = "", False, 0
+        while not stopped and num_tokens < len(tokens.token_ids):
+            new_text, stopped = choice.push(tokens.token_ids[num_tokens], log.params, self._eos_token_ids)
+            text, num_tokens = text + new_text, num_tokens + 1
+        event = replace(tokens.part(0, num_tokens), text=text, attempt=0)
         log.events.append(event)
         decisions: list[Decision] = [event, *self._prove(log, choice)]
         return decisions + (self._end_choice(log, choice, "stop", cancels_worker=True) if stopped else [])

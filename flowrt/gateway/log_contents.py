@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from flowrt.actors.outputs import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.errors import UserError, shown
-from flowrt.gateway.log_records import (
-    ChoiceEnded,
-    Committed,
-    FoundFrames,
-    LogHeader,
-    Output,
-    Record,
-    RequestEnded,
-    Scored,
-    Submitted,
-    read_frames,
-)
+from flowrt.gateway.log_records import FoundFrames, LogHeader, Record, Submitted, read_frames
 from flowrt.system.log_files import LogFolder
 
 
@@ -27,29 +17,29 @@ class LoggedRequest:
 
     submitted: Submitted
     segment: str
-    output: list[Output] = field(default_factory=list)
-    end: RequestEnded | None = None
+    output: list[TokenEvent | ChoiceEvent] = field(default_factory=list)
+    end: EndEvent | None = None
 
     def __post_init__(self) -> None:
         self._num_tokens = [0] * self.submitted.params.n
         self._ended: set[int] = set()
 
-    def add(self, record: Output | RequestEnded) -> None:
+    def add(self, record: ClientEvent) -> None:
         """Raises ValueError for a record that cannot follow."""
         which = f"request {record.request}"
         if self.end is not None:
             raise ValueError(f"{which} goes on after its end")
-        if isinstance(record, RequestEnded):
+        if isinstance(record, EndEvent):
             self.end = record
             return
         if record.choice >= len(self._num_tokens) or record.choice in self._ended:
             raise ValueError(f"{which} has no open choice {record.choice}")
-        if isinstance(record, ChoiceEnded):
+        if isinstance(record, ChoiceEvent):
             self._ended.add(record.choice)
         elif record.index != self._num_tokens[record.choice]:
             raise ValueError(f"token {record.index} of {which} follows {self._num_tokens[record.choice]} tokens")
         else:
-            self._num_tokens[record.choice] += 1
+            self._num_tokens[record.choice] += len(record.token_ids)
         self.output.append(record)
 
 
@@ -78,7 +68,7 @@ class LogContents:
                     if request in self.requests:
                         raise ValueError(f"request {request} was submitted twice")
                     self.requests[request] = LoggedRequest(record, segment)
-                case Committed() | Scored() | ChoiceEnded() | RequestEnded():
+                case TokenEvent() | ChoiceEvent() | EndEvent():
                     if (known := self.requests.get(record.request)) is not None:
                         known.add(record)
 

@@ -1,12 +1,12 @@
 """The format of the request log on disk: records in frames, frames in segments. Pure: bytes in, records out, and back.
 
     segment   frames, the first of which holds a LogHeader alone
-    frame     4 bytes FLR1 | number of the frame, 8 bytes | length of the payload, 4 bytes | hash, 8 bytes | payload
-    payload   MessagePack: a list of records, each an array that begins with the number of its kind
+    frame     4 bytes FLR2 | number of the frame, 8 bytes | length of the payload, 4 bytes | hash, 8 bytes | payload
+    payload   MessagePack: a list of records, each an array that begins with the number of its kind; most are events of clients
 
 Numbers are little-endian. The hash is BLAKE2b of the number, the length and the payload. Frames are numbered over all segments, from a
 random number on, so that no client can write a frame of this log into its prompt. What the gateway committed in one decision is in one
-frame, so it is there as a whole or not at all. The digit in FLR1 is the version.
+frame, so it is there as a whole or not at all. The digit in FLR2 is the version.
 """
 
 from __future__ import annotations
@@ -15,22 +15,19 @@ import struct
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
-from flowrt.actors.control import Logprobs, Token
 from flowrt.actors.front_end_messages import Origin
-from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, RequestLog, TokenEvent
-from flowrt.sampling_params import FinishReason, SamplingParams
+from flowrt.actors.outputs import ClientEvent, Whole
+from flowrt.gateway.request_log import RequestLog
+from flowrt.sampling_params import SamplingParams
 
-MAGIC = b"FLR1"
+MAGIC = b"FLR2"
 MAX_PAYLOAD = 1 << 28
 FRAME_BYTES = 16 << 20  # a larger frame is divided
 _HEAD = struct.Struct("<4sQI8s")
 _HASHED = struct.Struct("<QI")
-_Whole = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class LogHeader(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -43,55 +40,16 @@ class Submitted(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """A request was admitted with this prompt. `seed` and `max_tokens` are those of `params`, or what the gateway filled in. `has_text`:
     the gateway converts its tokens to text."""
 
-    request: _Whole
-    prompt_token_ids: tuple[_Whole, ...]
+    request: Whole
+    prompt_token_ids: tuple[Whole, ...]
     params: SamplingParams
-    seed: _Whole
-    max_tokens: _Whole
+    seed: Whole
+    max_tokens: Whole
     has_text: bool
     origin: Origin | None = None
 
 
-class Committed(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A token was committed at position `index` of a choice's output."""
-
-    request: _Whole
-    choice: _Whole
-    index: _Whole
-    token_id: _Whole
-
-
-class Scored(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """As Committed, with what TokenEvent has beside the token."""
-
-    request: _Whole
-    choice: _Whole
-    index: _Whole
-    token_id: _Whole
-    logprob: float | None
-    top_logprobs: tuple[tuple[_Whole, float], ...]
-    degraded: bool
-    prompt_logprobs: tuple[Logprobs, ...]
-
-
-class ChoiceEnded(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """One of several choices has ended."""
-
-    request: _Whole
-    choice: _Whole
-    finish_reason: FinishReason
-
-
-class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The request has ended."""
-
-    request: _Whole
-    finish_reason: FinishReason
-    error: str | None
-
-
-Output = Committed | Scored | ChoiceEnded
-Record = LogHeader | Submitted | Output | RequestEnded
+Record = LogHeader | Submitted | ClientEvent
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Record])
@@ -136,27 +94,6 @@ def payloads_of(records: Sequence[Record]) -> list[bytes]:
         return [payload]
     middle = begins[len(begins) // 2]
     return payloads_of(records[:middle]) + payloads_of(records[middle:])
-
-
-def record_of(event: ClientEvent) -> Record:
-    match event:
-        case TokenEvent(request, index, token_id, _, choice, None, (), False, ()):
-            return Committed(request, choice, index, token_id)
-        case TokenEvent(request, index, token_id, _, choice, logprob, top, degraded, of_prompt):
-            return Scored(request, choice, index, token_id, logprob, top, degraded, of_prompt)
-        case ChoiceEvent(request, choice, reason):
-            return ChoiceEnded(request, choice, reason)
-        case EndEvent(request, reason, _, error):
-            return RequestEnded(request, reason, error)
-
-
-def token_of(record: Committed | Scored) -> Token:
-    """The message that brought a token; of no worker."""
-    if isinstance(record, Committed):
-        return Token("", 0, record.index, (record.token_id,), record.choice)
-    logprobs = () if record.logprob is None else (Logprobs(record.logprob, record.top_logprobs),)
-    prompt_logprobs = record.prompt_logprobs
-    return Token("", 0, record.index, (record.token_id,), record.choice, logprobs, record.degraded, 0, prompt_logprobs)
 
 
 def submitted_of(log: RequestLog, has_text: bool) -> Submitted:

@@ -14,10 +14,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from flowrt.actors.outputs import ClientEvent
 from flowrt.errors import UserError
 from flowrt.gateway.log_contents import LogContents, read_log
-from flowrt.gateway.log_records import LogHeader, Record, frame_of, framed, payloads_of, record_of, submitted_of
-from flowrt.gateway.request_log import ClientEvent, RequestLog
+from flowrt.gateway.log_records import LogHeader, Record, frame_of, framed, payloads_of, submitted_of
+from flowrt.gateway.request_log import RequestLog
 from flowrt.seams import Compute
 from flowrt.system.log_files import LogFolder, LogSegment
 
@@ -86,7 +87,7 @@ class LogWriter:
 
     def add(self, events: Sequence[ClientEvent]) -> None:
         """Add events of requests. Those of a request that was not submitted wait for their turn, and are not in the log."""
-        self._records += [record_of(event) for event in events if event.request in self._submitted_in]
+        self._records += [event for event in events if event.request in self._submitted_in]
         self._events += events
         self._note_added()
 

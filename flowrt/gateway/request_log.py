@@ -9,61 +9,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-import msgspec
-from msgspec.structs import replace
-
-from flowrt.actors.control import KvOffer, Logprobs, Request, Token
+from flowrt.actors.control import KvOffer, Request
 from flowrt.actors.front_end_messages import Origin
+from flowrt.actors.outputs import ClientEvent, EndEvent, TokenEvent
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.sampling_params import FinishReason, SamplingParams
 from flowrt.transports.wire.message import Tag
 
 Stage = Literal["all", "prefill"]  # what a worker computes of a request: Request.stage
-
-
-class TokenEvent(msgspec.Struct, frozen=True):
-    """One committed token. `text` is the text that may be shown now. It can be empty, or contain held-back text of earlier tokens.
-
-    When logprobs are requested: `logprob` is the token's own, `top_logprobs` has (token id, logprob) of the likeliest tokens at its
-    position, best first (control.Logprobs). `prompt_logprobs`, if requested, come with the first token of choice 0: those of the prompt's
-    tokens behind the first. `degraded`: the token was computed without an unavailable expert, or from earlier results
-    computed without it.
-    """
-
-    request: int
-    index: int
-    token_id: int
-    text: str
-    choice: int = 0
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-    degraded: bool = False
-    prompt_logprobs: tuple[Logprobs, ...] = ()
-
-
-class ChoiceEvent(msgspec.Struct, frozen=True):
-    """One of several choices has ended; a request with n = 1 has no such event. `finish_reason` and `text` are as in EndEvent."""
-
-    request: int
-    choice: int
-    finish_reason: FinishReason
-    text: str = ""
-
-
-class EndEvent(msgspec.Struct, frozen=True):
-    """The last event of a request, exactly one. `finish_reason`: stop, length, abort or error; `error` is the reason of an error. `text`:
-    the text held back until now.
-
-    With n > 1 each ended choice has its own ChoiceEvent. Then `text` is empty, and `finish_reason` is that of choice 0 when all choices
-    ended by themselves, else the reason that ended the request."""
-
-    request: int
-    finish_reason: FinishReason
-    text: str = ""
-    error: str | None = None
-
-
-ClientEvent = TokenEvent | ChoiceEvent | EndEvent
 
 
 class Detokenizer(Protocol):
@@ -101,8 +54,12 @@ class ChoiceLog:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None  # None while the choice is running
 
-    def push(self, token_id: int, looks_for_stops: bool) -> tuple[str, bool]:
+    def push(self, token_id: int, params: SamplingParams, eos_token_ids: Collection[int]) -> tuple[str, bool]:
         """Add a token. Returns the text that may be shown now, and whether a stop string is complete. After that no more text comes."""
+        looks_for_stops = len(self.token_ids) >= params.min_tokens
+        self.token_ids.append(token_id)
+        if is_hidden_stop(params, eos_token_ids, token_id):
+            return "", False
         text = self.detokenizer.push(token_id) if self.detokenizer is not None else ""
         if self.stops is None or not looks_for_stops:
             return text, False
@@ -141,7 +98,6 @@ class RequestLog:
     kv_was_lost: bool = False  # a group lost it while the prefill worker computed the prompt; the next attempt begins after the prompt
     num_expected_tokens: int = 0  # of output, of each choice
     prefix_digests: tuple[bytes, ...] | None = None  # of the prompt (prefix_index.py), when they are known
-    num_cached_tokens: int = 0  # of the prompt, whose KV came from a prefix cache
     num_kv_lost: int = 0  # KV transfers that failed, in all attempts
     waits_since: float = 0.0  # seconds: when it was admitted, from when on it waits for a group while none is left
     is_suspect: bool = False  # its group crashed while it ran there: each choice runs alone until it has committed a token
@@ -170,7 +126,7 @@ class RequestLog:
     def num_bytes(self) -> int:
         """About the memory that it takes."""
         tokens = [event for event in self.events if isinstance(event, TokenEvent)]
-        num_logprobs = sum(len(event.top_logprobs) + sum(1 + len(each.top) for each in event.prompt_logprobs) for event in tokens)
+        num_logprobs = sum(1 + len(each.top) for event in tokens for each in event.logprobs + event.prompt_logprobs)
         form = b"" if self.origin is None else self.origin.form
         return 256 * len(self.events) + 128 * num_logprobs + 40 * len(self.prompt_token_ids) + len(form)
 
@@ -240,18 +196,11 @@ class RequestLogs:
         return log
 
 
-def token_event(log: RequestLog, choice: ChoiceLog, index: int, text: str, token: Token, at: int) -> TokenEvent:
-    """The event of the token at position `at` of a message, which is committed at position `index` of the choice."""
-    event = TokenEvent(log.index, index, token.token_ids[at], text, choice.index, degraded=token.degraded)
-    if at < len(token.logprobs):
-        event = replace(event, logprob=token.logprobs[at].token, top_logprobs=token.logprobs[at].top)
-    return replace(event, prompt_logprobs=token.prompt_logprobs) if token.prompt_logprobs and not index else event
-
-
 def request_of(log: RequestLog, stage: Stage = "all") -> Request:
     """The message that submits the request's current attempt to its group."""
     return Request(
         id=log.id,
+        index=log.index,
         attempt=log.attempt,
         prompt_token_ids=log.prompt_token_ids,
         max_tokens=log.max_tokens,

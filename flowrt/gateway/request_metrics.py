@@ -96,10 +96,10 @@ class RequestMetrics:
         self.num_prompt_tokens += num_prompt_tokens
         self.queue_seconds.observe(now - times.arrived)
 
-    def add_token(self, request: int, choice: int, now: float) -> None:
+    def add_tokens(self, request: int, choice: int, now: float, number: int = 1) -> None:
         if (times := self._times.get(request)) is None:
             return
-        self.num_generation_tokens += 1
+        self.num_generation_tokens += number
         latest = times.latest.get(choice)
         if latest is not None:
             self.token_seconds.observe(now - latest)
@@ -107,7 +107,7 @@ class RequestMetrics:
             times.first_token = now
             self.first_token_seconds.observe(now - times.arrived)
         times.latest[choice] = now
-        times.num_by_choice[choice] += 1
+        times.num_by_choice[choice] += number
 
     def open_requests(self) -> Iterator[RequestTimes]:
         """The oldest first."""

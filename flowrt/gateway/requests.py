@@ -9,9 +9,10 @@ from contextlib import suppress
 from flowrt.actors.control import Control, Ended, KvLost, KvPulled, Prefilled, Prefilling, RunsAlone, Submit, Tokens
 from flowrt.actors.front_end_messages import Origin
 from flowrt.actors.mailbox import Mailbox
+from flowrt.actors.outputs import ClientEvent, EndEvent, TokenEvent
 from flowrt.errors import UserError, shown
 from flowrt.gateway.decisions import Decision, ForWorker, SendCancel, SendCompleted, SendRequest
-from flowrt.gateway.gateway import ClientEvent, EndEvent, Gateway, TokenEvent
+from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.log_contents import LogContents
 from flowrt.gateway.log_writer import LogWriter
 from flowrt.gateway.request_metrics import RequestMetrics
@@ -30,7 +31,7 @@ UNATTENDED_SECONDS = 60.0  # that a request goes on when its last client has lef
 
 class Requests:
     """`send(group, control)` waits while the group's control connection is full. `progress` receives the starts, tokens and ends of
-    requests, `on_token` each committed token."""
+    requests, `on_token` the committed tokens."""
 
     def __init__(
         self,
@@ -274,7 +275,7 @@ class Requests:
         """Handle a message of the current incarnation of a group, about one of its requests. Ignores other messages."""
         match control:
             case Tokens(tokens):
-                self._carry_out([decision for token in tokens for decision in self.gateway.on_token(group, token)])
+                self._carry_out([decision for each in tokens for decision in self.gateway.on_token(group, each)])
             case Ended():
                 self._carry_out(self.gateway.on_ended(group, control))
             case RunsAlone():
@@ -420,10 +421,10 @@ class Requests:
 def _count(metrics: RequestMetrics, decision: Decision, now: float) -> None:
     match decision:
         case TokenEvent():
-            metrics.add_token(decision.request, decision.choice, now)
+            metrics.add_tokens(decision.request, decision.choice, now, len(decision.token_ids))
         case SendRequest() if decision.request.kv is None:  # otherwise the same attempt goes on in a group
             request = decision.request
-            metrics.place(decision.index, len(request.prompt_token_ids), request.params.n, request.max_tokens, now)
+            metrics.place(request.index, len(request.prompt_token_ids), request.params.n, request.max_tokens, now)
         case EndEvent():
             metrics.end(decision.request, decision.finish_reason, now)
 

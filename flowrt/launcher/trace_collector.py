@@ -13,7 +13,7 @@ from contextlib import suppress
 import msgspec
 
 from flowrt.actors.control import TraceRecords, TraceRequest
-from flowrt.gateway.gateway import TokenEvent
+from flowrt.actors.outputs import TokenEvent
 from flowrt.graph.model import GATEWAY, MONITOR
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.system.clock_offset import SAME_CLOCK, ClockOffset

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from flowrt.actors.control import Logprobs
+from flowrt.actors.outputs import Logprobs
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.choice_text import TextPiece
 from flowrt.serving.output_formats import NO_FORMATS, OutputFormats

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
-from flowrt.actors.control import Logprobs
 from flowrt.actors.front_end_messages import RequestOutput
+from flowrt.actors.outputs import ChoiceEvent, EndEvent, Logprobs, TokenEvent
 from flowrt.gateway.request_log import ChoiceLog, Detokenizer, is_hidden_stop, new_stop_strings
 from flowrt.sampling_params import FinishReason, SamplingParams
 from flowrt.serving.output_parser import CallDelta, OutputParser, joined_calls
@@ -54,39 +54,32 @@ class RequestText:
         return all(choice.finish_reason is not None for choice in self._choices)
 
     @property
-    def has_prompt_logprobs(self) -> bool:
-        """Whether those of the prompt have come, if requested: with the first token of the first choice."""
-        return self._params.prompt_logprobs is not None and len(self._choices[0].token_ids) > 0
-
-    @property
     def num_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self._choices)
 
     def add(self, output: RequestOutput) -> Iterator[TextPiece]:
         """One piece per token, and one for the end of a choice without tokens. `output.end` is no error."""
-        for new in output.choices:
-            choice = self._choices[new.choice]
-            for at, token_id in enumerate(new.token_ids):
-                if choice.finish_reason is not None:  # computed before the stop was known
-                    break
-                logprobs = [new.logprobs[at]] if new.logprobs else []
-                yield self._push(choice, token_id, logprobs, new.is_degraded)
-            if new.finish_reason is not None:
-                yield from self._end(choice, new.finish_reason)
-        if output.end is not None:
-            for choice in self._choices:
-                yield from self._end(choice, output.end)
+        for event in output.events:
+            match event:
+                case TokenEvent():
+                    choice = self._choices[event.choice]
+                    for at, token_id in enumerate(event.token_ids):
+                        if choice.finish_reason is not None:  # computed before the stop was known
+                            break
+                        yield self._push(choice, token_id, list(event.logprobs[at : at + 1]), event.degraded)
+                case ChoiceEvent():
+                    yield from self._end(self._choices[event.choice], event.finish_reason)
+                case EndEvent():
+                    for choice in self._choices:
+                        yield from self._end(choice, event.finish_reason)
 
     def _push(self, choice: ChoiceLog, token_id: int, logprobs: list[Logprobs], is_degraded: bool) -> TextPiece:
-        looks_for_stops = len(choice.token_ids) >= self._params.min_tokens
-        choice.token_ids.append(token_id)
-        piece = TextPiece(self._first_choice + choice.index, "", [token_id], logprobs, None, is_degraded)
+        text, has_stopped = choice.push(token_id, self._params, self._eos_token_ids)
+        piece = TextPiece(self._first_choice + choice.index, text, [token_id], logprobs, None, is_degraded)
         piece.ends_at_stop_token = is_hidden_stop(self._params, self._eos_token_ids, token_id)
-        if not piece.ends_at_stop_token:
-            piece.text, has_stopped = choice.push(token_id, looks_for_stops)
-            if has_stopped:
-                piece.finish_reason, _ = choice.end("stop")
-                self._on_stop(choice.index)
+        if has_stopped:
+            piece.finish_reason, _ = choice.end("stop")
+            self._on_stop(choice.index)
         return self._parse(choice.index, piece)
 
     def _end(self, choice: ChoiceLog, reason: FinishReason) -> Iterator[TextPiece]:

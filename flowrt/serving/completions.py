@@ -16,6 +16,7 @@ import msgspec
 
 from flowrt.actors.control import Request
 from flowrt.actors.front_end_messages import Origin
+from flowrt.actors.outputs import TokenEvent
 from flowrt.engine.validation import find_problem, num_new_tokens
 from flowrt.errors import TokenizerError
 from flowrt.graph.settings import GraphLimits
@@ -338,12 +339,14 @@ class _Response:
         pieces: list[TextPiece] = []
         for prompt, output in await self._inbox.take():
             text = self._texts[prompt]
-            self._num_cached_tokens[prompt] = output.num_cached_tokens
-            if output.end in ("error", "abort") and not text.has_ended:
-                raise _failure(output.error, self._exchange.id)
+            if output.end is not None and output.end.finish_reason in ("error", "abort") and not text.has_ended:
+                raise _failure(output.end.error, self._exchange.id)
             pieces += text.add(output)
-            if text.has_prompt_logprobs and self._prompts[prompt].logprobs is None:
-                self._prompts[prompt] = replace(self._prompts[prompt], logprobs=output.prompt_logprobs)
+            for event in output.events:
+                if isinstance(event, TokenEvent) and not event.index:
+                    self._num_cached_tokens[prompt] = max(event.num_cached_tokens, self._num_cached_tokens.get(prompt, 0))
+                    if self._waits_for_prompt and not event.choice:
+                        self._prompts[prompt] = replace(self._prompts[prompt], logprobs=event.prompt_logprobs)
         return [_without_output(piece) for piece in pieces] if self._request.omits_output else pieces
 
 

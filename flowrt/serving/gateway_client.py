@@ -25,6 +25,7 @@ from flowrt.actors.front_end_messages import (
     StopChoice,
     Topic,
 )
+from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.sampling_params import SamplingParams
 from flowrt.serving.api_errors import INVALID, NO_REQUEST, OVERLOADED, UNAVAILABLE, ApiError
 
@@ -54,7 +55,7 @@ class Inbox:
         """Drop all outputs: the client reads too slowly. An error is all that it gets."""
         self._outputs.clear()
         self.size = 0
-        self.put(0, RequestOutput(0, (), "error", "the client reads too slowly"))
+        self.put(0, RequestOutput(0, (EndEvent(0, "error", "", "the client reads too slowly"),)))
         self._has_overflowed = True
 
     async def take(self) -> list[tuple[int, RequestOutput]]:
@@ -68,8 +69,9 @@ class Inbox:
 
 
 def size_of(output: RequestOutput) -> int:
-    logprobs = [output.prompt_logprobs, *(choice.logprobs for choice in output.choices)]
-    return sum(len(choice.token_ids) for choice in output.choices) + sum(1 + len(each.top) for some in logprobs for each in some)
+    tokens = [event for event in output.events if isinstance(event, TokenEvent)]
+    logprobs = (each for event in tokens for each in event.logprobs + event.prompt_logprobs)
+    return sum(len(event.token_ids) for event in tokens) + sum(1 + len(each.top) for each in logprobs)
 
 
 class OpenRequest:
@@ -224,7 +226,7 @@ class GatewayClient:
                 response.set_exception(ApiError(UNAVAILABLE, error))
         for number, request in list(self._requests.items()):
             self.forget(number)
-            request.inbox.put(request.prompt, RequestOutput(number, (), "abort"))
+            request.inbox.put(request.prompt, RequestOutput(number, (EndEvent(number, "abort"),)))
 
     def _bound_inboxes(self) -> None:
         """Drop what the slowest clients have not read, while all inboxes together are too large."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from flowrt.actors.control import Control
 from flowrt.actors.control_link import run_controlled
-from flowrt.actors.front_end_messages import Attach, CancelRequest, Origin, RequestOutput, Reserve, StateQuery, StateReport
-from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
+from flowrt.actors.front_end_messages import Attach, CancelRequest, Origin, Reserve, StateQuery, StateReport
+from flowrt.actors.outputs import ClientEvent, EndEvent
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import Graph, front_end_names
 from flowrt.launcher import events
@@ -254,30 +254,14 @@ class _SimulatedServer:
                 if request.reads_late:
                     await self._seams.clock.sleep(POLL_SECONDS)
                 for _, output in await inbox.take():
-                    for event in _events_of(output, client):
+                    for event in output.events:
                         if client.has_left:
                             return
+                        if isinstance(event, EndEvent) and event.finish_reason == "abort":
+                            raise ApiError(INVALID, CONNECTION_TEXT)
                         connection.events.append(event)
                         client.has_left = client.end is None and len(client.events) == request.leaves_after
                         await self._seams.clock.sleep(request.pause_seconds)
-
-
-def _events_of(output: RequestOutput, client: ClientRecord) -> Iterator[ClientEvent]:
-    for choice in output.choices:
-        first = len(client.tokens(choice.choice))
-        for at, token_id in enumerate(choice.token_ids):
-            event = TokenEvent(0, first + at, token_id, "", choice.choice, degraded=choice.is_degraded)
-            if choice.logprobs:
-                event = replace(event, logprob=choice.logprobs[at].token, top_logprobs=choice.logprobs[at].top)
-            if not choice.choice and not event.index:
-                event = replace(event, prompt_logprobs=output.prompt_logprobs)
-            yield event
-        if choice.finish_reason is not None:
-            yield ChoiceEvent(0, choice.choice, choice.finish_reason)
-    if output.end == "abort":
-        raise ApiError(INVALID, CONNECTION_TEXT)
-    if output.end is not None:
-        yield EndEvent(0, output.end, "", output.error)
 
 
 def _index_of(request_id: str) -> int:

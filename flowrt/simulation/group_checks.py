@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from flowrt.actors.control import Control, KvCompleted, KvLost, KvPulled, Request, Submit, Token, Tokens
+from flowrt.actors.control import Control, KvCompleted, KvLost, KvPulled, Request, Submit, Tokens
+from flowrt.actors.outputs import TokenEvent
 from flowrt.gateway.placement import has_step, max_sequences_at
 from flowrt.gateway.request_log import RequestLog, Stage
 from flowrt.graph.model import GATEWAY, Graph
@@ -102,7 +103,7 @@ class GroupChecks:
 
     def tokens_before(self, control: Control) -> dict[str, list[int]]:
         """For `check_tokens`: the committed tokens of the requests of a message."""
-        return {token.request_id: self._committed(token.request_id) for token in _tokens_of(control)}
+        return {name: self._committed(name) for name, _ in _tokens_of(control)}
 
     def check_tokens(self, worker: str, control: Control, before: dict[str, list[int]]) -> None:
         """Check that KV arrives as it was sent, and that the message has changed no request but of the worker and attempt that have it
@@ -113,11 +114,11 @@ class GroupChecks:
             raise InvariantError("I2", f"{worker} lost the KV of {control.request_id}: {control.why}")
         if isinstance(control, KvLost) and self._placed.get((control.request_id, "all")) == (worker, control.attempt):
             self._placed.pop((control.request_id, "all"))  # its prompt may still be computed under this attempt
-        for token in _tokens_of(control):
-            stage: Stage = "prefill" if token.index == 0 and self._attempts.get((token.request_id, "prefill")) == token.attempt else "all"
-            placed = self._placed.get((token.request_id, stage))
-            if placed != (worker, token.attempt) and self._committed(token.request_id) != before[token.request_id]:
-                which = f"attempt {token.attempt} of {token.request_id} at {worker}"
+        for name, tokens in _tokens_of(control):
+            stage: Stage = "prefill" if tokens.index == 0 and self._attempts.get((name, "prefill")) == tokens.attempt else "all"
+            placed = self._placed.get((name, stage))
+            if placed != (worker, tokens.attempt) and self._committed(name) != before[name]:
+                which = f"attempt {tokens.attempt} of {name} at {worker}"
                 raise InvariantError("I2", f"a token of {which} was committed, which has {placed or 'no group'}")
 
     def open(self, request_id: str) -> None:
@@ -186,5 +187,6 @@ class GroupChecks:
             self.ran_alone.add(request.id)
 
 
-def _tokens_of(control: Control) -> tuple[Token, ...]:
-    return control.tokens if isinstance(control, Tokens) else ()
+def _tokens_of(control: Control) -> list[tuple[str, TokenEvent]]:
+    """The tokens of a message, each with the id of their request."""
+    return [(f"request-{tokens.request}", tokens) for tokens in control.tokens] if isinstance(control, Tokens) else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flowrt.actors.control import Statistics
-from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
+from flowrt.actors.outputs import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.simulation.case import SimulatedRequest
 
 UNREADABLE_TEXT = "text that cannot be tokenized"
@@ -34,12 +34,15 @@ class ClientRecord:
 
     @property
     def choices(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(event.token_id for event in self.tokens(choice)) for choice in range(self.request.params.n))
+        return tuple(tuple(each for event in self.tokens(choice) for each in event.token_ids) for choice in range(self.request.params.n))
 
     @property
     def degraded(self) -> tuple[tuple[int, ...], ...]:
         """For each choice, the indexes of tokens marked as degraded."""
-        return tuple(tuple(event.index for event in self.tokens(choice) if event.degraded) for choice in range(self.request.params.n))
+        return tuple(
+            tuple(each for event in self.tokens(choice) if event.degraded for each in event.indices)
+            for choice in range(self.request.params.n)
+        )
 
     @property
     def end(self) -> EndEvent | None:

@@ -25,16 +25,15 @@ from flowrt.actors.control import (
     KvLost,
     KvOffer,
     KvPulled,
-    Logprobs,
     Prefilled,
     Prefilling,
     Request,
     RunsAlone,
     Statistics,
     Submit,
-    Token,
     Tokens,
 )
+from flowrt.actors.outputs import Logprobs, TokenEvent
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.runner import Runner
@@ -212,7 +211,7 @@ class Group:
         self._carry_out(self._engine.step_done(tag.micro_batch, step.step, tokens, values, is_degraded, not_finite, self._now()))
 
     def _carry_out(self, decisions: ListLike[Decision]) -> None:
-        tokens = [each for each in decisions if isinstance(each, Token)]
+        tokens = [each for each in decisions if isinstance(each, TokenEvent)]
         small = tuple(each for each in tokens if not each.prompt_logprobs)
         for message in (small, *((each,) for each in tokens if each.prompt_logprobs)):
             if message:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from cli.conftest import flowrt_here
 
+from flowrt.actors.outputs import ChoiceEvent, EndEvent, Logprobs, TokenEvent
 from flowrt.cli.prompts import PromptRequest, checked_options
 from flowrt.cli.record import Figures, Record
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import ChoiceEvent, EndEvent, TokenEvent
 from flowrt.sampling_params import SamplingParams
 
 
@@ -54,8 +54,8 @@ def test_impossible_values_are_refused(name: str, value: float, text: str) -> No
 
 def test_a_record_keeps_choices_apart() -> None:
     record = Record(0, PromptRequest("x", SamplingParams(n=2)), submitted_seconds=0.0)
-    record.add(TokenEvent(0, 0, 7, "a"), 1.0)
-    record.add(TokenEvent(0, 0, 8, "b", 1, -0.5, ((8, -0.5),)), 2.0)
+    record.add(TokenEvent(0, 0, (7,), "a"), 1.0)
+    record.add(TokenEvent(0, 0, (8,), "b", 1, (Logprobs(-0.5, ((8, -0.5),)),)), 2.0)
     record.add(ChoiceEvent(0, 1, "stop", "c"), 3.0)
     assert (record.text, record.token_ids, record.is_ended) == ("a", [7], False)
     record.add(ChoiceEvent(0, 0, "length"), 4.0)

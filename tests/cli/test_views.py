@@ -12,6 +12,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import read_graph
 from flowrt.cli.doctor import Check, report
 from flowrt.cli.graphs import ListedGraph, print_graph
@@ -23,7 +24,6 @@ from flowrt.cli.tables import print_tables
 from flowrt.cli.text import OutputStream, one_line, visible
 from flowrt.cli.view import PlainView, View
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ def record(index: int = 0, prompt: str = "what?") -> Record:
 def feed(view: View, each: Record, *texts: str, end: str = "stop", error: str | None = None) -> None:
     """A token per text, then the end."""
     for number, text in enumerate(texts):
-        each.add(TokenEvent(0, number, 65 + number, text), float(number))
+        each.add(TokenEvent(0, number, (65 + number,), text), float(number))
         view.on_text(each, text)
     each.add(EndEvent(0, end, "", error), 9.0)
     view.on_text(each, "")
@@ -139,7 +139,7 @@ def test_one_plain_answer_streams(graph: Graph) -> None:
     view, out, _ = plain_view(graph)
     only = record()
     view.begin([only])
-    only.add(TokenEvent(0, 0, 65, " He"), 0.0)
+    only.add(TokenEvent(0, 0, (65,), " He"), 0.0)
     view.on_text(only, " He")
     assert out.getvalue() == "He"
     feed(view, only, "llo", "\x1b")
@@ -176,7 +176,7 @@ def test_the_live_view_keeps_inside_the_screen(graph: Graph, width: int, height:
     view.begin(records)
     view.tick()
     for index, each in enumerate(records):
-        each.add(TokenEvent(0, 0, 1, "word " * 5), 0.1)
+        each.add(TokenEvent(0, 0, (1,), "word " * 5), 0.1)
         view.on_text(each, "word " * 5)
         view.tick()
         if index % 3 == 0:
@@ -278,9 +278,9 @@ def test_doctor_breaks_between_words_on_a_terminal_and_nowhere_else() -> None:
 def test_figures() -> None:
     first, second, third = record(0), record(1), record(2)
     for seconds in (1.0, 2.0, 4.0):
-        first.add(TokenEvent(0, 0, 1, "a"), seconds)
+        first.add(TokenEvent(0, 0, (1,), "a"), seconds)
     first.add(EndEvent(0, "length"), 4.5)
-    second.add(TokenEvent(1, 0, 1, "b"), 3.0)
+    second.add(TokenEvent(1, 0, (1,), "b"), 3.0)
     third.end("error", "no")
     assert first.ttft_seconds == 1.0
     assert first.itl_seconds == [1.0, 2.0]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from engine.toy_group import VOCABULARY, ToyGroup, expected_output, request
+from group_tokens import group_tokens
 
-from flowrt.actors.control import Ended, Logprobs, Request, Token
+from flowrt.actors.control import Ended, Request
+from flowrt.actors.outputs import Logprobs, TokenEvent
 from flowrt.engine.engine import Engine
 from flowrt.graph.settings import GraphLimits
 
@@ -115,15 +117,15 @@ def test_each_choice_ends_for_itself_and_the_request_with_the_last() -> None:
     group.submit(request("a", (1, 2), max_tokens=2, n=2))
     group.next_step(0)
     assert group.step_done(0, 0, [0, 5]) == [
-        Token("a", 0, 0, (0,)),
+        group_tokens("a", 0, 0, (0,)),
         Ended("a", 0, "stop", num_tokens=1),
-        Token("a", 0, 0, (5,), choice=1),
+        group_tokens("a", 0, 0, (5,), choice=1),
     ]
     assert not group.idle
     assert group.cancel("a", 0, choice=0) == [], "it has ended"
     assert group.submit(request("a", (1, 2), max_tokens=2, n=2)) == []
     group.next_step(0)
-    assert group.step_done(0, 1, [6]) == [Token("a", 0, 1, (6,), choice=1), Ended("a", 0, "length", choice=1, num_tokens=2)]
+    assert group.step_done(0, 1, [6]) == [group_tokens("a", 0, 1, (6,), choice=1), Ended("a", 0, "length", choice=1, num_tokens=2)]
     assert group.idle
     assert group.cancel("a", 0) == group.submit(request("a", (1, 2), max_tokens=2, n=2)) == []
 
@@ -201,7 +203,7 @@ def test_logprobs_are_sent_as_requested() -> None:
     group.next_step(0)
     expected = [Logprobs(-0.5, ((7, -0.5), (8, -1.5)))] * 2
     decisions = group.step_done(0, 0, [7, 7, 7], expected)
-    assert [each.logprobs for each in decisions if isinstance(each, Token)] == [
+    assert [each.logprobs for each in decisions if isinstance(each, TokenEvent)] == [
         (Logprobs(-0.5, ((7, -0.5),)),),
         (),
         (Logprobs(-0.5),),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from engine.toy_group import request
+from group_tokens import request_named
 
-from flowrt.actors.control import Request, Token
+from flowrt.actors.control import Request
+from flowrt.actors.outputs import TokenEvent
 from flowrt.engine.engine import Engine
 from flowrt.graph.settings import GraphLimits
 
@@ -23,7 +25,7 @@ def step(engine: Engine, degraded: bool = False) -> list[tuple[str, int, bool]]:
     start = engine.next_step(0)
     assert start is not None
     decisions = engine.step_done(0, start.step, [7] * len(start.batch.samples), degraded=degraded)
-    return [(each.request_id, each.choice, each.degraded) for each in decisions if isinstance(each, Token)]
+    return [(request_named(each.request), each.choice, each.degraded) for each in decisions if isinstance(each, TokenEvent)]
 
 
 def test_from_a_degraded_step_on_the_rest_of_the_request_is_marked_and_no_other() -> None:

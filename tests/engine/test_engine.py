@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 from engine.toy_group import VOCABULARY, ToyGroup, expected_output, next_token, request
+from group_tokens import group_tokens
 
-from flowrt.actors.control import Ended, Logprobs, Request, Token
+from flowrt.actors.control import Ended, Request
+from flowrt.actors.outputs import Logprobs, TokenEvent
 from flowrt.engine.batch import SampleSpec
 from flowrt.engine.engine import Engine
 from flowrt.engine.validation import MAX_REQUEST_TOKENS, num_new_tokens
@@ -35,12 +37,12 @@ def test_first_step_holds_the_prompt_and_the_next_one_row() -> None:
     assert (batch.query_lengths, batch.kv_lengths, batch.sample_rows) == ([5], [5], [4])
     assert batch.samples == [SampleSpec(SamplingParams(), 3, token_index=0)]
     assert group.next_step(0) is None, "a micro-batch runs one step at a time"
-    assert group.step_done(0, 0, [11]) == [Token("a", 0, 0, (11,))]
+    assert group.step_done(0, 0, [11]) == [group_tokens("a", 0, 0, (11,))]
     second = group.next_step(0)
     assert second is not None
     assert (second.step, second.batch.token_ids, second.batch.kv_lengths) == (1, [11], [6])
     assert second.batch.samples[0].token_index == 1
-    assert group.step_done(0, 1, [12]) == [Token("a", 0, 1, (12,)), Ended("a", 0, "length", num_tokens=2)]
+    assert group.step_done(0, 1, [12]) == [group_tokens("a", 0, 1, (12,)), Ended("a", 0, "length", num_tokens=2)]
     assert group.idle
     assert group.next_step(0) is None
     assert group.statistics().num_free_pages == 8
@@ -181,7 +183,7 @@ def test_stop_tokens_end_the_output_and_belong_to_it(more: dict[str, object], gi
         assert not ends
         assert group.next_step(0) is not None
         for decision in group.step_done(0, number, [token_id]):
-            if isinstance(decision, Token):
+            if isinstance(decision, TokenEvent):
                 emitted += decision.token_ids
             else:
                 ends.append(decision)
@@ -471,7 +473,7 @@ def test_a_suspect_replays_beside_others_and_runs_alone_for_its_next_token(repla
     assert trial.is_alone
     assert trial.on_trial is not None
     assert trial.on_trial.request.id == "moved"
-    assert group.step_done(trial.micro_batch, trial.step, [4]) == [Token("moved", 1, 3, (4,))]
+    assert group.step_done(trial.micro_batch, trial.step, [4]) == [group_tokens("moved", 1, 3, (4,))]
     assert len(group.next_steps()) == 2
 
 

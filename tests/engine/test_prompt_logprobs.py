@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from engine.toy_group import VOCABULARY, request
 
-from flowrt.actors.control import Ended, KvOffer, Logprobs, Request, Token
+from flowrt.actors.control import Ended, KvOffer, Request
+from flowrt.actors.outputs import Logprobs, TokenEvent
 from flowrt.engine.batch import ScoreSpec
 from flowrt.engine.engine import Decision, Engine
 from flowrt.engine.validation import find_problem
@@ -39,8 +40,8 @@ def finish(group: Engine, token_id: int = 3, broken: int | None = None) -> tuple
     return scores, group.step_done(0, step.step, [token_id] * len(step.batch.samples), found)
 
 
-def first_token(decisions: list[Decision]) -> Token:
-    (token,) = (each for each in decisions if isinstance(each, Token) and each.index == 0 and each.choice == 0)
+def first_token(decisions: list[Decision]) -> TokenEvent:
+    (token,) = (each for each in decisions if isinstance(each, TokenEvent) and each.index == 0 and each.choice == 0)
     return token
 
 
@@ -52,7 +53,7 @@ def test_each_row_scores_the_token_behind_it() -> None:
     assert scores == [ScoreSpec(0, 11, 1)], "the last row is for the first token of the output"
     assert first_token(decisions).prompt_logprobs == EXPECTED
     scores, decisions = finish(group)
-    assert (scores, [each.prompt_logprobs for each in decisions if isinstance(each, Token)]) == ([], [()])
+    assert (scores, [each.prompt_logprobs for each in decisions if isinstance(each, TokenEvent)]) == ([], [()])
 
 
 def test_a_prompt_of_one_token_has_none() -> None:
@@ -99,7 +100,7 @@ def test_they_are_not_computed_again_for_a_client_that_has_them() -> None:
     while not group.idle:
         scores, decisions = finish(group)
         assert scores == []
-        assert not any(each.prompt_logprobs for each in decisions if isinstance(each, Token))
+        assert not any(each.prompt_logprobs for each in decisions if isinstance(each, TokenEvent))
 
 
 def test_a_prefill_worker_sends_them_with_the_first_token() -> None:

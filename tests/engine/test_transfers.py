@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 from engine.toy_group import VOCABULARY, request
+from group_tokens import group_tokens
 
-from flowrt.actors.control import Ended, KvCompleted, KvLost, KvOffer, KvPulled, Logprobs, Request, Token
+from flowrt.actors.control import Ended, KvCompleted, KvLost, KvOffer, KvPulled, Request
+from flowrt.actors.outputs import Logprobs, TokenEvent
 from flowrt.engine.engine import Decision, Engine, StartStep
 from flowrt.engine.transfers import Hold
 from flowrt.graph.settings import GraphLimits
@@ -42,7 +44,7 @@ def test_a_prefilled_prompt_keeps_its_pages_until_the_attempt_is_cancelled() -> 
     engine = new_engine()
     assert engine.submit(prefill_of(request("a", range(6), max_tokens=8))) == []
     start, decisions = step(engine, 42)
-    assert decisions == [Token("a", 0, 0, (42,)), Hold("a", 0, 6, False)]
+    assert decisions == [group_tokens("a", 0, 0, (42,)), Hold("a", 0, 6, False)]
     assert [(each.pages, each.is_complete) for each in engine.offered_prompts()] == [(tuple(start.batch.page_tables[0]), True)]
     assert (num_free(engine), engine.idle, engine.next_steps()) == (6, False, [])
     assert engine.cancel("a", 1) == []
@@ -72,7 +74,7 @@ def test_a_prompt_is_computed_once_for_all_its_choices() -> None:
     assert [(each.choice, each.token_index) for each in start.batch.samples] == [(0, 0), (1, 0), (2, 0)]
     logprobs = [Logprobs(-float(choice), ((choice, -1.0),)) for choice in range(3)]
     *tokens, hold = engine.step_done(0, start.step, (10, 11, 12), logprobs)
-    assert tokens == [Token("a", 0, 0, (10 + choice,), choice, (logprobs[choice],)) for choice in range(3)]
+    assert tokens == [group_tokens("a", 0, 0, (10 + choice,), choice, (logprobs[choice],)) for choice in range(3)]
     assert (hold, num_free(engine)) == (Hold("a", 0, 6, False), 6)
 
 
@@ -118,7 +120,7 @@ def test_a_choice_without_finite_logits_computes_the_prompt_again_once() -> None
     engine.submit(prefill_of(request("a", range(6), n=2)))
     assert step(engine, 5, -1)[1] == []
     assert num_free(engine) == 8
-    assert [type(each) for each in step(engine, 5, 6)[1]] == [Token, Token, Hold]
+    assert [type(each) for each in step(engine, 5, 6)[1]] == [TokenEvent, TokenEvent, Hold]
 
 
 @pytest.mark.parametrize("moment", ["waiting", "in a step", "held"])
@@ -141,7 +143,7 @@ def test_a_choice_that_is_stopped_in_the_step_of_its_prompt_gets_no_token() -> N
     engine.submit(prefill_of(request("a", range(6), n=2)))
     (start,) = engine.next_steps()
     engine.cancel("a", 0, choice=0)
-    assert engine.step_done(0, start.step, (5, 6)) == [Token("a", 0, 0, (6,), 1), Hold("a", 0, 6, False)]
+    assert engine.step_done(0, start.step, (5, 6)) == [group_tokens("a", 0, 0, (6,), 1), Hold("a", 0, 6, False)]
 
 
 def test_a_choice_with_tokens_is_prefilled_without_another() -> None:
@@ -160,7 +162,7 @@ def test_a_choice_with_tokens_keeps_the_prompt_when_the_others_end() -> None:
     resumed = request("a", range(6), n=3, stop_token_ids=(9,), attempt=1, committed_token_ids=((5, 6), (), (7,)))
     engine.submit(prefill_of(resumed))
     _, decisions = step(engine, 9)
-    assert [each.choice for each in decisions if isinstance(each, Token)] == [1]
+    assert [each.choice for each in decisions if isinstance(each, TokenEvent)] == [1]
     assert [each.choice for each in decisions if isinstance(each, Ended)] == [1]
     assert [(each.attempt, each.num_tokens) for each in decisions if isinstance(each, Hold)] == [(1, 6)]
 
@@ -179,7 +181,7 @@ def test_a_group_computes_nothing_until_the_kv_is_there() -> None:
     assert engine.pulled("a", 0) == []
     start, decisions = step(engine, 43)
     assert (start.batch.token_ids, start.batch.kv_lengths, start.batch.page_tables) == ([42], [7], [list(pull.pages)])
-    assert decisions == [Token("a", 0, 1, (43,))]
+    assert decisions == [group_tokens("a", 0, 1, (43,))]
 
 
 def test_committed_tokens_are_replayed_behind_pulled_kv() -> None:
@@ -190,7 +192,7 @@ def test_committed_tokens_are_replayed_behind_pulled_kv() -> None:
     engine.pulled("a", 2)
     start, decisions = step(engine, 45)
     assert (start.batch.token_ids, start.batch.query_lengths) == ([42, 43, 44], [1, 1, 1])
-    assert decisions == [Token("a", 2, 3, (45,))]
+    assert decisions == [group_tokens("a", 2, 3, (45,))]
 
 
 def test_other_choices_wait_for_the_pulled_pages_and_share_them() -> None:
@@ -257,7 +259,7 @@ def test_degraded_kv_marks_what_is_computed_from_it() -> None:
     engine.new_pulls()
     engine.pulled("a", 0)
     _, decisions = step(engine, 43)
-    assert [each.degraded for each in decisions if isinstance(each, Token)] == [True]
+    assert [each.degraded for each in decisions if isinstance(each, TokenEvent)] == [True]
 
 
 def test_an_offer_of_another_length_is_refused() -> None:
@@ -324,7 +326,7 @@ def test_a_group_that_pulls_early_waits_for_the_kv_and_the_first_token(first: st
     assert engine.complete_kv(completed()) == []
     start, decisions = step(engine, 43)
     assert (start.batch.token_ids, start.batch.kv_lengths) == ([42], [7])
-    assert decisions == [Token("a", 0, 1, (43,), degraded=True)]
+    assert decisions == [group_tokens("a", 0, 1, (43,), degraded=True)]
 
 
 def test_a_prompt_that_is_complete_before_the_group_has_pages_is_pulled_whole() -> None:

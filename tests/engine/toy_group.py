@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
-from flowrt.actors.control import Ended, Request, Token
+from group_tokens import number_of, request_named
+
+from flowrt.actors.control import Ended, Request
+from flowrt.actors.outputs import TokenEvent
 from flowrt.engine.batch import Batch, SampleSpec
 from flowrt.engine.engine import Decision, Engine, StartStep
 from flowrt.graph.settings import GraphLimits
@@ -63,6 +66,7 @@ def request(
 ) -> Request:
     return Request(
         id=name,
+        index=number_of(name),
         attempt=attempt,
         prompt_token_ids=tuple(prompt),
         max_tokens=max_tokens,
@@ -91,8 +95,8 @@ class ToyGroup:
     def take(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             match decision:
-                case Token(request_id, attempt, index, token_ids, choice):
-                    key = (request_id, attempt, choice)[: 3 if choice else 2]
+                case TokenEvent(request, index, token_ids, _, choice, attempt=attempt):
+                    key = (request_named(request), attempt, choice)[: 3 if choice else 2]
                     assert key not in self.ends, f"a token of {key} after its end"
                     first = self.first_index.setdefault(key, index)
                     assert index == first + len(self.tokens.setdefault(key, []))

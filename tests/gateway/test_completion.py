@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from flowrt.actors.control import Ended, Token
+from group_tokens import group_tokens
+
+from flowrt.actors.control import Ended
+from flowrt.actors.outputs import TokenEvent
 from flowrt.gateway.completion import Completion
 from flowrt.gateway.decisions import SendRequest
-from flowrt.gateway.gateway import Gateway, TokenEvent
+from flowrt.gateway.gateway import Gateway
 from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
 
@@ -17,9 +20,9 @@ def answer(*degraded: bool) -> Completion:
     assert isinstance(placed, SendRequest)
     request = placed.request
     for index, marked in enumerate(degraded):
-        gateway.on_token("g", Token(request.id, 0, index, (5,), degraded=marked))
+        gateway.on_token("g", group_tokens(request.id, 0, index, (5,), degraded=marked))
     gateway.on_ended("g", Ended(request.id, 0, "length", num_tokens=len(degraded)))
-    events = gateway.events(placed.index)
+    events = gateway.events(request.index)
     assert [event.degraded for event in events if isinstance(event, TokenEvent)] == list(degraded)
     return Completion.of((1, 2), events)
 

@@ -7,14 +7,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from group_tokens import group_tokens, number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.actors.control import Cancel, Ended, Logprobs, RunsAlone, Token
+from flowrt.actors.control import Cancel, Ended, RunsAlone
+from flowrt.actors.outputs import ChoiceEvent, EndEvent, Logprobs, TokenEvent
 from flowrt.engine.engine import Decision as EngineDecision
 from flowrt.engine.engine import Engine
 from flowrt.gateway.decisions import Decision, SendCancel, SendRequest
-from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Gateway, TokenEvent
+from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.routing import WaitingRequest, WorkerStatus
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.settings import GraphLimits
@@ -68,20 +70,22 @@ def admit(gateway: Gateway, prompt: Sequence[int], params: SamplingParams = Samp
     """Reserve and place a request. None: it waits for a group."""
     index = gateway.reserve(params)
     decisions = gateway.place(index, prompt)
-    return gateway.log(index).end or next((each for each in decisions if isinstance(each, SendRequest) and each.index == index), None)
+    return gateway.log(index).end or next(
+        (each for each in decisions if isinstance(each, SendRequest) and each.request.index == index), None
+    )
 
 
-def group_of(gateway: Gateway, request_id: str) -> str:
-    return next(iter(gateway.groups_of(int(request_id.removeprefix("request-")))), "g0")
+def group_of(gateway: Gateway, index: int) -> str:
+    return next(iter(gateway.groups_of(index)), "g0")
 
 
-def on_token(gateway: Gateway, token: Token) -> list[Decision]:
+def on_token(gateway: Gateway, token: TokenEvent) -> list[Decision]:
     """A token of the group that has the request now."""
-    return gateway.on_token(group_of(gateway, token.request_id), token)
+    return gateway.on_token(group_of(gateway, token.request), token)
 
 
 def on_ended(gateway: Gateway, ended: Ended) -> list[Decision]:
-    return gateway.on_ended(group_of(gateway, ended.request_id), ended)
+    return gateway.on_ended(group_of(gateway, number_of(ended.request_id)), ended)
 
 
 def move(gateway: Gateway, index: int, *lost: str) -> SendRequest:
@@ -93,22 +97,22 @@ def move(gateway: Gateway, index: int, *lost: str) -> SendRequest:
     decisions = gateway.lose_group(group, "was killed")
     for each in (group, *lost):
         decisions += gateway.readmit_group(each)
-    return next(each for each in decisions if isinstance(each, SendRequest) and each.index == index)
+    return next(each for each in decisions if isinstance(each, SendRequest) and each.request.index == index)
 
 
 def letters(text: str) -> tuple[int, ...]:
     return tuple(ord(letter) - ord("a") for letter in text)
 
 
-def token_of(placed: SendRequest, text: str, index: int = 0) -> Token:
-    return Token(placed.request.id, placed.request.attempt, index, letters(text))
+def token_of(placed: SendRequest, text: str, index: int = 0) -> TokenEvent:
+    return group_tokens(placed.request.id, placed.request.attempt, index, letters(text))
 
 
 def test_a_request_is_placed_with_its_parameters() -> None:
     gateway = new_gateway()
     placed = place(gateway, (7, 8), max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=11, stop_token_ids=(3,), ignore_eos=True)
     request = placed.request
-    assert (placed.group, placed.index, request.attempt, request.prompt_token_ids, request.max_tokens) == ("g0", 0, 0, (7, 8), 3)
+    assert (placed.group, placed.request.index, request.attempt, request.prompt_token_ids, request.max_tokens) == ("g0", 0, 0, (7, 8), 3)
     params = SamplingParams(max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=11, stop_token_ids=(3,), ignore_eos=True)
     assert (request.params, request.seed, request.committed_token_ids) == (params, 11, ())
 
@@ -117,7 +121,7 @@ def test_without_a_seed_one_is_drawn_and_kept() -> None:
     gateway = new_gateway()
     placed = place(gateway)
     assert placed.request.seed == 1000
-    redispatched = move(gateway, placed.index)
+    redispatched = move(gateway, placed.request.index)
     assert isinstance(redispatched, SendRequest)
     assert redispatched.request.seed == 1000
     assert place(gateway).request.seed == 1001
@@ -134,14 +138,14 @@ def test_there_are_as_many_tokens_as_fit(num_prompt_tokens: int, max_tokens: int
 def test_tokens_become_events_and_the_end_comes_once() -> None:
     gateway = new_gateway()
     placed = place(gateway)
-    assert on_token(gateway, token_of(placed, "hi")) == [TokenEvent(0, 0, 7, "h"), TokenEvent(0, 1, 8, "i")]
+    assert on_token(gateway, token_of(placed, "hi")) == [TokenEvent(0, 0, (7, 8), "hi")]
     assert on_ended(gateway, Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length")]
     assert (
         on_ended(gateway, Ended(placed.request.id, 0, "length")) == on_token(gateway, token_of(placed, "x", 2)) == gateway.cancel(0) == []
     )
     assert gateway.log(0).token_ids == [7, 8]
     assert gateway.log(0).text == "hi"
-    assert gateway.events(0, 2) == [EndEvent(0, "length")]
+    assert gateway.events(0, 1) == [EndEvent(0, "length")]
     assert gateway.num_unfinished == 0
     gateway.forget(0)
     with pytest.raises(KeyError):
@@ -153,13 +157,13 @@ def test_only_the_next_index_of_the_current_attempt_is_committed() -> None:
     placed = place(gateway)
     on_token(gateway, token_of(placed, "abc"))
     assert on_token(gateway, token_of(placed, "abc")) == []
-    assert on_token(gateway, token_of(placed, "cd", 2)) == [TokenEvent(0, 3, 3, "d")], "what is new of a repeated message"
+    assert on_token(gateway, token_of(placed, "cd", 2)) == [TokenEvent(0, 3, (3,), "d")], "what is new of a repeated message"
     redispatched = move(gateway, 0)
     assert isinstance(redispatched, SendRequest)
     assert (redispatched.request.attempt, redispatched.request.committed_token_ids) == (1, ((0, 1, 2, 3),))
     assert on_token(gateway, token_of(placed, "z", 4)) == [], "the older attempt"
     assert on_ended(gateway, Ended(placed.request.id, 0, "abort")) == []
-    assert on_token(gateway, token_of(redispatched, "e", 4)) == [TokenEvent(0, 4, 4, "e")]
+    assert on_token(gateway, token_of(redispatched, "e", 4)) == [TokenEvent(0, 4, (4,), "e")]
     assert on_ended(gateway, Ended(redispatched.request.id, 1, "stop")) == [EndEvent(0, "stop")]
 
 
@@ -178,7 +182,7 @@ def test_the_log_is_bounded_by_max_tokens() -> None:
     *_, event, _ = on_token(gateway, token_of(placed, "abc"))
     assert isinstance(event, EndEvent)
     assert event.finish_reason == "error"
-    assert len(gateway.log(0).events) == 3
+    assert len(gateway.log(0).events) == 2
 
 
 def test_a_failed_request_has_the_reason() -> None:
@@ -223,8 +227,8 @@ def test_stop_strings(stop: tuple[str, ...], expected: str, texts: list[str], te
 def test_text_held_back_comes_with_the_end() -> None:
     gateway = new_gateway()
     placed = place(gateway, stop=("bcd",))
-    events = on_token(gateway, Token(placed.request.id, 0, 0, (0, 1, 2, 26)))
-    assert [event.text for event in events if isinstance(event, TokenEvent)] == ["a", "", "", ""]
+    events = on_token(gateway, group_tokens(placed.request.id, 0, 0, (0, 1, 2, 26)))
+    assert [event.text for event in events if isinstance(event, TokenEvent)] == ["a"]
     assert on_ended(gateway, Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length", "bcé")]
 
 
@@ -242,7 +246,7 @@ def test_stop_tokens_are_in_the_ids_and_not_in_the_text(parameters: dict[str, ob
 def test_without_a_tokenizer_there_are_ids_and_no_stop_strings() -> None:
     gateway = new_gateway(text=False)
     placed = place(gateway)
-    assert on_token(gateway, token_of(placed, "a")) == [TokenEvent(0, 0, 0, "")]
+    assert on_token(gateway, token_of(placed, "a")) == [TokenEvent(0, 0, (0,), "")]
     refused = admit(gateway, (1,), SamplingParams(stop=("x",)))
     assert isinstance(refused, EndEvent)
     assert refused.error == "stop strings need a tokenizer, and the model's directory has none; use stop_token_ids"
@@ -259,7 +263,7 @@ def test_refused_requests_have_their_one_end_too() -> None:
     assert gateway.admission.overload
     assert admit(gateway, (1,)) == EndEvent(4, "error", "", "too many active requests (2, limit 2)")
     assert [len(gateway.events(index)) for index in (0, 1, 4)] == [1, 1, 1]
-    gateway.cancel(placed.index)
+    gateway.cancel(placed.request.index)
     assert not gateway.admission.overload
     with pytest.raises(ValueError, match="request 3 has not ended"):
         gateway.forget(3)
@@ -282,10 +286,10 @@ def test_each_choice_has_its_tokens_text_and_end() -> None:
     gateway = new_gateway()
     placed = place(gateway, n=2, stop=("lo",))
     name = placed.request.id
-    assert on_token(gateway, Token(name, 0, 0, letters("hi"), 1)) == [TokenEvent(0, 0, 7, "h", 1), TokenEvent(0, 1, 8, "i", 1)]
-    assert on_token(gateway, Token(name, 0, 0, letters("l"))) == [TokenEvent(0, 0, 11, "")]
-    assert on_token(gateway, Token(name, 0, 1, letters("ox"))) == [
-        TokenEvent(0, 1, 14, ""),
+    assert on_token(gateway, group_tokens(name, 0, 0, letters("hi"), 1)) == [TokenEvent(0, 0, (7, 8), "hi", 1)]
+    assert on_token(gateway, group_tokens(name, 0, 0, letters("l"))) == [TokenEvent(0, 0, (11,), "")]
+    assert on_token(gateway, group_tokens(name, 0, 1, letters("ox"))) == [
+        TokenEvent(0, 1, (14,), ""),
         ChoiceEvent(0, 0, "stop"),
         SendCancel("g0", Cancel(name, 0, 0)),
     ], "a stop string ends its choice, and what came behind it is dropped"
@@ -335,8 +339,8 @@ def test_logprobs_come_with_their_tokens() -> None:
     gateway = new_gateway()
     placed = place(gateway, logprobs=2)
     expected = Logprobs(-0.25, ((1, -0.25), (2, -2.0)))
-    assert on_token(gateway, Token(placed.request.id, 0, 0, (1,), 0, (expected,))) == [
-        TokenEvent(0, 0, 1, "b", 0, -0.25, ((1, -0.25), (2, -2.0))),
+    assert on_token(gateway, group_tokens(placed.request.id, 0, 0, (1,), 0, (expected,))) == [
+        TokenEvent(0, 0, (1,), "b", 0, (expected,)),
     ]
 
 
@@ -346,7 +350,7 @@ def test_requests_go_to_the_least_loaded_group() -> None:
     assert [each.group for each in placed] == ["g0", "g1", "g2", "g1", "g2"]
     on_ended(gateway, Ended(placed[1].request.id, 0, "stop"))
     assert place(gateway, max_tokens=5).group == "g1", "one request each in g0 and g1, of 8 and 6 tokens"
-    redispatched = move(gateway, placed[0].index, "g2")
+    redispatched = move(gateway, placed[0].request.index, "g2")
     assert isinstance(redispatched, SendRequest)
     assert redispatched.group == "g1"
     gateway.end_all()
@@ -371,7 +375,7 @@ def test_without_a_group_requests_wait_for_one_and_end_after_a_time() -> None:
     assert gateway.deadline == 108.0
     (second,) = gateway.readmit_group("g1")
     assert isinstance(second, SendRequest)
-    assert (second.index, second.group, gateway.deadline) == (1, "g1", None)
+    assert (second.request.index, second.group, gateway.deadline) == (1, "g1", None)
 
 
 def test_requests_of_a_lost_group_continue_elsewhere() -> None:
@@ -400,12 +404,12 @@ def test_what_does_not_fit_waits_the_oldest_first() -> None:
     gateway = new_gateway()
     placed = [place(gateway) for _ in range(8)]
     moved = [each for each in gateway.lose_group("g0", "was killed") if isinstance(each, SendRequest)]
-    assert [each.index for each in moved] == [0], "g1 had 4 of the 5 that fit"
+    assert [each.request.index for each in moved] == [0], "g1 had 4 of the 5 that fit"
     assert admit(gateway, (1,)) is None, "requests 2, 4 and 6 come before it"
     (next_one,) = gateway.cancel(1)[2:]
     assert isinstance(next_one, SendRequest)
-    assert (next_one.index, next_one.request.attempt) == (2, 1)
-    assert [each.index for each in gateway.readmit_group("g0") if isinstance(each, SendRequest)] == [4, 6, 8]
+    assert (next_one.request.index, next_one.request.attempt) == (2, 1)
+    assert [each.request.index for each in gateway.readmit_group("g0") if isinstance(each, SendRequest)] == [4, 6, 8]
     gateway.end_all()
     assert {worker.num_sequences for worker in gateway.workers.values()} == {0}
     assert len(placed) == 8
@@ -417,17 +421,21 @@ def test_a_request_larger_than_a_group_is_placed_in_an_empty_one() -> None:
     assert admit(gateway, (1,), SamplingParams(n=20)) is None
     *_, large = on_ended(gateway, Ended(first.request.id, 0, "stop"))
     assert isinstance(large, SendRequest)
-    assert len(gateway.log(large.index).choices) == 20
+    assert len(gateway.log(large.request.index).choices) == 20
 
 
 def test_requests_of_a_crashed_group_run_alone_and_only_one_that_did_is_blamed() -> None:
     gateway = new_gateway(("g0", "g1", "g2"))
     placed = [place(gateway) for _ in range(9)]
-    assert [each.index for each in placed if each.group == "g0"] == [0, 3, 6]
+    assert [each.request.index for each in placed if each.group == "g0"] == [0, 3, 6]
     moved = [each for each in gateway.lose_group("g0", "was killed by SIGSEGV", may_recur=True) if isinstance(each, SendRequest)]
-    assert [(each.index, each.group, each.request.is_suspect) for each in moved] == [(0, "g1", True), (3, "g2", True), (6, "g1", True)]
+    assert [(each.request.index, each.group, each.request.is_suspect) for each in moved] == [
+        (0, "g1", True),
+        (3, "g2", True),
+        (6, "g1", True),
+    ]
     on_token(gateway, token_of(moved[0], "a"))
-    assert [gateway.log(each.index).is_suspect for each in moved] == [False, True, True]
+    assert [gateway.log(each.request.index).is_suspect for each in moved] == [False, True, True]
     # The group crashes before it computes the suspect alone: its requests are suspects too.
     gateway.lose_group("g1", "was killed by SIGSEGV", may_recur=True)
     assert {log.index for log in map(gateway.log, range(9)) if log.is_suspect} == {0, 1, 3, 4, 6, 7}
@@ -459,7 +467,7 @@ def test_requests_of_a_crashed_group_come_before_newer_ones_that_waited_for_it()
     assert [place(gateway).group, place(gateway).group, admit(gateway, (1,))] == ["g1", "g1", None]
     decisions = gateway.lose_group("g1", "was killed by SIGSEGV", may_recur=True)
     assert [each.request for each in decisions if isinstance(each, EndEvent)] == [0]
-    assert [each.index for each in decisions if isinstance(each, SendRequest)] == [1]
+    assert [each.request.index for each in decisions if isinstance(each, SendRequest)] == [1]
 
 
 def test_no_request_passes_a_suspect_that_waits_for_room() -> None:
@@ -469,7 +477,7 @@ def test_no_request_passes_a_suspect_that_waits_for_room() -> None:
     assert [gateway.groups_of(index) for index in (0, 1)] == [[first.group], []], "there is no room"
     assert admit(gateway, (1,)) is None, "a newer request would take its room, and the next one after it"
     (moved,) = [each for each in on_ended(gateway, Ended(first.request.id, 0, "stop")) if isinstance(each, SendRequest)]
-    assert (moved.index, moved.request.is_suspect) == (1, True)
+    assert (moved.request.index, moved.request.is_suspect) == (1, True)
 
 
 def test_a_group_that_is_killed_from_outside_makes_no_suspects() -> None:
@@ -503,7 +511,7 @@ def test_a_draining_gateway_admits_no_request() -> None:
     gateway.drain()
     assert admit(gateway, (1,)) == EndEvent(1, "error", "", "the graph is draining and takes no new requests; send them to another one")
     assert [type(each) for each in gateway.lose_group("g0", "was killed")] == [SendRequest]
-    assert placed.index == 0
+    assert placed.request.index == 0
 
 
 def test_the_end_of_the_run_ends_every_request() -> None:
@@ -554,7 +562,7 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
         for decision in decisions:
             for _ in range(data.draw(st.integers(1, 2))):  # a line that repeats
                 match decision:
-                    case Token() as token:
+                    case TokenEvent() as token:
                         answers = on_token(gateway, token)
                     case Ended() as ended:
                         answers = on_ended(gateway, ended)
@@ -652,7 +660,7 @@ def test_requests_that_a_policy_restarts_after_a_crash_run_alone(is_first: bool)
             gateway.lose_group(group, "is restarted", is_restarting=True)
         gateway.lose_server("experts.0", "was killed by SIGSEGV", "")
         waiting = [each for group in ("g0", "g1") for each in gateway.readmit_group(group) if isinstance(each, SendRequest)]
-    assert {each.index: each.request.is_suspect for each in waiting[-3:]} == {0: True, 1: True, 2: True}
+    assert {each.request.index: each.request.is_suspect for each in waiting[-3:]} == {0: True, 1: True, 2: True}
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -669,7 +677,7 @@ def test_the_request_that_ran_alone_in_the_group_of_the_part_is_the_cause(is_fir
     part = msgspec.structs.replace(TRIAL, step=9, layer=3)
     decisions = gateway.lose_server("experts.0", "was killed by SIGSEGV", "g1", part)
     (end,) = [each for each in decisions if isinstance(each, EndEvent)]
-    assert end.request == alone["g1"].index
+    assert end.request == alone["g1"].request.index
     assert end.error == "experts.0 was killed by SIGSEGV while it computed this request alone; the request is not tried again"
     assert gateway.lose_server("experts.0", "was killed by SIGSEGV", "g1", part) == [], "its successor in the group is not blamed"
     assert gateway.is_open(alone["g0"].request.id)
@@ -695,12 +703,12 @@ def test_tokens_from_before_a_crash_clear_no_suspect() -> None:
     first = place(gateway, n=2)
     gateway.lose_server("experts.0", "crashed", "")
     for choice in range(2):
-        gateway.on_token("g0", Token(first.request.id, 0, 0, (7,), choice=choice))
+        gateway.on_token("g0", group_tokens(first.request.id, 0, 0, (7,), choice=choice))
     (replayed,) = restarted(gateway, "g0")
     assert replayed.request.is_suspect
-    gateway.on_token("g0", Token(first.request.id, 1, 1, (8,), choice=0))
+    gateway.on_token("g0", group_tokens(first.request.id, 1, 1, (8,), choice=0))
     gateway.lose_server("experts.0", "crashed", "")
-    gateway.on_token("g0", Token(first.request.id, 1, 1, (8,), choice=1))
+    gateway.on_token("g0", group_tokens(first.request.id, 1, 1, (8,), choice=1))
     assert gateway.log(0).is_suspect, "the second choice was on trial when the server crashed again"
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from flowrt.actors.control import Ended, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone, Token
+from flowrt.actors.control import Ended, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone
+from flowrt.actors.outputs import TokenEvent
 from flowrt.engine.engine import Engine, StartStep
 from flowrt.engine.transfers import Hold, Pull
 from flowrt.gateway.decisions import Decision, SendCancel, SendCompleted, SendRequest
@@ -160,10 +161,10 @@ class ToyGraph:
         gateway, message = self.gateway, worker.outbox.popleft()
         self.counts[type(message).__name__] += 1
         match message:
-            case Token():
+            case TokenEvent():
                 self.send(gateway.on_token(worker.name, message))
                 if self.chance.random() < 0.1:  # a stop string
-                    self.send(gateway.stop_choice(int(message.request_id.removeprefix("request-")), message.choice))
+                    self.send(gateway.stop_choice(message.request, message.choice))
             case Ended():
                 self.send(gateway.on_ended(worker.name, message))
             case RunsAlone():

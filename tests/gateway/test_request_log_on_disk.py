@@ -9,15 +9,17 @@ from random import Random
 from typing import Any
 
 import pytest
+from group_tokens import group_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.actors.control import Control, Ended, Logprobs, Token, Tokens
+from flowrt.actors.control import Control, Ended, Tokens
 from flowrt.actors.front_end_messages import Origin
+from flowrt.actors.outputs import ClientEvent, EndEvent, Logprobs, TokenEvent
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import ClientEvent, EndEvent, Gateway, TokenEvent
+from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.log_contents import LogContents, read_log
-from flowrt.gateway.log_records import MAGIC, Committed, LogHeader, Record, RequestEnded, frame_of, read_frames
+from flowrt.gateway.log_records import MAGIC, LogHeader, Record, frame_of, read_frames
 from flowrt.gateway.log_writer import MAX_SEGMENT_BYTES, LogWriter, open_log
 from flowrt.gateway.requests import Requests
 from flowrt.graph.settings import GraphLimits
@@ -101,11 +103,14 @@ async def serve_some(requests: Requests) -> list[list[ClientEvent]]:
     waiting = requests.open(SamplingParams(max_tokens=4), 2, lambda: None)
     requests.place(waiting, (2, 1), Origin("waiting", 0, 1, b"form"))
     for token in (0, 1, 2, 3):
-        tokens = [Token(f"request-{stopped}", 0, token, (token,)), Token(f"request-{double}", 0, token, (token,), 0, (), token == 2)]
-        requests.on_control("g", Tokens((*tokens, Token(f"request-{scored}", 0, token, (token,), 0, (SCORED,)))))
+        tokens = [
+            group_tokens(f"request-{stopped}", 0, token, (token,)),
+            group_tokens(f"request-{double}", 0, token, (token,), 0, (), token == 2),
+        ]
+        requests.on_control("g", Tokens((*tokens, group_tokens(f"request-{scored}", 0, token, (token,), 0, (SCORED,)))))
     requests.on_control("g", Ended(f"request-{failed}", 0, "error", error="a step failed"))
     requests.on_control("g", Ended(f"request-{double}", 0, "length", None, 0, 4))
-    requests.on_control("g", Tokens((Token(f"request-{double}", 0, 0, (9, 8), 1, (), False, 0, (SCORED,)),)))
+    requests.on_control("g", Tokens((group_tokens(f"request-{double}", 0, 0, (9, 8), 1, (), False, 0, (SCORED,)),)))
     await requests.wait_written()
     requests.close(cancelled, next(iter(requests._on_change[cancelled])))
     await requests.wait_written()
@@ -123,7 +128,7 @@ async def test_another_launcher_has_the_same_events_text_seeds_and_ends(tmp_path
 
     resumed, log = new_requests(left, resumes=True)
     assert [resumed.gateway.events(index) for index in (0, 1, 2, 3, 5)] == before
-    placed = {item.index: item.request for item in resumed._outgoing["g"].items}  # type: ignore[union-attr]
+    placed = {item.request.index: item.request for item in resumed._outgoing["g"].items}  # type: ignore[union-attr]
     assert sorted(placed) == [2, 3, 5]
     assert placed[2].committed_token_ids == ((0, 1, 2, 3), (9, 8))
     assert placed[2].ended_choices == (0,)
@@ -131,7 +136,7 @@ async def test_another_launcher_has_the_same_events_text_seeds_and_ends(tmp_path
     assert {request.attempt for request in placed.values()} == {1}
     assert resumed.find("waiting") == {0: 5}
     assert resumed.find("cancelled") == {}
-    resumed.on_control("g", Tokens((Token("request-3", 1, 4, (11,), 0, (SCORED,)),)))
+    resumed.on_control("g", Tokens((group_tokens("request-3", 1, 4, (11,), 0, (SCORED,)),)))
     resumed.on_control("g", Ended("request-3", 1, "stop", None, 0, 5))
     events = [event async for event in resumed.follow(3)]
     assert [event.index for event in events if isinstance(event, TokenEvent)] == [0, 1, 2, 3, 4]
@@ -144,7 +149,7 @@ async def test_another_launcher_has_the_error_of_a_request_with_two_choices(tmp_
     requests, log = new_requests(tmp_path / "log")
     failed = await requests.submit(SamplingParams(max_tokens=2, n=2, temperature=0.5), submitter(4, 5))
     for choice in has_ended:
-        requests.on_control("g", Tokens((Token(f"request-{failed}", 0, 0, (0, 1), choice),)))
+        requests.on_control("g", Tokens((group_tokens(f"request-{failed}", 0, 0, (0, 1), choice),)))
         requests.on_control("g", Ended(f"request-{failed}", 0, "length", None, choice, 2))
     requests.on_control("g", Ended(f"request-{failed}", 0, "error", "a step failed"))
     await requests.wait_written()
@@ -161,13 +166,13 @@ async def test_no_client_gets_an_event_before_it_is_written(tmp_path: Path) -> N
     requests, log = new_requests(tmp_path)
     index = await requests.submit(SamplingParams(max_tokens=4), submitter(1))
     following = requests.follow(index)
-    requests.on_control("g", Tokens((Token("request-0", 0, 0, (3,)),)))
+    requests.on_control("g", Tokens((group_tokens("request-0", 0, 0, (3,)),)))
     assert requests.gateway.log(index).token_ids == [3]
     assert requests.gateway.events(index) == []
     assert contents_of(copy_of(tmp_path, tmp_path / "before")).requests == {}
     event = await anext(following)
     assert isinstance(event, TokenEvent)
-    assert contents_of(copy_of(tmp_path, tmp_path / "after")).requests[0].output == [Committed(0, 0, 0, 3)]
+    assert contents_of(copy_of(tmp_path, tmp_path / "after")).requests[0].output == [TokenEvent(0, 0, (3,))]
     await following.aclose()
     await close(requests, log)
 
@@ -178,7 +183,7 @@ async def test_a_log_that_is_cut_off_at_any_byte_has_a_beginning_of_the_tokens(t
     index = await requests.submit(SamplingParams(max_tokens=9), submitter(1, 2))
     await requests.wait_written()
     for token in range(4):
-        requests.on_control("g", Tokens((Token("request-0", 0, token, (token,)),)))
+        requests.on_control("g", Tokens((group_tokens("request-0", 0, token, (token,)),)))
         await requests.wait_written()
     (segment,) = (tmp_path / "log").glob("*.log")
     size = segment.stat().st_size
@@ -207,7 +212,7 @@ async def test_damage_is_named_and_not_taken_for_a_death(tmp_path: Path) -> None
         segment.write_bytes(good[:at] + bytes([good[at] ^ 1 << chance.randrange(8)]) + good[at + 1 :])
         with pytest.raises(UserError, match=r"the request log .* is damaged: 0+\.log at byte \d+: [^\n]*$"):
             contents_of(tmp_path / "log")
-    segment.write_bytes(good.replace(MAGIC, b"FLR2", 1))
+    segment.write_bytes(good.replace(MAGIC, b"FLR1", 1))
     with pytest.raises(UserError, match="another version of flowrt"):
         contents_of(tmp_path / "log")
     segment.write_bytes(good)
@@ -216,7 +221,7 @@ async def test_damage_is_named_and_not_taken_for_a_death(tmp_path: Path) -> None
 
 async def test_a_frame_in_the_prompt_of_a_client_is_not_one_of_the_log(tmp_path: Path) -> None:
     """The frame that a death cuts off has a whole one in it, whose number the client has guessed wrongly."""
-    forged = frame_of(5, [RequestEnded(0, "stop", None)])
+    forged = frame_of(5, [EndEvent(0, "stop")])
     requests, log = new_requests(tmp_path / "log", first_number=1 << 40)
     index = await requests.submit(SamplingParams(max_tokens=9), submitter(1, 2))
     await requests.wait_written()
@@ -230,7 +235,7 @@ async def test_a_frame_in_the_prompt_of_a_client_is_not_one_of_the_log(tmp_path:
     assert resumed.gateway.num_unfinished == 1
     assert resumed.gateway.is_open(f"request-{index}")
     await close(resumed, log)
-    later = frame_of((1 << 40) + 3, [RequestEnded(0, "stop", None)])
+    later = frame_of((1 << 40) + 3, [EndEvent(0, "stop")])
     (left / segment.name).write_bytes(data[:-1] + b"x" + later)
     with pytest.raises(UserError, match="a frame is damaged"):
         contents_of(left)
@@ -273,7 +278,7 @@ async def test_long_prompts_of_ended_requests_take_bounded_memory(tmp_path: Path
     for number in range(100):
         index = requests.open(SamplingParams(max_tokens=1), 40, lambda: None)
         requests.place(index, tuple([1] * 40), Origin(f"id-{number}", 0, 1, b""))
-        requests.on_control("g", Tokens((Token(f"request-{index}", 0, 0, (5,)),)))
+        requests.on_control("g", Tokens((group_tokens(f"request-{index}", 0, 0, (5,)),)))
         requests.on_control("g", Ended(f"request-{index}", 0, "length", None, 0, 1))
         await requests.wait_written()
         requests.close(index, next(iter(requests._on_change[index])))
@@ -295,9 +300,9 @@ def test_any_bytes_are_read_or_refused(pieces: list[bytes], at: int) -> None:
 @pytest.mark.parametrize(
     "records",
     [
-        [Committed(0, 0, 1, 5)],
-        [Committed(0, 1, 0, 5)],
-        [Committed(0, 0, 0, 5), Committed(0, 0, 0, 5)],
+        [TokenEvent(0, 1, (5,), choice=0)],
+        [TokenEvent(0, 0, (5,), choice=1)],
+        [TokenEvent(0, 0, (5,), choice=0), TokenEvent(0, 0, (5,), choice=0)],
     ],
 )
 async def test_records_that_cannot_follow_are_refused(tmp_path: Path, records: list[Record]) -> None:
@@ -359,7 +364,7 @@ async def test_ended_requests_do_not_make_the_log_grow(tmp_path: Path, monkeypat
     most = 0
     for number in range(400):
         index = await requests.submit(SamplingParams(max_tokens=9), submitter(1, 2))
-        requests.on_control("g", Tokens((Token(f"request-{index}", 0, 0, (5, 6, 7)),)))
+        requests.on_control("g", Tokens((group_tokens(f"request-{index}", 0, 0, (5, 6, 7)),)))
         requests.on_control("g", Ended(f"request-{index}", 0, "length", None, 0, 3))
         assert [type(event) async for event in requests.follow(index)][-1] is EndEvent
         most = max(most, sum(path.stat().st_size for path in (tmp_path / "log").glob("*.log")))
@@ -377,7 +382,7 @@ async def test_a_full_disk_ends_the_run_and_loses_no_token(tmp_path: Path, monke
     failed: list[Exception] = []
     log.on_failure = failed.append
     index = await requests.submit(SamplingParams(max_tokens=9), submitter(1, 2))
-    requests.on_control("g", Tokens((Token("request-0", 0, 0, (5,)),)))
+    requests.on_control("g", Tokens((group_tokens("request-0", 0, 0, (5,)),)))
     await requests.wait_written()
 
     def write(file: int, data: Any) -> int:
@@ -385,7 +390,7 @@ async def test_a_full_disk_ends_the_run_and_loses_no_token(tmp_path: Path, monke
 
     with monkeypatch.context() as patched:
         patched.setattr("os.write", write)
-        requests.on_control("g", Tokens((Token("request-0", 0, 1, (6,)),)))
+        requests.on_control("g", Tokens((group_tokens("request-0", 0, 1, (6,)),)))
         await requests.wait_written()
     assert [str(error) for error in failed] == [
         f"the request log {tmp_path / 'log'} cannot be used (No space left on device);"
@@ -417,7 +422,7 @@ async def test_events_wait_for_the_disk_in_order(tmp_path: Path) -> None:
     index = await requests.submit(SamplingParams(max_tokens=40), submitter(1, 2))
     following, got = requests.follow(index), []
     for token in range(30):
-        requests.on_control("g", Tokens((Token("request-0", 0, token, (token % 26,)),)))
+        requests.on_control("g", Tokens((group_tokens("request-0", 0, token, (token % 26,)),)))
         if token % 3 == 0:
             await asyncio.sleep(0)
     for _ in range(30):

@@ -19,10 +19,10 @@ def test_times_run_from_admission_and_between_tokens_of_a_choice() -> None:
     metrics = RequestMetrics()
     metrics.admit(1, 10.0)
     metrics.place(1, 7, 2, 20, 10.5)
-    metrics.add_token(1, 0, 11.0)
-    metrics.add_token(1, 1, 11.0)
+    metrics.add_tokens(1, 0, 11.0)
+    metrics.add_tokens(1, 1, 11.0)
     metrics.place(1, 7, 2, 20, 11.5)
-    metrics.add_token(1, 0, 13.0)
+    metrics.add_tokens(1, 0, 13.0)
     metrics.end(1, "stop", 14.0)
     assert (metrics.num_prompt_tokens, metrics.num_generation_tokens, metrics.num_moved) == (7, 3, 1)
     times = metrics.queue_seconds, metrics.first_token_seconds, metrics.token_seconds, metrics.request_seconds
@@ -37,7 +37,7 @@ def test_a_request_that_ends_is_divided_into_its_phases() -> None:
         metrics.admit(request, 10.0)
     metrics.place(1, 7, 2, 20, 10.5)
     for choice, now in ((0, 12.0), (1, 12.5), (0, 14.0), (0, 16.0)):
-        metrics.add_token(1, choice, now)
+        metrics.add_tokens(1, choice, now)
     metrics.end(1, "stop", 17.0)
     metrics.end(2, "abort", 17.0)
     phases = metrics.group_seconds, metrics.prefill_seconds, metrics.decode_seconds, metrics.mean_token_seconds
@@ -56,7 +56,7 @@ def test_edges_of_token_counts_end_at_the_longest_request(longest: int, edges: l
 def test_requests_that_were_not_admitted_here_are_not_counted() -> None:
     metrics = RequestMetrics()
     metrics.place(1, 7, 1, 20, 1.0)
-    metrics.add_token(1, 0, 1.0)
+    metrics.add_tokens(1, 0, 1.0)
     metrics.end(1, "stop", 1.0)
     metrics.refuse("overloaded")
     assert (metrics.num_prompt_tokens, metrics.num_generation_tokens, metrics.request_seconds.count) == (0, 0, 0)

@@ -7,10 +7,12 @@ from contextlib import aclosing, suppress
 from random import Random
 
 import pytest
+from group_tokens import group_tokens
 
-from flowrt.actors.control import Cancel, Control, Ended, KvOffer, Prefilled, Submit, Token, Tokens, as_message
+from flowrt.actors.control import Cancel, Control, Ended, KvOffer, Prefilled, Submit, Tokens, as_message
+from flowrt.actors.outputs import EndEvent
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import EndEvent, Gateway
+from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import MAX_UNREAD, Requests
 from flowrt.graph.settings import GraphLimits
@@ -80,7 +82,7 @@ async def test_a_request_that_a_prefill_worker_passes_on_has_not_moved() -> None
     metrics = RequestMetrics()
     requests = Requests(gateway, send_nothing, RequestProgress(), RealClock(), metrics=metrics)
     requests.place(requests.open(SamplingParams(max_tokens=4), 2, lambda: None), (1, 2))
-    requests.on_control("p", Tokens((Token("request-0", 0, 0, (5,)),)))
+    requests.on_control("p", Tokens((group_tokens("request-0", 0, 0, (5,)),)))
     requests.on_control("p", Prefilled("request-0", 0, KvOffer("p", "i", 1, 2)))
     assert (gateway.groups_of(0), metrics.num_moved) == (["p", "g"], 0)
     requests.lose_group("g", "was killed")

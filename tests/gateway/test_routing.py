@@ -157,8 +157,8 @@ def test_requests_wait_at_the_gateway_for_the_first_group_with_a_place() -> None
     assert [[each.group for each in sent].count(group) for group in ("g0", "g1")] == [room, room]
     index = gateway.reserve()
     assert gateway.place(index, (5,)) == []
-    (next_one,) = sent_in(gateway.cancel(next(each.index for each in sent if each.group == "g1")))
-    assert (next_one.index, next_one.group) == (index, "g1")
+    (next_one,) = sent_in(gateway.cancel(next(each.request.index for each in sent if each.group == "g1")))
+    assert (next_one.request.index, next_one.group) == (index, "g1")
 
 
 def test_a_lost_group_has_no_prefixes() -> None:
@@ -171,7 +171,7 @@ def test_a_lost_group_has_no_prefixes() -> None:
     gateway.readmit_group("g0")
     other, running = place(gateway, range(3), max_tokens=9), place(gateway, range(3), max_tokens=9)
     assert (other.group, running.group) == ("g1", "g0")
-    gateway.cancel(other.index)
+    gateway.cancel(other.request.index)
     assert place(gateway, prompt, max_tokens=1).group == "g1"
 
 

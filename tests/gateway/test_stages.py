@@ -9,8 +9,9 @@ import pytest
 from gateway.test_gateway import LIMITS, TRIAL, new_gateway, place, token_of
 
 from flowrt.actors.control import Ended, KvCompleted, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone
+from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.gateway.decisions import Decision, SendCancel, SendCompleted, SendRequest
-from flowrt.gateway.gateway import EndEvent, Gateway, TokenEvent
+from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.stages import MAX_KV_LOST
 
 
@@ -66,7 +67,7 @@ def cancelled_in(decisions: Sequence[Decision]) -> list[tuple[str, int]]:
 
 
 def tokens_in(decisions: Sequence[Decision]) -> list[int]:
-    return [each.token_id for each in decisions if isinstance(each, TokenEvent)]
+    return [token_id for each in decisions if isinstance(each, TokenEvent) for token_id in each.token_ids]
 
 
 def test_a_request_goes_from_a_prefill_worker_to_a_group() -> None:
@@ -235,7 +236,7 @@ def test_held_prompts_keep_new_ones_waiting() -> None:
     last = gateway.reserve()
     assert sent_in(gateway.place(last, (1, 2))) == []
     second = prefill(gateway, sent[0])
-    assert [each.index for each in sent_in(gateway.on_transfer(second.group, pulled(second)))] == [last]
+    assert [each.request.index for each in sent_in(gateway.on_transfer(second.group, pulled(second)))] == [last]
 
 
 def test_a_request_of_several_choices_is_one_sequence_in_a_prefill_worker() -> None:
@@ -270,7 +271,7 @@ def test_a_crash_of_a_prefill_worker_suspects_what_it_computed_and_not_what_it_h
     assert (held.group, computed.group) == ("p0", "p0")
     prefill(gateway, held)
     moved = sent_in(gateway.lose_group("p0", "crashed", may_recur=True))
-    assert {each.index: each.request.is_suspect for each in moved} == {0: False, 2: True}
+    assert {each.request.index: each.request.is_suspect for each in moved} == {0: False, 2: True}
 
 
 def test_a_group_gets_a_request_when_its_prefill_begins_and_the_first_token_later() -> None:
@@ -415,7 +416,7 @@ def test_the_time_of_a_hold_ends_when_the_group_has_the_kv() -> None:
     first, second = (prefill(gateway, place(gateway, max_tokens=4)) for _ in range(2))
     assert gateway.deadline == 60.0
     gateway.on_transfer(first.group, pulled(first))
-    gateway.cancel(second.index)
+    gateway.cancel(second.request.index)
     assert gateway.deadline is None
 
 
@@ -427,4 +428,4 @@ def test_a_group_that_pulls_nothing_stops_no_prompt_of_another() -> None:
         each = prefill(gateway, place(gateway, (1, 2), max_tokens=4))
         assert (stuck.group, each.group) == ("g0", "g1")
         gateway.on_transfer(each.group, pulled(each))
-        gateway.cancel(each.index)
+        gateway.cancel(each.request.index)

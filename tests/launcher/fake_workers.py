@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+from group_tokens import group_tokens
+
 from flowrt.actors.control import (
     Connected,
     Control,
@@ -25,7 +27,6 @@ from flowrt.actors.control import (
     StatisticsRequest,
     Stop,
     Submit,
-    Token,
     Tokens,
     as_message,
     from_message,
@@ -80,9 +81,9 @@ async def run_worker(control: Channel, seams: Seams) -> None:
             case Submit(request):
                 if request.id == "who":
                     facts = (os.getpid(), os.getppid(), len(os.listdir("/proc/self/fd")), int(os.environ["OMP_NUM_THREADS"]))
-                    await send(Tokens((Token("who", 0, 0, facts),)))
+                    await send(Tokens((group_tokens("who", 0, 0, facts),)))
                 for index, token in enumerate(request.prompt_token_ids):
-                    await send(Tokens((Token(request.id, request.attempt, index, (token,)),)))
+                    await send(Tokens((group_tokens(request.id, request.attempt, index, (token,)),)))
                 await send(Ended(request.id, request.attempt, "length"))
                 if request.id == "block":
                     ctypes.PyDLL(None).pause()  # keeps Python's lock: no thread of the process runs Python any more

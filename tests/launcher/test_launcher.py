@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 import uvloop
+from group_tokens import number_of
 
 from flowrt.actors.control import Control, Ended, Request, Submit, Tokens
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError
@@ -62,7 +63,7 @@ class Run:
             if self.launcher.failure is not None:
                 raise self.launcher.failure
         steps = [message.tokens for worker, message in self.messages if worker == name and isinstance(message, Tokens)]
-        return [token for step in steps for each in step if each.request_id == request_id for token in each.token_ids]
+        return [token for step in steps for each in step if each.request == number_of(request_id) for token in each.token_ids]
 
     async def failure(self, act: Callable[[Launcher], Awaitable[object]] | None = None) -> Exception:
         """Start, do `act`, wait for the failure that ends the run, and leave with it."""

@@ -28,7 +28,7 @@ LEAVES = (
 )
 BELOW_ALL = (*LEAVES, "flowrt.graph", "flowrt.reliability", "flowrt.trace")
 # What users get from `import flowrt`; loaded on first use.
-FRONT_MAY = ("flowrt.api", "flowrt.gateway.gateway", *LEAVES)
+FRONT_MAY = ("flowrt.api", "flowrt.actors.outputs", *LEAVES)
 # From the top down. Packages of one row do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("flowrt.cli",),
@@ -60,7 +60,11 @@ FORBIDDEN = {
     ("flowrt.engine", "flowrt.actors"): "the engine is pure decisions: it knows requests and tokens, no mailbox",
     ("flowrt.engine", TRANSPORTS): "the engine is pure decisions",
 }
-EXCEPT = {("flowrt.engine", "flowrt.actors.control"), ("flowrt.exchange", "flowrt.engine.offered_prompt")}
+EXCEPT = {
+    ("flowrt.engine", "flowrt.actors.control"),
+    ("flowrt.engine", "flowrt.actors.outputs"),
+    ("flowrt.exchange", "flowrt.engine.offered_prompt"),
+}
 # The bench times operators one by one, and what each costs beside its limit.
 OPERATORS_FOR = ("flowrt.workers", "flowrt.kinds", "flowrt.exchange", "flowrt.dataflow", "flowrt.bench")
 # Facts of a model without torch: what a package that runs in the launching process may read.

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from group_tokens import group_tokens
 
-from flowrt.actors.control import Cancel, Control, Ended, Logprobs, Request, Submit, Token, Tokens, as_message, from_message
+from flowrt.actors.control import Cancel, Control, Ended, Request, Submit, Tokens, as_message, from_message
 from flowrt.actors.front_end_messages import StateQuery, StateReport
+from flowrt.actors.outputs import Logprobs
 from flowrt.gateway.front_ends import FrontEnds
 from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.log_writer import LogWriter, open_log
@@ -192,7 +194,7 @@ class ServedApp:
         logprobs = (
             () if request.params.logprobs is None else (Logprobs(-0.5, tuple((i, -0.5 - i) for i in range(request.params.logprobs))),)
         )
-        token = Token(request.id, request.attempt, index, (token_id,), choice, logprobs)
+        token = group_tokens(request.id, request.attempt, index, (token_id,), choice, logprobs)
         if request.params.prompt_logprobs is not None and not index and not choice:
             top = tuple((i, -1.0 - i) for i in range(request.params.prompt_logprobs))
             of_prompt = tuple(Logprobs(-float(at), top) for at in range(1, len(request.prompt_token_ids)))

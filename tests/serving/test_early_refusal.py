@@ -13,6 +13,7 @@ from serving.test_http_api import until
 
 from flowrt.actors.control import Control, Request
 from flowrt.actors.front_end_messages import Outputs, RequestOutput, Reserve, Reserved
+from flowrt.actors.outputs import EndEvent
 from flowrt.sampling_params import SamplingParams
 from flowrt.serving import gateway_client, http_server
 from flowrt.serving.api_errors import ApiError
@@ -180,7 +181,7 @@ async def test_next_request_goes_to_the_gateway_after_a_while_and_when_one_has_e
     assert isinstance(sent[-1], Reserve)
     assert sent[-1].num_refused == 3
     assert client.refuse_now() is not None
-    client.on_control(Outputs((RequestOutput(number, end="stop"),)))
+    client.on_control(Outputs((RequestOutput(number, (EndEvent(0, "stop"),)),)))
     assert client.refuse_now() is None
     await reserve("")
     assert client.refuse_now() is None

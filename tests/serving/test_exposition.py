@@ -29,7 +29,7 @@ def state() -> ServedState:
     metrics.admit(0, 0.0)
     metrics.place(0, 5, 1, 8, 0.0)
     for now in (0.05, 0.052, 1.0):
-        metrics.add_token(0, 0, now)
+        metrics.add_tokens(0, 0, now)
     metrics.end(0, "stop", 1.0)
     group = Statistics(
         (EdgeStatistics('a "b" -> c', "shm", 3, 100, 0.5, 1.5, (1, *[0] * 12, 1)), EdgeStatistics("d -> e", "shm", 1, 1)),

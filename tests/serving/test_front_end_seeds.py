@@ -13,10 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from group_tokens import group_tokens
 from serving.served_app import over_the_wire
 
-from flowrt.actors.control import Cancel, Control, Ended, Request, Submit, Token, Tokens
+from flowrt.actors.control import Cancel, Control, Ended, Request, Submit, Tokens
 from flowrt.actors.front_end_messages import RequestOutput, StateQuery, StateReport
+from flowrt.actors.outputs import TokenEvent
 from flowrt.gateway.front_ends import FrontEnds
 from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.requests import Requests
@@ -52,8 +54,9 @@ class SeedClient:
     def read(self) -> None:
         for _, output in self.inbox._outputs:
             assert not self.ends, "an output after the end"
-            for choice in output.choices:
-                self.tokens[choice.choice] += choice.token_ids
+            for event in output.events:
+                if isinstance(event, TokenEvent):
+                    self.tokens[event.choice] += event.token_ids
             if output.end is not None:
                 self.ends.append(output)
         self.inbox._outputs.clear()
@@ -65,7 +68,8 @@ class SeedClient:
         if self.is_over or self.refusal is not None:
             return
         (end,) = self.ends
-        assert end.end in ("length", "stop"), end
+        assert end.end is not None
+        assert end.end.finish_reason in ("length", "stop"), end
         for choice, tokens in self.tokens.items():
             assert len(tokens) == self.params.max_tokens or choice in self.stopped
 
@@ -194,7 +198,7 @@ class Seed:
             request, counts = self.running[key]
             choice = self.rng.choice(list(counts))
             if counts[choice] < request.max_tokens:
-                token = Token(
+                token = group_tokens(
                     request_id, request.attempt, counts[choice], (token_of(request.prompt_token_ids, choice, counts[choice]),), choice
                 )
                 counts[choice] += 1

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from serving.served_app import NAME, Connection, ServedApp, served_app
 
-from flowrt.actors.front_end_messages import ChoiceOutput, RequestOutput
+from flowrt.actors.front_end_messages import RequestOutput
+from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.serving import connection_table, gateway_client, http_exchange, http_server
 
 CHAT = "/v1/chat/completions"
@@ -349,12 +350,12 @@ async def test_unread_outputs_are_bounded_in_size(monkeypatch: pytest.MonkeyPatc
         request = await served.submitted.get()
         with served.client.inbox() as inbox:
             for number in range(60):
-                inbox.put(0, RequestOutput(number, (ChoiceOutput(0, (1, 2)),)))
+                inbox.put(0, RequestOutput(number, (TokenEvent(0, 0, (1, 2)),)))
             served.emit(request, " 1")
             served.finish(request)
             assert (await slow).status == 200
             ((_, output),) = await inbox.take()
-            assert (output.end, output.error) == ("error", "the client reads too slowly")
+            assert output.end == EndEvent(0, "error", "", "the client reads too slowly")
 
 
 async def test_failed_stream_ends_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:

@@ -48,7 +48,7 @@ def test_requests_are_those_that_run_and_the_latest_that_ended() -> None:
     for number in range(MAX_ENDED + 5):
         metrics.admit(number, 1.0)
         metrics.place(number, 7, 1, 8, 2.0)
-        metrics.add_token(number, 0, 3.0)
+        metrics.add_tokens(number, 0, 3.0)
         metrics.end(number, "stop", 4.0)
     metrics.admit(999, 5.0)
     requests = state(metrics).requests

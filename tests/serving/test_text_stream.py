@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from serving.test_tokenizer import byte_fallback, byte_level, streamed
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from flowrt.actors.control import Logprobs
-from flowrt.actors.front_end_messages import ChoiceOutput, RequestOutput
+from flowrt.actors.front_end_messages import RequestOutput
+from flowrt.actors.outputs import EndEvent, Logprobs, TokenEvent
 from flowrt.sampling_params import SamplingParams
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.api_response import PromptOutput, ResponseBuilder, Usage, merged
@@ -262,8 +262,8 @@ def test_what_stops_an_output_is_text_if_it_is_included(
     params = SamplingParams(logprobs=0, **changes)
     output = [a, 0 if "stop_token_ids" in changes else b]
     of_request = RequestText(params, lambda: tokenizer.stream([a], params.skip_special_tokens), (), 0, lambda choice: None)
-    message = ChoiceOutput(0, tuple(output), (Logprobs(-1.0),) * 2, finish_reason="stop" if output[-1] == 0 else None)
-    pieces = [*of_request.add(RequestOutput(0, (message,)))]
+    tokens = TokenEvent(0, 0, tuple(output), logprobs=(Logprobs(-1.0),) * 2)
+    pieces = [*of_request.add(RequestOutput(0, (tokens, EndEvent(0, "stop")) if output[-1] == 0 else (tokens,)))]
     assert [each.finish_reason for each in pieces][-1] == "stop"
     builder = ResponseBuilder("a", 0, "m", CompletionRequest(True, (), params), tokenizer)
     first = builder.first_chunk(0, PromptOutput([a]))

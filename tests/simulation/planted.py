@@ -413,8 +413,8 @@ BUGS: tuple[Bug, ...] = (
         SEQUENCE, "Sequence.forbidden_token_ids", "self.num_output_tokens < self.request.params.min_tokens", "False")),
     # group and gateway
     bug("end-before-tokens", "the end of a request is sent before its last token", (
-        GROUP, "Group._carry_out", "tokens = [each for each in decisions if isinstance(each, Token)]",
-        "for each in decisions:\n        if isinstance(each, Ended):\n            self._send(each)\n    tokens = [each for each in decisions if isinstance(each, Token)]")),
+        GROUP, "Group._carry_out", "tokens = [each for each in decisions if isinstance(each, TokenEvent)]",
+        "for each in decisions:\n        if isinstance(each, Ended):\n            self._send(each)\n    tokens = [each for each in decisions if isinstance(each, TokenEvent)]")),
     bug("step-number-off", "the layout of a step is emitted for all layers but the last when micro_batches are busy", (
         GROUP, "Group._emit", "for tag in tags:", "for tag in tags[:len(tags) - (start.micro_batch > 0)]:")),
     bug("ends-with-one-choice", "a request ends with the first of its choices", (

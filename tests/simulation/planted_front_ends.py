@@ -31,5 +31,5 @@ FRONT_END_BUGS: tuple[Bug, ...] = (
     bug("front-end-asleep", "new outputs do not wake the task that sends them", (
         FRONT_ENDS, "FrontEnds._note_change", "front_end.wake.set()", "pass")),
     bug("front-end-choice-mixed", "tokens of all choices are sent as those of the first", (
-        FRONT_ENDS, "output_of", "token_ids.setdefault(event.choice, [])", "token_ids.setdefault(0, [])")),
+        FRONT_ENDS, "FrontEnds._take_outputs", "tuple(events)", "tuple([__import__('msgspec').structs.replace(each, choice=0) if isinstance(each, TokenEvent) else each for each in events])")),
 )  # fmt: skip

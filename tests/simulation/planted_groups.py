@@ -39,7 +39,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("attempt-kept", "a moved request keeps its attempt", (
         GATEWAY, "Gateway._move", "log.attempt += 1", "pass")),
     bug("old-attempts-count", "tokens of any attempt and group are committed", (
-        GATEWAY, "Gateway.on_token", "if log is None or token.attempt != log.attempt or self._stages.sender_of(log, token.index) != group:", "if log is None:"), (
+        GATEWAY, "Gateway.on_token", "if log is None or log.end is not None or tokens.attempt != log.attempt or (self._stages.sender_of(log, tokens.index) != group):", "if log is None or log.end is not None:"), (
         RUN_STATE, "RunState.accepts_messages", "self.is_current(worker, incarnation) and (not self.table.workers[worker].process.is_fenced)", "self.is_current(worker, incarnation)")),
     bug("old-ends-count", "ends of any attempt and group are accepted", (
         GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt or group not in (self._stages.worker_of(log), self._stages.group_of(log)):", "if log is None:"), (

@@ -32,7 +32,7 @@ REQUEST_LOG_BUGS: tuple[Bug, ...] = (
     bug("log-end-lost", "the end of a request is not in the request log", (
         WRITER, "LogWriter.add", "if event.request in self._submitted_in", "if event.request in self._submitted_in and type(event).__name__ != 'EndEvent'")),
     bug("log-scores-lost", "logprobs are not in the request log", (
-        RECORDS, "record_of", "return Scored(request, choice, index, token_id, logprob, top, degraded, of_prompt)", "return Committed(request, choice, index, token_id)")),
+        WRITER, "LogWriter.add", "[event for event in events if event.request in self._submitted_in]", "[__import__('msgspec').structs.replace(each, logprobs=()) if hasattr(each, 'logprobs') else each for each in events if each.request in self._submitted_in]")),
     bug("resume-without-seed", "a resumed request draws with another seed", (
         GATEWAY, "Gateway.restore", "given.seed", "given.seed + 1")),
     bug("resume-without-tokens", "a resumed request has lost its last token", (

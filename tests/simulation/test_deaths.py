@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from simulation.outcomes import errors, finish_reasons
 
+from flowrt.actors.outputs import ClientEvent, TokenEvent
 from flowrt.exchange.failover import Failover
-from flowrt.gateway.gateway import ClientEvent, TokenEvent
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph

@@ -16,7 +16,7 @@ from checkpoints import make_checkpoint
 from simulation.outcomes import errors, finish_reasons, token_ids
 
 from flowrt.actors.control import Control, Listening, Start, Statistics, StatisticsRequest, Stop, as_message, from_message
-from flowrt.gateway.gateway import EndEvent, TokenEvent
+from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import GATEWAY, Graph, to_json
@@ -227,7 +227,7 @@ def test_checks_find_wrong_outcomes() -> None:
     events = good.clients[0].events
     first, end = events[0], events[-1]
     assert isinstance(first, TokenEvent)
-    assert checked(changed(events=[msgspec.structs.replace(first, token_id=first.token_id + 1), *events[1:]])) == "I1"
+    assert checked(changed(events=[msgspec.structs.replace(first, token_ids=(first.token_id + 1,)), *events[1:]])) == "I1"
     assert checked(changed(events=[*events[:-2], end])) == "I1"
     assert checked(changed(events=[first, first, *events[2:]])) == "I1"
     assert checked(changed(events=[*events, end])) == "I5"

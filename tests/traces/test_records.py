@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from flowrt.actors.control import TraceRecords
-from flowrt.gateway.gateway import TokenEvent
+from flowrt.actors.outputs import TokenEvent
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.trace.records import MAX_PIECE, NO_RECORDS, RecordKind, TraceRecord, TraceRing, decode
 from flowrt.transports.wire.message import Tag
@@ -48,7 +48,7 @@ def test_the_collector_keeps_the_newest_pieces_and_each_incarnation() -> None:
 
 def test_the_gateways_own_records_are_its_tokens() -> None:
     collector = TraceCollector(lambda: 3.0)
-    collector.add_token(TokenEvent(2, 7, 11, "text"))
+    collector.add_token(TokenEvent(2, 7, (11,), "text"))
     (trace,) = collector.traces()
     assert (trace.worker, list(trace.records)) == ("gateway", [TraceRecord(RecordKind.COMMIT, 3.0, 3.0, "request 2", (), 7)])
 

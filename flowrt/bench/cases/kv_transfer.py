@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph, open_graph, read_graph
 from flowrt.bench.cases.latency import measure_streams
 from flowrt.bench.cases.options import LatencyOptions, StreamOptions
@@ -27,7 +28,6 @@ from flowrt.bench.measure.benchmark import Result, Trial
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.bench.report.report import print_progress
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import Graph
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph, open_graph, read_graph
 from flowrt.bench.cases.options import LatencyOptions
 from flowrt.bench.measure.benchmark import Measure, Result, Trial
@@ -25,7 +26,6 @@ from flowrt.bench.measure.memory import served_model
 from flowrt.bench.report.figures import Figure, Target, nearest_rank
 from flowrt.bench.report.report import print_progress
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import Graph
 from flowrt.operators.families.registry import read_model_config
 from flowrt.sampling_params import SamplingParams

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
+from flowrt.actors.outputs import TokenEvent
 from flowrt.api import open_graph, read_graph
 from flowrt.bench.cases.decode import measure_batch
 from flowrt.bench.cases.options import DecodeOptions
@@ -23,7 +24,6 @@ from flowrt.bench.measure.graph_side import GraphSide, check_limits
 from flowrt.bench.measure.memory import served_model
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.bench.report.report import print_progress
-from flowrt.gateway.gateway import TokenEvent
 from flowrt.gateway.log_contents import read_log
 from flowrt.graph.model import Graph
 from flowrt.graph.numerics import numerics_text

@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph, read_graph
 from flowrt.bench.cases.patterns import exact, given
 from flowrt.bench.cases.small_model import VOCABULARY, write_small_model
@@ -26,7 +27,6 @@ from flowrt.bench.measure.modelled import in_virtual_time
 from flowrt.bench.report.figures import Figure, Target, nearest_rank
 from flowrt.bench.report.report import print_progress
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import Graph
 from flowrt.graph.settings import ROUTING_POLICIES
 from flowrt.sampling_params import SamplingParams

@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph
 from flowrt.bench.measure.decoding import DecodeRun, Prompts
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import pipelines
 from flowrt.sampling_params import SamplingParams
@@ -64,8 +64,8 @@ class GraphSide:
             async for event in self.graph.follow(index):
                 if isinstance(event, TokenEvent):
                     seconds = clock.now()
-                    times[number].append(seconds)
-                    tokens[number].append(event.token_id)
+                    times[number] += [seconds] * len(event.token_ids)
+                    tokens[number] += event.token_ids
                     if event.index == 0:
                         waiting -= 1
                         if not waiting:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from flowrt.actors.control import Statistics
+from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph, open_graph
 from flowrt.bench.measure.decoding import prompts_of
 from flowrt.bench.measure.graph_side import TurnClock
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import GATEWAY, Graph, role_of
 from flowrt.graph.recovery import pipelines
 from flowrt.operators.families.registry import read_model_config
@@ -87,8 +87,8 @@ async def modelled_run(
     async def follow(number: int, index: int) -> None:
         async for event in graph.follow(index):
             if isinstance(event, TokenEvent):
-                times[number].append(clock.now())
-                tokens[number].append(event.token_id)
+                times[number] += [clock.now()] * len(event.token_ids)
+                tokens[number] += event.token_ids
                 if event.index == 0 and all(times):
                     began.set()
             elif isinstance(event, EndEvent):
