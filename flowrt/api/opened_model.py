@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowrt.api.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from flowrt.api.served import max_model_len
+from flowrt.gateway.gateway import ServedModel
 from flowrt.graph.model import Graph
 from flowrt.launcher.events import ModelNotice
 from flowrt.launcher.start_checks import check_model
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
+from flowrt.serving.front_end_settings import ServeOptions
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcess
 
@@ -30,6 +33,18 @@ class OpenedModel:
         """What the user should know of the model at the start."""
         defaults = [ModelNotice(self.sampling.text, is_warning=False)] if self.sampling.text else []
         return [*map(ModelNotice, (*self.notes, *self.sampling.notes)), *defaults]
+
+    def served(self, graph: Graph, serving: ServeOptions | None) -> ServedModel:
+        """What a gateway needs to know of it. Front ends bound the active requests; callers in this process bound their own."""
+        new_detokenizer = self.tokenizer.stream if self.tokenizer is not None else None
+        model = ServedModel(
+            self.config.max_position_embeddings, self.config.vocab_size, frozenset(self.config.eos_token_ids), new_detokenizer
+        )
+        if serving is None:
+            return model
+        bounds = graph.serving
+        length = max_model_len(graph, self.config, serving)
+        return replace(model, max_model_len=length, max_requests=bounds.max_requests, max_prompt_tokens=bounds.max_prompt_tokens)
 
 
 def open_model(graph: Graph, generation_config: str, has_chats: bool) -> OpenedModel | None:

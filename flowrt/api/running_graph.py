@@ -6,7 +6,6 @@ It imports torch only for graphs of user operators, whose inputs and outputs are
 from __future__ import annotations
 
 import asyncio
-import importlib
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -14,25 +13,20 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from flowrt.actors.control import Control, Statistics, TraceRecords
+from flowrt.actors.control import Statistics
 from flowrt.actors.emulated_links import check_machine
 from flowrt.actors.outputs import ClientEvent
 from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, RequestKeywords, TextPrompt, checked_prompt, each_input, split_keywords
-from flowrt.api.model_gateway import new_gateway
 from flowrt.api.opened_model import open_model
 from flowrt.api.request_log import open_request_log
 from flowrt.api.sampling_defaults import AUTO
-from flowrt.api.served import StateReports, front_end_services, max_model_len
-from flowrt.api.warm_up import warm_up
-from flowrt.errors import NotRunningError, TokenizerError, UserError
+from flowrt.api.served import StateReports, front_end_services
+from flowrt.errors import TokenizerError, UserError
 from flowrt.gateway.completion import Completion
-from flowrt.gateway.log_writer import LogWriter
-from flowrt.gateway.request_metrics import RequestMetrics
-from flowrt.gateway.requests import Requests
-from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
+from flowrt.graph.model import Graph
 from flowrt.launcher import events
-from flowrt.launcher.launcher import Launcher
-from flowrt.launcher.served_requests import ServedRequests, apply_group_change
+from flowrt.launcher.launcher import LaunchOptions
+from flowrt.launcher.run import Run
 from flowrt.launcher.tokenizer_files import missing_tokenizer
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.reliability.health import STALL_SECONDS, Health
@@ -62,46 +56,35 @@ class RunningGraph:
         self._on_event = on_event or events.print_news
         self._model = model = open_model(graph, generation_config, has_chats=serving is not None)
         self._tokenizer_process = model.tokenizer_process if model is not None else None
-        self._endpoint: Any = None
-        hosted: dict[str, Any] = {}
-        gateway = new_gateway(graph, model.config, model.tokenizer, seams, serving) if model is not None else None
-        if INPUT in graph.nodes or OUTPUT in graph.nodes:
-            self._endpoint = importlib.import_module("flowrt.workers.endpoint").Endpoint(graph)
-            hosted[GATEWAY] = self._endpoint.run
-        self._trace = trace
-        self.launcher = Launcher(
+        self._trace, self._starts_tokenizer, self._opened = trace, serving is None, False
+        services = {} if serving is None or model is None else front_end_services(graph, model.config, serving, model.sampling.values)
+        options = LaunchOptions(log_level, is_traced=trace is not None)
+        self.run = Run(
             graph,
             seams,
-            log_level=log_level,
-            is_traced=trace is not None,
-            on_event=self._note,
-            on_control=self._on_control,
-            on_line=on_line,
-            hosted=hosted,
-            services={} if serving is None or model is None else front_end_services(graph, model.config, serving, model.sampling.values),
-            farewell=self._on_failing,
+            options if on_line is None else replace(options, on_line=on_line),
+            model=model.served(graph, serving) if model is not None else None,
+            reports=StateReports(services, serving.model_name) if serving is not None else None,
+            open_log=partial(open_request_log, resumes=resumes),
+            trace=trace,
+            on_event=self._on_event,
         )
-        self._clock = seams.clock
-        self._progress = self.launcher.health_record.progress
-        on_token = trace.add_token if trace is not None else None
-        metrics = RequestMetrics(max_model_len(graph, model.config, serving)) if serving is not None and model is not None else None
-        self._requests: Requests | None = None
-        if gateway is not None:
-            self._requests = Requests(gateway, self.launcher.send, self._progress, seams.clock, on_token, metrics)
-        self._served: ServedRequests | None = None
-        if serving is not None:
-            reports = StateReports(self.launcher, self._of_model(), serving.model_name, self.health)
-            self._served = ServedRequests(self.launcher, self._of_model(), reports.report, reports.refresh)
-        self._opened, self._resumes = False, resumes
-        self._log: LogWriter | None = None
-        self.resumed: tuple[int, ...] = ()
-        self._failure: Exception | None = None
-        self.final_statistics: dict[str, Statistics] = {}
+        self.launcher, self._endpoint, self._clock = self.run.launcher, self.run.endpoint, seams.clock
 
     @property
     def graph(self) -> Graph:
         """The graph as it runs: every edge has its transport."""
         return self.launcher.graph
+
+    @property
+    def resumed(self) -> tuple[int, ...]:
+        """The numbers of the requests of an earlier launcher that this one continues, for `follow`."""
+        return self.run.resumed
+
+    @property
+    def final_statistics(self) -> dict[str, Statistics]:
+        """The last counters of each worker, by worker name; empty until the graph has been closed without a failure."""
+        return self.run.final_statistics
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -121,7 +104,7 @@ class RunningGraph:
     @property
     def max_requests(self) -> int:
         """The maximum number of active requests; the gateway refuses further ones."""
-        return self._of_model().gateway.admission.max_requests
+        return self.run.require_requests().gateway.admission.max_requests
 
     @property
     def pids(self) -> Mapping[str, int]:
@@ -135,45 +118,21 @@ class RunningGraph:
         for notice in self._model.notices() if self._model is not None else ():
             self._on_event(notice)
         await check_machine(self.graph, self.launcher.seams)
+        if self._tokenizer_process is not None and self._starts_tokenizer:  # it loads while the workers load
+            self._tokenizer_process.start()
         try:
-            self._open_log()
-            if self._tokenizer_process is not None and self._served is None:  # it loads while the workers load
-                self._tokenizer_process.start()
-            await self.launcher.__aenter__()
+            await self.run.__aenter__()
         except BaseException:
             self._close_tokenizer()
-            await self._close_log()
             raise
-        if self._requests is not None:  # ended in __aexit__
-            self._requests.begin()
-        if self.graph.jitter.warm_up:
-            await warm_up(self)
-        if self._served is not None:  # the same
-            self._served.begin()
-        if self._trace is not None:
-            self._trace.begin(self.launcher.workers)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.launcher.opened_task()
-        if self._trace is not None:
-            self._trace.end()
         try:
-            try:
-                await self._close_requests()
-            except BaseException as cancelled:  # the processes end all the same
-                await self.launcher.__aexit__(type(cancelled), cancelled, cancelled.__traceback__)
-                raise
-            if error is None and self._failure is None:
-                self.final_statistics = await self.launcher.stop()
-            await self.launcher.__aexit__(kind, error, trace)
+            await self.run.__aexit__(kind, error, trace)
         finally:
             self._close_tokenizer()
-            if self._endpoint is not None:
-                self._endpoint.fail(NotRunningError("the graph was closed"))
-            if self._requests is not None and self._failure is None:
-                self._requests.end_all()
-            await self._close_log()
             if self._trace is not None and self._trace.file:
                 write_trace(self._trace.file, self._trace.traces(), self.graph)
 
@@ -219,7 +178,7 @@ class RunningGraph:
         number = await graph.submit("What is 1 + 2?", max_tokens=8)
         print(graph.prompt_token_ids(number))
         """
-        return self._of_model().prompt_token_ids(index)
+        return self.run.require_requests().prompt_token_ids(index)
 
     def follow(self, index: int) -> AsyncGenerator[ClientEvent, None]:
         """Yield the events of the submitted request with this number from its first. Closing it early cancels the request.
@@ -229,7 +188,7 @@ class RunningGraph:
             number = await graph.submit("What is 1 + 2?", max_tokens=8)
             events = [event async for event in graph.follow(number)]
         """
-        return self._of_model().follow(index)
+        return self.run.require_requests().follow(index)
 
     async def complete(
         self,
@@ -267,17 +226,18 @@ class RunningGraph:
         if self._endpoint is None:
             raise UserError("this graph has no input of its own; use generate()")
         self.launcher.opened_task()
-        if self._failure is not None:
+        if (failure := self.launcher.failure) is not None:
             self.launcher.was_failure_raised = True
-            raise self._failure
-        self._progress.opened(self._clock.now())
+            raise failure
+        progress = self.launcher.health_record.progress
+        progress.opened(self._clock.now())
         try:
             outputs: dict[str, Any] = await self._endpoint.call(tensors)
         except Exception as error:
-            self.launcher.was_failure_raised |= error is self._failure
+            self.launcher.was_failure_raised |= error is self.launcher.failure
             raise
         finally:
-            self._progress.ended(self._clock.now())
+            progress.ended(self._clock.now())
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
     async def stream(self, inputs: Iterable[Any] | AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
@@ -321,19 +281,14 @@ class RunningGraph:
             if not graph.health().ok:
                 print(graph.health().problems)
         """
-        health = self.launcher.health_record.health(stall_seconds)
-        if health.ok and not self.launcher.is_running:
-            return replace(health, ok=False, problems=("the graph is not open",))
-        return health
+        return self.launcher.health(stall_seconds)
 
     async def end_serving(self, seconds: float) -> None:
         """Admit no new requests and wait until all have ended, those of front ends too. After `seconds`, end those that are left.
 
         await graph.end_serving(seconds=30)
         """
-        self.launcher.check_running()
-        if self._served is not None:
-            await self._served.drain(seconds)
+        await self.run.end_serving(seconds)
 
     async def drain(self) -> None:
         """Admit no new requests and wait until all running ones have ended. Raises NotRunningError, or the failure that ended the run.
@@ -341,44 +296,18 @@ class RunningGraph:
         await graph.drain()
         print(await graph.statistics())
         """
-        self.launcher.check_running()
-        if self._requests is not None:
-            await self._requests.drain()
-        await self.launcher.drain()
+        await self.run.drain()
 
     # --- inside ------------------------------------------------------------------------------------------------------------------
-
-    def _open_log(self) -> None:
-        """Continue what an earlier launcher has left in the request log, if there is one, before any other request."""
-        if self._requests is not None and (opened := open_request_log(self.graph, self.launcher.seams, self._resumes)) is not None:
-            self._log, contents = opened
-            self._log.on_failure = self.launcher.end
-            self.resumed = self._requests.begin_log(self._log, contents)
-
-    async def _close_log(self) -> None:
-        if self._log is not None:
-            await self._log.aclose()
-
-    async def _close_requests(self) -> None:
-        if self._requests is not None:
-            self.launcher.was_failure_raised |= self._requests.has_raised_failure
-            await self._requests.aclose()
-        if self._served is not None:
-            await self._served.aclose()
 
     def _close_tokenizer(self) -> None:
         if self._tokenizer_process is not None:
             self._tokenizer_process.close()
 
-    def _of_model(self) -> Requests:
-        if self._requests is None:
-            raise UserError("this graph serves no model; call it with its inputs: await graph(x=tensor)")
-        return self._requests
-
     def _checked(
         self, prompt: Prompt | None, params: SamplingParams | None, messages: Messages | None, keywords: RequestKeywords
     ) -> tuple[CheckedPrompt, SamplingParams]:
-        self._of_model()
+        self.run.require_requests()
         sampling, chat = split_keywords(keywords)
         checked = checked_prompt(prompt, messages, self._max_prompt_tokens(), chat)
         if isinstance(checked, TextPrompt):
@@ -392,7 +321,7 @@ class RunningGraph:
 
     async def _submit(self, prompt: CheckedPrompt, params: SamplingParams) -> int:
         self.launcher.check_running()
-        return await self._of_model().submit(params, partial(self._encode, prompt, params))
+        return await self.run.require_requests().submit(params, partial(self._encode, prompt, params))
 
     def _max_prompt_tokens(self) -> int:
         limits = self.graph.group_limits()
@@ -405,31 +334,6 @@ class RunningGraph:
         if not isinstance(prompt, TextPrompt):
             return prompt
         return await self.require_tokenizer().encode(prompt.content, max_tokens=self._max_prompt_tokens())
-
-    def _note(self, event: events.Event) -> None:
-        if isinstance(event, events.RunFailed):
-            self._failure = event.error
-            if self._endpoint is not None:
-                self._endpoint.fail(event.error)
-        if self._requests is not None:
-            apply_group_change(event, self._requests)
-        if self._served is not None:
-            self._served.note(event)
-        self._on_event(event)
-
-    def _on_control(self, worker: str, control: Control) -> None:
-        if self._endpoint is not None:
-            self._endpoint.on_control(worker, control)
-        if self._trace is not None and isinstance(control, TraceRecords):
-            self._trace.add(worker, control, self.graph.shown_host(worker), self.launcher.workers[worker].clock_offset())
-        if self._requests is not None:
-            self._requests.on_control(worker, control)
-        if self._served is not None:
-            self._served.on_control(worker, control)
-
-    async def _on_failing(self, error: Exception) -> None:
-        if self._served is not None:
-            await self._served.fail(error)
 
     def _named(self, item: Any) -> dict[str, Any]:
         if isinstance(item, Mapping):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,12 +12,12 @@ from flowrt.actors.control import Statistics, StatisticsRequest
 from flowrt.actors.front_end_messages import StateQuery, StateReport
 from flowrt.api.status import process_state, read_processes
 from flowrt.errors import FlowrtError, UserError
+from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import Graph, front_end_names
 from flowrt.launcher.launcher import Launcher
 from flowrt.launcher.worker_pool import Service
 from flowrt.operators.model_config import ModelConfig
-from flowrt.reliability.health import Health
 from flowrt.serving.exposition import ServedState, exposition
 from flowrt.serving.front_end_settings import ADMIN_LISTENER, ENTRY, LISTENER, FrontEndSettings, ServeOptions
 from flowrt.serving.graph_status import GraphStatus
@@ -66,57 +66,34 @@ def front_end_services(
 
 
 class StateReports:
-    """The responses to queries of front ends."""
+    """The front ends of a graph that is served, and the responses to their queries; see Reports."""
 
-    def __init__(self, launcher: Launcher, requests: Requests, model_name: str, health: Callable[[], Health]) -> None:
-        self._launcher, self._requests, self._model_name, self._health = launcher, requests, model_name, health
-        self._front_ends = front_end_names(launcher.graph)
+    def __init__(self, services: Mapping[str, Service], model_name: str) -> None:
+        self.services, self._model_name = services, model_name
 
-    def refresh(self) -> None:
-        """Request the statistics of all processes that are at work: the counts of one that is killed later are known up to here."""
-        for name in self._launcher.graph.process_names():
-            if self._launcher.state.is_usable(name):
-                self._launcher.workers[name].request(StatisticsRequest())
-
-    async def report(self, query: StateQuery) -> StateReport:
+    async def report(self, launcher: Launcher, requests: Requests, query: StateQuery) -> StateReport:
+        gateway, health = requests.gateway, launcher.health()
         if query.topic == "metrics":
-            return StateReport(query.number, True, exposition(await self._state(), self._launcher.graph.serving.vllm_metrics))
+            state = await self._state(launcher, requests)
+            return StateReport(query.number, True, exposition(state, launcher.graph.serving.vllm_metrics))
         if query.topic == "page":
-            live = live_state(self._launcher.graph, await self._state(), self._health().problems, self._launcher.seams.clock.now())
+            state = await self._state(launcher, requests)
+            live = live_state(launcher.graph, state, launcher.health().problems, launcher.seams.clock.now())
             return StateReport(query.number, True, msgspec.json.encode(live).decode())
         if query.topic == "status":
-            return StateReport(query.number, True, msgspec.json.encode(await self._status()).decode())
+            return StateReport(query.number, True, msgspec.json.encode(await _status(launcher, gateway)).decode())
         if query.topic == "drain":
-            self._requests.gateway.drain()
-        health = self._health()
-        is_ok = health.ok and (query.topic != "ready" or self._requests.gateway.admission.refuses_all is None)
+            gateway.drain()
+        is_ok = health.ok and (query.topic != "ready" or gateway.admission.refuses_all is None)
         return StateReport(query.number, is_ok, "; ".join(health.problems))
 
-    async def _status(self) -> GraphStatus:
-        gateway, health = self._requests.gateway, self._health()
-        processes = await read_processes(self._launcher, await self._statistics())
-        return GraphStatus(
-            state="draining" if gateway.admission.refuses_all is not None else "ready" if health.ok else "unhealthy",
-            problems=health.problems,
-            num_active=gateway.num_unfinished,
-            num_waiting=gateway.num_waiting,
-            max_requests=gateway.admission.max_requests,
-            processes=processes,
-        )
-
-    async def _statistics(self) -> dict[str, Statistics]:
-        try:
-            return await self._launcher.statistics(STATISTICS_SECONDS)
-        except FlowrtError:  # the run has ended: what is known of requests is reported all the same
-            return {}
-
-    async def _state(self) -> ServedState:
-        launcher, gateway, metrics = self._launcher, self._requests.gateway, self._requests.metrics
+    async def _state(self, launcher: Launcher, requests: Requests) -> ServedState:
+        gateway, metrics = requests.gateway, requests.metrics
         assert metrics is not None
-        for name in self._front_ends:
+        for name in self.services:
             launcher.workers[name].request(StatisticsRequest())
-        workers = await self._statistics()
-        for name in self._front_ends:  # their latest numbers, perhaps of the scrape before
+        workers = await _statistics(launcher)
+        for name in self.services:  # their latest numbers, perhaps of the scrape before
             workers[name] = replace(launcher.workers[name].statistics, num_restarts=launcher.state.num_restarts(name))
         for name, pid in launcher.pids.items():
             if name not in workers:  # the monitor
@@ -124,7 +101,7 @@ class StateReports:
                 workers[name] = Statistics(resident_bytes=resident_bytes, num_restarts=launcher.state.num_restarts(name))
         return ServedState(
             model_name=self._model_name,
-            is_healthy=self._health().ok,
+            is_healthy=launcher.health().ok,
             num_active=gateway.num_unfinished,
             num_waiting=gateway.num_waiting,
             num_routing_failures=gateway.num_routing_failures,
@@ -135,3 +112,22 @@ class StateReports:
             down=frozenset(name for name in workers if not launcher.state.is_usable(name)),
             states={name: process_state(launcher, name) for name in workers},
         )
+
+
+async def _status(launcher: Launcher, gateway: Gateway) -> GraphStatus:
+    health = launcher.health()
+    return GraphStatus(
+        state="draining" if gateway.admission.refuses_all is not None else "ready" if health.ok else "unhealthy",
+        problems=health.problems,
+        num_active=gateway.num_unfinished,
+        num_waiting=gateway.num_waiting,
+        max_requests=gateway.admission.max_requests,
+        processes=await read_processes(launcher, await _statistics(launcher)),
+    )
+
+
+async def _statistics(launcher: Launcher) -> dict[str, Statistics]:
+    try:
+        return await launcher.statistics(STATISTICS_SECONDS)
+    except FlowrtError:  # the run has ended: what is known of requests is reported all the same
+        return {}

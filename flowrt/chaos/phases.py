@@ -79,7 +79,7 @@ class Phases:
     @property
     def _gateway(self) -> Any:
         running: Any = self._running
-        return running._requests.gateway
+        return running.run.requests.gateway
 
 
 def num_tokens(log: Any) -> int:

@@ -55,7 +55,7 @@ class _FollowedRequest:
 
 
 @dataclass
-class _FrontEndQueue:
+class FrontEndQueue:
     requests: dict[int, _FollowedRequest] = field(default_factory=dict)  # by the front end's number
     changed: dict[int, None] = field(default_factory=dict)  # numbers of requests with new events, in order
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -74,17 +74,17 @@ class FrontEnds:
         report_state: Callable[[StateQuery], Awaitable[StateReport]],
     ) -> None:
         self._requests, self._send, self._post, self._report_state = requests, send, post, report_state
-        self._front_ends = {name: _FrontEndQueue() for name in names}
+        self.queues = {name: FrontEndQueue() for name in names}
         self._failure: str | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def names(self) -> list[str]:
-        return list(self._front_ends)
+        return list(self.queues)
 
     def begin(self) -> None:
         """Start one task per front end. `aclose` ends these tasks."""
-        for name in self._front_ends:
+        for name in self.queues:
             self._spawn(self._send_outputs(name), f"outputs to {name}")
 
     async def aclose(self) -> None:
@@ -95,7 +95,7 @@ class FrontEnds:
 
     def on_control(self, name: str, control: Control) -> None:
         """Handle a message of the current incarnation of a front end. Ignores other messages, and those of other workers."""
-        front_end = self._front_ends.get(name)
+        front_end = self.queues.get(name)
         if front_end is None:
             return
         if isinstance(control, Reserve | StateQuery) and control.num_refused and self._requests.metrics is not None:
@@ -116,14 +116,14 @@ class FrontEnds:
 
     def lose(self, name: str) -> None:
         """Cancel the requests of a front end that has died. No-op for other workers."""
-        if (front_end := self._front_ends.get(name)) is not None:
+        if (front_end := self.queues.get(name)) is not None:
             for number in list(front_end.requests):
                 self._close(front_end, number)
 
     def fail(self, error: str) -> None:
         """The run has failed: end every request with this error, in a last message to each front end."""
         self._failure = error
-        for name, front_end in self._front_ends.items():
+        for name, front_end in self.queues.items():
             with suppress(TransportError):
                 self._post(
                     name, Outputs(tuple(RequestOutput(number, (EndEvent(number, "error", "", error),)) for number in front_end.requests))
@@ -133,7 +133,7 @@ class FrontEnds:
 
     async def wait_sent(self) -> None:
         """Wait until nothing is left to send. It does not wait long for a front end that reads nothing."""
-        waiting = [each.is_idle.wait() for each in self._front_ends.values()]
+        waiting = [each.is_idle.wait() for each in self.queues.values()]
         with suppress(TimeoutError):
             async with asyncio.timeout(SEND_SECONDS):
                 await asyncio.gather(*waiting)
@@ -145,7 +145,7 @@ class FrontEnds:
         self._tasks.add(spawned)
         spawned.add_done_callback(self._tasks.discard)
 
-    def _reserve(self, name: str, front_end: _FrontEndQueue, reserve: Reserve) -> None:
+    def _reserve(self, name: str, front_end: FrontEndQueue, reserve: Reserve) -> None:
         number, requests = reserve.number, self._requests
         if number in front_end.requests:
             return
@@ -157,7 +157,7 @@ class FrontEnds:
             front_end.requests[number] = _FollowedRequest(requests.open(reserve.params, reserve.num_tokens, on_change), on_change)
         self._post(name, Reserved(number, refusal, requests.gateway.admission.overload))
 
-    def _attach(self, name: str, front_end: _FrontEndQueue, attach: Attach) -> None:
+    def _attach(self, name: str, front_end: FrontEndQueue, attach: Attach) -> None:
         number, requests = attach.number, self._requests
         index = requests.find(attach.id).get(attach.prompt)
         if index is None or number in front_end.requests or self._failure is not None:
@@ -170,19 +170,19 @@ class FrontEnds:
         self._post(name, Attached(number, log.prompt_token_ids, log.origin))
         on_change()
 
-    def _close(self, front_end: _FrontEndQueue, number: int) -> None:
+    def _close(self, front_end: FrontEndQueue, number: int) -> None:
         front_end.changed.pop(number, None)
         if (request := front_end.requests.pop(number, None)) is not None:
             self._requests.close(request.index, request.on_change)
 
-    def _note_change(self, front_end: _FrontEndQueue, number: int) -> None:
+    def _note_change(self, front_end: FrontEndQueue, number: int) -> None:
         if number in front_end.requests:  # it is not being closed
             front_end.changed[number] = None
             front_end.is_idle.clear()
             front_end.wake.set()
 
     async def _send_outputs(self, name: str) -> None:
-        front_end = self._front_ends[name]
+        front_end = self.queues[name]
         while True:
             if not (outputs := self._take_outputs(front_end)):
                 front_end.wake.clear()
@@ -192,7 +192,7 @@ class FrontEnds:
             with suppress(TransportError):  # it has died: `lose` follows
                 await self._send(name, Outputs(outputs))
 
-    def _take_outputs(self, front_end: _FrontEndQueue) -> tuple[RequestOutput, ...]:
+    def _take_outputs(self, front_end: FrontEndQueue) -> tuple[RequestOutput, ...]:
         """What is new of the requests that have changed, up to MAX_EVENTS events. Closes the requests that have ended."""
         outputs: list[RequestOutput] = []
         num_events = 0

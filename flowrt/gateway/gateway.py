@@ -13,7 +13,8 @@ tokens (xDeepServe section 6; DESIGN section 7).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -31,54 +32,51 @@ from flowrt.gateway.request_log import (
     new_stop_strings,
     request_of,
 )
-from flowrt.gateway.routing import GuardedPolicy, RoutingPolicy, WorkerStatus, cache_aware
+from flowrt.gateway.routing import WorkerStatus
 from flowrt.gateway.stages import Stages
-from flowrt.graph.settings import GraphLimits, LongPrompts
+from flowrt.graph.model import Graph
+from flowrt.graph.settings import GraphLimits
+from flowrt.operators.model_config import ModelConfig
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason, SamplingParams
+from flowrt.seams import Seams
 from flowrt.transports.wire.message import Tag
+
+NewDetokenizer = Callable[[Sequence[int], bool], Detokenizer]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a gateway needs to know of the model that a graph serves. `max_model_len`: tokens of a prompt and its output together.
+    `new_detokenizer` takes the token ids of a prompt and whether special tokens are skipped, and decodes one output of it. The others are
+    the bounds of Admission."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    new_detokenizer: NewDetokenizer | None = None
+    max_requests: int = 1024
+    max_prompt_tokens: int = 1 << 40
+
+    @classmethod
+    def of(cls, config: ModelConfig, new_detokenizer: NewDetokenizer | None) -> ServedModel:
+        return cls(config.max_position_embeddings, config.vocab_size, frozenset(config.eos_token_ids), new_detokenizer)
 
 
 class Gateway(RequestLogs):
-    """`groups` and `prefill_workers` are the names of the workers that take requests; a call that names a group takes either.
+    """`stages` place requests in groups; a call that names a group takes a prefill worker too. `limits` are those that each request must
+    fit."""
 
-    `limits` are those that each request must fit; `limits_of` returns those of a worker, by default the same. `new_detokenizer` takes the
-    token ids of a prompt and whether special tokens are skipped, and decodes one output of it. `max_requests` and `max_prompt_tokens` are
-    those of Admission. `now` returns the time in seconds; requests wait for `lost_group_seconds` when no group is left.
-    """
-
-    def __init__(
-        self,
-        groups: Iterable[str],
-        limits: GraphLimits,
-        max_position_embeddings: int,
-        vocab_size: int,
-        *,
-        draw_seed: Callable[[], int],
-        new_detokenizer: Callable[[Sequence[int], bool], Detokenizer] | None = None,
-        eos_token_ids: Iterable[int] = (),
-        max_requests: int = 1024,
-        max_prompt_tokens: int = 1 << 40,
-        now: Callable[[], float] = lambda: 0.0,
-        lost_group_seconds: float = 30.0,
-        prefill_workers: Iterable[str] = (),
-        routing: RoutingPolicy = cache_aware,
-        limits_of: Callable[[str], GraphLimits] | None = None,
-        long_prompts: LongPrompts | None = None,
-        kv_hold_seconds: float = 600.0,
-    ) -> None:
+    def __init__(self, stages: Stages, model: ServedModel, limits: GraphLimits, draw_seed: Callable[[], int]) -> None:
         super().__init__()
-        self._routing = GuardedPolicy(routing)
-        limits_of = limits_of or (lambda worker: limits)
-        self._stages = Stages(groups, prefill_workers, limits_of, lost_group_seconds, now, self._routing, long_prompts, kv_hold_seconds)
-        self._limits = limits
-        self._max_position_embeddings = max_position_embeddings
-        self._vocab_size = vocab_size
-        self._draw_seed = draw_seed
-        self._new_detokenizer = new_detokenizer
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self.admission = Admission(max_requests, max_prompt_tokens)
+        self._stages, self.model, self._limits, self._draw_seed = stages, model, limits, draw_seed
+        self.admission = Admission(model.max_requests, model.max_prompt_tokens)
         self._active: dict[str, RequestLog] = {}  # by Request.id
+
+    @classmethod
+    def of(cls, graph: Graph, model: ServedModel, seams: Seams) -> Gateway:
+        """The gateway of a graph that serves a model."""
+        return cls(Stages.of(graph, seams.clock.now), model, graph.group_limits(), seams.new_seed)
 
     @property
     def num_unfinished(self) -> int:
@@ -92,7 +90,7 @@ class Gateway(RequestLogs):
     @property
     def num_routing_failures(self) -> int:
         """Requests for which the routing policy raised, or named a worker that it had no choice of."""
-        return self._routing.num_failures
+        return self._stages.num_routing_failures
 
     @property
     def workers(self) -> dict[str, WorkerStatus]:
@@ -117,7 +115,7 @@ class Gateway(RequestLogs):
         """
         if (refusal := self.admission.refusal_now(num_tokens)) is not None:
             return self._refused(params, refusal.text)
-        if params.stop and self._new_detokenizer is None:
+        if params.stop and self.model.new_detokenizer is None:
             return self._refused(params, "stop strings need a tokenizer, and the model's directory has none; use stop_token_ids")
         return self._admit(params, has_text, num_tokens).index
 
@@ -127,13 +125,13 @@ class Gateway(RequestLogs):
         log = self._logs[index]
         if log.end is not None:
             return []
-        if (reason := prompt_refusal(len(prompt_token_ids), self._limits, self._max_position_embeddings)) is not None:
+        if (reason := prompt_refusal(len(prompt_token_ids), self._limits, self.model.max_model_len)) is not None:
             return [self.refuse(index, reason)]  # before the copy: a prompt that is too long may be very long
         log.prompt_token_ids = tuple(prompt_token_ids)
         self.admission.count(index, len(log.prompt_token_ids))
         log.seed = self._draw_seed() if log.params.seed is None else log.params.seed
-        log.max_tokens = num_new_tokens(log.params, len(log.prompt_token_ids), self._limits, self._max_position_embeddings)
-        if (reason := refusal(request_of(log), self._limits, self._max_position_embeddings, self._vocab_size)) is not None:
+        log.max_tokens = num_new_tokens(log.params, len(log.prompt_token_ids), self._limits, self.model.max_model_len)
+        if (reason := refusal(request_of(log), self._limits, self.model.max_model_len, self.model.vocab_size)) is not None:
             return [self.refuse(index, reason)]
         self._begin_text(log)
         self._stages.queue(log)
@@ -160,7 +158,7 @@ class Gateway(RequestLogs):
         decisions = [decision for decision in decisions if isinstance(decision, ForWorker)]
         if log.end is not None:
             return decisions
-        if (reason := refusal(request_of(log), self._limits, self._max_position_embeddings, self._vocab_size)) is not None:
+        if (reason := refusal(request_of(log), self._limits, self.model.max_model_len, self.model.vocab_size)) is not None:
             raise unfit(given, reason)
         log.attempt += 1
         self._stages.queue(log)
@@ -366,16 +364,16 @@ class Gateway(RequestLogs):
 
     def _begin_text(self, log: RequestLog) -> None:
         """The prompt is known, so the choices can be decoded."""
-        if log.has_text and self._new_detokenizer is not None:
+        if log.has_text and self.model.new_detokenizer is not None:
             for choice in log.choices:
-                choice.detokenizer = self._new_detokenizer(log.prompt_token_ids, log.params.skip_special_tokens)
+                choice.detokenizer = self.model.new_detokenizer(log.prompt_token_ids, log.params.skip_special_tokens)
                 choice.stops = new_stop_strings(log.params)
 
     def _commit(self, log: RequestLog, choice: ChoiceLog, tokens: TokenEvent) -> list[Decision]:
         """Append tokens up to the one that completes a stop string."""
         text, stopped, num_tokens = "", False, 0
         while not stopped and num_tokens < len(tokens.token_ids):
-            new_text, stopped = choice.push(tokens.token_ids[num_tokens], log.params, self._eos_token_ids)
+            new_text, stopped = choice.push(tokens.token_ids[num_tokens], log.params, self.model.eos_token_ids)
             text, num_tokens = text + new_text, num_tokens + 1
         event = replace(tokens.part(0, num_tokens), text=text, attempt=0)
         log.events.append(event)

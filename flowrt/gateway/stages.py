@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from flowrt.actors.control import KvCompleted, KvOffer
 from flowrt.gateway.placement import Placement
 from flowrt.gateway.request_log import RequestLog, Stage
-from flowrt.gateway.routing import RoutingPolicy, WorkerStatus
+from flowrt.gateway.routing import GuardedPolicy, RoutingPolicy, WorkerStatus, cache_aware, find_policy
+from flowrt.graph.model import Graph
+from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.graph.settings import GraphLimits, LongPrompts
 from flowrt.transports.wire.message import Tag
 
@@ -24,28 +26,41 @@ LATEST_WEIGHT = 1 / 16  # of the latest request in the mean length of outputs
 
 class Stages:
     """`groups` and `prefill_workers` are names of workers, `limits_of` returns the limits of each; `now` returns the time in seconds.
-    A prefill worker holds a computed prompt for at most `kv_hold_seconds`."""
+    Requests wait for `lost_group_seconds` when no group is left, and a prefill worker holds a computed prompt for at most
+    `kv_hold_seconds`."""
 
     def __init__(
         self,
         groups: Iterable[str],
         prefill_workers: Iterable[str],
         limits_of: Callable[[str], GraphLimits],
-        lost_group_seconds: float,
         now: Callable[[], float],
-        policy: RoutingPolicy,
+        routing: RoutingPolicy = cache_aware,
         long_prompts: LongPrompts | None = None,
+        lost_group_seconds: float = 30.0,
         kv_hold_seconds: float = 600.0,
     ) -> None:
         prefill_workers = tuple(prefill_workers)
         of_prefill, of_groups = (long_prompts, None) if prefill_workers else (None, long_prompts)
-        self._now = now
+        self._now, policy = now, GuardedPolicy(routing)
+        self._policy = policy
         self._open: dict[int, RequestLog] = {}  # requests with an attempt, by number
         self._groups = Placement(tuple(groups), limits_of, lost_group_seconds, now, policy, "all", of_groups)
         self._prefill = Placement(prefill_workers, limits_of, lost_group_seconds, now, policy, "prefill", of_prefill)
         self._mean_output_tokens: float | None = None  # of choices of the latest requests
         self._kv_hold_seconds = kv_hold_seconds
         self._holds: dict[int, float] = {}  # number of a request whose prompt a worker holds -> when that ends; the earliest first
+
+    @classmethod
+    def of(cls, graph: Graph, now: Callable[[], float]) -> Stages:
+        """The stages of a graph that serves a model."""
+        names, settings = (attention_groups(graph), prefill_workers(graph)), graph.reliability
+        seconds = settings.lost_group_seconds, settings.kv_hold_seconds
+        return cls(*names, graph.limits_of, now, find_policy(graph.routing), graph.long_prompts, *seconds)
+
+    @property
+    def num_routing_failures(self) -> int:
+        return self._policy.num_failures
 
     @property
     def workers(self) -> dict[str, WorkerStatus]:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from msgspec.structs import replace
 
@@ -53,6 +55,7 @@ from flowrt.launcher.worker_pool import PoolOwner, Service, WorkerPool, set_own_
 from flowrt.processes.descriptors import is_too_few, too_few_descriptors
 from flowrt.processes.fork_server import WorkerMain
 from flowrt.processes.output_tail import write_line
+from flowrt.reliability.health import STALL_SECONDS, Health
 from flowrt.seams import Seams
 from flowrt.system.machine_limits import usable_cores
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
@@ -65,21 +68,47 @@ STATISTICS_SECONDS = 5.0  # time limit for all responses
 STOP_SECONDS = 5.0  # from Stop to the end of the process
 
 
-class Launcher:
-    """A run of `graph`: `async with Launcher(graph) as launcher:` enters when every worker is connected.
+class LauncherOwner(Protocol):
+    """What a launcher calls, in its loop. Neither `on_event` nor `on_control` may block; an exception of theirs ends the run."""
 
-    graph: expanded and checked; `launcher.graph` is the same with every edge's transport resolved.
+    def on_event(self, event: events.Event) -> None:
+        """One of the events of events.py."""
+
+    def on_control(self, worker: str, control: Control) -> None:
+        """A message of a worker that is not about starting."""
+
+    async def on_failing(self, error: Exception) -> None:
+        """The run has failed, and its processes are killed after this. It must not take long."""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How a graph is launched.
+
     is_traced: workers record what they do, see trace_collector.py.
-    on_event: called in this loop with the events of events.py.
-    on_control: called with (worker, message) for every message that is not about starting.
     on_line: called with (process, line) for every line on a process's stderr or stdout; the default writes "[process] line" to stderr.
-    None of the three callbacks may block; an exception of the first two ends the run.
-    services: processes beside the graph's own, by name.
-    farewell: awaited when the run fails, before its processes are killed; with the error. It must not take long.
-    hosted: workers that run in this loop beside the graph's own, such as the gateway's half of a user's graph: name -> the
-    coroutine function to run. They get the same messages over the same kind of control connection.
+    It must not block.
     worker, preload: what each worker runs, "module:function", and the modules the fork server imports before it forks.
     unavailable_reason: as for choose_transports; by default the registry's.
+    """
+
+    log_level: str = "warning"
+    is_traced: bool = False
+    on_line: Callable[[str, str], None] = write_line
+    worker: str = WORKER
+    preload: tuple[str, ...] = PRELOAD
+    unavailable_reason: UnavailableReason = unavailable_reason
+    response_seconds: float = RESPONSE_SECONDS
+    stop_seconds: float = STOP_SECONDS
+
+
+class Launcher:
+    """A run of `graph`: `async with Launcher(graph, seams, owner) as launcher:` enters when every worker is connected.
+
+    graph: expanded and checked; `launcher.graph` is the same with every edge's transport resolved.
+    hosted: workers that run in this loop beside the graph's own, such as the gateway's half of a user's graph: name -> the
+    coroutine function to run. They get the same messages over the same kind of control connection.
+    services: processes beside the graph's own, by name.
 
     Raises UserError (bad input, exit code 2) and WorkerDiedError (exit code 3). The thread that enters must outlive the run, because the
     kernel kills the fork server when that thread ends.
@@ -88,48 +117,35 @@ class Launcher:
     def __init__(
         self,
         graph: Graph,
-        seams: Seams | None = None,
-        *,
-        log_level: str = "warning",
-        is_traced: bool = False,
-        on_event: Callable[[events.Event], None] | None = None,
-        on_control: Callable[[str, Control], None] | None = None,
-        on_line: Callable[[str, str], None] | None = None,
-        hosted: Mapping[str, WorkerMain] | None = None,
+        seams: Seams,
+        owner: LauncherOwner,
+        options: LaunchOptions = LaunchOptions(),
+        hosted: Mapping[str, WorkerMain] = MappingProxyType({}),
         services: Mapping[str, Service] = MappingProxyType({}),
-        farewell: Callable[[Exception], Awaitable[None]] | None = None,
-        worker: str = WORKER,
-        preload: Sequence[str] = PRELOAD,
-        unavailable_reason: UnavailableReason = unavailable_reason,
-        response_seconds: float = RESPONSE_SECONDS,
-        stop_seconds: float = STOP_SECONDS,
     ) -> None:
-        self.seams = seams or Seams()
-        self.graph = choose_transports(graph, unavailable_reason)
+        self.seams, self._owner = seams, owner
+        self.graph = choose_transports(graph, options.unavailable_reason)
         self.key, self.run_id = self.seams.new_key(), self.seams.new_incarnation()
         self.health_record = HealthRecord(self.graph, self.seams.clock.now)
         self._ended_operations: set[str] = set()  # operations of which a call has ended
-        self._on_event = on_event or (lambda event: None)
-        self._on_control = on_control or (lambda name, control: None)
-        self._farewell, hosted = farewell, hosted or {}
-        self.worker, self._preload = worker, tuple(preload)  # `worker` may be changed until the start
+        self.worker, self._preload = options.worker, options.preload  # `worker` may be changed until the start
         names = [*self.graph.process_names(), *hosted]
         own_names = FORK_SERVER, MONITOR, *services, *standby_names(self.graph)
         if len({*names, *own_names}) < len(names) + len(own_names):
             raise ValueError(f"two workers of one name, or one called {' or '.join(own_names)}, among {names}")
         packed = {process_name(workers): workers for workers in pack(self.graph)}
-        self._start = Start("", "", b"", self.key, log_level, is_traced=is_traced)  # what is the same for all
+        self._start = Start("", "", b"", self.key, options.log_level, is_traced=options.is_traced)  # what is the same for all
         self.state = RunState(
             self.graph,
             packed | {name: [name] for name in services},
             hosted if packed else names,
             new_incarnation=self.seams.new_incarnation,
-            response_seconds=response_seconds,
-            stop_seconds=stop_seconds,
+            response_seconds=options.response_seconds,
+            stop_seconds=options.stop_seconds,
             standby_loads=standby_loads(self.graph, list(packed.values()), usable_cores()),
         )
-        owner = PoolOwner(self._step, self._on_worker_control, on_line or write_line, self._spawn)
-        self._pool = WorkerPool(self.graph, self.seams, self.state, packed, hosted, services, owner, log_level)
+        owner_of_pool = PoolOwner(self._step, self._on_worker_control, options.on_line, self._spawn)
+        self._pool = WorkerPool(self.graph, self.seams, self.state, packed, hosted, services, owner_of_pool, options.log_level)
         self.workers, self.pids, self.fork_server_pid = self._pool.connections, self._pool.pids, self._pool.fork_server_pid
         self.failure: Exception | None = None
         self._task: asyncio.Task[None] | None = None
@@ -249,8 +265,7 @@ class Launcher:
                 try:
                     await self._ended
                 except Exception as error:
-                    if self._farewell is not None:
-                        await self._farewell(error)
+                    await self._owner.on_failing(error)
                     raise
                 raise _EndedError
         except* _EndedError:
@@ -317,7 +332,7 @@ class Launcher:
 
     def _announce(self, event: events.Event) -> None:
         self.health_record.note(event)
-        self._on_event(event)
+        self._owner.on_event(event)
         if isinstance(event, events.Ready):
             self._ready.set_result(None)
 
@@ -371,7 +386,7 @@ class Launcher:
             case DetectorReport() if name == MONITOR:
                 self._step(self.state.on_detector_report, control)
             case _ if name != MONITOR:
-                self._on_control(name, control)
+                self._owner.on_control(name, control)
 
     # The end.
 
@@ -403,6 +418,13 @@ class Launcher:
     def is_running(self) -> bool:
         """Whether the run is ready, and neither stopped nor failed."""
         return self._task is not None and not self._task.done() and self._ready.done() and not self._is_stopping
+
+    def health(self, stall_seconds: float = STALL_SECONDS) -> Health:
+        """Whether work progresses: not ok before the run is ready and after its end, too. Never waits."""
+        health = self.health_record.health(stall_seconds)
+        if health.ok and not self.is_running:
+            return dataclasses.replace(health, ok=False, problems=("the graph is not open",))
+        return health
 
     def opened_task(self) -> asyncio.Task[None]:
         """The task of the run. Raises NotRunningError before the start, and in another event loop, where a caller would wait for ever."""

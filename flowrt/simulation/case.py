@@ -92,7 +92,7 @@ class Case:
     exact: bool = True
     faults_from_launch: bool = False
     max_requests: int = 1024
-    worker: str = "flowrt.simulation.cluster:run_worker"
+    worker: str = "flowrt.simulation.observed_run:run_worker"
     front_ends: int = 0
     poison: Poison | None = None
     glitch: Glitch | None = None

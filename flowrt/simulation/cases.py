@@ -15,7 +15,8 @@ import msgspec
 from flowrt.engine.validation import num_new_tokens
 from flowrt.errors import UserError
 from flowrt.gateway.decisions import SendRequest
-from flowrt.gateway.gateway import Gateway
+from flowrt.gateway.gateway import Gateway, ServedModel
+from flowrt.gateway.stages import Stages
 from flowrt.graph.kinds import all_kinds
 from flowrt.graph.model import FORK_SERVER, Graph
 from flowrt.graph.numerics import numerics_text
@@ -345,7 +346,8 @@ def _reference_of(case: Case, request: SimulatedRequest) -> Reference:
     key = (case.graph.model.path, numerics_text(case.graph), case.exact, request.prompt_token_ids, request.params, num_tokens)
     if key not in _known:
         if case.exact:
-            gateway = Gateway(["any"], limits, config.max_position_embeddings, config.vocab_size, draw_seed=lambda: 0)
+            stages = Stages(["any"], (), lambda group: limits, lambda: 0.0)
+            gateway = Gateway(stages, ServedModel.of(config, None), limits, draw_seed=lambda: 0)
             (placed,) = gateway.place(gateway.reserve(request.params), request.prompt_token_ids)
             assert isinstance(placed, SendRequest), placed
             module = import_module(EXACT_MODEL)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.gateway.request_log import RequestLog
-from flowrt.gateway.requests import Requests
+from flowrt.launcher.run import Run
 from flowrt.seams import Seams
 from flowrt.simulation.case import Case
 from flowrt.simulation.errors import InvariantError
@@ -40,10 +40,10 @@ class SimulatedDetokenizer:
 
 
 class DirectClients:
-    """Clients that call the gateway as the Python API does. `has_failed`: the run has."""
+    """Clients that call the gateway as the Python API does. `on_open`: called with the id of each request."""
 
-    def __init__(self, seams: Seams, requests: Requests, has_failed: Callable[[], bool], on_open: Callable[[str], None]) -> None:
-        self._requests, self._seams, self._has_failed, self._on_open = requests, seams, has_failed, on_open
+    def __init__(self, run: Run, on_open: Callable[[str], None]) -> None:
+        self._launcher, self._requests, self._seams, self._on_open = run.launcher, run.require_requests(), run.launcher.seams, on_open
 
     async def run(self, client: ClientRecord) -> None:
         """Run one client, from its request to its end."""
@@ -63,7 +63,7 @@ class DirectClients:
                     index = await self._requests.submit(request.params, tokenize)
                     client.request_id = gateway.log(index).id
                 self._on_open(client.request_id)
-                while request.reads_late and gateway.log(index).end is None and not self._has_failed():
+                while request.reads_late and gateway.log(index).end is None and self._launcher.failure is None:
                     await self._seams.clock.sleep(POLL_SECONDS)
                 log = gateway.log(index)
                 if log.end is not None:

@@ -23,7 +23,7 @@ from flowrt.gateway.requests import Requests
 from flowrt.graph.model import Graph, front_end_names
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
-from flowrt.launcher.served_requests import ServedRequests
+from flowrt.launcher.run import Run
 from flowrt.launcher.worker_pool import Service
 from flowrt.seams import Seams
 from flowrt.serving.api_errors import INVALID, NO_REQUEST, ApiError
@@ -42,31 +42,24 @@ CONNECT_SECONDS = 30.0  # that a client waits while no front end accepts it
 RETURN_SHARE = 0.8  # of the clients whose front end dies
 
 
-def services_of(graph: Graph) -> dict[str, Service]:
-    return dict.fromkeys(front_end_names(graph), Service(ENTRY))
-
-
 class FrontEndClients:
     """The clients, on the node of the launcher; as DirectClients. The front ends share one listening socket, so any may get a client.
     `has_log`: the run has a request log."""
 
-    def __init__(
-        self,
-        world: World,
-        launcher: Launcher,
-        requests: Requests,
-        has_failed: Callable[[], bool],
-        on_open: Callable[[str], None],
-        has_log: bool,
-    ) -> None:
-        self.world, self._requests, self._has_failed, self._on_open, self._has_log = world, requests, has_failed, on_open, has_log
+    def __init__(self, world: World, graph: Graph, has_log: bool) -> None:
+        self.world, self._has_log = world, has_log
+        self.services = dict.fromkeys(front_end_names(graph), Service(ENTRY))
         self._num_named = 0
-        self.served = ServedRequests(launcher, requests, self._report_state)
-        self._queues = self.served._front_ends._front_ends
         self._random = world.random_of("front ends")
         self.accepting: dict[str, _SimulatedServer] = {}  # by node
         _latest.set(self)
-        self._ids: dict[str, dict[tuple[str, int], str]] = {name: {} for name in self._queues}  # (node, its number) -> Request.id
+        self._ids: dict[str, dict[tuple[str, int], str]] = {name: {} for name in self.services}  # (node, its number) -> Request.id
+
+    def watch(self, run: Run, on_open: Callable[[str], None]) -> None:
+        """`on_open`: called with the id of each request."""
+        assert run.served is not None
+        self._run, self._requests, self._on_open = run, run.require_requests(), on_open
+        self._queues = run.served.front_ends.queues
 
     async def run(self, client: ClientRecord) -> None:
         """Run one client, from its connection to its end."""
@@ -120,7 +113,7 @@ class FrontEndClients:
         """A front end that accepts connections; None when there is none for too long."""
         for _ in range(int(CONNECT_SECONDS / POLL_SECONDS)):
             alive = self._accepting()
-            if alive or self._has_failed():
+            if alive or self._has_failed:
                 return self._random.choice(alive) if alive else None
             await asyncio.sleep(POLL_SECONDS)
         return None
@@ -129,7 +122,6 @@ class FrontEndClients:
         return [each for _, each in sorted(self.accepting.items()) if self.world.is_alive(each.process)]
 
     def on_control(self, name: str, control: Control) -> None:
-        self.served.on_control(name, control)
         if isinstance(control, Reserve | Attach) and (request := self._queues[name].requests.get(control.number)) is not None:
             request_id = self._requests.gateway.log(request.index).id
             self._ids[name][self.world.processes[name].node, control.number] = request_id
@@ -137,9 +129,8 @@ class FrontEndClients:
         if isinstance(control, CancelRequest) and control.number in self._queues[name].requests:
             raise InvariantError("I8", f"the gateway keeps request {control.number} of {name}, whose client has left")
 
-    def note(self, event: events.Event) -> None:
+    def on_event(self, event: events.Event) -> None:
         """The requests of a front end end with it, unless their clients may come back (I8)."""
-        self.served.note(event)
         if isinstance(event, events.WorkerLost) and event.name in self._queues:
             gateway = self._requests.gateway
             for request_id in self._ids[event.name].values():
@@ -153,9 +144,13 @@ class FrontEndClients:
         if kept:
             raise InvariantError("I8", f"{'; '.join(kept)} when all clients have left")
 
-    async def _report_state(self, query: StateQuery) -> StateReport:
+    @property
+    def _has_failed(self) -> bool:
+        return self._run.launcher.failure is not None
+
+    async def report(self, launcher: Launcher, requests: Requests, query: StateQuery) -> StateReport:
         await asyncio.sleep(self._random.uniform(*WAY_SECONDS))
-        return StateReport(query.number, not self._has_failed(), "")
+        return StateReport(query.number, not self._has_failed, "")
 
     def _call(self, node: str, connection: _Connection, call: Callable[[_Connection], None]) -> None:
         loop, way_seconds = self.world.loop, self._random.uniform(*WAY_SECONDS)

@@ -31,7 +31,7 @@ def simulate(case: Case) -> Outcome[Served]:
     while not outcomes or outcomes[-1].result.is_continued:
         launcher = partial(serve_until_death, case=case, disk=disk, earlier=[outcome.result for outcome in outcomes])
         outcomes.append(observer.run(_run, case, case.seed + len(outcomes) * OTHER_SEED, launcher))
-    served = outcomes[-1].result.served()
+    served = outcomes[-1].result.outcome()
     if served.failure is None:
         disk.check_closed()
     return joined(outcomes, served)

@@ -64,3 +64,8 @@ class CallTable:
                 workers.discard(worker)
                 if not workers:
                     del self._unconfirmed[step]
+
+    def leftovers(self) -> list[str]:
+        """What is left when all calls have ended, and no message is in flight."""
+        waiting = [f"call {step} waits for {', '.join(sorted(workers))}" for step, workers in self._unconfirmed.items()]
+        return [f"call {step} is live" for step in self._live] + waiting

@@ -18,7 +18,7 @@ from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.schemas import Spec, check_tensor, parse_spec
 from flowrt.errors import OperatorError, UserError, error_text
-from flowrt.graph.model import INPUT, OUTPUT, Graph
+from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
 from flowrt.transports.wire.message import Tag
@@ -49,7 +49,7 @@ class Endpoint:
         self._max_bytes = graph.limits.max_message_bytes
         self._shares_memory = graph.processes == "one"
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}  # by step
-        self._worker: Worker | None = None
+        self.worker: Worker | None = None
         self._source = ""
         self._failure: BaseException | None = None
 
@@ -57,7 +57,7 @@ class Endpoint:
         """Serve until Stop. The owner fails the calls that still wait then, with the reason why the graph ended."""
 
         def begin(worker: Worker) -> None:
-            self._worker = worker
+            self.worker = worker
             self._source = f"{INPUT}@{worker.incarnation}"
 
         try:
@@ -86,9 +86,9 @@ class Endpoint:
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[step] = future
         try:
-            if self._failure is not None or self._worker is None:  # it may have failed since the turn came
+            if self._failure is not None or self.worker is None:  # it may have failed since the turn came
                 raise self._failure or RuntimeError("the graph has not been opened")
-            self._worker.emit(INPUT, Tag(self._source, 0, 0, step, 0), payloads)
+            self.worker.emit(INPUT, Tag(self._source, 0, 0, step, 0), payloads)
             return await future
         finally:
             del self._waiting[step]
@@ -113,6 +113,10 @@ class Endpoint:
             case CallsFenced(source, steps) if source == self._source:
                 self._calls.confirm(worker, steps)
                 self._admit()
+
+    def leftovers(self) -> list[str]:
+        """What is left when all calls have ended, and no message is in flight."""
+        return [f"{GATEWAY}: {line}" for line in self._calls.leftovers()]
 
     async def _begin(self) -> int:
         if self._failure is not None:  # no place becomes free any more
@@ -139,10 +143,10 @@ class Endpoint:
         """Let all workers drop a call. False: they do already."""
         if not self._calls.fence(step):
             return False
-        if self._worker is not None and self._failure is None:
-            self._worker.fence(self._source, (step,))
+        if self.worker is not None and self._failure is None:
+            self.worker.fence(self._source, (step,))
             if not self._unfenced:
-                asyncio.get_running_loop().call_soon(self._send_fences, self._worker)
+                asyncio.get_running_loop().call_soon(self._send_fences, self.worker)
             self._unfenced.append(step)
         return True
 

@@ -357,7 +357,7 @@ def serve():
     except flowrt.NotRunningError:
         pass
 threading.Thread(target=serve, daemon=True).start()
-while not llm._graph._requests.gateway.num_unfinished:
+while not llm._graph.run.requests.gateway.num_unfinished:
     time.sleep(0.001)  # a busy loop would keep the loop's thread from its work
 """,
     "in a forked child too": """
@@ -373,7 +373,7 @@ assert llm.complete("What is 5 + 2?", max_tokens=8).text == " 7"
     "after Ctrl-C in a call": """
 graph = llm._graph
 def interrupt():
-    while not graph._requests.gateway.num_unfinished:
+    while not graph.run.requests.gateway.num_unfinished:
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt).start()

@@ -13,8 +13,8 @@ from checkpoints import load_truth, truth_logits
 from served_models import Served
 
 import flowrt
-from flowrt.api import model_gateway
-from flowrt.gateway.gateway import Gateway
+from flowrt.gateway import gateway
+from flowrt.gateway.admission import Admission
 from flowrt.operators.sampling import sample
 from flowrt.operators.sampling_inputs import Draw, SamplingInputs
 
@@ -165,7 +165,7 @@ async def test_six_pages_complete_every_request_that_fits_alone(served: Served, 
 
 
 def test_prompts_beyond_the_active_limit_wait(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_gateway, "Gateway", lambda *given, **named: Gateway(*given, **named, max_requests=2))
+    monkeypatch.setattr(gateway, "Admission", lambda max_requests, max_prompt_tokens: Admission(2, max_prompt_tokens))
     graph = served.write(tmp_path, {"processes": "one", "experts": {"servers": 0}})
     results = flowrt.generate(graph, served.prompts[:5], max_tokens=4, ignore_eos=True)
     assert [list(result.token_ids) for result in results] == [tokens[:4] for tokens in served.expected[:5]]

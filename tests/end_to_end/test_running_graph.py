@@ -113,7 +113,7 @@ async def test_closing_the_graph_ends_every_open_stream(served: Served, tmp_path
 
 async def test_run_ends_when_its_exit_is_cancelled(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running, is_closing = flowrt.open(served.write(tmp_path, {"processes": "one"})), asyncio.Event()
-    requests = running._requests
+    requests = running.run.requests
     assert requests is not None
 
     async def close() -> None:

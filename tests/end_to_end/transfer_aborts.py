@@ -30,7 +30,7 @@ class Aborts:
     def __init__(self, running: RunningGraph, number: int, seed: int) -> None:
         self._running, self._number, self._random = running, number, random.Random(seed)
         self._params = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-        requests = running._requests
+        requests = running.run.requests
         assert requests is not None
         self._requests = requests
         self._seconds = 0.0  # that a transfer takes

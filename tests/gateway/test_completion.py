@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from gateway.gateways import gateway_of
 from group_tokens import group_tokens
 
 from flowrt.actors.control import Ended
 from flowrt.actors.outputs import TokenEvent
 from flowrt.gateway.completion import Completion
 from flowrt.gateway.decisions import SendRequest
-from flowrt.gateway.gateway import Gateway
-from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
 
 
 def answer(*degraded: bool) -> Completion:
     """To a request whose tokens are marked so."""
-    gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1)
+    gateway = gateway_of()
     (placed,) = gateway.place(gateway.reserve(SamplingParams(max_tokens=len(degraded))), (1, 2))
     assert isinstance(placed, SendRequest)
     request = placed.request

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from gateway.gateways import gateway_of
 from group_tokens import group_tokens, number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,14 +49,14 @@ def new_gateway(
     groups: Sequence[str] = ("g0", "g1"), text: bool = True, limits: GraphLimits = LIMITS, num_positions: int = 64, **more: Any
 ) -> Gateway:
     seeds = iter(range(1000, 2000))
-    return Gateway(
+    return gateway_of(
         groups,
         limits,
         num_positions,
         VOCABULARY,
         draw_seed=lambda: next(seeds),
         new_detokenizer=Letters if text else None,
-        eos_token_ids=(25,),
+        eos_token_ids=frozenset({25}),
         **more,
     )
 

@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+from gateway.gateways import gateway_of
 
 from flowrt.actors.control import Ended, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone
 from flowrt.actors.outputs import TokenEvent
 from flowrt.engine.engine import Engine, StartStep
 from flowrt.engine.transfers import Hold, Pull
 from flowrt.gateway.decisions import Decision, SendCancel, SendCompleted, SendRequest
-from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.routing import cache_aware, round_robin
 from flowrt.graph.settings import GraphLimits, LongPrompts
 from flowrt.sampling_params import SamplingParams
@@ -118,7 +118,7 @@ class ToyGraph:
         self.chunk_tokens = {name: chance.choice((0, 4, 8)) for name in self.limits_of}
         self.streams = chance.random() < 0.7
         self.now = 0
-        self.gateway = Gateway(
+        self.gateway = gateway_of(
             groups,
             limits,
             100,

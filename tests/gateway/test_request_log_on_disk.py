@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from gateway.gateways import gateway_of
 from group_tokens import group_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from flowrt.actors.control import Control, Ended, Tokens
 from flowrt.actors.front_end_messages import Origin
 from flowrt.actors.outputs import ClientEvent, EndEvent, Logprobs, TokenEvent
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.log_contents import LogContents, read_log
 from flowrt.gateway.log_records import MAGIC, LogHeader, Record, frame_of, read_frames
 from flowrt.gateway.log_writer import MAX_SEGMENT_BYTES, LogWriter, open_log
@@ -53,7 +53,7 @@ async def send_nothing(group: str, control: Control) -> None:
 def new_requests(
     folder: Path, resumes: bool = False, synced: bool = False, segment_bytes: int = MAX_SEGMENT_BYTES, first_number: int = 0
 ) -> tuple[Requests, LogWriter]:
-    gateway = Gateway(["g"], GraphLimits(), 64, 26, draw_seed=lambda: 99, new_detokenizer=Letters)
+    gateway = gateway_of(["g"], GraphLimits(), 64, 26, draw_seed=lambda: 99, new_detokenizer=Letters)
     requests = Requests(gateway, send_nothing, RequestProgress(), RealClock())
     compute = ThreadCompute("log") if synced else None
     log, contents = open_log(open_log_folder(folder), IDENTITY, resumes, compute, segment_bytes, first_number)
@@ -349,7 +349,7 @@ async def test_open_request_that_does_not_fit_stays_in_the_log(tmp_path: Path) -
     await requests.wait_written()
     left = copy_of(tmp_path / "log", tmp_path / "left")
     await close(requests, log)
-    gateway = Gateway(["g"], GraphLimits(max_tokens=8), 9, 26, draw_seed=lambda: 99)
+    gateway = gateway_of(["g"], GraphLimits(max_tokens=8), 9, 26, draw_seed=lambda: 99)
     smaller = Requests(gateway, send_nothing, RequestProgress(), RealClock())
     log, contents = open_log(open_log_folder(left), IDENTITY, resumes=True)
     with pytest.raises(UserError, match="request 'job-1' of the request log is open, and does not fit: prompt of 2 tokens and 9 new"):

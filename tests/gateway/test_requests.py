@@ -7,15 +7,14 @@ from contextlib import aclosing, suppress
 from random import Random
 
 import pytest
+from gateway.gateways import gateway_of
 from group_tokens import group_tokens
 
 from flowrt.actors.control import Cancel, Control, Ended, KvOffer, Prefilled, Submit, Tokens, as_message
 from flowrt.actors.outputs import EndEvent
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import MAX_UNREAD, Requests
-from flowrt.graph.settings import GraphLimits
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import RealClock
@@ -46,7 +45,7 @@ async def send_nothing(group: str, control: Control) -> None:
 
 
 def new_requests(max_requests: int = 2) -> Requests:
-    gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1, max_requests=max_requests)
+    gateway = gateway_of(max_requests=max_requests)
     return Requests(gateway, send_nothing, RequestProgress(), RealClock())
 
 
@@ -78,7 +77,7 @@ async def test_what_cannot_be_tokenized_ends_with_the_reason() -> None:
 
 
 async def test_a_request_that_a_prefill_worker_passes_on_has_not_moved() -> None:
-    gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1, prefill_workers=["p"])
+    gateway = gateway_of(prefill_workers=["p"])
     metrics = RequestMetrics()
     requests = Requests(gateway, send_nothing, RequestProgress(), RealClock(), metrics=metrics)
     requests.place(requests.open(SamplingParams(max_tokens=4), 2, lambda: None), (1, 2))
@@ -99,7 +98,7 @@ async def test_thousands_of_requests_without_a_reader_keep_a_bounded_number_of_l
             sent.append(control)
 
     clock = SetClock()
-    gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1, max_requests=8, now=clock.now, lost_group_seconds=1e-9)
+    gateway = gateway_of(max_requests=8, now=clock.now, lost_group_seconds=1e-9)
     requests = Requests(gateway, send, RequestProgress(), clock)
     requests.begin()
     most = 0
@@ -175,7 +174,7 @@ def test_client_that_disconnects_while_the_connection_is_full_leaves_nothing_ope
             await room.wait()
             sent.append(control)
 
-        gateway, progress = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), RequestProgress()
+        gateway, progress = gateway_of(), RequestProgress()
         requests = Requests(gateway, send, progress, RealClock())
         requests.begin()
         client = asyncio.ensure_future(anext(requests.follow(await requests.submit(SamplingParams(max_tokens=4), three_tokens))))
@@ -210,7 +209,7 @@ def test_a_request_that_waits_for_room_at_a_lost_group_goes_to_another() -> None
             sent.put_nowait(control)
 
         progress = RequestProgress()
-        requests = Requests(Gateway(["stopped", "g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), send, progress, RealClock())
+        requests = Requests(gateway_of(["stopped", "g"]), send, progress, RealClock())
         requests.begin()
         async with asyncio.timeout(20):
             index = await requests.submit(SamplingParams(max_tokens=4), three_tokens)
@@ -235,7 +234,7 @@ def test_messages_for_a_lost_incarnation_do_not_reach_the_next_one() -> None:
         async def send(group: str, control: Control) -> None:
             sent.append(control)
 
-        requests = Requests(Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), send, RequestProgress(), RealClock())
+        requests = Requests(gateway_of(), send, RequestProgress(), RealClock())
         await requests.submit(SamplingParams(max_tokens=4), three_tokens)
         requests.lose_group("g", "was killed")
         requests.readmit_group("g")
@@ -291,7 +290,7 @@ def test_close_ends_a_cancel_whose_send_raises_in_place_of_cancelled_error() -> 
                 finally:
                     raise ValueError("not the error that the sender was cancelled with")
 
-        requests = Requests(Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), send, RequestProgress(), RealClock())
+        requests = Requests(gateway_of(), send, RequestProgress(), RealClock())
         requests.begin()
         events = requests.follow(await requests.submit(SamplingParams(max_tokens=4), three_tokens))
         client = asyncio.ensure_future(anext(events))
@@ -320,7 +319,7 @@ def test_requests_close_among_two_thousand_cancels_at_random_moments() -> None:
 async def cancel_at_random(random: Random, num_clients: int) -> int:
     """How many of `num_clients` clients end cancelled. Cancels and `aclose` come after a random number of turns of the loop."""
     ours, theirs = InprocChannel.pair(Limits(capacity_messages=2), Identity("gateway"), Identity("g"))
-    gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1)
+    gateway = gateway_of()
 
     async def turns(most: int) -> None:
         for _ in range(random.randrange(most)):

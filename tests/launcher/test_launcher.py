@@ -16,6 +16,7 @@ import psutil
 import pytest
 import uvloop
 from group_tokens import number_of
+from launcher.owners import launcher_of
 
 from flowrt.actors.control import Control, Ended, Request, Submit, Tokens
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError
@@ -25,6 +26,7 @@ from flowrt.launcher.launcher import Launcher
 from flowrt.processes.fork_server import shown_name
 from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.processes.leftover import marked_processes, processes_marked
+from flowrt.processes.output_tail import write_line
 from flowrt.seams import Seams
 
 T = TypeVar("T")
@@ -48,7 +50,7 @@ class Run:
         defaults: dict[str, object] = {"on_line": lambda name, line: self.lines.append((name, line))}
         defaults |= {"worker": WORKER, "preload": ("launcher.fake_workers",), "response_seconds": 20.0}
         defaults |= {"on_event": self.events.append, "on_control": lambda name, control: self.messages.append((name, control))}
-        self.launcher = Launcher(
+        self.launcher = launcher_of(
             graph_of(*names, processes=processes),
             **(defaults | options),
         )
@@ -360,7 +362,7 @@ def test_a_lost_link_between_the_living_ends_the_run() -> None:
 
 def test_output_tail_is_kept_and_goes_to_stderr_under_the_workers_name(capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
-        it = Run("raise.0", "echo.0", on_line=None)
+        it = Run("raise.0", "echo.0", on_line=write_line)
         error = await it.failure()
         assert isinstance(error, WorkerDiedError)
         assert (error.process, error.reason) == ("raise.0", "exited with status 1 unexpectedly")

@@ -16,7 +16,7 @@ from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, End, EndProcess, Send, StartProcess
 from flowrt.launcher.deaths import REAP_SECONDS
-from flowrt.launcher.served_requests import apply_group_change
+from flowrt.launcher.run import apply_group_change
 from flowrt.processes.output_tail import exit_text
 
 GROUPS, SERVERS = ("attention.0", "attention.1"), ("experts.0", "experts.1")

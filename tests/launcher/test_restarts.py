@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launcher.owners import launcher_of
 from launcher.test_launcher import LOOPS, held, nothing_left, on_loop, open_fds
 
 from flowrt.actors.control import Control, Ended, Request, Submit
@@ -16,7 +17,6 @@ from flowrt.errors import NotRunningError, WorkerDiedError
 from flowrt.graph.model import MONITOR, Edge, Graph, Node
 from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import deaths, events, worker_pool
-from flowrt.launcher.launcher import Launcher
 
 __all__ = ["nothing_left"]  # the fixture that looks for what is left, for every test here
 WORKER = "launcher.mortal_workers:run_worker"
@@ -43,13 +43,8 @@ class Run:
         self.times: dict[tuple[str, str], float] = {}
         self.on_event: Callable[[events.Event], None] = lambda event: None
         defaults: dict[str, object] = {"worker": WORKER, "preload": ("launcher.mortal_workers",), "response_seconds": 20.0}
-        self.launcher = Launcher(
-            graph,
-            on_event=self._note,
-            on_control=self._on_control,
-            on_line=lambda name, line: self.lines.append((name, line)),
-            **(defaults | options),  # type: ignore[arg-type]
-        )
+        defaults["on_line"] = lambda name, line: self.lines.append((name, line))
+        self.launcher = launcher_of(graph, self._note, self._on_control, **(defaults | options))  # type: ignore[arg-type]
 
     def _note(self, event: events.Event) -> None:
         self.events.append(event)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from gateway.gateways import gateway_of
 from group_tokens import group_tokens
 
 from flowrt.actors.control import Cancel, Control, Ended, Request, Submit, Tokens, as_message, from_message
 from flowrt.actors.front_end_messages import StateQuery, StateReport
 from flowrt.actors.outputs import Logprobs
 from flowrt.gateway.front_ends import FrontEnds
-from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.log_writer import LogWriter, open_log
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import Requests
@@ -130,13 +130,13 @@ class ServedApp:
         max_tokens: int,
     ) -> None:
         limits = GraphLimits(max_tokens=max_tokens)
-        self.gateway = Gateway(
+        self.gateway = gateway_of(
             [GROUP],
             limits,
             settings.max_model_len,
             settings.vocab_size,
             draw_seed=lambda: 1,
-            eos_token_ids=settings.eos_token_ids,
+            eos_token_ids=frozenset(settings.eos_token_ids),
             max_requests=max_requests,
             max_prompt_tokens=max_prompt_tokens,
         )

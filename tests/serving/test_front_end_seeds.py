@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from gateway.gateways import gateway_of
 from group_tokens import group_tokens
 from serving.served_app import over_the_wire
 
@@ -20,7 +21,6 @@ from flowrt.actors.control import Cancel, Control, Ended, Request, Submit, Token
 from flowrt.actors.front_end_messages import RequestOutput, StateQuery, StateReport
 from flowrt.actors.outputs import TokenEvent
 from flowrt.gateway.front_ends import FrontEnds
-from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.requests import Requests
 from flowrt.graph.settings import GraphLimits
 from flowrt.reliability.health import RequestProgress
@@ -77,7 +77,7 @@ class SeedClient:
 class Seed:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.gateway = Gateway(
+        self.gateway = gateway_of(
             GROUPS,
             GraphLimits(max_tokens=16, max_num_seqs=2),
             512,
@@ -251,7 +251,7 @@ class Seed:
             client.check()
         assert (self.gateway.num_unfinished, self.gateway.num_logs, self.progress.num_open) == (0, 0, 0)
         assert [client.num_open for client in self.clients.values()] == [0, 0]
-        assert not any(queue.requests or queue.changed for queue in self.front_ends._front_ends.values())
+        assert not any(queue.requests or queue.changed for queue in self.front_ends.queues.values())
         assert self.running == {}, "a group computes what nothing follows"
 
 

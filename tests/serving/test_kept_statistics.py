@@ -38,8 +38,8 @@ async def test_statistics_of_usable_processes_are_requested_again_and_again() ->
         state=SimpleNamespace(is_usable=lambda name: name != "b.0"),
         workers={name: worker(name) for name in graph.process_names()},
     )
-    reports = StateReports(cast("Any", launcher), cast("Any", None), "tiny", cast("Any", None))
-    served = ServedRequests(cast("Any", launcher), cast("Any", None), reports.report, reports.refresh)
+    reports = StateReports({}, "tiny")
+    served = ServedRequests(cast("Any", launcher), cast("Any", None), reports)
     served.begin()
     await enough.wait()
     await served.aclose()

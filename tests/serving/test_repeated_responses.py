@@ -99,7 +99,7 @@ async def test_a_client_whose_connection_broke_goes_on_behind_its_last_event(pat
         emit_all(served, submitted, 0, 2)
         before = list(await stream.read(6 if path == CHAT else 12))
         await stream.connection.close()
-        while served.front_ends._front_ends[NAME].requests:  # noqa: ASYNC110
+        while served.front_ends.queues[NAME].requests:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert not served.cancelled, "it waits for the client"
         emit_all(served, submitted, 2, 3)

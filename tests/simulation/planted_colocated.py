@@ -6,7 +6,7 @@ from simulation.planting import Bug, bug
 
 RUNNER = "flowrt.dataflow.runner"
 ALONE = "flowrt.dataflow.alone"
-CHANGES = "flowrt.launcher.served_requests"
+CHANGES = "flowrt.launcher.run"
 MEMBERSHIP = "flowrt.workers.membership"
 
 COLOCATED_BUGS: tuple[Bug, ...] = (

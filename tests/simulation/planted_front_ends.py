@@ -14,10 +14,10 @@ SERVED = "flowrt.launcher.served_requests"
 FRONT_END_BUGS: tuple[Bug, ...] = (
     body("front-end-goes-on", "the requests of a dead front end go on", FRONT_ENDS, "FrontEnds.lose", "pass"),
     bug("front-end-death-unnoticed", "the gateway does not learn of the death of a front end", (
-        SERVED, "ServedRequests.note", "self._front_ends.lose(event.name)", "pass")),
+        SERVED, "ServedRequests.note", "self.front_ends.lose(event.name)", "pass")),
     bug("front-end-takes-others", "the death of a front end cancels the requests of all", (
         FRONT_ENDS, "FrontEnds.lose", "for number in list(front_end.requests):\n            self._close(front_end, number)",
-        "for each in self._front_ends.values():\n            for number in list(each.requests):\n                self._close(each, number)")),
+        "for each in self.queues.values():\n            for number in list(each.requests):\n                self._close(each, number)")),
     bug("front-end-cancel-ignored", "the gateway ignores that a client has left", (
         FRONT_ENDS, "FrontEnds.on_control", "self._close(front_end, number)", "pass")),
     bug("front-end-cancel-unsent", "a front end does not say that a client has left", (

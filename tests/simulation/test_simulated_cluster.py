@@ -20,6 +20,7 @@ from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import GATEWAY, Graph, to_json
+from flowrt.graph.settings import JitterSettings
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import (
     Crash,
@@ -119,6 +120,13 @@ def test_faults_change_no_token_computed_with_weights(graph_file: Path) -> None:
         kinds |= {fault.kind for fault in case.scenario.faults}
         run_case(case)
     assert len(kinds) > 3
+
+
+def test_a_warmed_up_graph_gives_the_same_tokens() -> None:
+    graphs = [load(path) for path in sorted(GRAPHS.glob("*.yaml"))]
+    warmed = [graph.replace(jitter=JitterSettings(warm_up=True)) for graph in graphs if graph.model is not None]
+    counts = campaign(draw(seed, warmed) for seed in range(12))
+    assert not counts.failures
 
 
 SHAPES = {

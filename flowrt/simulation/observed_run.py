@@ -1,0 +1,68 @@
+"""A run on simulated processes, whose workers the checks observe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from flowrt.graph.model import Graph
+from flowrt.launcher.launcher import WORKER, LaunchOptions
+from flowrt.launcher.run import Run
+from flowrt.seams import Seams
+from flowrt.simulation.case import Case
+from flowrt.simulation.faults import Faults
+from flowrt.simulation.inside import WorkerInternals
+from flowrt.simulation.invariants import falls_back
+from flowrt.simulation.processes import SimulatedBackend
+from flowrt.simulation.world import World
+from flowrt.system.process_backend import BackendOwner
+from flowrt.transports.contract import Channel
+
+_latest_run: ContextVar[ObservedRun] = ContextVar("_latest_run")
+
+
+class ObservedRun(Run):
+    """`insides`: of the latest incarnation of each worker. `parts`: keyword arguments of Run."""
+
+    def __init__(self, world: World, case: Case, graph: Graph, seams: Seams, **parts: Any) -> None:
+        _latest_run.set(self)
+        self.world, self.case = world, case
+        self.insides: dict[str, WorkerInternals] = {}
+        options = LaunchOptions(
+            on_line=lambda name, line: None,
+            worker=case.worker,
+            unavailable_reason=lambda scheme: None,  # the network stands in for all of them
+        )
+        super().__init__(graph, replace(seams, open_backend=self._open_backend), options, **parts)
+        resolved = replace(case, graph=self.graph)
+        harmless = [fault for fault in case.scenario.faults if falls_back(resolved, fault)]
+        self.faults = Faults(world, case.scenario, self.living_inside, harmless, case.processes.segfault_one_in, graph)
+
+    def begin_worker(self, worker: Any) -> WorkerInternals:
+        """Called with each new Worker, before it loads."""
+        inside = WorkerInternals(worker)
+        inside.when_named(lambda: self.insides.update({inside.name: inside}))
+        return inside
+
+    def living_inside(self, name: str) -> WorkerInternals | None:
+        process, inside = self.world.processes.get(name), self.insides.get(name)
+        if process is None or inside is None:  # without a process: a worker inside the launching one
+            return inside
+        return inside if inside.node == process.node and not process.exit.done() else None
+
+    def living_insides(self) -> list[WorkerInternals]:
+        return [inside for name in self.insides if (inside := self.living_inside(name)) is not None]
+
+    async def _open_backend(
+        self, run_id: str, owner: BackendOwner, preload: Sequence[str], num_processes: int, seconds: float
+    ) -> SimulatedBackend:
+        return await SimulatedBackend.open(self.world, owner, self.case.processes)
+
+
+async def run_worker(control: Channel, seams: Seams) -> None:
+    """The entry of each worker: runs the real worker and observes its internal state."""
+    run = _latest_run.get()
+    await import_module(WORKER.partition(":")[0]).serve(control, seams, None, run.begin_worker)  # imported when used: it brings torch
