@@ -5,7 +5,6 @@ Which servers are alive and hold replicas is decided in flowrt/reliability; part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,20 +49,9 @@ def partition(expert_ids_TA: Tensor, weights_TA: Tensor, replicas: ReplicaTable,
     return _by_server(None, expert_P, weight_P, num_active, replicas, turn)
 
 
-def repartition(part: Part, num_active: int, replicas: ReplicaTable, turn: int = 0, row_counts: Sequence[int] = ()) -> list[Part]:
-    """Partitions the pairs of `part` by another table, to redispatch them when its server is lost or late. `row_counts`: of the sequences
-    of the step; then each new part has rows of one sequence."""
-    if not row_counts:
-        return _by_server(part.pair_P, part.expert_P, part.weight_P, num_active, replicas, turn)
-    ends_S = torch.tensor(row_counts, device=part.pair_P.device).cumsum(0)
-    pairs_S = torch.bincount(torch.bucketize(part.pair_P // num_active, ends_S, right=True)).tolist()
-    pieces = zip(part.pair_P.split(pairs_S), part.expert_P.split(pairs_S), part.weight_P.split(pairs_S), strict=True)
-    return [
-        new
-        for pair_P, expert_P, weight_P in pieces
-        if len(pair_P)
-        for new in _by_server(pair_P, expert_P, weight_P, num_active, replicas, turn)
-    ]
+def repartition(part: Part, num_active: int, replicas: ReplicaTable, turn: int = 0) -> list[Part]:
+    """Partitions the pairs of `part` by another table, to redispatch them when its server is lost or late."""
+    return _by_server(part.pair_P, part.expert_P, part.weight_P, num_active, replicas, turn)
 
 
 def _by_server(pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, num_active: int, replicas: ReplicaTable, turn: int) -> list[Part]:

@@ -17,7 +17,7 @@ from flowrt.emulation import EmulationStatistics
 from flowrt.reliability.detector import ProcessState
 from flowrt.sampling_params import FinishReason, SamplingParams
 from flowrt.system.process_status import ProcessSample
-from flowrt.transports.wire.message import Message, Tag
+from flowrt.transports.wire.message import Message
 
 LATENCY_EDGES = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # upper bounds in seconds
 
@@ -178,11 +178,19 @@ class Tokens(Control, frozen=True):
 
 
 class RunsAlone(Control, frozen=True):
-    """From a group, once per choice of a suspect: until it has a token, the steps from `tag` on compute this choice and nothing else."""
+    """From a group: until one of its choices has a token, the next steps compute this suspect and nothing else."""
 
     request_id: str
     attempt: int
-    tag: Tag
+
+
+class Crashed(Control, frozen=True):
+    """From a group: an expert server crashed or hung while the group computed this request alone; `error` says which. The attempt has
+    ended."""
+
+    request_id: str
+    attempt: int
+    error: str
 
 
 class Prefilling(Control, frozen=True):
@@ -322,22 +330,13 @@ class PeerLeft(Control, frozen=True):
 
 class DeathCause(Control, frozen=True):
     """To a worker: how this incarnation of `process` ended. Follows PeerLeft, and comes before PeerJoined for the next incarnation.
-    may_recur: it crashed or hung, and what it computed may be the reason. `tag` and `part`: it was computing that part alone.
+    may_recur: it crashed or hung, and what it computed may be the reason.
     """
 
     process: str
     incarnation: str
     how: str
     may_recur: bool = False
-    tag: Tag | None = None
-    part: int | None = None
-
-
-class ComputesAlone(Control, frozen=True):
-    """From an expert server: it is about to compute this part of a suspect in a call of its own; without a tag: other parts again."""
-
-    tag: Tag | None = None
-    part: int | None = None
 
 
 class PeerJoined(Control, frozen=True):

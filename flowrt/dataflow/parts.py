@@ -18,11 +18,10 @@ FAILED = "failed"  # kind of the response to a request whose firing failed
 
 
 class PartHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Header of a part and of its response: the part's id, unique within its tag. `alone`: it may end its server, which computes it in a
-    call of its own. `siblings`: the other parts of the bundle that it came in."""
+    """Header of a part and of its response: the part's id, unique within its tag. `siblings`: the other parts of the bundle that it came
+    in."""
 
     part: int
-    alone: bool = False
     siblings: int = 0
 
 

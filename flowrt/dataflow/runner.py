@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -21,7 +21,6 @@ import msgspec
 import torch
 
 from flowrt.actors.link import CREDIT, BadMessageError
-from flowrt.dataflow.alone import AloneFirings, unreported
 from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.inbound_edges import InboundEdges
 from flowrt.dataflow.matching import Firing, MatchingTable
@@ -67,7 +66,7 @@ class Runner:
     fences the call at its first error; the other workers must `fence` it too.
 
     `accept` takes each message; one `settle` then runs the short firings without a turn of the loop. `schemas`, by edge: the required
-    form of messages from other OS processes. `on_alone`: see AloneFirings. `new_timer`: for selection policies that wait.
+    form of messages from other OS processes. `new_timer`: for selection policies that wait.
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class Runner:
         on_response: Callable[[int, Tag, Message], None] | None = None,
         on_device: Collection[int] = (),
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
-        on_alone: Callable[[Tag | None, int | None], Awaitable[None]] = unreported,
         new_timer: Callable[[], Timer] = LoopTimer,
     ) -> None:
         nodes = graph.nodes_of(process)
@@ -108,8 +106,7 @@ class Runner:
         self._responses = {edge.request_id: edge for edge in responses if graph.crosses(edge) or edge.target in self._forwarding}
         reach = {node.name: [self._outbound.edges[edge] for edge in self._subgraph.reachable(node.name)] for node in nodes}
         self._is_computing = False  # in the compute thread, which also uses the order of stateful nodes
-        self._alone = AloneFirings({edge.request_id for edge in responses if edge.request_id is not None}, on_alone)
-        policies = {node.name: policy_of(node, graph.emulation, self._alone.is_alone) for node in nodes}
+        policies = {node.name: policy_of(node, graph.emulation) for node in nodes}
         self._ready = ReadyFirings(reach, policies, compute.is_short, clock.now)
         self._sleeper = Sleeper(clock, new_timer)  # for `run` when no firing is ready
         self._wake = self._sleeper.wake
@@ -186,8 +183,6 @@ class Runner:
         ready = self._ready
         if not ready or self._failure is not None:
             return
-        if not self._alone.is_over:
-            return self._wake()
         now, run_inline, run = self._clock.now, self._compute.run_inline, self._subgraph.run
         send_early = self._send_early if self._early else None
         try:
@@ -300,9 +295,8 @@ class Runner:
 
     async def _run_batch(self, batch: Sequence[Firing], short: bool, send_early: SendEarly | None) -> None:
         """Fire in one call. If that fails, fire each tag in its own, so that only tags with an error fail."""
-        await self._alone.report(batch[0])
         if self._fences.is_active and not (batch := self._inbound.without_stale(batch, self._fences)):
-            return  # its epoch or client has ended while the report left
+            return  # its epoch or client has ended since the call that failed
         node, start = batch[0].node, self._clock.now()
         self._is_computing = not short
         try:

@@ -7,7 +7,7 @@ compute seam is free.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from flowrt.dataflow.matching import Firing
@@ -17,7 +17,6 @@ from flowrt.graph.settings import Batching, Emulation
 from flowrt.transports.wire.message import Tag
 
 ROUNDING_SECONDS = 1e-6  # a timer that is set to the end of a wait may end this much before it, because its sums round differently
-IsAlone = Callable[[Firing], bool]
 
 
 class SelectionPolicy(Protocol):
@@ -44,21 +43,18 @@ class OldestFirst:
 
 class BoundedWait:
     """Several tags per call. A batch is complete at `min_tags`, and waits at most `max_wait_seconds` for that
-    (EaaS section 3.3). The wait counts from the moment at which the batch could have run. The batch that waits longest comes first.
-    A firing that `is_alone` is a batch of its own, before all others."""
+    (EaaS section 3.3). The wait counts from the moment at which the batch could have run. The batch that waits longest comes first."""
 
     takes_one = runs_inline = False
 
-    def __init__(self, batching: Batching, is_alone: IsAlone = lambda firing: False) -> None:
-        self._batching, self._is_alone = batching, is_alone
+    def __init__(self, batching: Batching) -> None:
+        self._batching = batching
         self._since: dict[Tag, float] = {}  # tag of a batch's first firing -> when the batch could have run
 
     def select(self, waiting: Sequence[Firing], now: float) -> Sequence[Firing] | float:
         batching = self._batching
         batches: dict[int, list[Firing]] = {}
         for firing in waiting:
-            if self._is_alone(firing):
-                return [firing]
             batches.setdefault(firing.tag.layer if batching.same_layer else 0, []).append(firing)
         if not batching.max_wait_seconds:
             return next(iter(batches.values()))
@@ -72,21 +68,19 @@ class BoundedWait:
 class DomainTurns:
     """Domains take turns: a call has tags of one domain (xDeepServe section 5.2). Each server keeps the turn by itself and waits for no
     other one. A domain without a batch is skipped; its turn also ends after `turn_calls` calls while another domain has one. So a batch
-    waits for at most (domains - 1) x turn_calls calls of other domains. Within a domain, and for firings that are alone: BoundedWait."""
+    waits for at most (domains - 1) x turn_calls calls of other domains. Within a domain: BoundedWait."""
 
     takes_one = runs_inline = False
 
-    def __init__(self, batching: Batching, is_alone: IsAlone = lambda firing: False) -> None:
+    def __init__(self, batching: Batching) -> None:
         self._domain_of = {source: domain for domain, sources in enumerate(batching.domains) for source in sources}
         self._policies = [BoundedWait(batching) for _ in batching.domains]
-        self._turn_calls, self._is_alone = batching.turn_calls, is_alone
+        self._turn_calls = batching.turn_calls
         self._turn = self._calls = 0  # whose turn it is, and its calls so far
 
     def select(self, waiting: Sequence[Firing], now: float) -> Sequence[Firing] | float:
         domains: list[list[Firing]] = [[] for _ in self._policies]
         for firing in waiting:
-            if self._is_alone(firing):
-                return [firing]
             domains[self._domain_of[firing.tag.source.partition("@")[0]]].append(firing)
         first = self._turn + (self._calls >= self._turn_calls)
         wake_at = math.inf
@@ -138,7 +132,7 @@ def num_siblings(firing: Firing) -> int:
     return 0 if isinstance(payload.header, FailedHeader) else payload.header_as(PartHeader).siblings
 
 
-def policy_of(node: Node, emulation: Emulation | None = None, is_alone: IsAlone = lambda firing: False) -> SelectionPolicy:
+def policy_of(node: Node, emulation: Emulation | None = None) -> SelectionPolicy:
     """The policy of a node; emulated hardware waits for a dilated time."""
     if node.batches is None:
         return OldestFirst()
@@ -146,4 +140,4 @@ def policy_of(node: Node, emulation: Emulation | None = None, is_alone: IsAlone 
     batching = node.batches.replace(max_wait_seconds=node.batches.max_wait_seconds * dilation)
     if node.kind.relays == "responses":
         return Siblings(batching.max_wait_seconds)
-    return DomainTurns(batching, is_alone) if batching.domains else BoundedWait(batching, is_alone)
+    return DomainTurns(batching) if batching.domains else BoundedWait(batching)

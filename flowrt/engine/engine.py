@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
 
-from flowrt.actors.control import Ended, KvCompleted, KvLost, KvPulled, Request
+from flowrt.actors.control import Crashed, Ended, KvCompleted, KvLost, KvPulled, Request
 from flowrt.actors.outputs import Logprobs, TokenEvent
 from flowrt.engine.batch import Batch, Part, build_batch, num_scores, produces_token
 from flowrt.engine.constraint import Constraint
@@ -31,7 +31,7 @@ MAX_REMEMBERED = 4096  # ended or cancelled attempts: a repeated Submit or Cance
 NOT_FINITE = "the model's logits for output token {} were not finite (NaN or infinity) twice{}; check the weights, or run in a wider dtype"
 
 
-Decision = TokenEvent | Ended | KvPulled | KvLost | Hold  # for the gateway
+Decision = TokenEvent | Ended | Crashed | KvPulled | KvLost | Hold  # for the gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,7 @@ class StartStep:
     micro_batch: int
     step: int
     batch: Batch
-    on_trial: Sequence | None = None  # the choice of a suspect that the step computes alone
-    is_alone: bool = False  # its one sequence is a suspect of this group or of the gateway, and no other step of the group runs
+    alone: Sequence | None = None  # its one sequence, a suspect of this group or of the gateway; no other step of the group runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +189,7 @@ class Engine:
         self._next_step[micro_batch] += 1
         num_logprobs = sum(each.params.logprobs is not None for each in batch.samples)
         self._steps[micro_batch] = _Step(number, parts, batch, num_logprobs + len(batch.scores), now)
-        is_alone = (first := parts[0][0]).runs_alone
-        return StartStep(self._epoch, micro_batch, number, batch, first if is_alone and first.is_on_trial else None, is_alone)
+        return StartStep(self._epoch, micro_batch, number, batch, first if (first := parts[0][0]).runs_alone else None)
 
     def next_steps(self, now: float = 0.0) -> list[StartStep]:
         """Begin a step in every free micro-batch that has something to do. Call it after every event: one micro-batch may wait for pages
@@ -289,7 +287,6 @@ class Engine:
         tokens, logprobs_left, scores_left = iter(token_ids), iter(logprobs), islice(logprobs, len(logprobs) - len(batch.scores), None)
         for sequence, num_rows in running.parts:
             sequence.in_step = False
-            sequence.is_suspect = False
             sequence.is_degraded = sequence.is_degraded or degraded
             drawn = list(islice(tokens, len(sequence.choices))) if produces_token(sequence, num_rows) else []
             has_logprobs = sequence.request.params.logprobs is not None
@@ -325,34 +322,24 @@ class Engine:
                 if sequence.cancelled:
                     self._scheduler.remove(sequence)
 
-    def fail_steps(self, steps: Collection[tuple[int, int]], error: str) -> list[Decision]:
-        """Steps (micro_batch, step) have failed, or may have ended a server: roll back, and compute them again. Their sequences become
-        suspects and run one by one. A suspect whose step fails ends its request with this error. Steps that do not run are ignored."""
+    def fail_steps(self, steps: Collection[tuple[int, int]], error: str, *, crashed: bool = False) -> list[Decision]:
+        """Steps (micro_batch, step) have failed, or may have crashed a server (`crashed`): roll back, and compute them again. Their
+        sequences become suspects and run one by one. A suspect whose step fails ends its request with this error; one that ran alone
+        while a server crashed goes back to the gateway, which counts. Steps that do not run are ignored."""
         running = [found for micro_batch, step in sorted(steps) if (found := self._steps[micro_batch]) is not None and found.number == step]
         if not running:
             return []
         self.roll_back()
         decisions: list[Decision] = []
         for sequence, _ in (part for found in running for part in found.parts):
-            if STEP_AGAIN[sequence.is_suspect] is Redo.END and not sequence.cancelled:
-                decisions += self._fail(sequence.request, error)
+            request = sequence.request
+            if crashed and redo(FaultKind.CRASHED_SERVER, int(sequence.runs_alone)) is not Redo.STEP and not sequence.cancelled:
+                self._fail(request, error)
+                decisions.append(Crashed(request.id, request.attempt, error))
+            elif not crashed and STEP_AGAIN[sequence.is_suspect] is Redo.END and not sequence.cancelled:
+                decisions += self._fail(request, error)
             sequence.is_suspect = True
         return decisions
-
-    def fail_row(self, micro_batch: int, step: int, row: int, error: str) -> list[Decision]:
-        """Roll back, and end the request to which this row of the running step belongs. The rows of the others are computed again."""
-        running = self._steps[micro_batch]
-        if running is None or running.number != step:
-            return []
-        ends = accumulate(num_rows for _, num_rows in running.parts)
-        sequence = next(sequence for (sequence, _), end in zip(running.parts, ends, strict=True) if row < end)
-        self.roll_back()
-        return [] if sequence.cancelled else self._fail(sequence.request, error)
-
-    def row_counts(self, micro_batch: int, step: int) -> list[int]:
-        """The number of rows of each sequence of a step; none for one that does not run."""
-        running = self._steps[micro_batch]
-        return [] if running is None or running.number != step else [num_rows for _, num_rows in running.parts]
 
     def fail_all(self, error: str) -> list[Decision]:
         """Roll back, and end every request with this error."""

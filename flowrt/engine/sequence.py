@@ -51,7 +51,7 @@ class Sequence:
     cancelled: bool = False  # its end was sent; it keeps its pages until its step ends
     num_preemptions: int = 0
     num_redone: int = 0  # times that it was computed again for logits that were not finite, since its latest token
-    is_suspect: bool = False  # its latest step failed: it runs alone until a step of it commits
+    is_suspect: bool = False  # its latest step failed: it runs alone until it has a token
     is_on_trial: bool = field(init=False)  # its request is a suspect: it runs alone from `num_proven_tokens` on until it has a token
     num_proven_tokens: int = field(init=False)  # that a group has computed without crashing or hanging
     kv: KvOffer | None = field(init=False)  # where the KV of its prompt is, until it has tried to pull it
@@ -147,7 +147,7 @@ class Sequence:
         return self.end_token_ids if self.num_output_tokens < self.request.params.min_tokens else ()
 
     def append(self, token_id: int) -> None:
-        self.is_on_trial = False
+        self.is_on_trial = self.is_suspect = False
         self.num_redone = 0
         self.tokens.append(token_id)
         if self.constraint is not None:

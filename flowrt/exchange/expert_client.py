@@ -41,10 +41,11 @@ class OutstandingTag:
     parts: list[Part]
     num_first: int  # parts before any redispatch
     losses: dict[int, int] = field(default_factory=dict)  # by id of a part: servers that were lost with it, or with what it replaces
-    in_flight: int | None = None  # of parts that are computed alone: the one that was sent, and
+    in_flight: int | None = None  # of parts of a suspect: the one that was sent, and
     unsent: list[int] = field(default_factory=list)  # those that are sent after it
-    hedged: set[int] = field(default_factory=set)  # ids of parts that were also sent to another server
-    hedges: dict[int, int] = field(default_factory=dict)  # id of a part that was sent for a late one -> the server that is late
+    hedged: dict[int, int] = field(
+        default_factory=dict
+    )  # id of a late part that was sent to other servers too, or of one of those -> late one
     via: dict[int, int] = field(default_factory=dict)  # id of a part -> the trampoline through which it travels
     responded: set[int] = field(default_factory=set)  # trampolines
 
@@ -179,11 +180,13 @@ class ExpertClient:
         return list(self._outstanding)
 
     def parts_at(self, servers: Collection[int], tag: Tag, numbers: Sequence[int]) -> list[int]:
-        """Those of these parts that are at one of `servers`. A part at UNAVAILABLE counts only when some pair of it has a replica now."""
+        """Those of these parts that were sent to one of `servers`, or for a part that is late there. A part at UNAVAILABLE counts only when
+        some pair of it has a replica now."""
         entry = self._outstanding.get(tag)
         if entry is None:
             return []
-        here = [number for number in numbers if entry.parts[number].server in servers]
+        places = {number: {entry.parts[each].server for each in (number, entry.hedged.get(number, number))} for number in numbers}
+        here = [number for number, at in places.items() if not at.isdisjoint(servers) and number not in entry.unsent]
         first_E = self._tables_avoiding(self._avoided).of(tag.layer).servers_EB[:, 0]
 
         def has_replica(part: Part) -> bool:
@@ -211,26 +214,25 @@ class ExpertClient:
             entry.unsent.remove(number)
         return self._split(tag, entry, number, self._tables_avoiding(self._avoided).of(tag.layer))
 
-    def _split(self, tag: Tag, entry: OutstandingTag, number: int, table: ReplicaTable, row_counts: Sequence[int] = ()) -> Redispatch:
-        new = repartition(entry.parts[number], entry.num_active, table, tag.step + tag.layer, row_counts)
+    def _split(self, tag: Tag, entry: OutstandingTag, number: int, table: ReplicaTable) -> Redispatch:
+        new = repartition(entry.parts[number], entry.num_active, table, tag.step + tag.layer)
         first = len(entry.parts)
         ids = range(first, first + len(new))
         entry.parts.extend(new)
         if losses := entry.losses.get(number):
             entry.losses.update(dict.fromkeys(ids, losses))
-        if row_counts or number in entry.hedges:
-            entry.hedges.update(dict.fromkeys(ids, entry.hedges.get(number, entry.parts[number].server)))
-            entry.hedged.update(ids)
+        if number in entry.hedged:
+            entry.hedged.update(dict.fromkeys(ids, entry.hedged[number]))
         return Redispatch(number, tuple(ids), self._requests(entry, first))
 
     def _requests(self, entry: OutstandingTag, first: int, may_forward: bool = False) -> dict[str, Payload]:
-        """The requests of the parts from number `first` on, by output port. Parts of a suspect, and all that are sent once some part was
-        late, go one by one: they end one server at a time.
+        """The requests of the parts from number `first` on, by output port. Parts of a suspect go one by one: they crash one server at a
+        time.
 
         Only the first parts of a tag travel through trampolines: what is sent again goes directly, past a trampoline that may be at fault.
         """
         numbers = [number for number, part in enumerate(entry.parts[first:], first) if part.server != UNAVAILABLE]
-        if self.computes_alone or entry.hedges:
+        if self.computes_alone:
             entry.unsent += numbers
             numbers = []
             if entry.in_flight is None and entry.unsent:
@@ -243,35 +245,18 @@ class ExpertClient:
             return bundles | {f"server{entry.parts[each].server}": self._request(entry, each) for each in numbers if each not in entry.via}
         return {f"server{entry.parts[number].server}": self._request(entry, number) for number in numbers}
 
-    def take_unsent(self, server: int, tag: Tag, missing: Collection[int]) -> list[int]:
-        """Those of the `missing` parts that were not sent yet to this server, which is lost."""
+    def next_request(self, tag: Tag, number: int) -> dict[str, Payload]:
+        """The next request of parts that go one by one, by output port, when part `number` has its response; none when all are sent."""
         entry = self._outstanding.get(tag)
-        if entry is None:
-            return []
-        found = [number for number in entry.unsent if number in missing and entry.parts[number].server == server]
-        entry.unsent = [number for number in entry.unsent if number not in found]
-        return found
-
-    def in_flight(self, tag: Tag) -> int | None:
-        """The part that was sent, of parts that go one by one."""
-        entry = self._outstanding.get(tag)
-        return None if entry is None else entry.in_flight
-
-    def next_request(self, tag: Tag, missing: Collection[int]) -> dict[str, Payload]:
-        """The next request of parts that go one by one, by output port, once the one in flight has its response, or needs none; none when
-        all are sent. A hedge that is not `missing` any more is not sent: the late response has arrived."""
-        entry = self._outstanding.get(tag)
-        if entry is None:
+        if entry is None or number != entry.in_flight:
             return {}
         entry.in_flight = None
-        entry.unsent = [number for number in entry.unsent if number in missing or number not in entry.hedges]
         return self._requests(entry, len(entry.parts))
 
     def _request(self, entry: OutstandingTag, number: int) -> Payload:
         part, x_TH = entry.parts[number], entry.x_TH
         rows_RH = x_TH if part.rows_R.shape[0] == x_TH.shape[0] else x_TH.index_select(0, part.rows_R)  # each row once, in order
-        alone = self.computes_alone or bool(entry.hedges)
-        return Payload((rows_RH, part.row_P, part.expert_P, part.weight_P), PartHeader(number, alone))
+        return Payload((rows_RH, part.row_P, part.expert_P, part.weight_P), PartHeader(number))
 
     def record_response(self, server: int, tag: Tag) -> None:
         """Record how long a server took. Redispatched parts began later than their tag and do not count."""
@@ -318,29 +303,15 @@ class ExpertClient:
         entry = self._outstanding.get(tag)
         return None if entry is None else entry.parts[number].server
 
-    def hedged_row(self, tag: Tag, number: int) -> int | None:
-        """A row of the one sequence of this part, if it is the hedge of a late one; None otherwise."""
-        entry = self._outstanding.get(tag)
-        return int(entry.parts[number].rows_R[0]) if entry is not None and number in entry.hedges else None
-
-    def awaits_hedges(self, servers: Collection[int], tag: Tag, missing: Sequence[int], unsettled: Collection[int]) -> bool:
-        """Whether hedges of parts that one of `servers` was late with are at other servers: living, or lost for a cause not known yet."""
-        entry = self._outstanding.get(tag)
-        hedges = [] if entry is None else [entry.parts[number] for number in missing if entry.hedges.get(number) in servers]
-        return any(part.server != UNAVAILABLE and (part.server not in self.lost or part.server in unsettled) for part in hedges)
-
-    def hedge(self, tag: Tag, missing: Callable[[], Sequence[int]], row_counts: Callable[[], Sequence[int]]) -> list[Redispatch]:
+    def hedge(self, tag: Tag, missing: Callable[[], Sequence[int]]) -> list[Redispatch]:
         """Send late parts of the `missing` ones to other servers too, if these hold replicas of all needed experts and the budget allows.
-
-        A late part may be why its server is late, and end the next one, too. So each hedge has rows of one sequence (`row_counts`: of all
-        sequences of the step), they go one by one, and a server computes each alone.
 
         The late response still counts if it comes first. Until it arrives, other replicas are preferred to its server: a server that
         stands still delays one tag, not every next one. The same holds for a late trampoline; past it, the same server may compute the
         part."""
         entry = self._outstanding.get(tag)
         if entry is None or self.computes_alone or (age := self._now() - entry.since_seconds) < MIN_SECONDS:
-            return []  # a suspect ends one server at a time
+            return []  # a suspect crashes one server at a time
         found = []
         for number in missing() if self.hedging.has_budget else ():
             part = entry.parts[number]
@@ -348,15 +319,15 @@ class ExpertClient:
                 continue
             if redo(FaultKind.LATE_PART, int(number in entry.hedged)) is not Redo.PART:
                 continue  # no third server computes the same part
-            if number in (*entry.unsent, entry.in_flight) or not self.hedging.has_budget:
-                continue  # the hedge of the part in flight would wait for it
+            if not self.hedging.has_budget:
+                break
             trampoline, is_server_suspect = self._late_hop(entry, number)
             others = self._tables_avoiding(self._avoided | ({part.server} if is_server_suspect else set())).of(tag.layer)
-            if (trampoline is None and (others.servers_EB[part.expert_P] == part.server).any()) or not (counts := row_counts()):
-                continue  # it alone holds some of them, or the step is over
+            if trampoline is None and (others.servers_EB[part.expert_P] == part.server).any():
+                continue  # it alone holds some of them
             self.hedging.spend()
-            redispatch = self._split(tag, entry, number, others, counts)
-            entry.hedged.add(number)
+            entry.hedged[number] = number
+            redispatch = self._split(tag, entry, number, others)
             if trampoline is not None:
                 self.trampolines.late.add(trampoline)
             if is_server_suspect:

@@ -8,7 +8,7 @@ All calls are synchronous and on the loop. A server is identified by its process
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -27,16 +27,8 @@ from flowrt.transports.wire.message import Message, Tag
 class Steps(Protocol):
     """The running steps of the group."""
 
-    def fail_steps(self, tags: Collection[Tag], error: str) -> None:
-        """The steps of these tags may be the reason why a server was lost."""
-        ...
-
-    def fail_row(self, tag: Tag, row: int, error: str) -> None:
-        """The sequence with this row of the step is the reason."""
-        ...
-
-    def row_counts(self, tag: Tag) -> Sequence[int]:
-        """The number of rows of each sequence of the step."""
+    def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False) -> None:
+        """The steps of these tags may be the reason why a server was lost, or has `crashed`."""
         ...
 
 
@@ -53,8 +45,6 @@ class Failover:
     ) -> None:
         self._dispatch, self.client, self._runner, self._steps = dispatch, client, runner, steps
         self._unsettled: set[str] = set()  # lost servers of which the cause of the death is not known
-        # lost servers -> parts there whose steps fail once the hedges of the server's late parts are computed, and the error
-        self._after_hedges: dict[str, tuple[list[tuple[Tag, int]], str]] = {}
         edges = [edge for edge in graph.edges.values() if edge.source == dispatch]
         (self._combine, self._gather), *_ = [
             (edge.target, port.name)
@@ -88,15 +78,10 @@ class Failover:
         return frozenset(self._servers)
 
     def mark_lost(self, process: str) -> bool:
-        """Mark the server lost. Its pending parts wait for `settle`: a part may be the cause of the death. Its edges are closed. Returns
-        whether some wait."""
+        """Mark the server lost. Its pending parts wait for `settle`: a part may be the cause of the death. Its edges are closed: what is
+        to be sent there later comes to `on_unsent`. Returns whether some wait."""
         for server in self._servers.get(process, []):
             self.client.remove_server(server)
-            for tag in self.client.tags:  # a tag whose plan has not arrived finds its edge closed when the turn of the part comes
-                missing = self._missing(tag)
-                for part in self.client.take_unsent(server, tag, missing):
-                    self._redispatch(tag, part)
-        self._send_behind(process)
         if any(self._missing_at(frozenset(self._servers.get(process, [])))):
             self._unsettled.add(process)
         if (trampoline := self._trampolines.get(process)) is not None:
@@ -105,37 +90,24 @@ class Failover:
         return process in self._unsettled
 
     def settle(self, process: str, cause: DeathCause | None) -> None:
-        """Redo the pending parts of a lost server, now that the cause of its death is known, or (None) has not come in time.
-
-        If a server that crashed or hung had named the part that it computed alone, this part is the cause, and no other one. If it named
-        none, the steps of its parts fail. But a part that goes alone, of a suspect or a hedge, goes to a replica, as after any other loss:
-        the server would have named it. The loss counts.
-        """
+        """Redo the pending parts of a lost server, now that the cause of its death is known, or (None) has not come in time: after a crash
+        or hang the steps fail that have parts there, after any other loss the parts go to replicas. The loss counts."""
         if process not in self._unsettled:
             return
         self._unsettled.discard(process)
-        self._after_hedges.pop(process, None)
-        may_recur = cause is not None and cause.may_recur
-        named = (cause.tag, cause.part) if cause is not None and may_recur and cause.tag is not None else None
-        how = cause.how if cause is not None else ""
-        alone = f"{process} {how} while it computed this request alone; the request is not tried again"
-        missing = list(self._missing_at(frozenset(self._servers[process])))
-        if named in missing:  # in both cases the group computes all its steps again
-            if (row := self.client.hedged_row(*named)) is not None:
-                self._steps.fail_row(named[0], row, alone)
-            else:
-                self._steps.fail_steps([named[0]], alone)
-            return
-        crashed, lost = [], []
+        servers = frozenset(self._servers[process])
+        missing = list(self._missing_at(servers))
+        if cause is not None and cause.may_recur:
+            error = f"{process} {cause.how}"
+            return self._steps.fail_steps({tag for tag, _ in missing}, error, crashed=True)
+        lost = []
         for tag, part in missing:
-            if may_recur and named is None and part != self.client.in_flight(tag):
-                crashed.append((tag, part))
-            elif named is not None or redo(FaultKind.LOST_SERVER, self.client.record_loss(tag, part) - 1) is Redo.PART:
+            if self.client.server_of(tag, part) not in servers:
+                continue  # it was late there, and others compute it
+            if redo(FaultKind.LOST_SERVER, self.client.record_loss(tag, part) - 1) is Redo.PART:
                 self._redispatch(tag, part)
             else:
                 lost.append(tag)
-        self._send_behind(process)  # late responses may have come since the loss
-        self._fail_after_hedges(process, crashed, alone)
         self._steps.fail_steps(lost, "expert servers died or hung again and again while they computed a part of this request")
 
     def mark_joined(self, process: str) -> None:
@@ -161,24 +133,22 @@ class Failover:
         if server is None:
             return  # of a KV transfer
         self.client.record_response(server, tag)
-        in_flight = self.client.in_flight(tag)
-        if in_flight is not None and message.kind != FAILED and message.decode_header(PartHeader).part == in_flight:
-            self._send_next(tag)
+        is_alone = self.client.computes_alone and message.kind != FAILED
+        if is_alone and (requests := self.client.next_request(tag, message.decode_header(PartHeader).part)):
+            self._runner.emit(self._dispatch, tag, requests)
 
     def hedge(self) -> None:
         """Send late parts to other servers as well. The caller repeats this every few milliseconds."""
         self.client.hedging.update_avoided()
         for tag in self.client.tags:
-            for redispatch in self.client.hedge(tag, partial(self._awaited, tag), partial(self._steps.row_counts, tag)):
+            for redispatch in self.client.hedge(tag, partial(self._missing, tag)):
                 self._send(tag, redispatch)
-        for process, (parts, error) in list(self._after_hedges.items()):
-            self._fail_after_hedges(process, parts, error)
 
     def overdue(self) -> dict[str, tuple[float, float]]:
         """Expert servers whose response is long overdue: process -> (seconds waited, usual maximum in seconds)."""
         found: dict[str, tuple[float, float]] = {}
         for tag in self.client.tags:
-            for process, late in self.client.overdue(tag, partial(self._awaited, tag)).items():
+            for process, late in self.client.overdue(tag, partial(self._missing, tag)).items():
                 found[process] = max(late, found.get(process, late))
         return found
 
@@ -220,43 +190,11 @@ class Failover:
         server = self.client.server_of(tag, part)
         if server is None or self.client.processes[server] in self._unsettled:
             return
-        if part in self._awaited(tag):
+        if part in self._missing(tag):
             self._redispatch(tag, part)
-
-    def _send_next(self, tag: Tag) -> None:
-        if requests := self.client.next_request(tag, self._missing(tag)):
-            self._runner.emit(self._dispatch, tag, requests)
-
-    def _send_behind(self, process: str) -> None:
-        """Send the next parts behind hedges that were in flight to this lost server, and are not needed: their late parts have responses.
-        Of a suspect whose plan has not arrived, no part may come before the plan."""
-        for tag in self.client.tags:
-            in_flight = self.client.in_flight(tag)
-            if in_flight is None or self.client.server_of(tag, in_flight) not in self._servers.get(process, []):
-                continue
-            if in_flight not in self._missing(tag) and self.client.hedged_row(tag, in_flight) is not None:
-                self._send_next(tag)
-
-    def _fail_after_hedges(self, process: str, parts: list[tuple[Tag, int]], error: str) -> None:
-        """Fail the steps of these parts of a lost server. While hedges of parts that it was late with are computed, each alone, one of
-        these may prove to be the cause."""
-        if parts and self._awaits_hedges(frozenset(self._servers[process])):
-            self._after_hedges[process] = parts, error
-            return
-        self._after_hedges.pop(process, None)
-        self._steps.fail_steps([tag for tag, part in parts if part in self._missing(tag)], error)
-
-    def _awaits_hedges(self, servers: frozenset[int]) -> bool:
-        unsettled = {server for process in self._unsettled for server in self._servers[process]}
-        return any(self.client.awaits_hedges(servers, tag, self._missing(tag), unsettled) for tag in self.client.tags)
 
     def _missing(self, tag: Tag) -> list[int]:
         return self._runner.missing(self._combine, self._gather, tag)
-
-    def _awaited(self, tag: Tag) -> list[int]:
-        """The missing parts without those whose steps are to fail: no response to these comes, also when their server is back."""
-        failing = {each for parts, _ in self._after_hedges.values() for each in parts}
-        return [part for part in self._missing(tag) if (tag, part) not in failing]
 
     def _redispatch_from(self, servers: frozenset[int]) -> None:
         for tag, part in self._missing_at(servers):

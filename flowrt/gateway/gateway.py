@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from flowrt.actors.control import Cancel, Ended, KvLost, KvPulled, Prefilled, Prefilling, Request, RunsAlone
+from flowrt.actors.control import Cancel, Crashed, Ended, KvLost, KvPulled, Prefilled, Prefilling, Request, RunsAlone
 from flowrt.actors.outputs import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.engine.validation import num_new_tokens, prompt_refusal, refusal
 from flowrt.gateway.admission import Admission
@@ -40,7 +40,6 @@ from flowrt.operators.model_config import ModelConfig
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.sampling_params import FinishReason, SamplingParams
 from flowrt.seams import Seams
-from flowrt.transports.wire.message import Tag
 
 NewDetokenizer = Callable[[Sequence[int], bool], Detokenizer]
 
@@ -215,13 +214,13 @@ class Gateway(RequestLogs):
         error = f"{group} sent token {tokens.index + max(0, begin)} of {which} where {num_committed} of {log.max_tokens} were committed"
         return decisions + self._end(log, "error", error, cancels_worker=True)
 
-    def on_runs_alone(self, group: str, control: RunsAlone) -> list[Decision]:
-        """A group is about to compute a suspect alone, or did before a server that crashed over it was lost."""
+    def on_alone(self, group: str, control: RunsAlone | Crashed) -> list[Decision]:
+        """A group is about to compute a suspect alone, or has given one back that crashed a server."""
         log = self._active.get(control.request_id)
-        if log is None or control.attempt != log.attempt or self._stages.worker_of(log) != group or not log.is_suspect:
+        if log is None or control.attempt != log.attempt or self._stages.worker_of(log) != group:
             return []
-        error = self._stages.begin_trial(group, log, control.tag)
-        return [] if error is None else self._end(log, "error", error, cancels_worker=True)
+        log.runs_alone = True
+        return [] if isinstance(control, RunsAlone) else self._redo(log, control.error, but=group) + self._place_waiting()
 
     def on_ended(self, group: str, ended: Ended) -> list[Decision]:
         """End a choice of the current attempt. The last choice, or an error, ends the request.
@@ -278,27 +277,27 @@ class Gateway(RequestLogs):
         """
         self._stages.lose(group, why, is_restarting=is_restarting)
         logs = [log for log in self._active.values() if group in self._stages.workers_of(log)]
-        cause = self._stages.suspect(group, logs) if may_recur else None
+        computed = [log for log in logs if self._stages.worker_of(log) == group] if may_recur else []
+        causes = [log for log in computed if log.runs_alone] or computed
         decisions: list[Decision] = []
-        for log in sorted(logs, key=lambda log: log is cause):  # last, as its end places what waits: the oldest of all
+        for log in sorted(logs, key=lambda log: log in causes):  # last, as an end places what waits: the oldest of all
             if is_alive:
                 decisions.append(SendCancel(group, Cancel(log.id, log.attempt)))
-            if redo(FaultKind.CRASHED_GROUP, int(log is cause)) is Redo.END:
-                error = f"{group} {why} while it computed this request alone; the request is not tried again"
-                decisions += self._end(log, "error", error)
-            else:
-                decisions += self._move(log, but=group)
+            decisions += self._redo(log, f"{group} {why}", but=group) if log in causes else self._move(log, but=group)
         return decisions + self._place_waiting()
 
-    def lose_server(self, server: str, why: str, alone_for: str, part: Tag | None = None) -> list[Decision]:
-        """An expert server crashed or hung, and a policy restarts others with it. If it computed a part for the group `alone_for` alone,
-        the request that runs alone there is the cause; all others are suspects."""
-        self._stages.suspect_all()
-        if part is None:
-            return []
-        error = f"{server} {why} while it computed this request alone; the request is not tried again"
-        cause = self._stages.blame(alone_for, part, error)
-        return [] if cause is None else self._end(cause, "error", error, cancels_worker=True)
+    def lose_server(self, server: str, why: str) -> list[Decision]:
+        """An expert server crashed or hung, and a policy restarts the groups with it, which forget what it computed for them. The requests
+        that run alone are counted, and all others are suspects."""
+        return [decision for log in self._stages.begun() for decision in self._redo(log, f"{server} {why}", moves=False)]
+
+    def _redo(self, log: RequestLog, what: str, but: str = "", *, moves: bool = True) -> list[Decision]:
+        """A process crashed or hung over the request, perhaps: it moves as a suspect, or ends. `what` says which process, and how. Of
+        several requests that ran alone, each in its group, one may have crashed the parts of all: then one crash counts for none."""
+        has_others = any(other.runs_alone or other.num_crashes for other in self._active.values() if other is not log)
+        if redo(FaultKind.CRASHED_GROUP, max(0, log.count_crash() - has_others)) is Redo.END:
+            return self._end(log, "error", f"{what} while it computed this request alone; the request is not tried again", not moves)
+        return self._move(log, but) if moves else []
 
     def _move(self, log: RequestLog, but: str = "") -> list[Decision]:
         """Begin a new attempt, and cancel the old one in every worker but this one."""

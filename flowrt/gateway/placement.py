@@ -1,4 +1,4 @@
-"""Places requests in groups: queues what does not fit, moves requests of lost groups, and blames suspects. Pure.
+"""Places requests in groups: queues what does not fit, and moves requests of lost groups. Pure.
 
 There is one Placement for the groups, and one for the prefill workers, which are called groups here too (stages.py).
 A request is placed when the routing policy gives it a group (routing.py), the oldest first; until then it waits at the gateway. A group has
@@ -7,8 +7,9 @@ for `lost_group_seconds` while no group is left is given up.
 
 A suspect is a request whose group crashed or hung while it ran there, so that it may be the cause. Its next group replays its committed
 tokens beside others, as an earlier group has computed them, and then computes each of its choices alone until it has committed a token
-(Request.is_suspect). A group that crashes meanwhile proves that this request is the cause. If it crashes while no request runs alone, its
-suspects replay alone, too.
+(Request.is_suspect), which the group reports before it begins. A process that crashes meanwhile counts: one that has crashed a process
+alone is placed while no other such request is, and ends at the second one. So a request that runs alone in its group while another one
+crashes a server is not taken for the cause. If a group crashes while no request runs alone, its suspects replay alone, too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from flowrt.gateway.prefix_index import PrefixIndex, digests_of
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.routing import RoutingPolicy, WaitingRequest, WorkerStatus, has_room
 from flowrt.graph.settings import GraphLimits, LongPrompts
-from flowrt.transports.wire.message import Tag
 
 LOOKAHEAD = 64  # requests that the policy lets wait before no later one is considered
 
@@ -73,8 +73,6 @@ class Placement:
         self._no_group_since = now()  # valid while no group is left
         self.waiting: list[RequestLog] = []  # the oldest first
         self._placed: dict[int, _PlacedRequest] = {}  # by the number of the request
-        self._interrupted: dict[str, tuple[RequestLog, Tag]] = {}  # group that a policy restarts -> the suspect and trial that it computed
-        self._blamed: dict[str, tuple[Tag, str]] = {}  # group -> a part that crashed a server before its trial was reported, and the error
 
     def deadline(self, waiting: Sequence[RequestLog]) -> float | None:
         """When the next of these requests is given up; None while a group is left."""
@@ -107,9 +105,10 @@ class Placement:
         waiting, self.waiting = self.waiting, []
         return waiting
 
-    def place_waiting(self) -> list[RequestLog]:
+    def place_waiting(self, is_held: Callable[[RequestLog], bool]) -> list[RequestLog]:
         """Give a group to each waiting request for which the policy has one. Returns these requests. A request that fits nowhere lets none
-        overtake it. Others pass a request that the policy lets wait for a group, or that waits for a group for long or short prompts."""
+        overtake it. Others pass a request that the policy lets wait for a group, that waits for a group for long or short prompts, or that
+        `is_held`."""
         placed: list[RequestLog] = []
         num_left = 0
         statuses = self.statuses() if self.waiting else {}
@@ -117,7 +116,7 @@ class Placement:
             open_groups = self._open_groups(log, statuses)
             if num_left == LOOKAHEAD or not (open_groups or self._for_long):
                 break
-            if not open_groups:
+            if not open_groups or is_held(log):
                 continue
             workers, request = [self._with_cached(statuses[group], log) for group in open_groups], self._request(log)
             if log.kv is not None and not log.kv.is_complete:  # no group keeps it in its queue before it can be computed
@@ -139,6 +138,8 @@ class Placement:
         self._last_placed[worker.name] = max(self._last_placed.values(), default=0) + 1
         if self._prefixes is not None:
             self._prefixes.add(worker.name, self._digests(log))
+        if log.kv is None:  # the attempt begins
+            log.runs_alone = False
         if log.is_suspect:
             log.unproven = {choice.index for choice in log.choices if choice.finish_reason is None}
 
@@ -152,38 +153,12 @@ class Placement:
 
     def prove(self, log: RequestLog, choice: int) -> None:
         """A choice of a suspect has committed a token or ended, so it was not the cause."""
-        log.trial = None
+        log.runs_alone = False
         if choice in log.unproven:
             log.unproven.remove(choice)
             if not log.unproven:
                 log.is_suspect = log.replays_alone = False
-
-    def suspect(self, group: str, logs: Iterable[RequestLog]) -> RequestLog | None:
-        """Handle a crash of the group with these requests. Returns the request that caused it, if one ran alone; else all are suspects."""
-        if (trial := self._alone(group)) is not None:
-            return trial
-        for log in logs:
-            log.suspect()
-        return None
-
-    def begin_trial(self, group: str, log: RequestLog, first: Tag) -> str | None:
-        """The group computes a suspect alone from this step on. Returns the error of a server that a part of these steps has crashed."""
-        log.trial = first
-        part, error = self._blamed.pop(group, (None, None))
-        return error if part is not None and has_step(first, part) else None
-
-    def blame(self, group: str, part: Tag, error: str) -> RequestLog | None:
-        """A part of a suspect has crashed a server. Returns the suspect, which the group computes alone, or did when a policy ended it to
-        restart it. None: the report of its trial may still be on its way; the error is kept for it."""
-        trial = self._alone(group)
-        log, first = (trial, trial.trial) if trial is not None else self._interrupted.get(group, (None, None))
-        if first is not None and has_step(first, part):
-            return log
-        self._blamed[group] = part, error
-        return None
-
-    def _alone(self, group: str) -> RequestLog | None:
-        return next((placed.log for placed in self._placed.values() if placed.group == group and placed.log.trial is not None), None)
+                log.num_crashes = 0
 
     def lose(self, group: str, why: str, *, is_restarting: bool = False) -> None:
         """Place no more requests in this group. `is_restarting`: a recovery policy restarts it."""
@@ -191,8 +166,6 @@ class Placement:
             self._no_group_since = self._now()
         if is_restarting:
             self._restarting.add(group)
-            if (trial := self._alone(group)) is not None and trial.trial is not None:
-                self._interrupted[group] = trial, trial.trial
         self._lost[group] = why
         if self._prefixes is not None:
             self._prefixes.clear(group)
@@ -207,8 +180,6 @@ class Placement:
         """Place requests in a lost group again. `place_waiting` follows."""
         self._lost.pop(group, None)
         self._num_placed.clear()
-        self._interrupted.pop(group, None)
-        self._blamed.pop(group, None)
         self._restarting.discard(group)
 
     def expired(self, waiting: Sequence[RequestLog]) -> list[RequestLog]:
@@ -275,9 +246,3 @@ class Placement:
         if log.prefix_digests is None:
             log.prefix_digests = digests_of(log.params.cache_salt, log.prompt_token_ids)
         return log.prefix_digests
-
-
-def has_step(first: Tag, tag: Tag) -> bool:
-    """Whether a trial that began with `first` has the step of `tag`."""
-    is_same = (first.source, first.micro_batch) == (tag.source, tag.micro_batch)
-    return is_same and (first.epoch, first.step) <= (tag.epoch, tag.step)

@@ -14,7 +14,6 @@ from flowrt.actors.front_end_messages import Origin
 from flowrt.actors.outputs import ClientEvent, EndEvent, TokenEvent
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.sampling_params import FinishReason, SamplingParams
-from flowrt.transports.wire.message import Tag
 
 Stage = Literal["all", "prefill"]  # what a worker computes of a request: Request.stage
 
@@ -103,7 +102,8 @@ class RequestLog:
     is_suspect: bool = False  # its group crashed while it ran there: each choice runs alone until it has committed a token
     replays_alone: bool = False  # as a suspect: another group has crashed, while no request ran alone there
     unproven: set[int] = field(default_factory=set)  # of a suspect that was placed as one: the choices without a token since
-    trial: Tag | None = None  # as a suspect: the first step in which the group computes a choice alone; no token has come since
+    runs_alone: bool = False  # its group computes a choice alone; no token has come since
+    num_crashes: int = 0  # of processes that crashed or hung while it ran alone, since it was a suspect first
     events: list[ClientEvent] = field(default_factory=list)
     num_held: int = 0  # of the latest events: no client gets them before they are in the request log on disk
     origin: Origin | None = None  # of a request that a front end may ask for again
@@ -112,10 +112,13 @@ class RequestLog:
     def id(self) -> str:
         return f"request-{self.index}"
 
-    def suspect(self) -> None:
-        """A process crashed or hung while it computed this request. Tokens that are still to come from before prove nothing."""
-        self.is_suspect, self.replays_alone = True, self.is_suspect
+    def count_crash(self) -> int:
+        """A process crashed or hung while it computed this request, a suspect from now on. Tokens that are still to come from before prove
+        nothing. Returns how many processes did so while it ran alone."""
+        self.num_crashes += self.runs_alone
+        self.is_suspect, self.replays_alone, self.runs_alone = True, self.is_suspect, False
         self.unproven.clear()
+        return self.num_crashes
 
     @property
     def end(self) -> EndEvent | None:

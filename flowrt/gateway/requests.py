@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 
-from flowrt.actors.control import Control, Ended, KvLost, KvPulled, Prefilled, Prefilling, RunsAlone, Submit, Tokens
+from flowrt.actors.control import Control, Crashed, Ended, KvLost, KvPulled, Prefilled, Prefilling, RunsAlone, Submit, Tokens
 from flowrt.actors.front_end_messages import Origin
 from flowrt.actors.mailbox import Mailbox
 from flowrt.actors.outputs import ClientEvent, EndEvent, TokenEvent
@@ -19,7 +19,6 @@ from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
-from flowrt.transports.wire.message import Tag
 
 Send = Callable[[str, Control], Awaitable[None]]
 ROUNDING_SECONDS = 1e-6  # a timer that is set to a deadline may fire this much before it, because its sums round differently
@@ -278,8 +277,8 @@ class Requests:
                 self._carry_out([decision for each in tokens for decision in self.gateway.on_token(group, each)])
             case Ended():
                 self._carry_out(self.gateway.on_ended(group, control))
-            case RunsAlone():
-                self._carry_out(self.gateway.on_runs_alone(group, control))
+            case RunsAlone() | Crashed():
+                self._carry_out(self.gateway.on_alone(group, control))
             case Prefilling() | Prefilled() | KvPulled() | KvLost():
                 self._carry_out(self.gateway.on_transfer(group, control))
 
@@ -288,11 +287,9 @@ class Requests:
         if group in self._outgoing:
             self._carry_out(self.gateway.lose_group(group, why, **how))
 
-    def lose_server(self, server: str, why: str, alone_for: str, part: Tag | None = None, is_colocated: bool = False) -> None:
-        """Suspect the requests that a crashed server may have computed parts of; see `Gateway.lose_server`. No-op for groups, but for those
-        that are servers too (`is_colocated`)."""
-        if is_colocated or server not in self._outgoing:
-            self._carry_out(self.gateway.lose_server(server, why, alone_for, part))
+    def lose_server(self, server: str, why: str) -> None:
+        """Suspect the requests that a crashed server may have computed parts of; see `Gateway.lose_server`."""
+        self._carry_out(self.gateway.lose_server(server, why))
 
     def give_up_group(self, group: str) -> None:
         """Limit the time that requests wait for this lost group. No-op for other workers."""

@@ -8,7 +8,7 @@ worker is left, or a request's KV was lost MAX_KV_LOST times, the group computes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from flowrt.actors.control import KvCompleted, KvOffer
 from flowrt.gateway.placement import Placement
@@ -17,7 +17,6 @@ from flowrt.gateway.routing import GuardedPolicy, RoutingPolicy, WorkerStatus, c
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.graph.settings import GraphLimits, LongPrompts
-from flowrt.transports.wire.message import Tag
 
 MAX_KV_LOST = 2
 FIRST_EXPECTED_TOKENS = 256  # of each choice, before a request has ended; most requests end long before their max_tokens
@@ -85,7 +84,7 @@ class Stages:
     def queue(self, log: RequestLog) -> None:
         """Begin an attempt. `place_waiting` follows."""
         self._open[log.index] = log
-        log.kv, log.kv_was_lost, log.prefill_worker, log.trial = None, False, None, None
+        log.kv, log.kv_was_lost, log.prefill_worker = None, False, None
         if log.attempt == 0:  # a prefill worker that dies does not prolong the wait for a group
             log.waits_since = self._now()
         log.num_expected_tokens = min(log.max_tokens, math.ceil(self._mean_output_tokens or FIRST_EXPECTED_TOKENS))
@@ -97,10 +96,10 @@ class Stages:
             for log in self._prefill.take_waiting():
                 self._groups.add(log)
         found: list[tuple[str, RequestLog, Stage]] = []
-        for log in self._prefill.place_waiting():
+        for log in self._prefill.place_waiting(self._is_held):
             log.prefill_worker = self._prefill.group_of(log) or ""
             found.append((log.prefill_worker, log, "prefill"))
-        return found + [(self._groups.group_of(log) or "", log, "all") for log in self._groups.place_waiting()]
+        return found + [(self._groups.group_of(log) or "", log, "all") for log in self._groups.place_waiting(self._is_held)]
 
     def offer(self, log: RequestLog, kv: KvOffer) -> None:
         """The prefill worker offers the KV of the prompt. `place_waiting` follows."""
@@ -122,7 +121,7 @@ class Stages:
         """The prefill worker has computed the prompt and holds its KV. Returns the group that pulls it already, and the message for it.
         `place_waiting` follows."""
         self._prefill.note_token(log)
-        log.trial = None
+        log.runs_alone = False
         self._holds[log.index] = self._now() + self._kv_hold_seconds
         self.offer(log, kv)
         if (group := self.group_of(log)) is None:
@@ -161,26 +160,15 @@ class Stages:
         """The only worker whose token at this index of the output may be committed: the prefill worker of the attempt sends the first."""
         return log.prefill_worker if index == 0 and log.prefill_worker is not None else self._groups.group_of(log)
 
-    def suspect(self, worker: str, logs: Sequence[RequestLog]) -> RequestLog | None:
-        """Handle a crash of the worker with these requests. Returns the one that caused it, if one ran alone; else those that it computed
-        are suspects."""
-        return self._of(worker).suspect(worker, [log for log in logs if self.worker_of(log) == worker])
+    def begun(self) -> list[RequestLog]:
+        """The requests that a worker has or had."""
+        return [log for log in self._open.values() if log.attempt > 0 or self.workers_of(log)]
 
-    def suspect_all(self) -> None:
-        """Let every request that a worker has or had run alone until it has a token. Groups that end with a server forget what it computed
-        for them."""
-        for log in self._open.values():
-            if log.attempt > 0 or self.workers_of(log):
-                log.suspect()
-
-    def blame(self, worker: str, part: Tag, error: str) -> RequestLog | None:
-        """Find the open request whose trial in this worker has the part. None: its report, for `begin_trial`, may still be on its way."""
-        cause = self._of(worker).blame(worker, part, error)
-        return cause if cause is not None and cause.index in self._open else None
-
-    def begin_trial(self, worker: str, log: RequestLog, first: Tag) -> str | None:
-        """The worker computes a suspect alone from this step on. Returns an error if a part of these steps has been blamed already."""
-        return self._of(worker).begin_trial(worker, log, first)
+    def _is_held(self, log: RequestLog) -> bool:
+        """Whether the request has crashed a process alone, and a worker has another such request."""
+        return log.num_crashes > 0 and any(
+            other.num_crashes > 0 and other is not log and self.workers_of(other) for other in self._open.values()
+        )
 
     def note_progress(self, log: RequestLog, choice: int) -> bool:
         """A choice has committed a token or ended. Returns whether another request may have a place for it: `place_waiting` follows."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from flowrt.actors.control import ComputesAlone, DeathCause, Failed, LinkLost, PeerLeft
+from flowrt.actors.control import DeathCause, Failed, LinkLost, PeerLeft
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, MONITOR
 from flowrt.graph.recovery import keeps_less, pipelines
@@ -23,7 +23,6 @@ from flowrt.launcher.actions import End, EndProcess
 from flowrt.launcher.run_table import ProcessPhase, ProcessRecord, RunPhase, RunTable, WorkerRecord, WorkerState
 from flowrt.launcher.starts import LAUNCH_FORK_SECONDS, Starts
 from flowrt.reliability.restart_policy import Restart, RestartPolicy
-from flowrt.transports.wire.message import Tag
 
 LAST_MESSAGES_SECONDS = 0.5  # from the end of a control connection to the end of its process
 STATUS_SECONDS = 10.0  # the same of a process that the run cannot lose: its exit status is the reason that users see
@@ -71,8 +70,8 @@ class Deaths:
         self._reports: list[FailureReport] = []  # of failures that may end the run
         self._losses: dict[str, UnexplainedLoss] = {}  # of links, by the incarnations of both ends
         self._pipelines = frozenset(pipelines(graph))
-        ports = (edge for edge in graph.edges.values() if edge.source_port.startswith("server") and graph.crosses(edge))
-        self._colocated = self._pipelines.intersection(graph.nodes[edge.target].process for edge in ports)  # expert servers too
+        targets = [graph.nodes[edge.target] for edge in graph.edges.values() if graph.crosses(edge)]
+        self._servers = {node.process for node in targets if node.kind.holds_experts}
 
     @property
     def has_reports(self) -> bool:
@@ -244,19 +243,13 @@ class Deaths:
         how = "; ".join(each for each in (process.cause, process.how) if each) or "has ended"
         dying = (process, *table.rest_of_unit(process)) if process.is_restarting else ()
         ends_groups = any(name in self._pipelines for each in dying for name in each.names)
-        # A crash ends all workers of the process, whichever of them computed the part.
-        alone = next((each.computes_alone for each in process.workers if each.computes_alone.tag is not None), ComputesAlone())
+        is_server = not self._servers.isdisjoint(process.names)
         for worker in process.workers:
             while_loading = table.phase == RunPhase.LOADING
-            part, is_colocated = worker.computes_alone.tag, worker.name in self._colocated
-            lost = (process.may_recur, process.is_restarting, self._process_of(part), part, is_colocated, ends_groups)
-            table.announce(events.WorkerLost(worker.name, how, while_loading, *lost))
-            table.notify(worker, DeathCause(worker.name, worker.incarnation, how, process.may_recur, alone.tag, alone.part))
-
-    def _process_of(self, tag: Tag | None) -> str:
-        """The process that emits a tag; "" for None, and for a tag that none emits."""
-        node = None if tag is None else self._table.graph.nodes.get(tag.source.partition("@")[0])
-        return node.process if node is not None and node.kind.schedules else ""
+            table.announce(
+                events.WorkerLost(worker.name, how, while_loading, process.may_recur, process.is_restarting, is_server and ends_groups)
+            )
+            table.notify(worker, DeathCause(worker.name, worker.incarnation, how, process.may_recur))
 
     def _fence_explained(self, process: ProcessRecord) -> None:
         """Fence a process that has ended, and whose last messages were read, before the reap, if its exit status is known."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from flowrt.actors.control import ExpertsUnavailable
 from flowrt.observe import print_line
-from flowrt.transports.wire.message import Tag
 
 
 class Event:
@@ -89,18 +88,14 @@ class Ready(Event):
 class WorkerLost(Event):
     """Worker `name` has died and the run goes on; no more of its messages are accepted. `how` continues a sentence: "was killed by
     SIGKILL". `while_loading`: the run has not loaded yet. `may_recur`: it crashed or hung, and what it computed may be the reason.
-    `is_restarting`: `recovery: restart_role` or `restart_all` restarts it, and requests wait for it until it is given up. `alone_for`: the
-    group, itself or another one, for which it computed a part of a suspect, and nothing else; "": none. `alone_part`: the step of this
-    part. `is_colocated`: it is a group and an expert server. `ends_groups`: the policy restarts groups with it."""
+    `is_restarting`: `recovery: restart_role` or `restart_all` restarts it, and requests wait for it until it is given up. `ends_groups`: it
+    is an expert server, and the policy restarts groups with it."""
 
     name: str
     how: str
     while_loading: bool = False
     may_recur: bool = False
     is_restarting: bool = False
-    alone_for: str = ""
-    alone_part: Tag | None = None
-    is_colocated: bool = False
     ends_groups: bool = False
 
 

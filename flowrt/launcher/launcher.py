@@ -22,7 +22,6 @@ from typing import Any, Protocol, Self
 from msgspec.structs import replace
 
 from flowrt.actors.control import (
-    ComputesAlone,
     Connected,
     Control,
     DetectorReport,
@@ -374,8 +373,6 @@ class Launcher:
                 self._announce(events.ExpertsReported(name, control))
             case Listening():
                 self._step(self.state.on_listening, name, control)
-            case ComputesAlone():
-                self._step(self.state.on_computes_alone, name, control)
             case LinkLost():
                 self._step(self.state.deaths.on_link_lost, name, control)
             case Failed():

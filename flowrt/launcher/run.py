@@ -188,11 +188,10 @@ class Run:
 def apply_group_change(event: events.Event, requests: Requests) -> None:
     """The requests of a lost group move, and a returned group gets new ones."""
     match event:
-        case events.WorkerLost(name, how, while_loading=False, may_recur=may_recur, alone_for=alone_for):
-            is_innocent = alone_for not in ("", name)  # a group that is a server too: it computed nothing of its own
-            requests.lose_group(name, how, may_recur=may_recur and not is_innocent, is_restarting=event.is_restarting)
+        case events.WorkerLost(name, how, while_loading=False, may_recur=may_recur):
             if may_recur and event.ends_groups:  # otherwise the groups know whose parts it had
-                requests.lose_server(name, how, alone_for, event.alone_part, event.is_colocated)
+                requests.lose_server(name, how)
+            requests.lose_group(name, how, may_recur=may_recur and not event.ends_groups, is_restarting=event.is_restarting)
         case events.WorkerGivenUp(name):
             requests.give_up_group(name)
         case events.WorkerMarkedDead(name, why, is_killed, may_recur) if not is_killed:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from flowrt.actors.control import ComputesAlone, DetectorReport, Listening, PeerJoined, Peers, StatisticsRequest, Stop
+from flowrt.actors.control import DetectorReport, Listening, PeerJoined, Peers, StatisticsRequest, Stop
 from flowrt.graph.model import FORK_SERVER, MONITOR, Graph
 from flowrt.graph.recovery import is_watched
 from flowrt.launcher import events
@@ -164,9 +164,6 @@ class RunState:
         """A message of a worker for which `counts_messages` is true."""
         found = self.table.workers[worker]
         found.last_message_seconds, found.silent_seconds = self.table.now, 0.0
-
-    def on_computes_alone(self, worker: str, control: ComputesAlone) -> None:
-        self.table.workers[worker].computes_alone = control
 
     def on_listening(self, worker: str, listening: Listening) -> None:
         table, found = self.table, self.table.workers[worker]

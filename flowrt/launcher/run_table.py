@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from flowrt.actors.control import ComputesAlone, DeathCause, PeerJoined, PeerLeft
+from flowrt.actors.control import DeathCause, PeerJoined, PeerLeft
 from flowrt.graph.model import MONITOR, Graph
 from flowrt.graph.recovery import failure_unit, neighbours, restart_rank, survivable_processes
 from flowrt.launcher.actions import Action, Announce, End, Send, StartProcess
@@ -86,7 +86,6 @@ class WorkerRecord:
     state: WorkerState = WorkerState.FORKING
     is_open: bool = False
     addresses: dict[str, str] = field(default_factory=dict)
-    computes_alone: ComputesAlone = ComputesAlone()  # the part of a suspect that it computes now
     last_message_seconds: float = 0.0
     silent_seconds: float = 0.0
     loaded_as: str = ""

@@ -47,9 +47,9 @@ RULES: dict[FaultKind, tuple[Redo, ...]] = {
     FaultKind.LATE_PART: (Redo.PART, Redo.NOTHING),
     FaultKind.OUT_OF_PAGES: (Redo.SEQUENCE,),
     FaultKind.LOST_SERVER: (Redo.PART, *STEP_AGAIN),
-    FaultKind.CRASHED_SERVER: STEP_AGAIN,
+    FaultKind.CRASHED_SERVER: (Redo.STEP, Redo.GROUP, Redo.END),  # Redo.GROUP: counted as a crash of the group
     FaultKind.LOST_GROUP: (Redo.GROUP,),
-    FaultKind.CRASHED_GROUP: (Redo.GROUP, Redo.END),
+    FaultKind.CRASHED_GROUP: (Redo.GROUP, Redo.GROUP, Redo.END),
     FaultKind.STANDSTILL: (Redo.PROCESS,),
     FaultKind.LOST_LINK: (Redo.PROCESS,),
     FaultKind.CHANGED_WEIGHTS: (Redo.PROCESS,),

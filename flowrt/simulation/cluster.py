@@ -253,7 +253,7 @@ class SimulatedRun(ObservedRun):
         self._note_ends()
         client.outage_seconds = max(client.outage_seconds, self._outage_seconds.get(client.request_id, 0.0))
         client.no_group_seconds = max(client.no_group_seconds, self._group_checks.no_group_seconds.get(client.request_id, 0.0))
-        client.ran_alone |= client.request_id in self._group_checks.ran_alone
+        client.crashes_alone = len(self._group_checks.crashes_alone[client.request_id])
 
     async def _read_statistics(self) -> None:
         """Read the statistics several times; they must arrive in time, whichever process is paused or dies."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
-from flowrt.actors.control import Control, KvCompleted, KvLost, KvPulled, Request, Submit, Tokens
+from flowrt.actors.control import Control, KvCompleted, KvLost, KvPulled, Submit, Tokens
 from flowrt.actors.outputs import TokenEvent
-from flowrt.gateway.placement import has_step, max_sequences_at
+from flowrt.gateway.placement import max_sequences_at
 from flowrt.gateway.request_log import RequestLog, Stage
 from flowrt.graph.model import GATEWAY, Graph
 from flowrt.graph.recovery import attention_groups, prefill_workers
@@ -46,16 +46,16 @@ class GroupChecks:
         self._died: dict[str, float] = {}  # groups: when
         self._began: dict[str, float] = {}  # open requests: when they were placed
         self.no_group_seconds: dict[str, float] = {}  # of requests that have ended: for how long, at most, no group was left
-        self.ran_alone: set[str] = set()  # requests that a group computed alone when it crashed or hung
+        self.crashes_alone = defaultdict[str, set[int]](set)  # request -> processes that crashed or hung while a group computed it alone
         world.deaths.append(self._on_death)
 
     def on_event(self, event: events.Event) -> None:
         """Call this before the gateway handles the event."""
         now = self._world.loop.time()
+        if isinstance(event, events.WorkerLost | events.WorkerMarkedDead):
+            self._note_alone(self._world.processes.get(event.name))
         match event:
             case events.WorkerLost(name, while_loading=False) | events.WorkerMarkedDead(name, is_killed=False) if name in self._workers:
-                if isinstance(event, events.WorkerMarkedDead):
-                    self._note_trial_of(name)
                 self._placed = {key: placed for key, placed in self._placed.items() if placed[0] != name}
                 unread = self._world.processes[name].num_unread()
                 if isinstance(event, events.WorkerLost) and unread and now < self._died.get(name, -math.inf) + FENCE_SECONDS:
@@ -149,42 +149,20 @@ class GroupChecks:
                 if name in self._groups:
                     self._outages.down(name, now)
                 self._died[name] = now
-                self._note_trial_of(name)
-        for name, server in self._world.processes.items():
-            if server is process and (inside := self._inside_of(name)) is not None and self._faults.may_recur(name):
-                self._note_part(inside.computes_alone())
+        self._note_alone(process)
 
-    def _note_trial_of(self, group: str) -> None:
-        inside = self._inside_of(group)
-        if inside is not None and self._faults.may_recur(group) and not inside.computes_for_others():
-            self._note_trial(group, inside.on_trial())
+    def _note_alone(self, process: SimulatedProcess | None) -> None:
+        """Note the requests that groups compute alone when this process dies, and when it is known to have died."""
+        names = [name for name, each in self._world.processes.items() if each is process]
+        if any(map(self._faults.may_recur, names)):
+            for group in sorted(self._workers):
+                if (inside := self._inside_of(group)) is not None and (request_id := inside.alone()) is not None:
+                    self.crashes_alone[request_id].add(id(process))
 
     def _committed(self, request_id: str) -> list[int]:
         """The number of committed tokens of each choice; none when the log is gone."""
         log = self._log_of(request_id)
         return [len(choice.token_ids) for choice in log.choices] if log is not None else []
-
-    def _note_part(self, alone: tuple[Any, int] | None) -> None:
-        """Note a request of which a server computes a part, by tag and id, alone. It computed nothing since: if it has responded already,
-        and the trial of the request goes on with a later step, the part counts as long as no token of the trial has been committed."""
-        if alone is None:
-            return
-        for group in sorted(self._workers):
-            if (inside := self._inside_of(group)) is not None and (request := inside.request_of(*alone)) is not None:
-                self.ran_alone.add(request.id)
-        for request_id, _ in self._placed:
-            log = self._log_of(request_id)
-            if log is not None and log.trial is not None and has_step(log.trial, alone[0]):
-                self.ran_alone.add(request_id)
-
-    def _note_trial(self, group: str, trial: tuple[Request, int] | None) -> None:
-        """Note a request of which a choice ran alone. No token of it has been committed since; the group may have computed one."""
-        if trial is None or self._placed.get((trial[0].id, trial[0].stage)) != (group, trial[0].attempt):
-            return
-        request, choice = trial
-        committed = self._committed(request.id)
-        if committed and committed[choice] == len(request.committed_token_ids[choice]):
-            self.ran_alone.add(request.id)
 
 
 def _tokens_of(control: Control) -> list[tuple[str, TokenEvent]]:

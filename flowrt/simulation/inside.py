@@ -14,7 +14,6 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
-from flowrt.actors.control import Request
 from flowrt.engine.prefix_cache import HOLDER
 from flowrt.simulation.page_waits import EngineSequence
 from flowrt.simulation.waitables import current_node
@@ -105,7 +104,7 @@ class WorkerInternals:
 
     def _checked(self, function: Any) -> Any:
         """Wraps `function` with check I2: a worker computes no firing of a client that has ended, a group none of another incarnation and
-        none of an epoch that it has left, except in the call that ran at that time. A part of a suspect is computed alone."""
+        none of an epoch that it has left, except in the call that ran at that time."""
 
         def run(firings: Any) -> Any:
             engine = self._engine
@@ -115,8 +114,6 @@ class WorkerInternals:
                 self.late_firings.append(f"{self.name}: {foreign[0].node} fired for {foreign[0].tag} of another incarnation")
             if old and not began(self._rolled_back_during):
                 self.late_firings.append(f"{self.name}: {old[0].node} fired for {old[0].tag} in epoch {engine.epoch}")
-            if len(firings) > 1 and any(map(self._part("runner")._alone.is_alone, firings)):
-                self.late_firings.append(f"{self.name}: {firings[0].node} computes a part of a suspect beside others")
             ended = self._ended_during and [each for each in firings if each.tag.source in self._ended_during]
             if ended and not began(self._ended_during[ended[0].tag.source]):
                 self.late_firings.append(f"{self.name}: {ended[0].node} fired for {ended[0].tag} of a client that has ended")
@@ -203,35 +200,13 @@ class WorkerInternals:
         membership = self._worker._membership
         return [] if membership is None or not membership._settle_at else sorted(membership._settle_at)
 
-    def on_trial(self) -> tuple[Request, int] | None:
-        """The latest suspect, and its choice, that the group has begun to compute alone; None if any other is in a step."""
+    def alone(self) -> str | None:
+        """The id of the latest suspect that the group has begun to compute alone; None if any other is in a step."""
         group, engine = self._part("group"), self._engine
-        if group is None or (trial := group._on_trial) is None:
+        if group is None or (alone := group._alone) is None:
             return None
         in_steps = {sequence.name for step in engine._steps if step is not None for sequence, _ in step.parts}
-        return (trial.request, trial.choice) if in_steps <= {trial.name} else None
-
-    def computes_alone(self) -> tuple[Any, int] | None:
-        """Tag and id of the part that this server computes alone now, or computed last; None for none."""
-        runner = self._part("runner")
-        return None if runner is None else runner._alone.reported
-
-    def computes_for_others(self) -> bool:
-        """Whether that part is of another group."""
-        group, alone = self._part("group"), self.computes_alone()
-        return alone is not None and group is not None and bool(alone[0].source != group._source)
-
-    def request_of(self, tag: Any, part: int) -> Request | None:
-        """The request of this group that a server computes alone: a suspect, or the one of a hedge."""
-        engine = self._engine
-        if engine is None or tag.source != self._part("group")._source or tag.epoch != engine.epoch:
-            return None
-        step = engine._steps[tag.micro_batch]
-        if step is None or step.number != tag.step:
-            return None
-        row, first = self._part("failover").client.hedged_row(tag, part), step.parts[0][0]
-        rows = [sequence for sequence, num_rows in step.parts for _ in range(num_rows)]
-        return rows[row].request if row is not None else first.request if first.runs_alone else None
+        return str(alone.request.id) if in_steps <= {alone.name} else None
 
     def kept_of_ended(self) -> list[str]:
         """At any time: what the worker keeps of clients whose incarnation it knows to have ended. A running call may add rows to its

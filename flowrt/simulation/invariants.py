@@ -23,7 +23,7 @@ from pathlib import Path
 
 from flowrt.gateway.completion import Completion
 from flowrt.graph.model import FORK_SERVER, FRONT_END, GATEWAY, MONITOR, Graph
-from flowrt.graph.recovery import expert_servers, pipelines, standby_names, survivable_processes
+from flowrt.graph.recovery import expert_servers, standby_names, survivable_processes
 from flowrt.launcher.transport_choice import pack, process_name
 from flowrt.reliability.scenario import AnyFault, Crash, Duplicate, Hang, Pause, Reset, RollBack, Scenario, Skew, Stall, TinyQueues
 from flowrt.simulation.case import Case, Poison
@@ -40,7 +40,7 @@ NO_GROUP_TEXT = "no attention group is left to serve the request"  # in the erro
 ALONE_TEXT = "while it computed this request alone"  # in the error of a request that is presumed to have killed its group
 FAILED_TEXT = "a step of this request failed twice"  # in the error of a request whose operators raise
 NOT_FINITE_TEXT = "were not finite (NaN or infinity) twice"  # in the error of a request without finite logits
-MAX_VICTIMS = 2  # processes that a request may end: at first beside others, then alone
+MAX_VICTIMS = 4  # processes that a request may end: at first beside others, then alone, while others do so and while none does
 DRAINING_TEXT = "the graph is draining"
 FULL_TEXT = "too many active requests"
 LATE_TEXT, ENDED_TEXT = "the graph does not respond", "the server has ended"  # of front ends
@@ -157,7 +157,7 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
             LOST_TEXT: lost and not degrades,
             KILLED_TEXT: _num_server_losses(case) >= FATAL_LOSSES,
             NO_GROUP_TEXT: _no_group_long_enough(case, client),
-            ALONE_TEXT: scenario.expect != "tokens" and client.ran_alone,
+            ALONE_TEXT: client.crashes_alone > 1 and (_computes(case.poison, None, client, reference) or len(scenario.faults) > 1),
             FAILED_TEXT: _computes(case.poison, "raise", client, reference) or (case.glitch is not None and _num_server_losses(case) > 0),
             NOT_FINITE_TEXT: _computes(case.poison, "nan", client, reference),
             DRAINING_TEXT: case.drain_seconds is not None,
@@ -191,10 +191,11 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
         _check_constraints(case, index, client)
 
 
-def _computes(poison: Poison | None, effect: str, client: ClientRecord, reference: Reference) -> bool:
-    """Whether the request computes a poison with this effect. Without an expert it may compute other tokens than the reference."""
+def _computes(poison: Poison | None, effect: str | None, client: ClientRecord, reference: Reference) -> bool:
+    """Whether the request computes a poison with this effect, or (None) any. Without an expert it may compute other tokens than the
+    reference."""
     tokens = {*client.request.prompt_token_ids, *(token for choice in reference for token in choice[:-1])}.union(*client.choices)
-    return poison is not None and poison.effect == effect and poison.token_id in tokens
+    return poison is not None and effect in (None, poison.effect) and poison.token_id in tokens
 
 
 def _num_poisoned(case: Case, served: Served) -> int:
@@ -204,11 +205,8 @@ def _num_poisoned(case: Case, served: Served) -> int:
 
 
 def max_victims(case: Case) -> int:
-    """How many processes a request may end. Where groups are servers too, a poisoned part counts once by each role: its group may end over
-    its own part before it has counted those that ended at other processes."""
-    servers = set(expert_servers(case.graph))
-    is_both = case.poison is not None and case.poison.effect in ("part", "hung_part") and not servers.isdisjoint(pipelines(case.graph))
-    return MAX_VICTIMS * 2 if is_both else MAX_VICTIMS
+    """How many processes a request may end. A server that hangs is late first, so that another one gets the part, too."""
+    return MAX_VICTIMS + (case.poison is not None and case.poison.effect == "hung_part")
 
 
 def _num_server_losses(case: Case) -> int:

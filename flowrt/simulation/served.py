@@ -16,7 +16,8 @@ CONNECTION_TEXT = "the connection to the front end was lost"
 class ClientRecord:
     """What one client saw: its events; `failure`: what a call raised; `has_left`: it did not wait for the end. `outage_seconds`: for how
     long, at most, an expert had no replica that the request's group could use, while the request was there. `no_group_seconds`: the same
-    for no group. `ran_alone`: a group computed it alone when it crashed or hung. `front_end`: the process that it is connected to."""
+    for no group. `crashes_alone`: processes that crashed or hung while a group computed it alone. `front_end`: the process that
+    it is connected to."""
 
     request: SimulatedRequest
     request_id: str = ""
@@ -26,7 +27,7 @@ class ClientRecord:
     has_left: bool = False
     outage_seconds: float = 0.0
     no_group_seconds: float = 0.0
-    ran_alone: bool = False
+    crashes_alone: int = 0
     log: tuple[tuple[int, ...], str] | None = None  # tokens and text of the first choice, if the request had ended before it was read
 
     def tokens(self, choice: int) -> list[TokenEvent]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from flowrt.actors.control import CallFailed, ComputesAlone, Control, EdgeStatistics, ExpertStatistics, NodeStatistics, Start, Statistics
+from flowrt.actors.control import CallFailed, Control, EdgeStatistics, ExpertStatistics, NodeStatistics, Start, Statistics
 from flowrt.actors.link_plan import plan_links
 from flowrt.actors.links import Links
 from flowrt.dataflow.matching import Firing
@@ -93,7 +92,7 @@ class DataPath:
         traced: TracedWorker | None = None,
     ) -> None:
         self.name = name = start.name
-        self._send, self._when_sent = send, when_sent
+        self._send = send
         self._graph, self._seams, self._emulated, self._strict_blocks = graph, seams, emulated, operators.strict_blocks
         self._expert_services = [each for each in operators.functions.values() if isinstance(each, ExpertService)]
         plans = plan_links(graph, name)
@@ -129,7 +128,6 @@ class DataPath:
             on_device={edge.id for edge in graph.edges.values() if edge.transport in abilities and abilities[edge.transport].device_memory},
             schemas=edge_schemas(graph),
             new_timer=seams.new_timer,
-            on_alone=self._report_alone,
         )
         self.peers = {plan.peer for plan in plans}
         wrap = {"wrap": emulated.links.wrap} if emulated is not None else {}
@@ -239,12 +237,6 @@ class DataPath:
             self.forwarder.fail(tag, error)
         else:
             raise error
-
-    async def _report_alone(self, tag: Tag | None, part: int | None) -> None:
-        sent = asyncio.Event()
-        self._send(ComputesAlone(tag, part))
-        self._when_sent(sent.set)
-        await sent.wait()
 
     def _on_call_failed(self, tag: Tag, error: OperatorError) -> None:
         self._send(CallFailed(tag.source, tag.step, str(error), error.node))

@@ -18,6 +18,7 @@ import torch
 from flowrt.actors.control import (
     Cancel,
     Control,
+    Crashed,
     Drain,
     Drained,
     Ended,
@@ -84,7 +85,7 @@ class Group:
         self._now = now
         self._is_draining = False
         self._starts: deque[StartStep] = deque()  # steps that wait until all messages have left
-        self._on_trial: Sequence | None = None  # the latest choice of a suspect that was reported
+        self._alone: Sequence | None = None  # the suspect that runs alone, as reported
         self.on_begin: Callable[[], None] = lambda: None  # called with each step that begins
         self._refusal: str | None = None
         self._work = WorkTimes()
@@ -159,21 +160,11 @@ class Group:
             self._pack.on_failed(tag, str(error))
         self.fail_steps([tag], f"a step of this request failed twice: {error}")
 
-    def fail_steps(self, tags: Collection[Tag], error: str) -> None:
-        """Handle steps of this group that failed, or that may have ended a server. Each group decides for itself: a request belongs to one
-        group, so it costs no other group a server."""
+    def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False) -> None:
+        """Handle steps of this group that failed, or that may have crashed a server."""
         steps = {(tag.micro_batch, tag.step) for tag in tags if tag.source == self._source and tag.epoch == self._engine.epoch}
         if steps:
-            self._begin_epoch(self._engine.fail_steps(steps, error))
-
-    def fail_row(self, tag: Tag, row: int, error: str) -> None:
-        """End the request of which this row of a step, computed alone, has ended a server, and compute the step of the others again."""
-        if tag.source == self._source and tag.epoch == self._engine.epoch:
-            self._begin_epoch(self._engine.fail_row(tag.micro_batch, tag.step, row, error))
-
-    def row_counts(self, tag: Tag) -> ListLike[int]:
-        """The number of rows of each sequence of this running step."""
-        return self._engine.row_counts(tag.micro_batch, tag.step) if tag.epoch == self._engine.epoch else ()
+            self._begin_epoch(self._engine.fail_steps(steps, error, crashed=crashed))
 
     def refuse(self, error: str) -> None:
         """End every request with this error, and each new one until `accept`. A repeated call replaces the error."""
@@ -218,7 +209,7 @@ class Group:
                 self._send(Tokens(message))
         for each in decisions:
             match each:
-                case Ended() | KvPulled() | KvLost():
+                case Ended() | Crashed() | KvPulled() | KvLost():
                     self._send(each)
                 case Hold():
                     self._offer(each)
@@ -235,7 +226,7 @@ class Group:
 
     def _start_steps(self) -> None:
         """Start the next steps, now that all messages have left. A step may crash this process. Then the gateway has every token that the
-        step was computed from, so a trial computes them again. It also knows whether the step was of a suspect alone."""
+        step was computed from, so the next attempt computes them again. It also knows whether the step was of a suspect alone."""
         if not self._starts:
             self._starts.extend(self._engine.next_steps(self._now()))
             self._note_work()
@@ -243,10 +234,10 @@ class Group:
                 for pull in self._engine.new_pulls():
                     self._unpack.begin(pull.request_id, pull.attempt, pull.kv, pull.pages, pull.first)
         while self._starts:
-            trial = self._starts[0].on_trial
-            if trial is not None and trial is not self._on_trial:
-                self._on_trial = trial
-                self._send(RunsAlone(trial.request.id, trial.request.attempt, self._tag_of(self._starts[0])))
+            before, alone = self._alone, self._starts[0].alone
+            self._alone = alone
+            if alone is not None and alone is not before:
+                self._send(RunsAlone(alone.request.id, alone.request.attempt))
                 self._when_sent(self._start_steps)
                 return
             self._emit(self._starts.popleft())
@@ -274,7 +265,7 @@ class Group:
         masks follow later."""
         self.on_begin()
         if self._client is not None:
-            self._client.computes_alone = start.is_alone
+            self._client.computes_alone = start.alone is not None
         if self._pack is not None:
             last_rows = dict(zip(start.batch.sampled_requests, start.batch.sample_rows, strict=True))
             self._pack.extras.begin_step((start.epoch, start.micro_batch, start.step), last_rows)

@@ -267,29 +267,6 @@ async def test_roll_back_drops_waiting_messages_and_rejects_the_old_epoch():
     assert len(bench.data()) == 3
 
 
-@pytest.mark.parametrize("how", ["ended", "rolled back"])
-async def test_a_part_whose_client_ends_while_its_report_leaves_is_not_computed(how):
-    async def report(tag, part):
-        if tag is not None:
-            bench.runner.end_peer("client0", ["in0@1"]) if how == "ended" else bench.runner.roll_back("in0@1", 1)
-
-    computed = []
-
-    def serve(firings):
-        computed.extend(value_of(firing.inputs["rows"]) for firing in firings)
-        return [{"results": Payload(firing.inputs["rows"].tensors, PartHeader(0))} for firing in firings]
-
-    service = service_graph()
-    bench = Bench(service, "server", {"serve": serve}, on_alone=report)
-    for client, value in (("0", 5.0), ("1", 7.0)):
-        edge = service.edges[f"cut{client}.server0 -> serve.rows"].id
-        bench.deliver(to_message(Payload((torch.tensor([value]),), PartHeader(0, alone=client == "0")), edge, tag(source=f"in{client}@1")))
-    await bench.settle()
-    assert computed == [7.0]
-    assert bench.runner.waiting() == []
-    assert bench.data() == [("add1", 7.0)]
-
-
 async def test_a_firing_that_is_rolled_back_while_it_is_computed_leaves_no_row():
     """What is fused behind it is matched within the call, after the rollback has looked."""
     nodes = [node("in", "p", outputs=["x", "z"]), node("a", "p", ["x"], ["y"]), node("b", "p", ["y", "z"], ["y"]), node("end", "p", ["x"])]

@@ -59,13 +59,6 @@ def test_the_wait_of_a_dropped_batch_is_forgotten() -> None:
     assert policy.select([Firing("n", Tag("s", step=9, layer=3), {})], 12.5) == 14.5
 
 
-@pytest.mark.parametrize("wait", [0.0, 1.0])
-def test_a_firing_that_is_alone_is_a_batch_before_all_others(wait: float) -> None:
-    waiting = firings(3, 3, 3)
-    policy = BoundedWait(Batching(min_tags=3, max_wait_seconds=wait), lambda firing: firing.tag.step == 1)
-    assert policy.select(waiting, 0.0) == [waiting[1]]
-
-
 def test_emulated_hardware_waits_dilated() -> None:
     node = Node("n", "m:f", "p", batches=Batching(min_tags=2, max_wait_seconds=1e-3))
     policy = policy_of(node, Emulation(100.0))
@@ -143,11 +136,6 @@ def test_the_turn_passes_while_a_domain_waits_for_more_tags() -> None:
     assert policy.select(of("a"), 10.0) == 11.0
     assert sources(policy.select(of("a", "b", "b"), 10.5)) == ["b", "b"]
     assert sources(policy.select(of("a"), 11.0)) == ["a"]
-
-
-def test_a_firing_that_is_alone_comes_before_all_turns() -> None:
-    policy = DomainTurns(THREE, lambda firing: firing.tag.source == "c@1")
-    assert sources(policy.select(of("a", "b", "c"), 0.0)) == ["c"]
 
 
 def test_emulated_hardware_keeps_turns() -> None:

@@ -464,15 +464,14 @@ def test_a_suspect_replays_beside_others_and_runs_alone_for_its_next_token(repla
         assert trial.batch.token_ids == [5, 6, 7, 8, 9]
     else:
         assert replay is not None
-        assert (replay.batch.token_ids, replay.batch.samples, replay.on_trial) == ([5, 6, 7, 8], [], None)
+        assert (replay.batch.token_ids, replay.batch.samples, replay.alone) == ([5, 6, 7, 8], [], None)
         assert group.step_done(replay.micro_batch, replay.step, []) == []
         assert group.next_steps() == [], "a step of another request runs"
         group.step_done(step.micro_batch, step.step, [3])
         (trial,) = group.next_steps()
         assert trial.batch.token_ids == [9]
-    assert trial.is_alone
-    assert trial.on_trial is not None
-    assert trial.on_trial.request.id == "moved"
+    assert trial.alone is not None
+    assert trial.alone.request.id == "moved"
     assert group.step_done(trial.micro_batch, trial.step, [4]) == [group_tokens("moved", 1, 3, (4,))]
     assert len(group.next_steps()) == 2
 

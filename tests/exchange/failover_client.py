@@ -70,7 +70,7 @@ class Client:
         self.graph = graph()
         self.client = ExpertClient(ExpertMap(servers_by_expert(SERVERS, NUM_EXPERTS)), [f"experts.{server}" for server in SERVERS])
         self.requested = {server: deque() for server in SERVERS}
-        self.ends, self.suspects, self.blamed, self.failures = [], [], [], []
+        self.ends, self.suspects, self.failures = [], [], []
         functions = {"dispatch": Dispatch(self.client, strict), "combine": Combine(self.client, strict)}
         self.runner = Runner(
             self.graph,
@@ -128,22 +128,12 @@ class Client:
         while waiting := [server for server, requests in self.requested.items() if requests]:
             self.serve(waiting[0])
 
-    def fail_steps(self, tags, error):
+    def fail_steps(self, tags, error, *, crashed=False):
         """As a group: the steps are given up."""
-        self.suspects += [(tag, "again and again" in error) for tag in tags]
+        self.suspects += [(tag, crashed) for tag in tags]
         for tag in tags:
             self.runner.roll_back(tag.source, tag.epoch + 1)
             self.client.roll_back(tag.source, tag.epoch + 1)
-
-    def fail_row(self, tag, row, error):
-        """As a group: the step is given up."""
-        self.blamed.append((tag, row))
-        self.runner.roll_back(tag.source, tag.epoch + 1)
-        self.client.roll_back(tag.source, tag.epoch + 1)
-
-    def row_counts(self, tag):
-        """The first two rows are of one sequence, each other one is of its own."""
-        return [2, *[1] * (ROWS - 2)]
 
     def die(self, server, **cause):
         """`cause`: fields of the launcher's DeathCause; without them it does not come in time."""

@@ -120,14 +120,8 @@ class Group:
         self.failover = Failover(self.graph, "dispatch", self.client, self.runner, self)
         self.failover.incarnations = dict.fromkeys(self.sent, "1")
 
-    def fail_steps(self, tags: Collection[Tag], error: str) -> None:
+    def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False) -> None:
         assert not tags, error
-
-    def fail_row(self, tag: Tag, row: int, error: str) -> None:
-        raise AssertionError(error)
-
-    def row_counts(self, tag: Tag) -> list[int]:
-        return [len(X_TH)]
 
     def via(self, trampoline: int) -> int:
         return self.graph.edges[f"dispatch.via{trampoline} -> experts.{trampoline}.forward.bundle"].id
@@ -406,26 +400,6 @@ def test_late_server_behind_a_trampoline_is_blamed_alone(group):
     group.check()
     group.accept("experts.0", merge([late]), "experts.0.return.group0 -> collect.bundle", bundled.tag)
     assert not group.client._late_servers
-
-
-@pytest.mark.parametrize("is_back", [False, True])
-def test_hedges_go_on_when_the_first_one_waits_at_the_late_server_that_crashes(group, is_back, monkeypatch):
-    """Past a late trampoline, the same server may get the hedge: it is lost with the part that hangs the server."""
-    clock = [0.0]
-    group.client._now = lambda: clock[0]
-    monkeypatch.setattr(group, "row_counts", lambda tag: [1] * len(X_TH))
-    group.begin()
-    group.sent["experts.0"].popleft()
-    group.serve("experts.1")
-    clock[0] = 2.0
-    group.failover.hedge()
-    assert [process for process, messages in group.sent.items() if messages] == ["experts.0"]
-    group.lose(0, {"may_recur": True})
-    if is_back:
-        group.join(0)
-    group.failover.hedge()
-    group.serve_all()
-    group.check()
 
 
 class Relay:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 from gateway.gateways import gateway_of
 from group_tokens import group_tokens, number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.actors.control import Cancel, Ended, RunsAlone
+from flowrt.actors.control import Cancel, Crashed, Ended, RunsAlone
 from flowrt.actors.outputs import ChoiceEvent, EndEvent, Logprobs, TokenEvent
 from flowrt.engine.engine import Decision as EngineDecision
 from flowrt.engine.engine import Engine
@@ -22,11 +21,9 @@ from flowrt.gateway.routing import WaitingRequest, WorkerStatus
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
-from flowrt.transports.wire.message import Tag
 
 LIMITS = GraphLimits(max_num_seqs=4, kv_pages=32, page_size=4, max_tokens=20, max_num_batched_tokens=16)
 VOCABULARY = 26
-TRIAL = Tag("g1.source@0001", 0, 0, 7, 0)  # the first step of a suspect alone
 
 
 class Letters:
@@ -425,11 +422,19 @@ def test_a_request_larger_than_a_group_is_placed_in_an_empty_one() -> None:
     assert len(gateway.log(large.request.index).choices) == 20
 
 
-def test_requests_of_a_crashed_group_run_alone_and_only_one_that_did_is_blamed() -> None:
+def sent_in(decisions: Sequence[Decision]) -> list[SendRequest]:
+    return [each for each in decisions if isinstance(each, SendRequest)]
+
+
+def runs_alone(gateway: Gateway, group: str, sent: SendRequest) -> list[Decision]:
+    return gateway.on_alone(group, RunsAlone(sent.request.id, sent.request.attempt))
+
+
+def test_requests_of_a_crashed_group_run_alone_and_only_one_that_did_is_counted() -> None:
     gateway = new_gateway(("g0", "g1", "g2"))
     placed = [place(gateway) for _ in range(9)]
     assert [each.request.index for each in placed if each.group == "g0"] == [0, 3, 6]
-    moved = [each for each in gateway.lose_group("g0", "was killed by SIGSEGV", may_recur=True) if isinstance(each, SendRequest)]
+    moved = sent_in(gateway.lose_group("g0", "was killed by SIGSEGV", may_recur=True))
     assert [(each.request.index, each.group, each.request.is_suspect) for each in moved] == [
         (0, "g1", True),
         (3, "g2", True),
@@ -441,14 +446,48 @@ def test_requests_of_a_crashed_group_run_alone_and_only_one_that_did_is_blamed()
     gateway.lose_group("g1", "was killed by SIGSEGV", may_recur=True)
     assert {log.index for log in map(gateway.log, range(9)) if log.is_suspect} == {0, 1, 3, 4, 6, 7}
     assert [log.index for log in map(gateway.log, range(9)) if log.replays_alone] == [6], "it was a suspect before"
-    gateway.on_runs_alone("g1", RunsAlone(moved[1].request.id, 1, TRIAL))
-    assert gateway.log(3).trial is None, "g1 does not have it"
-    gateway.on_runs_alone("g2", RunsAlone(moved[1].request.id, 1, TRIAL))
-    end = gateway.lose_group("g2", "was killed by SIGSEGV", may_recur=True)[0]
-    error = "g2 was killed by SIGSEGV while it computed this request alone; the request is not tried again"
-    assert end == EndEvent(3, "error", "", error)
+    runs_alone(gateway, "g1", moved[1])
+    assert not gateway.log(3).runs_alone, "g1 does not have it"
+    for group in ("g0", "g1"):
+        gateway.readmit_group(group)
+    runs_alone(gateway, "g2", moved[1])
+    (retried,) = [each for each in sent_in(gateway.lose_group("g2", "was killed by SIGSEGV", may_recur=True)) if each.request.index == 3]
+    assert {log.index for log in map(gateway.log, range(9)) if log.num_crashes} == {3}
     suspects = {log.index for log in map(gateway.log, range(9)) if log.is_suspect and log.end is None}
-    assert suspects == {0, 1, 4, 6, 7}, "requests that were in no step with it are no suspects"
+    assert suspects == {0, 1, 3, 4, 6, 7}, "requests that were in no step with it are no suspects"
+    runs_alone(gateway, retried.group, retried)
+    (end,) = [each for each in gateway.lose_group(retried.group, "hung", may_recur=True) if isinstance(each, EndEvent)]
+    assert end == EndEvent(3, "error", "", f"{retried.group} hung while it computed this request alone; the request is not tried again")
+
+
+def test_a_token_clears_the_count_of_crashes() -> None:
+    gateway = new_gateway(("g0", "g1"))
+    sent = place(gateway)
+    for index in range(4):
+        runs_alone(gateway, sent.group, sent)
+        (moved,) = sent_in(gateway.on_alone(sent.group, Crashed(sent.request.id, sent.request.attempt, "experts.0 crashed")))
+        assert (moved.request.is_suspect, gateway.log(0).num_crashes) == (True, 1)
+        on_token(gateway, token_of(moved, "a", index))
+        assert gateway.log(0).num_crashes == 0
+        sent = moved
+
+
+def test_requests_that_have_crashed_a_process_alone_run_one_after_another() -> None:
+    """Each runs alone in a group of its own while one of them crashes a server: the others have parts there, too. So one crash counts for
+    none of them."""
+    gateway = new_gateway(("g0", "g1", "g2"))
+    first = [place(gateway) for _ in range(3)]
+    crash = [gateway.on_alone(each.group, Crashed(each.request.id, 0, "experts.0 crashed")) for each in first]
+    assert [[each.request.index for each in sent_in(decisions)] for decisions in crash] == [[0], [], []]
+    (placed,) = sent_in(crash[0])
+    (placed,) = sent_in(gateway.on_alone(placed.group, Crashed(placed.request.id, 1, "experts.1 crashed")))
+    assert (placed.request.index, gateway.log(0).num_crashes) == (0, 2)
+    decisions = gateway.on_alone(placed.group, Crashed(placed.request.id, 2, "experts.1 crashed"))
+    (end,) = [each for each in decisions if isinstance(each, EndEvent)]
+    assert (end.request, end.error) == (0, "experts.1 crashed while it computed this request alone; the request is not tried again")
+    (second,) = sent_in(decisions)
+    assert second.request.index == 1
+    assert [each.request.index for each in sent_in(on_token(gateway, token_of(second, "a")))] == [2], "it has a token: the next one's turn"
 
 
 def test_requests_of_a_crashed_group_come_before_newer_ones_that_waited_for_it() -> None:
@@ -463,7 +502,8 @@ def test_requests_of_a_crashed_group_come_before_newer_ones_that_waited_for_it()
     place(gateway)
     (alone,) = [each for each in gateway.lose_group("g0", "was killed by SIGSEGV", may_recur=True) if isinstance(each, SendRequest)]
     gateway.readmit_group("g0")
-    gateway.on_runs_alone("g1", RunsAlone(alone.request.id, alone.request.attempt, TRIAL))
+    runs_alone(gateway, "g1", alone)
+    gateway.log(0).num_crashes = 1
     favourite[0] = "g1"
     assert [place(gateway).group, place(gateway).group, admit(gateway, (1,))] == ["g1", "g1", None]
     decisions = gateway.lose_group("g1", "was killed by SIGSEGV", may_recur=True)
@@ -654,61 +694,47 @@ def test_requests_that_a_policy_restarts_after_a_crash_run_alone(is_first: bool)
         place(gateway)
     waiting: list[SendRequest] = []
     if is_first:
-        assert gateway.lose_server("experts.0", "was killed by SIGSEGV", "") == []
+        assert gateway.lose_server("experts.0", "was killed by SIGSEGV") == []
         waiting = restarted(gateway, "g0", "g1")
     else:
         for group in ("g0", "g1"):
             gateway.lose_group(group, "is restarted", is_restarting=True)
-        gateway.lose_server("experts.0", "was killed by SIGSEGV", "")
+        gateway.lose_server("experts.0", "was killed by SIGSEGV")
         waiting = [each for group in ("g0", "g1") for each in gateway.readmit_group(group) if isinstance(each, SendRequest)]
     assert {each.request.index: each.request.is_suspect for each in waiting[-3:]} == {0: True, 1: True, 2: True}
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_request_that_ran_alone_in_the_group_of_the_part_is_the_cause(is_first: bool) -> None:
+def test_requests_that_ran_alone_when_a_policy_restarted_their_groups_are_counted(is_first: bool) -> None:
+    """The groups are lost before or after the server. The next time, one of them runs at a time."""
     gateway = new_gateway()
     place(gateway, n=8)  # as much as a group takes
     place(gateway, n=8)
-    gateway.lose_server("experts.0", "crashed", "")
-    alone = {each.group: each for each in restarted(gateway, "g0", "g1")}
-    for group, each in alone.items():
-        gateway.on_runs_alone(group, RunsAlone(each.request.id, each.request.attempt, TRIAL))
+    gateway.lose_server("experts.0", "crashed")
+    for each in restarted(gateway, "g0", "g1"):
+        runs_alone(gateway, each.group, each)
     if not is_first:
         gateway.lose_group("g1", "is restarted", is_restarting=True)
-    part = msgspec.structs.replace(TRIAL, step=9, layer=3)
-    decisions = gateway.lose_server("experts.0", "was killed by SIGSEGV", "g1", part)
-    (end,) = [each for each in decisions if isinstance(each, EndEvent)]
-    assert end.request == alone["g1"].request.index
+    for _ in range(2):
+        assert not [each for each in gateway.lose_server("experts.0", "was killed by SIGSEGV") if isinstance(each, EndEvent)]
+        *_, placed = restarted(gateway, "g0", "g1")
+        runs_alone(gateway, placed.group, placed)
+    (end,) = [each for each in gateway.lose_server("experts.0", "was killed by SIGSEGV") if isinstance(each, EndEvent)]
+    assert end.request == placed.request.index
     assert end.error == "experts.0 was killed by SIGSEGV while it computed this request alone; the request is not tried again"
-    assert gateway.lose_server("experts.0", "was killed by SIGSEGV", "g1", part) == [], "its successor in the group is not blamed"
-    assert gateway.is_open(alone["g0"].request.id)
-
-
-@pytest.mark.parametrize(("first", "is_cause"), [(TRIAL, True), (msgspec.structs.replace(TRIAL, step=8), False)])
-def test_a_trial_that_is_reported_after_the_death_of_the_server(first: Tag, is_cause: bool) -> None:
-    """The report and the notice of the death come over two connections. A later trial of the group is innocent."""
-    gateway = new_gateway(("g1",))
-    place(gateway)
-    gateway.lose_server("experts.0", "crashed", "")
-    (alone,) = restarted(gateway, "g1")
-    assert gateway.lose_server("experts.0", "was killed by SIGSEGV", "g1", TRIAL) == []
-    ends = gateway.on_runs_alone("g1", RunsAlone(alone.request.id, alone.request.attempt, first))
-    error = "experts.0 was killed by SIGSEGV while it computed this request alone; the request is not tried again"
-    assert [each.error for each in ends if isinstance(each, EndEvent)] == [error] * is_cause
-    assert gateway.on_runs_alone("g1", RunsAlone(alone.request.id, alone.request.attempt, TRIAL)) == []
 
 
 def test_tokens_from_before_a_crash_clear_no_suspect() -> None:
     """The group goes on until the policy ends it, and what it had computed arrives after the death of the server."""
     gateway = new_gateway(("g0",))
     first = place(gateway, n=2)
-    gateway.lose_server("experts.0", "crashed", "")
+    gateway.lose_server("experts.0", "crashed")
     for choice in range(2):
         gateway.on_token("g0", group_tokens(first.request.id, 0, 0, (7,), choice=choice))
     (replayed,) = restarted(gateway, "g0")
     assert replayed.request.is_suspect
     gateway.on_token("g0", group_tokens(first.request.id, 1, 1, (8,), choice=0))
-    gateway.lose_server("experts.0", "crashed", "")
+    gateway.lose_server("experts.0", "crashed")
     gateway.on_token("g0", group_tokens(first.request.id, 1, 1, (8,), choice=1))
     assert gateway.log(0).is_suspect, "the second choice was on trial when the server crashed again"
 
@@ -717,6 +743,6 @@ def test_a_request_that_was_never_in_a_group_is_no_suspect() -> None:
     gateway = new_gateway(("g0",))
     for _ in range(9):
         admit(gateway, (1, 2))
-    gateway.lose_server("experts.0", "crashed", "")
+    gateway.lose_server("experts.0", "crashed")
     gateway.lose_group("g0", "is restarted", is_restarting=True)
     assert [gateway.log(index).is_suspect for index in range(9)] == [True] * 8 + [False]

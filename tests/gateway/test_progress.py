@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from gateway.gateways import gateway_of
 
-from flowrt.actors.control import Ended, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone
+from flowrt.actors.control import Crashed, Ended, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone
 from flowrt.actors.outputs import TokenEvent
 from flowrt.engine.engine import Engine, StartStep
 from flowrt.engine.transfers import Hold, Pull
@@ -24,7 +24,6 @@ from flowrt.gateway.decisions import Decision, SendCancel, SendCompleted, SendRe
 from flowrt.gateway.routing import cache_aware, round_robin
 from flowrt.graph.settings import GraphLimits, LongPrompts
 from flowrt.sampling_params import SamplingParams
-from flowrt.transports.wire.message import Tag
 
 VOCABULARY, STOP = 40, 39
 
@@ -59,10 +58,10 @@ class ToyWorker:
         self.engine.roll_back()
         self.carry_out([])
 
-    def fail(self, micro_batch: int) -> None:
+    def fail(self, micro_batch: int, *, crashed: bool = False) -> None:
         step = self.running[micro_batch]
         self.running.clear()
-        self.carry_out(self.engine.fail_steps([(micro_batch, step.step)], "it failed"))
+        self.carry_out(self.engine.fail_steps([(micro_batch, step.step)], "it failed", crashed=crashed))
 
     def carry_out(self, decisions: Sequence[Any]) -> None:
         self.update_offers()
@@ -73,10 +72,8 @@ class ToyWorker:
             self.outbox.append(each)
         for step in self.engine.next_steps():
             self.running[step.micro_batch] = step
-            if (trial := step.on_trial) is not None:
-                self.outbox.append(
-                    RunsAlone(trial.request.id, trial.request.attempt, Tag(self.name, step.epoch, step.micro_batch, step.step))
-                )
+            if (alone := step.alone) is not None:
+                self.outbox.append(RunsAlone(alone.request.id, alone.request.attempt))
         self.update_offers()
         self.pulls |= {(pull.request_id, pull.attempt): pull for pull in self.engine.new_pulls()}
         self.pulls = {key: pull for key, pull in self.pulls.items() if self.engine.is_pulling(*key)}
@@ -167,8 +164,8 @@ class ToyGraph:
                     self.send(gateway.stop_choice(message.request, message.choice))
             case Ended():
                 self.send(gateway.on_ended(worker.name, message))
-            case RunsAlone():
-                self.send(gateway.on_runs_alone(worker.name, message))
+            case RunsAlone() | Crashed():
+                self.send(gateway.on_alone(worker.name, message))
             case Prefilling() | Prefilled() | KvPulled() | KvLost():
                 self.send(gateway.on_transfer(worker.name, message))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from gateway.test_gateway import LIMITS, TRIAL, new_gateway, place, token_of
+from gateway.test_gateway import LIMITS, new_gateway, place, sent_in, token_of
 
 from flowrt.actors.control import Ended, KvCompleted, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone
 from flowrt.actors.outputs import EndEvent, TokenEvent
@@ -56,10 +56,6 @@ def begin_prefill(gateway: Gateway, placed: SendRequest) -> list[Decision]:
 
 def pulled(placed: SendRequest) -> KvPulled:
     return KvPulled(placed.request.id, placed.request.attempt)
-
-
-def sent_in(decisions: Sequence[Decision]) -> list[SendRequest]:
-    return [each for each in decisions if isinstance(each, SendRequest)]
 
 
 def cancelled_in(decisions: Sequence[Decision]) -> list[tuple[str, int]]:
@@ -257,8 +253,9 @@ def test_a_suspect_runs_alone_in_the_prefill_worker_and_in_the_group() -> None:
     assert retried.request.is_suspect
     third = sent_in(gateway.on_transfer(retried.group, Prefilled("request-0", 1, offer(retried))))[0]
     assert third.request.is_suspect, "the prompt alone proves nothing"
-    gateway.on_runs_alone(retried.group, RunsAlone("request-0", 1, TRIAL))
-    gateway.on_runs_alone(third.group, RunsAlone("request-0", 1, TRIAL))
+    gateway.on_alone(retried.group, RunsAlone("request-0", 1))
+    gateway.on_alone(third.group, RunsAlone("request-0", 1))
+    gateway.log(0).num_crashes = 1
     decisions = gateway.lose_group(third.group, "crashed", may_recur=True)
     (end,) = [each for each in decisions if isinstance(each, EndEvent)]
     assert "while it computed this request alone" in (end.error or "")
@@ -321,7 +318,8 @@ def test_the_end_of_a_prefill_worker_counts_also_behind_the_loss_of_what_it_stre
     first = place(gateway, max_tokens=2)
     if why == "crash alone":
         (first,) = sent_in(gateway.lose_group("p0", "crashed", may_recur=True))
-        gateway.on_runs_alone(first.group, RunsAlone("request-0", 1, TRIAL))
+        gateway.on_alone(first.group, RunsAlone("request-0", 1))
+        gateway.log(0).num_crashes = 1
     begin_prefill(gateway, first)
     assert gateway.on_transfer("g0", msgspec.structs.replace(LOST, attempt=first.request.attempt)) == []
     match why:

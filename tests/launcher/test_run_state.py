@@ -8,7 +8,6 @@ import pytest
 from launcher.run_driver import CLIENT, KILLED, OTHER, SERVER, Driver, announced, end_of, graph_of
 
 from flowrt.actors.control import (
-    ComputesAlone,
     DeathCause,
     DetectorReport,
     Failed,
@@ -30,7 +29,6 @@ from flowrt.launcher.run_state import MONITOR_SECONDS, POLL_SECONDS, RunState
 from flowrt.launcher.run_table import NEXT_STATES, ProcessRecord, WorkerRecord, WorkerState
 from flowrt.reliability.detector import ProcessState
 from flowrt.transports.contract import Identity
-from flowrt.transports.wire.message import Tag
 
 
 def test_death_of_a_process_with_several_workers_names_all_of_them() -> None:
@@ -194,24 +192,6 @@ def test_a_loss_is_announced_before_the_reap_when_the_connection_closed_first() 
     assert announced(driver.do(driver.state.deaths.on_dying, SERVER, KILLED)) == [events.WorkerLost(SERVER, KILLED)]
     actions = [*driver.do(driver.state.deaths.on_exited, SERVER, KILLED), *driver.pass_time(0.0)]
     assert driver.start_of(SERVER) in actions
-
-
-def test_a_part_computed_alone_is_named_as_the_cause_for_every_worker_of_the_process() -> None:
-    packed = f"{SERVER}+{OTHER}"
-    driver = Driver(packed={CLIENT: [CLIENT], packed: [SERVER, OTHER]})
-    driver.do(driver.state.start, driver.now)
-    for process in (CLIENT, packed):
-        driver.do(driver.state.on_forked, process, 7)
-    for name in (CLIENT, SERVER, OTHER):
-        driver.do(driver.state.on_listening, name, Listening({"zmq": name}))
-    for name in (CLIENT, SERVER, OTHER):
-        driver.do(driver.state.on_connected, name)
-    driver.do(driver.state.on_computes_alone, OTHER, ComputesAlone(Tag("s@1"), 3))
-    actions = driver.do(driver.state.deaths.on_dying, packed, "was killed by SIGSEGV")
-    for name in (SERVER, OTHER):
-        actions += driver.do(driver.state.deaths.on_connection_closed, name)
-    causes = [each.control for each in actions if isinstance(each, Send) and isinstance(each.control, DeathCause)]
-    assert {(cause.process, cause.tag, cause.part) for cause in causes} == {(name, Tag("s@1"), 3) for name in (SERVER, OTHER)}
 
 
 @pytest.mark.parametrize("closes_first", [False, True])

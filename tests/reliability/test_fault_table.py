@@ -23,16 +23,16 @@ INJECTING: dict[FaultKind, tuple[str, ...]] = {  # the tests that inject each ki
     ),
     FaultKind.CRASHED_SERVER: (
         REDONE + "test_poison_ends_its_request_alone[part]",
-        "end_to_end/test_poisoned_requests.py::test_a_request_has_two_victims_at_most[experts-abort]",
+        "end_to_end/test_poisoned_requests.py::test_a_request_has_few_victims[experts-abort]",
     ),
     FaultKind.LOST_GROUP: (
         REDONE + "test_killed_process_costs_its_parts_or_its_sequences[attention.0-group]",
         "end_to_end/test_group_failover.py::test_a_stopped_group_is_replaced_and_its_requests_move",
     ),
-    FaultKind.CRASHED_GROUP: ("end_to_end/test_poisoned_requests.py::test_a_request_has_two_victims_at_most[attention-abort]",),
+    FaultKind.CRASHED_GROUP: ("end_to_end/test_poisoned_requests.py::test_a_request_has_few_victims[attention-abort]",),
     FaultKind.STANDSTILL: (
         REDONE + "test_hung_operation_costs_its_process_and_what_it_computed",
-        "end_to_end/test_poisoned_requests.py::test_a_request_has_two_victims_at_most[experts-hang]",
+        "end_to_end/test_poisoned_requests.py::test_a_request_has_few_victims[experts-hang]",
     ),
     FaultKind.LOST_LINK: (
         REDONE + "test_lost_link_costs_one_process_and_its_parts",

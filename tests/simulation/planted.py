@@ -200,8 +200,6 @@ BUGS: tuple[Bug, ...] = (
     # servers that die and come back
     bug("parts-not-redispatched", "parts of a dead server are not redispatched", (
         FAILOVER, "Failover.settle", "self._redispatch(tag, part)", "pass")),
-    bug("unsent-of-suspect-forgotten", "the parts of a suspect that were not sent yet to a server that died are dropped", (
-        FAILOVER, "Failover.mark_lost", "self._redispatch(tag, part)", "pass")),
     bug("map-keeps-dead-server", "a dead server stays in its client's map", (
         FAILOVER, "Failover.mark_lost", "self.client.remove_server(server)", "pass")),
     bug("map-never-restored", "a restarted server stays out of the map", (

@@ -76,7 +76,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
         REQUEST_LOG, "request_of", "seed=log.seed", "seed=log.seed + log.attempt")),
     # suspects
     bug("alone-unreported", "a group does not report that it computes a suspect alone", (
-        GROUP, "Group._start_steps", "self._send(RunsAlone(trial.request.id, trial.request.attempt, self._tag_of(self._starts[0])))", "pass")),
+        GROUP, "Group._start_steps", "self._send(RunsAlone(alone.request.id, alone.request.attempt))", "pass")),
     bug("step-before-tokens", "a group begins a step before its last tokens have left", (
         GROUP, "Group._carry_out", "self._when_sent(self._start_steps)", "self._start_steps()")),
     bug("trial-before-report", "a group begins to compute a suspect alone before its report has left", (
@@ -91,12 +91,17 @@ GROUP_BUGS: tuple[Bug, ...] = (
         SCHEDULER, "Scheduler._chunk", "if sequence.is_on_trial and (not sequence.runs_alone):", "if False:")),
     bug("restart-forgets-crash", "a policy that restarts the groups with a crashed server restarts what crashed it, too", (
         GROUP_CHANGES, "apply_group_change", "if may_recur and event.ends_groups:", "if False:")),
-    bug("interrupted-trial-forgotten", "a request that ran alone in a group that a policy ended is never the cause", (
-        PLACEMENT, "Placement.blame", "self._interrupted.get(group, (None, None))", "(None, None)")),
     bug("trial-never-over", "a suspect that has got a token is blamed for the next crash of its group", (
-        PLACEMENT, "Placement.prove", "log.trial = None", "pass")),
-    bug("innocent-blamed", "the oldest request of a crashed group is blamed", (
-        PLACEMENT, "Placement.suspect", "if (trial := self._alone(group)) is not None:\n        return trial", "return next(iter(logs), None)")),
+        PLACEMENT, "Placement.prove", "log.runs_alone = False", "pass"), (
+        PLACEMENT, "Placement.prove", "log.num_crashes = 0", "pass")),
+    bug("innocent-counted", "each request of a crashed group is counted, whether or not it ran alone", (
+        REQUEST_LOG, "RequestLog.count_crash", "self.num_crashes += self.runs_alone", "self.num_crashes += 1"), (
+        GATEWAY, "Gateway._redo", "other.runs_alone or other.num_crashes", "False")),
+    bug("crash-uncounted", "no crash counts", (
+        REQUEST_LOG, "RequestLog.count_crash", "self.num_crashes += self.runs_alone", "pass")),
+    bug("coincidence-counted", "requests that ran alone, each in its group, are all blamed for one crash, and again at once", (
+        GATEWAY, "Gateway._redo", "other.runs_alone or other.num_crashes", "False"), (
+        "flowrt.gateway.stages", "Stages._is_held", "log.num_crashes > 0", "False")),
     body("kill-blames", "a suspect whose group is killed from outside is blamed", RUN_TABLE, "ProcessRecord.may_recur", "return True"),
     bug("crash-blames-none", "requests of a crashed group are not suspected", (
         RUN_TABLE, "ProcessRecord.may_recur", "self.cause is None and is_crash", "False")),

@@ -36,6 +36,4 @@ TRAMPOLINE_BUGS: tuple[Bug, ...] = (
         TRAMPOLINE, "Forwarder.mark_lost", "self._notify(tag, process, part)", "pass")),
     bug("unsent-part-unnoticed", "a trampoline drops a part for a dead server without a notice", (
         TRAMPOLINE, "Forwarder.on_unsent", "self._notify(output.tag, self._process_of[output.edge.target], part)", "pass")),
-    bug("waiting-hedge-kept", "a hedge that waits at a crashed server stays there until the other hedges of the late part are computed", (
-        FAILOVER, "Failover.settle", "part != self.client.in_flight(tag)", "not self.client.computes_alone")),
 )  # fmt: skip

@@ -73,7 +73,7 @@ def test_requests_that_wait_too_long_for_a_group_are_found(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_poison_ends_alone_after_two_victims(seed: int, hangs: bool) -> None:
+def test_poison_ends_alone_after_three_victims(seed: int, hangs: bool) -> None:
     graph = load("2x3.yaml", detector=hangs)
     first, *others = requests(4, apart=1e-3)
     first = replace(first, prompt_token_ids=tuple(range(40, 60)))
@@ -85,9 +85,9 @@ def test_poison_ends_alone_after_two_victims(seed: int, hangs: bool) -> None:
     assert 1 <= outcome.num_faults["poisoned"] <= MAX_VICTIMS
 
 
-def test_third_victim_of_a_poison_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gateway, "on_runs_alone", lambda self, group, control: [])
-    case = Case(load("2x3.yaml", restarts=1, lost_group_seconds=0.5), tuple(requests(1)), poison=Poison(5))
+def test_victim_too_many_of_a_poison_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gateway, "on_alone", lambda self, group, control: [])
+    case = Case(load("2x3.yaml", restarts=3, lost_group_seconds=0.5), tuple(requests(1)), poison=Poison(5))
     with pytest.raises(InvariantError, match=r"I1: \d processes computed the poison"):
         run_case(case)
 
