@@ -6,6 +6,7 @@ transports/emulation/channel.py emulates one channel; flowrt/workers/emulated.py
 from __future__ import annotations
 
 from flowrt.actors.links import LinkPlan
+from flowrt.costs.links import profile_of
 from flowrt.emulation import Lateness, check_dilation
 from flowrt.graph.kinds import kind_of
 from flowrt.graph.model import Graph
@@ -15,7 +16,6 @@ from flowrt.timer import Timer, measure_lateness
 from flowrt.transports.contract import Channel
 from flowrt.transports.emulation.channel import EmulatedChannel
 from flowrt.transports.emulation.nic import Nic
-from flowrt.transports.emulation.profiles import profile_of
 
 
 class EmulatedLinks:

@@ -23,6 +23,7 @@ from rich.text import Text
 from flowrt.actors.emulated_links import modelled_seconds
 from flowrt.api import read_graph
 from flowrt.bench.measure.host_probe import HostReport, probe_hosts
+from flowrt.costs.links import PROFILES
 from flowrt.emulation import smallest_dilation
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
@@ -37,7 +38,6 @@ from flowrt.seams import Seams
 from flowrt.system.machine_limits import available_memory_bytes, cpu_quota, usable_cores, visible_cores
 from flowrt.system.process_status import Activity, ProcessTimes, process_activity, process_times
 from flowrt.timer import FineTimer, measure_lateness, new_timer
-from flowrt.transports.emulation.profiles import PROFILES
 from flowrt.transports.registry import known_schemes, unavailable_reason
 
 MIN_PYTHON = (3, 11)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
+from flowrt.costs.links import profile_of
 from flowrt.graph.document import Path_
 from flowrt.graph.extra_tensors import check_extras
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import check_int8
 from flowrt.graph.kinds import Keeps, all_kinds, kind_of
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, role_of
-from flowrt.graph.notation import link_numbers, nearest, specs_disagree
+from flowrt.graph.notation import nearest, specs_disagree
 from flowrt.graph.numerics import is_strict, processes_of_one_thread_count, strict_processes
 from flowrt.graph.placement import Held, experts_map, held_experts
 from flowrt.graph.reach import Flow, Point, follow
@@ -382,8 +383,7 @@ def _check_emulation(graph: Graph) -> Iterator[Problem]:
         text = "there is nothing to emulate; name the link of an edge between processes (link: ub), write compute:, or remove emulate"
         yield Problem(("emulate",), text)
     for edge in linked:
-        numbers = link_numbers(edge.link or "")
-        if numbers and not (numbers["latency_seconds"] or numbers["message_seconds"]):
+        if not profile_of(edge.link or "").seconds(0):
             text = f"the link of {edge} takes no time for an empty message; give it latency_seconds or message_seconds above 0"
             yield Problem(("edges", edge.name, "link"), text)
     yield from _check_links_of_pairs(graph, crossing)

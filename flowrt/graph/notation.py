@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from flowrt.costs.links import LINK_NUMBERS, PROFILES, link_numbers
 from flowrt.errors import shortened, shown
 from flowrt.transports.wire.message import DTYPE_BYTES, MAX_DIMENSIONS, Tag
 
-LINK_PROFILES = ("ub", "nvlink", "hccs", "roce-200g", "roce-400g", "vpc")
-LINK_NUMBERS = ("latency_seconds", "bandwidth_bytes_per_second", "message_seconds")
 MAX_LAYER = 4096
 MAX_ID = 1 << 16  # bounds what "0-99999999999" may allocate
 
@@ -183,10 +182,10 @@ def specs_disagree(given: str, taken: str) -> str | None:
 def parse_link(link: str | Mapping[str, float]) -> str:
     """The label of a link: a profile's name, or the user's numbers as "latency_seconds=2e-06,..." in a fixed order."""
     if isinstance(link, str):
-        if link in LINK_PROFILES:
+        if link in PROFILES:
             return link
         if "=" not in link:
-            raise ValueError(f"unknown link {link!r}; {nearest(link, LINK_PROFILES)}, or give numbers: {{{', '.join(LINK_NUMBERS)}}}")
+            raise ValueError(f"unknown link {link!r}; {nearest(link, PROFILES)}, or give numbers: {{{', '.join(LINK_NUMBERS)}}}")
         try:
             link = link_numbers(link)
         except ValueError:
@@ -199,12 +198,6 @@ def parse_link(link: str | Mapping[str, float]) -> str:
     if not link.get("bandwidth_bytes_per_second"):
         raise ValueError("a link needs bandwidth_bytes_per_second above 0; the other numbers may be left out")
     return ",".join(f"{name}={float(link.get(name, 0.0))!r}" for name in LINK_NUMBERS)
-
-
-def link_numbers(label: str) -> dict[str, float]:
-    """The numbers in the label of a link; none for a profile's name. Raises ValueError for anything else."""
-    parts = [part.partition("=") for part in label.split(",")] if "=" in label else []
-    return {name: float(number) for name, _, number in parts}
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
+from flowrt.costs.links import LINK_NUMBERS
 from flowrt.graph.document import Document, Path_
-from flowrt.graph.notation import LINK_NUMBERS, nearest, shown_value
+from flowrt.graph.notation import nearest, shown_value
 from flowrt.graph.schema import GraphFile, keys_of, kind_of, members_of, sections
 from flowrt.graph.settings import Section
 

@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_orig
 
 from msgspec import UNSET, Meta, UnsetType, field, json, structs
 
+from flowrt.costs.links import LINK_NUMBERS, PROFILES
 from flowrt.graph.model import FORK_SERVER, FRONT_END, GATEWAY, INPUT, MONITOR, OUTPUT, role_of
 from flowrt.graph.notation import (
-    LINK_NUMBERS,
-    LINK_PROFILES,
     NAME,
     PORT_NAME,
     is_name,
@@ -58,7 +57,7 @@ def _check_tensors(value: str | list[str]) -> None:
 
 _LINK_SCHEMA = {
     "anyOf": [
-        {"enum": list(LINK_PROFILES)},
+        {"enum": list(PROFILES)},
         {
             "type": "object",
             "properties": {name: {"type": "number", "minimum": 0} for name in LINK_NUMBERS},
@@ -67,7 +66,7 @@ _LINK_SCHEMA = {
         },
     ]
 }
-_LINK = f"a link; write one of {', '.join(LINK_PROFILES)}, or numbers: {{{', '.join(LINK_NUMBERS)}}}"
+_LINK = f"a link; write one of {', '.join(PROFILES)}, or numbers: {{{', '.join(LINK_NUMBERS)}}}"
 
 Ids: TypeAlias = Annotated[IdsText, key(wrong="a set of experts; write '0-5', or by layer {0-2: 0-5, 3: 1-7}", check=parse_ids)]
 Layers: TypeAlias = Annotated[IdsText, key(wrong="a set of layers; write layers as '0-2,5'", check=_check_layers)]

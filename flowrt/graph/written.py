@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 from msgspec import to_builtins
 
+from flowrt.costs.links import link_numbers
 from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
 from flowrt.graph.model import GATEWAY, Edge, Graph, Node, PortSpec, edge_name
-from flowrt.graph.notation import link_numbers
 from flowrt.graph.schema import keys_of
 from flowrt.graph.settings import GraphSettings
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from flowrt.costs.links import profile_of
 from flowrt.graph.kinds import kind_of
 from flowrt.graph.settings import Emulation
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.world import World
-from flowrt.transports.emulation.profiles import profile_of
 
 ROUNDING_SECONDS = 1e-7  # of sums of times
 MAX_RECENT = 64  # messages of a direction of a NIC whose times are kept

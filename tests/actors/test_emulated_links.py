@@ -9,13 +9,11 @@ from flowrt.actors.link_plan import plan_links
 from flowrt.emulation import Lateness
 from flowrt.errors import UserError
 from flowrt.graph.model import Edge, Graph, Node, from_json, to_json
-from flowrt.graph.notation import LINK_NUMBERS, LINK_PROFILES
 from flowrt.graph.settings import ComputeCost, Emulation
 from flowrt.seams import Seams
 from flowrt.timer import LoopTimer
 from flowrt.transports.contract import Identity, Limits
 from flowrt.transports.emulation.channel import EmulatedChannel
-from flowrt.transports.emulation.profiles import NUMBERS, PROFILES
 from flowrt.transports.inproc import InprocChannel
 from flowrt.transports.wire.message import Message
 
@@ -25,11 +23,6 @@ EDGES = [
     Edge("a", "y", "c", "x", transport="inproc", credits=1),
 ]
 GRAPH = Graph.of(NODES.values(), EDGES, emulation=Emulation(100.0, processes_per_nic=2))
-
-
-def test_the_names_in_graph_files_are_those_of_the_profiles() -> None:
-    assert tuple(PROFILES) == LINK_PROFILES
-    assert NUMBERS == LINK_NUMBERS
 
 
 def test_a_plan_names_the_link_only_where_it_is_emulated() -> None:

@@ -13,13 +13,13 @@ from flowrt.actors import link_channel
 from flowrt.actors.link import BadMessageError
 from flowrt.actors.link_plan import LinkPlan
 from flowrt.actors.links import MAX_ENDED, Incarnations, LinkLostError, Links
+from flowrt.costs.links import profile_of
 from flowrt.timer import LoopTimer
 from flowrt.transports.conformance.connection_checks import KEY, SMALL
 from flowrt.transports.conformance.kit import numbered
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.emulation.channel import EmulatedChannel
 from flowrt.transports.emulation.nic import Nic
-from flowrt.transports.emulation.profiles import profile_of
 from flowrt.transports.errors import BrokenChannelError, EndOfChannel, HandshakeError
 from flowrt.transports.registry import get_transport, unavailable_reason
 from flowrt.transports.wire.message import Message

@@ -6,8 +6,8 @@ import pytest
 
 from flowrt.bench.cases.links import LinkCase, cases_of, choose_dilation, figure_of, link_process, measure, measure_round
 from flowrt.bench.peers.links import FlowArrival, LinkFlow, LinkSetting
+from flowrt.costs.links import PROFILES, LinkProfile
 from flowrt.errors import UserError
-from flowrt.transports.emulation.profiles import PROFILES, LinkProfile
 
 
 def test_modelled_times_follow_the_profile() -> None:
@@ -37,7 +37,7 @@ def test_measured_times_are_divided_by_the_dilation() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("ubb", None, "auto"), "--profile 'ubb' is not a link"),
+        (("ubb", None, "auto"), "--profile unknown link 'ubb'"),
         (("bandwidth_bytes_per_second=1e9", None, "auto"), "an empty message takes no time"),
         (("ub", None, "nonsense"), "--transport nonsense: "),
         (("ub", None, "inproc"), "stays within one process"),

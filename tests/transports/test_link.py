@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import pytest
 
+from flowrt.costs.links import PROFILES, LinkProfile
 from flowrt.simulation.world import World, run
 from flowrt.timer import LoopTimer, new_timer
 from flowrt.transports.conformance import channel_checks as checks
@@ -19,7 +20,6 @@ from flowrt.transports.conformance.kit import Check
 from flowrt.transports.contract import Channel, Identity, Limits
 from flowrt.transports.emulation.channel import PASSED, EmulatedChannel, Passed
 from flowrt.transports.emulation.nic import Nic
-from flowrt.transports.emulation.profiles import PROFILES, LinkProfile
 from flowrt.transports.errors import BrokenChannelError, EndOfChannel
 from flowrt.transports.inproc import InprocChannel
 from flowrt.transports.registry import unavailable_reason

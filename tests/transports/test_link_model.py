@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrt.costs.links import LINK_NUMBERS, PROFILES, profile_of
+from flowrt.graph.notation import parse_link
 from flowrt.transports.emulation.nic_model import SharedDirection
-from flowrt.transports.emulation.profiles import NUMBERS, PROFILES, profile_of
 
 Message = tuple[str, float, float]  # flow, begin, work
 
@@ -156,7 +157,7 @@ def test_finish_without_further_arrivals() -> None:
 def test_profiles_give_the_source_of_each_number() -> None:
     for name, profile in PROFILES.items():
         assert profile.name == name
-        assert set(profile.sources) == set(NUMBERS)
+        assert set(profile.sources) == set(LINK_NUMBERS)
         assert all(text.startswith(("read: ", "derived: ", "assumed: ", "assumed")) for text in profile.sources.values())
         assert profile.seconds(1 << 20) == pytest.approx(
             profile.latency_seconds + profile.message_seconds + (1 << 20) / profile.bandwidth_bytes_per_second
@@ -184,5 +185,5 @@ def test_own_numbers_and_what_is_no_link() -> None:
         "bandwidth_bytes_per_second=1,x=2",
         "latency_seconds=nan,",
     ):
-        with pytest.raises(ValueError, match="write one of ub"):
-            profile_of(text)
+        with pytest.raises(ValueError, match=r"write a profile's name|unknown link|unknown number|is not a number|above 0"):
+            parse_link(text)

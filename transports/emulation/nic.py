@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from flowrt.transports.emulation.nic_model import SharedDirection
-from flowrt.transports.emulation.profiles import LinkProfile
 from flowrt.transports.errors import InvalidMessageError
 from flowrt.transports.wire.message import Message
 
@@ -22,6 +21,14 @@ class LinkTimer(Protocol):
     def call_at(self, when: float, callback: Callable[[], object]) -> Cancellable: ...
 
 
+class Profile(Protocol):
+    """The times of a link that nothing else uses (flowrt/costs/links.py)."""
+
+    @property
+    def latency_seconds(self) -> float: ...
+    def busy_seconds(self, num_bytes: int) -> float: ...
+
+
 Note = Callable[[float, float], None]  # called per delivered message with its modelled duration and its lateness, in seconds
 
 
@@ -32,7 +39,7 @@ class Nic:
     channels.
     """
 
-    def __init__(self, profile: LinkProfile, timer: LinkTimer, dilation: float = 1.0, note: Note | None = None) -> None:
+    def __init__(self, profile: Profile, timer: LinkTimer, dilation: float = 1.0, note: Note | None = None) -> None:
         self.profile = profile
         self.timer = timer
         self.latency_seconds = profile.latency_seconds * dilation

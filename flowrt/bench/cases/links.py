@@ -20,12 +20,13 @@ from flowrt.bench.measure.benchmark import Result, Trial
 from flowrt.bench.peers.links import FlowArrival, LinkFlow, LinkSetting
 from flowrt.bench.peers.process import Peer, start_peer
 from flowrt.bench.report.figures import Figure, Target
+from flowrt.costs.links import LinkProfile, profile_of
 from flowrt.emulation import MAX_LATE_SHARE, Lateness, check_dilation, smallest_dilation
 from flowrt.errors import UserError
+from flowrt.graph.notation import parse_link
 from flowrt.launcher.transport_choice import AUTO, BETWEEN
 from flowrt.observe import duration_text
 from flowrt.timer import measure_lateness, new_timer
-from flowrt.transports.emulation.profiles import LinkProfile, profile_of
 from flowrt.transports.errors import AddressError
 from flowrt.transports.registry import transport_class, unavailable_reason
 
@@ -99,9 +100,10 @@ async def choose_dilation(profile: LinkProfile, wanted: float | None) -> float:
 async def measure(link: str, dilation: float | None, transport: str) -> AsyncIterator[Result]:
     """Each figure has the number of the profile as its peer. The last note counts the late messages."""
     try:
-        profile = profile_of(link)
+        link = parse_link(link)
     except ValueError as error:
         raise UserError(f"--profile {error}") from None
+    profile = profile_of(link)
     if profile.seconds(0) <= 0:
         raise UserError(f"--profile {link}: an empty message takes no time; give it latency_seconds or message_seconds above 0")
     transport = _transport_below(transport)

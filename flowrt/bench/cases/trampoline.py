@@ -21,7 +21,7 @@ from flowrt.bench.cases.small_model import HIDDEN
 from flowrt.bench.measure.benchmark import Result
 from flowrt.bench.measure.modelled import ModelledRun
 from flowrt.bench.report.figures import Figure, Target
-from flowrt.transports.emulation.profiles import PROFILES
+from flowrt.costs.links import PROFILES
 
 UB = PROFILES["ub"]
 ROW_BYTES = 7168  # of DeepSeek-R1, as INT8

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from flowrt.bench.peers.process import Served
+from flowrt.costs.links import profile_of
 from flowrt.emulation import Lateness
 from flowrt.timer import Timer, new_timer
 from flowrt.transports.contract import Channel, Identity, Limits
 from flowrt.transports.emulation.channel import EmulatedChannel
 from flowrt.transports.emulation.nic import Nic
-from flowrt.transports.emulation.profiles import profile_of
 from flowrt.transports.registry import get_transport
 from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 

@@ -12,11 +12,10 @@ of your own when a conclusion depends on it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-NUMBERS = ("latency_seconds", "bandwidth_bytes_per_second", "message_seconds")
+LINK_NUMBERS = ("latency_seconds", "bandwidth_bytes_per_second", "message_seconds")
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class LinkProfile:
 
 
 def _profile(name: str, latency: tuple[float, str], bandwidth: tuple[float, str], message: tuple[float, str]) -> LinkProfile:
-    sources = dict(zip(NUMBERS, (latency[1], bandwidth[1], message[1]), strict=True))
+    sources = dict(zip(LINK_NUMBERS, (latency[1], bandwidth[1], message[1]), strict=True))
     return LinkProfile(name, latency[0], bandwidth[0], message[0], sources)
 
 
@@ -98,21 +97,17 @@ PROFILES: Mapping[str, LinkProfile] = {
 }
 
 
-def profile_of(link: str) -> LinkProfile:
-    """Returns the profile of an edge's `link`: a key of PROFILES, or numbers as "latency_seconds=2e-06,...". Raises ValueError for
-    any other text."""
-    known = PROFILES.get(link)
-    if known is not None:
-        return known
-    try:
-        numbers = {key: float(number) for key, _, number in (part.partition("=") for part in link.split(","))}
-        if set(numbers) - set(NUMBERS) or not all(math.isfinite(number) and number >= 0 for number in numbers.values()):
-            raise ValueError
-        bandwidth = numbers["bandwidth_bytes_per_second"]
-        if bandwidth <= 0:
-            raise ValueError
-    except (KeyError, ValueError):
-        text = f"{link!r} is not a link; write one of {', '.join(PROFILES)}, or {'=..,'.join(NUMBERS)}=.."
-        raise ValueError(text) from None
-    own = dict.fromkeys(NUMBERS, "the user's")
-    return LinkProfile(link, numbers.get("latency_seconds", 0.0), bandwidth, numbers.get("message_seconds", 0.0), own)
+def link_numbers(label: str) -> dict[str, float]:
+    """The numbers in the label of a link; none for a profile's name. Raises ValueError for anything else."""
+    parts = [part.partition("=") for part in label.split(",")] if "=" in label else []
+    return {name: float(number) for name, _, number in parts}
+
+
+def profile_of(label: str) -> LinkProfile:
+    """The profile of a link, by its label as graph/notation.py writes it: a key of PROFILES, or "latency_seconds=2e-06,...".
+
+    Raises KeyError or ValueError for any other text.
+    """
+    if "=" not in label:
+        return PROFILES[label]
+    return LinkProfile(label, **link_numbers(label), sources=dict.fromkeys(LINK_NUMBERS, "the user's"))
