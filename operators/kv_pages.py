@@ -50,7 +50,7 @@ class KvPages:
         Raises ModelError when they exceed the memory of the machine, or the memory that the device grants.
         """
         dtype, shared = torch_dtype(config), config.latent is not None
-        num_bytes = config.num_layers * num_pages * page_size * config.kv_width * dtype.itemsize
+        num_bytes = num_pages * page_size * config.kv_elements * dtype.itemsize
         needed = f"limits.kv_pages {num_pages} of limits.page_size {page_size} need {num_bytes / (1 << 30):.3g} GiB"
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if torch.device(device).type == "cpu" and num_bytes > memory_bytes:

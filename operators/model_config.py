@@ -135,6 +135,11 @@ class ModelConfig:
         return tuple(layer for layer in range(self.num_layers) if layer not in moe)
 
     @property
+    def kv_elements(self) -> int:
+        """Numbers that the KV of one token has, in all layers."""
+        return self.num_layers * self.kv_width
+
+    @property
     def kv_width(self) -> int:
         """Numbers that one token stores in the pages of one layer."""
         return self.latent.page_width if self.latent is not None else 2 * self.num_kv_heads * self.head_dim

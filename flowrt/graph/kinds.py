@@ -7,16 +7,17 @@ shows how to add one. All other code asks for a property of a kind, never for it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
+from flowrt.costs.work import FiringLoad, Work
 from flowrt.graph.settings import Batching
 
 PACKAGE = "flowrt.kinds"  # loaded by name: its functions use packages that import this one
@@ -29,15 +30,6 @@ class Keeps(StrEnum):
     SEQUENCES = "sequences"  # rebuilt from the request log
     PROMPTS = "prompts"  # until a group has pulled their KV; rebuilt from the request log
     UNKNOWN = "unknown"
-
-
-class FiringLoad(NamedTuple):
-    """What one firing computes in one layer: rows (of experts: pairs of a row and an expert), the ids of experts that have rows, and
-    tokens of context."""
-
-    num_rows: int
-    experts: Iterable[int] = ()
-    num_kv_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,8 +75,9 @@ class Kind:
     `combines`: it takes the responses of servers: as the results of the layer, or to pass them on, where it cuts those of a relay.
     `kv`: it is an end of KV transfers. `is_early`: what it takes leaves a firing before the firing's end.
 
-    What it costs: `parts` are the parts of the checkpoint that it reads (operators/families/family.py). `load` says what a firing computes,
-    from its inputs. `charges`: the key of a modelled cost that only this kind has.
+    What it costs: `parts` are the parts of the checkpoint that it reads (operators/families/family.py). `load` says what firings of
+    one layer compute together, from the inputs of each; without it their rows count. `work`: the bytes and flops of a load, for a
+    ModelConfig. `charges`: the key of a modelled cost that only this kind has.
 
     What runs it, all for a flowrt.kinds.site.Site and a node: `build` makes its node function, or an end of KV transfers. A build that
     computes calls `site.computation(node)`: what `compute` made of the checkpoint's weights, or `twin` of exact integer arithmetic with the
@@ -111,7 +104,8 @@ class Kind:
     kv: Literal["", "offers", "pulls"] = ""
     is_early: bool = False
     parts: tuple[str, ...] = ()
-    load: Callable[[Mapping[str, Any]], FiringLoad] | None = None
+    load: Callable[[Sequence[Mapping[str, Any]]], FiringLoad] | None = None
+    work: Callable[[Any, FiringLoad], Work] | None = None
     charges: Literal["", "expert_seconds", "kv_token_seconds"] = ""
     build: Callable[[Any, Any], Any] | None = None
     compute: Callable[[Any, Any], Any] | None = None

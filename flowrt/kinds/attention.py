@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from flowrt.graph.kinds import FiringLoad, Kind, Port
+from flowrt.costs.work import FiringLoad, Work
+from flowrt.graph.kinds import Kind, Port
 from flowrt.kinds.site import Site, pages_of
+from flowrt.kinds.weights import row_bytes_of, weight_elements
+from flowrt.transports.wire.message import DTYPE_BYTES
 
+_AFTER = ("attention_output", "attention_output_bias", "mlp_norm")
 _PARTS = (
-    "attention_norm mlp_norm qkv qkv_bias query_norm key_norm attention_output attention_output_bias latent_down query_down_bias "
-    "kv_down_bias query_latent_norm kv_latent_norm query_up kv_up"
+    *("attention_norm", "qkv", "qkv_bias", "query_norm", "key_norm", "latent_down", "query_down_bias", "kv_down_bias"),
+    *("query_latent_norm", "kv_latent_norm", "query_up", "kv_up", *_AFTER),
 )
 
 
@@ -41,11 +46,34 @@ def _compute(site: Site, node: Any) -> Any:
     return partial(block.forward, pages=site.once(pages_of))
 
 
-def _load(inputs: Any) -> FiringLoad:
+def _load(firings: Sequence[Mapping[str, Any]]) -> FiringLoad:
     """Tokens of context count once for each sequence of a step, also where a sliding window reads fewer."""
     from flowrt.operators.step_layout import KV_LENGTHS
 
-    return FiringLoad(len(inputs["x"].tensors[0]), (), int(inputs["layout"].tensors[KV_LENGTHS].sum()))
+    num_kv_tokens = sum(int(inputs["layout"].tensors[KV_LENGTHS].sum()) for inputs in firings)
+    return FiringLoad(sum(len(inputs["x"].tensors[0]) for inputs in firings), 0, num_kv_tokens)
+
+
+def block_work(config: Any, load: FiringLoad, num_scores: float | None = None) -> tuple[Work, Work, Work]:
+    """Before attention (norm, projections, positions), attention, and after it; what passes between them counts for both.
+    `num_scores`: products of a row and a token; None: each row is the newest token of a sequence."""
+    rows, kv, item, latent = load.num_rows, load.num_kv_tokens, DTYPE_BYTES[config.dtype], config.latent
+    row_bytes, after = rows * config.hidden_size * item, weight_elements(config, _AFTER)
+    before = weight_elements(config, _PARTS) - after
+    scored = 2 * config.head_dim if latent is None else latent.page_width + latent.rank
+    attended = config.num_heads * (config.head_dim if latent is None else latent.value_width)
+    flops = 2 * (kv if num_scores is None else num_scores) * config.num_heads * scored
+    return (
+        Work(before * item + row_bytes + rows * (attended + config.kv_width) * item, 2 * rows * before),
+        Work((kv * config.kv_width + 2 * rows * attended) * item, flops),
+        Work(after * item + rows * attended * item + 3 * row_bytes, 2 * rows * after),
+    )
+
+
+def _work(config: Any, load: FiringLoad) -> Work:
+    before, attend, after = block_work(config, load)
+    weights, row_bytes = weight_elements(config, _PARTS) * DTYPE_BYTES[config.dtype], 3 * row_bytes_of(config, load)
+    return Work(weights + attend.num_bytes + row_bytes, before.num_flops + attend.num_flops + after.num_flops)
 
 
 KINDS = (
@@ -54,8 +82,9 @@ KINDS = (
         ("x", "layout"),
         (Port("normed", "[rows,hidden]"), Port("residual", "[rows,hidden]", is_residual=True)),
         stateful=True,
-        parts=tuple(_PARTS.split()),
+        parts=_PARTS,
         load=_load,
+        work=_work,
         charges="kv_token_seconds",
         build=_build,
         compute=_compute,

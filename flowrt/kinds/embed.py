@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from flowrt.costs.work import Work
 from flowrt.graph.kinds import Kind, Port
 from flowrt.kinds.site import Site, build_call
+from flowrt.kinds.weights import row_bytes_of
 
 
 def embedding_of(site: Site) -> Any:
@@ -21,6 +23,7 @@ KINDS = (
         ("tokens",),
         (Port("x", "[rows,hidden]", is_residual=True),),
         parts=("embedding",),
+        work=lambda config, load: Work(2 * row_bytes_of(config, load)),
         build=build_call,
         compute=lambda site, node: lambda layer, tokens_T: site.once(embedding_of).forward(tokens_T),
         twin=lambda site, node: site.exact.on_tensors(lambda layer, tokens_T: site.exact.embed(tokens_T)),

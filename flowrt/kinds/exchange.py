@@ -6,19 +6,25 @@ it, and `collect` cuts what is merged (exchange/trampoline.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from flowrt.costs.work import FiringLoad, Work
 from flowrt.dataflow.parts import BundleHeader, PartHeader, PlanHeader
-from flowrt.graph.kinds import FiringLoad, Keeps, Kind, Port
+from flowrt.graph.kinds import Keeps, Kind, Port
 from flowrt.graph.placement import expert_map_of, held_experts
 from flowrt.graph.settings import Batching
 from flowrt.graph.trampoline import forwarded_servers, group_ports, window_of
 from flowrt.kinds.site import Site
+from flowrt.kinds.weights import row_bytes_of, weight_elements
+from flowrt.transports.wire.message import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from flowrt.exchange.expert_client import ExpertClient
 
+EXPERT_PARTS = ("expert_gate_up", "expert_down")
 MAX_BATCH_BYTES = 1 << 30  # of rows and intermediate values when an expert server computes several requests in one call
 
 
@@ -56,9 +62,16 @@ def _compute_experts(site: Site, node: Any) -> Any:
     return site.proven(Experts(site.config, site.checkpoint, held, site.device, site.expert_blocks, site.now))
 
 
-def _load_of_experts(inputs: Any) -> FiringLoad:
-    expert_P = inputs["rows"].tensors[2]
-    return FiringLoad(len(expert_P), expert_P.tolist())
+def _load_of_experts(firings: Sequence[Mapping[str, Any]]) -> FiringLoad:
+    found = [inputs["rows"].tensors[2].tolist() for inputs in firings]
+    return FiringLoad(sum(map(len, found)), len(set(chain.from_iterable(found))))
+
+
+def _work_of_experts(config: Any, load: FiringLoad) -> Work:
+    """Each row comes once, with all its pairs."""
+    elements, num_rows = weight_elements(config, EXPERT_PARTS), load.num_rows / config.num_experts_per_token
+    num_bytes = load.num_experts * elements * DTYPE_BYTES[config.dtype] + 2 * row_bytes_of(config, FiringLoad(num_rows))
+    return Work(num_bytes, 2 * load.num_rows * elements)
 
 
 def _build(site: Site, node: Any) -> Any:
@@ -90,8 +103,9 @@ KINDS = (
         (_responses("results", header=PartHeader, int8="combine"),),
         options=("experts",),
         batches=Batching(),
-        parts=("expert_gate_up", "expert_down"),
+        parts=EXPERT_PARTS,
         load=_load_of_experts,
+        work=_work_of_experts,
         charges="expert_seconds",
         build=_build_experts,
         compute=_compute_experts,

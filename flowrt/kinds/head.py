@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from flowrt.costs.work import FiringLoad, Work
 from flowrt.graph.kinds import Kind, Port
 from flowrt.kinds.embed import embedding_of
 from flowrt.kinds.site import Site
+from flowrt.kinds.weights import row_bytes_of, weights_work
 
 MAX_SCORED_ROWS = 256  # rows of prompts whose logits are in memory at once
 
@@ -45,12 +47,18 @@ def _compute(site: Site, node: Any) -> Any:
     return site.proven(Head(site.config, site.checkpoint, site.device, embedding, site.blocks)).forward
 
 
+def _work(config: Any, load: FiringLoad) -> Work:
+    """Of sampled rows; their logits are float32."""
+    return weights_work(config, ("embedding",), load) + Work(row_bytes_of(config, load) + load.num_rows * config.vocab_size * 4)
+
+
 KINDS = (
     Kind(
         "head",
         ("x", "sampling"),
         (Port("tokens", "int64[samples]", optional="wide[logprobs] int64[logprobs,ranks] wide[logprobs,ranks]"),),
         parts=("final_norm", "head"),
+        work=_work,
         build=_build,
         compute=_compute,
         twin=lambda site, node: site.exact.on_tensors(lambda x_TH, rows_S: site.exact.logits(x_TH[rows_S])),

@@ -80,7 +80,7 @@ def _need(graph: Graph, process: str, config: ModelConfig, item_bytes: int) -> M
     parts = {part for node in nodes for part in node.kind.parts}
     if config.tie_word_embeddings and "head" in parts and "embedding" not in parts:
         num_weights += config.vocab_size * config.hidden_size
-    num_kv = limits.kv_pages * limits.page_size * config.num_layers * config.kv_width if any(node.kind.stateful for node in nodes) else 0
+    num_kv = limits.kv_pages * limits.page_size * config.kv_elements if any(node.kind.stateful for node in nodes) else 0
     holds = repr(sorted((node.operator, str(node.options.get("experts", ""))) for node in nodes if any(_numbers_of(node, config))))
     return MemoryNeed(num_weights * item_bytes, num_kv * item_bytes, holds)
 

@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from flowrt.actors.emulated_links import EmulatedLinks
+from flowrt.costs.work import FiringLoad
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.emulation import EmulatedCompute, EmulationStatistics
 from flowrt.graph.fuse import fuse
-from flowrt.graph.kinds import FiringLoad, kind_of
+from flowrt.graph.kinds import kind_of
 from flowrt.graph.model import Graph
 from flowrt.graph.settings import ComputeCost, Emulation
 from flowrt.seams import Compute
@@ -60,19 +62,16 @@ class EmulatedWorker:
 
 
 def modelled_seconds(operator: str, cost: ComputeCost, firings: Iterable[Firing]) -> float:
-    """The undilated time of one call: for each layer, the cost of the rows of all its firings as one batch. Rows are those of the longest
-    input, unless the kind of operator says what a firing computes."""
-    load_of = kind_of(operator).load
-    num_rows: dict[int, int] = defaultdict(int)
-    num_kv_tokens: dict[int, int] = defaultdict(int)
-    experts: dict[int, set[int]] = defaultdict(set)
+    """The undilated time of one call: for each layer, the cost of the rows of all its firings as one batch."""
+    load_of, layers = kind_of(operator).load or _rows_load, defaultdict[int, list[Mapping[str, Any]]](list)
     for firing in firings:
-        layer, inputs = firing.tag.layer, firing.inputs
-        load = FiringLoad(max(map(num_rows_of, inputs.values()), default=0)) if load_of is None else load_of(inputs)
-        num_rows[layer] += load.num_rows
-        experts[layer].update(load.experts)
-        num_kv_tokens[layer] += load.num_kv_tokens
-    return sum(cost.seconds(rows, len(experts[layer]), num_kv_tokens[layer]) for layer, rows in num_rows.items())
+        layers[firing.tag.layer].append(firing.inputs)
+    return sum(cost.seconds(*load_of(inputs)) for inputs in layers.values())
+
+
+def _rows_load(firings: Sequence[Mapping[str, Any]]) -> FiringLoad:
+    """The rows of each firing's longest input."""
+    return FiringLoad(sum(max(map(num_rows_of, inputs.values()), default=0) for inputs in firings))
 
 
 def num_rows_of(payload: Payload | list[Payload]) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from checkpoints import load_truth, make_checkpoint, truth_greedy
+from safetensors.torch import load_file
 
 import flowrt
 from flowrt.bench.cases.decode import fastest, have_different_tokens, measure
@@ -19,10 +20,10 @@ from flowrt.bench.cases.options import DecodeOptions
 from flowrt.bench.measure.benchmark import run_benchmark
 from flowrt.bench.measure.decoding import DecodeRun, TokenAgreement, first_difference, prompts_of
 from flowrt.bench.measure.graph_side import GraphSide, TurnClock, check_limits
-from flowrt.bench.measure.limits import MachineLimits
-from flowrt.bench.measure.memory import GraphMemory, checkpoint_elements, kv_bytes, resident_bytes, weights_bytes
+from flowrt.bench.measure.memory import GraphMemory, kv_bytes, resident_bytes, weights_bytes
 from flowrt.bench.measure.step_split import StepSplit, min_bytes_per_step
 from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection
+from flowrt.costs.work import MachineLimits, Work
 from flowrt.errors import UserError
 from flowrt.operators.families.registry import read_model_config
 
@@ -105,6 +106,13 @@ def test_graph_without_room_for_the_batch_is_refused_with_the_key_to_set(model: 
         check_limits(graph, [4], 5000 - 4, 8)
 
 
+def checkpoint_elements(model: Path) -> tuple[int, int]:
+    """(elements of routed experts, of everything else), as the files have them."""
+    sizes = {name: tensor.numel() for path in model.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    return experts, sum(sizes.values()) - experts
+
+
 # --- memory and limits -------------------------------------------------------------------------------------------------------
 
 
@@ -163,8 +171,8 @@ def test_step_reads_only_experts_that_some_row_is_routed_to(model: Path, tmp_pat
 
 def test_roofline_is_the_slower_of_reading_and_computing() -> None:
     limits = MachineLimits(2, 10.0, {"float32": 100.0})
-    assert limits.seconds(50, 100, "float32") == 5.0
-    assert limits.seconds(5, 1000, "float32") == 10.0
+    assert limits.seconds(Work(50, 100), "float32") == 5.0
+    assert limits.seconds(Work(5, 1000), "float32") == 10.0
 
 
 def test_split_divides_the_step() -> None:

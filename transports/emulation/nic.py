@@ -21,7 +21,7 @@ class LinkTimer(Protocol):
     def call_at(self, when: float, callback: Callable[[], object]) -> Cancellable: ...
 
 
-class Profile(Protocol):
+class LinkTimes(Protocol):
     """The times of a link that nothing else uses (flowrt/costs/links.py)."""
 
     @property
@@ -39,7 +39,7 @@ class Nic:
     channels.
     """
 
-    def __init__(self, profile: Profile, timer: LinkTimer, dilation: float = 1.0, note: Note | None = None) -> None:
+    def __init__(self, profile: LinkTimes, timer: LinkTimer, dilation: float = 1.0, note: Note | None = None) -> None:
         self.profile = profile
         self.timer = timer
         self.latency_seconds = profile.latency_seconds * dilation

@@ -19,13 +19,14 @@ from flowrt.bench.cases.options import DecodeOptions
 from flowrt.bench.measure.benchmark import Measure, Result, Trial
 from flowrt.bench.measure.decoding import DecodeRun, Prompts, TokenAgreement, prompts_of
 from flowrt.bench.measure.graph_side import GraphSide, check_limits
-from flowrt.bench.measure.limits import MachineLimits, measure_limits_apart
+from flowrt.bench.measure.limits import measure_limits_apart
 from flowrt.bench.measure.memory import memory_of
 from flowrt.bench.measure.step_split import StepSplit, min_bytes_per_step, split_of
 from flowrt.bench.peers import decode_vllm
 from flowrt.bench.peers.process import Peer, start_peer
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.bench.report.report import BenchmarkReport, ReportSection, new_table, print_progress
+from flowrt.costs.work import MachineLimits
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
 from flowrt.operators.families.registry import read_model_config

@@ -30,9 +30,9 @@ from flowrt.bench.report.report import print_progress
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
 from flowrt.operators.families.registry import read_model_config
-from flowrt.operators.model_config import ModelConfig
 from flowrt.sampling_params import SamplingParams
 from flowrt.system.machine_limits import usable_cores
+from flowrt.transports.wire.message import DTYPE_BYTES
 
 SIZES = {
     "num_layers": 8,
@@ -49,7 +49,6 @@ INTERFERENCE = Target(1 / 3)  # of the 99th percentile between tokens where a gr
 PAGE_SIZE = 16
 _STREAM_PROMPT = 16  # tokens of the prompts of sequences that run while others arrive
 MIN_SECONDS = 1e-6  # of a transfer: two measured times may differ by less than nothing
-_BYTES = {"float32": 4, "float64": 8}  # else 2
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,6 @@ class _TokenTimes:
 
     first: float
     second: float
-
-
-def kv_bytes(config: ModelConfig, num_tokens: int) -> int:
-    return config.num_layers * num_tokens * config.kv_width * _BYTES.get(config.dtype, 2)
 
 
 def read_graphs(model: Path, num_tokens: int, overrides: Sequence[str]) -> list[Graph]:
@@ -79,7 +74,7 @@ async def measure(model: Path | None, num_tokens: int, overrides: Sequence[str])
         config = read_model_config(model)
         if num_tokens + 2 > config.max_position_embeddings:
             raise UserError(f"{model}: the model has {config.max_position_embeddings} positions, fewer than {num_tokens} tokens need")
-        num_bytes = kv_bytes(config, num_tokens)
+        num_bytes = num_tokens * config.kv_elements * DTYPE_BYTES[config.dtype]
         async with AsyncExitStack() as stack:
             print_progress("loading three graphs")
             graphs = [await stack.enter_async_context(open_graph(graph)) for graph in read_graphs(model, num_tokens, overrides)]

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrt.bench.cases.random_weights import CountingCheckpoint
-from flowrt.bench.measure.cost_fit import ComputeLoad
+from flowrt.costs.work import FiringLoad, Work
+from flowrt.graph.kinds import kind_of
+from flowrt.kinds.attention import block_work
 from flowrt.operators.attention import attention_for
 from flowrt.operators.combine import combine
 from flowrt.operators.dense import DenseMlp, SharedExperts
@@ -29,7 +30,7 @@ from flowrt.operators.row_blocks import RowBlocks
 from flowrt.operators.sampling import sample
 from flowrt.operators.sampling_inputs import Draw, SamplingInputs
 from flowrt.operators.step_layout import StepLayout
-from flowrt.operators.weights import torch_dtype
+from flowrt.operators.weights import Checkpoint, torch_dtype
 
 PAGE_SIZE = 16
 NUM_SERVERS = 2  # of dispatch and combine
@@ -38,18 +39,16 @@ INSIDE = ("attention in", "attention out")  # functions that an attention block 
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """One operator at one load. `calls`: one per layer, each with weights of its own. Bytes and flops are those of one call: every
-    weight, input and result once, a multiplication and its addition as two. `inside`: the parts whose seconds `parts` has. `modelled`:
-    the operator's name in a graph file, and its load, where emulation charges for it."""
+    """One operator at one load. `calls`: one per layer, each with weights of its own. `work`: of one call. `inside`: the parts whose
+    seconds `parts` has. `modelled`: the operator's name in a graph file, and its load, where emulation charges for it."""
 
     name: str
     rows: int
-    num_bytes: float
-    num_flops: float
+    work: Work
     calls: Sequence[Callable[[], Any]]
     parts: dict[str, float] | None = None  # seconds by name, which the calls add up
     inside: Sequence[CasePart] = ()
-    modelled: tuple[str, ComputeLoad] | None = None
+    modelled: tuple[str, FiringLoad] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ class CasePart:
 
     name: str
     key: str | None
-    num_bytes: float
-    num_flops: float
+    work: Work
 
 
 class TimedBlocks(RowBlocks):
@@ -81,7 +79,7 @@ class ModelOperators:
     """The operators of some layers of a model, with their weights."""
 
     config: ModelConfig
-    checkpoint: CountingCheckpoint
+    checkpoint: Checkpoint
     layers: Sequence[int]  # layers with experts
     blocks: TimedBlocks = field(default_factory=TimedBlocks)
 
@@ -97,61 +95,55 @@ class ModelOperators:
         self.head = Head(config, checkpoint, "cpu", self.embedding)
         self.itemsize = torch_dtype(config).itemsize
 
-    def weights_bytes(self, *parts: str) -> float:
-        """Of one layer."""
-        return sum(self.checkpoint.bytes_by_part.get(part, 0) for part in parts) / len(self.layers)
+    def modelled(self, operator: str, name: str, rows: int, load: FiringLoad, calls: Sequence[Callable[[], Any]]) -> OperatorCase:
+        return OperatorCase(name, rows, self.work(operator, load), calls, modelled=(operator, load))
+
+    def work(self, operator: str, load: FiringLoad) -> Work:
+        """That of an operator of graph files, by its kind."""
+        work = kind_of(operator).work
+        assert work is not None, operator
+        return work(self.config, load)
 
 
 def cases_of(model: ModelOperators, rows: int, contexts: Sequence[int]) -> Iterator[OperatorCase]:
     """Every operator at `rows` rows, each the newest token of a sequence; and, from 64 rows on, one prompt of that length. Attention has a
     case for each length of the sequences in `contexts`."""
-    config, itemsize = model.config, model.itemsize
+    config, row_bytes, load = model.config, rows * model.config.hidden_size * model.itemsize, FiringLoad(rows)
     hidden, vocabulary, num_active = config.hidden_size, config.vocab_size, config.num_experts_per_token
     generator = torch.Generator().manual_seed(rows)
     x_TH = torch.randn((rows, hidden), generator=generator).to(torch_dtype(config))
-    row_bytes, load = rows * hidden * itemsize, ComputeLoad(rows)
     tokens_T = torch.randint(vocabulary, (rows,), generator=generator)
-    yield OperatorCase("embedding", rows, 2 * row_bytes, 0, [partial(model.embedding.forward, tokens_T)], modelled=("embed", load))
+    yield model.modelled("embed", "embedding", rows, load, [partial(model.embedding.forward, tokens_T)])
     norm, weight_H = RowNorm(config), torch.ones(hidden, dtype=x_TH.dtype)
-    yield OperatorCase("norm", rows, 2 * row_bytes + hidden * itemsize, 4 * rows * hidden, [partial(norm, x_TH, weight_H)])
+    norm_work = Work(2 * row_bytes + hidden * model.itemsize, 4 * rows * hidden)
+    yield OperatorCase("norm", rows, norm_work, [partial(norm, x_TH, weight_H)])
     for context in contexts:
         name = "attention" if context == contexts[0] else f"attention, context {context}"
-        yield replace(
-            _attention(model, name, [1] * rows, [context] * rows, x_TH), modelled=("attention", ComputeLoad(rows, 0, rows * context))
-        )
+        yield _attention(model, name, [1] * rows, [context] * rows, x_TH)
     if rows >= 64:
         yield _attention(model, "prompt", [rows], [rows], x_TH)
-    gate_bytes = model.weights_bytes("gate", "gate_bias")
-    routing_bytes = rows * num_active * (8 + itemsize)
-    gate_flops = 2 * rows * hidden * config.num_experts
-    gate_calls = _each(model.gate.forward, model.layers, x_TH)
-    yield OperatorCase("gate", rows, gate_bytes + row_bytes + routing_bytes, gate_flops, gate_calls, modelled=("gate", load))
+    yield model.modelled("gate", "gate", rows, load, _each(model.gate.forward, model.layers, x_TH))
     expert_ids_TA = torch.rand((rows, config.num_experts), generator=generator).topk(num_active).indices
     weights_TA = torch.full((rows, num_active), 1 / num_active, dtype=x_TH.dtype)
     yield from _exchange(model, x_TH, expert_ids_TA, weights_TA)
-    yield from _routing(model, x_TH, gate_bytes + row_bytes + routing_bytes, gate_flops)
+    yield from _routing(model, x_TH)
     yield _experts(model, x_TH, expert_ids_TA, weights_TA)
-    for name, operator, mlp, width, layers in (
-        ("shared", "shared", model.shared, config.shared_expert_width, model.layers),
-        ("dense", "mlp", model.dense, config.dense_width, config.dense_layers[: len(model.layers)]),
+    for name, operator, mlp, layers in (
+        ("shared", "shared", model.shared, model.layers),
+        ("dense", "mlp", model.dense, config.dense_layers[: len(model.layers)]),
     ):
         if mlp is not None and layers:
-            mlp_bytes = 3 * hidden * width * itemsize + 3 * row_bytes
-            calls, mlp_flops = _each(mlp.forward, layers, x_TH, x_TH), 6 * rows * hidden * width
-            yield OperatorCase(name, rows, mlp_bytes, mlp_flops, calls, modelled=(operator, load))
-    logits_bytes = rows * vocabulary * 4
-    head = partial(model.head.forward, x_TH, torch.arange(rows))
-    head_bytes, head_flops = vocabulary * hidden * itemsize + row_bytes + logits_bytes, 2 * rows * hidden * vocabulary
-    yield OperatorCase("head", rows, head_bytes, head_flops, [head], modelled=("head", load))
+            yield model.modelled(operator, name, rows, load, _each(mlp.forward, layers, x_TH, x_TH))
+    yield model.modelled("head", "head", rows, load, [partial(model.head.forward, x_TH, torch.arange(rows))])
     logits_SV = torch.randn((rows, vocabulary), generator=generator)
     for name, temperature in (("greedy", 0.0), ("drawing", 1.0)):
         inputs = SamplingInputs.from_draws([Draw(row, temperature, seed=row) for row in range(rows)])
-        yield OperatorCase(name, rows, logits_bytes, 0, [partial(sample, logits_SV, inputs)])
+        yield OperatorCase(name, rows, Work(logits_SV.nbytes), [partial(sample, logits_SV, inputs)])
 
 
 def _attention(model: ModelOperators, name: str, query_lengths: list[int], kv_lengths: list[int], x_TH: Tensor) -> OperatorCase:
     """The block and its parts: before attention (norm, projections, positions), attention, after it."""
-    config, itemsize, rows = model.config, model.itemsize, x_TH.shape[0]
+    config, rows = model.config, x_TH.shape[0]
     num_pages = [-(-length // PAGE_SIZE) for length in kv_lengths]
     ids = iter(torch.randperm(sum(num_pages), generator=torch.Generator().manual_seed(rows)).tolist())
     tables = [[next(ids) for _ in range(count)] for count in num_pages]
@@ -160,32 +152,17 @@ def _attention(model: ModelOperators, name: str, query_lengths: list[int], kv_le
         for block in pages.blocks(layer):
             block.normal_()  # memory that was never written is one page of zeros
     layout = StepLayout.from_lists(query_lengths, kv_lengths, tables, PAGE_SIZE)
-    row_bytes = rows * config.hidden_size * itemsize
-    after = model.weights_bytes("attention_output", "attention_output_bias", "mlp_norm")
-    before = model.weights_bytes(
-        "attention_norm", "qkv", "qkv_bias", "query_norm", "key_norm", "latent_down", "query_down_bias", "kv_down_bias",
-        "query_latent_norm", "kv_latent_norm", "query_up", "kv_up",
-    )  # fmt: skip
-    latent = config.latent
-    read_width, scored_width = config.kv_width, 2 * config.head_dim
-    if latent is not None:
-        scored_width = latent.page_width + latent.rank
-    if len(query_lengths) == rows:
-        num_scores = sum(kv_lengths)
-    else:
-        num_scores = rows * (rows + 1) // 2
-    attended = config.num_heads * (config.head_dim if latent is None else latent.value_width)
-    attend_bytes = (sum(kv_lengths) * read_width + 2 * rows * attended) * itemsize
-    attend_flops = 2 * num_scores * config.num_heads * scored_width
-    before_flops, after_flops = (2 * rows * each / itemsize for each in (before, after))
-    inside = (
-        CasePart(f"{name}: in", INSIDE[0], before + row_bytes + rows * (attended + read_width) * itemsize, before_flops),
-        CasePart(f"{name}: attend", None, attend_bytes, attend_flops),
-        CasePart(f"{name}: out", INSIDE[1], after + rows * attended * itemsize + 3 * row_bytes, after_flops),
-    )
+    load = FiringLoad(rows, 0, sum(kv_lengths))
     calls = [partial(model.attention.forward, layer, x_TH, layout, pages) for layer in model.layers]
-    num_bytes = before + after + attend_bytes + 3 * row_bytes
-    return OperatorCase(name, rows, num_bytes, before_flops + attend_flops + after_flops, calls, model.blocks.seconds, inside)
+    if len(query_lengths) == rows:
+        works, case = block_work(config, load), model.modelled("attention", name, rows, load, calls)
+    else:
+        works = block_work(config, load, rows * (rows + 1) // 2)
+        flops = sum(each.num_flops for each in works)
+        case = OperatorCase(name, rows, Work(model.work("attention", load).num_bytes, flops), calls)
+    names = (f"{name}: in", INSIDE[0]), (f"{name}: attend", None), (f"{name}: out", INSIDE[1])
+    inside = tuple(CasePart(*each, work) for each, work in zip(names, works, strict=True))
+    return replace(case, parts=model.blocks.seconds, inside=inside)
 
 
 def _exchange(model: ModelOperators, x_TH: Tensor, expert_ids_TA: Tensor, weights_TA: Tensor) -> Iterator[OperatorCase]:
@@ -200,12 +177,13 @@ def _exchange(model: ModelOperators, x_TH: Tensor, expert_ids_TA: Tensor, weight
     parts = partition(expert_ids_TA, weights_TA, replicas)
     sent = sum(len(part.rows_R) for part in parts)
     pair_bytes = rows * num_active * (8 + model.itemsize)
-    yield OperatorCase("dispatch", rows, 2 * sent * row_bytes + 4 * pair_bytes, 0, [dispatch])
+    yield OperatorCase("dispatch", rows, Work(2 * sent * row_bytes + 4 * pair_bytes), [dispatch])
     outputs = [(part.rows_R, x_TH.index_select(0, part.rows_R)) for part in parts]
-    yield OperatorCase("combine", rows, (sent + 2 * rows) * row_bytes, sent * x_TH.shape[1], [partial(combine, x_TH, outputs)])
+    work = Work((sent + 2 * rows) * row_bytes, sent * x_TH.shape[1])
+    yield OperatorCase("combine", rows, work, [partial(combine, x_TH, outputs)])
 
 
-def _routing(model: ModelOperators, x_TH: Tensor, num_bytes: float, num_flops: float) -> Iterator[OperatorCase]:
+def _routing(model: ModelOperators, x_TH: Tensor) -> Iterator[OperatorCase]:
     """From normed rows to the parts that are sent: as the operators do it, and as one textbook call of torch per step, to compare
     (MegaScale-Infer, section 6: gate, top-k, counts, weights and scatter in one kernel)."""
     num_active, num_experts = model.config.num_experts_per_token, model.config.num_experts
@@ -228,22 +206,18 @@ def _routing(model: ModelOperators, x_TH: Tensor, num_bytes: float, num_flops: f
             parts += [x_TH[rows_R], row_P, expert_P[pair_P], weight_P[pair_P]]
         return parts
 
-    yield OperatorCase("routing", len(x_TH), num_bytes, num_flops, [partial(together, layer) for layer in model.layers])
+    work = model.work("gate", FiringLoad(len(x_TH)))
+    yield OperatorCase("routing", len(x_TH), work, [partial(together, layer) for layer in model.layers])
     weights = [torch.randn((num_experts, model.config.hidden_size)).to(x_TH.dtype) for _ in model.layers]
-    yield OperatorCase("routing: separate", len(x_TH), num_bytes, num_flops, [partial(apart, weight_EH) for weight_EH in weights])
+    yield OperatorCase("routing: separate", len(x_TH), work, [partial(apart, weight_EH) for weight_EH in weights])
 
 
 def _experts(model: ModelOperators, x_TH: Tensor, expert_ids_TA: Tensor, weights_TA: Tensor) -> OperatorCase:
     rows, num_active = expert_ids_TA.shape
-    config = model.config
     row_P = torch.arange(rows).repeat_interleave(num_active)
     expert_P, weight_P = expert_ids_TA.flatten(), weights_TA.flatten()
-    expert_elements = 3 * config.hidden_size * config.expert_width
-    touched = expert_P.unique().numel()
     calls = _each(model.experts.forward, model.layers, x_TH, row_P, expert_P, weight_P)
-    num_bytes = touched * expert_elements * model.itemsize + 2 * x_TH.nbytes
-    load = ComputeLoad(expert_P.numel(), touched)
-    return OperatorCase("experts", rows, num_bytes, 2 * expert_P.numel() * expert_elements, calls, modelled=("experts", load))
+    return model.modelled("experts", "experts", rows, FiringLoad(expert_P.numel(), expert_P.unique().numel()), calls)
 
 
 def _each(forward: Callable[..., Any], layers: Sequence[int], *inputs: Tensor) -> list[Callable[[], Any]]:

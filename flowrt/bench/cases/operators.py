@@ -12,9 +12,10 @@ from msgspec import to_builtins
 
 from flowrt.bench.cases.options import OperatorOptions
 from flowrt.bench.measure.benchmark import Result
-from flowrt.bench.measure.cost_fit import ComputeLoad, FittedCost, compute_section, fit_cost
-from flowrt.bench.measure.limits import MachineLimits, better_of, clock_for, measure_limits
+from flowrt.bench.measure.cost_fit import FittedCost, compute_section, fit_cost
+from flowrt.bench.measure.limits import better_of, clock_for, measure_limits
 from flowrt.bench.report.report import ReportSection, new_table, print_progress
+from flowrt.costs.work import FiringLoad, MachineLimits, Work
 
 if TYPE_CHECKING:
     from flowrt.bench.cases.operator_cases import CasePart, OperatorCase
@@ -35,11 +36,11 @@ class OperatorTime:
     num_tries: int
     num_bytes: float
     num_flops: float
-    modelled: tuple[str, ComputeLoad] | None = None  # as in OperatorCase
+    modelled: tuple[str, FiringLoad] | None = None  # as in OperatorCase
 
     def fraction(self, limits: MachineLimits, dtype: str) -> float:
         """Of the limit: 1 is as fast as the machine allows."""
-        return limits.seconds(self.num_bytes, self.num_flops, dtype) / self.seconds
+        return limits.seconds(Work(self.num_bytes, self.num_flops), dtype) / self.seconds
 
 
 async def measure(model: Path | None, options: OperatorOptions) -> AsyncIterator[Result]:
@@ -68,7 +69,7 @@ async def measure(model: Path | None, options: OperatorOptions) -> AsyncIterator
 
 def fitted_costs(times: Iterable[OperatorTime]) -> dict[str, FittedCost]:
     """The modelled time of each operator that was measured at two loads or more."""
-    by_operator: dict[str, dict[ComputeLoad, float]] = {}
+    by_operator: dict[str, dict[FiringLoad, float]] = {}
     for each in times:
         if each.modelled is not None:
             operator, load = each.modelled
@@ -81,15 +82,16 @@ def operator_times(directory: Path | None, options: OperatorOptions) -> Iterator
     import torch
 
     from flowrt.bench.cases.operator_cases import ModelOperators, TimedBlocks, cases_of
-    from flowrt.bench.cases.random_weights import MODEL_LIKE_QWEN3, CountingCheckpoint, RandomCheckpoint
+    from flowrt.bench.cases.random_weights import MODEL_LIKE_QWEN3, RandomCheckpoint
     from flowrt.operators.families.registry import read_model_config
+    from flowrt.operators.weights import Checkpoint
 
     torch.set_num_threads(options.threads)
-    checkpoint: CountingCheckpoint
+    checkpoint: Checkpoint
     if directory is None:
         config, checkpoint = replace(MODEL_LIKE_QWEN3, **options.sizes, dtype=options.dtype), RandomCheckpoint()
     else:
-        config, checkpoint = read_model_config(directory, options.dtype), CountingCheckpoint(directory)
+        config, checkpoint = read_model_config(directory, options.dtype), Checkpoint(directory)
     with torch.inference_mode():
         clock = clock_for(options.threads)
         model = ModelOperators(config, checkpoint, config.moe_layers[: options.layers], TimedBlocks(clock))
@@ -105,9 +107,7 @@ def operator_times(directory: Path | None, options: OperatorOptions) -> Iterator
                 for each in measured:
                     values = sorted(seconds[each.name] for seconds in tries)
                     modelled = case.modelled if each is case else None
-                    yield OperatorTime(
-                        each.name, rows, values[0], values[len(values) // 2], len(values), each.num_bytes, each.num_flops, modelled
-                    )
+                    yield OperatorTime(each.name, rows, values[0], values[len(values) // 2], len(values), *each.work, modelled)
 
 
 def time_case(case: OperatorCase, evict: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:

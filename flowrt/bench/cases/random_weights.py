@@ -1,4 +1,4 @@
-"""Weights for timing operators: random ones without a file, and a count of the bytes that were read."""
+"""Random weights for timing operators, without a file."""
 
 from __future__ import annotations
 
@@ -37,32 +37,15 @@ MODEL_LIKE_QWEN3 = ModelConfig(
 )
 
 
-class CountingCheckpoint(Checkpoint):
-    """A checkpoint that counts the bytes of each part that were read into memory, over all layers and experts."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.bytes_by_part: dict[str, int] = {}
-
-    def read_part(self, config: ModelConfig, part: str, shape: tuple[int, ...], **place: Any) -> Tensor:
-        read = self._read(config, part, shape, **place)
-        self.bytes_by_part[part] = self.bytes_by_part.get(part, 0) + read.nbytes
-        return read
-
-    def _read(self, config: ModelConfig, part: str, shape: tuple[int, ...], **place: Any) -> Tensor:
-        return super().read_part(config, part, shape, **place)
-
-
-class RandomCheckpoint(CountingCheckpoint):
+class RandomCheckpoint(Checkpoint):
     """Every part, of any shape, filled with random numbers of the size of trained ones. Needs no directory."""
 
     def __init__(self, seed: int = 0) -> None:
         self.directory = Path()
-        self.bytes_by_part = {}
         self._generator = torch.Generator().manual_seed(seed)
         self._pool = torch.randn(_POOL, generator=self._generator)
 
-    def _read(self, config: ModelConfig, part: str, shape: tuple[int, ...], **place: Any) -> Tensor:
+    def read_part(self, config: ModelConfig, part: str, shape: tuple[int, ...], **place: Any) -> Tensor:
         out = place.get("out")
         if out is None:
             out = torch.empty(shape, dtype=place.get("dtype") or torch_dtype(config), device=place.get("device", "cpu"))

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
 
 from flowrt.costs.fit import fit_factors
+from flowrt.costs.work import FiringLoad
 from flowrt.graph.settings import ComputeCost
-
-
-class ComputeLoad(NamedTuple):
-    """What one call computes in one layer: the numbers that a ComputeCost charges for."""
-
-    num_rows: int
-    num_experts: int = 0
-    num_kv_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,7 +21,7 @@ class FittedCost:
     worst_error: float
 
 
-def fit_cost(seconds: Mapping[ComputeLoad, float]) -> FittedCost:
+def fit_cost(seconds: Mapping[FiringLoad, float]) -> FittedCost:
     """The cost whose terms, none below 0, have the least squares of relative errors. All `seconds` are above 0."""
     terms = np.array([(1, *load) for load in seconds], dtype=float)
     cost = ComputeCost(*(float(f"{value:.3g}") for value in fit_factors(terms, np.array(list(seconds.values())))))

@@ -5,26 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from flowrt.bench.peers.process import start_peer
+from flowrt.costs.work import MachineLimits
 
 _READ_BYTES = 256 << 20  # far more than caches hold
 _PRODUCTS = ((1024, 1024, 1024), (512, 1024, 3072), (256, 4096, 1024))  # rows, inputs, outputs
-
-
-@dataclass(frozen=True)
-class MachineLimits:
-    """`flops_per_second` by dtype: a multiplication and an addition are two."""
-
-    num_threads: int
-    read_bytes_per_second: float
-    flops_per_second: dict[str, float]
-
-    def seconds(self, num_bytes: float, num_flops: float, dtype: str) -> float:
-        """The minimum for work that reads so many bytes and computes so much: the roofline (Williams et al., CACM 2009)."""
-        return max(num_bytes / self.read_bytes_per_second, num_flops / self.flops_per_second[dtype])
 
 
 def clock_for(num_threads: int) -> Callable[[], float]:

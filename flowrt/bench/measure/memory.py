@@ -6,23 +6,17 @@ processes that have it, so the sum over all of them, the fork server included, c
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from flowrt.api import RunningGraph
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph, ModelPart
-from flowrt.graph.placement import held_experts
 from flowrt.graph.recovery import pipelines
-from flowrt.operators.families.registry import read_model_config
-from flowrt.transports.wire.message import DTYPE_BYTES
+from flowrt.launcher.start_checks import memory_needs
 
 WEIGHTS_FACTOR, BYTES_PER_PROCESS = 1.15, 250 * 10**6
-_EXPERT = re.compile(r"(?<!shared_)\bexperts\.")
 
 
 @dataclass(frozen=True)
@@ -77,38 +71,10 @@ def served_model(graph: Graph) -> ModelPart:
 
 def weights_bytes(graph: Graph) -> int:
     """Bytes of weights in all processes together: everything but experts once per group, and each replica of an expert."""
-    model = served_model(graph)
-    directory = Path(model.path)
-    config = read_model_config(directory)
-    num_experts, others = checkpoint_elements(directory)
-    one_expert = num_experts / max(1, config.num_experts * len(config.moe_layers))
-    num_groups = len(pipelines(graph))
-    held = [held_experts(node.options["experts"], config.moe_layers) for node in graph.nodes.values() if node.kind.holds_experts]
-    num_replicas = sum(len(ids) for each in held for ids in each.values())
-    return int((others * num_groups + one_expert * num_replicas) * DTYPE_BYTES[model.dtype])
+    return sum(need.weight_bytes for need in memory_needs(graph).values())
 
 
 def kv_bytes(graph: Graph) -> int:
     """Bytes of all KV pages of all groups, used or not."""
-    model = served_model(graph)
-    config = read_model_config(Path(model.path))
-    limits = [graph.limits_of(process) for process in pipelines(graph)]
-    slots = sum(each.kv_pages * each.page_size for each in limits)
-    return slots * config.num_layers * config.kv_width * DTYPE_BYTES[model.dtype]
-
-
-def checkpoint_elements(directory: Path) -> tuple[int, int]:
-    """(elements of routed experts, of everything else), from the headers of the files."""
-    experts = others = 0
-    for path in directory.glob("*.safetensors"):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, tensor in header.items():
-            if name == "__metadata__":
-                continue
-            count = math.prod(tensor["shape"])
-            if _EXPERT.search(name):
-                experts += count
-            else:
-                others += count
-    return experts, others
+    needs = memory_needs(graph)
+    return sum(needs[process].kv_bytes for process in pipelines(graph))

@@ -9,8 +9,11 @@ from typing import NamedTuple
 
 from flowrt.bench.measure.decoding import Prompts
 from flowrt.bench.measure.graph_side import GraphSide
-from flowrt.bench.measure.memory import checkpoint_elements, served_model
+from flowrt.bench.measure.memory import served_model
 from flowrt.graph.model import Graph
+from flowrt.kinds.exchange import EXPERT_PARTS
+from flowrt.kinds.weights import weight_elements
+from flowrt.operators.families.family import parts_to_read
 from flowrt.operators.families.registry import read_model_config
 from flowrt.system.process_status import ProcessTimes, process_times
 from flowrt.transports.wire.message import DTYPE_BYTES
@@ -100,9 +103,8 @@ def min_bytes_per_step(graph: Graph, batch: int, context: int) -> float:
     (uniformly and independently), keys and values of `context` tokens each."""
     model = served_model(graph)
     config = read_model_config(Path(model.path), model.dtype)
-    num_expert_elements, num_other_elements = checkpoint_elements(Path(model.path))
     touched = 1 - (1 - config.num_experts_per_token / config.num_experts) ** batch if config.num_experts and config.moe_layers else 0.0
-    table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    weights = num_other_elements - table + touched * num_expert_elements
-    kv_elements = batch * context * config.num_layers * config.kv_width
-    return (weights + kv_elements) * DTYPE_BYTES[config.dtype]
+    shares = dict.fromkeys(EXPERT_PARTS, touched * config.num_experts) | {"embedding": float(config.tie_word_embeddings)}
+    read = parts_to_read(config).items()
+    weights = sum(shares.get(part, 1) * len(list(layers)) * weight_elements(config, (part,)) for part, layers in read)
+    return (weights + batch * context * config.kv_elements) * DTYPE_BYTES[config.dtype]
