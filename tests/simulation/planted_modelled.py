@@ -19,7 +19,7 @@ MODELLED_BUGS: tuple[Bug, ...] = (
     bug("busy-counted-twice", "a worker counts its modelled time twice", (
         EMULATION, "Lateness.note", "self.modelled_seconds += modelled_seconds", "self.modelled_seconds += 2 * modelled_seconds")),
     bug("last-request-charged", "a batch is charged for the rows of its last request only", (
-        EMULATED, "modelled_seconds", "num_rows[layer] += load.num_rows", "num_rows[layer] = load.num_rows")),
+        EMULATED, "modelled_seconds", "layers[firing.tag.layer].append(firing.inputs)", "layers[firing.tag.layer] = [firing.inputs]")),
     bug("latency-undilated", "messages take the latency of their link without the dilation", (
         NIC, "Nic.__init__", "profile.latency_seconds * dilation", "profile.latency_seconds")),
     bug("bandwidth-unshared", "each message has the whole bandwidth of a NIC", (
