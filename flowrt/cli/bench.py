@@ -16,11 +16,15 @@ from flowrt.bench.cases.options import (
     DecodeOptions,
     JsonFile,
     LatencyOptions,
+    ManyRequestsOptions,
+    ModelOption,
     OperatorOptions,
+    Overrides,
     Pairs,
     PatternOptions,
     PlotFile,
     Positive,
+    ServedOptions,
     StreamOptions,
 )
 from flowrt.bench.load.options import LoadOptions
@@ -33,13 +37,9 @@ if TYPE_CHECKING:
 
 bench_app = App(name="bench", help="Compare flowrt with its peers in alternating pairs. Close other programs first.")
 
-ModelOption = Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")]
-Overrides = Annotated[
-    tuple[str, ...],
-    Parameter(name="--set", negative=(), show_default=False, help="Override a key of every graph, as path=value; repeatable."),
-]
 _WITHOUT_COMPUTING = ("hop", "transports", "m2n")  # one thread of OpenMP is enough
 ModelDirectory = Annotated[Path, Parameter(help="A Hugging Face model directory.")]
+ServedGraph = Annotated[Path, Parameter(help="A graph file that serves a model.")]
 
 
 def run_case(
@@ -73,6 +73,11 @@ def run_case(
     if draw is not None and plot is not None:
         draw(report, plot)
     return report
+
+
+def run_served(name: str, graph: Path, options: ServedOptions, results: AsyncIterator[Result]) -> None:
+    """Run a case on one graph, as `run_case`."""
+    run_case(f"{name}, {graph.name}", results, options.pairs, options.json, model=options.model)
 
 
 @bench_app.command
@@ -432,60 +437,37 @@ def reliability(
     graph: Annotated[Path, Parameter(help="A graph file that serves a model with expert servers.")],
     /,
     *,
-    pairs: Pairs = 20,
-    batch: Annotated[Positive, Parameter(help="Prompts at a time.")] = 8,
-    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16,
-    new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each sequence.")] = 64,
-    model: ModelOption = None,
-    overrides: Overrides = (),
-    json: JsonFile = None,
+    options: ServedOptions | None = None,
 ) -> None:
     """Measure the cost of detector, failover and hedging without failures: the same graph with and without them."""
     from flowrt.bench.cases.reliability import measure, read_graphs
 
-    options = DecodeOptions(batch=(batch,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, overrides=overrides)
-    run_case(f"reliability, {graph.name}", measure(read_graphs(graph, model, options), options), pairs, json, model=model)
+    options = options or ServedOptions()
+    run_served("reliability", graph, options, measure(read_graphs(graph, options.model, options.decode), options.decode))
 
 
 @bench_app.command(name="log")
 def request_log(
-    graph: Annotated[Path, Parameter(help="A graph file that serves a model.")],
+    graph: ServedGraph,
     /,
     *,
-    pairs: Pairs = 20,
-    batch: Annotated[Positive, Parameter(help="Prompts at a time, and open requests of a resume.")] = 32,
-    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16,
-    new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each sequence.")] = 64,
+    options: ManyRequestsOptions | None = None,
     sync: Annotated[bool, Parameter(negative=(), show_default=False, help="Wait for the disk, as with request_log_sync.")] = False,
-    model: ModelOption = None,
-    overrides: Overrides = (),
-    json: JsonFile = None,
 ) -> None:
-    """Measure the cost of a request log, and the time from a resume until each open request has its next token."""
+    """Measure the cost of a request log, and the time from a resume until each of `--batch` open requests has its next token."""
     from flowrt.bench.cases.request_log import measure
 
-    options = DecodeOptions(batch=(batch,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, overrides=overrides)
-    run_case(f"log, {graph.name}", measure(graph, model, options, sync), pairs, json, model=model)
+    options = options or ManyRequestsOptions()
+    run_served("log", graph, options, measure(graph, options.model, options.decode, sync))
 
 
 @bench_app.command
-def api(
-    graph: Annotated[Path, Parameter(help="A graph file that serves a model.")],
-    /,
-    *,
-    pairs: Pairs = 20,
-    batch: Annotated[Positive, Parameter(help="Requests at a time.")] = 32,
-    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16,
-    new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each request.")] = 64,
-    model: ModelOption = None,
-    overrides: Overrides = (),
-    json: JsonFile = None,
-) -> None:
+def api(graph: ServedGraph, /, *, options: ManyRequestsOptions | None = None) -> None:
     """Measure the cost of HTTP: streams of a running graph beside its Python API, and the processor time of each process."""
     from flowrt.bench.cases.api_cost import measure
 
-    options = DecodeOptions(batch=(batch,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, overrides=overrides)
-    run_case(f"api, {graph.name}", measure(graph, model, options), pairs, json, model=model)
+    options = options or ManyRequestsOptions()
+    run_served("api", graph, options, measure(graph, options.model, options.decode))
 
 
 @bench_app.command
@@ -493,16 +475,10 @@ def structured(
     graph: Annotated[Path, Parameter(help="A graph file that serves a model with a tokenizer.")],
     /,
     *,
-    pairs: Pairs = 20,
-    batch: Annotated[Positive, Parameter(help="Prompts at a time.")] = 8,
-    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16,
-    new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each sequence.")] = 64,
-    model: ModelOption = None,
-    overrides: Overrides = (),
-    json: JsonFile = None,
+    options: ServedOptions | None = None,
 ) -> None:
     """Measure what structured output costs: the decode speed with a JSON schema for every sequence beside that without."""
     from flowrt.bench.cases.structured import measure
 
-    options = DecodeOptions(batch=(batch,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, overrides=overrides)
-    run_case(f"structured, {graph.name}", measure(graph, model, options), pairs, json, model=model)
+    options = options or ServedOptions()
+    run_served("structured", graph, options, measure(graph, options.model, options.decode))

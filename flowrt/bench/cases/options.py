@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -11,6 +12,11 @@ from cyclopts.validators import Number
 Positive = Annotated[int, Parameter(validator=Number(gte=1))]
 Pairs = Annotated[int, Parameter(validator=Number(gte=1), help="Alternating pairs per figure; a claim takes 20 or more.")]
 JsonFile = Annotated[str | None, Parameter(help='Write figures and machine to this file as JSON; "-" for standard output.')]
+ModelOption = Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")]
+Overrides = Annotated[
+    tuple[str, ...],
+    Parameter(name="--set", negative=(), show_default=False, help="Override a key of every graph, as path=value; repeatable."),
+]
 PlotFile = Annotated[str | None, Parameter(help="Draw the figures into this file (.svg, .png, .pdf).")]
 
 
@@ -34,10 +40,34 @@ class DecodeOptions:
     new_tokens: Annotated[
         int, Parameter(validator=Number(gte=2), help="New tokens of each sequence; the first belongs to the prefill.")
     ] = 32
-    overrides: Annotated[
-        tuple[str, ...],
-        Parameter(name="--set", negative=(), show_default=False, help="Override a key of the graph, as path=value; repeatable."),
-    ] = ()
+    overrides: Overrides = ()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ServedOptions:
+    """The load on a served graph, with and without what is measured."""
+
+    pairs: Pairs = 20
+    batch: Annotated[Positive, Parameter(help="Prompts at a time.")] = 8
+    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16
+    new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each sequence.")] = 64
+    model: ModelOption = None
+    overrides: Overrides = ()
+    json: JsonFile = None
+
+    @property
+    def decode(self) -> DecodeOptions:
+        load = DecodeOptions(batch=(self.batch,), overrides=self.overrides)
+        return replace(load, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ManyRequestsOptions(ServedOptions):
+    """The same with more requests."""
+
+    batch: Annotated[Positive, Parameter(help="Prompts at a time.")] = 32
 
 
 @Parameter(name="*")
@@ -83,10 +113,7 @@ class LatencyOptions:
     new_tokens: Annotated[int, Parameter(validator=Number(gte=4), help="New tokens of each sequence.")] = 64
     arriving_tokens: Annotated[int, Parameter(validator=Number(gte=0), help="Tokens of the prompts that arrive meanwhile; 0: none.")] = 0
     first: Annotated[bool, Parameter(negative=(), show_default=False, help="Measure the first request after a start.")] = False
-    overrides: Annotated[
-        tuple[str, ...],
-        Parameter(name="--set", negative=(), show_default=False, help="Override a key of the graph, as path=value; repeatable."),
-    ] = ()
+    overrides: Overrides = ()
     against: Annotated[
         tuple[str, ...],
         Parameter(
