@@ -13,7 +13,7 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml
 
 def test_streams_and_calls_run_in_turns() -> None:
     small = ("deploy.attention.groups=1", "deploy.experts.servers=2")
-    options = DecodeOptions(batch=(2,), prompt_tokens=4, new_tokens=96, overrides=small)
+    options = DecodeOptions(batch=(2,), prompt_tokens=4, new_tokens=24, overrides=small)
     speed, *times = run_benchmark("api", measure(QUICKSTART, None, options), num_pairs=1).figures
     assert speed.ratio is not None
     assert speed.ratio.count == 1

@@ -22,9 +22,9 @@ async def test_each_kind_of_standstill_is_marked_dead() -> None:
 
 
 async def test_a_crowd_is_not_marked_dead() -> None:
-    found = await count_false_deaths(3.0, 8)
+    found = await count_false_deaths(3.0, 4)
     assert found.false_deaths == []
-    assert found.num_stalls >= 8
+    assert found.num_stalls >= 4
     assert found.longest_gap_seconds > 0.25  # they were stopped indeed
 
 

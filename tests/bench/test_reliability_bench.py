@@ -40,7 +40,7 @@ def test_graphs_that_cannot_be_measured_are_refused(options: DecodeOptions, text
 
 
 def test_both_graphs_run_in_turns_and_give_equal_tokens() -> None:
-    chosen = options(2, overrides=SMALL, prompt_tokens=4, new_tokens=48)
+    chosen = options(2, overrides=SMALL, prompt_tokens=4, new_tokens=16)
     report = run_benchmark("reliability", measure(read_graphs(QUICKSTART, None, chosen), chosen), num_pairs=2)
     (figure,) = report.figures
     assert figure.ratio is not None

@@ -11,7 +11,7 @@ from flowrt.bench.cases.request_log import measure, read_graphs
 from flowrt.bench.measure.benchmark import run_benchmark
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml"
-OPTIONS = DecodeOptions(batch=(4,), prompt_tokens=8, new_tokens=48, overrides=("deploy.processes=2", "numerics=strict"))
+OPTIONS = DecodeOptions(batch=(4,), prompt_tokens=8, new_tokens=16, overrides=("deploy.processes=2", "numerics=strict"))
 
 
 def test_graphs_differ_in_the_log_alone(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_graphs_differ_in_numerics_alone(model: Path, tmp_path: Path) -> None:
 def test_report_has_both_speeds_blocks_and_the_check_at_the_start(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = tmp_path / "one.yaml"
     one.write_text(f"flowrt: 1\nmodel: {{path: {model}}}\ndeploy: {{processes: one}}\n")
-    options = DecodeOptions(dtype=("float32",), batch=(2,), prompt_tokens=6, new_tokens=96)
+    options = DecodeOptions(dtype=("float32",), batch=(2,), prompt_tokens=6, new_tokens=32)
     report = run_benchmark("strict", measure(model, one, options), num_pairs=1)
     assert [(figure.name, figure.peer, figure.target) for figure in report.figures] == [
         ("prefill 2 float32", "fast", None),
