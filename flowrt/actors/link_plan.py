@@ -10,7 +10,7 @@ from math import ceil, prod
 from flowrt.actors.links import LinkPlan
 from flowrt.graph.model import GATEWAY, Edge, Graph
 from flowrt.graph.notation import parse_tensor_spec
-from flowrt.graph.trampoline import window_of
+from flowrt.graph.trampoline_edges import window_of
 from flowrt.transports.contract import Limits
 from flowrt.transports.wire.message import DTYPE_BYTES
 

@@ -17,8 +17,8 @@ from flowrt.actors.control import Statistics
 from flowrt.actors.emulated_links import check_machine
 from flowrt.actors.outputs import ClientEvent
 from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, RequestKeywords, TextPrompt, checked_prompt, each_input, split_keywords
+from flowrt.api.log_identity import open_request_log
 from flowrt.api.opened_model import open_model
-from flowrt.api.request_log import open_request_log
 from flowrt.api.sampling_defaults import AUTO
 from flowrt.api.served import StateReports, front_end_services
 from flowrt.errors import TokenizerError, UserError

@@ -9,8 +9,8 @@ from typing import Any, cast
 from flowrt.bench.peers.child import new_event_loop
 from flowrt.bench.report.plots import check_plot
 from flowrt.bench.report.report import Machine, new_console, print_progress
+from flowrt.chaos.chaos_options import ChaosOptions
 from flowrt.chaos.measure import ChaosResult, measure, prepare
-from flowrt.chaos.options import ChaosOptions
 from flowrt.chaos.plot import plot_chaos
 from flowrt.chaos.report import print_report, report_of
 from flowrt.errors import FAILURE, INTERRUPTED, SUCCESS, UserError

@@ -14,12 +14,12 @@ from typing import NamedTuple, cast
 
 from flowrt.api import RunningGraph, read_graph
 from flowrt.chaos.cells import FAULTS, PHASES, FaultName, Phase, Stretch, cell_stretches, chosen, processes_by_role, random_stretches
+from flowrt.chaos.chaos_options import ChaosOptions
 from flowrt.chaos.compare import AnswerCounts, ReceivedAnswer, StretchPair, expected_of
 from flowrt.chaos.inject import Injector
 from flowrt.chaos.leaks import Holding, children_of, held_bytes, holding_of, leaks_between, named_memory
 from flowrt.chaos.load import Load, LoadRequest, requests_of
 from flowrt.chaos.observer import InjectedFault, RunObserver
-from flowrt.chaos.options import ChaosOptions
 from flowrt.chaos.phases import Phases
 from flowrt.chaos.plan import check_processes, load_plan
 from flowrt.emulation import EmulationReport, emulation_report

@@ -19,12 +19,12 @@ from flowrt.bench.measure.benchmark import Result, Trial
 from flowrt.bench.report.figures import Figure, Spread, Target
 from flowrt.bench.report.plots import new_picture, save_report_picture
 from flowrt.bench.report.report import BenchmarkReport, ReportSection, print_progress
+from flowrt.chaos.chaos_options import RecoveryOptions
 from flowrt.chaos.compare import curve, throughput, token_times
 from flowrt.chaos.inject import BACK_SECONDS, Injector
 from flowrt.chaos.load import Load, LoadRequest, requests_of
 from flowrt.chaos.measure import expert_servers
 from flowrt.chaos.observer import RunObserver
-from flowrt.chaos.options import RecoveryOptions
 from flowrt.chaos.plan import check_processes
 from flowrt.emulation import emulation_report
 from flowrt.errors import UserError

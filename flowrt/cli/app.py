@@ -24,7 +24,7 @@ from flowrt.cli.check import check_app
 from flowrt.cli.graph import graph_app
 from flowrt.cli.options import ChatOptions, ChatSamplingOptions, RunOptions, SamplingOptions, ServeCommandOptions, read_number
 from flowrt.errors import INTERRUPTED, NO_READER, UserError, shortened
-from flowrt.simulation.options import SimulationOptions
+from flowrt.simulation.simulate_options import SimulationOptions
 from flowrt.system.output_file import LostOutputError
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from flowrt.bench.cases.options import (
+from flowrt.bench.cases.case_options import (
     DecodeOptions,
     JsonFile,
     LatencyOptions,
@@ -27,8 +27,8 @@ from flowrt.bench.cases.options import (
     ServedOptions,
     StreamOptions,
 )
-from flowrt.bench.load.options import LoadOptions
-from flowrt.chaos.options import RecoveryOptions
+from flowrt.bench.load.load_options import LoadOptions
+from flowrt.chaos.chaos_options import RecoveryOptions
 from flowrt.errors import UserError, install_command
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ def colocated(*, options: PatternOptions | None = None) -> None:
 @bench_app.command
 def trampoline(*, options: PatternOptions | None = None) -> None:
     """Compare trampolines with the direct exchange on emulated links: messages per group, bytes, and step times."""
-    from flowrt.bench.cases.trampoline import measure_trampoline
+    from flowrt.bench.cases.trampoline_cost import measure_trampoline
 
     _run_pattern("trampoline", measure_trampoline, options)
 
@@ -455,7 +455,7 @@ def request_log(
     sync: Annotated[bool, Parameter(negative=(), show_default=False, help="Wait for the disk, as with request_log_sync.")] = False,
 ) -> None:
     """Measure the cost of a request log, and the time from a resume until each of `--batch` open requests has its next token."""
-    from flowrt.bench.cases.request_log import measure
+    from flowrt.bench.cases.log_cost import measure
 
     options = options or ManyRequestsOptions()
     run_served("log", graph, options, measure(graph, options.model, options.decode, sync))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from flowrt.chaos.options import ChaosOptions
+from flowrt.chaos.chaos_options import ChaosOptions
 
 chaos_app = App(name="chaos")
 

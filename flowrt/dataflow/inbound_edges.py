@@ -19,7 +19,7 @@ from flowrt.dataflow.parts import FAILED, FailedHeader, PartHeader, PlanHeader
 from flowrt.dataflow.payload import INDEX_TYPES, TORCH_DTYPES, Payload, from_int8_rows, from_message, from_reference
 from flowrt.dataflow.schemas import MessageSchema
 from flowrt.graph.model import Edge, Graph
-from flowrt.graph.trampoline import bundle_edges
+from flowrt.graph.trampoline_edges import bundle_edges
 from flowrt.transports.wire.message import Message, Tag
 
 

@@ -18,7 +18,7 @@ from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import RoutedOutput, part_of
 from flowrt.exchange.expert_client import ExpertClient, Redispatch
 from flowrt.graph.model import Graph
-from flowrt.graph.trampoline import bundle_edges
+from flowrt.graph.trampoline_edges import bundle_edges
 from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.transports.wire.message import Message, Tag

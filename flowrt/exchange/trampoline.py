@@ -2,7 +2,7 @@
 
 A bundle carries all parts of a tag for the servers behind one trampoline, with each row once. The client has split the rows by its own
 map, so a trampoline decides nothing. It responds to each part of a bundle exactly once: with the server's response, with the server's
-error, or with the notice that it has lost the server (`FailedHeader.lost`). flowrt/graph/trampoline.py describes the nodes and edges.
+error, or with the notice that it has lost the server (`FailedHeader.lost`). flowrt/graph/trampoline_edges.py describes the nodes and edges.
 
 What waits at a trampoline is bounded: a client sends a trampoline no more parts than its window, counted until their responses arrive.
 The credit of a bundle returns with the last response to its parts; no message carries credits alone.
@@ -22,7 +22,7 @@ from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import RoutedOutput, part_of
 from flowrt.errors import OperatorError
 from flowrt.graph.model import Graph
-from flowrt.graph.trampoline import group_ports
+from flowrt.graph.trampoline_edges import group_ports
 from flowrt.operators.dispatch import Part
 from flowrt.transports.wire.message import Tag
 
@@ -114,7 +114,7 @@ class Collect:
 
 
 class Trampolines:
-    """The trampolines of one client. Pure. By trampoline: `servers` behind it, `processes`, and `windows` (graph/trampoline.py).
+    """The trampolines of one client. Pure. By trampoline: `servers` behind it, `processes`, and `windows` (graph/trampoline_edges.py).
 
     The loop and the compute thread use it; each use is one step on a set.
     """

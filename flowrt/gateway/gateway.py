@@ -1,7 +1,7 @@
 """The gateway: admits requests, routes them to groups, commits their tokens, and produces the events of their clients.
 
 `Gateway` is pure, without torch. Its inputs are requests, tokens, ends, and lost and returned groups. Its outputs are placements, events
-for clients, and cancels for workers. `Requests` (requests.py) carries these decisions out; stages.py and placement.py choose the groups,
+for clients, and cancels for workers. `Requests` (requests.py) carries these decisions out; stages.py and router.py choose the groups,
 and the prefill workers before them.
 
 A token is committed when the gateway appends it to the request's log. Only the next index from the current attempt is appended, so
@@ -272,7 +272,7 @@ class Gateway(RequestLogs):
     ) -> list[Decision]:
         """Move all requests of a group, and place no more there until `readmit_group`. `why` continues a sentence about the group.
 
-        may_recur: the group crashed or hung, and what it computed may be the reason (see placement.py). is_alive: the group may continue
+        may_recur: the group crashed or hung, and what it computed may be the reason (see router.py). is_alive: the group may continue
         later; the returned cancels free its resources. is_restarting: requests wait for it without limit until `give_up_group`.
         """
         self._stages.lose(group, why, is_restarting=is_restarting)

@@ -1,6 +1,6 @@
 """Routing policies: which worker gets a request that waits at the gateway, or that it waits for a better one. Pure.
 
-A policy is a function of the request and the statuses of the workers that may have it. The gateway has one queue per stage (placement.py)
+A policy is a function of the request and the statuses of the workers that may have it. The gateway has one queue per stage (router.py)
 and asks the policy whenever a request waits and something has changed: the oldest request first, each with the effects of those before it.
 So no worker has a queue that another could have served sooner (xDeepServe section 4.3). A package provides a policy of its own by the
 entry point group `flowrt.routing_policies`.

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterable
 
 from flowrt.actors.control import KvCompleted, KvOffer
-from flowrt.gateway.placement import Placement
 from flowrt.gateway.request_log import RequestLog, Stage
+from flowrt.gateway.router import Router
 from flowrt.gateway.routing import GuardedPolicy, RoutingPolicy, WorkerStatus, cache_aware, find_policy
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import attention_groups, prefill_workers
@@ -44,8 +44,8 @@ class Stages:
         self._now, policy = now, GuardedPolicy(routing)
         self._policy = policy
         self._open: dict[int, RequestLog] = {}  # requests with an attempt, by number
-        self._groups = Placement(tuple(groups), limits_of, lost_group_seconds, now, policy, "all", of_groups)
-        self._prefill = Placement(prefill_workers, limits_of, lost_group_seconds, now, policy, "prefill", of_prefill)
+        self._groups = Router(tuple(groups), limits_of, lost_group_seconds, now, policy, "all", of_groups)
+        self._prefill = Router(prefill_workers, limits_of, lost_group_seconds, now, policy, "prefill", of_prefill)
         self._mean_output_tokens: float | None = None  # of choices of the latest requests
         self._kv_hold_seconds = kv_hold_seconds
         self._holds: dict[int, float] = {}  # number of a request whose prompt a worker holds -> when that ends; the earliest first
@@ -207,9 +207,9 @@ class Stages:
     def _skips_prefill(self, log: RequestLog) -> bool:
         return self._prefill.has_no_group or log.num_kv_lost >= MAX_KV_LOST
 
-    def _stage(self, log: RequestLog) -> Placement:
+    def _stage(self, log: RequestLog) -> Router:
         is_prefilled = log.kv is not None and log.kv.is_complete
         return self._groups if log.prefill_worker is None or is_prefilled else self._prefill
 
-    def _of(self, worker: str) -> Placement:
+    def _of(self, worker: str) -> Router:
         return self._prefill if worker in self._prefill.groups else self._groups

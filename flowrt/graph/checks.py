@@ -29,7 +29,7 @@ from flowrt.graph.recovery import (
     survivable_processes,
 )
 from flowrt.graph.settings import ReliabilitySettings
-from flowrt.graph.trampoline import check_trampolines
+from flowrt.graph.trampoline_edges import check_trampolines
 from flowrt.transports.wire.message import DTYPE_BYTES
 
 _FAULT_PLAN = re.compile(r"^faulty\+|(?<=[\w.+-])\?.*$")  # faulty+shm?drop@100 is shm with injected faults

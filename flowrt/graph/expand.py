@@ -37,7 +37,7 @@ from flowrt.graph.schema import (
     RoleSection,
 )
 from flowrt.graph.settings import Batching, GraphLimits, Numerics
-from flowrt.graph.trampoline import MIN_SAVED_MESSAGES
+from flowrt.graph.trampoline_edges import MIN_SAVED_MESSAGES
 
 PULLS_IN_FLIGHT = 8  # chunks that a group requests ahead from each prefill worker
 _EXPERTS = ("deploy", "experts")

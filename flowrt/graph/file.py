@@ -139,7 +139,7 @@ def build_graph(
         text = f"{graph.long_prompts.workers} of {computing} workers are for long prompts; write fewer, so that short ones have one"
         document.fail(("long_prompts", "workers"), text)
     if graph.hosts is not None:
-        graph = graph.replace(placement=place_processes(graph, graph.hosts))
+        graph = graph.replace(process_hosts=place_processes(graph, graph.hosts))
     for path, text in check_hosts(graph):
         document.fail(path, text)
     if bound := processes_of_one_thread_count(graph):

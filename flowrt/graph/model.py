@@ -142,7 +142,7 @@ class Graph(GraphSettings, frozen=True, dict=True):
     edges: dict[str, Edge]
     model: ModelPart | None = None
     prompts: tuple[str, ...] = ()
-    placement: dict[str, str] = msgspec.field(default_factory=dict)  # process -> its host; empty without `hosts`
+    process_hosts: dict[str, str] = msgspec.field(default_factory=dict)  # process -> its host; empty without `hosts`
     folder: str = ""  # absolute folder of the file: on sys.path of workers for "module:function"
     # For errors that are found after reading: key of the explicit form -> its place ("FILE:LINE" or "--set ..") and key as written.
     places: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict)
@@ -178,7 +178,7 @@ class Graph(GraphSettings, frozen=True, dict=True):
 
     def host_of(self, process: str) -> str:
         """The host of a process, also of one that is not of the graph."""
-        return self.placement.get(process, FIRST_HOST)
+        return self.process_hosts.get(process, FIRST_HOST)
 
     def shown_host(self, process: str) -> str:
         """The host of a process where there are several, else ""."""

@@ -27,7 +27,7 @@ from flowrt.transports.contract import HostAddress, Identity
 
 class HostsBackend:
     """`host_address`: of the launcher's host, as in Seams. `local`: of the launcher's host. `remote`: the other hosts, by name.
-    `placement`: process -> host."""
+    `process_hosts`: process -> host."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class HostsBackend:
         engine: HostEngine,
         local: ProcessBackend,
         remote: Mapping[str, RemoteHost],
-        placement: Mapping[str, str],
+        process_hosts: Mapping[str, str],
     ) -> None:
         self.host_address = host_address
-        self._engine, self._local, self._remote, self._placement = engine, local, remote, placement
+        self._engine, self._local, self._remote, self._process_hosts = engine, local, remote, process_hosts
         self._is_closed = False
 
     @classmethod
@@ -55,7 +55,7 @@ class HostsBackend:
         seconds: float,
     ) -> HostsBackend:
         """See OpenBackend. `scheme`: the transport of the control connections; it encrypts. `spawn` creates tasks of the run."""
-        settings, counts = graph.hosts or HostSettings(count=1), Counter(graph.placement.values())
+        settings, counts = graph.hosts or HostSettings(count=1), Counter(graph.process_hosts.values())
         used = [name for name in settings.names if counts[name] or name == FIRST_HOST]
         resources = {name: host_resources(graph, name) for name in used}
         engine = await (seams.open_engine or partial(_open_engine, settings, seams))(resources, seconds)
@@ -77,7 +77,7 @@ class HostsBackend:
                 for start in (start_local(), *(host.open() for host in remote.values())):
                     tasks.create_task(start)
             assert local is not None
-            return cls(host_address, engine, local, remote, graph.placement)
+            return cls(host_address, engine, local, remote, graph.process_hosts)
         except BaseException as error:
             engine.kill_all()
             if local is not None:
@@ -101,7 +101,7 @@ class HostsBackend:
         self._local.kill_server()
 
     async def start(self, spec: ProcessSpec) -> WorkerProcess:
-        host = self._remote.get(self._placement.get(spec.name, ""))
+        host = self._remote.get(self._process_hosts.get(spec.name, ""))
         if host is None:
             return await self._local.start(spec)
         if self._is_closed:

@@ -16,7 +16,7 @@ from flowrt.dataflow.parts import BundleHeader, PartHeader, PlanHeader
 from flowrt.graph.kinds import Keeps, Kind, Port
 from flowrt.graph.placement import expert_map_of, held_experts
 from flowrt.graph.settings import Batching
-from flowrt.graph.trampoline import forwarded_servers, group_ports, window_of
+from flowrt.graph.trampoline_edges import forwarded_servers, group_ports, window_of
 from flowrt.kinds.site import Site
 from flowrt.kinds.weights import row_bytes_of, weight_elements
 from flowrt.transports.wire.message import DTYPE_BYTES

@@ -11,9 +11,9 @@ from flowrt.graph.model import Graph
 from flowrt.launcher.launcher import RESPONSE_SECONDS
 from flowrt.reliability.scenario import Scenario
 from flowrt.sampling_params import SamplingParams
+from flowrt.simulation.log_disk import LogConditions
 from flowrt.simulation.network_conditions import CALM, NetworkConditions
 from flowrt.simulation.processes import ProcessConditions
-from flowrt.simulation.request_log import LogConditions
 from flowrt.simulation.simulated_seams import ComputeDelays
 from flowrt.simulation.simulated_trace import SimulatedTrace
 

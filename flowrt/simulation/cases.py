@@ -44,10 +44,10 @@ from flowrt.simulation.inside import EXACT_MODEL
 from flowrt.simulation.invariants import Reference, check, front_ends_of
 from flowrt.simulation.invariants import mortal as mortal_workers
 from flowrt.simulation.launchers import simulate
+from flowrt.simulation.log_disk import DeathKind, LauncherDeath, LogConditions
 from flowrt.simulation.network_conditions import CALM, NetworkConditions
 from flowrt.simulation.outages import holders_of
 from flowrt.simulation.processes import ProcessConditions
-from flowrt.simulation.request_log import DeathKind, LauncherDeath, LogConditions
 from flowrt.simulation.served import ClientRecord
 from flowrt.simulation.simulated_seams import ComputeDelays
 from flowrt.simulation.world import Outcome

@@ -37,12 +37,12 @@ from flowrt.simulation.group_checks import GroupChecks
 from flowrt.simulation.hosts import SimulatedEngine, clock_faults
 from flowrt.simulation.inside import WorkerInternals, credit_faults
 from flowrt.simulation.invariants import fastest_clock
+from flowrt.simulation.log_disk import LauncherLog
 from flowrt.simulation.modelled_time import ModelledTimeChecks
 from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.observed_run import ObservedRun
 from flowrt.simulation.outages import Outages, holders_of
 from flowrt.simulation.page_waits import circular_waits
-from flowrt.simulation.request_log import LauncherLog
 from flowrt.simulation.served import ClientRecord, Served
 from flowrt.simulation.server_checks import ServerChecks
 from flowrt.simulation.world import World

@@ -26,9 +26,9 @@ from flowrt.simulation.calls import AnyServed
 from flowrt.simulation.campaign import CampaignCounts, Failure, campaign, digest_line, fails
 from flowrt.simulation.case import Case, Kept
 from flowrt.simulation.cases import draw
-from flowrt.simulation.options import SimulationOptions
 from flowrt.simulation.record import SeedRecord
 from flowrt.simulation.shrink import shrink
+from flowrt.simulation.simulate_options import SimulationOptions
 from flowrt.simulation.simulated_trace import SimulatedTrace
 from flowrt.simulation.world import Outcome
 from flowrt.trace.perfetto_file import check_trace_file, write_trace

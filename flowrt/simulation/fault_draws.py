@@ -161,7 +161,7 @@ def draw_standby_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
 def draw_host_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
     """The end of a host, once or twice; its partition from the launcher, or from all processes of other hosts, in one direction or both; a
     stop of its host server."""
-    hosts = sorted(set(graph.placement.values()) - {FIRST_HOST})
+    hosts = sorted(set(graph.process_hosts.values()) - {FIRST_HOST})
     if not hosts:
         return []
     at, host, lasts = _draw_time(chance, 0.0), chance.choice(hosts), 10 ** chance.uniform(-1, 1)

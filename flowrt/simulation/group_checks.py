@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from flowrt.actors.control import Control, KvCompleted, KvLost, KvPulled, Submit, Tokens
 from flowrt.actors.outputs import TokenEvent
-from flowrt.gateway.placement import max_sequences_at
 from flowrt.gateway.request_log import RequestLog, Stage
+from flowrt.gateway.router import max_sequences_at
 from flowrt.graph.model import GATEWAY, Graph
 from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.launcher import events

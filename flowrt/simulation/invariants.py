@@ -50,7 +50,7 @@ Reference = tuple[tuple[int, ...], ...]  # the token ids of each choice of a req
 
 def processes_hit(graph: Graph, fault: AnyFault) -> tuple[str, ...]:
     """The processes that a fault hits, with those on a host that it hits."""
-    return (*fault.processes, *(name for name, host in graph.placement.items() if host in fault.processes))
+    return (*fault.processes, *(name for name, host in graph.process_hosts.items() if host in fault.processes))
 
 
 def mortal(graph: Graph) -> frozenset[str]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from flowrt.simulation.case import Case
 from flowrt.simulation.cluster import SimulatedRun, serve
 from flowrt.simulation.errors import InvariantError
-from flowrt.simulation.request_log import LauncherLog, LogDisk
+from flowrt.simulation.log_disk import LauncherLog, LogDisk
 from flowrt.simulation.served import Served
 from flowrt.simulation.waitables import OUTSIDE, current_node
 from flowrt.simulation.world import Outcome, World, joined, run

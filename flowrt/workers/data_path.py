@@ -27,7 +27,7 @@ from flowrt.exchange.trampoline import Forwarder
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.numerics import is_strict
 from flowrt.graph.recovery import survivable_processes
-from flowrt.graph.trampoline import bundle_edges
+from flowrt.graph.trampoline_edges import bundle_edges
 from flowrt.seams import Compute, Seams
 from flowrt.transports.contract import Identity
 from flowrt.transports.wire.message import Message, Tag

@@ -7,8 +7,8 @@ from shutil import copytree
 
 import pytest
 
+from flowrt.api.log_identity import identity_of
 from flowrt.api.opening import read_graph
-from flowrt.api.request_log import identity_of
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-moe"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flowrt.bench.cases.api_cost import measure
-from flowrt.bench.cases.options import DecodeOptions
+from flowrt.bench.cases.case_options import DecodeOptions
 from flowrt.bench.measure.benchmark import run_benchmark
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml"

@@ -15,8 +15,8 @@ from checkpoints import load_truth, make_checkpoint, truth_greedy
 from safetensors.torch import load_file
 
 import flowrt
+from flowrt.bench.cases.case_options import DecodeOptions
 from flowrt.bench.cases.decode import fastest, have_different_tokens, measure
-from flowrt.bench.cases.options import DecodeOptions
 from flowrt.bench.measure.benchmark import run_benchmark
 from flowrt.bench.measure.decoding import DecodeRun, TokenAgreement, first_difference, prompts_of
 from flowrt.bench.measure.graph_side import GraphSide, TurnClock, check_limits

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flowrt.bench.load.http_client import ServerAddress
-from flowrt.bench.load.options import LoadOptions
+from flowrt.bench.load.load_options import LoadOptions
 from flowrt.bench.load.prompts import LoadPrompt, make_prompts
 from flowrt.bench.load.record import RequestRecord
 from flowrt.bench.load.result import file_name, result_of, steady_state, table, without_details

@@ -9,7 +9,7 @@ import pytest
 from checkpoints import make_checkpoint
 
 from flowrt.bench.cases import kv_transfer, latency, prefix, routing
-from flowrt.bench.cases.options import LatencyOptions, StreamOptions
+from flowrt.bench.cases.case_options import LatencyOptions, StreamOptions
 from flowrt.bench.measure.benchmark import run_benchmark
 from flowrt.errors import UserError
 from flowrt.graph.notation import format_ids

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowrt.bench.cases.options import DecodeOptions
+from flowrt.bench.cases.case_options import DecodeOptions
 from flowrt.bench.cases.reliability import KEYS, measure, read_graphs
 from flowrt.bench.measure.benchmark import run_benchmark
 from flowrt.errors import UserError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.bench.cases.options import DecodeOptions
-from flowrt.bench.cases.request_log import measure, read_graphs
+from flowrt.bench.cases.case_options import DecodeOptions
+from flowrt.bench.cases.log_cost import measure, read_graphs
 from flowrt.bench.measure.benchmark import run_benchmark
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml"

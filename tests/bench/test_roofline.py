@@ -15,9 +15,9 @@ import yaml
 from checkpoints import make_checkpoint
 
 from flowrt.api import read_graph
+from flowrt.bench.cases.case_options import OperatorOptions
 from flowrt.bench.cases.operator_cases import CasePart, ModelOperators, OperatorCase, cases_of
 from flowrt.bench.cases.operators import OperatorTime, operator_times, time_case
-from flowrt.bench.cases.options import OperatorOptions
 from flowrt.bench.cases.random_weights import MODEL_LIKE_QWEN3, RandomCheckpoint
 from flowrt.bench.measure.cost_fit import compute_section, fit_cost
 from flowrt.bench.measure.limits import better_of

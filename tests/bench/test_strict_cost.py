@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 
-from flowrt.bench.cases.options import DecodeOptions
+from flowrt.bench.cases.case_options import DecodeOptions
 from flowrt.bench.cases.strict import NUM_PROOFS, measure, read_graphs
 from flowrt.bench.measure.benchmark import run_benchmark
 from flowrt.errors import UserError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.bench.cases.options import DecodeOptions
+from flowrt.bench.cases.case_options import DecodeOptions
 from flowrt.bench.cases.structured import measure
 from flowrt.bench.measure.benchmark import run_benchmark
 

@@ -9,9 +9,9 @@ import pytest
 
 from flowrt.bench.report.report import Machine
 from flowrt.chaos.cells import role_of
+from flowrt.chaos.chaos_options import ChaosOptions
 from flowrt.chaos.measure import ChaosResult, measure, prepare
 from flowrt.chaos.moves import moved_requests, usual_times
-from flowrt.chaos.options import ChaosOptions
 from flowrt.chaos.report import report_of
 from flowrt.launcher import events
 

@@ -13,11 +13,11 @@ from left_processes import left_processes
 
 from flowrt.api import RunningGraph, open_graph
 from flowrt.bench.report.report import Machine
+from flowrt.chaos.chaos_options import ChaosOptions
 from flowrt.chaos.inject import Injector
 from flowrt.chaos.leaks import is_alive
 from flowrt.chaos.measure import ChaosResult, measure, prepare
 from flowrt.chaos.observer import RunObserver
-from flowrt.chaos.options import ChaosOptions
 from flowrt.chaos.plan import parse_faults
 from flowrt.chaos.report import report_of
 from flowrt.chaos.run_faults import RunFaults

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.chaos.options import RecoveryOptions
+from flowrt.chaos.chaos_options import RecoveryOptions
 from flowrt.chaos.recovery import POLICIES, LostTokens, RecoverySide, figures_of, read_graphs
 from flowrt.errors import UserError
 

@@ -26,7 +26,7 @@ async def test_the_loss_of_a_host_changes_no_token_and_its_processes_rejoin(serv
     story, expected = Story(), served.expected[:4]
     async with flowrt.open(path, on_event=story.note) as running:
         graph, run_id = running.launcher.graph, running.launcher.run_id
-        lost = sorted(name for name, host in graph.placement.items() if host == "host.1")
+        lost = sorted(name for name, host in graph.process_hosts.items() if host == "host.1")
         assert len(lost) == 2
         between = {edge.transport for edge in graph.edges.values() if len({graph.host_of(end) for end in graph.ends_of(edge)}) == 2}
         assert between == {"zmq"}

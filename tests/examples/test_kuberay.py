@@ -194,7 +194,7 @@ def test_its_graph_uses_the_hosts_and_the_model_that_the_pods_have(tmp_path: Pat
     graph = read_graph(path, model=ROOT / "examples" / "tiny-moe")
     assert graph.hosts is not None
     assert graph.hosts.count == 1 + sum(group.replicas for group in cluster.spec.worker_group_specs)
-    assert set(graph.placement.values()) == set(graph.hosts.names)
+    assert set(graph.process_hosts.values()) == set(graph.hosts.names)
     (model_path,) = re.findall(r"model: \{path: (\S+)\}", config.data["graph.yaml"])
     head = cluster.spec.head_group_spec.template.spec.containers[0]
     assert any(model_path.startswith(f"{mount.mount_path}/") for mount in head.volume_mounts)

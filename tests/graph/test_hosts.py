@@ -26,7 +26,7 @@ TWO = (
 
 
 def test_without_hosts_there_is_no_placement(load: Load) -> None:
-    assert load(HEAD).placement == {}
+    assert load(HEAD).process_hosts == {}
 
 
 def test_replicas_are_on_two_hosts_and_each_role_is_spread(load: Load) -> None:
@@ -55,7 +55,7 @@ def test_the_resources_of_a_host_are_those_of_its_processes(load: Load) -> None:
 def test_an_expanded_graph_has_the_same_placement_and_show_prints_it(load: Load) -> None:
     graph = load(TWO.replace("count: 2", "count: 2, trusted: [10.1.0.0/16]") + "place: {attention: {hosts: [1]}}\n")
     again_loaded = load(to_yaml(graph))
-    assert (again_loaded.hosts, again_loaded.place, again_loaded.placement) == (graph.hosts, graph.place, graph.placement)
+    assert (again_loaded.hosts, again_loaded.place, again_loaded.process_hosts) == (graph.hosts, graph.place, graph.process_hosts)
     text = io.StringIO()
     print_graph(graph, "g", Console(file=text))
     assert "process attention.0, on host.1\n" in text.getvalue()
@@ -105,4 +105,4 @@ def test_a_multiple_of_the_replicas_can_always_be_spread(replicas: int, multiple
     graph = Graph.of(nodes, edges, hosts=hosts)
     placed = place_processes(graph, hosts)
     assert sorted(placed) == sorted(graph.process_names())
-    assert not list(check_hosts(graph.replace(placement=placed)))
+    assert not list(check_hosts(graph.replace(process_hosts=placed)))

@@ -81,7 +81,7 @@ def pids_of(run_id: str) -> list[int]:
 async def test_ray_engine(check: Check) -> None:
     run_id = f"checks of ray of {os.getpid()}"
     place = dict.fromkeys(NAMES, "host.1")
-    graph = Graph({}, {}, hosts=HostSettings(), placement=place)
+    graph = Graph({}, {}, hosts=HostSettings(), process_hosts=place)
     spawn = lambda task, name: asyncio.create_task(task, name=name)  # noqa: E731
 
     async def open_backend(owner: Owner) -> HostsBackend:
@@ -95,7 +95,7 @@ async def test_ray_engine(check: Check) -> None:
 async def test_tokens_are_exact_and_each_edge_has_its_transport(served: Served, tmp_path: Path, trusted: list[str]) -> None:
     async with flowrt.open(write(served, tmp_path, trusted=trusted)) as running:
         graph, run_id = running.launcher.graph, running.launcher.run_id
-        assert set(graph.placement.values()) == {f"host.{number}" for number in range(NUM_HOSTS)}
+        assert set(graph.process_hosts.values()) == {f"host.{number}" for number in range(NUM_HOSTS)}
         for edge in graph.edges.values():
             ends = {graph.host_of(end) for end in graph.ends_of(edge)}
             assert edge.transport in (("local", "shm") if len(ends) == 1 else ("ucx",) if trusted else ("zmq",))
@@ -123,8 +123,8 @@ async def test_a_cluster_without_tokens_is_refused(served: Served, tmp_path: Pat
 async def test_a_death_changes_no_token_and_its_processes_rejoin(served: Served, tmp_path: Path, victim: str, trusted: list[str]) -> None:
     story = Story()
     async with flowrt.open(write(served, tmp_path, trusted=trusted), on_event=story.note) as running:
-        run_id, placement = running.launcher.run_id, running.launcher.graph.placement
-        lost = sorted(name for name, host in placement.items() if host == "host.1")
+        run_id, process_hosts = running.launcher.run_id, running.launcher.graph.process_hosts
+        lost = sorted(name for name, host in process_hosts.items() if host == "host.1")
         server = server_of(run_id, "host.1")
         pid = {"host server": server, "ray actor": psutil.Process(server).ppid(), "worker": _worker(server)}[victim]
         killed: list[int] = []
@@ -180,8 +180,8 @@ async def test_a_channel_opens_as_soon_as_the_link_to_the_host_is_back() -> None
 async def test_a_partition_changes_no_token_and_the_host_rejoins(served: Served, tmp_path: Path, one_way: bool, trusted: list[str]) -> None:
     story = Story()
     async with flowrt.open(write(served, tmp_path, dead_seconds=2.0, trusted=trusted), on_event=story.note) as running:
-        run_id, placement = running.launcher.run_id, running.launcher.graph.placement
-        lost = sorted(name for name, host in placement.items() if host == "host.1")
+        run_id, process_hosts = running.launcher.run_id, running.launcher.graph.process_hosts
+        lost = sorted(name for name, host in process_hosts.items() if host == "host.1")
         server = server_of(run_id, "host.1")
         before = [server, *(child.pid for child in psutil.Process(server).children())]
         begun = asyncio.Event()
@@ -207,9 +207,9 @@ async def test_a_partition_between_two_other_hosts_changes_no_token(served: Serv
     """The launcher reaches both, so neither is lost: links between them break, and a process of each ends or goes on without the other."""
     story = Story()
     async with flowrt.open(write(served, tmp_path, dead_seconds=2.0, trusted=trusted), on_event=story.note) as running:
-        run_id, placement = running.launcher.run_id, running.launcher.graph.placement
+        run_id, process_hosts = running.launcher.run_id, running.launcher.graph.process_hosts
         servers = [server_of(run_id, host) for host in ("host.1", "host.2")]
-        reached = sorted(name for name, host in placement.items() if host in ("host.1", "host.2"))
+        reached = sorted(name for name, host in process_hosts.items() if host in ("host.1", "host.2"))
         begun, heals = asyncio.Event(), asyncio.Event()
 
         async def part() -> None:

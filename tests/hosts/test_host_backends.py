@@ -29,7 +29,7 @@ from flowrt.seams import Seams
 
 NAMES = ("pair", "a", "b", "c", "same", "former", "standby", "cancelled", "kept")
 RUN_ID = f"checks of hosts of {os.getpid()}"
-GRAPH = Graph({}, {}, hosts=HostSettings(engine="local"), placement=dict.fromkeys(NAMES, "host.1"))
+GRAPH = Graph({}, {}, hosts=HostSettings(engine="local"), process_hosts=dict.fromkeys(NAMES, "host.1"))
 
 
 def spawn(task: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -56,7 +56,7 @@ async def test_local_engine(check: Check) -> None:
 
 async def test_the_loss_of_a_host_is_the_end_of_its_processes_and_it_opens_again() -> None:
     owner = Owner()
-    backend = await open_backend(owner, GRAPH.replace(placement={"a": "host.1", "b": "host.1"}))
+    backend = await open_backend(owner, GRAPH.replace(process_hosts={"a": "host.1", "b": "host.1"}))
     first, second, here = [await backend.start(spec(name)) for name in ("a", "b", "c")]
     for process in (first, second, here):
         await talk(process)

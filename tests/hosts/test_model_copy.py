@@ -177,7 +177,10 @@ def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path, monkeypatch: 
 
 def test_hosts_may_have_written_their_files_at_other_times(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
-    loaded, files = LoadedFiles(Graph({}, {}, placement={name: name for name in ("host.1", "host.2")})), fingerprints(tmp_path / "model")
+    loaded, files = (
+        LoadedFiles(Graph({}, {}, process_hosts={name: name for name in ("host.1", "host.2")})),
+        fingerprints(tmp_path / "model"),
+    )
     assert loaded.difference("here", files) is None
     os.utime(tmp_path / "model" / "c.safetensors", (1, 1))
     assert loaded.difference("host.1", fingerprints(tmp_path / "model")) is None

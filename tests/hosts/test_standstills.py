@@ -193,8 +193,8 @@ async def test_a_stopped_process_is_replaced_and_no_token_changes(served: Served
             dead.append(f"{event.name}: {event.why}")
 
     async with flowrt.open(path, on_event=note) as running:
-        run_id, placement = running.launcher.run_id, running.launcher.graph.placement
-        name = next(name for name, host in placement.items() if host == "host.1" and name.startswith(victim))
+        run_id, process_hosts = running.launcher.run_id, running.launcher.graph.process_hosts
+        name = next(name for name, host in process_hosts.items() if host == "host.1" and name.startswith(victim))
         pids = [marked.pid for marked in marked_processes() if marked.run_id.startswith(run_id)]
         pid = next(pid for pid in pids if psutil.Process(pid).name() == f"fr:{name}")
 

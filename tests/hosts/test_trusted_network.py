@@ -30,7 +30,7 @@ async def test_a_death_changes_no_token(served: Served, tmp_path: Path) -> None:
                 assert edge.transport == "ucx"
         assert await tokens_of(running, served.prompts, lambda count: None) == served.expected
         pids = [marked.pid for marked in marked_processes() if marked.run_id.startswith(running.launcher.run_id)]
-        victim = next(name for name, host in graph.placement.items() if host == "host.1" and name.startswith("experts"))
+        victim = next(name for name, host in graph.process_hosts.items() if host == "host.1" and name.startswith("experts"))
         pid = next(pid for pid in pids if psutil.Process(pid).name() == f"fr:{victim}")
 
         def kill(count: int) -> None:

@@ -119,8 +119,8 @@ def test_auto_keeps_the_others_as_fallbacks_and_explains_it() -> None:
 
 
 def on_two_hosts(transport: str, *trusted: str) -> Graph:
-    placement = {"a": "host.0", "b": "host.1", "c": "host.1", "d": "host.1"}
-    return graph_of(transport).replace(hosts=HostSettings(engine="local", trusted=trusted), placement=placement)
+    process_hosts = {"a": "host.0", "b": "host.1", "c": "host.1", "d": "host.1"}
+    return graph_of(transport).replace(hosts=HostSettings(engine="local", trusted=trusted), process_hosts=process_hosts)
 
 
 def test_between_hosts_auto_is_encrypted_unless_the_network_is_trusted() -> None:

@@ -19,8 +19,8 @@ import psutil
 import pytest
 from serving.server_process import GRAPH, ROOT, SECONDS, STANDS_STILL, Server, events_of, metrics_of
 
+from flowrt.bench.load.load_options import LoadOptions
 from flowrt.bench.load.measure import bench_serve
-from flowrt.bench.load.options import LoadOptions
 from flowrt.errors import INTERRUPTED, SUCCESS
 
 ONE = ("--set", "deploy.processes=one")

@@ -54,7 +54,7 @@ DETECTOR = "flowrt.reliability.detector"
 MONITOR = "flowrt.workers.monitor"
 PARTITION, REPLICA_TABLE = "flowrt.operators.dispatch", "flowrt.operators.replica_table"
 TORCH_KERNELS = "flowrt.operators.kernels.torch.rows"
-GATEWAY, ADMISSION, PLACEMENT = "flowrt.gateway.gateway", "flowrt.gateway.admission", "flowrt.gateway.placement"
+GATEWAY, ADMISSION, ROUTER = "flowrt.gateway.gateway", "flowrt.gateway.admission", "flowrt.gateway.router"
 WINDOW = "flowrt.transports.channel.flow_control"
 LAUNCHER = "flowrt.launcher.launcher"
 RUN_STATE = "flowrt.launcher.run_state"
@@ -292,7 +292,7 @@ BUGS: tuple[Bug, ...] = (
     bug("policy-kills-unannounced", "the gateway does not learn that a group was killed to be restarted with another process", (
         DEATHS, "Deaths.fence", "if process.is_fenced or", "if process.is_killed_on_purpose or process.is_fenced or")),
     bug("policy-time-counts", "requests end when a policy restarts all groups for longer than lost_group_seconds", (
-        PLACEMENT, "Placement.lose", "self._restarting.add(group)", "pass")),
+        ROUTER, "Router.lose", "self._restarting.add(group)", "pass")),
     bug("given-up-server-awaited", "requests wait without limit for a server that is given up", (
         MEMBERSHIP, "Membership.on_control", "else self._restarting.discard", "else self._restarting.add")),
     body("marked-dead-not-killed", "a process that was marked dead is not killed", DEATHS, "Deaths.kill_to_restart", "pass"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from simulation.planting import Bug, bug
 
-PLACEMENT = "flowrt.gateway.placement"
+ROUTER = "flowrt.gateway.router"
 SCHEDULER = "flowrt.engine.scheduler"
 STEP_TIMES = "flowrt.engine.step_times"
 
@@ -18,5 +18,5 @@ COMPOSED_BUGS: tuple[Bug, ...] = (
         SCHEDULER, "Scheduler.schedule", "parts and (not budget.has_room(len(sequence.tokens)))", "not budget.has_room(len(sequence.tokens))"), (
         STEP_TIMES, "StepBudget.__init__", "max(target_seconds - fixed, fixed)", "target_seconds / 10 - fixed")),
     bug("long-prompts-stranded", "long prompts wait for their worker when it does not come back", (
-        PLACEMENT, "Placement._meant_for", "self._idle if self._lost.keys() >= {*meant} else meant", "meant")),
+        ROUTER, "Router._meant_for", "self._idle if self._lost.keys() >= {*meant} else meant", "meant")),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from simulation.planting import Bug, body, bug
 
 GATEWAY = "flowrt.gateway.gateway"
 REQUEST_LOG = "flowrt.gateway.request_log"
-PLACEMENT = "flowrt.gateway.placement"
+ROUTER = "flowrt.gateway.router"
 REQUESTS = "flowrt.gateway.requests"
 GROUP_CHANGES = "flowrt.launcher.run"
 DEATHS = "flowrt.launcher.deaths"
@@ -46,19 +46,19 @@ GROUP_BUGS: tuple[Bug, ...] = (
         RUN_STATE, "RunState.accepts_messages", "self.is_current(worker, incarnation) and (not self.table.workers[worker].process.is_fenced)", "self.is_current(worker, incarnation)")),
     body("stale-submit", "a request that was moved is still sent to its old group", GATEWAY, "Gateway.is_placed", "return True"),
     bug("placed-in-lost-group", "requests are placed in lost groups", (
-        PLACEMENT, "Placement._open_groups", "name not in self._lost", "True")),
-    body("readmission-forgotten", "a restarted group gets no requests", PLACEMENT, "Placement.readmit", "pass"),
+        ROUTER, "Router._open_groups", "name not in self._lost", "True")),
+    body("readmission-forgotten", "a restarted group gets no requests", ROUTER, "Router.readmit", "pass"),
     bug("readmitted-requests-wait", "requests that wait when a group returns are not placed", (
         GATEWAY, "Gateway.readmit_group", "return self._place_waiting()", "return []")),
     bug("room-ignored", "a group is sent any number of sequences", (
-        PLACEMENT, "Placement._open_groups", "status.num_sequences + num_more <= max_sequences_at(status.max_num_seqs, len(statuses))", "True")),
+        ROUTER, "Router._open_groups", "status.num_sequences + num_more <= max_sequences_at(status.max_num_seqs, len(statuses))", "True")),
     bug("load-kept", "the load of a lost group is not reset", (
-        PLACEMENT, "Placement.remove", "self._placed.pop(log.index, None)", "self._placed.get(log.index)")),
-    body("never-given-up", "requests wait for ever when no group is left", PLACEMENT, "Placement.expired", "return []"),
+        ROUTER, "Router.remove", "self._placed.pop(log.index, None)", "self._placed.get(log.index)")),
+    body("never-given-up", "requests wait for ever when no group is left", ROUTER, "Router.expired", "return []"),
     bug("given-up-early", "requests wait for half the time when no group is left", (
-        PLACEMENT, "Placement.__init__", "self._lost_group_seconds, self._now = (lost_group_seconds, now)", "self._lost_group_seconds, self._now = (lost_group_seconds / 2, now)")),
+        ROUTER, "Router.__init__", "self._lost_group_seconds, self._now = (lost_group_seconds, now)", "self._lost_group_seconds, self._now = (lost_group_seconds / 2, now)")),
     bug("given-up-with-a-group", "requests are given up although a group is left", (
-        PLACEMENT, "Placement.has_no_group", "self._lost.keys() >= self._idle.keys()", "bool(self._lost)")),
+        ROUTER, "Router.has_no_group", "self._lost.keys() >= self._idle.keys()", "bool(self._lost)")),
     bug("drained-early", "a drain does not wait for requests that move", (
         REQUESTS, "Requests._note_drained", "not self.gateway.num_unfinished", "not sum(worker.num_sequences for worker in self.gateway.workers.values())")),
     # what a moved request continues from
@@ -84,7 +84,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("suspect-in-company", "a suspect is computed beside other requests", (
         SEQUENCE, "Sequence.runs_alone", "return self.is_suspect or (self.is_on_trial and self.num_computed_tokens >= self.num_proven_tokens)", "return self.is_suspect")),
     bug("proven-by-one-choice", "a suspect is cleared by the token of one of its choices", (
-        PLACEMENT, "Placement.prove", "if not log.unproven:", "if True:")),
+        ROUTER, "Router.prove", "if not log.unproven:", "if True:")),
     bug("latest-token-proven", "a suspect computes its latest token beside others", (
         SEQUENCE, "Sequence.__post_init__", "len(self.tokens) - 1 if", "len(self.tokens) if")),
     bug("replay-goes-on", "the replay of a suspect goes on behind the tokens that were computed before", (
@@ -92,8 +92,8 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("restart-forgets-crash", "a policy that restarts the groups with a crashed server restarts what crashed it, too", (
         GROUP_CHANGES, "apply_group_change", "if may_recur and event.ends_groups:", "if False:")),
     bug("trial-never-over", "a suspect that has got a token is blamed for the next crash of its group", (
-        PLACEMENT, "Placement.prove", "log.runs_alone = False", "pass"), (
-        PLACEMENT, "Placement.prove", "log.num_crashes = 0", "pass")),
+        ROUTER, "Router.prove", "log.runs_alone = False", "pass"), (
+        ROUTER, "Router.prove", "log.num_crashes = 0", "pass")),
     bug("innocent-counted", "each request of a crashed group is counted, whether or not it ran alone", (
         REQUEST_LOG, "RequestLog.count_crash", "self.num_crashes += self.runs_alone", "self.num_crashes += 1"), (
         GATEWAY, "Gateway._redo", "other.runs_alone or other.num_crashes", "False")),

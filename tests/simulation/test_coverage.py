@@ -26,7 +26,7 @@ from flowrt.simulation.calls import AnyServed
 from flowrt.simulation.campaign import CampaignCounts, Failure, campaign, digest_line
 from flowrt.simulation.case import Case
 from flowrt.simulation.cases import draw, run_case
-from flowrt.simulation.request_log import LauncherDeath
+from flowrt.simulation.log_disk import LauncherDeath
 from flowrt.simulation.world import Outcome
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from simulation.outcomes import errors, finish_reasons
 from simulation.test_deaths import SEEDS, load, requests, serve_under
 
 from flowrt.gateway.gateway import Gateway
-from flowrt.gateway.placement import Placement
+from flowrt.gateway.router import Router
 from flowrt.graph.model import GATEWAY
 from flowrt.launcher.deaths import Deaths
 from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Fault, Hang, Pause, Scenario, SlowLink, Stall
@@ -64,7 +64,7 @@ def test_requests_end_when_no_group_returns(seed: int) -> None:
 
 
 def test_requests_that_wait_too_long_for_a_group_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Placement, "deadline", lambda self, waiting: None)
+    monkeypatch.setattr(Router, "deadline", lambda self, waiting: None)
     graph = load("2x3.yaml", detector=True, restarts=0, lost_group_seconds=0.1)
     deaths = [Crash(process=name, at_seconds=0.02) for name in ("attention.0", "attention.1")]
     with pytest.raises(InvariantError, match=r"I5: request-\d+ still waits for a group"):

@@ -14,7 +14,7 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.case import Case, SimulatedRequest
 from flowrt.simulation.cases import run_case
 from flowrt.simulation.launchers import simulate
-from flowrt.simulation.request_log import DeathKind, LauncherDeath, LogConditions
+from flowrt.simulation.log_disk import DeathKind, LauncherDeath, LogConditions
 
 SEEDS = range(4)
 REQUESTS = (

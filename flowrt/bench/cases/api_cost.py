@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrt.api import RunningGraph, read_graph
-from flowrt.bench.cases.options import DecodeOptions
+from flowrt.bench.cases.case_options import DecodeOptions
 from flowrt.bench.measure.benchmark import Result, Trial
 from flowrt.bench.measure.decoding import prompts_of
 from flowrt.bench.measure.graph_side import GraphSide, check_limits

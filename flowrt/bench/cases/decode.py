@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rich.console import RenderableType
 
 from flowrt.api import open_graph, read_graph
-from flowrt.bench.cases.options import DecodeOptions
+from flowrt.bench.cases.case_options import DecodeOptions
 from flowrt.bench.measure.benchmark import Measure, Result, Trial
 from flowrt.bench.measure.decoding import DecodeRun, Prompts, TokenAgreement, prompts_of
 from flowrt.bench.measure.graph_side import GraphSide, check_limits

@@ -21,8 +21,8 @@ import numpy as np
 
 from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph, open_graph, read_graph
+from flowrt.bench.cases.case_options import LatencyOptions, StreamOptions
 from flowrt.bench.cases.latency import measure_streams
-from flowrt.bench.cases.options import LatencyOptions, StreamOptions
 from flowrt.bench.cases.small_model import write_small_model
 from flowrt.bench.measure.benchmark import Result, Trial
 from flowrt.bench.report.figures import Figure, Target

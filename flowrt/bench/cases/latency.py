@@ -19,7 +19,7 @@ from pathlib import Path
 
 from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph, open_graph, read_graph
-from flowrt.bench.cases.options import LatencyOptions
+from flowrt.bench.cases.case_options import LatencyOptions
 from flowrt.bench.measure.benchmark import Measure, Result, Trial
 from flowrt.bench.measure.graph_side import check_limits
 from flowrt.bench.measure.memory import served_model

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import to_builtins
 
-from flowrt.bench.cases.options import OperatorOptions
+from flowrt.bench.cases.case_options import OperatorOptions
 from flowrt.bench.measure.benchmark import Result
 from flowrt.bench.measure.cost_fit import FittedCost, compute_section, fit_cost
 from flowrt.bench.measure.limits import better_of, clock_for, measure_limits

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrt.api import open_graph, read_graph
+from flowrt.bench.cases.case_options import DecodeOptions
 from flowrt.bench.cases.decode import agreement_record, measure_batch
-from flowrt.bench.cases.options import DecodeOptions
 from flowrt.bench.measure.benchmark import Result
 from flowrt.bench.measure.decoding import TokenAgreement, prompts_of
 from flowrt.bench.measure.graph_side import GraphSide, check_limits

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from flowrt.bench.load.options import LoadOptions
+from flowrt.bench.load.load_options import LoadOptions
 from flowrt.bench.load.prompts import make_prompts
 from flowrt.bench.load.result import file_name, result_of, table, without_details
 from flowrt.bench.load.send import LoadRun, first_model, open_client, send_load

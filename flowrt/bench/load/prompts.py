@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrt.bench.load.options import LoadOptions
+from flowrt.bench.load.load_options import LoadOptions
 from flowrt.errors import TokenizerError, UserError
 from flowrt.serving.tokenizer import Tokenizer
 

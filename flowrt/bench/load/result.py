@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrt.bench.load.options import LATENCIES, LoadOptions, named_values
+from flowrt.bench.load.load_options import LATENCIES, LoadOptions, named_values
 from flowrt.bench.load.record import RequestRecord
 from flowrt.bench.load.send import LoadRun
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from flowrt.bench.load.http_client import ConnectionFailedError, HttpClient, ServerAddress
-from flowrt.bench.load.options import LoadOptions, named_values
+from flowrt.bench.load.load_options import LoadOptions, named_values
 from flowrt.bench.load.prompts import LoadPrompt
 from flowrt.bench.load.record import EventReader, RequestRecord
 from flowrt.errors import UserError

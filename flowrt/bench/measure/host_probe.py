@@ -174,7 +174,7 @@ async def probe_hosts(settings: HostSettings, seams: Seams, scheme: str, schemes
     """Probe all hosts, and measure one way after another with each of `schemes`. `scheme`: of the connections to the hosts. Raises
     UserError and WorkerDiedError for a host that cannot be used."""
     names = {f"{_NAME}.{number}": host for number, host in enumerate(settings.names)}
-    graph, owner, start = Graph({}, {}, hosts=settings, placement=names), _Owner(), ProbeStart(schemes, seams.new_key())
+    graph, owner, start = Graph({}, {}, hosts=settings, process_hosts=names), _Owner(), ProbeStart(schemes, seams.new_key())
     try:
         async with asyncio.TaskGroup() as tasks:
             run = graph, seams, scheme, tasks.create_task, seams.new_incarnation()

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from flowrt.actors.outputs import TokenEvent
 from flowrt.api import open_graph, read_graph
+from flowrt.bench.cases.case_options import DecodeOptions
 from flowrt.bench.cases.decode import measure_batch
-from flowrt.bench.cases.options import DecodeOptions
 from flowrt.bench.measure.benchmark import Result, Trial
 from flowrt.bench.measure.decoding import Prompts, prompts_of
 from flowrt.bench.measure.graph_side import GraphSide, check_limits

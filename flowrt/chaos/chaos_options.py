@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from flowrt.bench.cases.options import Positive
+from flowrt.bench.cases.case_options import Positive
 from flowrt.reliability.scenario import MAX_SECONDS
 
 Seconds = Annotated[

@@ -1,6 +1,6 @@
 """Places requests in groups: queues what does not fit, and moves requests of lost groups. Pure.
 
-There is one Placement for the groups, and one for the prefill workers, which are called groups here too (stages.py).
+There is one Router for the groups, and one for the prefill workers, which are called groups here too (stages.py).
 A request is placed when the routing policy gives it a group (routing.py), the oldest first; until then it waits at the gateway. A group has
 the next sequences at hand when one of its own ends (`max_sequences_at`); no policy gives it more. A request that has waited
 for `lost_group_seconds` while no group is left is given up.
@@ -42,7 +42,7 @@ class _PlacedRequest:
     num_uncomputed: int
 
 
-class Placement:
+class Router:
     """`groups` are the names of the workers that take requests, `limits_of` returns those of each. `now` returns the time in seconds."""
 
     def __init__(
