@@ -97,7 +97,7 @@ class Compute(Protocol):
         ...
 
     def run_inline(self, label: str, call: Callable[[], T]) -> T:
-        """As `run`, for a call for which `is_short` is true."""
+        """Runs a call for which `is_short` is true, on the loop."""
         ...
 
     async def run(self, label: str, call: Callable[[], T], bound_seconds: float | None = None) -> T:

@@ -141,7 +141,7 @@ class LoopTimer(Timer):
             alarm.call()
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Has nothing to close."""
 
 
 def new_timer() -> Timer:

@@ -98,7 +98,7 @@ class GroupedExperts(LayerExperts):
         return self.run_counted(x_PH, counts_E.tolist())
 
     def run_counted(self, x_PH: Tensor, counts: Sequence[int]) -> Tensor:
-        """As `run`, for counts that are on the host."""
+        """Works as `run` for counts that are on the host."""
         num_rows = len(x_PH)
         pieces = []
         for expert, count, end in zip(self._experts, counts, accumulate(counts), strict=True):

@@ -43,7 +43,7 @@ def _yarn(plain: Tensor, width: int, rotary: RotaryConfig) -> Tensor:
 
 
 def _llama3(plain: Tensor, rotary: RotaryConfig) -> Tensor:
-    """As YaRN, but the ramp is over the number of turns within the original context."""
+    """Scales as YaRN does, but the ramp is over the number of turns within the original context."""
     turns = rotary.original_positions * plain / (2 * math.pi)
     low, high = rotary.low_frequency_factor, rotary.high_frequency_factor
     unscaled = ((turns - low) / (high - low)).clamp(0, 1)

@@ -87,7 +87,7 @@ class StrictBlocks(RowBlocks):
         self._sizes.update({name: tuple(each) for name, each in sizes.items()})
 
     def run(self, name: str, function: Callable[..., Result], *rows: Tensor) -> Result:
-        """As RowBlocks.run. Raises ModelError when no block size passes the proof."""
+        """Works as RowBlocks.run. Raises ModelError when no block size passes the proof."""
         sizes = self._sizes.get(name)
         if sizes is None:
             sizes = self._sizes[name] = _proven_sizes(name, function, rows)

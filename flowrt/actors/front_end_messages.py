@@ -46,7 +46,7 @@ class Reserved(Control, frozen=True):
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Of a request that outlives its launcher: the id of its HTTP request, the number of its prompt there and of all prompts, and what a
+    """Names a request that outlives its launcher: the id of its HTTP request, the number of its prompt there and of all prompts, and what a
     front end needs to respond to a client that comes back, in the front end's own form. `is_named`: the client has given the id."""
 
     id: Annotated[str, Meta(min_length=1, max_length=128)]

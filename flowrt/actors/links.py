@@ -410,7 +410,7 @@ class Links:
         return channel
 
     async def _reopen_between_hosts(self, plan: LinkPlan, peer: Identity, addresses: Mapping[str, str], scheme: str) -> Channel:
-        """As a function of `reopener`, at the address at which the accepting end has listened since its start."""
+        """Reopens the link for `reopener`, at the address at which the accepting end has listened since its start."""
         if not plan.connects:
             return self._wrap(plan, await self._callers.wait(peer, scheme))
         if scheme not in addresses:

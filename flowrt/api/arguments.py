@@ -49,7 +49,7 @@ CheckedPrompt = TextPrompt | Sequence[int]
 
 
 def split_keywords(keywords: RequestKeywords) -> tuple[SamplingKeywords, ChatKeywords]:
-    """Those of SamplingParams and those of a chat."""
+    """Divides the arguments into those of SamplingParams and those of a chat."""
     of_chat = {name: value for name, value in keywords.items() if name in ChatKeywords.__annotations__}
     return cast(SamplingKeywords, {name: value for name, value in keywords.items() if name not in of_chat}), cast(ChatKeywords, of_chat)
 

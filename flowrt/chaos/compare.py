@@ -179,7 +179,7 @@ def usual_gaps(undisturbed: Iterable[ReceivedAnswer]) -> dict[int, float]:
 
 
 def extra_stalls(answers: Iterable[ReceivedAnswer], usual: Mapping[int, float], faults: Sequence[float] | None = None) -> list[float]:
-    """For each request that was being answered within STALL_SECONDS after a fault: its longest gap in that time, less its usual longest
+    """Returns for each request that was answered within STALL_SECONDS after a fault its longest gap in that time, less its usual longest
     gap; at least 0. `faults`: their times in order; None: for all requests and all their gaps, which shows the noise."""
     stalls = []
     for answer in answers:
@@ -195,7 +195,7 @@ def _overlaps(begin: float, end: float, faults: Sequence[float]) -> bool:
 
 
 def token_times(answers: Iterable[ReceivedAnswer]) -> list[float]:
-    """When each token was received, in order."""
+    """Returns when each token was received, in order."""
     return sorted(received.at for answer in answers for received in answer.tokens)
 
 

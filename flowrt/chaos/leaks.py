@@ -25,7 +25,7 @@ class Holding:
 
 
 def holding_of(pid: int, tasks: int = 0) -> Holding:
-    """All zero for a process that has ended. `tasks`: of its event loop, where they are known."""
+    """Counts what a process holds; all zero for one that has ended. `tasks`: of its event loop, where they are known."""
     folder = Path("/proc") / str(pid)
     descriptors = maps = threads = resident = 0
     with contextlib.suppress(OSError):

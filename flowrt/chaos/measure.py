@@ -54,7 +54,7 @@ class PreparedRun:
 
 
 class MemorySample(NamedTuple):
-    """Of the launching process: faults so far, resident bytes, and the bytes of this command's own record."""
+    """Holds figures of the launching process: faults so far, resident bytes, and the bytes of this command's own record."""
 
     num_faults: int
     resident_bytes: int

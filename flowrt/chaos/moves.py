@@ -13,7 +13,7 @@ MAX_WAIT_SECONDS = 1.5  # after the verdict on a stopped group, for its requests
 
 
 class UsualTimes(NamedTuple):
-    """Of undisturbed answers to one request: the medians of the time to the first token, and of the time per further token."""
+    """Holds, of undisturbed answers to one request, the medians of the time to the first token, and of the time per further token."""
 
     first_seconds: float
     token_seconds: float
@@ -37,7 +37,7 @@ class MovedRequest(NamedTuple):
 
 
 def usual_times(undisturbed: Iterable[ReceivedAnswer]) -> dict[int, UsualTimes]:
-    """By request number."""
+    """Returns the usual times by request number."""
     found: dict[int, list[UsualTimes]] = {}
     for answer in undisturbed:
         if answer.failed or not answer.tokens:
@@ -72,7 +72,7 @@ def moved_requests(
 def stalls_of_new_requests(
     answers: Iterable[ReceivedAnswer], down: Sequence[tuple[float, float]], usual: Mapping[int, UsualTimes]
 ) -> list[float]:
-    """Of each request that was sent while a process was down, between a verdict and the return: its time to the first token, less the
+    """Returns, of each request that was sent while a process was down (from a verdict to the return), its time to the first token, less the
     usual one."""
     return [
         max(0.0, answer.tokens[0].at - answer.submitted - usual[answer.number].first_seconds)

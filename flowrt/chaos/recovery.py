@@ -189,7 +189,7 @@ def figures_of(found: dict[tuple[str, str], list[LostTokens]], num_groups: int) 
 
 
 def _compared(name: str, ours: Sequence[float], peer: str, theirs: Sequence[float], target: Target | None) -> Figure:
-    """As `Figure.paired`; a kill that loses nothing may count less than zero. A pair in which the peer lost nothing has no ratio."""
+    """Builds a `Figure.paired`. A kill that loses nothing may count less than zero; a pair in which the peer lost nothing has no ratio."""
     ratios = [one / other for one, other in zip(ours, theirs, strict=True) if other > 0]
     if num_left_out := len(ours) - len(ratios):
         name += f" (ratio without {num_left_out} of {len(ours)} pairs, in which the peer lost none)"

@@ -215,7 +215,7 @@ def _moved(found: ChaosResult) -> tuple[list[MovedRequest], dict[int, UsualTimes
 
 
 def _moves(found: ChaosResult) -> list[ReportRow]:
-    """Of the requests that moved to other groups."""
+    """Reports the requests that moved to other groups."""
     moved, usual = _moved(found)
     rows = []
     for name, kinds in (("kill", ("crash",)), ("standstill", STANDSTILLS)):

@@ -66,7 +66,7 @@ class FaultEffects:
         wrapped._act, wrapped._on_lost = act_with_orders, on_lost_with_note
 
     def carry_out(self, order: Order) -> None:
-        """On the worker's loop."""
+        """Carries the order out on the worker's loop."""
         now = time.monotonic()
         match order.what:
             case "look":

@@ -72,7 +72,7 @@ class ChatSession:
         self._begin(system)
 
     def run(self, model: str | None) -> int:
-        """Until the end of the input. Returns the exit code: of piped input, 1 once an answer has failed."""
+        """Goes on until the end of the input. Returns the exit code: of piped input, 1 once an answer has failed."""
         self._model = model or asyncio.run(self._first_model())
         if self._is_terminal:
             with suppress(ImportError):

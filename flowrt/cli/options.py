@@ -63,7 +63,7 @@ class ChatSamplingOptions:
 @Parameter(name="*", group=_SAMPLING)
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(ChatSamplingOptions):
-    """Those of `flowrt run` and `flowrt demo`, whose record has several answers and logprobs."""
+    """Holds the parameters of `flowrt run` and `flowrt demo`, whose record has several answers and logprobs."""
 
     n: Annotated[_Int, Parameter(help="Number of answers per prompt; the first is shown, --json has all. [default: 1]")] = None
     logprobs: Annotated[_Int, Parameter(help="Write each token's logprob and those of the N most likely (up to 20) to --json.")] = None

@@ -26,7 +26,7 @@ class Durations:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Durations | None:
-        """None when there are none."""
+        """Summarizes durations; None when there are none."""
         values = list(seconds)
         if not values:
             return None

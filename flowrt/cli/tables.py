@@ -62,7 +62,7 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def new_console(display: OutputStream) -> Console:
-    """With frames and a live view on a terminal that can move its cursor; rich heeds NO_COLOR. Plain text elsewhere."""
+    """Makes a console with frames and a live view on a terminal that can move its cursor, plain text elsewhere; rich heeds NO_COLOR."""
     columns = os.environ.get("COLUMNS", "")
     width = max(MIN_WIDTH, int(columns)) if columns.isdecimal() else None
     if display.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):

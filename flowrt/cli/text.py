@@ -27,7 +27,7 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """As `visible`, on a single line: runs of white space become one space."""
+    """Works as `visible`, on a single line: runs of white space become one space."""
     return visible(" ".join(text.split()))
 
 

@@ -69,7 +69,7 @@ def start(path: Path, options: ServeCommandOptions, name: str, ends_with_parent:
 
 
 def _serve(session: ServeSession, writing: int, log: int) -> int:
-    """In the child: serve without a terminal."""
+    """Serves in the child, without a terminal."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):

@@ -67,7 +67,7 @@ def prompt_text(record: Record) -> str:
 
 
 class AnswerView(View):
-    """On `out` the only answer as it comes, or each of several when it has ended: "[3] prompt" and then the answer.
+    """Shows on `out` the only answer as it comes, or each of several when it has ended: "[3] prompt" and then the answer.
 
     The lines of an answer are indented, so that none of them looks like the start of another answer.
     """
@@ -111,7 +111,7 @@ class AnswerView(View):
 
 
 class PlainView(AnswerView):
-    """Also progress on `err`, unless `quiet`."""
+    """Shows progress on `err` too, unless `quiet`."""
 
     def __init__(self, out: OutputStream, err: OutputStream, graph: Graph, has_tokenizer: bool, quiet: bool = False) -> None:
         super().__init__(out, err, has_tokenizer)

@@ -15,7 +15,7 @@ from flowrt.sampling_params import SamplingParams
 
 
 class ConstraintBuilder:
-    """Of one model. It reads the model's tokenizer at its first use, and compiles each grammar once. Not for two threads at a time."""
+    """Compiles each grammar of one model once. It reads the model's tokenizer at its first use. Not for two threads at a time."""
 
     def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._directory, self._vocab_size = directory, vocab_size

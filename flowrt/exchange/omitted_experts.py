@@ -109,6 +109,6 @@ def _step_of(tag: Tag) -> Tag:
 
 
 def _select(part: Part, chosen_P: torch.Tensor) -> Part:
-    """Those pairs of a part."""
+    """Selects those pairs of a part."""
     rows_R, row_P = torch.unique(part.rows_R[part.row_P[chosen_P]], return_inverse=True)
     return Part(part.server, rows_R, row_P, part.expert_P[chosen_P], part.weight_P[chosen_P], part.pair_P[chosen_P])

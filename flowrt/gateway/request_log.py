@@ -39,7 +39,7 @@ def is_hidden_stop(params: SamplingParams, eos_token_ids: Collection[int], token
 
 
 def new_stop_strings(params: SamplingParams) -> StopStrings | None:
-    """Those of one choice."""
+    """Makes the stop strings of one choice."""
     return StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
 
 

@@ -8,7 +8,7 @@ Per group g, in process `attention.g`, and alike per prefill worker p, in proces
 With `servers: colocated`, process `attention.g` also holds the `experts` node of server g, to which every group dispatches.
 
 A prefill worker has `kv_pack` and `kv_progress` besides, and then each group has `kv_unpack`, which pulls the KV of prompts. Trampolines
-(trampoline.py) add nodes between dispatch, the servers and combine. Where the model has shared experts, the residual reaches `combine`
+(trampoline_edges.py) add nodes between dispatch, servers and combine. Where the model has shared experts, the residual reaches `combine`
 through `shared`, which adds them. The layers of the model are one cycle whose edges advance the tag. `combine` waits for the residual, the
 plan, and the number of parts in the plan.
 """

@@ -107,7 +107,7 @@ def _document(path: Path) -> Document:
 def build_graph(
     document: Document, folder: Path, model_dir: Path | str | None, facts_of: FactsOf | None, schemes: Collection[str]
 ) -> Graph:
-    """As `load_graph`, for a document that was read from `folder`."""
+    """Works as `load_graph` for a document that was read from `folder`."""
     file = _validate(document)
     is_short = file.nodes is None
     model, facts = _model(file, document, folder, model_dir, facts_of)

@@ -13,7 +13,7 @@ _BASE = (9).to_bytes(32, "little")
 
 
 def public_key(private: bytes) -> bytes:
-    """Of 32 random bytes."""
+    """Returns the public key of 32 random bytes."""
     return multiply(private, _BASE)
 
 

@@ -119,7 +119,7 @@ class ProcessKilled(HostMessage, frozen=True):
 
 
 class ProcessDying(HostMessage, frozen=True):
-    """As on_dying of BackendOwner; with the process's last lines."""
+    """Reports on_dying of BackendOwner, with the process's last lines."""
 
     number: int
     how: str
@@ -127,7 +127,7 @@ class ProcessDying(HostMessage, frozen=True):
 
 
 class ProcessEnded(HostMessage, frozen=True):
-    """As on_exited of BackendOwner; with the process's last lines."""
+    """Reports on_exited of BackendOwner, with the process's last lines."""
 
     number: int
     how: str

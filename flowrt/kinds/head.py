@@ -48,7 +48,7 @@ def _compute(site: Site, node: Any) -> Any:
 
 
 def _work(config: Any, load: FiringLoad) -> Work:
-    """Of sampled rows; their logits are float32."""
+    """Counts the sampled rows, whose logits are float32."""
     return weights_work(config, ("embedding",), load) + Work(row_bytes_of(config, load) + load.num_rows * config.vocab_size * 4)
 
 

@@ -18,7 +18,7 @@ def weight_elements(config: ModelConfig, parts: Iterable[str]) -> int:
 
 
 def row_bytes_of(config: ModelConfig, load: FiringLoad) -> float:
-    """Of the rows of a load, in the width of the residual stream."""
+    """Returns the bytes of a load's rows in the width of the residual stream."""
     return load.num_rows * config.hidden_size * DTYPE_BYTES[config.dtype]
 
 

@@ -105,7 +105,7 @@ class HealthRecord:
         return self._now() - self._workers[name][2] if name in self._workers else None
 
     def condition(self, name: str) -> Literal["up", "suspect", "down", "given up"]:
-        """Of a process that has been up."""
+        """Returns the condition of a process that has been up."""
         state = self._state
         if name in state.given_up:
             return "given up"

@@ -66,7 +66,7 @@ class MemoryNeed:
 
 
 def memory_needs(graph: Graph) -> dict[str, MemoryNeed]:
-    """By process, in the order of the graph; without processes that hold nothing of the model. Raises ModelError."""
+    """Returns needs by process, in the order of the graph, without processes that hold nothing of the model. Raises ModelError."""
     if graph.model is None:
         return {}
     config, item_bytes = read_model_config(Path(graph.model.path)), DTYPE_BYTES[graph.model.dtype]

@@ -74,7 +74,7 @@ class ForkServerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process group too."""
+        """Names its process group, too."""
         return self._server.pid
 
     @property

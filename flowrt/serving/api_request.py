@@ -102,7 +102,7 @@ def read_chat_request(body: bytes, model: str, defaults: Mapping[str, Any] = NO_
 
 
 def read_completion_request(body: bytes, model: str, defaults: Mapping[str, Any] = NO_DEFAULTS) -> CompletionRequest:
-    """As `read_chat_request`; max_tokens keeps the default of OpenAI's API. Raises ApiError."""
+    """Reads a completion as `read_chat_request` does a chat; max_tokens keeps the default of OpenAI's API. Raises ApiError."""
     fields = Fields(body)
     fields.check_model(model)
     prompts = fields.take_prompts()

@@ -38,7 +38,7 @@ def argument_json(text: str, types: set[str]) -> str:
 
 
 def _types(schema: Any, root: Any) -> set[str]:
-    """Those of a schema, of its alternatives, and of what it refers to, each looked at once: references may form circles."""
+    """Finds the types of a schema, of its alternatives, and of what it refers to, each looked at once: references may form circles."""
     found: set[str] = set()
     seen: set[int] = set()
     left = [schema]

@@ -139,7 +139,7 @@ def _text_part(part: Any) -> Message:
 
 
 def _with_arguments(function: Message) -> Message:
-    """With arguments as an object, as templates expect them. A text that is not JSON, such as one that a model wrote, is left as it is."""
+    """Makes arguments an object, as templates expect them. A text that is not JSON, such as one that a model wrote, stays as it is."""
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
@@ -168,7 +168,7 @@ def _joined(content: str | list[Message]) -> str:
 
 
 def _with_tag(message: Message) -> Message:
-    """With the tag at the end of its text, or of the last of its parts."""
+    """Adds the tag at the end of its text, or of the last of its parts."""
     if isinstance(content := message["content"], str):
         return message | {"content": content + _TAG}
     return message | {"content": [*content[:-1], content[-1] | {"text": content[-1]["text"] + _TAG}]}

@@ -83,7 +83,7 @@ def read_list(option: str, text: str) -> tuple[str, ...]:
 
 
 def read_origins(option: str, text: str) -> tuple[str, ...]:
-    """As `read_list`, of origins. Raises UserError."""
+    """Reads a list of origins. Raises UserError."""
     found = read_list(option, text)
     for origin in found:
         scheme, separator, host = origin.partition("://")

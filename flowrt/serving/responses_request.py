@@ -36,7 +36,7 @@ Message = dict[str, Any]
 
 
 class ResponsesReader:
-    """Of one request; it knows where the messages of the chat come from."""
+    """Reads one request; it knows where the messages of the chat come from."""
 
     def __init__(self) -> None:
         self._paths: list[str] = []  # of each message

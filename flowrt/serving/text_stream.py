@@ -155,7 +155,7 @@ class TokenTexts:
         return text.encode()
 
     def _token(self, token_id: int) -> str:
-        """As it is in the vocabulary."""
+        """Returns the token as it is in the vocabulary."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     def _find_before(self) -> list[int]:

@@ -258,12 +258,12 @@ class TokenizerProcesses:
             self._grammars.start()
 
     async def encode(self, prompt: str | Chat, *, max_tokens: int, add_special_tokens: bool | None = None) -> list[int]:
-        """As TokenizerProcess.encode."""
+        """Encodes as TokenizerProcess.encode does."""
         process = self._long if _num_characters(prompt) > LONG_CHARACTERS else self._short
         return await process.encode(prompt, max_tokens=max_tokens, add_special_tokens=add_special_tokens)
 
     async def check(self, params: SamplingParams, vocab_size: int) -> None:
-        """As TokenizerProcess.check."""
+        """Checks as TokenizerProcess.check does."""
         await self._grammars.check(params, vocab_size)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ def check_tools(request: CompletionRequest, formats: OutputFormats) -> None:
 
 
 def new_parser(request: CompletionRequest, formats: OutputFormats) -> OutputParser | None:
-    """Of one choice; None where the text is the answer as it is."""
+    """Makes the parser of one choice; None where the text is the answer as it is."""
     if not request.is_chat or not request.is_parsed:
         return None
     is_free = request.params.structured_outputs is None  # else the whole output has the form that is asked for

@@ -338,7 +338,7 @@ def references_of(case: Case) -> list[Reference]:
 
 
 def _reference_of(case: Case, request: SimulatedRequest) -> Reference:
-    """By plain arithmetic; with weights, from a run of this request alone under calm conditions."""
+    """Computes the tokens by plain arithmetic; with weights, by a run of this request alone under calm conditions."""
     assert case.graph.model is not None
     request = SimulatedRequest(request.prompt_token_ids, msgspec.structs.replace(request.params, stop=()))  # no text has such a stop
     config, limits = config_of(case.graph.model.path), case.graph.group_limits()

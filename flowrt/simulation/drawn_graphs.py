@@ -90,7 +90,7 @@ def draw_deploy(chance: random.Random, facts: ModelFacts, transports: Sequence[s
 
 
 def _draw_placement(chance: random.Random, facts: ModelFacts, servers: Sequence[str]) -> dict[str, Any]:
-    """By server, its experts: the same in every layer, or others in the first."""
+    """Draws the experts of each server: the same in every layer, or others in the first."""
 
     def draw() -> dict[str, set[int]]:
         holders = {expert: chance.sample(servers, chance.randint(1, min(len(servers), 3))) for expert in range(facts.num_experts)}

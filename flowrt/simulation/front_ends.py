@@ -177,7 +177,7 @@ class _Connection:
     on_the_way: deque[Callable[[_Connection], None]] = field(default_factory=deque, repr=False)
 
     def arrive_next(self) -> None:
-        """In order, as the bytes of one connection."""
+        """Delivers what comes next, in order, as the bytes of one connection."""
         self.on_the_way.popleft()(self)
 
 
@@ -228,7 +228,7 @@ class _SimulatedServer:
             loop.call_at_node(when, OUTSIDE, set_result, connection.done, None, context=self._world.context(OUTSIDE))
 
     async def _respond(self, connection: _Connection) -> None:
-        """As completions.py does."""
+        """Serves the client as completions.py does."""
         client, request = connection.client, connection.client.request
         with ExitStack() as stack:
             inbox = stack.enter_context(self._gateway.inbox())

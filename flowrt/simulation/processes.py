@@ -188,7 +188,7 @@ class SimulatedBackend:
         await self._world.loop.create_future()
 
     def _fork(self, spec: ProcessSpec, started: asyncio.Future[SimulatedWorkerProcess]) -> None:
-        """On the fork server's node."""
+        """Forks on the fork server's node."""
         if self._closed:
             return
         if self._refuses(spec, self._conditions.refused_one_in):

@@ -45,7 +45,7 @@ class SimulatedProcess:
 
     @property
     def nodes(self) -> tuple[str, str]:
-        """Its loop and its compute thread."""
+        """Returns the nodes of its loop and its compute thread."""
         return self.node, thread_of(self.node)
 
 

@@ -12,7 +12,7 @@ from flowrt.simulation.case import Glitch, Poison
 
 
 class WrongResults:
-    """Those of one run. `on_glitch` is called when the glitch occurs."""
+    """Makes the wrong results of one run. `on_glitch` is called when the glitch occurs."""
 
     def __init__(self, poison: Poison | None, glitch: Glitch | None, on_glitch: Callable[[], None]) -> None:
         self._poison, self._glitch, self._on_glitch = poison, glitch, on_glitch

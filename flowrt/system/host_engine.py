@@ -47,7 +47,7 @@ class HostEngine(Protocol):
         ...
 
     def kill_all(self) -> None:
-        """As `aclose`, without a turn of the loop. Idempotent."""
+        """Ends all without a turn of the loop. Idempotent."""
         ...
 
 

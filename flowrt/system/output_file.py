@@ -55,7 +55,7 @@ def write_file(name: str, text: str, stdout: TextIO | None = None) -> None:
 
 
 def write_bytes(name: str, content: bytes, option: str = "--json") -> None:
-    """As `write_file`, for the file of `option`."""
+    """Works as `write_file` for the file of `option`."""
     try:
         path = Path(name).resolve()
         if path.exists() and not path.is_file():  # a pipe or a device: there is nothing to replace

@@ -140,7 +140,7 @@ class ProcessBackend(Protocol):
         ...
 
     def kill_all(self) -> None:
-        """As `aclose`, without a turn of the loop; blocks while the processes die. Nothing of the run is left afterwards. Idempotent."""
+        """Ends all without a turn of the loop; blocks while the processes die. Nothing of the run is left afterwards. Idempotent."""
         ...
 
 

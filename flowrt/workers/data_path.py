@@ -65,7 +65,7 @@ class LoadedOperators:
         return cls(functions, clients, pack, unpack, strict_blocks, files)
 
     def renamed(self, names: Mapping[str, str]) -> LoadedOperators:
-        """For the nodes `names[node]` of another process, whose operators are equal."""
+        """Returns those of the nodes `names[node]` of another process, whose operators are equal."""
         functions = {names[node]: function for node, function in self.functions.items()}
         clients = {names[node]: client for node, client in self.clients.items()}
         pack = None if self.pack is None else (names[self.pack[0]], self.pack[1])

@@ -73,5 +73,5 @@ def _residuals(graph: Graph, model: ExactModel, token_ids: Sequence[int]) -> Num
 
 
 def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lambda: 0.0) -> dict[str, NodeFunction | TransferEnd]:
-    """As build_model_nodes, with the computations of an ExactModel."""
+    """Works as build_model_nodes with the computations of an ExactModel."""
     return build_nodes(graph, process, lambda: site_of(graph, process, "cpu", now, exact=ExactModel(config_of(graph))))

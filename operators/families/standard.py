@@ -49,7 +49,7 @@ def read_grouped_model(
     default_theta: float = 10000.0,
     **facts: Any,
 ) -> ModelConfig:
-    """As read_model, for grouped-query attention with standard keys."""
+    """Works as read_model for grouped-query attention with standard keys."""
     num_heads = file.integer("num_attention_heads")
     num_kv_heads = file.integer("num_key_value_heads", default=default_kv_heads)
     head_dim = file.integer("head_dim", default=(each := max(1, file.integer("hidden_size") // num_heads)), null=each)

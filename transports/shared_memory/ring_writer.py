@@ -262,7 +262,7 @@ class RingWriter:
                 return start
 
     def _start_of(self, nbytes: int) -> int:
-        """As `_place`, within the part of the area that is used."""
+        """Works as `_place` within the part of the area that is used."""
         size, used, start = self._area_bytes, self._used_bytes, self._placed
         at = start % size
         if nbytes > used:

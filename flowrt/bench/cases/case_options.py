@@ -65,7 +65,7 @@ class ServedOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ManyRequestsOptions(ServedOptions):
-    """The same with more requests."""
+    """Options of a load that has more requests."""
 
     batch: Annotated[Positive, Parameter(help="Prompts at a time.")] = 32
 

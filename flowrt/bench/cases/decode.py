@@ -164,7 +164,7 @@ def have_different_tokens(report: BenchmarkReport) -> bool:
 
 
 def target_of(phase: str, batch: int, options: DecodeOptions, ours: DecodeSide, peer: DecodeSide) -> Target | None:
-    """Of the ratio of speeds. Against another graph: experts in other processes may cost a tenth at batch 8 and 32."""
+    """Returns the target of the ratio of speeds. Against another graph: experts in other processes may cost a tenth at batch 8 and 32."""
     bound: float | None
     if isinstance(peer, GraphSide):
         apart, together = (side.graph.graph.process_names() for side in (ours, peer) if isinstance(side, GraphSide))

@@ -44,7 +44,7 @@ def ring(processes: Literal["one", "many"], transport: str = "auto", num_layers:
 
 
 def chain(num_nodes: int = NUM_FUSED, num_layers: int = 50) -> HopGraph:
-    """The same within one worker: `num_nodes` operators in a row, fused into one firing, `num_layers` times."""
+    """Builds the same graph within one worker: `num_nodes` operators in a row, fused into one firing, `num_layers` times."""
     nodes = [_node(f"echo{number}", "echo", "worker", {"x": _BYTES}, {"y": _BYTES}) for number in range(num_nodes)]
     return HopGraph(_loop(nodes, num_layers, "auto", "one"), num_nodes * num_layers + 1)
 

@@ -60,7 +60,7 @@ class _TokenTimes:
 
 
 def read_graphs(model: Path, num_tokens: int, overrides: Sequence[str]) -> list[Graph]:
-    """With a prefill worker whose KV is pulled while it computes, with one whose KV is pulled when it is complete, and without."""
+    """Reads three graphs: prefill workers whose KV is pulled while they compute, or when it is complete, and no prefill worker."""
     limits = {"kv_pages": 2 * (num_tokens // PAGE_SIZE + 1), "page_size": PAGE_SIZE}
     keys: dict[str, Any] = {"flowrt": 1, "model": {"path": str(model.absolute())}, "limits": limits}
     links = {"prefill-attention": {"transport": "shm"}}

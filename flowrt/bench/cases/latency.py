@@ -36,14 +36,14 @@ ARRIVED_TOKENS = 2  # new tokens of a prompt that arrives: with a prefill worker
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """In seconds: between tokens of the sequences, while all run; and to the first tokens of the prompts that arrived meanwhile."""
+    """Holds seconds: between tokens of the sequences, while all run; and to the first tokens of the prompts that arrived meanwhile."""
 
     between_tokens: list[float] = field(default_factory=list)
     first_tokens: list[float] = field(default_factory=list)
 
 
 class StreamLoad:
-    """The same requests for each graph: `options.streams` sequences, and prompts that arrive while these run."""
+    """Sends the same requests to each graph: `options.streams` sequences, and prompts that arrive while these run."""
 
     def __init__(self, options: LatencyOptions, vocab_size: int) -> None:
         self._options, self._vocab_size, self._draw = options, vocab_size, random.Random(0)

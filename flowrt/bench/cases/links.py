@@ -47,7 +47,7 @@ class LinkCase:
     is_bandwidth: bool = False
 
     def measured_seconds(self, received: Sequence[FlowArrival], dilation: float) -> float:
-        """From the first send to the last arrival of all flows, or the median latency of the last flow."""
+        """Returns the seconds from the first send to the last arrival of all flows, or the median latency of the last flow."""
         if self.is_bandwidth:
             first = min(each.sent_seconds for each in received)
             return (max(each.received_seconds for each in received) - first) / dilation

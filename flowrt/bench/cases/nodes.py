@@ -23,12 +23,12 @@ NUM_STREAMED = 8  # payloads that the sender of a stream uses in turn, as many a
 
 
 def echo(x: T) -> T:
-    """Its input, unread."""
+    """Returns its input, unread."""
     return x
 
 
 def read_and_echo(x: torch.Tensor) -> torch.Tensor:
-    """Its input, after every byte was read and found to be one."""
+    """Returns its input, after every byte was read and found to be one."""
     check(bytes_of(x))
     return x
 
@@ -54,20 +54,20 @@ def send(go: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def receive(**parts: torch.Tensor) -> torch.Tensor:
-    """When the first sender of a round began, and when everything had arrived and was checked, in seconds."""
+    """Returns when the first sender of a round began, and when everything had arrived and was checked, in seconds."""
     starts = [check_stamped(bytes_of(part)) for part in parts.values()]
     return torch.tensor([min(starts), time.monotonic()], dtype=torch.float64)
 
 
 def send_rows(go: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same rows for each server, in bfloat16: `go` is (servers, rows, columns)."""
+    """Sends the same rows to each server, in bfloat16: `go` is (servers, rows, columns)."""
     num_servers, rows, columns = go.tolist()
     payloads = _stamped((2 * rows * columns,) * num_servers)
     return {port: payload.view(torch.bfloat16).reshape(rows, columns) for port, payload in payloads.items()}
 
 
 def echo_rows(x: torch.Tensor) -> torch.Tensor:
-    """Its input, after every byte was read and checked."""
+    """Returns its input, after every byte was read and checked."""
     check_stamped(bytes_of(x))
     return x
 

@@ -61,7 +61,7 @@ class CasePart:
 
 
 class TimedBlocks(RowBlocks):
-    """All rows at once, as in fast numerics, with the seconds of each function."""
+    """Runs all rows at once, as in fast numerics, and adds up the seconds of each function."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

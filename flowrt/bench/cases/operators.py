@@ -39,7 +39,7 @@ class OperatorTime:
     modelled: tuple[str, FiringLoad] | None = None  # as in OperatorCase
 
     def fraction(self, limits: MachineLimits, dtype: str) -> float:
-        """Of the limit: 1 is as fast as the machine allows."""
+        """Returns the share of the limit: 1 is as fast as the machine allows."""
         return limits.seconds(Work(self.num_bytes, self.num_flops), dtype) / self.seconds
 
 

@@ -60,7 +60,7 @@ class _LoadedRequest:
 
 @dataclass(frozen=True)
 class _Latencies:
-    """In seconds."""
+    """Holds latencies in seconds."""
 
     first_tokens: list[float]
     between_tokens: list[float]

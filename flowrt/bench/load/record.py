@@ -63,7 +63,7 @@ class RequestRecord:
 
     @property
     def end(self) -> float:
-        """Of the last token."""
+        """Returns when the last token came."""
         return self.times[-1]
 
     @property

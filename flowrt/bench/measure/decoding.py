@@ -23,7 +23,7 @@ class DecodeRun:
 
     @classmethod
     def of(cls, prefill_seconds: float, times: Sequence[Sequence[float]], tokens: list[list[int]]) -> DecodeRun:
-        """From the times of each sequence's tokens, in seconds since the submission.
+        """Computes the speeds from the times of each sequence's tokens, in seconds since the submission.
 
         Tokens of fast sequences before the last first token count neither as prefill nor as decode.
         """

@@ -48,7 +48,7 @@ def measure_limits(num_threads: int, dtypes: tuple[str, ...]) -> MachineLimits:
 
 
 async def measure_limits_apart(num_threads: int, dtypes: tuple[str, ...]) -> MachineLimits:
-    """As `measure_limits`, in a process of its own."""
+    """Calls `measure_limits` in a process of its own."""
     async with start_peer("the measurement of the machine's limits", __name__, num_threads, *dtypes) as (_, facts):
         return MachineLimits(**facts)
 

@@ -43,7 +43,7 @@ class GraphMemory:
 
 
 def memory_of(running: RunningGraph) -> GraphMemory:
-    """Of the workers, the monitor and the fork server, now."""
+    """Measures the workers, the monitor and the fork server now."""
     pids = {*running.pids.values(), running.launcher.fork_server_pid()} - {0, os.getpid()}
     return GraphMemory(len(pids), sum(map(resident_bytes, pids)), weights_bytes(running.graph), kv_bytes(running.graph))
 

@@ -129,7 +129,7 @@ async def modelled_run(
 
 
 def _busy(before: Mapping[str, Statistics], after: Mapping[str, Statistics], seconds: float) -> dict[str, float]:
-    """By process with modelled computing: the share of `seconds` in which it computed."""
+    """Returns by process with modelled computing the share of `seconds` in which it computed."""
     return {
         name: (end.emulation.computed.modelled_seconds - begin.emulation.computed.modelled_seconds) / seconds
         for name, end in after.items()
@@ -138,7 +138,7 @@ def _busy(before: Mapping[str, Statistics], after: Mapping[str, Statistics], sec
 
 
 def _sent(before: Mapping[str, Statistics], after: Mapping[str, Statistics]) -> dict[str, tuple[float, float]]:
-    """By edge: messages and payload bytes per step of all groups together."""
+    """Counts by edge the messages and payload bytes per step of all groups together."""
     num_steps = sum(after[name].num_steps - before[name].num_steps for name in after)
     sent = {}
     for name, counters in after.items():
@@ -159,7 +159,7 @@ def stop_process(graph: RunningGraph, process: str) -> Callable[[], None]:
 def simulated_run(
     graph: Graph, batch: int, new_tokens: int, stopped: str = "", stop_seconds: float = math.inf, apart_seconds: float = 0.0
 ) -> ModelledRun:
-    """As `modelled_run`, in virtual time. `stopped`: a process that stands still meanwhile."""
+    """Makes a `modelled_run` in virtual time. `stopped`: a process that stands still meanwhile."""
 
     async def call(world: World, running: RunningGraph) -> ModelledRun:
         stop = partial(_stop_simulated, world, stopped) if stopped else None

@@ -82,7 +82,7 @@ async def split_of(side: GraphSide, prompts: Prompts, new_tokens: int) -> list[S
 
 
 async def _totals_of(side: GraphSide) -> dict[str, _Totals]:
-    """By process, which is named by its workers."""
+    """Sums up each process, which is named by its workers."""
     statistics, now = await side.graph.statistics(), time.perf_counter()
     workers: dict[int, list[str]] = {}
     for name, pid in side.graph.pids.items():

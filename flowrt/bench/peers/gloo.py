@@ -31,11 +31,11 @@ class GlooGroup:
         return [max(each) for each in zip(*by_rank, strict=True)]
 
     async def receiver_seconds(self, method: Method, num_rounds: int, num_bytes: int, factor: int) -> list[list[float]]:
-        """By receiver, the seconds of each round, in which the first one gets `factor` times as much from every sender."""
+        """Returns by receiver the seconds of each round, in which the first one gets `factor` times as much from every sender."""
         return (await self._seconds_by_rank(method, num_rounds, num_bytes, factor))[self._num_senders :]
 
     async def round_trip_seconds(self, num_rounds: int, payload: Any) -> float:
-        """For a group of 1 and 1. The median, since a few round trips take a hundred times as long as the others."""
+        """Returns the median round trip of a group of 1 and 1, since a few round trips take a hundred times as long as the others."""
         return statistics.median(await self.round_seconds("echo", num_rounds, memoryview(payload).nbytes))
 
     async def _seconds_by_rank(self, method: Method, num_rounds: int, num_bytes: int, factor: int) -> list[list[float]]:

@@ -72,7 +72,7 @@ class Figure:
 
     @property
     def verdict(self) -> Verdict | None:
-        """None without a target."""
+        """Judges the figure; None without a target."""
         spread = self.ratio or self.ours
         return verdict_of(spread.low, spread.high, self.target) if self.target is not None else None
 
