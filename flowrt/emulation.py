@@ -69,7 +69,7 @@ class EmulatedCompute:
     def __init__(self, inner: Compute, timer: Timer, dilation: float, charging: Collection[str]) -> None:
         self.lateness = Lateness()
         self.free_seconds = 0.0
-        self._inner, self._timer, self._dilation = inner, timer, dilation
+        self.inner, self._timer, self._dilation = inner, timer, dilation
         self._charging = frozenset(charging)
         self._charged = 0.0
         self._waiting: Running | None = None
@@ -85,16 +85,16 @@ class EmulatedCompute:
 
     @property
     def running(self) -> Running | None:
-        return self._inner.running or self._waiting
+        return self.inner.running or self._waiting
 
     def is_short(self, label: str) -> bool:
-        return label not in self._charging and self._waiting is None and self._inner.is_short(label)
+        return label not in self._charging and self._waiting is None and self.inner.is_short(label)
 
     def run_inline(self, label: str, call: Callable[[], T]) -> T:
         self._charged = 0.0
         start = self._timer.now()
         try:
-            return self._inner.run_inline(label, call)
+            return self.inner.run_inline(label, call)
         finally:
             self._was_free(start)
 
@@ -103,7 +103,7 @@ class EmulatedCompute:
             raise RuntimeError(f"{label} while {self._waiting.label} runs: a worker computes one call at a time")
         self._charged = 0.0
         start = self._timer.now()
-        result = await self._inner.run(label, call, bound_seconds)
+        result = await self.inner.run(label, call, bound_seconds)
         modelled = self.charged_seconds
         if not modelled:
             self._was_free(start)
@@ -117,7 +117,7 @@ class EmulatedCompute:
         return result
 
     async def aclose(self) -> None:
-        await self._inner.aclose()
+        await self.inner.aclose()
 
     def _was_free(self, start: float) -> None:
         if self.lateness.num:  # else: the worker is loading, or none of its computing is modelled

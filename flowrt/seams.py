@@ -171,8 +171,8 @@ class ThreadCompute:
         self._begin(label, bound_seconds)
         try:
             if short:
-                return self._timed(label, call)
-            future = asyncio.wrap_future(self._executor.submit(self._timed, label, call))  # run_in_executor inspects the function each time
+                return self.timed(label, call)
+            future = asyncio.wrap_future(self._executor.submit(self.timed, label, call))  # run_in_executor inspects the function each time
             cancelled: asyncio.CancelledError | None = None
             while not future.done():  # a thread cannot be stopped: return only when it no longer uses our memory
                 try:
@@ -200,7 +200,7 @@ class ThreadCompute:
             raise RuntimeError(f"{label} while {self._label} runs: a worker computes one call at a time")
         self._bound_seconds, self._since_seconds, self._label = bound_seconds, time.monotonic(), label
 
-    def _timed(self, label: str, call: Callable[[], T]) -> T:
+    def timed(self, label: str, call: Callable[[], T]) -> T:
         """Runs the call and measures it, in either place. The time to reach the thread is not included."""
         start = time.monotonic()
         try:

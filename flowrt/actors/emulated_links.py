@@ -5,6 +5,8 @@ transports/emulation/channel.py emulates one channel; flowrt/workers/emulated.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flowrt.actors.links import LinkPlan
 from flowrt.costs.links import profile_of
 from flowrt.emulation import Lateness, check_dilation
@@ -13,7 +15,7 @@ from flowrt.graph.model import Graph
 from flowrt.graph.settings import Emulation
 from flowrt.seams import Seams
 from flowrt.timer import Timer, measure_lateness
-from flowrt.transports.contract import Channel
+from flowrt.transports.contract import Channel, Limits
 from flowrt.transports.emulation.channel import EmulatedChannel
 from flowrt.transports.emulation.nic import Nic
 
@@ -25,6 +27,7 @@ class EmulatedLinks:
         self.lateness = Lateness()
         self._emulation, self._timer = emulation, timer
         self._nics: dict[str, Nic] = {}
+        self.new_channel: Callable[[Channel, Nic, Limits], EmulatedChannel] = EmulatedChannel
 
     def wrap(self, plan: LinkPlan, channel: Channel) -> Channel:
         """Wrap `channel` as the plan's link. Returns `channel` itself when the plan names no link."""
@@ -34,7 +37,7 @@ class EmulatedLinks:
         if nic is None:
             profile = profile_of(plan.link).shared_by(self._emulation.processes_per_nic)
             nic = self._nics[plan.link] = Nic(profile, self._timer, self._emulation.dilation, self.lateness.note)
-        return EmulatedChannel(channel, nic, plan.limits)
+        return self.new_channel(channel, nic, plan.limits)
 
     def close(self) -> None:
         for nic in self._nics.values():

@@ -64,6 +64,10 @@ class Link:
     def scheme(self) -> str:
         return self._channel.scheme
 
+    @property
+    def num_unsent(self) -> int:
+        return len(self._outbox)
+
     def statistics(self) -> ChannelStatistics:
         return self._channel.statistics()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -94,6 +94,10 @@ class Incarnations:
         del self._current[identity.name]
         return True
 
+    def ended(self) -> Iterator[Identity]:
+        """The incarnations that have ended, the latest MAX_ENDED of each process."""
+        return (Identity(process, each) for process, ended in self._ended.items() for each in ended)
+
     def has_ended(self, identity: Identity) -> bool:
         return identity.incarnation in self._ended[identity.name]
 
@@ -163,6 +167,14 @@ class Links:
 
     def values(self) -> list[Link]:
         return list(self._links.values())
+
+    def incarnations_of(self, process: str) -> set[str]:
+        """The incarnations of a peer that links lead to."""
+        return {link.peer.incarnation for (peer, _), link in self._links.items() if peer == process}
+
+    def leftovers(self) -> list[str]:
+        """What is left when no message is in flight."""
+        return [f"outbox to {link.peer.name}: {link.num_unsent} messages" for link in self._links.values() if link.num_unsent]
 
     def fallbacks(self) -> tuple[str, ...]:
         """One sentence per link whose transport broke, with the result."""

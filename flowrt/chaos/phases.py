@@ -1,16 +1,14 @@
-"""Observes what a process does in a running graph: it starts, prefills, decodes, idles, replays moved requests, or drains.
-
-It reads private parts of a running graph, so that a usual run has no hooks for any of this.
-"""
+"""Observes what a process does in a running graph: it starts, prefills, decodes, idles, replays moved requests, or drains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from flowrt.api import RunningGraph
 from flowrt.chaos.cells import Phase
 from flowrt.chaos.compare import Move, ReceivedAnswer
+from flowrt.gateway.gateway import Gateway
+from flowrt.gateway.request_log import RequestLog
 from flowrt.graph.model import FORK_SERVER
 from flowrt.launcher import events
 from flowrt.launcher.run_table import ProcessPhase
@@ -52,7 +50,7 @@ class Phases:
     async def wait_cleared(self) -> None:
         """Wait until no request is a suspect: a group that hangs again while a suspect runs alone there proves that it is the cause."""
         until = self._clock.now() + START_SECONDS
-        while any(log.is_suspect for log in self._all_logs()) and self._clock.now() < until:
+        while any(log.is_suspect for log in self._gateway.active_logs()) and self._clock.now() < until:
             await self._clock.sleep(POLL_SECONDS)
 
     def on_event(self, event: events.Event) -> None:
@@ -61,7 +59,7 @@ class Phases:
             return
         now = self._clock.now()
         answers = {answer.index: answer for answer in self._answers() if answer.index >= 0 and answer.finish_reason is None}
-        for log in self._all_logs():
+        for log in self._gateway.active_logs():
             num_moves = log.attempt - log.num_kv_lost  # a KV transfer that failed begins an attempt, too
             if num_moves > self._num_moves.get(log.index, 0):
                 self._num_moves[log.index] = num_moves
@@ -69,18 +67,14 @@ class Phases:
                 if log.index in answers:
                     answers[log.index].moves.append(Move(now, event.name, max((len(each.token_ids) for each in log.choices), default=0)))
 
-    def _logs(self, process: str) -> list[Any]:
-        logs = self._all_logs()
+    def _logs(self, process: str) -> list[RequestLog]:
+        logs = self._gateway.active_logs()
         return [log for log in logs if process in self._gateway.groups_of(log.index)] if process in self._gateway.workers else logs
 
-    def _all_logs(self) -> list[Any]:
-        return list(self._gateway._active.values())
-
     @property
-    def _gateway(self) -> Any:
-        running: Any = self._running
-        return running.run.requests.gateway
+    def _gateway(self) -> Gateway:
+        return self._running.run.require_requests().gateway
 
 
-def num_tokens(log: Any) -> int:
+def num_tokens(log: RequestLog) -> int:
     return sum(len(choice.token_ids) for choice in log.choices)

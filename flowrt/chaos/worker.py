@@ -1,6 +1,6 @@
 """The worker of a chaos run: it injects faults into itself on orders, and reports when it stops using a peer.
 
-It reads private parts of a worker, as the simulation's `inside.py` does, so that a usual worker has no hooks for any of this.
+A usual worker has no part in any of this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flowrt.chaos.orders import Note, Order
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message
-from flowrt.workers.process import Worker, serve
+from flowrt.workers.process import Worker, WorkerObserver, serve
 
 T = TypeVar("T")
 
@@ -28,42 +28,36 @@ _BUSY_SECONDS, _IDLE_SECONDS = 3e-4, 5e-3
 
 async def run_worker(control: Channel, seams: Seams) -> None:
     """The usual worker, which also carries out orders from its control connection."""
-
-    def begin(worker: Worker) -> None:
-        FaultEffects(worker)
-
-    await serve(control, seams, begin=begin)
+    await serve(control, seams, FaultEffects())
 
 
-class FaultEffects:
-    """The effects of orders on one worker. It wraps the worker's compute and its handlers of control messages and lost peers."""
+class FaultEffects(WorkerObserver):
+    """The effects of orders on one worker. It wraps the worker's compute."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self) -> None:
         self._hung_until = self._slow_until = 0.0
         self._factor = 1.0
-        compute: Any = getattr(worker._compute, "_inner", worker._compute)  # modelled time waits around the real call
-        is_short, run_inline, timed = compute.is_short, compute.run_inline, compute._timed
+
+    def begin(self, worker: Worker) -> None:
+        self._worker = worker
+        compute: Any = getattr(worker.compute, "inner", worker.compute)  # modelled time waits around the real call
+        is_short, run_inline, timed = compute.is_short, compute.run_inline, compute.timed
         compute.is_short = lambda label: time.monotonic() >= self._hung_until and is_short(label)
         compute.run_inline = lambda label, call: run_inline(label, lambda: self._with_effects(call))
-        compute._timed = lambda label, call: timed(label, lambda: self._with_effects(call))
-        wrapped: Any = worker
-        act, on_lost = wrapped._act, wrapped._on_lost
+        compute.timed = lambda label, call: timed(label, lambda: self._with_effects(call))
 
-        def act_with_orders(message: Message) -> None:
-            if message.kind == Order.kind:
-                self.carry_out(message.decode_header(Order))
-                return
-            act(message)
-            if message.kind == PeerLeft.kind:
-                left = message.decode_header(PeerLeft)
-                _report(Note("left", time.monotonic(), left.process, left.incarnation))
+    def act(self, worker: Worker, message: Message) -> None:
+        if message.kind == Order.kind:
+            self.carry_out(message.decode_header(Order))
+            return
+        worker.act(message)
+        if message.kind == PeerLeft.kind:
+            left = message.decode_header(PeerLeft)
+            _report(Note("left", time.monotonic(), left.process, left.incarnation))
 
-        def on_lost_with_note(peer: Identity, reason: str) -> None:
-            on_lost(peer, reason)
-            _report(Note("left", time.monotonic(), peer.name, peer.incarnation))
-
-        wrapped._act, wrapped._on_lost = act_with_orders, on_lost_with_note
+    def lose(self, worker: Worker, peer: Identity, reason: str) -> None:
+        worker.lose(peer, reason)
+        _report(Note("left", time.monotonic(), peer.name, peer.incarnation))
 
     def carry_out(self, order: Order) -> None:
         """Carries the order out on the worker's loop."""
@@ -103,18 +97,17 @@ def _slow_down(until: float) -> None:
         time.sleep(min(_IDLE_SECONDS, max(0.0, until - time.monotonic())))
 
 
-def held(worker: Any) -> dict[str, int]:
+def held(worker: Worker) -> dict[str, int]:
     """Counts of its tasks, of the things that an idle worker must not hold, and of its outstanding credits."""
     counts = {"tasks": len(asyncio.all_tasks())}
-    group = None
-    if worker._data_path is not None:
-        runner, group = worker._data_path.runner, worker._data_path.group
-        counts["rows"] = len(runner._table)
-        counts["waiting"] = len(runner.waiting())
-        counts["credits outstanding"] = sum(edge.size - edge.free for edge in runner._outbound.edges.values())
-        counts["credits unsent"] = sum(edge.consumed for edge in runner._inbound.edges.values())
-    if group is not None:
-        engine = group._engine.statistics()
+    if (data_path := worker.data_path) is None:
+        return counts
+    now = data_path.runner.snapshot()
+    counts |= {"rows": now.num_rows, "waiting": len(data_path.runner.waiting())}
+    counts["credits outstanding"] = sum(size - free for free, size in now.credits.values())
+    counts["credits unsent"] = sum(consumed for consumed, _ in now.consumed.values())
+    if data_path.group is not None:
+        engine = data_path.group.snapshot().counts
         counts["sequences"] = engine.num_running + engine.num_waiting
         counts["pages held"] = engine.num_pages - engine.num_free_pages
     return counts

@@ -170,6 +170,10 @@ class MatchingTable:
             dropped += len(held)
         return dropped, via
 
+    def sources(self) -> set[str]:
+        """The sources of the tags of all rows and held firings."""
+        return {tag.source for _, tag in self._rows} | {key[1] for key in self._held}
+
     def release(self) -> tuple[list[Firing], list[int]]:
         """Take the failed calls out of the order of the stateful nodes.
 

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -319,6 +320,32 @@ class Runner:
         lines = [f"{node} at step {tag.step}, layer {tag.layer} of {tag.source} waits for {', '.join(empty)}" for node, tag, empty in rows]
         return lines + [f"{edge} waits for credits" for edge in self._outbound.waiting()]
 
+    def snapshot(self) -> RunnerSnapshot:
+        ready = [firing for firings in self._ready.values() for firing in firings]
+        inbound = [edge for edge in self._inbound.edges.values() if edge.size]
+        outbound = self._outbound.edges.values()
+        return RunnerSnapshot(
+            num_rows=len(self._table),
+            sources={
+                "ready firings": {firing.tag.source for firing in ready},
+                "rows": self._table.sources(),
+                "outputs": {output.tag.source for each in outbound for output in each.pending},
+            },
+            unforwarded={(firing.tag, firing.node) for firing in ready if firing.node in self._forwarding},
+            credits={each.edge.name: (each.free, each.size) for each in outbound if each.size},
+            consumed={each.edge.name: (each.consumed, each.received - each.consumed) for each in inbound},
+            num_bundles=sum(each.sent[0] for each in outbound if each.relays == "bundles"),
+        )
+
+    def leftovers(self) -> list[str]:
+        """What is left when all tags have ended and no message is in flight."""
+        left = self.waiting()
+        if len(self._table):
+            left.append(f"{len(self._table)} rows or held firings")
+        left += [f"{len(firings)} firings of {node} never fired" for node, firings in self._ready.items()]
+        unanswered = {each.edge.name: len(each.outstanding) for each in self._outbound.edges.values() if each.outstanding}
+        return left + [f"{count} requests of {edge} without a response" for edge, count in unanswered.items()]
+
     # --- inside -----------------------------------------------------------------------------------------------------------
 
     def _finish(self, batch: Sequence[Firing], outputs: Sequence[RoutedOutput], start_seconds: float, inline: bool) -> None:
@@ -430,6 +457,23 @@ class Runner:
         self._inbound.consume(via)
         for firing in firings:
             self._fire(firing)
+
+
+@dataclass(frozen=True)
+class RunnerSnapshot:
+    """What a runner has at a moment, for observers.
+
+    sources: of the tags, by what is kept of them. unforwarded: requests and responses, by tag and node, that wait to be forwarded.
+    credits: (free, all) of each outbound edge. consumed: of each incoming edge, messages that were consumed and whose credits were not
+    returned, and messages that were not consumed.
+    """
+
+    num_rows: int
+    sources: Mapping[str, set[str]]
+    unforwarded: set[tuple[Tag, str]]
+    credits: Mapping[str, tuple[int, int]]
+    consumed: Mapping[str, tuple[int, int]]
+    num_bundles: int
 
 
 class Sleeper:

@@ -17,6 +17,7 @@ from flowrt.engine.batch import Batch, Part, build_batch, num_scores, produces_t
 from flowrt.engine.constraint import Constraint
 from flowrt.engine.micro_batches import MicroBatchCount
 from flowrt.engine.offered_prompt import OfferedPrompt
+from flowrt.engine.page_allocator import PageAllocator
 from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence, SequenceState
 from flowrt.engine.transfers import Hold, Pull, offered_prompts
@@ -65,12 +66,28 @@ class StartStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class RunningStep:
     number: int
     parts: list[Part]
     batch: Batch
     num_logprobs: int  # of samples and tokens of prompts
     began: float  # in seconds
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """What an engine has, for observers: they change none of it, and read it before the engine goes on. `cached`: pages of the prefix
+    cache. `steps`: by micro-batch. `claim`: the sequence that gets the next free page."""
+
+    running: ListLike[Sequence]
+    pulling: ListLike[Sequence]
+    held: ListLike[Sequence]
+    waiting: ListLike[Sequence]
+    pages: PageAllocator
+    cached: ListLike[int]
+    steps: ListLike[RunningStep | None]
+    claim: Sequence | None
+    page_size: int
 
 
 class Engine:
@@ -96,7 +113,7 @@ class Engine:
         self._micro_batches = MicroBatchCount(num_micro_batches) if limits.dynamic_micro_batches else None
         self._alive: dict[str, list[Sequence]] = {}  # by request: the choices that have not ended of its one attempt that has not
         self._ended: dict[tuple[str, int], bool] = {}  # (request, attempt) -> its ends were sent; oldest first, bounded
-        self._steps: list[_Step | None] = [None] * num_micro_batches
+        self._steps: list[RunningStep | None] = [None] * num_micro_batches
         self._next_step = [0] * num_micro_batches
         self._epoch = 0
         self._draining = False
@@ -188,7 +205,7 @@ class Engine:
         number = self._next_step[micro_batch]
         self._next_step[micro_batch] += 1
         num_logprobs = sum(each.params.logprobs is not None for each in batch.samples)
-        self._steps[micro_batch] = _Step(number, parts, batch, num_logprobs + len(batch.scores), now)
+        self._steps[micro_batch] = RunningStep(number, parts, batch, num_logprobs + len(batch.scores), now)
         return StartStep(self._epoch, micro_batch, number, batch, first if (first := parts[0][0]).runs_alone else None)
 
     def next_steps(self, now: float = 0.0) -> list[StartStep]:
@@ -359,6 +376,21 @@ class Engine:
             num_prefix_hits=scheduler.num_prefix_hits,
             num_micro_batches=scheduler.used_micro_batches,
         )
+
+    def snapshot(self) -> EngineSnapshot:
+        each, size = self._scheduler, self._limits.page_size
+        return EngineSnapshot(
+            each.running, each.pulling, each.held, each.waiting, each.pages, each.cached_pages(), self._steps, each.claim, size
+        )
+
+    def leftovers(self) -> list[str]:
+        """What is left when all requests have ended."""
+        counts, left = self.statistics(), list[str]()
+        if not self.idle or counts.num_running or counts.num_waiting:
+            left.append(f"{counts.num_running} running, {counts.num_waiting} waiting sequences")
+        if counts.num_free_pages != counts.num_pages:
+            left.append(f"{counts.num_free_pages} of {counts.num_pages} pages free")
+        return left
 
     # Ends
 

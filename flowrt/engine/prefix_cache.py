@@ -68,6 +68,9 @@ class PrefixCache:
     def num_idle_pages(self) -> int:
         return len(self._idle) * self._segment_pages
 
+    def pages(self) -> list[int]:
+        return [page for segment in self._segments.values() for page in segment.pages]
+
     def find(self, prefix: Prefix, tokens: Sequence[int], num_tokens: int) -> list[Segment]:
         """The cached segments of these tokens from the first on, of at most `num_tokens`."""
         found: list[Segment] = []

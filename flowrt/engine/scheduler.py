@@ -69,12 +69,16 @@ class Scheduler:
         # Prompts are shared up to a multiple of this: in whole pages, and so that the rest is cut as without sharing.
         self._share_tokens = math.lcm(limits.page_size, chunk_tokens or 1)
         self._cache = PrefixCache(self.pages, limits.page_size, self._share_tokens // limits.page_size)
-        self._claim: Sequence | None = None
+        self.claim: Sequence | None = None
 
     @property
     def num_free_pages(self) -> int:
         """Pages that no sequence holds."""
         return self.pages.num_free + self._cache.num_idle_pages
+
+    def cached_pages(self) -> list[int]:
+        """The pages that the prefix cache holds."""
+        return self._cache.pages()
 
     def add(self, sequence: Sequence) -> None:
         kv = sequence.request.kv
@@ -272,10 +276,10 @@ class Scheduler:
             pages = self._allocate(missing, sequence.name, sequence.pages[-1])
             if pages is not None:
                 sequence.pages.extend(pages)
-                if self._claim is sequence:
-                    self._claim = None
+                if self.claim is sequence:
+                    self.claim = None
                 return True
-            self._claim = sequence
+            self.claim = sequence
         return False
 
     def _allocate(self, num_pages: int, holder: str, behind: int | None) -> list[int] | None:
@@ -285,7 +289,7 @@ class Scheduler:
         return self.pages.allocate(num_pages, holder, behind)
 
     def _may_take_pages(self, sequence: Sequence) -> bool:
-        return self._claim is None or sequence.order <= self._claim.order
+        return self.claim is None or sequence.order <= self.claim.order
 
     def _youngest_idle(self, than: Sequence) -> Sequence | None:
         for sequence in reversed(self.running):
@@ -307,8 +311,8 @@ class Scheduler:
         self.pages.free(sequence.pages, sequence.name)
         self._cache.release(sequence.pages)
         sequence.pages, sequence.prefix.segments = [], []
-        if self._claim is sequence:
-            self._claim = None
+        if self.claim is sequence:
+            self.claim = None
 
     def _num_pages(self, num_tokens: int) -> int:
         return num_pages_for(num_tokens, self._limits.page_size)

@@ -71,6 +71,10 @@ class SentExtras:
             return ""
         return each.fault or ("a rollback has dropped the rows of its extra tensors" if each.step[0] < epoch else "")
 
+    def leftovers(self) -> list[str]:
+        """What is left when all requests have ended."""
+        return [f"extra tensors of {key[0]}, attempt {key[1]}" for key in self._prompts]
+
     def forget_ended(self, is_alive: Callable[[str, int], bool]) -> None:
         """Free the tensors of attempts for which `is_alive` is false."""
         for key in [key for key in self._prompts if not is_alive(*key)]:

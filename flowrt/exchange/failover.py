@@ -77,6 +77,20 @@ class Failover:
         """The expert servers that this group uses."""
         return frozenset(self._servers)
 
+    def uses(self, process: str) -> bool:
+        """Whether parts are sent to this server."""
+        is_bypassed = self._trampolines.get(process) in self.client.trampolines.lost
+        return not is_bypassed and self.client.lost.isdisjoint(self._servers[process])
+
+    def undispatched(self) -> set[tuple[Tag, int]]:
+        """Parts, by tag and number, that wait for a replica of their experts although there is an available one."""
+        return set(self._missing_at(frozenset({UNAVAILABLE})))
+
+    def leftovers(self) -> list[str]:
+        """What is left when all requests have ended and no message is in flight."""
+        late = [f"trampoline {number} counts as late" for number in self.client.trampolines.late]
+        return [f"parts of {tag}" for tag in self.client.tags] + late
+
     def mark_lost(self, process: str) -> bool:
         """Mark the server lost. Its pending parts wait for `settle`: a part may be the cause of the death. Its edges are closed: what is
         to be sent there later comes to `on_unsent`. Returns whether some wait."""

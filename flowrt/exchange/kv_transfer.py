@@ -148,6 +148,14 @@ class KvPack:
         """The number of this offer."""
         return self._offers[request_id, attempt].number
 
+    def offers(self) -> dict[tuple[str, int], int]:
+        """The numbers of all offers, by request and attempt."""
+        return {key: offer.number for key, offer in self._offers.items()}
+
+    def leftovers(self) -> list[str]:
+        """What is left when all requests have ended."""
+        return [f"offer of {key[0]}, attempt {key[1]}" for key in self._offers] + self.extras.leftovers()
+
     def on_written(self, firing: Firing) -> None:
         """The step of this tag has written the KV of its layer, and of those before it."""
         tag = firing.tag
@@ -295,6 +303,10 @@ class KvUnpack:
         """`source`: that of the tags. `ports`: prefill worker -> output port. `on_pulled` and `on_failed` take the request and the attempt
         of a transfer that has ended, and why it failed; one that is dropped ends without a call."""
         self._source, self._ports, self._emit, self._on_pulled, self._on_failed = source, ports, emit, on_pulled, on_failed
+
+    def leftovers(self) -> list[str]:
+        """What is left when all requests have ended."""
+        return [f"transfer of {key[0]}, attempt {key[1]}" for key in self._transfers] + [f"pull {step}" for step in self._by_step]
 
     def on_joined(self, worker: str, incarnation: str) -> None:
         """The group is linked with this incarnation of a worker. Transfers from it begin."""

@@ -131,6 +131,10 @@ class FrontEnds:
             front_end.requests.clear()
             front_end.changed.clear()
 
+    def leftovers(self) -> list[str]:
+        """What is left when all clients have left."""
+        return [f"{name} keeps {len(queue.requests)} requests" for name, queue in self.queues.items() if queue.requests or queue.changed]
+
     async def wait_sent(self) -> None:
         """Wait until nothing is left to send. It does not wait long for a front end that reads nothing."""
         waiting = [each.is_idle.wait() for each in self.queues.values()]

@@ -81,6 +81,10 @@ class Gateway(RequestLogs):
     def num_unfinished(self) -> int:
         return len(self._active)
 
+    def active_logs(self) -> list[RequestLog]:
+        """The logs of the requests that have not ended."""
+        return list(self._active.values())
+
     @property
     def num_waiting(self) -> int:
         """Requests with a prompt that wait for a group."""

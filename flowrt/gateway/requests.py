@@ -108,6 +108,12 @@ class Requests:
         if self._has_drained is not None:
             self._has_drained.set()
 
+    def leftovers(self) -> list[str]:
+        """What is left when all clients have left. With a request log, requests that have ended are kept for those that come back."""
+        num_kept, gateway = 0 if self._log is None else len(self._unread), self.gateway
+        is_empty = not gateway.num_unfinished and gateway.num_logs == num_kept
+        return [] if is_empty else [f"{gateway.num_logs} logs, {num_kept} for clients that come back, {gateway.num_unfinished} unfinished"]
+
     async def drain(self) -> None:
         """Admit no new requests, and wait until all admitted ones have ended. Raises the run's failure when the run fails first."""
         self.gateway.drain()

@@ -136,6 +136,11 @@ class Run:
             await self.requests.drain()
         await self.launcher.drain()
 
+    def leftovers(self) -> list[str]:
+        """What is left here when all clients have left, and no message is in flight."""
+        parts = self.requests, None if self.served is None else self.served.front_ends, self.endpoint
+        return [f"{GATEWAY}: {line}" for part in parts if part is not None for line in part.leftovers()]
+
     # What the launcher and the requests call.
 
     def on_event(self, event: events.Event) -> None:

@@ -115,12 +115,7 @@ class _SimulatedCalls(ObservedRun):
             await clock.sleep(QUIET_SECONDS)
         if self.launcher.failure is not None:
             return
-        for inside in insides:
-            self.world.num_faults.update(inside.branches())
-        if left := [*(text for inside in insides for text in inside.leftovers()), *self.endpoint.leftovers()]:
-            raise InvariantError("I8", "left when all had ended: " + "; ".join(left))
-        if wrong := credit_faults(insides):
-            raise InvariantError("I4", "; ".join(wrong))
+        self.check_leftovers()
 
 
 def check_calls(case: Case, served: CallsServed, references: Sequence[Result]) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 from flowrt.actors.control import Control, KvCompleted, Submit
 from flowrt.actors.outputs import TokenEvent
@@ -180,14 +179,14 @@ class SimulatedRun(ObservedRun):
 
     # What the run sees.
 
-    def begin_worker(self, worker: Any) -> WorkerInternals:
-        inside = super().begin_worker(worker)
-        inside.when_named(lambda: self._modelled_time.watch(worker))
-        if (trace := self.case.trace) is not None:
-            inside.when_named(lambda: trace.begin_worker(inside.name, worker))
-        if self.case.exact:
-            inside.use_exact_model(self._wrong_results, self.faults.on_poison)
-        return inside
+    def new_inside(self) -> WorkerInternals:
+        return WorkerInternals(None, self._wrong_results if self.case.exact else None, self.faults.on_poison, self.on_worker)
+
+    def on_worker(self, inside: WorkerInternals) -> None:
+        super().on_worker(inside)
+        self._modelled_time.watch(inside.worker)
+        if self.case.trace is not None:
+            self.case.trace.begin_worker(inside.name, inside.worker)
 
     def on_event(self, event: events.Event) -> None:
         self._checks.on_event(event)
@@ -345,16 +344,9 @@ class SimulatedRun(ObservedRun):
         if missing := self._checks.missing_standbys():
             raise InvariantError("I8", missing[0])
         world.num_faults.update({name: count for name, count in self._checks.counts.items() if name})
-        for inside in insides:
-            world.num_faults.update(inside.branches())
-        if left := [text for inside in insides for text in inside.leftovers()]:
-            raise InvariantError("I8", "left when all had ended: " + "; ".join(left))
-        if wrong := credit_faults(insides):
-            raise InvariantError("I4", "; ".join(wrong))
+        self.check_leftovers()
         if wrong := clock_faults(world, self.launcher.workers.values()):
             raise InvariantError("I9", "; ".join(wrong))
-        if self._front_ends is not None:
-            self._front_ends.check_ended()
-        num_kept = 0 if self._log_on_disk is None else len(self._requests._unread)
-        if self._gateway.num_unfinished or self._gateway.num_logs != num_kept:
-            raise InvariantError("I8", f"the gateway keeps {self._gateway.num_logs} logs when all clients have left")
+
+    def leftovers(self) -> list[str]:
+        return super().leftovers() if self._front_ends is None else super().leftovers() + self._front_ends.leftovers()

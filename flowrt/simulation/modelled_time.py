@@ -1,13 +1,13 @@
 """Checks the modelled times of emulated hardware while a case runs: nothing is faster than its model (I10).
 
-The checks watch the emulation of each worker from outside, and count rows and bytes themselves. They read private attributes of the
-emulation, and modify nothing.
+The checks watch the emulation of each worker from outside, and count rows and bytes themselves.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +16,10 @@ from flowrt.graph.kinds import kind_of
 from flowrt.graph.settings import Emulation
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.world import World
+from flowrt.transports.contract import Channel, Limits
+from flowrt.transports.emulation.channel import EmulatedChannel, Stamp
+from flowrt.transports.emulation.nic import Nic
+from flowrt.transports.wire.message import Message
 
 ROUNDING_SECONDS = 1e-7  # of sums of times
 MAX_RECENT = 64  # messages of a direction of a NIC whose times are kept
@@ -32,7 +36,7 @@ class ModelledTimeChecks:
     """
 
     def __init__(self, world: World, emulation: Emulation | None) -> None:
-        self._now, self._num_seen = world.loop.time, world.num_faults
+        self.now, self._num_seen = world.loop.time, world.num_faults
         self._offered: dict[Key, tuple[float, Any]] = {}  # of messages on their way: when each was first offered, and the sender's channel
         self._recent: dict[Any, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=MAX_RECENT))
         self._wrong: list[str] = []
@@ -46,21 +50,19 @@ class ModelledTimeChecks:
 
     def watch(self, worker: Any) -> None:
         """Watch a worker, before it loads."""
-        if worker._emulated is None:
+        if worker.emulated is None:
             return
-        emulated, identity = worker._emulated, (worker._start.name, worker._start.incarnation)
+        emulated, identity = worker.emulated, (worker.start.name, worker.start.incarnation)
         charged, wrap = emulated.charged, emulated.links.wrap
         call = _Call(self._emulation)
 
         def charged_and_noted(functions: Mapping[str, Any]) -> dict[str, Any]:
-            operators = {node.name: node.operator for node in worker._graph.nodes_of(worker._start.name)}
+            operators = {node.name: node.operator for node in worker.graph.nodes_of(worker.start.name)}
             return {name: call.noting(operators[name], function) for name, function in charged(functions).items()}
 
         def wrapped_and_watched(plan: Any, channel: Any) -> Any:
-            wrapped = wrap(plan, channel)
-            if plan.link is not None:
-                self._watch_channel(wrapped, identity, plan.link)
-            return wrapped
+            emulated.links.new_channel = partial(_WatchedChannel, self, identity, plan.link)
+            return wrap(plan, channel)
 
         emulated.charged, emulated.links.wrap = charged_and_noted, wrapped_and_watched
         self._watch_compute(emulated.compute, identity[0], call)
@@ -71,9 +73,9 @@ class ModelledTimeChecks:
 
         async def watched(label: str, function: Any, bound_seconds: float | None = None) -> Any:
             nonlocal busy_seconds
-            call.seconds, begin = 0.0, self._now()
+            call.seconds, begin = 0.0, self.now()
             result = await run(label, function, bound_seconds)
-            took, modelled = self._now() - begin, call.seconds * self._emulation.dilation
+            took, modelled = self.now() - begin, call.seconds * self._emulation.dilation
             busy_seconds += took
             self._num_seen["modelled call"] += modelled > 0
             if took < modelled - ROUNDING_SECONDS:
@@ -94,34 +96,19 @@ class ModelledTimeChecks:
 
         compute.run, compute.run_inline = watched, watched_inline
 
-    def _watch_channel(self, channel: Any, own: tuple[str, str], link: str) -> None:
-        peer = (channel.peer.name, channel.peer.incarnation)
-        transmit, next_frame, take = channel._transmit, channel._next_frame, channel._take
-        offered: dict[int, float] = {}  # by the id of a message that waits
+    def note_sent(self, key: Key, first: float, channel: Any) -> None:
+        """A message was first offered to its sender's channel at `first`, and passes the NIC now."""
+        self._offered.setdefault(key, (first, channel))
 
-        def transmit_noted(message: Any) -> bool:
-            offered.setdefault(id(message), self._now())
-            return bool(transmit(message))
-
-        def frame_noted(message: Any, start: float) -> Any:
-            frame = next_frame(message, start)
-            first = offered.pop(id(message), self._now())
-            self._offered.setdefault((own, peer, frame.header.number), (first, channel))
-            return frame
-
-        def taken() -> Any:
-            number = channel._inbox[0].number if channel._inbox else -1
-            message = take()
-            if message is not None and (sent := self._offered.pop((peer, own, number), None)) is not None:
-                is_certain = channel._final is None and not sent[1].closed  # else the times of the sender's NIC are an estimate
-                self._check_arrival(peer, own, link, sent[0], message.payload_bytes, is_certain)
-            return message
-
-        channel._transmit, channel._next_frame, channel._take = transmit_noted, frame_noted, taken
+    def note_taken(self, key: Key, link: str, num_bytes: int, is_final: bool) -> None:
+        """A message arrives now. `is_final`: the receiver's channel has ended."""
+        if (sent := self._offered.pop(key, None)) is not None:
+            is_certain = not is_final and not sent[1].closed  # else the times of the sender's NIC are an estimate
+            self._check_arrival(key[0], key[1], link, sent[0], num_bytes, is_certain)
 
     def _check_arrival(self, sender: Any, receiver: Any, link: str, offered: float, num_bytes: int, is_certain: bool) -> None:
         """A message arrives now that was offered to the sender's channel at `offered`."""
-        profile, dilation, now = profile_of(link).shared_by(self._emulation.processes_per_nic), self._emulation.dilation, self._now()
+        profile, dilation, now = profile_of(link).shared_by(self._emulation.processes_per_nic), self._emulation.dilation, self.now()
         latency = profile.latency_seconds * dilation
         self._num_seen["modelled message"] += 1
         for nic in (("out of", sender, link), ("into", receiver, link)):
@@ -136,6 +123,33 @@ class ModelledTimeChecks:
                     took = f"{now - since - latency:.6f} s for messages of {work:.6f} s"
                     self._wrong.append(f"{nic[0]} {nic[1][0]} link {link} took {took}, beside its latency")
                     return
+
+
+class _WatchedChannel(EmulatedChannel):
+    """The end of an emulated link at the incarnation `own`."""
+
+    def __init__(self, checks: ModelledTimeChecks, own: tuple[str, str], link: str, inner: Channel, nic: Nic, limits: Limits) -> None:
+        super().__init__(inner, nic, limits)
+        self._checks, self._own, self._link, self._other = checks, own, link, (self.peer.name, self.peer.incarnation)
+        self._first: dict[int, float] = {}  # when a message that waits was first offered, by its id
+
+    def _transmit(self, message: Message) -> bool:
+        self._first.setdefault(id(message), self._checks.now())
+        return super()._transmit(message)
+
+    def _next_frame(self, message: Message, start: float) -> Message:
+        frame = super()._next_frame(message, start)
+        first = self._first.pop(id(message), self._checks.now())
+        assert isinstance(frame.header, Stamp)
+        self._checks.note_sent((self._own, self._other, frame.header.number), first, self)
+        return frame
+
+    def _take(self) -> Message | None:
+        number = self._inbox[0].number if self._inbox else -1
+        message = super()._take()
+        if message is not None:
+            self._checks.note_taken((self._other, self._own, number), self._link, message.payload_bytes, self._final is not None)
+        return message
 
 
 class _Call:

@@ -13,8 +13,9 @@ from flowrt.launcher.launcher import WORKER, LaunchOptions
 from flowrt.launcher.run import Run
 from flowrt.seams import Seams
 from flowrt.simulation.case import Case
+from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.faults import Faults
-from flowrt.simulation.inside import WorkerInternals
+from flowrt.simulation.inside import WorkerInternals, credit_faults
 from flowrt.simulation.invariants import falls_back
 from flowrt.simulation.processes import SimulatedBackend
 from flowrt.simulation.world import World
@@ -41,11 +42,13 @@ class ObservedRun(Run):
         harmless = [fault for fault in case.scenario.faults if falls_back(resolved, fault)]
         self.faults = Faults(world, case.scenario, self.living_inside, harmless, case.processes.segfault_one_in, graph)
 
-    def begin_worker(self, worker: Any) -> WorkerInternals:
-        """Called with each new Worker, before it loads."""
-        inside = WorkerInternals(worker)
-        inside.when_named(lambda: self.insides.update({inside.name: inside}))
-        return inside
+    def new_inside(self) -> WorkerInternals:
+        """For a worker that begins."""
+        return WorkerInternals(on_name=self.on_worker)
+
+    def on_worker(self, inside: WorkerInternals) -> None:
+        """A worker of the graph is about to load, or to take the name of one."""
+        self.insides[inside.name] = inside
 
     def living_inside(self, name: str) -> WorkerInternals | None:
         process, inside = self.world.processes.get(name), self.insides.get(name)
@@ -56,6 +59,16 @@ class ObservedRun(Run):
     def living_insides(self) -> list[WorkerInternals]:
         return [inside for name in self.insides if (inside := self.living_inside(name)) is not None]
 
+    def check_leftovers(self) -> None:
+        """Check that nothing is left (I8) and no credit lost (I4) when all has ended and no message is in flight."""
+        insides = self.living_insides()
+        for inside in insides:
+            self.world.num_faults.update(inside.branches())
+        if left := [*(text for inside in insides for text in inside.leftovers()), *self.leftovers()]:
+            raise InvariantError("I8", "left when all had ended: " + "; ".join(left))
+        if wrong := credit_faults(insides):
+            raise InvariantError("I4", "; ".join(wrong))
+
     async def _open_backend(
         self, run_id: str, owner: BackendOwner, preload: Sequence[str], num_processes: int, seconds: float
     ) -> SimulatedBackend:
@@ -65,4 +78,4 @@ class ObservedRun(Run):
 async def run_worker(control: Channel, seams: Seams) -> None:
     """The entry of each worker: runs the real worker and observes its internal state."""
     run = _latest_run.get()
-    await import_module(WORKER.partition(":")[0]).serve(control, seams, None, run.begin_worker)  # imported when used: it brings torch
+    await import_module(WORKER.partition(":")[0]).serve(control, seams, run.new_inside())  # imported when used: it brings torch

@@ -214,6 +214,12 @@ class DataPath:
         )
         return statistics if self.group is None else self.group.with_counts(statistics)
 
+    def leftovers(self) -> list[str]:
+        """What is left when all requests have ended and no message is in flight."""
+        parts = self.group, self.unpack, self.failover, self.links
+        left = [f"runner: {line}" for line in self.runner.leftovers()]
+        return left + [line for part in parts if part is not None for line in part.leftovers()]
+
     def _edge_statistics(self, edge: Edge) -> EdgeStatistics:
         sent, times = self.runner.statistics.sent[edge.id], self.runner.edge_times[edge.id]
         latency = times.latency

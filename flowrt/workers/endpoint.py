@@ -18,17 +18,17 @@ from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.schemas import Spec, check_tensor, parse_spec
 from flowrt.errors import OperatorError, UserError, error_text
-from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
+from flowrt.graph.model import INPUT, OUTPUT, Graph
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
 from flowrt.transports.wire.message import Tag
 from flowrt.workers.call_table import CallTable
-from flowrt.workers.process import Worker, serve
+from flowrt.workers.process import Worker, WorkerObserver, serve
 
 log = logging.getLogger("flowrt.worker")
 
 
-class Endpoint:
+class Endpoint(WorkerObserver):
     """`run` is the worker; `call` sends one tag through the graph; `on_control` takes the messages of the other workers.
 
     At most `limits.in_flight` calls hold a place at once; see CallTable.
@@ -56,15 +56,15 @@ class Endpoint:
     async def run(self, control: Channel, seams: Seams) -> None:
         """Serve until Stop. The owner fails the calls that still wait then, with the reason why the graph ended."""
 
-        def begin(worker: Worker) -> None:
-            self.worker = worker
-            self._source = f"{INPUT}@{worker.incarnation}"
-
         try:
-            await serve(control, seams, self._on_output, begin)
+            await serve(control, seams, self)
         except Exception as error:
             self.fail(error)
             raise
+
+    def begin(self, worker: Worker) -> None:
+        self.worker = worker
+        self._source = f"{INPUT}@{worker.incarnation}"
 
     def fail(self, error: BaseException) -> None:
         """Make every waiting call and every later call raise `error`."""
@@ -116,7 +116,7 @@ class Endpoint:
 
     def leftovers(self) -> list[str]:
         """What is left when all calls have ended, and no message is in flight."""
-        return [f"{GATEWAY}: {line}" for line in self._calls.leftovers()]
+        return self._calls.leftovers()
 
     async def _begin(self) -> int:
         if self._failure is not None:  # no place becomes free any more
@@ -159,7 +159,7 @@ class Endpoint:
         """The user's tensor as the graph may have it: where operators share the user's memory, a copy."""
         return tensor.detach().clone() if self._shares_memory else tensor.detach()
 
-    def _on_output(self, firing: Firing) -> None:
+    def on_sink(self, firing: Firing) -> None:
         step = firing.tag.step
         if not self._calls.end(step):
             return

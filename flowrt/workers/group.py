@@ -8,8 +8,9 @@ any other process (xDeepServe section 4.2).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -38,7 +39,7 @@ from flowrt.actors.outputs import Logprobs, TokenEvent
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.runner import Runner
-from flowrt.engine.engine import Decision, Engine, StartStep
+from flowrt.engine.engine import Decision, Engine, EngineSnapshot, EngineStatistics, StartStep
 from flowrt.engine.sequence import Sequence
 from flowrt.engine.transfers import Hold
 from flowrt.errors import OperatorError
@@ -100,6 +101,15 @@ class Group:
     def running(self) -> tuple[Running | None, ...]:
         """The running call of each thread beside the compute thread."""
         return self._constraint_work.running
+
+    def snapshot(self) -> GroupSnapshot:
+        offers = {} if self._pack is None else self._pack.offers()
+        return GroupSnapshot(self._source, self._engine.snapshot(), self._engine.statistics(), offers, self._alone)
+
+    def leftovers(self) -> list[str]:
+        """What is left when all requests have ended and no message is in flight."""
+        left = [f"engine: {line}" for line in self._engine.leftovers()]
+        return left if self._pack is None else left + self._pack.leftovers()
 
     async def run(self) -> None:
         """Do what the group does beside its loop, until cancelled."""
@@ -287,6 +297,18 @@ class Group:
 
     def _fail_sampling(self, start: StartStep, error: str) -> None:
         self.fail_steps([self._tag_of(start)], f"a step of this request failed twice: {error}")
+
+
+@dataclass(frozen=True)
+class GroupSnapshot:
+    """What a group has, for observers. `source`: of its tags. `offers`: the number of the offer of each prompt, by request and attempt.
+    `alone`: the suspect that runs alone."""
+
+    source: str
+    engine: EngineSnapshot
+    counts: EngineStatistics
+    offers: Mapping[tuple[str, int], int]
+    alone: Sequence | None
 
 
 class WorkTimes:

@@ -52,7 +52,7 @@ class Membership:
         self._incarnations = dict(incarnations)  # process -> its current incarnation
         if self._failover is not None:
             self._failover.incarnations = self._incarnations
-        self._ended = Incarnations()
+        self.ended = Incarnations()  # of the peers
         self._settle_at: dict[str, float] = {}  # lost server with pending parts -> until when the cause of its death is awaited
         self._restarting = set(restarting)  # by a recovery policy; meanwhile, no unavailable expert is given up
         self._lost_since = 0.0  # time since which an expert has had no replica
@@ -76,6 +76,14 @@ class Membership:
             data_path.group.on_begin = self._is_needed.set
             tasks.create_task(self._watch_parts(data_path.failover, data_path.group), name=f"parts of {data_path.name}")
 
+    def ended_sources(self) -> set[str]:
+        """The sources of the tags of the incarnations that have ended."""
+        return {f"{source}@{each.incarnation}" for each in self.ended.ended() for source in self._sources.get(each.name, ())}
+
+    def unsettled(self) -> list[str]:
+        """Lost servers whose pending parts wait until the cause of the death is known."""
+        return sorted(self._settle_at)
+
     def on_lost(self, peer: Identity, reason: str) -> None:
         """Handle the end of the link to this incarnation."""
         if self._end(peer.name, peer.incarnation):
@@ -95,9 +103,9 @@ class Membership:
     def _end(self, process: str, incarnation: str) -> bool:
         """Mark an incarnation as ended. Returns False when it had already ended."""
         identity = Identity(process, incarnation)
-        if self._ended.has_ended(identity):
+        if self.ended.has_ended(identity):
             return False
-        self._ended.end(identity)
+        self.ended.end(identity)
         self._lose(process, incarnation)
         return True
 

@@ -72,6 +72,34 @@ CONTROL_MESSAGES = 1 << 16  # unread messages of the launcher before its group g
 PROGRESS_SECONDS = 10.0  # between two reports of a worker that loads; shorter than launcher.RESPONSE_SECONDS
 
 
+class WorkerObserver:
+    """What acts beside a worker: nothing, unless a subclass does. `on_sink` takes the firings of nodes without a function, in place of a
+    group."""
+
+    on_sink: Callable[[Firing], None] | None = None
+
+    def begin(self, worker: Worker) -> None:
+        """Called before any other step."""
+
+    def take_name(self, worker: Worker) -> None:
+        """The worker is one of the graph from now on: at its beginning, or when a standby process becomes one."""
+
+    def load(self, worker: Worker, name: str) -> LoadedOperators:
+        """Load the operators of the worker `name`, in the compute thread."""
+        return worker.load(name)
+
+    def end_loading(self, data_path: DataPath) -> None:
+        """The worker has loaded, and takes no message yet."""
+
+    def act(self, worker: Worker, message: Message) -> None:
+        """Handle a message of the launcher."""
+        worker.act(message)
+
+    def lose(self, worker: Worker, peer: Identity, reason: str) -> None:
+        """Handle the end of the link to a peer."""
+        worker.lose(peer, reason)
+
+
 async def run_worker(control: Channel, seams: Seams) -> None:
     """Serve until Stop, or until the control connection ends.
 
@@ -80,18 +108,12 @@ async def run_worker(control: Channel, seams: Seams) -> None:
     await serve(control, seams)
 
 
-async def serve(
-    control: Channel, seams: Seams, on_sink: Callable[[Firing], None] | None = None, begin: Callable[[Worker], None] | None = None
-) -> None:
-    """Like `run_worker`. `on_sink` takes the firings of nodes without a function, in place of a group. `begin` is called with the worker
-    before any other step.
-    """
+async def serve(control: Channel, seams: Seams, observer: WorkerObserver = WorkerObserver()) -> None:
+    """Like `run_worker`."""
     start = await receive_start(control)
     if start is None:
         return
-    worker = Worker(start, control, seams, on_sink)
-    if begin is not None:
-        begin(worker)
+    worker = Worker(start, control, seams, observer)
     async with asyncio.TaskGroup() as group:
         reading = group.create_task(worker.control.run(), name=f"control of {start.name}")
         try:
@@ -110,44 +132,47 @@ async def serve(
 class Worker:
     """One incarnation of one process of the graph. Created by `serve`."""
 
-    def __init__(self, start: Start, control: Channel, seams: Seams, on_sink: Callable[[Firing], None] | None) -> None:
+    def __init__(self, start: Start, control: Channel, seams: Seams, observer: WorkerObserver = WorkerObserver()) -> None:
+        self._observer = observer
         self.control = ControlLink(start.name, control, CONTROL_MESSAGES, self._on_control, self.stop)
-        self._seams = seams
-        self._graph: Graph = from_json(start.graph)
-        self._device = torch.device(self._graph.devices.get(start.name, "cpu"))
+        self.seams = seams
+        self.graph: Graph = from_json(start.graph)
+        self._device = torch.device(self.graph.devices.get(start.name, "cpu"))
         self._loop = asyncio.get_running_loop()
         self._peers: asyncio.Future[Peers | None] = self._loop.create_future()  # None: stopped before they came
         self._stopped = asyncio.Event()
         self._fault: Exception | None = None
-        self._compute = self._new_compute(start.name)
-        self._emulated: EmulatedWorker | None = None
+        self.compute = self._new_compute(start.name)
+        self.emulated: EmulatedWorker | None = None
         self.trace_ring: TraceRing | None = None  # set before it loads: the worker is traced
         self._taken: asyncio.Future[Start | None] = self._loop.create_future()  # the second Start of a standby process; None: stopped
         self._apply_start(start)
-        self._on_sink = on_sink
-        self._data_path: DataPath | None = None  # once it has loaded
-        self._membership: Membership | None = None  # once its links are up; until then these two are kept
+        self.data_path: DataPath | None = None  # once it has loaded
+        self.membership: Membership | None = None  # once its links are up; until then these two are kept
         self._early_losses: list[tuple[Identity, str]] = []
         self._early_notices: list[PeerLeft | PeerJoined] = []
+        observer.begin(self)
+        if not start.loads:
+            observer.take_name(self)
 
     def _new_compute(self, name: str) -> Compute:
         """With one tag in flight, a loop of its own has nothing to do while its worker computes: this saves two switches to a thread."""
-        if self._seams.own_loop and self._graph.tags_in_flight() == 1 and self._graph.emulation is None:
+        if self.seams.own_loop and self.graph.tags_in_flight() == 1 and self.graph.emulation is None:
             return ThreadCompute(name, LONE_INLINE_SECONDS)
-        return self._seams.new_compute(name)
+        return self.seams.new_compute(name)
 
     def _apply_start(self, start: Start) -> None:
         """Set what depends on the name: of a worker of the graph, or of a standby process, which loads the operators of several."""
-        self._start = start
-        if self._graph.emulation is not None and not start.loads:
-            self._emulated = EmulatedWorker(self._graph, start.name, self._graph.emulation, self._compute, self._seams.new_timer())
-            self._compute = self._emulated.compute
+        self.start = start
+        if self.graph.emulation is not None and not start.loads:
+            self.emulated = EmulatedWorker(self.graph, start.name, self.graph.emulation, self.compute, self.seams.new_timer())
+            self.compute = self.emulated.compute
         if start.is_traced and not start.loads:
-            self.trace_ring = TraceRing(self._seams.machine_now)
+            self.trace_ring = TraceRing(self.seams.machine_now)
 
     @property
     def incarnation(self) -> str:
-        return self._start.incarnation
+        return self.start.incarnation
 
     def emit(self, node: str, tag: Tag, outputs: Mapping[str, Payload]) -> None:
         """Emit a new tag from a source of this process. Raises RuntimeError before the worker has loaded."""
@@ -158,9 +183,14 @@ class Worker:
         self._loaded().runner.fence(source, steps)
 
     def _loaded(self) -> DataPath:
-        if self._data_path is None:
-            raise RuntimeError(f"{self._start.name} has not loaded yet")
-        return self._data_path
+        if self.data_path is None:
+            raise RuntimeError(f"{self.start.name} has not loaded yet")
+        return self.data_path
+
+    def leftovers(self) -> list[str]:
+        """What is left when all requests have ended and no message is in flight."""
+        left = [] if self.data_path is None else self.data_path.leftovers()
+        return left if self.compute.running is None else [*left, f"computing {self.compute.running.label}"]
 
     def stop(self) -> None:
         self._stopped.set()
@@ -171,15 +201,16 @@ class Worker:
     async def run(self) -> None:
         data_path: DataPath | None = None
         try:
-            imported_bytes = self._seams.resident_bytes()
+            imported_bytes = self.seams.resident_bytes()
             operators = await self._load_operators(imported_bytes)
             if operators is None:
                 return
-            data_path = self._data_path = self._make_data_path(operators)
+            data_path = self.data_path = self._make_data_path(operators)
+            self._observer.end_loading(data_path)
             async with asyncio.TaskGroup() as group:
                 addresses = await data_path.links.listen()
-                self.control.send(Listening(addresses, self._seams.resident_bytes(), imported_bytes, dict(operators.files)))
-                work = group.create_task(self._work(data_path), name=f"work of {self._start.name}")
+                self.control.send(Listening(addresses, self.seams.resident_bytes(), imported_bytes, dict(operators.files)))
+                work = group.create_task(self._work(data_path), name=f"work of {self.start.name}")
                 await self._stopped.wait()
                 work.cancel()
             if self._fault is not None:
@@ -188,49 +219,50 @@ class Worker:
             self.control.send(data_path.statistics())
             await self.control.flush()
         finally:
-            await self._compute.aclose()
+            await self.compute.aclose()
             if data_path is not None:
                 await data_path.links.aclose()
-            if self._emulated is not None:
-                self._emulated.close()
+            if self.emulated is not None:
+                self.emulated.close()
 
     async def _load_operators(self, imported_bytes: int) -> LoadedOperators | None:
         """The operators of this worker. A standby process loads those of several, and waits until it is one; None: it was stopped."""
-        names = self._start.loads or (self._start.name,)
-        loaded = {name: await self._compute.run("load", partial(self._load, name), bound_seconds=3600.0) for name in names}
-        if self._seams.own_loop:
-            for descriptor in self._seams.descriptors.values():
+        names = self.start.loads or (self.start.name,)
+        loaded = {name: await self.compute.run("load", partial(self._observer.load, self, name), bound_seconds=3600.0) for name in names}
+        if self.seams.own_loop:
+            for descriptor in self.seams.descriptors.values():
                 os.close(descriptor)
-        if not self._start.loads:
-            return loaded[self._start.name]
-        self.control.send(Listening({}, self._seams.resident_bytes(), imported_bytes))
+        if not self.start.loads:
+            return loaded[self.start.name]
+        self.control.send(Listening({}, self.seams.resident_bytes(), imported_bytes))
         start = await self._taken
         if start is None:
             return None
         self._apply_start(start)
+        self._observer.take_name(self)
         self._bind_to_cores()
-        self._seams.name_process(start.name)
-        nodes, ours = (self._graph.nodes_of(name) for name in (start.loaded_as, start.name))
+        self.seams.name_process(start.name)
+        nodes, ours = (self.graph.nodes_of(name) for name in (start.loaded_as, start.name))
         return loaded[start.loaded_as].renamed({node.name: our.name for node, our in zip(nodes, ours, strict=True)})
 
     def _make_data_path(self, operators: LoadedOperators) -> DataPath:
         return DataPath(
-            self._graph,
-            self._start,
-            self._seams,
-            self._compute,
-            self._emulated,
+            self.graph,
+            self.start,
+            self.seams,
+            self.compute,
+            self.emulated,
             operators,
             self.control.send,
             self.control.when_sent,
-            self._on_sink,
-            self._on_lost,
-            None if self.trace_ring is None else TracedWorker(self._graph, self.trace_ring, self._emulated),
+            self._observer.on_sink,
+            partial(self._observer.lose, self),
+            None if self.trace_ring is None else TracedWorker(self.graph, self.trace_ring, self.emulated),
         )
 
     def _send_trace(self, is_last: bool = False) -> None:
         """Send the records to the launcher if it traces the run; in pieces, the last of which may be empty."""
-        if self._start.is_traced and (ring := self.trace_ring) is not None:
+        if self.start.is_traced and (ring := self.trace_ring) is not None:
             for piece in ring.take():
                 self.control.send(TraceRecords(self.incarnation, piece, ring.num_dropped))
             if is_last:
@@ -241,24 +273,24 @@ class Worker:
         peers = await self._peers
         if peers is None:
             return
-        name, clock, send = self._start.name, self._seams.clock, self.control.send
+        name, clock, send = self.start.name, self.seams.clock, self.control.send
         await data_path.links.open(peers.addresses, peers.incarnations)
         send(Connected())
         async with asyncio.TaskGroup() as tasks:
-            self._membership = Membership(self._graph, data_path, send, clock, tasks, peers.incarnations, peers.restarting)
+            self.membership = Membership(self.graph, data_path, send, clock, tasks, peers.incarnations, peers.restarting)
             for lost in self._early_losses:
-                self._membership.on_lost(*lost)
+                self.membership.on_lost(*lost)
             for notice in self._early_notices:
-                self._membership.on_control(notice)
+                self.membership.on_control(notice)
             tasks.create_task(data_path.runner.run(), name=f"runner of {name}")
             tasks.create_task(self._run_links(data_path.links), name=f"links of {name}")
             if data_path.group is not None:
                 tasks.create_task(data_path.group.run(), name=f"constraints of {name}")
-            if self._seams.own_loop and self._graph.jitter.garbage_collection == "idle":
+            if self.seams.own_loop and self.graph.jitter.garbage_collection == "idle":
                 tasks.create_task(collect_garbage_when_idle(self._is_idle, clock), name=f"garbage collection of {name}")
-            if is_watched(self._graph):
-                counters, compute = data_path.runner.statistics, self._compute
-                group, before = data_path.group, self._start.ended
+            if is_watched(self.graph):
+                counters, compute = data_path.runner.statistics, self.compute
+                group, before = data_path.group, self.start.ended
 
                 def read() -> tuple[int, *tuple[Running | None, ...]]:
                     operations = (compute.running,) if group is None else (compute.running, *group.running)
@@ -268,7 +300,7 @@ class Worker:
                 tasks.create_task(heartbeats, name=f"heartbeats of {name}")
 
     def _is_idle(self) -> bool:
-        return self._compute.running is None and not any(self._loaded().runner.num_waiting().values())
+        return self.compute.running is None and not any(self._loaded().runner.num_waiting().values())
 
     async def report_error(self, error: BaseException) -> None:
         """Send the error to the launcher: one line, and whether the user can fix it."""
@@ -277,19 +309,19 @@ class Worker:
             return
         user = isinstance(cause, (UserError, ModelError))
         if isinstance(cause, LinkLostError):  # a peer died before it was linked: the launcher reports that death
-            log.error("%s %s", self._start.name, cause)
+            log.error("%s %s", self.start.name, cause)
         elif not user:
-            log.error("%s failed", self._start.name, exc_info=cause.__cause__ if isinstance(cause, OperatorError) else cause)
+            log.error("%s failed", self.start.name, exc_info=cause.__cause__ if isinstance(cause, OperatorError) else cause)
         text = str(cause) if user or isinstance(cause, OperatorError | LinkLostError) else f"{type(cause).__name__}: {cause}"
         self._send_trace(is_last=True)
         self.control.send(Failed(text, user))
         await self.control.flush()
 
-    def _load(self, name: str) -> LoadedOperators:
+    def load(self, name: str) -> LoadedOperators:
         """Build the node functions of the worker `name`. Runs in the compute thread: reading weights takes seconds, and heartbeats continue
         meanwhile."""
 
-        now = self._seams.clock.now
+        now = self.seams.clock.now
         latest, due = LoadProgress("", 0, 0), math.inf
 
         def send(progress: LoadProgress) -> None:
@@ -304,14 +336,14 @@ class Worker:
             if now() >= due:  # the experts of a large model are one operator
                 send(latest)
 
-        model = self._graph.model
+        model = self.graph.model
         files = fingerprints(Path(model.path)) if model is not None else {}
-        functions: dict[str, NodeFunction | TransferEnd] = {**check_process(self._graph, name)}
-        if not self._start.loads:
+        functions: dict[str, NodeFunction | TransferEnd] = {**check_process(self.graph, name)}
+        if not self.start.loads:
             self._bind_to_cores()
         memory = self._open_memory(name, files)
-        functions.update(build_model_nodes(self._graph, name, self._device, now, on_built, memory, on_read))
-        if strict_blocks := strict_blocks_text(self._graph, name):
+        functions.update(build_model_nodes(self.graph, name, self._device, now, on_built, memory, on_read))
+        if strict_blocks := strict_blocks_text(self.graph, name):
             log.info("%s: strict numerics: %s", name, strict_blocks)
         if model is not None and fingerprints(Path(model.path)) != files:
             raise UserError(f"{model.path}: a file changed while its weights were loaded; start again")
@@ -320,14 +352,14 @@ class Worker:
         return LoadedOperators.of(functions, strict_blocks, files)
 
     def _bind_to_cores(self) -> None:
-        if self._seams.own_loop and (cores := self._graph.cores.get(self._start.name)) is not None:
+        if self.seams.own_loop and (cores := self.graph.cores.get(self.start.name)) is not None:
             bind_to_cores(parse_ids(cores))
 
     def _open_memory(self, name: str, files: Mapping[str, str]) -> WeightMemory | None:
         """The memory of the weights that this worker shares with others of its host; None where it shares none. Waits for another process
         that loads them."""
-        weights = weight_set(self._graph, name)
-        model, descriptor = self._graph.model, self._seams.descriptors.get(weights)
+        weights = weight_set(self.graph, name)
+        model, descriptor = self.graph.model, self.seams.descriptors.get(weights)
         if model is None or descriptor is None:
             return None
         waiting = asyncio.run_coroutine_threadsafe(self._report_waiting(), self._loop)
@@ -343,48 +375,48 @@ class Worker:
     async def _report_waiting(self) -> NoReturn:
         """Report progress until cancelled. A process that stops loading releases the memory when the launcher has ended it."""
         while True:
-            await self._seams.clock.sleep(PROGRESS_SECONDS)
+            await self.seams.clock.sleep(PROGRESS_SECONDS)
             self.control.send(LoadProgress("weights, which another process loads", 0, 1))
 
     # --- messages -------------------------------------------------------------------------------------------------------------
 
     def _on_control(self, message: Message) -> None:
         try:
-            self._act(message)
+            self._observer.act(self, message)
         except Exception as error:  # the control connection must live on, to carry the output tail
             self._fault = self._fault or error
             self.stop()
 
-    def _act(self, message: Message) -> None:
+    def act(self, message: Message) -> None:
         control = from_message(message)
         match control:
-            case Start() if self._start.loads and not self._taken.done():
+            case Start() if self.start.loads and not self._taken.done():
                 self._taken.set_result(control)
             case Peers() if not self._peers.done():
                 self._peers.set_result(control)
             case Stop():
                 self.stop()
             case StatisticsRequest():
-                loading = Statistics(resident_bytes=self._seams.resident_bytes())
-                self.control.send(loading if self._data_path is None else self._data_path.statistics())
+                loading = Statistics(resident_bytes=self.seams.resident_bytes())
+                self.control.send(loading if self.data_path is None else self.data_path.statistics())
             case TraceRequest():
                 self._send_trace()
             case FenceCalls(source, steps):
                 self.fence(source, steps)
                 self.control.send(CallsFenced(source, steps))
             case PeerLeft() | PeerJoined() | DeathCause():
-                if self._membership is not None:
-                    self._membership.on_control(control)
+                if self.membership is not None:
+                    self.membership.on_control(control)
                 elif not isinstance(control, DeathCause):  # no part is pending
                     self._keep_notice(control)
-            case _ if self._data_path is not None and self._data_path.group is not None:
-                self._data_path.group.on_control(control)
+            case _ if self.data_path is not None and self.data_path.group is not None:
+                self.data_path.group.on_control(control)
             case _:
-                raise msgspec.ValidationError(f"unexpected {message.kind!r} at {self._start.name}")
+                raise msgspec.ValidationError(f"unexpected {message.kind!r} at {self.start.name}")
 
-    def _on_lost(self, peer: Identity, reason: str) -> None:
-        if self._membership is not None:
-            self._membership.on_lost(peer, reason)
+    def lose(self, peer: Identity, reason: str) -> None:
+        if self.membership is not None:
+            self.membership.on_lost(peer, reason)
         else:
             self._early_losses.append((peer, reason))
 

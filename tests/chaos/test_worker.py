@@ -22,25 +22,26 @@ class FakeWorker(SimpleNamespace):
     def __init__(self) -> None:
         self.acted: list[str] = []
         super().__init__(
-            _compute=ThreadCompute("fake"),
-            _act=lambda message: self.acted.append(message.kind),
-            _on_lost=lambda peer, reason: self.acted.append(f"lost {peer.name}"),
+            compute=ThreadCompute("fake"),
+            act=lambda message: self.acted.append(message.kind),
+            lose=lambda peer, reason: self.acted.append(f"lost {peer.name}"),
         )
 
 
 def new_worker() -> tuple[Any, FaultEffects]:
-    worker = FakeWorker()
-    return worker, FaultEffects(worker)  # type: ignore[arg-type]
+    worker, effects = FakeWorker(), FaultEffects()
+    effects.begin(worker)  # type: ignore[arg-type]
+    return worker, effects
 
 
 async def test_orders_take_effect_in_order_and_other_messages_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    worker, _ = new_worker()
+    worker, effects = new_worker()
     for control in (Order("slow"), StatisticsRequest(), Order("reset"), Order("hang"), StatisticsRequest()):
-        worker._act(as_message(control))
+        effects.act(worker, as_message(control))
     assert worker.acted == [StatisticsRequest.kind, StatisticsRequest.kind]
     notes = [note_of(line) for line in capsys.readouterr().err.splitlines()]
     assert [note.what for note in notes if note is not None] == ["slow", "reset", "hang"]
-    await worker._compute.aclose()
+    await worker.compute.aclose()
 
 
 class FakeTime:
@@ -66,7 +67,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 async def test_a_hang_holds_the_next_call_and_not_the_loop(clock: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, effects = new_worker()
-    compute: ThreadCompute = worker._compute
+    compute: ThreadCompute = worker.compute
     for _ in range(5):
         await compute.run("short", lambda: None)
     assert compute.is_short("short")
@@ -93,7 +94,7 @@ async def test_a_hang_holds_the_next_call_and_not_the_loop(clock: FakeTime, monk
 
 async def test_slow_calls_take_their_factor_wherever_they_run(clock: FakeTime) -> None:
     worker, effects = new_worker()
-    compute: ThreadCompute = worker._compute
+    compute: ThreadCompute = worker.compute
     effects.carry_out(Order("slow", 60.0, factor=4.0))
     for run in (compute.run("long", lambda: clock.sleep(0.02)), None):
         begun = clock.now
@@ -108,9 +109,9 @@ async def test_slow_calls_take_their_factor_wherever_they_run(clock: FakeTime) -
 async def test_slow_fault_ends_after_its_duration(clock: FakeTime) -> None:
     worker, effects = new_worker()
     effects.carry_out(Order("slow", 0.1, factor=1e6))
-    await worker._compute.run("long", lambda: clock.sleep(0.01))
+    await worker.compute.run("long", lambda: clock.sleep(0.01))
     assert clock.now == pytest.approx(0.1, abs=2e-3)
-    await worker._compute.aclose()
+    await worker.compute.aclose()
 
 
 async def test_stall_blocks_the_worker(clock: FakeTime) -> None:
@@ -120,17 +121,17 @@ async def test_stall_blocks_the_worker(clock: FakeTime) -> None:
 
 
 async def test_lost_servers_are_noted_by_the_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    worker, _ = new_worker()
-    worker._act(as_message(StatisticsRequest()))
-    worker._act(as_message(PeerLeft("experts.1", "one", "was killed")))
-    worker._on_lost(Identity("experts.2", "two"), "its channel ended")
+    worker, effects = new_worker()
+    effects.act(worker, as_message(StatisticsRequest()))
+    effects.act(worker, as_message(PeerLeft("experts.1", "one", "was killed")))
+    effects.lose(worker, Identity("experts.2", "two"), "its channel ended")
     assert worker.acted == [StatisticsRequest.kind, PeerLeft.kind, "lost experts.2"]
     notes = [note_of(line) for line in capsys.readouterr().err.splitlines()]
     assert [(note.what, note.peer, note.incarnation) for note in notes if isinstance(note, Note)] == [
         ("left", "experts.1", "one"),
         ("left", "experts.2", "two"),
     ]
-    await worker._compute.aclose()
+    await worker.compute.aclose()
 
 
 async def test_worker_without_fault_injection_rejects_orders() -> None:

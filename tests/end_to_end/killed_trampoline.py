@@ -17,7 +17,7 @@ from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
 from flowrt.workers.data_path import LoadedOperators
-from flowrt.workers.process import Worker, serve
+from flowrt.workers.process import Worker, WorkerObserver, serve
 
 WORKER = "end_to_end.killed_trampoline:run_worker"
 TRAMPOLINE = "experts.0"
@@ -26,23 +26,20 @@ FIRINGS_BEFORE = 20  # of the receiver, so that sequences are running
 
 
 async def run_worker(control: Channel, seams: Seams) -> None:
-    await serve(control, seams, begin=_begin)
+    await serve(control, seams, Killers())
 
 
-def _begin(worker: Worker) -> None:
-    wrapped: Any = worker
-    name, folder, load = wrapped._start.name, Path(wrapped._graph.folder), wrapped._load
-    if name == TRAMPOLINE:
-        (folder / "pid.new").write_text(str(os.getpid()))
-        (folder / "pid.new").rename(folder / "pid")
+class Killers(WorkerObserver):
+    def begin(self, worker: Worker) -> None:
+        if worker.start.name == TRAMPOLINE:
+            folder = Path(worker.graph.folder)
+            (folder / "pid.new").write_text(str(os.getpid()))
+            (folder / "pid.new").rename(folder / "pid")
 
-    def load_killers(loading: str) -> LoadedOperators:
-        operators: LoadedOperators = load(loading)
-        nodes = wrapped._graph.nodes
-        functions = {node: _killing(function, nodes[node].operator, name, folder) for node, function in operators.functions.items()}
+    def load(self, worker: Worker, name: str) -> LoadedOperators:
+        operators, nodes, folder = worker.load(name), worker.graph.nodes, Path(worker.graph.folder)
+        functions = {node: _killing(each, nodes[node].operator, worker.start.name, folder) for node, each in operators.functions.items()}
         return replace(operators, functions=functions)
-
-    wrapped._load = load_killers
 
 
 def _killing(function: NodeFunction, operator: str, name: str, folder: Path) -> NodeFunction:

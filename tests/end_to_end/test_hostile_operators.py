@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def internals() -> list[WorkerInternals]:
-    return [WorkerInternals(worker) for worker in gc.get_objects() if type(worker) is Worker and worker._data_path is not None]
+    return [WorkerInternals(worker) for worker in gc.get_objects() if type(worker) is Worker and worker.data_path is not None]
 
 
 async def run_callers(graph: flowrt.RunningGraph, num_calls: int) -> dict[int, str]:

@@ -382,7 +382,7 @@ BUGS: tuple[Bug, ...] = (
     bug("preempted-in-step", "a sequence is preempted while its step runs", (
         SCHEDULER, "Scheduler._youngest_idle", "if not sequence.in_step:", "if True:")),
     bug("claim-kept", "a sequence that ends keeps its claim on pages", (
-        SCHEDULER, "Scheduler._release", "if self._claim is sequence:\n        self._claim = None", "pass")),
+        SCHEDULER, "Scheduler._release", "if self.claim is sequence:\n        self.claim = None", "pass")),
     bug("moved-in-step", "a sequence changes its micro_batch while its step runs", (
         SCHEDULER, "Scheduler._balance", "sequence.micro_batch == fullest and (not sequence.in_step)", "sequence.micro_batch == fullest")),
     bug("unused-moved-in-step", "a micro-batch that goes out of use gives away a sequence while its step runs", (

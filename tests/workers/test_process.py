@@ -132,8 +132,8 @@ async def test_each_role_computes_on_its_own_device(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(process, "build_model_nodes", build)
     for name in ("prefill.0", "attention.0", "experts.0"):
         ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity("gateway"), Identity(name, "1"))
-        worker = process.Worker(Start(name, "1", to_json(graph), b"k" * 32), theirs, Seams(), None)
-        worker._load(name)
+        worker = process.Worker(Start(name, "1", to_json(graph), b"k" * 32), theirs, Seams())
+        worker.load(name)
         await ours.aclose()
         await theirs.aclose()
     assert found == {"prefill.0": {"cuda:1"}, "attention.0": {"cpu"}, "experts.0": {"cuda:0"}}
