@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from flowrt.actors.outputs import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.errors import UserError, shown
-from flowrt.gateway.log_records import FoundFrames, LogHeader, Record, Submitted, read_frames
+from flowrt.gateway.log_records import FoundFrames, LogHeader, Record, Submitted, VersionError, read_frames
 from flowrt.system.log_files import LogFolder
 
 
@@ -74,14 +74,18 @@ class LogContents:
 
 
 def read_log(folder: LogFolder) -> LogContents:
-    """Read all segments. Raises UserError when one is damaged, and OSError.
+    """Read all segments. Raises UserError when one is damaged or of another version, and OSError.
 
     Only the last segment may end within a frame: its writer died there, and nothing of that frame was sent to a client.
     """
     contents = LogContents()
     names = folder.names()
     for name in names:
-        found = read_frames(folder.read(name))
+        try:
+            found = read_frames(folder.read(name))
+        except VersionError as error:
+            todo = "resume it with that version, or remove the folder, which drops its open requests"
+            raise UserError(f"the request log {folder.path} cannot be read: {error}; {todo}") from None
         is_last = name == names[-1]
         if found.problem is not None:
             if not (is_last and found.is_torn):

@@ -59,7 +59,7 @@ class FrameError(Exception):
     """A frame is cut off or damaged, or its records are not those of a request log."""
 
 
-class _VersionError(FrameError):
+class VersionError(FrameError):
     """A frame of another version."""
 
 
@@ -101,15 +101,17 @@ def submitted_of(log: RequestLog, has_text: bool) -> Submitted:
 
 
 def read_frames(data: bytes) -> FoundFrames:
-    """The frames of a segment."""
+    """The frames of a segment. Raises VersionError for the first one."""
     records: list[list[Record]] = []
     at, first = 0, None
     while at < len(data):
         try:
             number, found, end = _read_frame(data, at)
         except FrameError as error:
+            if isinstance(error, VersionError) and not records:
+                raise
             later = _later_frames(data, at, None if first is None else first + len(records))
-            is_torn = not isinstance(error, _VersionError) and not any(later)
+            is_torn = not isinstance(error, VersionError) and not any(later)
             return FoundFrames(records, first, at, str(error), is_torn)
         if first is None:
             first = number
@@ -127,7 +129,7 @@ def _read_frame(data: bytes, at: int, numbers: Container[int] | None = None) -> 
         raise FrameError("a frame is cut off")
     magic, number, length, digest = _HEAD.unpack_from(data, at)
     if magic[:3] == MAGIC[:3] and magic != MAGIC:
-        raise _VersionError("it was written by another version of flowrt")
+        raise VersionError("it was written by another version of flowrt")
     if magic != MAGIC or length > MAX_PAYLOAD or (numbers is not None and number not in numbers):
         raise FrameError("a frame is damaged")
     begin = at + _HEAD.size
