@@ -151,7 +151,7 @@ class Links:
         self._wrap = wrap
         self._on_lost = on_lost or (lambda peer, reason: None)
         self._tolerated, self._host_address = tolerated, host_address
-        self._incarnations = Incarnations()
+        self.incarnations = Incarnations()
         self._listeners: dict[str, Listener] = {}
         self._callers = Callers()
         self._links: dict[tuple[str, str], Link] = {}
@@ -201,7 +201,7 @@ class Links:
         LinkLostError when another peer cannot be reached.
         """
         peers = {peer: Identity(peer, incarnation) for peer, incarnation in incarnations.items()}
-        begun = {peer for peer in {plan.peer for plan in self._plans.values()} & peers.keys() if self._incarnations.begin(peers[peer])}
+        begun = {peer for peer in {plan.peer for plan in self._plans.values()} & peers.keys() if self.incarnations.begin(peers[peer])}
         plans = [plan for plan in self._plans.values() if plan.peer in begun]
         async with self._accepting(), asyncio.TaskGroup() as group:
             for plan in plans:
@@ -235,25 +235,25 @@ class Links:
         An earlier incarnation that has not ended ends now: `on_lost` is called and its links are closed first.
         """
         identity = Identity(process, incarnation)
-        former = self._incarnations.current(process)
-        if self._incarnations.has_ended(identity) or former == identity:
+        former = self.incarnations.current(process)
+        if self.incarnations.has_ended(identity) or former == identity:
             return False
         if former is not None:
             self._lose(former, f"{process} has begun a new incarnation")
-        self._incarnations.begin(identity)
+        self.incarnations.begin(identity)
         keys = [key for key in self._plans if key[0] == process]
         self._meeting[identity] = []
         try:
             for link in [self._links[key] for key in keys if key in self._links]:
                 await link.aclose()
             async with asyncio.TaskGroup() as group:
-                if not self._incarnations.has_ended(identity):
+                if not self.incarnations.has_ended(identity):
                     self._meeting[identity] += [group.create_task(self._meet(self._plans[key], identity, addresses)) for key in keys]
         except* TransportError as errors:
             self._lose(identity, str(errors.exceptions[0]) or type(errors.exceptions[0]).__name__)
         finally:
             del self._meeting[identity]
-        if self._incarnations.has_ended(identity):
+        if self.incarnations.has_ended(identity):
             for link in [link for link in self._links.values() if link.peer == identity]:
                 await link.aclose()
             return False
@@ -262,9 +262,10 @@ class Links:
                 self._read(self._running, key)
         return True
 
-    def drop(self, process: str, incarnation: str) -> None:
-        """End this incarnation as if it were lost now, but without calling `on_lost`. Idempotent; also valid before it joins."""
-        self._end(Identity(process, incarnation))
+    def drop(self, process: str, incarnation: str) -> bool:
+        """End this incarnation as if it were lost now, but without calling `on_lost`; also valid before it joins. True when it was current
+        until now."""
+        return self._end(Identity(process, incarnation))
 
     def check(self, process: str, is_waiting: bool) -> None:
         """Call once per PROBE_SECONDS for each peer with a probed link. `is_waiting`: a response of this peer is outstanding."""
@@ -289,7 +290,7 @@ class Links:
 
     def _end(self, identity: Identity) -> bool:
         """True when the incarnation was current until now."""
-        if not self._incarnations.end(identity):
+        if not self.incarnations.end(identity):
             return False
         for task in self._meeting.get(identity, ()):
             task.cancel()
@@ -309,7 +310,7 @@ class Links:
         """Read and send until the link is over; then it is closed."""
         identity = link.peer
         try:
-            if self._incarnations.has_ended(identity):
+            if self.incarnations.has_ended(identity):
                 return
             self._readers[key] = asyncio.current_task()  # not earlier: a task cancelled before it begins would close nothing
             try:
@@ -322,7 +323,7 @@ class Links:
             if identity.name in self._tolerated:
                 self._lose(identity, reason)
         finally:
-            if self._incarnations.has_ended(identity):
+            if self.incarnations.has_ended(identity):
                 await link.aclose()
 
     # Beginnings.
@@ -392,7 +393,7 @@ class Links:
         """Give a channel to its lazy link, or keep it for `_meet`. Returns the channel to close: this one, or the one that it replaces."""
         peer = channel.peer
         plan = next((plan for plan in self._plans.values() if plan.peer == peer.name and scheme in self._first_schemes(plan)), None)
-        if plan is None or self._incarnations.has_ended(peer):
+        if plan is None or self.incarnations.has_ended(peer):
             return channel
         key = peer.name, plan.scheme
         link = self._links.get(key)
@@ -403,7 +404,7 @@ class Links:
                 return self._callers.put(channel, scheme) if falls_back else channel
             opener.offer(self._wrap(plan, channel))
             return None
-        is_first = link is None and peer == self._incarnations.current(peer.name)
+        is_first = link is None and peer == self.incarnations.current(peer.name)
         return self._callers.put(channel, scheme) if is_first or peer.name in self._tolerated else channel
 
     def _add(self, plan: LinkPlan, channel: Channel, addresses: Mapping[str, str]) -> None:

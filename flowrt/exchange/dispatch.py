@@ -38,7 +38,7 @@ class Dispatch:
         (x_TH,) = firing.inputs["x"].tensors
         expert_ids_TA, weights_TA = firing.inputs["routing"].tensors
         parts = self.client.parts_to_send(
-            tag, partition(expert_ids_TA, weights_TA, self.client.replica_table(tag.layer), tag.step + tag.layer)
+            tag, partition(expert_ids_TA, weights_TA, self.client.servers.replica_table(tag.layer), tag.step + tag.layer)
         )
         plan = (weights_TA, *(part.pair_P for part in parts)) if self._strict else tuple(part.rows_R for part in parts)
         header = PlanHeader(tuple(range(len(parts))))
@@ -76,7 +76,7 @@ class Combine:
                 return {"y": firing.inputs["residual"]}
             where = tuple(part.pair_P if self._strict else part.rows_R for part in parts)
         parts_added = [(index, response.tensors[0]) for index, response in zip(where, responses, strict=True)]
-        if self._strict and (left_out := self._client.omitted.parts.get(firing.tag)) is not None:
+        if self._strict and (left_out := self._client.servers.omitted.parts.get(firing.tag)) is not None:
             parts_added.append((left_out.pair_P, residual_TH.new_zeros(len(left_out.pair_P), residual_TH.shape[1])))
         y_TH = combine_pairs(residual_TH, plan[0], parts_added) if self._strict else combine(residual_TH, parts_added)
         wide = torch.float32 if y_TH.dtype is torch.float16 else None

@@ -1,4 +1,4 @@
-"""State of one client of the expert servers: the current expert map, and the outstanding parts of each tag. Pure but for tensors.
+"""The outstanding parts of one client of the expert servers, by tag. Pure but for tensors. Which servers are used: servers.py.
 
 The dispatch and combine nodes of a group share one ExpertClient.
 
@@ -6,12 +6,13 @@ A lost part is split again over the remaining replicas, under new ids, and the f
 EaaS section 3.4). Pairs of an expert without a replica form a part of UNAVAILABLE: it is not sent, and is split again when a replica
 returns. Pairs of omitted experts are left out when a tag is split (omitted_experts.py).
 
-Nodes call `replica_table`, `add_tag`, `parts` and `forget` from the compute thread; all other calls come from the loop. Each call is one
-step on a dict, or works on entries that it has taken out.
+Nodes call `parts_to_send`, `add_tag`, `parts`, `note_not_finite` and `forget` from the compute thread; all other calls come from the loop.
+Each call is one step on a dict, or works on entries that it has taken out.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -20,15 +21,16 @@ from torch import Tensor
 
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
-from flowrt.exchange.not_finite_parts import NotFiniteParts
-from flowrt.exchange.omitted_experts import OmittedExperts
+from flowrt.exchange.servers import Servers, via
 from flowrt.exchange.trampoline import Trampolines, bundle
 from flowrt.operators.dispatch import Part, repartition
 from flowrt.operators.replica_table import UNAVAILABLE, ReplicaTable
-from flowrt.reliability.expert_map import ExpertMap, Replicas
+from flowrt.reliability.expert_map import ExpertMap
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
-from flowrt.reliability.hedging import MIN_SECONDS, OVERDUE_SECONDS, HedgingPolicy
+from flowrt.reliability.hedging import MIN_SECONDS, OVERDUE_SECONDS
 from flowrt.transports.wire.message import Tag
+
+log = logging.getLogger("flowrt.worker")
 
 
 @dataclass(slots=True)
@@ -60,10 +62,7 @@ class Redispatch:
 
 
 class ExpertClient:
-    """Expert map and outstanding parts of one client. `expert_map` is the placement of the graph, with every server alive.
-
-    Servers are numbers, as in the ports "server<s>"; `processes` are their names. `now` returns the time in seconds.
-    """
+    """The arguments are those of Servers."""
 
     def __init__(
         self,
@@ -73,56 +72,21 @@ class ExpertClient:
         now: Callable[[], float] = lambda: 0.0,
         trampolines: Trampolines | None = None,
     ) -> None:
-        self._full = expert_map
-        self.processes, self._num_servers, self._device, self._now = processes, len(processes), device, now
-        self.lost: set[int] = set()
+        self._now, self.servers = now, Servers(expert_map, processes, device, now)
+        self.processes, self.hedging = processes, self.servers.hedging
         self._outstanding: dict[Tag, OutstandingTag] = {}
         self._epochs: dict[str, int] = {}
-        self._tables_in_use: ReplicaTables | None = None  # of the tag that is being split now
-        self._late_servers: frozenset[int] = frozenset()  # servers whose response is late: until it arrives, others are preferred
         self.trampolines = trampolines or Trampolines({}, {}, {})
         self._late_parts: dict[tuple[Tag, int], int] = {}  # parts of late servers, through trampolines -> server
-        self.not_finite = NotFiniteParts(processes, now)
-        self.hedging = HedgingPolicy(len(processes))
-        self.omitted = OmittedExperts(now)
+        self._not_finite: dict[tuple[str, int, int, int], str] = {}  # by step: the first part that was not finite, as text
         self.computes_alone = False  # the running step belongs to a suspect, and no other step runs
-        self.num_redispatched, self.map_version = 0, 0  # parts that were split again; how often the map has changed
-        self._change(expert_map)
-
-    def replica_table(self, layer: int) -> ReplicaTable:
-        """The replica table for splitting a new tag. It avoids slow servers where another server holds a replica. `add_tag` must follow."""
-        avoided = self._suspected if self.hedging.avoided and self.hedging.probes() else self._avoided
-        tables = self._tables_in_use = self._tables_avoiding(avoided)
-        return tables.of(layer)
-
-    def _tables_avoiding(self, avoided: frozenset[int]) -> ReplicaTables:
-        tables = self._tables.get(avoided)
-        if tables is None:
-            tables = self._tables[avoided] = ReplicaTables(self.map, avoided, self._num_servers, self._device)
-        return tables
-
-    def _change(self, expert_map: ExpertMap) -> None:
-        self.map, self.map_version = expert_map, self.map_version + 1
-        layers: list[int | None] = [*self._full.by_layer] or [None]
-        lost = {layer: frozenset(expert_map.missing(layer)) - frozenset(self._full.missing(layer)) for layer in layers}
-        # Experts without a replica in some layer in which the graph places one.
-        self.unavailable_experts = sorted(frozenset[int]().union(*lost.values()))
-        self.omitted.update(lost)
-        self._tables: dict[frozenset[int], ReplicaTables] = {}  # by the avoided servers
-
-    @property
-    def _avoided(self) -> frozenset[int]:
-        return self.hedging.avoided | self._suspected
-
-    @property
-    def _suspected(self) -> frozenset[int]:
-        return self._late_servers | self.not_finite.servers
+        self.num_redispatched = 0  # parts that were split again
 
     # --- outstanding parts ------------------------------------------------------------------------------------------------
 
     def parts_to_send(self, tag: Tag, parts: list[Part]) -> list[Part]:
         """`parts` of a tag that is being split, without the pairs of omitted experts."""
-        return self.omitted.leave_out(tag, parts) if self.omitted.has_omitted else parts
+        return self.servers.omitted.leave_out(tag, parts) if self.servers.omitted.has_omitted else parts
 
     def add_tag(self, tag: Tag, x_TH: Tensor, num_active: int, parts: list[Part]) -> dict[str, Payload]:
         """Record the parts of a tag. Returns the requests by output port; part ids are indexes into `parts`."""
@@ -131,8 +95,8 @@ class ExpertClient:
         self._outstanding[tag] = entry
         if tag.epoch < self._epochs.get(tag.source, 0):  # it was rolled back while it was split: no combine follows
             self._outstanding.pop(tag, None)
-            self.omitted.roll_back(tag.source, self._epochs[tag.source])
-        self._tables_in_use = None
+            self.servers.omitted.roll_back(tag.source, self._epochs[tag.source])
+        self.servers.end_split()
         return requests
 
     def parts(self, tag: Tag, numbers: Sequence[int]) -> list[Part] | None:
@@ -141,39 +105,42 @@ class ExpertClient:
         return None if entry is None else [entry.parts[number] for number in numbers]
 
     def note_not_finite(self, tag: Tag, numbers: Sequence[int], responses: Sequence[Tensor]) -> None:
-        """Avoid the servers of responses to these parts that are not finite although their rows are."""
-        if (entry := self._outstanding.get(tag)) is not None:
-            self.not_finite.note(tag, entry.x_TH, [entry.parts[number] for number in numbers], responses)
+        """Avoid the servers of responses to these parts that are not finite although their rows are. Strict ones have a row per pair."""
+        if (entry := self._outstanding.get(tag)) is None:
+            return
+        is_finite_T = entry.x_TH.isfinite().all(dim=1)
+        for part, y in zip([entry.parts[number] for number in numbers], responses, strict=True):
+            rows = part.rows_R if len(y) == len(part.rows_R) else part.rows_R[part.row_P]
+            if not y[is_finite_T[rows]].isfinite().all():
+                text = f"{self.processes[part.server]} returned NaN or infinity in layer {tag.layer}"
+                if self.servers.avoid(self.processes[part.server]):
+                    log.error("%s, step %d; check the weights, or run in a wider dtype", text, tag.step)
+                self._not_finite.setdefault((tag.source, tag.epoch, tag.micro_batch, tag.step), text)
+
+    def take_not_finite(self, step: Tag) -> str:
+        """The first part of this step, which has ended, that was not finite, as text; "" for none."""
+        return self._not_finite.pop((step.source, step.epoch, step.micro_batch, step.step), "")
 
     @property
     def has_waiting_parts(self) -> bool:
         """Whether some part waits for a replica, or may wait for one once it is split."""
-        splitting = self._tables_in_use
-        if splitting is not None and splitting not in list(self._tables.values()):
-            return True
-        return any(
+        return self.servers.splits_by_old_map or any(
             part.server == UNAVAILABLE for tag in self.tags if (entry := self._outstanding.get(tag)) is not None for part in entry.parts
         )
 
     def forget(self, tag: Tag) -> None:
         """Delete a tag that is complete, possibly without unavailable experts."""
         self._outstanding.pop(tag, None)
-        self.omitted.forget(tag)
+        self.servers.omitted.forget(tag)
 
     def roll_back(self, source: str, epoch: int) -> None:
         """Delete the tags of `source` older than `epoch`."""
         self._epochs[source] = epoch
-        self.not_finite.roll_back()  # one source has one client
+        self._not_finite.clear()  # one source has one client
         for tag in self.tags:
             if tag.source == source and tag.epoch < epoch:
                 self._outstanding.pop(tag, None)
-        self.omitted.roll_back(source, epoch)
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether any expert has a second replica."""
-        layers: list[int | None] = [*self._full.by_layer] or [None]
-        return any(len(servers) > 1 for layer in layers for servers in self._full.table(layer))
+        self.servers.omitted.roll_back(source, epoch)
 
     @property
     def tags(self) -> list[Tag]:
@@ -187,7 +154,7 @@ class ExpertClient:
             return []
         places = {number: {entry.parts[each].server for each in (number, entry.hedged.get(number, number))} for number in numbers}
         here = [number for number, at in places.items() if not at.isdisjoint(servers) and number not in entry.unsent]
-        first_E = self._tables_avoiding(self._avoided).of(tag.layer).servers_EB[:, 0]
+        first_E = self.servers.table(tag.layer).servers_EB[:, 0]
 
         def has_replica(part: Part) -> bool:
             return part.server != UNAVAILABLE or bool((first_E[part.expert_P] != UNAVAILABLE).any())
@@ -212,7 +179,7 @@ class ExpertClient:
             entry.in_flight = None
         elif number in entry.unsent:
             entry.unsent.remove(number)
-        return self._split(tag, entry, number, self._tables_avoiding(self._avoided).of(tag.layer))
+        return self._split(tag, entry, number, self.servers.table(tag.layer))
 
     def _split(self, tag: Tag, entry: OutstandingTag, number: int, table: ReplicaTable) -> Redispatch:
         new = repartition(entry.parts[number], entry.num_active, table, tag.step + tag.layer)
@@ -239,7 +206,7 @@ class ExpertClient:
                 numbers = [entry.unsent.pop(0)]
                 entry.in_flight = numbers[0]
         elif may_forward and self.trampolines:
-            found = self.trampolines.route({number: entry.parts[number] for number in numbers})
+            found = self.trampolines.route({number: entry.parts[number] for number in numbers}, self.servers.may_forward)
             entry.via = {number: trampoline for trampoline, parts in found.items() for number in parts}
             bundles = {f"via{trampoline}": bundle(entry.x_TH, parts) for trampoline, parts in found.items()}
             return bundles | {f"server{entry.parts[each].server}": self._request(entry, each) for each in numbers if each not in entry.via}
@@ -260,8 +227,7 @@ class ExpertClient:
 
     def record_response(self, server: int, tag: Tag) -> None:
         """Record how long a server took. Redispatched parts began later than their tag and do not count."""
-        if server in self._late_servers:
-            self._late_servers -= {server}
+        self.servers.note_response(self.processes[server])
         entry = self._outstanding.get(tag)
         if entry is None or entry.hedged or self.computes_alone:
             return
@@ -272,7 +238,7 @@ class ExpertClient:
 
     def record_forwarded(self, trampoline: int, tag: Tag, numbers: Sequence[int]) -> None:
         """Record responses that came through a trampoline."""
-        self.trampolines.late.discard(trampoline)
+        self.servers.note_response(via(self.trampolines.processes[trampoline]))
         entry = self._outstanding.get(tag)
         for number in numbers:
             server = self._late_parts.pop((tag, number), None)
@@ -284,17 +250,16 @@ class ExpertClient:
 
     def record_undelivered(self, trampoline: int, tag: Tag, number: int) -> None:
         """Record that no response to this part comes: the trampoline has lost the server."""
-        self.trampolines.late.discard(trampoline)
+        self.servers.note_response(via(self.trampolines.processes[trampoline]))
         if (server := self._late_parts.pop((tag, number), None)) is not None:
-            self._late_servers -= {server}
+            self.servers.note_response(self.processes[server])
 
     def lose_trampoline(self, trampoline: int) -> list[tuple[Tag, int]]:
-        """Send no part through this trampoline until it is restored. Returns the parts that travelled through it."""
-        self.trampolines.lost.add(trampoline)
-        self.trampolines.late.discard(trampoline)
-        behind = {server for server in self._late_parts.values() if self.trampolines.of(server) == trampoline}
-        self._late_parts = {part: server for part, server in self._late_parts.items() if server not in behind}
-        self._late_servers -= behind
+        """The trampoline is lost, and what is late behind it will not come. Returns the parts that travelled through it."""
+        for part, server in list(self._late_parts.items()):
+            if self.trampolines.of(server) == trampoline:
+                del self._late_parts[part]
+                self.servers.note_response(self.processes[server])
         entries = [(tag, self._outstanding.get(tag)) for tag in self.tags]
         return [(tag, number) for tag, entry in entries if entry is not None for number, via in entry.via.items() if via == trampoline]
 
@@ -315,23 +280,23 @@ class ExpertClient:
         found = []
         for number in missing() if self.hedging.has_budget else ():
             part = entry.parts[number]
-            if part.server == UNAVAILABLE or part.server in self.lost or age < self.hedging.late_after(part.server, len(part.rows_R)):
+            if self.servers.is_lost(part.server) or age < self.hedging.late_after(part.server, len(part.rows_R)):
                 continue
             if redo(FaultKind.LATE_PART, int(number in entry.hedged)) is not Redo.PART:
                 continue  # no third server computes the same part
             if not self.hedging.has_budget:
                 break
             trampoline, is_server_suspect = self._late_hop(entry, number)
-            others = self._tables_avoiding(self._avoided | ({part.server} if is_server_suspect else set())).of(tag.layer)
+            others = self.servers.table(tag.layer, {part.server} if is_server_suspect else ())
             if trampoline is None and (others.servers_EB[part.expert_P] == part.server).any():
                 continue  # it alone holds some of them
             self.hedging.spend()
             entry.hedged[number] = number
             redispatch = self._split(tag, entry, number, others)
             if trampoline is not None:
-                self.trampolines.late.add(trampoline)
+                self.servers.note_late(via(self.trampolines.processes[trampoline]))
             if is_server_suspect:
-                self._late_servers |= {part.server}
+                self.servers.note_late(self.processes[part.server])
                 if number in entry.via:
                     self._late_parts[tag, number] = part.server
             found.append(redispatch)
@@ -354,7 +319,7 @@ class ExpertClient:
         found = {}
         for number in missing():
             part = entry.parts[number]
-            if number >= entry.num_first or number in entry.unsent or part.server == UNAVAILABLE or part.server in self.lost:
+            if number >= entry.num_first or number in entry.unsent or self.servers.is_lost(part.server):
                 continue
             usual = self.hedging.late_after(part.server, len(part.rows_R))
             overdue = self.hedging.overdue_after(part.server, len(part.rows_R))
@@ -364,44 +329,6 @@ class ExpertClient:
                 found[self.trampolines.processes[trampoline or 0] if is_trampolines else self.processes[part.server]] = age, usual
         return found
 
-    # --- lost servers ------------------------------------------------------------------------------------------------------
-
-    def remove_server(self, server: int) -> None:
-        """Switch to a map without this server."""
-        self.lost.add(server)
-        self._late_servers -= {server}
-        self._late_parts = {part: late for part, late in self._late_parts.items() if late != server}
-        self.not_finite.forget(server)
-        self.hedging.forget(server)
-        self._change(self.map.without_server(server))
-
-    def restore_server(self, server: int) -> None:
-        """Switch to a map in which this server again holds the experts that the graph assigns to it."""
-        if server not in self.lost:
-            return
-        self.lost.discard(server)
-        left = self._full
-        for lost in sorted(self.lost):
-            left = left.without_server(lost)
-        self._change(left)
-
-
-class ReplicaTables:
-    """Tables made at their first use. Equal layers share one. `avoided`: servers that get nothing where another one holds a replica."""
-
-    def __init__(self, expert_map: ExpertMap, avoided: frozenset[int], num_servers: int, device: torch.device | str) -> None:
-        self._map, self._avoided, self._num_servers, self._device = expert_map, avoided, num_servers, device
-        self._by_layer: dict[int, ReplicaTable] = {}
-        self._made: dict[Replicas, ReplicaTable] = {}
-
-    def of(self, layer: int) -> ReplicaTable:
-        table = self._by_layer.get(layer)
-        if table is None:
-            replicas = self._map.table(layer)
-            if self._avoided:
-                replicas = tuple(tuple(server for server in servers if server not in self._avoided) or servers for servers in replicas)
-            table = self._made.get(replicas)
-            if table is None:
-                table = self._made[replicas] = ReplicaTable.from_lists(replicas, self._num_servers, self._device)
-            self._by_layer[layer] = table
-        return table
+    def lose(self, process: str) -> None:
+        """Forget what is late at this process: it has ended."""
+        self._late_parts = {part: server for part, server in self._late_parts.items() if self.processes[server] != process}

@@ -8,7 +8,7 @@ All calls are synchronous and on the loop. A server is identified by its process
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from flowrt.graph.model import Graph
 from flowrt.graph.trampoline_edges import bundle_edges
 from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
+from flowrt.transports.contract import Identity
 from flowrt.transports.wire.message import Message, Tag
 
 
@@ -44,7 +45,6 @@ class Failover:
         steps: Steps,
     ) -> None:
         self._dispatch, self.client, self._runner, self._steps = dispatch, client, runner, steps
-        self._unsettled: set[str] = set()  # lost servers of which the cause of the death is not known
         edges = [edge for edge in graph.edges.values() if edge.source == dispatch]
         (self._combine, self._gather), *_ = [
             (edge.target, port.name)
@@ -65,7 +65,7 @@ class Failover:
         self._trampoline_of = {  # by the edge of merged responses
             edge: int(bundles.source_port.removeprefix("via")) for edge, bundles in bundle_edges(graph, here).items()
         }
-        self.incarnations: Mapping[str, str] = {}  # of the processes that are up, as the worker knows them
+        self.incarnation_of: Callable[[str], Identity | None] = lambda process: None  # the current one
         self._server_of = {  # by the edge of its responses
             edge.id: int(graph.edges[edge.response_to].source_port.removeprefix("server"))
             for edge in graph.edges.values()
@@ -77,38 +77,31 @@ class Failover:
         """The expert servers that this group uses."""
         return frozenset(self._servers)
 
-    def uses(self, process: str) -> bool:
-        """Whether parts are sent to this server."""
-        is_bypassed = self._trampolines.get(process) in self.client.trampolines.lost
-        return not is_bypassed and self.client.lost.isdisjoint(self._servers[process])
-
     def undispatched(self) -> set[tuple[Tag, int]]:
         """Parts, by tag and number, that wait for a replica of their experts although there is an available one."""
         return set(self._missing_at(frozenset({UNAVAILABLE})))
 
     def leftovers(self) -> list[str]:
         """What is left when all requests have ended and no message is in flight."""
-        late = [f"trampoline {number} counts as late" for number in self.client.trampolines.late]
+        late = [f"{process} counts as late" for process in self.client.servers.late if process.startswith("via ")]
         return [f"parts of {tag}" for tag in self.client.tags] + late
 
-    def mark_lost(self, process: str) -> bool:
+    def mark_lost(self, process: str) -> None:
         """Mark the server lost. Its pending parts wait for `settle`: a part may be the cause of the death. Its edges are closed: what is
-        to be sent there later comes to `on_unsent`. Returns whether some wait."""
-        for server in self._servers.get(process, []):
-            self.client.remove_server(server)
+        to be sent there later comes to `on_unsent`."""
+        self.client.servers.lose(process)
+        self.client.lose(process)
         if any(self._missing_at(frozenset(self._servers.get(process, [])))):
-            self._unsettled.add(process)
+            self.client.servers.lose(process, awaits_cause=True)
         if (trampoline := self._trampolines.get(process)) is not None:
             for tag, part in self.client.lose_trampoline(trampoline):
                 self._redispatch_forwarded(tag, part)
-        return process in self._unsettled
 
     def settle(self, process: str, cause: DeathCause | None) -> None:
         """Redo the pending parts of a lost server, now that the cause of its death is known, or (None) has not come in time: after a crash
         or hang the steps fail that have parts there, after any other loss the parts go to replicas. The loss counts."""
-        if process not in self._unsettled:
+        if not self.client.servers.settle(process):
             return
-        self._unsettled.discard(process)
         servers = frozenset(self._servers[process])
         missing = list(self._missing_at(servers))
         if cause is not None and cause.may_recur:
@@ -126,10 +119,7 @@ class Failover:
 
     def mark_joined(self, process: str) -> None:
         """Use a new incarnation of the server, whose edges are open, and dispatch the parts that waited for a replica."""
-        for server in self._servers.get(process, []):
-            self.client.restore_server(server)
-        if process in self._trampolines:
-            self.client.trampolines.lost.discard(self._trampolines[process])
+        self.client.servers.join(process)
         self._redispatch_from(frozenset({UNAVAILABLE}))
 
     def redispatch_waiting(self) -> None:
@@ -153,7 +143,7 @@ class Failover:
 
     def hedge(self) -> None:
         """Send late parts to other servers as well. The caller repeats this every few milliseconds."""
-        self.client.hedging.update_avoided()
+        self.client.hedging.update_slow()
         for tag in self.client.tags:
             for redispatch in self.client.hedge(tag, partial(self._missing, tag)):
                 self._send(tag, redispatch)
@@ -176,10 +166,10 @@ class Failover:
 
     def unavailable_text(self) -> str | None:
         """The user-visible reason why no step can be computed now; None when every expert has a replica."""
-        experts = self.client.unavailable_experts
+        experts = self.client.servers.unavailable_experts
         if not experts:
             return None
-        lost = ", ".join(sorted({self.client.processes[server] for server in self.client.lost}))
+        lost = ", ".join(name for name in self.client.servers.lost if name in self._servers)
         some = ", ".join(map(str, experts[:8])) + (", ..." if len(experts) > 8 else "")
         return f"no replica is left of expert{'s' if len(experts) > 1 else ''} {some}: {lost} went down and is not back"
 
@@ -196,13 +186,14 @@ class Failover:
         self.client.record_undelivered(trampoline, tag, header.part)
         server = self.client.server_of(tag, header.part)
         # Of a server that is in use, this worker has yet to learn the end, and its cause, from the launcher: `settle` follows.
-        if server in self.client.lost or (server is not None and header.lost != self.incarnations.get(self.client.processes[server])):
+        process = None if server is None else self.client.processes[server]
+        if process in self.client.servers.lost or (process is not None and Identity(process, header.lost) != self.incarnation_of(process)):
             self._redispatch_forwarded(tag, header.part)
 
     def _redispatch_forwarded(self, tag: Tag, part: int) -> None:
         """Redispatch a part that a trampoline did not deliver, unless `settle` decides on it, or has decided that its step is to fail."""
         server = self.client.server_of(tag, part)
-        if server is None or self.client.processes[server] in self._unsettled:
+        if server is None or self.client.processes[server] in self.client.servers.due:
             return
         if part in self._missing(tag):
             self._redispatch(tag, part)

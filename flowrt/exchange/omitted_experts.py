@@ -40,6 +40,11 @@ class OmittedExperts:
         kept = {layer: [expert for expert in experts if (layer, expert) in self._since] for layer, experts in self._omitted.items()}
         self._omitted = {layer: experts for layer, experts in kept.items() if experts}
 
+    @property
+    def unavailable_seconds(self) -> float:
+        """For how long some expert has had no replica."""
+        return self._now() - min(self._since.values(), default=self._now())
+
     def omit_unavailable(self, after_seconds: float) -> bool:
         """Leave out experts that have had no replica for `after_seconds`. True when there are new ones."""
         if not self._since:

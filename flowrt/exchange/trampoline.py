@@ -123,8 +123,6 @@ class Trampolines:
         self.processes = processes
         self._of = {server: trampoline for trampoline, behind in servers.items() for server in behind}
         self._windows = windows
-        self.lost: set[int] = set()
-        self.late: set[int] = set()  # a response through it is late; until one arrives, parts go directly
         self.num_outstanding: Callable[[int], int] = lambda trampoline: 0  # parts without a response through it
 
     def __bool__(self) -> bool:
@@ -133,12 +131,12 @@ class Trampolines:
     def of(self, server: int) -> int | None:
         return self._of.get(server)
 
-    def route(self, parts: Mapping[int, Part]) -> dict[int, dict[int, Part]]:
+    def route(self, parts: Mapping[int, Part], may_forward: Callable[[str], bool]) -> dict[int, dict[int, Part]]:
         """Those of a tag's parts that travel through a trampoline: trampoline -> id -> part. All others go directly."""
         found: dict[int, dict[int, Part]] = {}
         for number, part in parts.items():
             trampoline = self._of.get(part.server)
-            if trampoline is not None and trampoline not in self.lost and trampoline not in self.late:
+            if trampoline is not None and may_forward(self.processes[trampoline]):
                 found.setdefault(trampoline, {})[number] = part
         return {
             trampoline: behind

@@ -224,7 +224,12 @@ class Gateway(RequestLogs):
         if log is None or control.attempt != log.attempt or self._stages.worker_of(log) != group:
             return []
         log.runs_alone = True
-        return [] if isinstance(control, RunsAlone) else self._redo(log, control.error, but=group) + self._place_waiting()
+        if isinstance(control, Crashed):
+            return self._redo(log, control.error, but=group) + self._place_waiting()
+        if log.ends_with_server:  # the report and the notice of the death came over two connections
+            log.count_crash()
+            log.ends_with_server = False
+        return []
 
     def on_ended(self, group: str, ended: Ended) -> list[Decision]:
         """End a choice of the current attempt. The last choice, or an error, ends the request.
@@ -287,13 +292,19 @@ class Gateway(RequestLogs):
         for log in sorted(logs, key=lambda log: log in causes):  # last, as an end places what waits: the oldest of all
             if is_alive:
                 decisions.append(SendCancel(group, Cancel(log.id, log.attempt)))
-            decisions += self._redo(log, f"{group} {why}", but=group) if log in causes else self._move(log, but=group)
+            decisions += (
+                self._redo(log, f"{group} {why}", but=group) if log in causes else self._move(log, but=group, is_restarting=is_restarting)
+            )
         return decisions + self._place_waiting()
 
     def lose_server(self, server: str, why: str) -> list[Decision]:
         """An expert server crashed or hung, and a policy restarts the groups with it, which forget what it computed for them. The requests
         that run alone are counted, and all others are suspects."""
-        return [decision for log in self._stages.begun() for decision in self._redo(log, f"{server} {why}", moves=False)]
+        decisions: list[Decision] = []
+        for log in self._stages.begun():
+            log.ends_with_server = not log.runs_alone
+            decisions += self._redo(log, f"{server} {why}", moves=False)
+        return decisions
 
     def _redo(self, log: RequestLog, what: str, but: str = "", *, moves: bool = True) -> list[Decision]:
         """A process crashed or hung over the request, perhaps: it moves as a suspect, or ends. `what` says which process, and how. Of
@@ -303,8 +314,10 @@ class Gateway(RequestLogs):
             return self._end(log, "error", f"{what} while it computed this request alone; the request is not tried again", not moves)
         return self._move(log, but) if moves else []
 
-    def _move(self, log: RequestLog, but: str = "") -> list[Decision]:
-        """Begin a new attempt, and cancel the old one in every worker but this one."""
+    def _move(self, log: RequestLog, but: str = "", *, is_restarting: bool = False) -> list[Decision]:
+        """Begin a new attempt, and cancel the old one in every worker but this one. When a policy restarts the group, the notice of a crash
+        is to come: a request that ran alone counts then."""
+        log.runs_alone = log.runs_alone and is_restarting
         decisions = self._cancel(log, but)
         self._stages.remove(log)
         log.attempt += 1

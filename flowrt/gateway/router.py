@@ -139,7 +139,7 @@ class Router:
         if self._prefixes is not None:
             self._prefixes.add(worker.name, self._digests(log))
         if log.kv is None:  # the attempt begins
-            log.runs_alone = False
+            log.ends_with_server = False
         if log.is_suspect:
             log.unproven = {choice.index for choice in log.choices if choice.finish_reason is None}
 

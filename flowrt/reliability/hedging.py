@@ -24,7 +24,7 @@ PROBE = 64
 OVERDUE_SECONDS, OVERDUE_FACTOR = 0.25, 4.0  # so late that the client reports the server (the monitor suspects it)
 FRESH_RESPONSES = 4  # per server: older ones of others are not compared
 _MEAN_WEIGHT, _DEVIATION_WEIGHT = 1 / 8, 1 / 4
-_RATIO_WEIGHT, _AVOIDED_WEIGHT = 1 / 16, 1 / 4  # of a response in the ratio; of a server that is avoided, which has few of them
+_RATIO_WEIGHT, _SLOW_WEIGHT = 1 / 16, 1 / 4  # of a response in the ratio; of a server that is avoided, which has few of them
 
 
 @dataclass(slots=True)
@@ -66,8 +66,8 @@ class HedgingPolicy:
         self._num_responses = 0
         self._budget = MAX_BUDGET
         self._tags = 0
-        self._has_changed = False  # an estimate, since `avoided` was updated
-        self.avoided: frozenset[int] = frozenset()
+        self._has_changed = False  # an estimate, since `slow` was updated
+        self.slow: frozenset[int] = frozenset()
         self.num_hedged = 0
 
     def record_response(self, server: int, num_rows: int, seconds: float) -> None:
@@ -81,13 +81,13 @@ class HedgingPolicy:
         estimate.add(seconds)
         self._has_changed = True
 
-    def update_avoided(self) -> None:
-        """Updates `avoided` by the latest response of each server."""
+    def update_slow(self) -> None:
+        """Updates `slow` by the latest response of each server."""
         if not self._has_changed:
             return
         self._has_changed = False
         slow = sorted(filter(self._is_slow, range(len(self._estimates))), key=lambda server: -self._compared[server].mean_log_ratio)
-        self.avoided = frozenset(slow[: max(1, (len(self._estimates) - 1) // 2)])
+        self.slow = frozenset(slow[: max(1, (len(self._estimates) - 1) // 2)])
 
     def _compare(self, server: int, size: int, seconds: float) -> None:
         """Compares the response with the latest ones of the other servers, if these are fresh and their parts were not smaller."""
@@ -98,7 +98,7 @@ class HedgingPolicy:
         if not others or min(seconds, others[0]) <= 0:
             return
         ratio = math.log(seconds / others[len(others) // 2])  # of two, the slower one: a server may just be the last to get its rows
-        weight = _AVOIDED_WEIGHT if server in self.avoided else max(_RATIO_WEIGHT, 1 / (own.count + 1))
+        weight = _SLOW_WEIGHT if server in self.slow else max(_RATIO_WEIGHT, 1 / (own.count + 1))
         own.mean_log_ratio += weight * (ratio - own.mean_log_ratio)
         own.count += 1
 
@@ -107,10 +107,10 @@ class HedgingPolicy:
         estimate = self._estimates[server].get(own.size)
         if own.count < MIN_RESPONSES or estimate is None or estimate.mean <= MIN_SECONDS:
             return False
-        return own.mean_log_ratio > math.log(TAKE_BACK_FACTOR if server in self.avoided else AVOID_FACTOR)
+        return own.mean_log_ratio > math.log(TAKE_BACK_FACTOR if server in self.slow else AVOID_FACTOR)
 
     def probes(self) -> bool:
-        """Counts a tag. Returns whether it uses avoided servers too."""
+        """Counts a tag. Returns whether it uses slow servers too."""
         self._tags += 1
         return self._tags % PROBE == 0
 
@@ -141,7 +141,7 @@ class HedgingPolicy:
         self._estimates[server].clear()
         self._compared[server] = _Compared()
         self._has_changed = True
-        self.avoided -= {server}
+        self.slow -= {server}
 
     def _best_of_others(self, server: int, size: int) -> float | None:
         found = [

@@ -46,7 +46,7 @@ class GroupChecks:
         self._died: dict[str, float] = {}  # groups: when
         self._began: dict[str, float] = {}  # open requests: when they were placed
         self.no_group_seconds: dict[str, float] = {}  # of requests that have ended: for how long, at most, no group was left
-        self.crashes_alone = defaultdict[str, set[int]](set)  # request -> processes that crashed or hung while a group computed it alone
+        self.crashes_alone = defaultdict[str, set[str]](set)  # request -> processes that crashed or hung while a group computed it alone
         world.deaths.append(self._on_death)
 
     def on_event(self, event: events.Event) -> None:
@@ -154,10 +154,10 @@ class GroupChecks:
     def _note_alone(self, process: SimulatedProcess | None) -> None:
         """Note the requests that groups compute alone when this process dies, and when it is known to have died."""
         names = [name for name, each in self._world.processes.items() if each is process]
-        if any(map(self._faults.may_recur, names)):
+        if process is not None and any(map(self._faults.may_recur, names)):
             for group in sorted(self._workers):
                 if (inside := self._inside_of(group)) is not None and (request_id := inside.alone()) is not None:
-                    self.crashes_alone[request_id].add(id(process))
+                    self.crashes_alone[request_id].add(process.node)
 
     def _committed(self, request_id: str) -> list[int]:
         """The number of committed tokens of each choice; none when the log is gone."""

@@ -152,15 +152,16 @@ class WorkerInternals:
         return [] if failover is None else _sorted(failover.processes)
 
     def has_ended(self, server: str, incarnation: str) -> bool:
-        membership = self.worker.membership
-        return membership is not None and bool(membership.ended.has_ended(Identity(server, incarnation)))
+        if self.worker.membership is None:
+            return False
+        return bool(self._part("links").incarnations.has_ended(Identity(server, incarnation)))
 
     def uses(self, server: str, incarnation: str) -> bool:
         """Whether the worker sends parts to this incarnation of the server."""
         failover = self._part("failover")
         if failover is None or self.has_ended(server, incarnation):
             return False
-        return self._part("links").incarnations_of(server) == {incarnation} and bool(failover.uses(server))
+        return self._part("links").incarnations_of(server) == {incarnation} and server not in failover.client.servers.lost
 
     def undispatched(self) -> set[tuple[Any, int]]:
         """Parts, by tag and number, that wait for a replica of their experts although the worker knows an available one."""
@@ -174,7 +175,8 @@ class WorkerInternals:
 
     def unsettled(self) -> list[str]:
         """Lost servers whose pending parts wait until the cause of the death is known."""
-        return [] if self.worker.membership is None else list(self.worker.membership.unsettled())
+        failover = self._part("failover")
+        return [] if failover is None else sorted(failover.client.servers.due)
 
     def alone(self) -> str | None:
         """The id of the latest suspect that the group has begun to compute alone; None if any other is in a step."""

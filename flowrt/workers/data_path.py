@@ -98,7 +98,7 @@ class DataPath:
         plans = plan_links(graph, name)
         abilities = {plan.scheme: seams.transport(plan.scheme).capabilities for plan in plans}
         dispatch, client = next(iter(operators.clients.items()), ("", None))
-        can_hedge = client is not None and (client.has_replicas or bool(client.trampolines)) and {*client.processes} != {name}
+        can_hedge = client is not None and (client.servers.has_replicas() or bool(client.trampolines)) and {*client.processes} != {name}
         self.hedges = can_hedge and graph.reliability.hedge
         device = torch.device(graph.devices.get(name, "cpu"))
         _, pack = operators.pack or ("", None)
@@ -185,6 +185,7 @@ class DataPath:
                 bundles = {int(edge.source_port.removeprefix("via")): edge.id for edge in bundle_edges(graph, name).values()}
                 client.trampolines.num_outstanding = lambda trampoline: self.runner.num_outstanding(bundles[trampoline])
                 failover = self.failover = Failover(graph, dispatch, client, self.runner, group)
+                failover.incarnation_of = self.links.incarnations.current
 
     def statistics(self) -> Statistics:
         counters = self.runner.statistics
@@ -210,7 +211,7 @@ class DataPath:
             emulation=self._emulated.statistics() if self._emulated is not None else None,
             fallbacks=self.links.fallbacks(),
             num_redispatched=self.failover.client.num_redispatched if self.failover is not None else 0,
-            map_version=self.failover.client.map_version if self.failover is not None else 0,
+            map_version=self.failover.client.servers.map_version if self.failover is not None else 0,
         )
         return statistics if self.group is None else self.group.with_counts(statistics)
 

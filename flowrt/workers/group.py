@@ -208,7 +208,7 @@ class Group:
         step = Tag(tag.source, tag.epoch, tag.micro_batch, tag.step - 1)
         is_degraded, not_finite = False, ""
         if self._client is not None:
-            is_degraded, not_finite = self._client.omitted.take_degraded(step), self._client.not_finite.take(step)
+            is_degraded, not_finite = self._client.servers.omitted.take_degraded(step), self._client.take_not_finite(step)
         self._carry_out(self._engine.step_done(tag.micro_batch, step.step, tokens, values, is_degraded, not_finite, self._now()))
 
     def _carry_out(self, decisions: ListLike[Decision]) -> None:

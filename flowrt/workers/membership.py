@@ -2,7 +2,8 @@
 
 The worker creates one Membership per incarnation when its links are up. flowrt/exchange/failover.py redispatches lost parts.
 
-Events may come twice and in any order: a link may end before or after the launcher's notification. Each incarnation ends once.
+Events may come twice and in any order: a link may end before or after the launcher's notification. `Links.incarnations` knows which
+incarnations live, and each ends once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 
 from flowrt.actors.control import Control, DeathCause, ExpertsUnavailable, LateResponse, LinkLost, PeerJoined, PeerLeft
-from flowrt.actors.links import Incarnations
 from flowrt.actors.probed_link import PROBE_SECONDS
 from flowrt.exchange.failover import Failover
 from flowrt.graph.model import Graph
@@ -20,9 +20,6 @@ from flowrt.transports.contract import Identity
 from flowrt.workers.data_path import DataPath
 from flowrt.workers.group import Group
 
-# The longest wait for the cause of a server's loss; longer than the launcher waits for an exit status (FENCE_SECONDS). The loss of a link
-# alone does not take so long: both ends report it, which is cause enough.
-CAUSE_SECONDS = 1.0
 POLL_SECONDS, IDLE_POLL_SECONDS = 5e-3, 20e-3  # between polls for late and waiting parts: with a tag outstanding, and without
 REPORT_SECONDS = 1.0  # between two reports about one server
 
@@ -30,8 +27,8 @@ REPORT_SECONDS = 1.0  # between two reports about one server
 class Membership:
     """Handles lost and joined peers.
 
-    `tasks` owns the tasks started here. `incarnations` holds the initial incarnation of every process that is up; each other peer counts
-    as lost until it joins. `restarting`: those that a recovery policy restarts.
+    `tasks` owns the tasks started here. `incarnations`: the initial ones. A peer whose incarnation has ended, or that has none, counts as
+    lost until it joins. `restarting`: those that a recovery policy restarts.
     """
 
     def __init__(
@@ -49,23 +46,18 @@ class Membership:
         self._failover, self._forwarder, self._hedges = data_path.failover, data_path.forwarder, data_path.hedges
         settings = graph.reliability
         self._unavailable_expert_seconds, self._degrades = settings.unavailable_expert_seconds, settings.unavailable_expert == "degrade"
-        self._incarnations = dict(incarnations)  # process -> its current incarnation
-        if self._failover is not None:
-            self._failover.incarnations = self._incarnations
-        self.ended = Incarnations()  # of the peers
-        self._settle_at: dict[str, float] = {}  # lost server with pending parts -> until when the cause of its death is awaited
         self._restarting = set(restarting)  # by a recovery policy; meanwhile, no unavailable expert is given up
-        self._lost_since = 0.0  # time since which an expert has had no replica
         self._latest_report = ExpertsUnavailable("")
         self._is_needed = asyncio.Event()  # a step has begun, or a server was lost
         self._reported_at: dict[str, float] = {}  # process -> when last
         self._sources = {  # process -> the nodes that emit its tags
             process: [node.name for node in graph.nodes_of(process) if node.kind.emits] for process in data_path.peers
         }
-        for process in sorted(data_path.peers - incarnations.keys()):
-            self._lose(process, "")
-        for process in sorted(data_path.peers & incarnations.keys()):
-            self._use(process)
+        for process in sorted(data_path.peers):
+            if (current := self._links.incarnations.current(process)) is None:
+                self._lose(process, incarnations.get(process, ""))
+            else:
+                self._use(current)
         if (
             any(node.kind.kv for node in graph.nodes_of(data_path.name)) and graph.emulation is None
         ):  # modelled links may take as long as they please
@@ -78,36 +70,25 @@ class Membership:
 
     def ended_sources(self) -> set[str]:
         """The sources of the tags of the incarnations that have ended."""
-        return {f"{source}@{each.incarnation}" for each in self.ended.ended() for source in self._sources.get(each.name, ())}
-
-    def unsettled(self) -> list[str]:
-        """Lost servers whose pending parts wait until the cause of the death is known."""
-        return sorted(self._settle_at)
+        ended = self._links.incarnations.ended()
+        return {f"{source}@{each.incarnation}" for each in ended for source in self._sources.get(each.name, ())}
 
     def on_lost(self, peer: Identity, reason: str) -> None:
         """Handle the end of the link to this incarnation."""
-        if self._end(peer.name, peer.incarnation):
-            self._send(LinkLost(peer.name, reason, peer.incarnation))
+        self._lose(peer.name, peer.incarnation)
+        self._send(LinkLost(peer.name, reason, peer.incarnation))
 
     def on_control(self, control: PeerLeft | PeerJoined | DeathCause) -> None:
         if isinstance(control, PeerJoined):
             self._tasks.create_task(self._join(control), name=f"join {control.process}")
             return
         if isinstance(control, DeathCause):
-            self._settle(control.process, control)
+            if self._failover is not None:
+                self._failover.settle(control.process, control)
             return
-        self._links.drop(control.process, control.incarnation)
         (self._restarting.add if control.is_restarting else self._restarting.discard)(control.process)
-        self._end(control.process, control.incarnation)
-
-    def _end(self, process: str, incarnation: str) -> bool:
-        """Mark an incarnation as ended. Returns False when it had already ended."""
-        identity = Identity(process, incarnation)
-        if self.ended.has_ended(identity):
-            return False
-        self.ended.end(identity)
-        self._lose(process, incarnation)
-        return True
+        if self._links.drop(control.process, control.incarnation):
+            self._lose(control.process, control.incarnation)
 
     def _lose(self, process: str, incarnation: str) -> None:
         self._is_needed.set()
@@ -117,28 +98,19 @@ class Membership:
         if self._forwarder is not None:
             self._forwarder.mark_lost(process, incarnation, unanswered)
         if self._failover is not None:
-            was_whole = self._failover.unavailable_text() is None
-            if self._failover.mark_lost(process):
-                self._settle_at[process] = self._clock.now() + CAUSE_SECONDS
-            if was_whole:
-                self._lost_since = self._clock.now()  # restarted, however short a replica was back
-
-    def _settle(self, process: str, cause: DeathCause | None) -> None:
-        if self._failover is not None and self._settle_at.pop(process, None) is not None:
-            self._failover.settle(process, cause)
+            self._failover.mark_lost(process)
 
     async def _join(self, joined: PeerJoined) -> None:
         if await self._links.join(joined.process, joined.incarnation, joined.addresses):
-            self._incarnations[joined.process] = joined.incarnation
             self._restarting.discard(joined.process)
             self._runner.join_peer(joined.process)
-            self._use(joined.process)
+            self._use(Identity(joined.process, joined.incarnation))
             if self._failover is not None:
                 self._failover.mark_joined(joined.process)
 
-    def _use(self, process: str) -> None:
+    def _use(self, peer: Identity) -> None:
         if self._unpack is not None:
-            self._unpack.on_joined(process, self._incarnations[process])
+            self._unpack.on_joined(peer.name, peer.incarnation)
 
     async def _watch_links(self, edges_to: dict[str, list[int]]) -> None:
         """Probe the links between prefill workers and groups, which may break without an error, while a pull or a part of an expert has no
@@ -158,8 +130,8 @@ class Membership:
             if self._hedges:
                 failover.hedge()
                 self._report_late_servers(failover)
-            for process in [process for process, at in self._settle_at.items() if at <= self._clock.now()]:
-                self._settle(process, None)
+            for process in [process for process, until in failover.client.servers.due.items() if until <= self._clock.now()]:
+                failover.settle(process, None)
             if failover.client.has_waiting_parts:
                 failover.redispatch_waiting()
             text = failover.unavailable_text()
@@ -168,13 +140,12 @@ class Membership:
                 self._report_unavailable(ExpertsUnavailable(""))
                 continue
             if self._restarting & failover.processes:
-                self._lost_since = self._clock.now()
-                failover.client.omitted.postpone()
+                failover.client.servers.omitted.postpone()
             if self._degrades:
-                if failover.client.omitted.omit_unavailable(self._unavailable_expert_seconds):
+                if failover.client.servers.omitted.omit_unavailable(self._unavailable_expert_seconds):
                     group.roll_back()  # steps that wait for these experts are computed again without them
-                self._report_unavailable(ExpertsUnavailable(text, "degrade" if failover.client.omitted.has_omitted else "wait"))
-            elif self._clock.now() - self._lost_since >= self._unavailable_expert_seconds:
+                self._report_unavailable(ExpertsUnavailable(text, "degrade" if failover.client.servers.omitted.has_omitted else "wait"))
+            elif failover.client.servers.omitted.unavailable_seconds >= self._unavailable_expert_seconds:
                 group.refuse(text)
                 self._report_unavailable(ExpertsUnavailable(text, "error"))
             else:
@@ -182,7 +153,7 @@ class Membership:
 
     def _has_no_part(self, failover: Failover, group: Group) -> bool:
         """Whether nothing is to be watched until a step begins or a server is lost."""
-        if not group.is_idle or failover.client.tags or self._settle_at:
+        if not group.is_idle or failover.client.tags or failover.client.servers.due:
             return False
         return not self._latest_report.text and failover.unavailable_text() is None
 
@@ -194,7 +165,7 @@ class Membership:
     def _report_late_servers(self, failover: Failover) -> None:
         """Report servers whose response is long overdue."""
         for process, (waited, usual) in failover.overdue().items():
-            now = self._clock.now()
-            if now >= self._reported_at.get(process, now - REPORT_SECONDS) + REPORT_SECONDS:
+            now, peer = self._clock.now(), self._links.incarnations.current(process)
+            if peer is not None and now >= self._reported_at.get(process, now - REPORT_SECONDS) + REPORT_SECONDS:
                 self._reported_at[process] = now
-                self._send(LateResponse(process, self._incarnations[process], waited, usual))
+                self._send(LateResponse(process, peer.incarnation, waited, usual))

@@ -103,8 +103,8 @@ def test_row_of_a_response_that_is_not_finite_goes_on_and_its_server_is_avoided(
     assert not client.failures
     assert sums.isfinite().all(dim=1).tolist().count(False) == 1
     step = Tag(tag.source, tag.epoch, tag.micro_batch, tag.step)
-    assert client.client.not_finite.take(step) == "experts.1 returned NaN or infinity in layer 0"
-    assert not client.client.not_finite.take(step)
+    assert client.client.take_not_finite(step) == "experts.1 returned NaN or infinity in layer 0"
+    assert not client.client.take_not_finite(step)
     client.ends.clear()
     client.begin(4)
     assert not client.requested[1]

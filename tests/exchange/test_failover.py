@@ -115,7 +115,7 @@ def test_part_without_a_replica_when_another_server_dies_before_its_retry(client
 def test_a_tag_that_is_being_cut_by_an_older_map_may_wait(client):
     client.die(0)
     client.die(1)
-    client.client.replica_table(0)
+    client.client.servers.replica_table(0)
     client.join(1)
     assert client.client.has_waiting_parts
     client.client.add_tag(Tag("s@1"), X_TH, ACTIVE, [])

@@ -18,7 +18,7 @@ def client(request):
     """With experts 2 and 3 on servers 0 and 1, which go down; the clock is `client.clock[0]`."""
     client = Client(request.param)
     client.clock = [0.0]
-    client.client._now = client.client.omitted._now = lambda: client.clock[0]
+    client.client._now = client.client.servers._now = client.client.servers.omitted._now = lambda: client.clock[0]
     client.die(0)
     client.die(1)
     return client
@@ -27,7 +27,7 @@ def client(request):
 def give_up(client, seconds=LOST_SECONDS, epoch=1):
     """As the worker does: what waits is rolled back. True when there was reason to."""
     client.clock[0] += seconds
-    is_new = client.client.omitted.omit_unavailable(LOST_SECONDS)
+    is_new = client.client.servers.omitted.omit_unavailable(LOST_SECONDS)
     if is_new:
         client.runner.roll_back("s@1", epoch)
         client.client.roll_back("s@1", epoch)
@@ -53,15 +53,15 @@ def test_pairs_of_lost_experts_are_left_out_after_a_while_and_not_before(client)
     client.serve_all()
     assert not client.ends
     assert give_up(client, 0.1)
-    assert client.client.omitted.has_omitted
+    assert client.client.servers.omitted.has_omitted
     client.begin(1, epoch=1)
     client.serve_all()
     assert [tag.step for tag, _ in client.ends] == [1]
     assert torch.equal(last(client), sum_without(2, 3))
-    assert client.client.omitted.take_degraded(Tag("s@1", 1, 0, 1))
-    assert not client.client.omitted.take_degraded(Tag("s@1", 1, 0, 1)), "reported once"
+    assert client.client.servers.omitted.take_degraded(Tag("s@1", 1, 0, 1))
+    assert not client.client.servers.omitted.take_degraded(Tag("s@1", 1, 0, 1)), "reported once"
     assert not client.client.tags
-    assert not client.client.omitted.parts
+    assert not client.client.servers.omitted.parts
     assert not give_up(client), "the same experts are given up once"
 
 
@@ -70,7 +70,7 @@ def test_a_step_in_which_nothing_was_left_out_is_not_marked(client):
     whole = torch.tensor([[0, 1], [1, 4], [4, 5], [5, 4], [5, 0]])  # no row is sent to experts 2 and 3
     firing = Firing("dispatch", Tag("s@1", 1), {"x": Payload((X_TH,)), "routing": Payload((whole, WEIGHTS_TA))})
     Dispatch(client.client, client.strict)([firing])
-    assert not client.client.omitted.take_degraded(Tag("s@1", 1))
+    assert not client.client.servers.omitted.take_degraded(Tag("s@1", 1))
 
 
 def test_with_a_replica_back_the_sum_is_whole_and_no_step_is_marked(client):
@@ -78,11 +78,11 @@ def test_with_a_replica_back_the_sum_is_whole_and_no_step_is_marked(client):
     client.begin(0, epoch=1)
     client.serve_all()
     client.join(1)
-    assert not client.client.omitted.has_omitted
+    assert not client.client.servers.omitted.has_omitted
     client.begin(1, epoch=1)
     client.serve_all()
     assert torch.equal(last(client), sum_without())
-    assert not client.client.omitted.take_degraded(Tag("s@1", 1, 0, 1))
+    assert not client.client.servers.omitted.take_degraded(Tag("s@1", 1, 0, 1))
 
 
 def test_an_expert_lost_again_has_its_whole_time_again(client):
@@ -118,8 +118,8 @@ def test_a_step_rolled_back_is_not_marked_when_it_is_computed_again_whole(client
     client.begin(0, epoch=1)
     client.runner.roll_back("s@1", 2)
     client.client.roll_back("s@1", 2)
-    assert not client.client.omitted.take_degraded(Tag("s@1", 1, 0, 0))
-    assert not client.client.omitted.parts
+    assert not client.client.servers.omitted.take_degraded(Tag("s@1", 1, 0, 0))
+    assert not client.client.servers.omitted.parts
 
 
 def test_a_tag_that_was_rolled_back_while_it_was_cut_leaves_nothing(client):
@@ -127,8 +127,8 @@ def test_a_tag_that_was_rolled_back_while_it_was_cut_leaves_nothing(client):
     firing = Firing("dispatch", Tag("s@1", 0), {"x": Payload((X_TH,)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     Dispatch(client.client, client.strict)([firing])
     assert not client.client.tags
-    assert not client.client.omitted.parts
-    assert not client.client.omitted.take_degraded(Tag("s@1", 0))
+    assert not client.client.servers.omitted.parts
+    assert not client.client.servers.omitted.take_degraded(Tag("s@1", 0))
 
 
 def test_experts_are_given_up_layer_by_layer():

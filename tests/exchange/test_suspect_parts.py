@@ -57,7 +57,8 @@ def test_a_part_that_was_never_sent_is_not_lost(fencing):
 def test_pending_parts_wait_for_the_cause_of_the_death(fencing):
     fencing.begin()
     num_requested = {server: len(requests) for server, requests in fencing.requested.items()}
-    assert fencing.failover.mark_lost("experts.1")
+    fencing.failover.mark_lost("experts.1")
+    assert "experts.1" in fencing.client.servers.due
     assert {server: len(requests) for server, requests in fencing.requested.items()} == num_requested
     fencing.die(1, may_recur=False)
     fencing.serve_all()
@@ -68,7 +69,8 @@ def test_pending_parts_wait_for_the_cause_of_the_death(fencing):
 def test_server_without_pending_parts_is_not_waited_for(fencing):
     fencing.begin()
     fencing.serve_all()
-    assert not fencing.failover.mark_lost("experts.1")
+    fencing.failover.mark_lost("experts.1")
+    assert not fencing.client.servers.due
     fencing.check()
 
 

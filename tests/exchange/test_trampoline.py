@@ -30,6 +30,7 @@ from flowrt.operators.dispatch import partition
 from flowrt.operators.replica_table import ReplicaTable
 from flowrt.reliability.expert_map import ExpertMap, servers_by_expert
 from flowrt.seams import RealClock
+from flowrt.transports.contract import Identity
 from flowrt.transports.wire.message import Message, Tag
 
 SERVERS = {0: (0, 1, 2), 1: (2, 3, 4), 2: (4, 5, 0), 3: (5, 1, 3)}  # two replicas of each expert
@@ -118,7 +119,8 @@ class Group:
         )  # fmt: skip
         self.client.trampolines.num_outstanding = lambda number: self.runner.num_outstanding(self.via(number))
         self.failover = Failover(self.graph, "dispatch", self.client, self.runner, self)
-        self.failover.incarnations = dict.fromkeys(self.sent, "1")
+        self.incarnations = dict.fromkeys(self.sent, "1")
+        self.failover.incarnation_of = lambda process: Identity(process, self.incarnations[process])
 
     def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False) -> None:
         assert not tags, error
@@ -169,7 +171,7 @@ class Group:
 
     def join(self, number: int, incarnation: str = "2") -> None:
         process = f"experts.{number}"
-        self.failover.incarnations = dict(self.failover.incarnations) | {process: incarnation}
+        self.incarnations[process] = incarnation
         self.runner.join_peer(process)
         self.failover.mark_joined(process)
 
@@ -289,8 +291,8 @@ def test_lost_trampoline_is_bypassed_until_it_is_back(group):
 def test_parts_that_were_split_before_the_loss_of_their_trampoline(group):
     route = group.client.trampolines.route
 
-    def route_and_lose(parts):
-        found = route(parts)
+    def route_and_lose(*arguments):
+        found = route(*arguments)
         group.lose(1)
         return found
 
@@ -371,15 +373,14 @@ def test_late_trampoline_is_bypassed_and_its_servers_are_not_blamed(group):
     group.serve("experts.1")
     clock[0] = 2.0
     group.failover.hedge()
-    assert group.client.trampolines.late == {0}
-    assert not group.client._late_servers
+    assert group.client.servers.late == ["via experts.0"]
     group.serve_all()
     group.begin(1)
     assert not any(isinstance(message.header, BundleHeader) for message in group.sent["experts.0"])
     group.serve_all()
     merged = merge(list(group.responses(late).values()))
     group.accept("experts.0", merged, "experts.0.return.group0 -> collect.bundle", late.tag)
-    assert not group.client.trampolines.late
+    assert not group.client.servers.late
     group.check((0, 1))
 
 
@@ -395,11 +396,11 @@ def test_late_server_behind_a_trampoline_is_blamed_alone(group):
     group.accept("experts.0", merge(list(responses.values())), "experts.0.return.group0 -> collect.bundle", bundled.tag)
     clock[0] = 2.0
     group.failover.hedge()
-    assert (group.client.trampolines.late, group.client._late_servers) == (set(), {2})
+    assert group.client.servers.late == ["experts.2"]
     group.serve_all()
     group.check()
     group.accept("experts.0", merge([late]), "experts.0.return.group0 -> collect.bundle", bundled.tag)
-    assert not group.client._late_servers
+    assert not group.client.servers.late
 
 
 class Relay:

@@ -724,6 +724,20 @@ def test_requests_that_ran_alone_when_a_policy_restarted_their_groups_are_counte
     assert end.error == "experts.0 was killed by SIGSEGV while it computed this request alone; the request is not tried again"
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_report_that_comes_after_the_death_of_the_server_counts(is_late: bool) -> None:
+    """The report and the notice of the death come over two connections. One of the next attempt is of another run alone."""
+    gateway = new_gateway(("g1",))
+    place(gateway)
+    gateway.lose_server("experts.0", "crashed")
+    (sent,) = restarted(gateway, "g1")
+    gateway.lose_server("experts.0", "crashed")
+    if not is_late:
+        (sent,) = restarted(gateway, "g1")
+    runs_alone(gateway, "g1", sent)
+    assert (gateway.log(0).num_crashes, gateway.log(0).runs_alone) == ((1, False) if is_late else (0, True))
+
+
 def test_tokens_from_before_a_crash_clear_no_suspect() -> None:
     """The group goes on until the policy ends it, and what it had computed arrives after the death of the server."""
     gateway = new_gateway(("g0",))

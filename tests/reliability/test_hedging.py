@@ -14,7 +14,7 @@ def policy(*seconds: float, rows: int = 1, times: int = MIN_RESPONSES) -> Hedgin
     for _ in range(times):
         for server, each in enumerate(seconds):
             policy.record_response(server, rows, each)
-    policy.update_avoided()
+    policy.update_slow()
     return policy
 
 
@@ -46,26 +46,26 @@ def test_sizes_are_distinguished():
 
 def test_a_slow_server_is_avoided_and_taken_back():
     servers = policy(0.010, 0.010, 0.050)
-    assert servers.avoided == {2}
-    seen = [servers.avoided]
+    assert servers.slow == {2}
+    seen = [servers.slow]
     for _ in range(40):
         servers.record_response(2, 1, 0.010)
-        servers.update_avoided()
-        seen.append(servers.avoided)
+        servers.update_slow()
+        seen.append(servers.slow)
     assert sum(before != after for before, after in pairwise(seen)) == 1
-    assert servers.avoided == frozenset()
+    assert servers.slow == frozenset()
 
 
 def test_equally_slow_or_short_responses_mark_no_server_slow():
-    assert policy(0.5, 0.5, 0.5).avoided == frozenset()
-    assert policy(1e-5, 1e-5, 1e-3).avoided == frozenset()
+    assert policy(0.5, 0.5, 0.5).slow == frozenset()
+    assert policy(1e-5, 1e-5, 1e-3).slow == frozenset()
 
 
 def test_new_incarnation_starts_as_not_slow():
     servers = policy(0.010, 0.050)
-    assert servers.avoided == {1}
+    assert servers.slow == {1}
     servers.forget(1)
-    assert servers.avoided == frozenset()
+    assert servers.slow == frozenset()
     assert servers.late_after(1, 1) == pytest.approx(0.030)
 
 
@@ -97,36 +97,36 @@ def test_servers_that_are_slow_together_or_for_a_moment_are_not_avoided(num_serv
             alone = 50.0 if chance.random() < 0.02 else 1.0
             seconds = 0.003 * busy * alone * chance.lognormvariate(0, 0.5)
             servers.record_response(server, chance.choice((3, 9, 9, 9, 20)), seconds)
-        servers.update_avoided()
-        assert servers.avoided == frozenset(), tag
+        servers.update_slow()
+        assert servers.slow == frozenset(), tag
 
 
 def test_server_that_gets_its_rows_last_is_not_avoided():
     """Three servers that share one core: each begins when the one before has ended."""
-    assert policy(0.010, 0.020, 0.030, times=1000).avoided == frozenset()
+    assert policy(0.010, 0.020, 0.030, times=1000).slow == frozenset()
 
 
 def test_one_server_at_least_is_in_use_and_of_several_slow_ones_the_slowest_is_avoided():
-    assert policy(0.010, 0.050, 0.100, times=100).avoided <= {2}
-    assert policy(0.010, 0.011, 0.012, 0.100, 0.200, times=100).avoided == {3, 4}
+    assert policy(0.010, 0.050, 0.100, times=100).slow <= {2}
+    assert policy(0.010, 0.011, 0.012, 0.100, 0.200, times=100).slow == {3, 4}
 
 
 def test_server_that_becomes_slow_is_avoided_after_a_few_responses_and_taken_back_after_a_few_probes():
     servers = policy(0.010, 0.010, 0.010, times=200)
     num_slow = 0
-    while not servers.avoided:
+    while not servers.slow:
         num_slow += 1
         for server, seconds in enumerate((0.010, 0.010, 0.100)):
             servers.record_response(server, 1, seconds)
-        servers.update_avoided()
-    assert servers.avoided == {2}
+        servers.update_slow()
+    assert servers.slow == {2}
     assert num_slow <= 16
     num_probes = 0
-    while servers.avoided:
+    while servers.slow:
         num_probes += 1
         for _ in range(PROBE):
             servers.record_response(0, 1, 0.010)
             servers.record_response(1, 1, 0.010)
         servers.record_response(2, 1, 0.010)
-        servers.update_avoided()
+        servers.update_slow()
     assert num_probes <= 8

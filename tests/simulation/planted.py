@@ -48,6 +48,7 @@ PROCESS = "flowrt.workers.process"
 SERVICE = "flowrt.exchange.expert_service"
 DISPATCH = "flowrt.exchange.dispatch"
 CLIENT = "flowrt.exchange.expert_client"
+SERVERS = "flowrt.exchange.servers"
 FAILOVER = "flowrt.exchange.failover"
 MEMBERSHIP = "flowrt.workers.membership"
 DETECTOR = "flowrt.reliability.detector"
@@ -201,9 +202,9 @@ BUGS: tuple[Bug, ...] = (
     bug("parts-not-redispatched", "parts of a dead server are not redispatched", (
         FAILOVER, "Failover.settle", "self._redispatch(tag, part)", "pass")),
     bug("map-keeps-dead-server", "a dead server stays in its client's map", (
-        FAILOVER, "Failover.mark_lost", "self.client.remove_server(server)", "pass")),
+        SERVERS, "Servers.lose", "self._update_map()", "pass")),
     bug("map-never-restored", "a restarted server stays out of the map", (
-        FAILOVER, "Failover.mark_joined", "self.client.restore_server(server)", "pass")),
+        SERVERS, "Servers.join", "self._update_map()", "pass")),
     bug("edges-stay-open", "edges to a dead server are not closed, so messages are lost", (
         RUNNER, "Runner.end_peer", "unanswered = self._outbound.renew(peer, closed=True)", "unanswered = []")),
     bug("edges-stay-closed", "edges to a restarted server are not opened", (
@@ -231,11 +232,11 @@ BUGS: tuple[Bug, ...] = (
     bug("weights-of-other-pairs", "a redispatched part takes the weights of other pairs", (
         PARTITION, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:4], weight_P[:len(fields[4])], fields[5]) for fields in")),
     bug("others-restored", "when one server is back, others that are down are in the map again", (
-        CLIENT, "ExpertClient.restore_server", "left = left.without_server(lost)", "left = left")),
+        SERVERS, "Servers._update_map", "if self.is_lost(server):", "if [*self._lost][-1:] == [self.processes[server]]:")),
     bug("slow-replica-unavailable", "an expert whose only replica is on a slow server is unavailable", (
-        CLIENT, "ReplicaTables.of", "or servers for servers in replicas", "for servers in replicas")),
+        SERVERS, "ReplicaTables.of", "or servers for servers in replicas", "for servers in replicas")),
     bug("hedge-without-replica", "a late part is hedged to servers that do not hold all its experts", (
-        CLIENT, "ExpertClient.hedge", "self._tables_avoiding(self._avoided | ({part.server} if is_server_suspect else set()))", "ReplicaTables(self.map.without_server(part.server), frozenset(), self._num_servers, self._device)"), (
+        CLIENT, "ExpertClient.hedge", "self.servers.table(tag.layer, {part.server} if is_server_suspect else ())", "type(self.servers._tables_avoiding(frozenset()))(self.servers._map.without_server(part.server), frozenset(), len(self.processes), 'cpu').of(tag.layer)"), (
         FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
     bug("rollback-forgets-parts", "a rollback leaves the parts of its tags with the client", (
         GROUP, "Group._begin_epoch", "self._client.roll_back(self._source, self._engine.epoch)", "pass")),
@@ -243,17 +244,17 @@ BUGS: tuple[Bug, ...] = (
         MEMBERSHIP, "Membership._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses):",
         "self._tasks.create_task(self._links.join(joined.process, joined.incarnation, joined.addresses))\n    if True:")),
     bug("left-ignored", "a worker ignores the notice of a server's death", (
-        MEMBERSHIP, "Membership.on_control", "self._end(control.process, control.incarnation)", "pass")),
+        MEMBERSHIP, "Membership.on_control", "self._lose(control.process, control.incarnation)", "pass")),
     bug("link-end-ignored", "a worker whose link has ended waits for the notice of the death", (
-        MEMBERSHIP, "Membership.on_lost", "self._end(peer.name, peer.incarnation)", "self._ended.end(peer)")),
+        MEMBERSHIP, "Membership.on_lost", "self._lose(peer.name, peer.incarnation)", "pass")),
     bug("never-refused", "requests that need an unavailable expert wait for ever", (
-        MEMBERSHIP, "Membership._watch_parts", "self._clock.now() - self._lost_since >= self._unavailable_expert_seconds", "False")),
+        MEMBERSHIP, "Membership._watch_parts", "failover.client.servers.omitted.unavailable_seconds >= self._unavailable_expert_seconds", "False")),
     bug("refused-at-once", "requests end as soon as an expert is unavailable", (
-        MEMBERSHIP, "Membership._watch_parts", "self._clock.now() - self._lost_since >= self._unavailable_expert_seconds", "True")),
+        MEMBERSHIP, "Membership._watch_parts", "failover.client.servers.omitted.unavailable_seconds >= self._unavailable_expert_seconds", "True")),
     bug("refused-for-ever", "requests are refused although the expert is back", (
         GROUP, "Group.accept", "self._refusal = None", "pass")),
     bug("unavailable-time-adds-up", "the time without an expert is not reset when the expert is lost again", (
-        MEMBERSHIP, "Membership._lose", "if was_whole:", "if not self._lost_since:")),
+        "flowrt.exchange.omitted_experts", "OmittedExperts.update", "self._since = {(layer", "self._since = self._since | {(layer")),
     bug("refused-and-running", "requests that end for an unavailable expert keep their steps", (
         GROUP, "Group.refuse", "self._engine.fail_all(error)", "[]")),
     body("ended-incarnation-linked", "a link to an incarnation that ended during the join counts as up", LINKS, "Incarnations.has_ended",

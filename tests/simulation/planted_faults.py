@@ -11,7 +11,6 @@ SCHEDULER = "flowrt.engine.scheduler"
 SEQUENCE = "flowrt.engine.sequence"
 GROUP = "flowrt.workers.group"
 DATA_PATH = "flowrt.workers.data_path"
-MEMBERSHIP = "flowrt.workers.membership"
 CLIENT = "flowrt.exchange.expert_client"
 FAILOVER = "flowrt.exchange.failover"
 DEATHS = "flowrt.launcher.deaths"
@@ -42,11 +41,10 @@ FAULT_BUGS: tuple[Bug, ...] = (
         SCHEDULER, "Scheduler._shared_pages", "if sequence.computes_whole_prompt:", "if sequence.scores_prompt:")),
     # parts of a server that crashed
     bug("cause-not-awaited", "the parts of a dead server go to replicas before it is known how it died", (
-        FAILOVER, "Failover.mark_lost", "self._unsettled.add(process)", "self._unsettled.add(process)\n        self.settle(process, None)")),
+        FAILOVER, "Failover.mark_lost", "self.client.servers.lose(process, awaits_cause=True)", "self.client.servers.lose(process, awaits_cause=True)\n        self.settle(process, None)")),
     bug("cause-unsent", "clients do not learn how a server died", (
         DEATHS, "Deaths.fence", "table.notify(worker, DeathCause(worker.name, worker.incarnation, how, process.may_recur))", "pass")),
-    bug("never-settled", "the parts of a dead server wait for ever", (
-        MEMBERSHIP, "Membership._settle", "self._failover.settle(process, cause)", "pass")),
+    body("never-settled", "the parts of a dead server wait for ever", FAILOVER, "Failover.settle", "pass"),
     bug("crash-suspects-none", "steps with parts at a crashed server are not suspected", (
         FAILOVER, "Failover.settle", "cause is not None and cause.may_recur", "False")),
     bug("next-part-unsent", "the second part of a suspect is never sent", (

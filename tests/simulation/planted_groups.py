@@ -123,5 +123,5 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("response-to-successor", "the response to a dead client goes to its next incarnation", (
         RUNNER, "Runner._finish", "if fences.is_active and fences.is_stale(output.tag):", "if False:")),
     bug("absent-peers-open", "edges to peers that are down at the start are open", (
-        MEMBERSHIP, "Membership.__init__", "self._lose(process, '')", "pass")),
+        MEMBERSHIP, "Membership.__init__", "self._lose(process, incarnations.get(process, ''))", "pass")),
 )  # fmt: skip

@@ -29,9 +29,9 @@ TRAMPOLINE_BUGS: tuple[Bug, ...] = (
     bug("bundles-not-redispatched", "the parts that a dead trampoline held are not redispatched", (
         FAILOVER, "Failover.mark_lost", "self._redispatch_forwarded(tag, part)", "pass")),
     bug("trampoline-never-used-again", "a group sends nothing through a restarted trampoline", (
-        FAILOVER, "Failover.mark_joined", "self.client.trampolines.lost.discard(self._trampolines[process])", "pass")),
+        "flowrt.exchange.servers", "Servers.may_forward", "process not in self._lost", "self.map_version == 1")),
     bug("trampoline-late-for-ever", "a group sends nothing through a trampoline that was late once", (
-        CLIENT, "ExpertClient.record_forwarded", "self.trampolines.late.discard(trampoline)", "pass")),
+        CLIENT, "ExpertClient.record_forwarded", "self.servers.note_response(via(self.trampolines.processes[trampoline]))", "pass")),
     bug("lost-server-unnoticed", "a trampoline does not notify the groups of the parts that a dead server had", (
         TRAMPOLINE, "Forwarder.mark_lost", "self._notify(tag, process, part)", "pass")),
     bug("unsent-part-unnoticed", "a trampoline drops a part for a dead server without a notice", (

@@ -1,0 +1,217 @@
+"""Which expert servers a client may use: one state per process, and the replica tables that follow from the states. Pure but for tensors.
+
+Each client of the expert servers has one Servers, which owns this fact. Others ask it, and report what they see:
+
+| event | state of the process |
+|---|---|
+| `lose`: its incarnation has ended | lost; parts that were sent there wait for the cause of the death, until it is `due` |
+| `settle`: its parts are redone | lost |
+| `join`: its next incarnation is linked | usable |
+| `note_late`: a part there is late | late: until a response arrives (`note_response`), others are preferred |
+| `avoid`: it returned NaN or infinity for finite rows | avoided for AVOIDED_SECONDS, others are preferred |
+| HedgingPolicy finds it slower than the others | slow: others are preferred, but for some tags |
+
+Nobody sends to a lost server. A server that is late, avoided or slow still computes the experts that no other one has. A trampoline that
+is lost or late forwards no part: parts go directly, to its own server too (trampoline.py).
+
+The compute thread calls `replica_table`, `end_split` and `avoid`; the loop makes all other calls. Each is one step on a dict or a set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import StrEnum
+
+import torch
+
+from flowrt.exchange.omitted_experts import OmittedExperts
+from flowrt.operators.replica_table import UNAVAILABLE, ReplicaTable
+from flowrt.reliability.expert_map import ExpertMap, Replicas
+from flowrt.reliability.hedging import HedgingPolicy
+
+AVOIDED_SECONDS = 2.0  # the sequence is computed again on other servers
+# The longest wait for the cause of a server's loss; longer than the launcher waits for an exit status (FENCE_SECONDS). The loss of a link
+# alone does not take so long: both ends report it, which is cause enough.
+CAUSE_SECONDS = 1.0
+
+
+class ServerState(StrEnum):
+    """The strongest reason not to use a server."""
+
+    LOST = "lost"
+    LATE = "late"
+    AVOIDED = "avoided"
+    SLOW = "slow"
+    USABLE = "usable"
+
+
+class Servers:
+    """`expert_map` is the placement of the graph. Its servers are numbers, as in the ports "server<s>"; `processes` are their names. `now`
+    returns the time in seconds."""
+
+    def __init__(
+        self, expert_map: ExpertMap, processes: Sequence[str], device: torch.device | str = "cpu", now: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self.processes, self._full, self._device, self._now = processes, expert_map, device, now
+        self._numbers: dict[str, list[int]] = {}
+        for server, process in enumerate(processes):
+            self._numbers.setdefault(process, []).append(server)
+        self._lost: dict[str, float | None] = {}  # process -> until when the cause of its death is awaited; None: no part waits for it
+        self._late: set[str] = set()  # servers, and trampolines as f"via {process}"
+        self._avoided_until: dict[str, float] = {}
+        self.hedging = HedgingPolicy(len(processes))
+        self.omitted = OmittedExperts(now)
+        self._tables_in_use: ReplicaTables | None = None  # of the tag that is being split now
+        self.map_version = 0  # how often the map has changed
+        self._update_map()
+
+    # --- events -----------------------------------------------------------------------------------------------------------
+
+    def lose(self, process: str, *, awaits_cause: bool = False) -> None:
+        """The incarnation of the process has ended. `awaits_cause`: parts were sent there."""
+        is_new = process not in self._lost
+        self._lost[process] = self._now() + CAUSE_SECONDS if awaits_cause else self._lost.get(process)
+        if is_new:
+            self._late -= {process, via(process)}
+            self._avoided_until.pop(process, None)
+            for server in self._numbers.get(process, ()):
+                self.hedging.forget(server)
+            self._update_map()
+
+    def settle(self, process: str) -> bool:
+        """The parts that wait for the cause of this process's death are redone now. Returns False when none wait."""
+        if self._lost.get(process) is None:
+            return False
+        self._lost[process] = None
+        return True
+
+    def join(self, process: str) -> None:
+        """A new incarnation of the process is linked."""
+        if process in self._lost:
+            del self._lost[process]
+            self._update_map()
+
+    def note_late(self, process: str) -> None:
+        self._late.add(process)
+
+    def note_response(self, process: str) -> None:
+        self._late.discard(process)
+
+    def avoid(self, process: str) -> bool:
+        """Avoid a server for a while. Returns whether it was not avoided before."""
+        is_new = self._now() >= self._avoided_until.get(process, 0.0)
+        self._avoided_until[process] = self._now() + AVOIDED_SECONDS
+        return is_new
+
+    # --- states -----------------------------------------------------------------------------------------------------------
+
+    def state(self, process: str) -> ServerState:
+        if process in self._lost:
+            return ServerState.LOST
+        if process in self._late:
+            return ServerState.LATE
+        if self._avoided_until.get(process, 0.0) > self._now():
+            return ServerState.AVOIDED
+        is_slow = any(server in self.hedging.slow for server in self._numbers.get(process, ()))
+        return ServerState.SLOW if is_slow else ServerState.USABLE
+
+    def is_lost(self, server: int) -> bool:
+        """Also for UNAVAILABLE."""
+        return server == UNAVAILABLE or self.processes[server] in self._lost
+
+    def may_forward(self, process: str) -> bool:
+        """Whether the trampoline in this process is used."""
+        return process not in self._lost and via(process) not in self._late
+
+    @property
+    def lost(self) -> list[str]:
+        return sorted(self._lost)
+
+    @property
+    def late(self) -> list[str]:
+        return sorted(self._late)
+
+    @property
+    def due(self) -> dict[str, float]:
+        """Lost servers whose parts wait for the cause of the death -> until when."""
+        return {process: until for process, until in self._lost.items() if until is not None}
+
+    def has_replicas(self) -> bool:
+        """Whether the graph gives any expert a second replica."""
+        layers: list[int | None] = [*self._full.by_layer] or [None]
+        return any(len(servers) > 1 for layer in layers for servers in self._full.table(layer))
+
+    # --- replica tables ---------------------------------------------------------------------------------------------------
+
+    def replica_table(self, layer: int) -> ReplicaTable:
+        """The replica table for splitting a new tag. It avoids slow servers where another server holds a replica, but for some tags, which
+        show when they have recovered. `end_split` must follow."""
+        states = {ServerState.LATE, ServerState.AVOIDED}
+        if not (self.hedging.slow and self.hedging.probes()):
+            states.add(ServerState.SLOW)
+        tables = self._tables_in_use = self._tables_avoiding(self._in(states))
+        return tables.of(layer)
+
+    def end_split(self) -> None:
+        self._tables_in_use = None
+
+    @property
+    def splits_by_old_map(self) -> bool:
+        """Whether a tag is being split by tables from before the latest change."""
+        splitting = self._tables_in_use
+        return splitting is not None and splitting not in list(self._tables.values())
+
+    def table(self, layer: int, besides: Iterable[int] = ()) -> ReplicaTable:
+        """The table for splitting a part again. It avoids the servers `besides`, too, where others hold a replica."""
+        preferred = self._in({ServerState.LATE, ServerState.AVOIDED, ServerState.SLOW})
+        return self._tables_avoiding(preferred.union(besides)).of(layer)
+
+    def _in(self, states: Collection[ServerState]) -> frozenset[int]:
+        if not (self._late or self._avoided_until or self.hedging.slow):
+            return frozenset()
+        return frozenset(server for process, own in self._numbers.items() if self.state(process) in states for server in own)
+
+    def _tables_avoiding(self, avoided: frozenset[int]) -> ReplicaTables:
+        tables = self._tables.get(avoided)
+        if tables is None:
+            tables = self._tables[avoided] = ReplicaTables(self._map, avoided, len(self.processes), self._device)
+        return tables
+
+    def _update_map(self) -> None:
+        left = self._full
+        for server in range(len(self.processes)):
+            if self.is_lost(server):
+                left = left.without_server(server)
+        self._map, self.map_version = left, self.map_version + 1
+        layers: list[int | None] = [*self._full.by_layer] or [None]
+        missing = {layer: frozenset(left.missing(layer)) - frozenset(self._full.missing(layer)) for layer in layers}
+        # Experts without a replica in some layer in which the graph places one.
+        self.unavailable_experts = sorted(frozenset[int]().union(*missing.values()))
+        self.omitted.update(missing)
+        self._tables: dict[frozenset[int], ReplicaTables] = {}  # by the avoided servers
+
+
+def via(process: str) -> str:
+    """The trampoline in a process, as the subject of `note_late`."""
+    return f"via {process}"
+
+
+class ReplicaTables:
+    """Tables made at their first use. Equal layers share one. `avoided`: servers that get nothing where another one holds a replica."""
+
+    def __init__(self, expert_map: ExpertMap, avoided: frozenset[int], num_servers: int, device: torch.device | str) -> None:
+        self._map, self._behind, self._num_servers, self._device = expert_map, avoided, num_servers, device
+        self._by_layer: dict[int, ReplicaTable] = {}
+        self._made: dict[Replicas, ReplicaTable] = {}
+
+    def of(self, layer: int) -> ReplicaTable:
+        table = self._by_layer.get(layer)
+        if table is None:
+            replicas = self._map.table(layer)
+            if self._behind:
+                replicas = tuple(tuple(server for server in servers if server not in self._behind) or servers for servers in replicas)
+            table = self._made.get(replicas)
+            if table is None:
+                table = self._made[replicas] = ReplicaTable.from_lists(replicas, self._num_servers, self._device)
+            self._by_layer[layer] = table
+        return table
