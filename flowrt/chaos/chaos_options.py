@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from flowrt.bench.cases.case_options import Positive
+from flowrt.bench.cases.case_options import Overrides, Positive
 from flowrt.reliability.scenario import MAX_SECONDS
 
 Seconds = Annotated[
@@ -81,7 +81,4 @@ class RecoveryOptions:
     seconds: Seconds = 4.0
     prompt_tokens: Annotated[Positive, Parameter(help="Tokens of the longest prompt.")] = 16
     new_tokens: Annotated[Positive, Parameter(help="Tokens of each answer.")] = 32
-    overrides: Annotated[
-        tuple[str, ...],
-        Parameter(name="--set", negative=(), show_default=False, help="Override a key of all graphs, as path=value; repeatable."),
-    ] = ()
+    overrides: Overrides = ()

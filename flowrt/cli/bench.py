@@ -275,7 +275,7 @@ def kv_transfer(
 
 @bench_app.command
 def latency(
-    graph: Annotated[Path, Parameter(help="A graph file that serves a model.")],
+    graph: ServedGraph,
     /,
     *,
     options: LatencyOptions | None = None,
