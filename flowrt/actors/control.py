@@ -283,7 +283,6 @@ class Statistics(Control, frozen=True):
     strict_blocks: str = ""  # with strict numerics: which functions run in blocks of how many rows, for people
     emulation: EmulationStatistics | None = None
     num_redispatched: int = 0  # parts that were lost or late and sent to other servers
-    fallbacks: tuple[str, ...] = ()  # one sentence per link whose transport broke
     num_restarts: int = 0  # filled in by the launcher
     has_responded: bool = True  # the same; False: the worker is down or gave no response in time, its counts are older
 

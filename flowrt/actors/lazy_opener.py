@@ -5,13 +5,13 @@ incoming connections to their link. The steps of EaaS, section 4.4 (figure 7), c
 
     hello: version, identity, endpoint     the transport's handshake: the caller's hello (transports/wire/handshake.py)
     mirrored response                      the listener's hello and its proof of the key, under both hellos
-    state change notified                  ADOPT below: tasks that wait for the channel continue (link_channel.py)
+    state change notified                  ADOPT below: tasks that wait for the channel continue (lazy_channel.py)
     buffers registered, keys exchanged     the caller's proof carries memory, descriptors or endpoint and keys (rendezvous.py)
     both mark ready                        the accepting end sends READY_KIND on the accepted call; then both ends are READY
 
 If both ends call at once, one channel results: the call of the end that comes first in the graph. That end refuses the other call by
 closing it unmarked. A call that breaks before the mark has come counts as open and broken, because the other end may have marked it; so
-does a call of the first end that is refused. Then both ends fall back, or both report the loss.
+does a call of the first end that is refused. Then both ends report the loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from enum import Enum
 from typing import Any
 
@@ -103,9 +103,9 @@ SECOND: dict[tuple[OpenerState, OpenerEvent], Step] = {
 
 
 class LazyOpener:
-    """Opens the channel of one end of a lazy link to `peer`: `calls` open one to it, `offer` takes the channels that `peer` opens.
+    """Opens the channel of one end of a lazy link to `peer`: `call` opens one over `scheme`, `offer` takes the channels that `peer` opens.
 
-    `calls` are over one transport each, `scheme` is that of the first; they are tried in order. `first`: this end comes first in the graph.
+    `first`: this end comes first in the graph.
     Either `on_open` is called, once, with the open channel, or `on_failed`, with the reason.
     """
 
@@ -113,13 +113,13 @@ class LazyOpener:
         self,
         peer: Identity,
         scheme: str,
-        calls: Sequence[Call],
+        call: Call,
         first: bool,
         on_open: Callable[[Channel], None],
         on_failed: Callable[[str], None],
     ) -> None:
         self.state = OpenerState.IDLE
-        self._peer, self._scheme, self._calls = peer, scheme, calls
+        self._peer, self._scheme, self._call = peer, scheme, call
         self._table = FIRST if first else SECOND
         self._on_open, self._on_failed = on_open, on_failed
         self._loop = asyncio.get_running_loop()
@@ -194,30 +194,24 @@ class LazyOpener:
         task.add_done_callback(self._beside.discard)
 
     async def _open(self) -> None:
-        reasons = []
-        for call in self._calls:
-            try:
-                channel = await connect_with_retries(call)
-            except TransportError as error:
-                reasons.append(f"{self._scheme}: {error}" if call is self._calls[0] else str(error))
-                continue
-            try:
-                if (await channel.recv()).kind != READY_KIND:
-                    channel.abort(f"{self._peer.name} has not marked the call")
-            except EndOfChannel:
-                if self._table is SECOND:  # in favour of its own call, which comes
-                    await channel.aclose()
-                    self._step(OpenerEvent.REFUSED)
-                    return
-                channel.abort(f"{self._peer.name} has refused the call")
-            except BrokenChannelError:
-                pass  # the mark may have been on its way: then the other end has lost an open channel, and falls back
-            except asyncio.CancelledError:
-                await channel.aclose()
-                raise
-            if reasons:
-                log.warning("the lazy channel to %s opens over %s (%s)", self._peer.name, channel.scheme, "; ".join(reasons))
-            self._step(OpenerEvent.OPENED, channel)
+        try:
+            channel = await connect_with_retries(self._call)
+        except TransportError as error:
+            self._reason = f"{self._scheme}: {error}"
+            self._step(OpenerEvent.FAILED)
             return
-        self._reason = "; ".join(reasons)
-        self._step(OpenerEvent.FAILED)
+        try:
+            if (await channel.recv()).kind != READY_KIND:
+                channel.abort(f"{self._peer.name} has not marked the call")
+        except EndOfChannel:
+            if self._table is SECOND:  # in favour of its own call, which comes
+                await channel.aclose()
+                self._step(OpenerEvent.REFUSED)
+                return
+            channel.abort(f"{self._peer.name} has refused the call")
+        except BrokenChannelError:
+            pass  # the mark may have been on its way: then the other end has lost an open channel
+        except asyncio.CancelledError:
+            await channel.aclose()
+            raise
+        self._step(OpenerEvent.OPENED, channel)

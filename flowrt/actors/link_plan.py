@@ -38,11 +38,9 @@ def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
             outbox_messages(graph, edges),
             order[worker] < order[peer],
             edges[0].link if graph.emulation is not None else None,  # all the same between two processes: the graph is checked
-            min((edge.fallbacks for edge in edges), key=len),  # an edge whose transport the file names has none, nor has its link
             all(edge.open == "lazy" for edge in edges),
             tuple(edge.id for edge in edges),
             carries_kv(graph, edges),
-            graph.host_of(worker) != graph.host_of(peer),
         )
         for (peer, scheme), edges in shared.items()
     ]

@@ -15,9 +15,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from flowrt.actors.lazy_opener import LazyOpener, connect_with_retries
+from flowrt.actors.lazy_channel import LazyChannel
+from flowrt.actors.lazy_opener import connect_with_retries
 from flowrt.actors.link import LOST, Link, LinkLostError
-from flowrt.actors.link_channel import LinkChannel, reopener
 from flowrt.actors.probed_link import ProbedLink
 from flowrt.transports.contract import Channel, HostAddress, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, BrokenChannelError, TransportError
@@ -112,11 +112,9 @@ class LinkPlan:
     capacity_messages: int
     connects: bool
     link: str | None = None  # the profile that the channel emulates
-    fallbacks: tuple[str, ...] = ()  # schemes to fall back to, in this order, when the channel breaks
     is_lazy: bool = False  # the first sender opens it; both ends plan alike
     edges: tuple[int, ...] = ()  # ids of the edges that it carries
     is_probed: bool = False  # its channel may break without an error; both ends plan alike
-    between_hosts: bool = False  # no end can listen under a name that the other one derives
 
 
 class Links:
@@ -156,7 +154,7 @@ class Links:
         self._callers = Callers()
         self._links: dict[tuple[str, str], Link] = {}
         self.by_edge: dict[int, Link] = {}  # by id of an edge: the link as in `__getitem__`
-        self._channels: dict[tuple[str, str], LinkChannel] = {}  # of links that are lazy or can fall back
+        self._lazy: dict[tuple[str, str], LazyChannel] = {}
         self._running: asyncio.TaskGroup | None = None
         self._readers: dict[tuple[str, str], asyncio.Task[None] | None] = {}  # of links that are up
         self._meeting: dict[Identity, list[asyncio.Task[None]]] = {}  # incarnations that join now, and the connects in progress
@@ -176,16 +174,12 @@ class Links:
         """What is left when no message is in flight."""
         return [f"outbox to {link.peer.name}: {link.num_unsent} messages" for link in self._links.values() if link.num_unsent]
 
-    def fallbacks(self) -> tuple[str, ...]:
-        """One sentence per link whose transport broke, with the result."""
-        return tuple(text for channel in self._channels.values() if (text := channel.text()))
-
     async def listen(self) -> dict[str, str]:
         """Listen on each scheme on which a peer connects, now or in a later incarnation; returns scheme -> address."""
         limits: dict[str, list[Limits]] = {}
         for plan in self._plans.values():
-            for scheme in self._first_schemes(plan) if plan.is_lazy or not plan.connects else ():
-                limits.setdefault(scheme, []).append(plan.limits)
+            if plan.is_lazy or not plan.connects:
+                limits.setdefault(plan.scheme, []).append(plan.limits)
         for scheme, each in sorted(limits.items()):
             transport = self._transport(scheme)
             address = transport.address_at(self._host_address)
@@ -207,7 +201,7 @@ class Links:
             for plan in plans:
                 identity = peers[plan.peer]
                 if plan.is_lazy:
-                    self._expect(plan, addresses[plan.peer], identity)
+                    self._expect(plan, addresses[plan.peer][plan.scheme], identity)
                     continue
                 call = self._connect_first(plan, identity, addresses[plan.peer]) if plan.connects else self._meet(plan, identity, {})
                 task = group.create_task(call, name=f"{'connect' if plan.connects else 'wait for'} {plan.peer}")
@@ -331,15 +325,14 @@ class Links:
     async def _meet(self, plan: LinkPlan, identity: Identity, addresses: Mapping[str, str]) -> None:
         """Open one link to a new incarnation."""
         if not (plan.connects or plan.is_lazy):
-            self._add(plan, self._wrap(plan, await self._callers.wait(identity, plan.scheme)), addresses)
+            self._add(plan, self._wrap(plan, await self._callers.wait(identity, plan.scheme)))
             return
         if plan.scheme not in addresses:
             raise AddressError(f"{identity.name} does not listen for {plan.scheme}")
         if plan.is_lazy:
-            expected = self._expect(plan, addresses, identity)
-            for scheme in self._first_schemes(plan):
-                if (channel := self._callers.take(identity, scheme)) is not None:
-                    expected.offer(self._wrap(plan, channel))
+            expected = self._expect(plan, addresses[plan.scheme], identity)
+            if (channel := self._callers.take(identity, plan.scheme)) is not None:
+                expected.opener.offer(self._wrap(plan, channel))
             return
         await self._connect(plan, addresses)
         if (found := self._links[plan.peer, plan.scheme].peer) != identity:
@@ -356,23 +349,17 @@ class Links:
             self._lose(identity, reason)
 
     async def _connect(self, plan: LinkPlan, addresses: Mapping[str, str]) -> None:
-        self._add(plan, await connect_with_retries(partial(self._dial, plan, plan.scheme, addresses[plan.scheme])), addresses)
+        self._add(plan, await connect_with_retries(partial(self._dial, plan, addresses[plan.scheme])))
 
-    async def _dial(self, plan: LinkPlan, scheme: str, address: str) -> Channel:
-        return self._wrap(plan, await self._transport(scheme).connect(address, plan.limits, self._key, self._identity))
+    async def _dial(self, plan: LinkPlan, address: str) -> Channel:
+        return self._wrap(plan, await self._transport(plan.scheme).connect(address, plan.limits, self._key, self._identity))
 
-    def _first_schemes(self, plan: LinkPlan) -> tuple[str, ...]:
-        """The schemes at which this link's calls come. A lazy link may fall back before it has ever been up, so both ends listen on each
-        fallback, except on one that is a link of its own to the same peer. Between hosts the accepting end does so for every link."""
-        listens = plan.is_lazy or plan.between_hosts
-        return (plan.scheme, *(scheme for scheme in plan.fallbacks if listens and (plan.peer, scheme) not in self._plans))
-
-    def _expect(self, plan: LinkPlan, addresses: Mapping[str, str], peer: Identity) -> LazyOpener:
+    def _expect(self, plan: LinkPlan, address: str, peer: Identity) -> LazyChannel:
         """Prepare a lazy link."""
-        calls = [partial(self._dial, plan, scheme, addresses[scheme]) for scheme in self._first_schemes(plan) if scheme in addresses]
-        channel = self._link_channel(plan, peer, addresses)
-        self._add_link(plan, channel)
-        return channel.open_lazily(calls, plan.connects)
+        channel = LazyChannel(peer, plan.scheme, plan.limits, partial(self._dial, plan, address), plan.connects)
+        self._lazy[plan.peer, plan.scheme] = channel
+        self._add(plan, channel)
+        return channel
 
     @asynccontextmanager
     async def _accepting(self) -> AsyncIterator[None]:
@@ -392,45 +379,20 @@ class Links:
     def _admit(self, channel: Channel, scheme: str) -> Channel | None:
         """Give a channel to its lazy link, or keep it for `_meet`. Returns the channel to close: this one, or the one that it replaces."""
         peer = channel.peer
-        plan = next((plan for plan in self._plans.values() if plan.peer == peer.name and scheme in self._first_schemes(plan)), None)
+        plan = self._plans.get((peer.name, scheme))
         if plan is None or self.incarnations.has_ended(peer):
             return channel
-        key = peer.name, plan.scheme
-        link = self._links.get(key)
+        link = self._links.get((peer.name, scheme))
         if link is not None and link.peer == peer:
-            opener = self._channels[key].opener if plan.is_lazy else None
+            opener = self._lazy[peer.name, scheme].opener if plan.is_lazy else None
             if opener is None or opener.has_opened:
-                falls_back = plan.between_hosts and not plan.connects and scheme in plan.fallbacks
-                return self._callers.put(channel, scheme) if falls_back else channel
+                return channel
             opener.offer(self._wrap(plan, channel))
             return None
         is_first = link is None and peer == self.incarnations.current(peer.name)
         return self._callers.put(channel, scheme) if is_first or peer.name in self._tolerated else channel
 
-    def _add(self, plan: LinkPlan, channel: Channel, addresses: Mapping[str, str]) -> None:
-        if plan.fallbacks:
-            over = self._link_channel(plan, channel.peer, addresses)
-            over.open_over(channel)
-            channel = over
-        self._add_link(plan, channel)
-
-    def _link_channel(self, plan: LinkPlan, peer: Identity, addresses: Mapping[str, str]) -> LinkChannel:
-        wrap = partial(self._wrap, plan)
-        reopen = reopener(plan.connects, self._transport, plan.limits, self._key, self._identity, peer, wrap)
-        if plan.between_hosts:
-            reopen = partial(self._reopen_between_hosts, plan, peer, addresses)
-        channel = self._channels[plan.peer, plan.scheme] = LinkChannel(peer, plan.scheme, plan.limits, plan.fallbacks, reopen)
-        return channel
-
-    async def _reopen_between_hosts(self, plan: LinkPlan, peer: Identity, addresses: Mapping[str, str], scheme: str) -> Channel:
-        """Reopens the link for `reopener`, at the address at which the accepting end has listened since its start."""
-        if not plan.connects:
-            return self._wrap(plan, await self._callers.wait(peer, scheme))
-        if scheme not in addresses:
-            raise AddressError(f"{peer.name} does not listen for {scheme}")
-        return await connect_with_retries(partial(self._dial, plan, scheme, addresses[scheme]))
-
-    def _add_link(self, plan: LinkPlan, channel: Channel) -> None:
+    def _add(self, plan: LinkPlan, channel: Channel) -> None:
         new_link = ProbedLink if plan.is_probed else Link
         on_message = partial(self._on_message, plan.peer)
         link = self._links[plan.peer, plan.scheme] = new_link(channel, plan.capacity_messages, on_message, self._on_pause)

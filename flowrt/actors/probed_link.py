@@ -2,8 +2,8 @@
 
 The end that waits calls `check` once per PROBE_SECONDS. After a turn without any message from its peer it sends a probe, to which the peer
 responds from its loop, whatever it computes. A late response means that the peer is saturated: the wait continues, and is the
-back-pressure. No message at all until the last turn means that the link is broken: its channel is given up, so that the link falls back
-to another transport or is lost. A process that stands still is marked dead long before.
+back-pressure. No message at all until the last turn means that the link is broken: it is lost. A process that stands still is marked dead
+long before.
 
 Turns are counted, not seconds: an end that was stopped itself does not blame its peer.
 """

@@ -50,7 +50,6 @@ class RunReport:
     strict_blocks: Mapping[str, str] = field(default_factory=dict)
     emulation: EmulationReport | None = None
     transport_reasons: tuple[str, ...] = ()  # for the transports that `auto` chose
-    fallbacks: tuple[str, ...] = ()  # a sentence per link whose transport broke, and what replaced it
     num_prefix_queries: int = 0  # tokens of prompts that were looked up in prefix caches, and those that were found
     num_prefix_hits: int = 0
 
@@ -71,7 +70,6 @@ def report_of(
         late_wakeups=sum(each.late_wakeups for each in statistics.values()),
         emulation=_emulation(graph, statistics),
         transport_reasons=tuple(dict.fromkeys(edge.why for edge in graph.edges.values() if edge.why)),
-        fallbacks=tuple(f"{name} to {text}" for name, each in statistics.items() for text in each.fallbacks),
         num_prefix_queries=sum(each.num_prefix_queries for each in statistics.values()),
         num_prefix_hits=sum(each.num_prefix_hits for each in statistics.values()),
         strict_blocks={name: each.strict_blocks for name, each in statistics.items() if each.strict_blocks},

@@ -146,7 +146,6 @@ def _sentences(report: RunReport, figures: Figures) -> list[str]:
     if report.emulation is not None:
         lines += _emulation_sentences(report.emulation, figures)
     lines += [f"transport auto: {text}" for text in report.transport_reasons]
-    lines += [f"fell back: {text}" for text in report.fallbacks[:MAX_EDGES]]
     if report.late_wakeups:
         lines.append(f"late wake-ups: {report.late_wakeups} (a message was found only by looking again; must be 0)")
     for text in dict.fromkeys(report.strict_blocks.values()):

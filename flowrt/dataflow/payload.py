@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 import msgspec
 import torch
 
-from flowrt.dataflow.parts import FAILED, FailedHeader
 from flowrt.operators.int8_rows import dequantize_rows, quantize_rows
 from flowrt.transports.wire.message import DTYPE_BYTES, Lent, Message, Tag, Tensor, TensorSpec
 
@@ -31,8 +30,7 @@ class Payload(msgspec.Struct, gc=False):
     """Content of a message as an operator sees it: a typed header (or its undecoded bytes, or None) and tensors on any device.
 
     `copy_into`: copies the tensors of a response, which may change later, and returns its header. The call that passes the payload on calls
-    it before it returns, with tensors on the host of the dtypes and shapes of `tensors`, whose values are not read. After a break of the
-    transport the request gets an error in place of a response that may be lost.
+    it before it returns, with tensors on the host of the dtypes and shapes of `tensors`, whose values are not read.
     """
 
     tensors: tuple[torch.Tensor, ...] = ()
@@ -151,9 +149,8 @@ def _to_lent_message(payload: Payload, copy_into: Callable[[Sequence[torch.Tenso
             [torch.frombuffer(buffer, dtype=each.dtype).view(each.shape) for buffer, each in zip(buffers, tensors, strict=True)]
         )
 
-    failed = Message(FAILED, tag, edge, FailedHeader("the link broke while it was on its way"))
     specs = tuple([Tensor(_spec(each.dtype, each.shape), None) for each in payload.tensors])
-    return Message("data", tag, edge, payload.header, specs, Lent(copy_into_buffers, failed))
+    return Message("data", tag, edge, payload.header, specs, Lent(copy_into_buffers))
 
 
 def _to_device_buffer(tensor: torch.Tensor) -> Tensor:

@@ -86,7 +86,6 @@ class Edge:
     layers: LayerSet = ALL_LAYERS
     tag: TagStep = SAME_TAG
     response_to: str | None = None
-    fallbacks: tuple[str, ...] = ()  # the transports that take over, in this order, when an `auto` transport breaks
     why: str = ""  # why `auto` chose this transport, for people
     open: Literal["lazy", "start"] = "lazy"  # when its link opens
     int8: bool = False

@@ -13,7 +13,6 @@ import msgspec
 
 from flowrt.actors.control import EdgeStatistics, ExpertStatistics, NodeStatistics, Statistics
 
-MAX_FALLBACKS = 64  # sentences kept of past incarnations
 _STATES = (
     "resident_bytes",
     "num_restarts",
@@ -76,6 +75,5 @@ def total(past: Statistics | None, latest: Statistics, num_restarts: int = 0) ->
         edges=tuple(edges[name] for name in sorted(edges)),
         num_restarts=num_restarts,
         step_row_counts=add_counts(past.step_row_counts, latest.step_row_counts),
-        fallbacks=(*past.fallbacks, *latest.fallbacks)[-MAX_FALLBACKS:],
         **{name: getattr(past, name) + getattr(latest, name) for name in _COUNTS},
     )

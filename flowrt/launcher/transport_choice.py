@@ -69,9 +69,8 @@ def choose_transports(graph: Graph, unavailable_reason: UnavailableReason) -> Gr
     """`graph` with every edge's transport resolved.
 
     An edge inside one worker gets `local`. Any other edge gets the transport of the graph file; `auto` is inproc inside one OS process,
-    and the first working one of BETWEEN otherwise. Where `auto` had a choice, the edge keeps the other working transports as `fallbacks`.
-    A transport is checked only when an edge may use it, because the check loads its library. Raises GraphError when an edge has no
-    transport that works.
+    and the first working one of BETWEEN otherwise. A transport is checked only when an edge may use it, because the check loads its
+    library. Raises GraphError when an edge has no transport that works.
     """
     os_process_of = {name: index for index, workers in enumerate(pack(graph)) for name in workers}
     edges = {}
@@ -80,9 +79,7 @@ def choose_transports(graph: Graph, unavailable_reason: UnavailableReason) -> Gr
         chosen = _choose(graph, replace(edge, transport=AUTO) if is_auto else edge, os_process_of, unavailable_reason)
         if is_auto and chosen not in (LOCAL, WITHIN):
             hosts = _hosts_of(graph, edge)
-            tried = _tried(graph, hosts)
-            fallbacks = tuple(scheme for scheme in tried[tried.index(chosen) + 1 :] if unavailable_reason(scheme) is None)
-            edge = replace(edge, fallbacks=fallbacks, why=_explain_choice(chosen, tried, hosts, fallbacks, unavailable_reason))
+            edge = replace(edge, why=_explain_choice(chosen, _tried(graph, hosts), hosts, unavailable_reason))
         edges[edge.name] = replace(edge, transport=edge.transport.replace(AUTO, chosen, 1) if is_auto and chosen != LOCAL else chosen)
     return graph.replace(edges=edges)
 
@@ -101,15 +98,11 @@ def _tried(graph: Graph, hosts: Sequence[str]) -> tuple[str, ...]:
     return BETWEEN if len(hosts) == 1 else tried_between(graph.hosts)
 
 
-def _explain_choice(
-    chosen: str, tried: Sequence[str], hosts: Sequence[str], fallbacks: Sequence[str], unavailable_reason: UnavailableReason
-) -> str:
+def _explain_choice(chosen: str, tried: Sequence[str], hosts: Sequence[str], unavailable_reason: UnavailableReason) -> str:
     """One line on why `auto` chooses this transport between two OS processes."""
     how = "encrypted" if chosen in BETWEEN_HOSTS else "in a network named as trusted"
     clauses = [f"{chosen}, the fastest that both ends have" if len(hosts) == 1 else f"{chosen}, {how}, between {' and '.join(hosts)}"]
     clauses += [f"not {scheme}: {unavailable_reason(scheme)}" for scheme in tried[: tried.index(chosen)]]
-    if fallbacks:
-        clauses.append(f"when it breaks, {' then '.join(fallbacks)} carries on")
     return "; ".join(clauses)
 
 

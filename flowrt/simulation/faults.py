@@ -39,15 +39,14 @@ class Faults:
         world: World,
         scenario: Scenario,
         inside_of: Callable[[str], WorkerInternals | None],
-        harmless: Collection[AnyFault] = (),
         segfault_one_in: int = 0,
         graph: Graph = NO_GRAPH,
     ) -> None:
-        """`inside_of` returns the worker of a process name, or None if it has none. `harmless`: faults that permit no loss.
-        `segfault_one_in`: crashes by SIGSEGV. `graph`: says which processes are on a host."""
+        """`inside_of` returns the worker of a process name, or None if it has none. `segfault_one_in`: crashes by
+        SIGSEGV. `graph`: says which processes are on a host."""
         self._world, self._graph = world, graph
         self._inside_of = inside_of
-        self._scenario, self._harmless = scenario, harmless
+        self._scenario = scenario
         self._segfault_one_in, self._random = segfault_one_in, world.random_of("segfaults")
         self._recurring: set[str] = set()  # processes that have crashed or hung as if what they computed were the reason
         self._poisoned: dict[str, float] = {}  # process -> when it first computed the poison
@@ -216,7 +215,7 @@ class Faults:
             restarts = self._graph.hosts is not None  # of a host behind the cut: a process that starts meanwhile cannot link
             breaks_link = isinstance(fault, kinds.Cut) and (restarts or fault.for_seconds >= LOST_AFTER * PROBE_SECONDS)
             return breaks_link or GATEWAY in fault.between
-        return isinstance(fault, kinds.Crash | kinds.Pause | kinds.Stall | kinds.Hang | kinds.Reset) and fault not in self._harmless
+        return isinstance(fault, kinds.Crash | kinds.Pause | kinds.Stall | kinds.Hang | kinds.Reset)
 
 
 def _add(value: T, lists: Sequence[list[T]]) -> _End:

@@ -25,7 +25,7 @@ from flowrt.gateway.completion import Completion
 from flowrt.graph.model import FORK_SERVER, FRONT_END, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import expert_servers, standby_names, survivable_processes
 from flowrt.launcher.transport_choice import pack, process_name
-from flowrt.reliability.scenario import AnyFault, Crash, Duplicate, Hang, Pause, Reset, RollBack, Scenario, Skew, Stall, TinyQueues
+from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Scenario, Skew, Stall
 from flowrt.simulation.case import Case, Poison
 from flowrt.simulation.constrained import ends_output, first_mismatch, is_whole
 from flowrt.simulation.errors import InvariantError
@@ -89,7 +89,7 @@ def _is_fatal(case: Case, fault: AnyFault) -> bool:
     that stops, or is cut off, may be lost with all its processes."""
     if lost_with_host := set(processes_hit(case.graph, fault)) - set(fault.processes):
         return not mortal(case.graph) >= lost_with_host
-    if fault.heals or isinstance(fault, Pause | Stall | Hang) or falls_back(case, fault):
+    if fault.heals or isinstance(fault, Pause | Stall | Hang):
         return False
     return (mortal(case.graph) | {MONITOR, FORK_SERVER, *standby_names(case.graph), *front_ends_of(case)}).isdisjoint(
         processes_hit(case.graph, fault)
@@ -110,19 +110,6 @@ def _may_be_late(case: Case, client: ClientRecord) -> bool:
     """Whether a fault stopped the gateway or the client's front end, or delayed the messages between them."""
     names = {client.front_end, GATEWAY}
     return any(not isinstance(fault, Crash) and not names.isdisjoint(fault.processes) for fault in case.scenario.faults)
-
-
-def falls_back(case: Case, fault: AnyFault) -> bool:
-    """Whether the workers on both sides of a lost connection must go on over another transport: they are in different OS processes, and
-    no other fault keeps them from meeting there in time."""
-    graph = case.graph
-    if not isinstance(fault, Reset) or GATEWAY in fault.between or any(set(fault.between) <= set(host) for host in pack(graph)):
-        return False
-    ends = [(graph.nodes[edge.source].process, graph.nodes[edge.target].process, edge) for edge in graph.edges.values()]
-    if not all(edge.transport == "auto" or edge.fallbacks for source, target, edge in ends if {source, target} == set(fault.between)):
-        return False
-    others = [other for other in case.scenario.faults if other is not fault]
-    return all(isinstance(other, Duplicate | RollBack | TinyQueues) for other in others)
 
 
 def check(case: Case, served: Served, references: Sequence[Reference]) -> None:

@@ -16,7 +16,6 @@ from flowrt.simulation.case import Case
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.inside import WorkerInternals, credit_faults
-from flowrt.simulation.invariants import falls_back
 from flowrt.simulation.processes import SimulatedBackend
 from flowrt.simulation.world import World
 from flowrt.system.process_backend import BackendOwner
@@ -38,9 +37,7 @@ class ObservedRun(Run):
             unavailable_reason=lambda scheme: None,  # the network stands in for all of them
         )
         super().__init__(graph, replace(seams, open_backend=self._open_backend), options, **parts)
-        resolved = replace(case, graph=self.graph)
-        harmless = [fault for fault in case.scenario.faults if falls_back(resolved, fault)]
-        self.faults = Faults(world, case.scenario, self.living_inside, harmless, case.processes.segfault_one_in, graph)
+        self.faults = Faults(world, case.scenario, self.living_inside, case.processes.segfault_one_in, graph)
 
     def new_inside(self) -> WorkerInternals:
         """For a worker that begins."""

@@ -209,7 +209,6 @@ class DataPath:
             resident_bytes=self._seams.resident_bytes(),
             strict_blocks=self._strict_blocks,
             emulation=self._emulated.statistics() if self._emulated is not None else None,
-            fallbacks=self.links.fallbacks(),
             num_redispatched=self.failover.client.num_redispatched if self.failover is not None else 0,
             map_version=self.failover.client.servers.map_version if self.failover is not None else 0,
         )

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.actors import lazy_opener
-from flowrt.actors.lazy_opener import FIRST, SECOND, Call, LazyOpener, OpenerAction, OpenerEvent, OpenerState
-from flowrt.actors.link_channel import LinkChannel
+from flowrt.actors.lazy_channel import LazyChannel
+from flowrt.actors.lazy_opener import FIRST, SECOND, LazyOpener, OpenerAction, OpenerEvent, OpenerState
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
 from flowrt.transports.conformance.kit import numbered, receive_all
-from flowrt.transports.contract import Channel, Identity, Listener
+from flowrt.transports.contract import Channel, Listener
 from flowrt.transports.errors import (
     AddressError,
     BrokenChannelError,
@@ -93,22 +93,12 @@ def test_two_ends_agree_on_one_channel_whatever_the_order(happenings: list[str],
         assert states == {"first": OpenerState.IDLE, "second": OpenerState.IDLE}
 
 
-async def no_transport(scheme: str) -> Channel:
-    raise AssertionError
-
-
-def lazy(peer: Identity, scheme: str, call: Call, first: bool) -> tuple[LinkChannel, LazyOpener]:
-    """One end without a transport to fall back to, and what opens it."""
-    channel = LinkChannel(peer, scheme, SMALL, (), no_transport)
-    return channel, channel.open_lazily([call], first)
-
-
-def states(*ends: LinkChannel) -> set[OpenerState]:
-    return {end.opener.state for end in ends if end.opener is not None}
+def states(*ends: LazyChannel) -> set[OpenerState]:
+    return {end.opener.state for end in ends}
 
 
 @asynccontextmanager
-async def two_ends(scheme: str) -> AsyncIterator[tuple[LinkChannel, LinkChannel]]:
+async def two_ends(scheme: str) -> AsyncIterator[tuple[LazyChannel, LazyChannel]]:
     """Two ends that both listen; nothing is open yet."""
     transport = get_transport(scheme)
     async with (
@@ -120,9 +110,9 @@ async def two_ends(scheme: str) -> AsyncIterator[tuple[LinkChannel, LinkChannel]
             while True:
                 opener.offer(await listener.accept())
 
-        one, opener_one = lazy(THERE, scheme, partial(transport.connect, there.address, SMALL, KEY, HERE), True)
-        two, opener_two = lazy(HERE, scheme, partial(transport.connect, here.address, SMALL, KEY, THERE), False)
-        accepting = [asyncio.ensure_future(accept(here, opener_one)), asyncio.ensure_future(accept(there, opener_two))]
+        one = LazyChannel(THERE, scheme, SMALL, partial(transport.connect, there.address, SMALL, KEY, HERE), True)
+        two = LazyChannel(HERE, scheme, SMALL, partial(transport.connect, here.address, SMALL, KEY, THERE), False)
+        accepting = [asyncio.ensure_future(accept(here, one.opener)), asyncio.ensure_future(accept(there, two.opener))]
         try:
             yield one, two
         finally:
@@ -143,7 +133,7 @@ async def test_channel_opens_at_the_first_send_of_either_end(scheme: str, speake
         assert states(one, two) == {OpenerState.IDLE}
         speakers = {"first": [one], "second": [two], "both": [one, two]}[speaker]
 
-        async def speak(end: LinkChannel) -> None:
+        async def speak(end: LazyChannel) -> None:
             for number in range(5):
                 if not end.send_nowait(numbered(number)):
                     await end.send(numbered(number))
@@ -161,7 +151,7 @@ async def test_a_call_that_fails_is_a_broken_channel() -> None:
     async def call() -> Channel:
         raise AddressError("no process listens at inproc://x")
 
-    end = lazy(THERE, "inproc", call, True)[0]
+    end = LazyChannel(THERE, "inproc", SMALL, call, True)
     receiving = asyncio.ensure_future(end.recv())
     with pytest.raises(BrokenChannelError, match="inproc: no process listens"):
         await end.send(numbered(0))
@@ -176,9 +166,7 @@ async def test_a_handshake_that_is_hung_up_is_tried_again(monkeypatch: pytest.Mo
     monkeypatch.setattr(lazy_opener, "RETRY_SECONDS", (0.001, 0.001, 0.001))
     errors: list[TransportError] = [HandshakeError("hung up"), BrokenChannelError("reset"), UnavailableError("no descriptor")]
     async with asyncio.timeout(20), two_ends("inproc") as (one, two):
-        opener = one.opener
-        assert opener is not None
-        (call,), opener._calls = opener._calls, (lambda: flaky(),)
+        call, one.opener._call = one.opener._call, lambda: flaky()
 
         async def flaky() -> Channel:
             if errors:
@@ -194,7 +182,7 @@ async def test_a_handshake_that_is_hung_up_is_tried_again(monkeypatch: pytest.Mo
         raise HandshakeError("hung up")
 
     calls: list[None] = []
-    end = lazy(THERE, "inproc", hang_up, True)[0]
+    end = LazyChannel(THERE, "inproc", SMALL, hang_up, True)
     with pytest.raises(BrokenChannelError, match="inproc: hung up"):
         await end.send(numbered(0))
     assert len(calls) == 4
@@ -242,8 +230,8 @@ async def test_no_message_overtakes_the_mark_on_a_full_channel() -> None:
         ours, theirs = Full.pair(SMALL, HERE, THERE)
         assert isinstance(ours, Full)
         assert isinstance(theirs, Full)
-        end, opener = lazy(THERE, "inproc", call, False)
-        opener.offer(ours)
+        end = LazyChannel(THERE, "inproc", SMALL, call, False)
+        end.opener.offer(ours)
         sending = asyncio.ensure_future(end.send(numbered(0)))
         await asyncio.sleep(0)
         if is_closed_first:
@@ -271,6 +259,8 @@ async def test_open_it_costs_nothing_more() -> None:
         for end in (one, two):
             for name in ("send", "send_nowait", "recv", "recv_nowait"):
                 assert getattr(end, name).__self__ is end._channel
+            assert end._channel is not None
+            assert end.copies_at_once == end._channel.copies_at_once
 
 
 async def test_closing_before_the_first_use_and_while_it_calls() -> None:
@@ -279,7 +269,7 @@ async def test_closing_before_the_first_use_and_while_it_calls() -> None:
         raise AssertionError
 
     for speak in (False, True):
-        end = lazy(THERE, "inproc", call, True)[0]
+        end = LazyChannel(THERE, "inproc", SMALL, call, True)
         receiving = asyncio.ensure_future(end.recv())
         if speak:
             assert not end.send_nowait(numbered(0))

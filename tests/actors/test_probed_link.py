@@ -10,12 +10,11 @@ from functools import partial
 import pytest
 
 from flowrt.actors.link import LinkLostError
-from flowrt.actors.link_channel import LinkChannel, reopener
 from flowrt.actors.probed_link import LOST_AFTER, ProbedLink
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
 from flowrt.transports.conformance.kit import numbered, until
 from flowrt.transports.contract import Channel
-from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.registry import get_transport
 from flowrt.transports.wire.message import Message
 
 
@@ -41,22 +40,12 @@ class End:
 
 
 @asynccontextmanager
-async def linked(scheme: str, *others: str) -> AsyncIterator[tuple[End, End]]:
-    """Two ends over `scheme`; with `others` to fall back to."""
+async def linked(scheme: str) -> AsyncIterator[tuple[End, End]]:
     transport = get_transport(scheme)
     async with await transport.listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
         one = await transport.connect(listener.address, SMALL, KEY, THERE)
         two = await listener.accept()
-    channels = [one, two]
-    if others:
-        over = (
-            LinkChannel(HERE, scheme, SMALL, others, reopener(True, get_transport, SMALL, KEY, THERE, HERE)),
-            LinkChannel(THERE, scheme, SMALL, others, reopener(False, get_transport, SMALL, KEY, HERE, THERE)),
-        )
-        for each, channel in zip(over, channels, strict=True):
-            each.open_over(channel)
-        channels = [*over]
-    ends = End(channels[0]), End(channels[1])
+    ends = End(one), End(two)
     try:
         yield ends
     finally:
@@ -94,13 +83,3 @@ async def test_a_link_that_carries_nothing_is_lost() -> None:
             await one.task
         with pytest.raises(LinkLostError):
             await two.task
-
-
-@pytest.mark.skipif(unavailable_reason("shm") is not None, reason="needs shm")
-async def test_a_link_that_carries_nothing_falls_back() -> None:
-    async with linked("faulty+inproc?cut@0", "shm") as (one, two):
-        two.link.post(numbered(0))
-        for _ in range(LOST_AFTER):
-            one.link.check(is_waiting=True)
-        await until(lambda: one.received, "the lost message arrives over the other transport")
-        assert (one.link.scheme, two.link.scheme) == ("shm", "shm")

@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 
-from flowrt.actors import link_channel
 from flowrt.actors.link import BadMessageError
 from flowrt.actors.link_plan import LinkPlan
 from flowrt.actors.links import MAX_ENDED, Incarnations, LinkLostError, Links
@@ -29,8 +28,8 @@ SCHEMES = pytest.mark.parametrize("scheme", [scheme for scheme in ("inproc", "sh
 CLIENT_CALLS = pytest.mark.parametrize("calls", [True, False], ids=["client calls", "server calls"])
 
 
-def plan(peer: str, scheme: str, connects: bool, fallbacks: tuple[str, ...] = (), is_lazy: bool = False) -> LinkPlan:
-    return LinkPlan(peer, scheme, SMALL, 64, connects, None, fallbacks, is_lazy)
+def plan(peer: str, scheme: str, connects: bool, is_lazy: bool = False) -> LinkPlan:
+    return LinkPlan(peer, scheme, SMALL, 64, connects, None, is_lazy)
 
 
 def steps(messages: list[Message]) -> list[int]:
@@ -52,8 +51,8 @@ async def until(condition: Callable[[], object]) -> None:
 class World:
     """A client linked to servers `b` and `c`, each in whatever identity it is, all in one loop."""
 
-    def __init__(self, scheme: str, calls: bool, tolerated: str = "bc", fallbacks: tuple[str, ...] = (), is_lazy: bool = False) -> None:
-        self.scheme, self.calls, self._rest = scheme, calls, (fallbacks, is_lazy)
+    def __init__(self, scheme: str, calls: bool, tolerated: str = "bc", is_lazy: bool = False) -> None:
+        self.scheme, self.calls, self._is_lazy = scheme, calls, is_lazy
         self.lost: list[tuple[str, str]] = []
         self.received: list[Message] = []  # by the client
         self.per_incarnation: dict[str, list[Message]] = {}  # by each identity of each server
@@ -64,7 +63,7 @@ class World:
         self.client = Links(
             CLIENT,
             KEY,
-            [plan(name, scheme, calls, *self._rest) for name in "bc"],
+            [plan(name, scheme, calls, self._is_lazy) for name in "bc"],
             get_transport,
             lambda _, message: self.received.append(message),
             wrap=lambda plan, channel: self.wrap(plan, channel),
@@ -80,7 +79,7 @@ class World:
         links = self.servers[incarnation] = Links(
             Identity(incarnation[0], incarnation),
             KEY,
-            [plan("a", self.scheme, not self.calls, *self._rest)],
+            [plan("a", self.scheme, not self.calls, self._is_lazy)],
             get_transport,
             lambda _, message: per_incarnation.append(message),
             wrap=lambda plan, channel: self.wrap(plan, channel),
@@ -331,25 +330,6 @@ async def test_another_process_at_the_address_is_not_the_new_incarnation() -> No
         addresses = await w.serve("b9")
         assert not await w.client.join("b", "b3", addresses)
         assert "b9 responds at the address of b b3" in w.lost[-1][1]
-
-
-async def test_one_that_would_fall_back_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_channel, "MEET_SECONDS", 3600.0)
-    async with world("faulty+shm?drop@3", True, fallbacks=("zmq",)) as w:
-        await until(lambda: ("a", w.scheme) in w.servers["b1"]._links)
-        server = w.servers["b1"]["a", w.scheme]._channel
-        server._reopen = lambda scheme: asyncio.get_running_loop().create_future()  # it is dead: it never comes
-        w.post("b1", *range(10))
-        await until(lambda: w.client["b", w.scheme]._channel._channel is None)  # looks for another way, for an hour
-        assert w.lost == []
-        w.client.drop("b", "b1")
-        async with asyncio.timeout(60):
-            await w.client["b", w.scheme].aclose()
-            assert await w.client.join("b", "b2", await w.serve("b2"))
-        await until(lambda: ("a", w.scheme) in w.servers["b2"]._links)
-        w.post("b2", 0, 1)
-        await until(lambda: steps(w.per_incarnation["b2"]) == [0, 1])
-        assert not [text for text in w.client.fallbacks() if text.startswith("b:")]
 
 
 async def test_emulated_links_are_lost_and_joined_alike() -> None:

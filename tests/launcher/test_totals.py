@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from flowrt.actors.control import EdgeStatistics, ExpertStatistics, NodeStatistics, Statistics
-from flowrt.launcher.totals import MAX_FALLBACKS, total
+from flowrt.launcher.totals import total
 
 
 def test_totals_of_one_incarnation_are_its_own() -> None:
@@ -26,7 +26,6 @@ def test_counts_are_summed_and_states_are_the_last_ones() -> None:
         num_micro_batches=4,
         late_wakeups=1,
         resident_bytes=9,
-        fallbacks=("a: shm broke",),
     )
     edges = EdgeStatistics(1, "zmq", 2, 20), EdgeStatistics(3, "zmq", 1, 5, 0.25, 1.0, (0, 2))
     last = Statistics(edges, (NodeStatistics("b", 2, 4, 0.25, 1),), num_firings=1, num_steps=1, step_row_counts=(0, 1), resident_bytes=4)
@@ -43,7 +42,6 @@ def test_counts_are_summed_and_states_are_the_last_ones() -> None:
         num_micro_batches=3,
         late_wakeups=1,
         resident_bytes=4,
-        fallbacks=("a: shm broke",),
         num_restarts=2,
     )
 
@@ -52,10 +50,3 @@ def test_pairs_of_experts_are_summed_though_an_incarnation_holds_others() -> Non
     first = Statistics(experts=(ExpertStatistics(2, (1,), (9,)), ExpertStatistics(1, (4, 0), (10, 20))))
     both = total(first, Statistics(experts=(ExpertStatistics(1, (4, 5), (1, 2)),)))
     assert both.experts == (ExpertStatistics(1, (0, 4, 5), (20, 11, 2)), ExpertStatistics(2, (1,), (9,)))
-
-
-def test_sentences_of_past_incarnations_are_bounded() -> None:
-    statistics = Statistics()
-    for number in range(1000):
-        statistics = total(statistics, Statistics(fallbacks=(f"{number}",)))
-    assert statistics.fallbacks == tuple(f"{number}" for number in range(1000 - MAX_FALLBACKS, 1000))

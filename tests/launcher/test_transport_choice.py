@@ -106,15 +106,15 @@ def test_an_edge_without_a_transport_is_the_users(transport: str, available: dic
     assert "\n" not in str(caught.value)
 
 
-def test_auto_keeps_the_others_as_fallbacks_and_explains_it() -> None:
+def test_auto_chooses_the_first_that_works_and_explains_it() -> None:
     both: dict[str, str | None] = {"shm": None, "zmq": None}
     edges = choose_transports(graph_of("auto", "auto", "auto"), reasons(both)).edges.values()
     links = [edge for edge in edges if edge.transport != "local"]
-    assert {(edge.transport, edge.fallbacks) for edge in links} == {("shm", ("zmq",))}
-    assert {edge.why for edge in links} == {"shm, the fastest that both ends have; when it breaks, zmq carries on"}
+    assert {edge.transport for edge in links} == {"shm"}
+    assert {edge.why for edge in links} == {"shm, the fastest that both ends have"}
     edges = choose_transports(graph_of("auto", "auto", "auto"), reasons(both | {"shm": "no atomics"})).edges.values()
     links = [edge for edge in edges if edge.transport != "local"]
-    assert {(edge.transport, edge.fallbacks) for edge in links} == {("zmq", ())}
+    assert {edge.transport for edge in links} == {"zmq"}
     assert {edge.why for edge in links} == {"zmq, the fastest that both ends have; not shm: no atomics"}
 
 
@@ -126,10 +126,9 @@ def on_two_hosts(transport: str, *trusted: str) -> Graph:
 def test_between_hosts_auto_is_encrypted_unless_the_network_is_trusted() -> None:
     available = ALL | {"ucx": None}
     edge = choose_transports(on_two_hosts("auto"), reasons(available)).edges["a1.out -> b0.in"]
-    assert (edge.transport, edge.fallbacks, edge.why) == ("zmq", (), "zmq, encrypted, between host.0 and host.1")
+    assert (edge.transport, edge.why) == ("zmq", "zmq, encrypted, between host.0 and host.1")
     edge = choose_transports(on_two_hosts("auto", "10.1.0.0/16"), reasons(available)).edges["a1.out -> b0.in"]
-    assert (edge.transport, edge.fallbacks) == ("ucx", ("zmq",))
-    assert edge.why == "ucx, in a network named as trusted, between host.0 and host.1; when it breaks, zmq carries on"
+    assert (edge.transport, edge.why) == ("ucx", "ucx, in a network named as trusted, between host.0 and host.1")
     edge = choose_transports(on_two_hosts("auto", "10.1.0.0/16"), reasons(ALL | {"ucx": "no ucxx"})).edges["a1.out -> b0.in"]
     assert (edge.transport, edge.why) == ("zmq", "zmq, encrypted, between host.0 and host.1; not ucx: no ucxx")
 

@@ -47,7 +47,6 @@ TASK_OWNERS: dict[str, str] = {
     "flowrt/gateway/front_ends.py": "what is sent to front ends: ended by aclose",
     "flowrt/gateway/log_writer.py": "the task that writes: ended and awaited by aclose",
     "flowrt/actors/lazy_opener.py": "the call, and channels that come too late: ended by aclose",
-    "flowrt/actors/link_channel.py": "the way to the next channel and what is sent again on it: cancelled and awaited by aclose",
     "transports/conformance/channel_checks.py": "a kit for tests: each check cancels and awaits what it starts",
     "transports/conformance/connection_checks.py": "the same",
     "transports/conformance/kit.py": "the same",
@@ -60,7 +59,7 @@ TASK_OWNERS: dict[str, str] = {
     "flowrt/simulation/front_ends.py": "the clients of a simulated front end: ended by close or end, or cut off with it",
     "transports/emulation/channel.py": "the reader of a channel: ended and awaited by its aclose",
 }
-SLEEPERS = ("flowrt/actors/lazy_opener.py", "flowrt/actors/link_channel.py", "flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")
+SLEEPERS = ("flowrt/actors/lazy_opener.py", "flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")
 BAD_WORDS_IN_CLASSES = ("Manager", "Impl", "Helper", "Utils")
 BAD_FILE_NAMES = {"utils", "util", "helpers", "helper", "core", "base", "common", "misc"}
 

@@ -66,8 +66,7 @@ STARTS = "flowrt.launcher.starts"
 RUN_TABLE = "flowrt.launcher.run_table"
 REQUESTS = "flowrt.gateway.requests"
 LAZY = "flowrt.actors.lazy_opener"
-FALLBACK = "flowrt.actors.link_channel"
-RESEND_BUFFER = "flowrt.actors.resend_buffer"
+LAZY_CHANNEL = "flowrt.actors.lazy_channel"
 CODEC = "flowrt.transports.wire.codec"
 ENDPOINT = "flowrt.transports.channel.queued"
 HANDSHAKE = "flowrt.transports.wire.handshake"
@@ -337,23 +336,12 @@ BUGS: tuple[Bug, ...] = (
     body("always-full", "every request is refused", ADMISSION, "Admission.overload", "return 'full'"),
     body("refused-is-active", "a refused request stays active", GATEWAY, "Gateway.refuse",
          "log = self._logs[index]\nlog.events.append(EndEvent(log.index, 'error', '', error))\nreturn log.events[-1]"),
-    # lazy and fallback channels, the resend buffer
+    # lazy channels
     body("offer-dropped", "an incoming connection of a lazy channel is dropped", LAZY, "LazyOpener.offer", "pass"),
     bug("lazy-channel-never-opened", "sending does not open a lazy channel", (
-        FALLBACK, "LinkChannel.send_nowait", "self.opener.want()", "pass"), (
-        FALLBACK, "LinkChannel._usable_channel", "self.opener.want()", "pass")),
-    bug("resend-buffer-empty", "messages sent at once are not kept for resending", (
-        FALLBACK, "LinkChannel.send_nowait", "self.buffer.kept.append(message if message.lent is None else message.lent.replacement)", "pass")),
-    body("resent-accepted-twice", "a message resent after a fallback is accepted twice", RESEND_BUFFER, "ResendBuffer.is_new", "self.received += 1\nreturn True"),
+        LAZY_CHANNEL, "LazyChannel.send_nowait", "self.opener.want()", "pass"), (
+        LAZY_CHANNEL, "LazyChannel.send", "self.opener.want()", "pass")),
     body("call-never-marked", "the accepting end of a lazy channel never confirms it", LAZY, "LazyOpener._mark", "return True"),
-    bug("nothing-resent", "after a fallback, unacknowledged messages are not sent again", (
-        FALLBACK, "LinkChannel._recover", "*self.buffer.begin()", "*self.buffer.begin()[:0]")),
-    bug("resend-position-unsent", "after a fallback, the peer does not learn where resending begins", (
-        FALLBACK, "LinkChannel._recover", "_protocol_message(_RESUME, self.buffer.first), ", "")),
-    bug("fallback-forgets-sender", "a sender that waits during a fallback is not woken", (
-        FALLBACK, "LinkChannel._wake", "self._opened.set_result(None)", "pass")),
-    bug("resend-skips-oldest", "the oldest unacknowledged message is not sent again", (
-        RESEND_BUFFER, "ResendBuffer.begin", "return list(self.kept)", "return list(self.kept)[1:]")),
     # handshake
     bug("proof-without-peer-nonce", "an end proves the key over its own hello only", (
         HANDSHAKE, "Handshake._mac", "if self.role == 'connector' else (self._peer_hello, self._hello)", "if True else ()")),

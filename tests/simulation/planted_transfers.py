@@ -13,7 +13,7 @@ GATEWAY = "flowrt.gateway.gateway"
 REQUEST_LOG = "flowrt.gateway.request_log"
 STAGES = "flowrt.gateway.stages"
 PROBED_LINK = "flowrt.actors.probed_link"
-LINK_CHANNEL = "flowrt.actors.link_channel"
+LAZY_CHANNEL = "flowrt.actors.lazy_channel"
 
 TRANSFER_BUGS: tuple[Bug, ...] = (
     bug("late-chunk-written", "the chunks of an attempt that has ended are written into pages that others have by then", (
@@ -45,5 +45,5 @@ TRANSFER_BUGS: tuple[Bug, ...] = (
     bug("broken-link-kept", "a link is used on that has not carried a probe", (
         PROBED_LINK, "ProbedLink.check", "elif self._num_silent == LOST_AFTER:", "elif False:")),
     bug("unopened-link-kept", "a link that cannot be opened is waited for", (
-        LINK_CHANNEL, "LinkChannel.abort", "if not self._can_fall_back or (self._channel is None and self._recovery is None):", "if not self._can_fall_back:")),
+        LAZY_CHANNEL, "LazyChannel.abort", "self._fail(reason)", "pass")),
 )  # fmt: skip

@@ -72,7 +72,7 @@ def lent(number: int, nbytes: int) -> tuple[Message, bytearray]:
         copy[:] = buffer
         return Header(number, ["a", "b"])
 
-    message.lent = Lent(copy_into, Message("replacement", edge=1))
+    message.lent = Lent(copy_into)
     message.header, message.tensors = None, (Tensor(message.tensors[0].spec, None),)
     return message, buffer
 

@@ -69,11 +69,10 @@ class Lent(msgspec.Struct, frozen=True, gc=False):
     """Tensors that their owner may change as soon as the call that got the message returns.
 
     `copy_into` copies them into one writable buffer each, of the sizes of their specs, and returns the header, which may depend on what was
-    copied. When it raises, nothing is sent. `replacement` is sent instead of a message that may be lost, as the tensors may have changed.
+    copied. When it raises, nothing is sent.
     """
 
     copy_into: Callable[[Sequence[memoryview]], msgspec.Struct | bytes | None]
-    replacement: Message
 
 
 class Message(msgspec.Struct, gc=False):
