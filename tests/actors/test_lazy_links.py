@@ -77,11 +77,7 @@ async def workers(
 
 
 def states(links: dict[str, Links], scheme: str) -> dict[str, OpenerState]:
-    return {
-        f"{name}{peer}": channel.opener.state
-        for name, each in links.items()
-        for (peer, _), channel in each._lazy.items()
-    }
+    return {f"{name}{peer}": channel.opener.state for name, each in links.items() for (peer, _), channel in each._lazy.items()}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
