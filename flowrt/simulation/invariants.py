@@ -23,7 +23,7 @@ from pathlib import Path
 
 from flowrt.gateway.completion import Completion
 from flowrt.graph.model import FORK_SERVER, FRONT_END, GATEWAY, MONITOR, Graph
-from flowrt.graph.recovery import expert_servers, standby_names, survivable_processes
+from flowrt.graph.recovery import expert_servers, pipelines, standby_names, survivable_processes
 from flowrt.launcher.transport_choice import pack, process_name
 from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Scenario, Skew, Stall
 from flowrt.simulation.case import Case, Poison
@@ -187,9 +187,11 @@ def _computes(poison: Poison | None, effect: str | None, client: ClientRecord, r
 
 
 def _num_poisoned(case: Case, served: Served) -> int:
-    """How many requests have the poison, at least one. Without an expert others may produce it, too."""
+    """How many requests have the poison, at least one. Without an expert others may produce it, too; a warm-up has a prompt for each group
+    that may have any token."""
     tokens = [{*client.request.prompt_token_ids}.union(*client.choices) for client in served.clients]
-    return max(1, sum(case.poison is not None and case.poison.token_id in each for each in tokens))
+    num_warm_up = len(pipelines(case.graph)) if case.graph.jitter.warm_up else 0
+    return max(1, num_warm_up + sum(case.poison is not None and case.poison.token_id in each for each in tokens))
 
 
 def max_victims(case: Case) -> int:
