@@ -135,7 +135,7 @@ class OutboundEdges:
         process: str,
         post: Callable[[Edge, Message], None],
         on_unsendable: Callable[[Tag, OperatorError], None],
-        on_unsent: Callable[[RoutedOutput], None] | None = None,
+        on_unsent: Callable[[RoutedOutput], None],
         staying: Collection[int] = (),
         on_device: Collection[int] = (),
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
@@ -165,8 +165,7 @@ class OutboundEdges:
             return False
         if outbound.size:
             if outbound.closed:
-                if self._on_unsent is not None:
-                    self._on_unsent(output)
+                self._on_unsent(output)
                 return True
             if outbound.free == 0 or outbound.pending:
                 outbound.pending.append(output)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Protocol
 
 import msgspec
 import torch
@@ -54,17 +55,32 @@ log = logging.getLogger("flowrt.worker")
 MAX_INLINE = 16  # short firings in a row before the loop gets a turn
 
 
+class RunnerOwner(Protocol):
+    """What a runner calls; nothing of it waits."""
+
+    def post(self, edge: Edge, message: Message) -> None:
+        """Pass a message to the link of that edge."""
+
+    def on_sink(self, firing: Firing) -> None:
+        """A node without a function fires."""
+
+    def on_failed(self, tag: Tag, error: OperatorError) -> None:
+        """A firing of that tag failed here. In a model graph, a firing that belongs to a request of another worker is excepted: that worker
+        receives the error as the response, and its own `on_failed` is called. In a user's graph the runner has fenced the call at its first
+        error; the other workers must `fence` it too."""
+
+    def on_unsent(self, output: RoutedOutput) -> None:
+        """An output was for a closed edge."""
+
+    def on_response(self, edge: int, tag: Tag, message: Message) -> None:
+        """A response has come; that of a node of this process has no tensors."""
+
+
 class Runner:
     """Runs the nodes of `process`.
 
-    `functions` maps each node to its function; a node without one is a sink, whose firings go to `on_sink`. `post(edge, message)` passes
-    a message to the link of that edge and never waits. `staying` and `on_device`: see OutboundEdges. `early`: long calls run on a separate
-    thread, so outputs to other workers are sent while the rest of the firing is computed. `on_unsent` receives each output of a closed
-    edge; `on_response` receives the edge, tag and message of every response; that of a node of this process has no tensors.
-
-    `on_failed(tag, error)` is called when a firing of that tag fails here. In a model graph, a firing that belongs to a request of another
-    worker is excepted: that worker receives the error as the response, and its own `on_failed` is called. In a user's graph the runner
-    fences the call at its first error; the other workers must `fence` it too.
+    `functions` maps each node to its function; a node without one is a sink. `staying` and `on_device`: see OutboundEdges. `early`: long
+    calls run on a separate thread, so outputs to other workers are sent while the rest of the firing is computed.
 
     `accept` takes each message; one `settle` then runs the short firings without a turn of the loop. `schemas`, by edge: the required
     form of messages from other OS processes. `new_timer`: for selection policies that wait.
@@ -77,14 +93,10 @@ class Runner:
         functions: Mapping[str, NodeFunction],
         compute: Compute,
         clock: Clock,
-        post: Callable[[Edge, Message], None],
-        on_sink: Callable[[Firing], None],
-        on_failed: Callable[[Tag, OperatorError], None],
+        owner: RunnerOwner,
         device: torch.device | None = None,
         staying: Collection[int] = (),
         early: bool = False,
-        on_unsent: Callable[[RoutedOutput], None] | None = None,
-        on_response: Callable[[int, Tag, Message], None] | None = None,
         on_device: Collection[int] = (),
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
         new_timer: Callable[[], Timer] = LoopTimer,
@@ -92,14 +104,13 @@ class Runner:
         nodes = graph.nodes_of(process)
         self._sinks = {node.name for node in nodes if node.name not in functions}
         fused = frozenset(fuse(graph, process).fused) - self._sinks
-        self._early, self._compute, self._clock, self._post = early, compute, clock, post
-        self._on_sink, self._on_response, self._on_failed = on_sink, on_response, on_failed
+        self._early, self._compute, self._clock, self._owner, post = early, compute, clock, owner, owner.post
         self._fences = Fences()
         self._isolates = graph.model is None
         self._takes_interrupts = graph.processes == "one"  # the user's own process: an interrupt on its loop is a Ctrl-C
         self._table = MatchingTable(nodes, graph.edges.values(), plan_of, part_of, self._fences.failed)
         self._subgraph = FusedSubgraph(graph, process, fused, functions, self._table)
-        self._outbound = OutboundEdges(graph, process, post, self._on_unsendable, on_unsent, staying, on_device, schemas, clock.now)
+        self._outbound = OutboundEdges(graph, process, post, self._on_unsendable, owner.on_unsent, staying, on_device, schemas, clock.now)
         device = None if device is None or device.type == "cpu" else device
         self._inbound = InboundEdges(graph, process, post, self._outbound, staying, device, schemas, self._fences)
         self._forwarding = {node.name for node in nodes if node.kind.relays}
@@ -150,8 +161,8 @@ class Runner:
             self._outbound.release_bundle(inbound.bundles, tag)
         else:
             inbound.received += 1
-        if inbound.responds and self._on_response is not None:
-            self._on_response(edge.id, tag, message)
+        if inbound.responds:
+            self._owner.on_response(edge.id, tag, message)
         if self._fences.is_active and self._fences.is_stale(tag):
             self._drop(edge)
             return
@@ -378,7 +389,7 @@ class Runner:
             self._emit(RoutedOutput(edge, tag, Payload((), FailedHeader(str(error), part_of_request(firing)))))
         self._inbound.consume_firing(firing, [(request, tag) for request in requests], orphans)
         if not requests and not is_stale:
-            self._on_failed(tag, error)
+            self._owner.on_failed(tag, error)
 
     def _fail_calls(self, batch: Sequence[Firing], failed: FailedFiringsError, start_seconds: float, inline: bool) -> None:
         """In a user's graph: fence and report the calls that failed; the others of the batch go on."""
@@ -391,10 +402,10 @@ class Runner:
     def _report(self, tag: Tag, error: OperatorError) -> None:
         """Report a failed tag, in a user's graph only the first of its call that fails here."""
         if not self._isolates:
-            self._on_failed(tag, error)
+            self._owner.on_failed(tag, error)
         elif not self._fences.has_failed(tag):
             self.fence(tag.source, (tag.step,))
-            self._on_failed(tag, error)
+            self._owner.on_failed(tag, error)
 
     def _on_unsendable(self, tag: Tag, error: OperatorError) -> None:
         if not self._isolates:
@@ -427,7 +438,7 @@ class Runner:
         node = firing.node
         if node in self._sinks:
             self._inbound.consume([edge for edge in firing.via if edge not in self._responses])
-            self._on_sink(firing)
+            self._owner.on_sink(firing)
         elif (firings := self._ready.get(node)) is not None:
             firings.append(firing)
         else:
@@ -435,9 +446,9 @@ class Runner:
 
     def _emit(self, output: RoutedOutput) -> None:
         if not self._outbound.take(output):
-            if self._on_response is not None and output.edge.request_id is not None:
+            if output.edge.request_id is not None:
                 message = Message("data", output.tag, output.edge.id, output.payload.header)
-                self._on_response(output.edge.id, output.tag, message)
+                self._owner.on_response(output.edge.id, output.tag, message)
             for firing in self._match(output.edge, output.tag, output.payload):
                 self._fire(firing)
 

@@ -73,27 +73,34 @@ class LoadedOperators:
         return replace(self, functions=functions, clients=clients, pack=pack, unpack=unpack)
 
 
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a worker gives to its parts. `send`, `when_sent`: see ControlLink."""
+
+    graph: Graph
+    start: Start
+    seams: Seams
+    compute: Compute
+    emulated: EmulatedWorker | None
+    send: Callable[[Control], None]
+    when_sent: Callable[[Callable[[], None]], None]
+
+
 class DataPath:
-    """Complete once created. `send`, `when_sent`: see ControlLink. `on_sink` takes the firings of nodes without a function, in place of a
-    group; `on_lost` the lost peers; `traced` records what it does."""
+    """Owns the runner. Complete once created. `sink` takes the firings of nodes without a function, in place of a group; `on_lost` the lost
+    peers; `traced` records what it does."""
 
     def __init__(
         self,
-        graph: Graph,
-        start: Start,
-        seams: Seams,
-        compute: Compute,
-        emulated: EmulatedWorker | None,
+        context: WorkerContext,
         operators: LoadedOperators,
-        send: Callable[[Control], None],
-        when_sent: Callable[[Callable[[], None]], None],
-        on_sink: Callable[[Firing], None] | None,
         on_lost: Callable[[Identity, str], None],
+        sink: Callable[[Firing], None] | None = None,
         traced: TracedWorker | None = None,
     ) -> None:
+        graph, start, seams, compute, emulated = context.graph, context.start, context.seams, context.compute, context.emulated
         self.name = name = start.name
-        self._send = send
-        self._graph, self._seams, self._emulated, self._strict_blocks = graph, seams, emulated, operators.strict_blocks
+        self._context, self._sink, self._strict_blocks = context, sink, operators.strict_blocks
         self._expert_services = [each for each in operators.functions.values() if isinstance(each, ExpertService)]
         plans = plan_links(graph, name)
         abilities = {plan.scheme: seams.transport(plan.scheme).capabilities for plan in plans}
@@ -104,27 +111,25 @@ class DataPath:
         _, pack = operators.pack or ("", None)
         unpacks, unpack = operators.unpack or ("", None)
         nodes = graph.nodes_of(name)
-        sinks = {node.name: node.kind.sink(pack, unpack, node) for node in nodes if node.kind.sink is not None}
+        self._sinks = {node.name: node.kind.sink(pack, unpack, node) for node in nodes if node.kind.sink is not None}
         functions = operators.functions if emulated is None else emulated.charged(operators.functions)
-        post: Callable[[Edge, Message], None] = self._post
+        self.post: Callable[[Edge, Message], None] = self._post
         if traced is not None:
-            compute, functions, post = traced.compute(compute), traced.functions(functions), traced.post(post)
-        group: Group  # the runner calls these two only after they are made below
-        failover: Failover
+            compute, functions, self.post = traced.compute(compute), traced.functions(functions), traced.post(self._post)
+        self.unpack = unpack
+        self.group: Group | None = None
+        self.failover: Failover | None = None
+        self.forwarder: Forwarder | None = None
         self.runner = Runner(
             graph,
             name,
             functions,
             compute,
             seams.clock,
-            post,
-            on_sink or (lambda firing: (sinks.get(firing.node) or group.on_step_end)(firing)),
-            self._on_failed if graph.model is not None else self._on_call_failed,
+            self,
             device,
             {edge.id for edge in graph.edges.values() if edge.transport in abilities and not abilities[edge.transport].between_processes},
             early=getattr(compute, "beside_loop", False),
-            on_unsent=self._on_unsent,
-            on_response=(lambda edge, tag, message: failover.on_response(edge, tag, message)) if client is not None else None,
             on_device={edge.id for edge in graph.edges.values() if edge.transport in abilities and abilities[edge.transport].device_memory},
             schemas=edge_schemas(graph),
             new_timer=seams.new_timer,
@@ -143,9 +148,6 @@ class DataPath:
             host_address=seams.host_address,
             **wrap,
         )
-        self.unpack = unpack
-        self.group: Group | None = None
-        self.failover: Failover | None = None
         self.forwarder = Forwarder(graph, name, self.runner) if any(node.kind.relays == "responses" for node in nodes) else None
         sources = [node for node in nodes if node.kind.schedules]
         if sources and graph.model is not None:
@@ -159,13 +161,13 @@ class DataPath:
                 chunk_tokens=graph.limits.chunk_tokens if is_strict(graph, name) else 0,
                 streams=any(node.kind.is_early for node in nodes),
             )
-            group = self.group = Group(
+            self.group = Group(
                 sources[0],
                 start.incarnation,
                 engine,
                 self.runner,
-                send,
-                when_sent,
+                context.send,
+                context.when_sent,
                 graph.limits_of(name).page_size,
                 device,
                 client,
@@ -180,16 +182,16 @@ class DataPath:
             if unpack is not None:
                 ports = {graph.nodes[edge.target].process: edge.source_port for edge in graph.edges_from(unpacks)}
                 emit = partial(self.runner.emit, unpacks)
-                unpack.connect(f"{unpacks}@{start.incarnation}", ports, emit, group.on_pulled, group.on_pull_failed)
+                unpack.connect(f"{unpacks}@{start.incarnation}", ports, emit, self.group.on_pulled, self.group.on_pull_failed)
             if client is not None:
                 bundles = {int(edge.source_port.removeprefix("via")): edge.id for edge in bundle_edges(graph, name).values()}
                 client.trampolines.num_outstanding = lambda trampoline: self.runner.num_outstanding(bundles[trampoline])
-                failover = self.failover = Failover(graph, dispatch, client, self.runner, group)
-                failover.incarnation_of = self.links.incarnations.current
+                self.failover = Failover(graph, dispatch, client, self.runner, self.group)
+                self.failover.incarnation_of = self.links.incarnations.current
 
     def statistics(self) -> Statistics:
         counters = self.runner.statistics
-        edges = tuple(self._edge_statistics(edge) for edge in self._graph.edges.values() if edge.id in counters.sent)
+        edges = tuple(self._edge_statistics(edge) for edge in self._context.graph.edges.values() if edge.id in counters.sent)
         waiting = self.runner.num_waiting()
         statistics = Statistics(
             edges=edges,
@@ -206,9 +208,9 @@ class DataPath:
             compute_seconds=counters.compute_seconds,
             inline_seconds=counters.inline_seconds,
             late_wakeups=sum(link.statistics().late_wakeups for link in self.links.values()),
-            resident_bytes=self._seams.resident_bytes(),
+            resident_bytes=self._context.seams.resident_bytes(),
             strict_blocks=self._strict_blocks,
-            emulation=self._emulated.statistics() if self._emulated is not None else None,
+            emulation=emulated.statistics() if (emulated := self._context.emulated) is not None else None,
             num_redispatched=self.failover.client.num_redispatched if self.failover is not None else 0,
             map_version=self.failover.client.servers.map_version if self.failover is not None else 0,
         )
@@ -229,20 +231,31 @@ class DataPath:
     def _post(self, edge: Edge, message: Message) -> None:
         self.links.by_edge[edge.id].post(message)
 
-    def _on_unsent(self, output: RoutedOutput) -> None:
+    # What the runner calls.
+
+    def on_sink(self, firing: Firing) -> None:
+        if (sink := self._sink or self._sinks.get(firing.node)) is None:
+            group = self.group
+            assert group is not None, firing.node
+            sink = group.on_step_end
+        sink(firing)
+
+    def on_response(self, edge: int, tag: Tag, message: Message) -> None:
+        if self.failover is not None:
+            self.failover.on_response(edge, tag, message)
+
+    def on_unsent(self, output: RoutedOutput) -> None:
         for holder in (self.failover, self.forwarder):
             if holder is not None:
                 holder.on_unsent(output)
 
-    def _on_failed(self, tag: Tag, error: OperatorError) -> None:
-        if self.unpack is not None and self.unpack.on_error(tag, str(error)):
-            return
-        if self.group is not None:
-            self.group.fail_step(tag, error)
-        elif self.forwarder is not None:
-            self.forwarder.fail(tag, error)
-        else:
-            raise error
-
-    def _on_call_failed(self, tag: Tag, error: OperatorError) -> None:
-        self._send(CallFailed(tag.source, tag.step, str(error), error.node))
+    def on_failed(self, tag: Tag, error: OperatorError) -> None:
+        if self._context.graph.model is None:
+            self._context.send(CallFailed(tag.source, tag.step, str(error), error.node))
+        elif self.unpack is None or not self.unpack.on_error(tag, str(error)):
+            if self.group is not None:
+                self.group.fail_step(tag, error)
+            elif self.forwarder is not None:
+                self.forwarder.fail(tag, error)
+            else:
+                raise error

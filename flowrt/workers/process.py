@@ -58,7 +58,7 @@ from flowrt.seams import LONE_INLINE_SECONDS, Clock, Compute, Running, Seams, Th
 from flowrt.trace.records import NO_RECORDS, TraceRing
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message, Tag
-from flowrt.workers.data_path import DataPath, LoadedOperators
+from flowrt.workers.data_path import DataPath, LoadedOperators, WorkerContext
 from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.membership import Membership
 from flowrt.workers.model_files import fingerprints
@@ -246,19 +246,10 @@ class Worker:
         return loaded[start.loaded_as].renamed({node.name: our.name for node, our in zip(nodes, ours, strict=True)})
 
     def _make_data_path(self, operators: LoadedOperators) -> DataPath:
-        return DataPath(
-            self.graph,
-            self.start,
-            self.seams,
-            self.compute,
-            self.emulated,
-            operators,
-            self.control.send,
-            self.control.when_sent,
-            self._observer.on_sink,
-            partial(self._observer.lose, self),
-            None if self.trace_ring is None else TracedWorker(self.graph, self.trace_ring, self.emulated),
-        )
+        send, when_sent = self.control.send, self.control.when_sent
+        context = WorkerContext(self.graph, self.start, self.seams, self.compute, self.emulated, send, when_sent)
+        traced = None if self.trace_ring is None else TracedWorker(self.graph, self.trace_ring, self.emulated)
+        return DataPath(context, operators, partial(self._observer.lose, self), self._observer.on_sink, traced)
 
     def _send_trace(self, is_last: bool = False) -> None:
         """Send the records to the launcher if it traces the run; in pieces, the last of which may be empty."""

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from dataflow.owners import OwnerOf
 from dataflow.test_runner import Bench, BesideCompute, double, each, graph_of, id_of, node, number, value_of
 
 from flowrt.actors.link import BadMessageError
@@ -179,7 +180,7 @@ async def test_fence_during_a_call_in_the_thread_releases_held_firings_at_its_en
         assert may_end.wait(10)
         return [{}]
 
-    runner = Runner(graph, "p", {"count": count}, BesideCompute(), RealClock(), lambda edge, message: None, pytest.fail, pytest.fail)
+    runner = Runner(graph, "p", {"count": count}, BesideCompute(), RealClock(), OwnerOf(on_sink=pytest.fail, on_failed=pytest.fail))
     task = asyncio.get_running_loop().create_task(runner.run())
     for step in (0, 2):
         runner.accept("q", to_message(number(step), id_of(graph, "count"), tag(step)))

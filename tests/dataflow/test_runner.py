@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from dataflow.inline_compute import InlineCompute
+from dataflow.owners import OwnerOf, ignore
 
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.matching import Firing, MatchingTable
@@ -70,7 +71,7 @@ class MovedClock:
 class Bench:
     """One runner, everything it posted, everything its sinks got."""
 
-    def __init__(self, graph, process, functions, on_failed=None, clock=None, **options):
+    def __init__(self, graph, process, functions, on_failed=None, clock=None, on_unsent=None, on_response=None, **options):
         self.graph, self.process = graph, process
         self.posted: list[tuple[Edge, Message]] = []
         self.sunk = []
@@ -81,9 +82,13 @@ class Bench:
             functions,
             InlineCompute(),
             clock or RealClock(),
-            lambda edge, message: self.posted.append((edge, message)),
-            self.sunk.append,
-            on_failed or self.on_failed,
+            OwnerOf(
+                lambda edge, message: self.posted.append((edge, message)),
+                self.sunk.append,
+                on_failed or self.on_failed,
+                on_unsent or ignore,
+                on_response or ignore,
+            ),
             **options,
         )
 
@@ -607,7 +612,9 @@ async def test_a_long_firing_posts_what_leaves_before_it_ends():
         return double(firings)
 
     functions = {"gate": double, "cut": double, "shared": shared}
-    runner = Runner(model_like_graph(), "p", functions, BesideCompute(), RealClock(), post, ended.set_result, pytest.fail, early=True)
+    runner = Runner(
+        model_like_graph(), "p", functions, BesideCompute(), RealClock(), OwnerOf(post, ended.set_result, pytest.fail), early=True
+    )
     runner.emit("in", tag(), {"x": number(1)})
     task = asyncio.get_running_loop().create_task(runner.run())
     async with asyncio.timeout(20):

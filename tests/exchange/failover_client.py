@@ -5,6 +5,7 @@ from collections import deque
 import pytest
 import torch
 from dataflow.inline_compute import InlineCompute
+from dataflow.owners import OwnerOf
 
 from flowrt.actors.control import DeathCause
 from flowrt.dataflow.matching import Firing
@@ -78,11 +79,13 @@ class Client:
             functions,
             InlineCompute(),
             RealClock(),
-            self.post,
-            self.end,
-            lambda tag, error: self.failures.append((tag, error)),
-            on_unsent=lambda output: self.failover.on_unsent(output),
-            on_response=lambda edge, tag, message: self.failover.on_response(edge, tag, message),
+            OwnerOf(
+                self.post,
+                self.end,
+                lambda tag, error: self.failures.append((tag, error)),
+                lambda output: self.failover.on_unsent(output),
+                lambda edge, tag, message: self.failover.on_response(edge, tag, message),
+            ),
             schemas=schemas(self),
         )
         self.failover = Failover(self.graph, "dispatch", self.client, self.runner, self)
@@ -92,7 +95,7 @@ class Client:
     def server(self, server):
         """The runner of an expert server, which only receives."""
         functions = {f"experts.{server}": lambda firings: [{} for _ in firings]}
-        return Runner(self.graph, f"experts.{server}", functions, InlineCompute(), RealClock(), self.post, self.end, pytest.fail)
+        return Runner(self.graph, f"experts.{server}", functions, InlineCompute(), RealClock(), OwnerOf(self.post, self.end, pytest.fail))
 
     def post(self, edge, message):
         self.requested[int(edge.target.removeprefix("experts."))].append(message)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dataflow.inline_compute import InlineCompute
+from dataflow.owners import OwnerOf
 from exchange.failover_client import ACTIVE, IDS_TA, WEIGHTS_TA, X_TH, expected, respond
 
 from flowrt.actors.control import DeathCause
@@ -111,11 +112,13 @@ class Group:
         }
         self.runner = Runner(
             self.graph, "a", functions, InlineCompute(), RealClock(),
-            poster(self.graph, "a", self.sent),
-            lambda firing: self.ends.append((firing.tag, firing.inputs["y"].tensors[0])),
-            lambda tag, error: self.failures.append(str(error)),
-            on_unsent=lambda output: self.failover.on_unsent(output),
-            on_response=lambda edge, tag, message: self.failover.on_response(edge, tag, message),
+            OwnerOf(
+                poster(self.graph, "a", self.sent),
+                lambda firing: self.ends.append((firing.tag, firing.inputs["y"].tensors[0])),
+                lambda tag, error: self.failures.append(str(error)),
+                lambda output: self.failover.on_unsent(output),
+                lambda edge, tag, message: self.failover.on_response(edge, tag, message),
+            ),
         )  # fmt: skip
         self.client.trampolines.num_outstanding = lambda number: self.runner.num_outstanding(self.via(number))
         self.failover = Failover(self.graph, "dispatch", self.client, self.runner, self)
@@ -416,10 +419,12 @@ class Relay:
         }
         self.runner = Runner(
             self.graph, "experts.0", functions, InlineCompute(), RealClock(),
-            poster(self.graph, "experts.0", self.sent),
-            pytest.fail,
-            lambda tag, error: self.forwarder.fail(tag, error),
-            on_unsent=lambda output: self.forwarder.on_unsent(output),
+            OwnerOf(
+                poster(self.graph, "experts.0", self.sent),
+                pytest.fail,
+                lambda tag, error: self.forwarder.fail(tag, error),
+                lambda output: self.forwarder.on_unsent(output),
+            ),
         )  # fmt: skip
         self.forwarder = Forwarder(self.graph, "experts.0", self.runner)
 
@@ -500,7 +505,7 @@ def test_server_drops_the_requests_of_a_trampoline_that_has_ended():
     relay_graph, posted = graph(), []
     runner = Runner(
         relay_graph, "experts.2", {"experts.2": lambda firings: [{} for _ in firings]}, InlineCompute(), RealClock(),
-        lambda edge, message: posted.append(message), pytest.fail, pytest.fail,
+        OwnerOf(lambda edge, message: posted.append(message), pytest.fail, pytest.fail),
     )  # fmt: skip
     zero = torch.zeros(1, dtype=torch.int64)
     request = Payload((torch.zeros(1, 4), zero, zero, zero.float()), PartHeader(1))

@@ -17,7 +17,7 @@ DEATHS = "flowrt.launcher.deaths"
 
 FAULT_BUGS: tuple[Bug, ...] = (
     # steps that failed
-    body("failed-step-ignored", "a step that failed is not rolled back", DATA_PATH, "DataPath._on_failed", "pass"),
+    body("failed-step-ignored", "a step that failed is not rolled back", DATA_PATH, "DataPath.on_failed", "pass"),
     bug("failed-step-ends-requests", "a step that fails once ends its requests", (
         ENGINE, "Engine.fail_steps", "STEP_AGAIN[sequence.is_suspect]", "STEP_AGAIN[1]")),
     bug("suspects-together", "the sequences of a failed step run together", (
