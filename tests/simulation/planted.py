@@ -331,7 +331,7 @@ BUGS: tuple[Bug, ...] = (
     # admission and requests
     body("client-not-woken", "clients are not woken for committed tokens", REQUESTS, "Requests._carry_out", "pass"),
     body("failure-unannounced", "clients are not woken when the run fails", REQUESTS, "Requests.fail", "self._failure = error"),
-    body("left-uncancelled", "a request whose client left continues", REQUESTS, "Requests._let_go", "del self._changed[index]"),
+    body("left-uncancelled", "a request whose client left continues", REQUESTS, "Requests._let_go", "del self._on_change[index]"),
     body("never-full", "requests are admitted without bound", ADMISSION, "Admission.overload", "return ''"),
     body("always-full", "every request is refused", ADMISSION, "Admission.overload", "return 'full'"),
     body("refused-is-active", "a refused request stays active", GATEWAY, "Gateway.refuse",
