@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowrt.api import read_graph
-from flowrt.bench.cases import colocated, dispatch, domains, overlap, trampoline
+from flowrt.bench.cases import colocated, dispatch, domains, overlap, trampoline_cost
 from flowrt.bench.cases.patterns import Runs
 from flowrt.bench.cases.small_model import TOP_K, write_small_model
 from flowrt.bench.measure.benchmark import run_benchmark
@@ -109,16 +109,16 @@ def test_colocated_experts_are_compared_with_servers_and_with_whole_groups(monke
 
 def test_trampolines_save_messages_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[ModelledRun] = []
-    figures = trampoline._figures
+    figures = trampoline_cost._figures
 
     def keep(servers: int, groups: int, in_step: bool, found: Runs) -> Any:
         runs.extend(run for each in found for run in each)
         return figures(servers, groups, in_step, found)
 
-    monkeypatch.setattr(trampoline, "SIZES", ((8, 2),))
-    monkeypatch.setattr(trampoline, "TARGET_SIZE", (8, 2))
-    monkeypatch.setattr(trampoline, "_figures", keep)
-    report = run_benchmark("trampoline", trampoline.measure_trampoline(virtual=True, dilation=1.0), 1)
+    monkeypatch.setattr(trampoline_cost, "SIZES", ((8, 2),))
+    monkeypatch.setattr(trampoline_cost, "TARGET_SIZE", (8, 2))
+    monkeypatch.setattr(trampoline_cost, "_figures", keep)
+    report = run_benchmark("trampoline", trampoline_cost.measure_trampoline(virtual=True, dilation=1.0), 1)
     step, messages, updates, num_bytes, *in_step = report.figures
     assert step.ratio is not None
     assert len(in_step) == 4

@@ -271,7 +271,7 @@ flowrt.cli.run.STUCK_SECONDS = 0.3
 def block(self, label, call):
     print("blocked", file=sys.stderr, flush=True)
     threading.Event().wait()
-flowrt.seams.ThreadCompute._timed = block
+flowrt.seams.ThreadCompute.timed = block
 main()
 """
 

@@ -65,5 +65,5 @@ def test_no_token_changes_whatever_the_state_of_a_request(states: set[str], faul
         scenario = Scenario(faults=(msgspec.structs.replace(fault, at_seconds=at),), expect="tokens")
         outcome = run_case(Case(load("2x3.yaml"), tuple(requests(3, apart=1e-3)), scenario, seed, SLOW_NETWORK))
         assert finish_reasons(outcome.result) == ("length",) * 3
-        assert outcome.num_faults["restarted"] == isinstance(fault, Crash)
+        assert outcome.num_faults["restarted"] in ((1,) if isinstance(fault, Crash) else (0, 1))  # a reset may find no open link
     assert states == STATES

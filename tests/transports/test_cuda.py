@@ -450,7 +450,9 @@ async def test_payloads_on_a_device_stay_there(driver: HostDriver, monkeypatch: 
     edges = [Edge("a", "x", "b", "x", scheme, transport=scheme, credits=1) for scheme in ("cuda", "shm")]
     posted: list[Message] = []
     graph = Graph.of([Node("a", "ops:a", "p", outputs={"x": PortSpec("x")}), Node("b", "ops:b", "q")], edges)
-    outbound_edges = OutboundEdges(graph, "p", lambda edge, message: posted.append(message), pytest.fail, on_device={edges[0].id})
+    outbound_edges = OutboundEdges(
+        graph, "p", lambda edge, message: posted.append(message), pytest.fail, pytest.fail, on_device={edges[0].id}
+    )
     for edge in edges:
         outbound_edges.take(RoutedOutput(edge, Tag("s"), Payload(tensors)))
     on = [[hasattr(tensor.data, "__cuda_array_interface__") for tensor in message.tensors] for message in posted]

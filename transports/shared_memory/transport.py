@@ -35,6 +35,7 @@ except ImportError as error:
 else:
     _missing = None
 
+COMMON_BYTES = 16 << 20  # of a channel; a machine whose limits do not permit as much has no shm
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 RECHECK_SECONDS = 0.25  # a sleeping side checks this often by itself, and counts when that was needed
 PATIENT_CHECKS = 20  # during which a wake-up may be on its way after the peer has lowered the flag: it may wait for a processor
@@ -192,7 +193,7 @@ class SharedMemoryTransport(SocketTransport):
                 f"shm needs the compiled file transports/native/_words.c, which is not there ({_missing}); install a C compiler and "
                 "the Python headers and install flowrt again, or use zmq"
             )
-        return None
+        return _memory_problem()
 
     def _offer(self, meeting: Meeting, on_failure: ExitStack) -> Offer:
         layout = Layout.of(meeting.limits)
@@ -241,6 +242,18 @@ def can_populate() -> bool:
         return False
     finally:
         os.close(memfd)
+
+
+def _memory_problem() -> str | None:
+    """Why no memory can be shared here, under the limits of this process; nothing is allocated."""
+    memfd = os.memfd_create("flowrt", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(memfd, COMMON_BYTES)
+    except OSError as error:
+        return f"shm cannot share {COMMON_BYTES >> 20} MiB of memory here ({error.strerror}); raise the limit (ulimit -f), or use zmq"
+    finally:
+        os.close(memfd)
+    return None
 
 
 def sealed_memory(nbytes: int, *, by_parts: bool = False) -> int:
