@@ -11,7 +11,7 @@ Each client of the expert servers has one Servers, which owns this fact. Others 
 | `avoid`: it returned NaN or infinity for finite rows | avoided for AVOIDED_SECONDS, others are preferred |
 | HedgingPolicy finds it slower than the others | slow: others are preferred, but for some tags |
 
-Nobody sends to a lost server. A server that is late, avoided or slow still computes the experts that no other one has. A trampoline that
+No part is sent to a lost server. A server that is late, avoided or slow still computes the experts that no other one has. A trampoline that
 is lost or late forwards no part: parts go directly, to its own server too (trampoline.py).
 
 The compute thread calls `replica_table`, `end_split` and `avoid`; the loop makes all other calls. Each is one step on a dict or a set.

@@ -34,7 +34,7 @@ FACTS: dict[str, tuple[tuple[str, ...], str, dict[str, set[str]]]] = {
             "exchange/kv_transfer.py": {"outstanding"},  # chunks of a pull, which are no parts
         },
     ),
-    "which incarnation lives": (
+    "which incarnation is current": (
         CLIENT_SIDE,
         r"_?(incarnations|current_incarnations|ended_incarnations)",
         {"actors/links.py": {"incarnations"}},
