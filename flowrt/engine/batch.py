@@ -5,17 +5,18 @@ each sequence (a chunk that does not reach its end yields none), in a prefill wo
 
 With strict numerics output is computed in decode rows, also when it is replayed: then several rows of one sequence count as that many
 sequences with the same pages. A layer stores the keys and values of all rows before any row reads them, so each row has the bits that it
-had in a step of its own.
+had in a step of its own. A recurrent layer computes them one after the other: each begins with the state that the one before has written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flowrt.engine.constraint import Constraint
 from flowrt.engine.sequence import Sequence
+from flowrt.engine.state_memory import StepSlots
 from flowrt.sampling_params import SamplingParams
 
 Part = tuple[Sequence, int]  # a sequence and how many rows it has in the step
@@ -59,6 +60,7 @@ class Batch:
     scores: list[ScoreSpec]  # in the order of the sequences
     sampled_requests: list[tuple[str, int]]  # [samples] request and attempt
     sequence_names: list[str]  # [S] "request/attempt" or "request/attempt/choice", for traces and error texts
+    slots: list[StepSlots] = field(default_factory=list)  # [S] of the states of recurrent layers; empty: the model has none
 
     @property
     def num_rows(self) -> int:
@@ -81,7 +83,7 @@ def num_scores(sequence: Sequence, num_rows: int) -> int:
 
 
 def build_batch(parts: Iterable[Part], page_size: int, *, is_strict: bool = False) -> Batch:
-    """The next `num_rows` uncomputed tokens of each sequence. Its pages must already cover them."""
+    """The next `num_rows` uncomputed tokens of each sequence. Its memory must already cover them."""
     batch = Batch([], [], [], [], [], [], [], [], [])
     for sequence, num_rows in parts:
         start = sequence.num_computed_tokens
@@ -94,7 +96,9 @@ def build_batch(parts: Iterable[Part], page_size: int, *, is_strict: bool = Fals
         for kv_length in range(start + query_length, end + 1, query_length):
             batch.query_lengths.append(query_length)
             batch.kv_lengths.append(kv_length)
-            batch.page_tables.append(sequence.pages[: -(-kv_length // page_size)])
+            batch.page_tables.append(sequence.holding.pages[: -(-kv_length // page_size)])
+            if (slots := sequence.holding.step_slots) is not None:
+                batch.slots.append(slots if kv_length == start + query_length else StepSlots(slots.target, slots.target))
             batch.sequence_names.append(sequence.name)
         for choice in sequence.choices if end == len(sequence.tokens) else ():
             batch.sample_rows.append(len(batch.token_ids) - 1)

@@ -15,11 +15,12 @@ from flowrt.actors.control import Crashed, Ended, KvCompleted, KvLost, KvPulled,
 from flowrt.actors.outputs import Logprobs, TokenEvent
 from flowrt.engine.batch import Batch, Part, build_batch, num_scores, produces_token
 from flowrt.engine.constraint import Constraint
+from flowrt.engine.group_memory import GroupMemory
 from flowrt.engine.micro_batches import MicroBatchCount
 from flowrt.engine.offered_prompt import OfferedPrompt
-from flowrt.engine.page_allocator import PageAllocator
 from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence, SequenceState
+from flowrt.engine.state_memory import num_slots_for
 from flowrt.engine.transfers import Hold, Pull, offered_prompts
 from flowrt.engine.validation import refusal
 from flowrt.graph.settings import GraphLimits
@@ -76,15 +77,14 @@ class RunningStep:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """What an engine has, for observers: they change none of it, and read it before the engine goes on. `cached`: pages of the prefix
-    cache. `steps`: by micro-batch. `claim`: the sequence that gets the next free page."""
+    """What an engine has, for observers: they change none of it, and read it before the engine goes on. `steps`: by micro-batch. `claim`:
+    the sequence that gets the next free page."""
 
     running: ListLike[Sequence]
     pulling: ListLike[Sequence]
     held: ListLike[Sequence]
     waiting: ListLike[Sequence]
-    pages: PageAllocator
-    cached: ListLike[int]
+    memory: GroupMemory
     steps: ListLike[RunningStep | None]
     claim: Sequence | None
     page_size: int
@@ -104,12 +104,13 @@ class Engine:
         *,
         chunk_tokens: int = 0,
         streams: bool = False,
+        has_recurrent_layers: bool = False,
     ) -> None:
         self._limits, self._streams, self.is_strict = limits, streams, chunk_tokens > 0
         self._max_position_embeddings = max_position_embeddings
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
-        self._scheduler = Scheduler(limits, num_micro_batches, chunk_tokens)
+        self._scheduler = Scheduler(limits, num_micro_batches, chunk_tokens, num_slots_for(limits) if has_recurrent_layers else 0)
         self._micro_batches = MicroBatchCount(num_micro_batches) if limits.dynamic_micro_batches else None
         self._alive: dict[str, list[Sequence]] = {}  # by request: the choices that have not ended of its one attempt that has not
         self._ended: dict[tuple[str, int], bool] = {}  # (request, attempt) -> its ends were sent; oldest first, bounded
@@ -219,7 +220,11 @@ class Engine:
         new = [key for key in pulling if key not in self._begun]
         self._begun = {*pulling}
         found = [(key, pulling[key]) for key in new]
-        return [Pull(*key, each.kv, tuple(each.pages), each.num_computed_tokens) for key, each in found if each.kv is not None]
+        return [
+            Pull(*key, each.kv, tuple(each.holding.pages), each.num_computed_tokens, each.holding.pulled_slot)
+            for key, each in found
+            if each.kv is not None
+        ]
 
     def is_alive(self, request_id: str, attempt: int) -> bool:
         return any(each.request.attempt == attempt for each in self._alive.get(request_id, ()))
@@ -310,12 +315,13 @@ class Engine:
             own = list(islice(logprobs_left, len(drawn))) if has_logprobs else [None] * len(drawn)
             is_finite = not batch.scores or sequence.add_prompt_logprobs(islice(scores_left, num_scores(sequence, num_rows)))
             sequence.num_computed_tokens += num_rows
+            self._scheduler.memory.commit(sequence)
             if sequence.cancelled:
                 self._scheduler.remove(sequence)
             elif not is_finite or min(drawn, default=0) < 0:
                 decisions += self._redo_sequence(sequence, not_finite)
             elif drawn:
-                self._scheduler.cache(sequence)
+                self._scheduler.memory.cache(sequence)
                 decisions += self._append(sequence, drawn, own)
         self._scheduler.step_rows.observe(batch.num_rows)
         if self._limits.target_step_seconds:
@@ -328,8 +334,8 @@ class Engine:
     def roll_back(self) -> None:
         """Drop the steps of all micro-batches and begin a new epoch. Committed tokens stay; the dropped rows are computed again.
 
-        KV written by a dropped step lies beyond the committed length of its sequences: it is overwritten and never read. Call it when no
-        message of the old epoch can still write into this group's pages.
+        What a dropped step wrote is overwritten and never read (state_memory.py). Call it when no message of the old epoch can still write
+        into this group's memory.
         """
         self._epoch += 1
         for micro_batch, running in enumerate(self._steps):
@@ -368,8 +374,8 @@ class Engine:
         return EngineStatistics(
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
-            num_free_pages=scheduler.num_free_pages,
-            num_pages=scheduler.pages.num_pages,
+            num_free_pages=scheduler.memory.pages.num_free,
+            num_pages=scheduler.memory.pages.units.num_pages,
             step_rows=scheduler.step_rows,
             num_preemptions=scheduler.num_preemptions,
             num_prefix_queries=scheduler.num_prefix_queries,
@@ -379,9 +385,7 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         each, size = self._scheduler, self._limits.page_size
-        return EngineSnapshot(
-            each.running, each.pulling, each.held, each.waiting, each.pages, each.cached_pages(), self._steps, each.claim, size
-        )
+        return EngineSnapshot(each.running, each.pulling, each.held, each.waiting, each.memory, self._steps, each.claim, size)
 
     def leftovers(self) -> list[str]:
         """What is left when all requests have ended."""
@@ -390,6 +394,8 @@ class Engine:
             left.append(f"{counts.num_running} running, {counts.num_waiting} waiting sequences")
         if counts.num_free_pages != counts.num_pages:
             left.append(f"{counts.num_free_pages} of {counts.num_pages} pages free")
+        if (slots := self._scheduler.memory.slots) is not None and slots.num_free != slots.units.num_pages:
+            left.append(f"{slots.num_free} of {slots.units.num_pages} slots of recurrent state free")
         return left
 
     # Ends
@@ -422,7 +428,7 @@ class Engine:
         that it may continue with ends its request."""
         if sequence.constraint is not None and sequence.constraint.error:
             return self._fail(sequence.request, sequence.constraint.error)
-        self._scheduler.forget(sequence)
+        self._scheduler.memory.forget(sequence)
         if redo(FaultKind.NOT_FINITE, sequence.num_redone) is Redo.SEQUENCE:
             sequence.num_redone += 1
             self._scheduler.recompute(sequence)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NO_STEP = (-1, -1, -1)
+NO_STATE = -1  # in place of a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,8 @@ class OfferedPrompt:
     """A prompt whose KV groups may pull from `pages`, and how much of it is computed.
 
     No roll back computes the first `num_committed` tokens again. Those up to `num_in_step` are computed by the running step (epoch,
-    micro_batch, step), if there is one. `is_complete`: all are committed, and each choice has its first token.
+    micro_batch, step), if there is one. `is_complete`: all are committed, and each choice has its first token. `slot`: then, the slot with
+    the state of recurrent layers behind them, if the model has such layers.
     """
 
     request_id: str
@@ -27,3 +29,4 @@ class OfferedPrompt:
     num_in_step: int
     step: tuple[int, int, int] = NO_STEP
     is_complete: bool = False
+    slot: int = NO_STATE

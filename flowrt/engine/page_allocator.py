@@ -1,4 +1,4 @@
-"""Tracks which KV pages are free and which sequences hold the others. It handles page numbers only; only the scheduler calls it.
+"""Tracks which KV pages are free and which sequences hold the others, and likewise slots (state_memory.py). It handles numbers only.
 
 A page is free or held: by one holder, which may write to it, or by several, which only read it. It is free again when its last holder
 has freed it; free + held = total.

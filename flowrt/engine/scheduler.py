@@ -1,8 +1,10 @@
-"""Selects the sequences and pages of a micro-batch's next step. It is pure; only the engine calls it.
+"""Selects the sequences of a micro-batch's next step, and gives them memory. It is pure; only the engine calls it.
 
 Every sequence makes progress, because all rules go by `order` (age):
 - Admission is first come, first served, from free pages only. A sequence needs the pages of all its tokens, and one page of headroom
   for each running sequence that may still grow; else a preempted sequence would be re-admitted only to be preempted again.
+- With recurrent layers, a sequence also takes two slots for its state when it is admitted, and keeps that many: a running sequence never
+  waits for one.
 - Choices of one request share the pages that the prompt fills. A choice is admitted when one of its siblings has computed them, and
   computes the rest of the prompt in a page of its own: at most a page (strict: or a chunk) of rows. While it waits for that, other
   sequences may be admitted.
@@ -22,15 +24,12 @@ Every sequence makes progress, because all rules go by `order` (age):
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 
 from flowrt.engine.batch import Part
-from flowrt.engine.page_allocator import PageAllocator
-from flowrt.engine.prefix_cache import PrefixCache, Segment
+from flowrt.engine.group_memory import GroupMemory
 from flowrt.engine.sequence import Sequence, SequenceState
 from flowrt.engine.step_times import StepBudget, StepTimes
-from flowrt.engine.validation import num_pages_for
 from flowrt.graph.settings import GraphLimits
 from flowrt.histogram import Histogram
 
@@ -45,14 +44,14 @@ class Scheduler:
     """`chunk_tokens` > 0 (strict numerics) cuts prompts at its multiples from position 0, so that the cuts do not depend on other
     sequences, and never puts tokens of prompt and output into one step (batch.py); 0 cuts wherever the step is full."""
 
-    def __init__(self, limits: GraphLimits, num_micro_batches: int, chunk_tokens: int = 0) -> None:
+    def __init__(self, limits: GraphLimits, num_micro_batches: int, chunk_tokens: int = 0, num_slots: int = 0) -> None:
         if num_micro_batches < 1:
             raise ValueError(f"num_micro_batches is {num_micro_batches}, it must be at least 1")
         if not 0 <= chunk_tokens <= limits.max_num_batched_tokens:
             raise ValueError(
                 f"chunk_tokens is {chunk_tokens}, it must be from 0 to limits.max_num_batched_tokens ({limits.max_num_batched_tokens})"
             )
-        self.pages = PageAllocator(limits.kv_pages)
+        self.memory = GroupMemory(limits, chunk_tokens, num_slots)
         self.waiting: list[Sequence] = []  # both lists oldest first
         self.running: list[Sequence] = []
         self.pulling: list[Sequence] = []  # in the order of admission, as `held`
@@ -66,19 +65,7 @@ class Scheduler:
         self._num_micro_batches = num_micro_batches
         self.used_micro_batches = num_micro_batches  # sequences are in the first ones; see micro_batches.py
         self._chunk_tokens = chunk_tokens
-        # Prompts are shared up to a multiple of this: in whole pages, and so that the rest is cut as without sharing.
-        self._share_tokens = math.lcm(limits.page_size, chunk_tokens or 1)
-        self._cache = PrefixCache(self.pages, limits.page_size, self._share_tokens // limits.page_size)
         self.claim: Sequence | None = None
-
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that no sequence holds."""
-        return self.pages.num_free + self._cache.num_idle_pages
-
-    def cached_pages(self) -> list[int]:
-        """The pages that the prefix cache holds."""
-        return self._cache.pages()
 
     def add(self, sequence: Sequence) -> None:
         kv = sequence.request.kv
@@ -86,7 +73,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_age)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that ended and free its pages. It must not be in a step."""
+        """Remove a sequence that ended and free its memory. It must not be in a step."""
         self._release(sequence)
         sequence.state = SequenceState.ENDED
 
@@ -135,28 +122,18 @@ class Scheduler:
         at = 0
         while at < len(self.waiting) and len(self.running) + len(self.pulling) < self._limits.max_num_seqs:
             sequence = self.waiting[at]
-            shared = self._shared_pages(sequence)
-            if shared is None:
+            reuse = self.memory.find(sequence)
+            if reuse is None:
                 at += 1
                 continue
-            cached = [] if shared or sequence.computes_whole_prompt else self._cached(sequence)
-            soon = min(len(sequence.tokens) + 1, sequence.max_kv_tokens)
-            others = (*self.running, *self.pulling)
-            headroom = sum(len(other.pages) < self._num_pages(other.max_kv_tokens) for other in others)
-            needed = self._num_pages(soon) - len(shared) - sum(len(segment.pages) for segment in cached) + headroom
-            if not self._may_take_pages(sequence) or self.num_free_pages - self._cache.num_idle(cached) < needed:
+            if not self._may_reserve(sequence) or not self.memory.fits(sequence, reuse, (*self.running, *self.pulling)):
                 return
-            sequence.is_degraded = bool(shared) and any(other.is_degraded for other in sequence.siblings)
-            pulls = sequence.kv is not None and not shared
-            if shared:
-                self.pages.share(shared, sequence.name)
-            else:
-                shared = self._cache.take(cached, sequence.name)
-                self._count_cached(sequence, len(shared) * self._limits.page_size)
-            own = self._allocate(self._num_pages(len(sequence.tokens)) - len(shared), sequence.name, shared[-1] if shared else None)
-            assert own is not None
-            sequence.pages = shared + own
-            sequence.num_computed_tokens = len(shared) * self._limits.page_size
+            sequence.is_degraded = bool(reuse.pages) and any(other.is_degraded for other in sequence.siblings)
+            pulls = sequence.kv is not None and not reuse.pages
+            if not reuse.pages:
+                self._count_cached(sequence, reuse.num_tokens)
+            self.memory.admit(sequence, reuse)
+            sequence.num_computed_tokens = reuse.num_tokens
             del self.waiting[at]
             if pulls:
                 sequence.state = SequenceState.PULLING
@@ -170,42 +147,26 @@ class Scheduler:
         sequence.micro_batch = counts.index(min(counts))
         insort(self.running, sequence, key=_age)
 
-    def _cached(self, sequence: Sequence) -> list[Segment]:
-        """What the prefix cache has of a sequence. At least one token is left to compute, or to pull; strict: and all of the output."""
-        only_prompt = self._chunk_tokens or sequence.kv is not None
-        num_tokens = sequence.num_prompt_tokens if only_prompt else len(sequence.tokens)
-        return self._cache.find(sequence.prefix, sequence.tokens, num_tokens - 1)
-
     def _count_cached(self, sequence: Sequence, num_tokens: int) -> None:
         if sequence.kv is None and not sequence.num_preemptions and not sequence.num_redone:
             sequence.num_cached_tokens = num_tokens
             self.num_prefix_queries += len(sequence.tokens)
             self.num_prefix_hits += num_tokens
 
-    def cache(self, sequence: Sequence) -> None:
-        """Keep the pages of a sequence that has just got a token, which shows that their KV is finite. Strict: those of whole chunks of its
-        prompt, as output computed row by row has other bits than the same tokens in a prompt."""
-        if self._limits.enable_prefix_caching and not sequence.is_degraded:
-            num_computed, num_prompt = sequence.num_computed_tokens, sequence.num_prompt_tokens
-            num_tokens = min(num_computed, num_prompt) if self._chunk_tokens else num_computed
-            self._cache.insert(sequence.prefix, sequence.tokens, sequence.pages, num_tokens)
-
-    def forget(self, sequence: Sequence) -> None:
-        """Keep no page of a sequence for others: its KV may be wrong."""
-        self._cache.forget(sequence.pages)
-
     def pulled(self, sequence: Sequence) -> None:
-        """Run a sequence whose pages have the KV of its prompt."""
+        """Run a sequence that has the state of its prompt."""
         assert sequence.kv is not None, sequence.name
         self.pulling.remove(sequence)
         sequence.num_computed_tokens = sequence.kv.num_tokens
         sequence.is_degraded = sequence.kv.is_degraded
+        self.memory.commit(sequence)
         sequence.kv, sequence.is_pulled = None, False
         self._run(sequence)
 
     def hold(self, sequence: Sequence) -> None:
-        """Take a sequence out of the steps and keep its pages. It must not be in a step."""
+        """Take a sequence out of the steps and keep its state. It must not be in a step."""
         self.running.remove(sequence)
+        self.memory.hold(sequence)
         sequence.state = SequenceState.HELD
         self.held.append(sequence)
 
@@ -217,18 +178,6 @@ class Scheduler:
         sequence.prompt_logprobs = []
         sequence.is_degraded = False
         self.add(sequence)
-
-    def _shared_pages(self, sequence: Sequence) -> list[int] | None:
-        """Pages of the prompt that a sibling has filled; None while a sibling is filling them. At least one token is left to compute."""
-        if sequence.computes_whole_prompt:
-            return []
-        num_tokens = (sequence.num_prompt_tokens - 1) // self._share_tokens * self._share_tokens
-        with_pages = (SequenceState.PULLING, SequenceState.RUNNING)
-        running = [other for other in sequence.siblings if other.state in with_pages] if num_tokens else []
-        for other in running:
-            if other.num_computed_tokens >= num_tokens:
-                return other.pages[: num_tokens // self._limits.page_size]
-        return None if running else []
 
     def _balance(self) -> None:
         """Move sequences that are in no step from the fullest micro-batch to the emptiest, until the counts differ by one at most, and all
@@ -257,38 +206,29 @@ class Scheduler:
         """The number of rows of a sequence with several uncomputed tokens that fit into this step; 0: none."""
         if sequence.is_on_trial and not sequence.runs_alone:
             free_rows = min(free_rows, sequence.num_proven_tokens - sequence.num_computed_tokens)
-        if not self._chunk_tokens:
-            return min(sequence.num_missing_tokens, free_rows)
         start = sequence.num_computed_tokens
+        if not self._chunk_tokens:
+            return self.memory.end_of_step(sequence, start + min(sequence.num_missing_tokens, free_rows)) - start
         if start >= sequence.num_prompt_tokens:
             return min(sequence.num_missing_tokens, free_rows, self._chunk_tokens)
         end = min(sequence.num_prompt_tokens, (start // self._chunk_tokens + 1) * self._chunk_tokens)
         return end - start if end - start <= free_rows else 0
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Allocate pages for all tokens of the sequence, and preempt younger sequences if necessary; False: not possible now."""
-        missing = self._num_pages(len(sequence.tokens)) - len(sequence.pages)
-        if missing <= 0:
+        """Reserve memory for all tokens of the sequence, and preempt younger sequences if necessary; False: not possible now."""
+        if self.memory.has_enough(sequence):
             return True
-        if self._may_take_pages(sequence):
-            while self.num_free_pages < missing and (victim := self._youngest_idle(than=sequence)) is not None:
-                self._preempt(victim)
-            pages = self._allocate(missing, sequence.name, sequence.pages[-1])
-            if pages is not None:
-                sequence.pages.extend(pages)
-                if self.claim is sequence:
-                    self.claim = None
-                return True
+        if not self._may_reserve(sequence):
+            return False
+        while not (is_reserved := self.memory.reserve(sequence)) and (victim := self._youngest_idle(than=sequence)) is not None:
+            self._preempt(victim)
+        if not is_reserved:
             self.claim = sequence
-        return False
+        elif self.claim is sequence:
+            self.claim = None
+        return is_reserved
 
-    def _allocate(self, num_pages: int, holder: str, behind: int | None) -> list[int] | None:
-        """`PageAllocator.allocate`, with pages that only the prefix cache holds if there are no others."""
-        if self.pages.num_free < num_pages <= self.num_free_pages:
-            self._cache.evict(num_pages - self.pages.num_free)
-        return self.pages.allocate(num_pages, holder, behind)
-
-    def _may_take_pages(self, sequence: Sequence) -> bool:
+    def _may_reserve(self, sequence: Sequence) -> bool:
         return self.claim is None or sequence.order <= self.claim.order
 
     def _youngest_idle(self, than: Sequence) -> Sequence | None:
@@ -308,11 +248,6 @@ class Scheduler:
         assert not sequence.in_step, sequence.name
         lists = {SequenceState.WAITING: self.waiting, SequenceState.PULLING: self.pulling, SequenceState.HELD: self.held}
         lists.get(sequence.state, self.running).remove(sequence)
-        self.pages.free(sequence.pages, sequence.name)
-        self._cache.release(sequence.pages)
-        sequence.pages, sequence.prefix.segments = [], []
+        self.memory.release(sequence)
         if self.claim is sequence:
             self.claim = None
-
-    def _num_pages(self, num_tokens: int) -> int:
-        return num_pages_for(num_tokens, self._limits.page_size)

@@ -12,6 +12,7 @@ from flowrt.actors.control import KvOffer, Request
 from flowrt.actors.outputs import Logprobs
 from flowrt.engine.constraint import Constraint
 from flowrt.engine.prefix_cache import Prefix
+from flowrt.engine.state_memory import HeldMemory
 from flowrt.sampling_params import FinishReason
 
 SequenceState = Enum("SequenceState", ["WAITING", "PULLING", "RUNNING", "HELD", "ENDED"])
@@ -20,13 +21,12 @@ SequenceState = Enum("SequenceState", ["WAITING", "PULLING", "RUNNING", "HELD", 
 @dataclass(eq=False, slots=True)
 class Sequence:
     """One choice of one attempt; in a prefill worker all of them, as the last row of a prompt has the logits of each first token. `tokens`
-    is the prompt followed by the output; the first `num_computed_tokens` have KV in `pages`.
+    is the prompt followed by the output; the first `num_computed_tokens` have their state in `holding`.
 
-    WAITING holds no page; the others do until they have ended. PULLING waits for the KV of its prompt from a prefill worker; HELD, in a
+    WAITING holds no memory; the others do until they have ended. PULLING waits for the KV of its prompt from a prefill worker; HELD, in a
     prefill worker, has the KV of its prompt for a group. While `in_step` its rows are being computed by `micro-batch`, and neither its
-    pages nor its tokens may change. `order` is its place in the queue and never changes: a preempted sequence returns to its place.
-    `num_computed_tokens` moves only when a step commits, so rolling a step back leaves it as it is. The first pages may be held by
-    others too, its `siblings` or those with the same tokens there: no step writes to them any more.
+    holding nor its tokens may change. `order` is its place in the queue and never changes: a preempted sequence returns to its place.
+    `num_computed_tokens` moves only when a step commits, so rolling a step back leaves it as it is.
     """
 
     request: Request
@@ -37,26 +37,26 @@ class Sequence:
     siblings: list[Sequence] = field(default_factory=list)  # choices of this attempt that have not ended, itself among them
     choices: tuple[int, ...] = field(init=False)  # those whose next token is drawn from its last row
     open_choices: set[int] = field(init=False)  # those that have not ended
-    name: str = field(init=False)  # holder of its pages: the request, the attempt, and the choice behind the first
+    name: str = field(init=False)  # holder of its memory: the request, the attempt, and the choice behind the first
     tokens: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     end_token_ids: frozenset[int] = field(init=False)  # tokens that end it
     output_counts: dict[int, int] | None = field(init=False)  # with penalties: each token of `tokens` -> occurrences in the output
     state: SequenceState = SequenceState.WAITING
     num_computed_tokens: int = 0
-    pages: list[int] = field(default_factory=list)
+    holding: HeldMemory = field(init=False)  # its state in the memory of the group
     micro_batch: int = -1
     in_step: bool = False
     latest_step: int = 0  # in which it took part; a larger number is later
-    cancelled: bool = False  # its end was sent; it keeps its pages until its step ends
+    cancelled: bool = False  # its end was sent; it keeps its memory until its step ends
     num_preemptions: int = 0
     num_redone: int = 0  # times that it was computed again for logits that were not finite, since its latest token
     is_suspect: bool = False  # its latest step failed: it runs alone until it has a token
     is_on_trial: bool = field(init=False)  # its request is a suspect: it runs alone from `num_proven_tokens` on until it has a token
     num_proven_tokens: int = field(init=False)  # that a group has computed without crashing or hanging
     kv: KvOffer | None = field(init=False)  # where the KV of its prompt is, until it has tried to pull it
-    is_pulled: bool = False  # that KV is in its pages
-    is_degraded: bool = False  # KV in `pages` comes from a step that was computed without some expert
+    is_pulled: bool = False  # that KV is in its memory
+    is_degraded: bool = False  # its state comes from a step that was computed without some expert
     prefix: Prefix = field(init=False)  # what the prefix cache knows of its tokens
     num_cached_tokens: int = 0  # whose KV it found in the prefix cache when it was first admitted
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # if it scores its prompt: of the tokens behind the first, as computed
@@ -70,6 +70,7 @@ class Sequence:
             self.choices = tuple(lacking or [min(self.open_choices)])
             self.choice = self.choices[0]
         self.name = f"{request.id}/{request.attempt}" + (f"/{self.choice}" if self.choice else "")
+        self.holding = HeldMemory(self.name)
         is_first = request.kv is not None and self.choice == min({*range(request.params.n)} - {*request.ended_choices})
         self.kv = request.kv if is_first else None  # the other choices share its pages
         committed = () if self.prefills else request.committed(self.choice)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flowrt.actors.control import KvOffer
 from flowrt.engine.batch import Part
-from flowrt.engine.offered_prompt import NO_STEP, OfferedPrompt
+from flowrt.engine.offered_prompt import NO_STATE, NO_STEP, OfferedPrompt
 from flowrt.engine.sequence import Sequence as TokenSequence
 from flowrt.engine.sequence import SequenceState
 from flowrt.engine.validation import num_pages_for
@@ -26,13 +26,14 @@ class Hold:
 @dataclass(frozen=True, slots=True)
 class Pull:
     """Begin to pull KV into these pages, then call `pulled` or `pull_failed`. The pull is void when the attempt has ended. `first`: the
-    first token that they lack."""
+    first token that they lack. `slot`: for the state of recurrent layers."""
 
     request_id: str
     attempt: int
     kv: KvOffer
     pages: tuple[int, ...]
     first: int = 0
+    slot: int = NO_STATE
 
 
 def is_offered(siblings: Sequence[TokenSequence], streams: bool) -> bool:
@@ -66,6 +67,7 @@ def offered_prompts(
             num_tokens = first.num_prompt_tokens
             step, num_rows = (NO_STEP, 0) if is_complete else steps.get(first.name, (NO_STEP, 0))
             committed = min(first.num_computed_tokens, num_tokens)
-            pages, key = tuple(first.pages[: num_pages_for(num_tokens, page_size)]), (first.request.id, first.request.attempt)
-            found.append(OfferedPrompt(*key, pages, num_tokens, epoch, committed, committed + num_rows, step, is_complete))
+            pages, key = tuple(first.holding.pages[: num_pages_for(num_tokens, page_size)]), (first.request.id, first.request.attempt)
+            slot = first.holding.state if is_complete and first.holding.state is not None else NO_STATE
+            found.append(OfferedPrompt(*key, pages, num_tokens, epoch, committed, committed + num_rows, step, is_complete, slot))
     return found

@@ -79,6 +79,8 @@ class GraphLimits(Section, frozen=True):
     chunk_tokens: With strict numerics: prompts are cut at its multiples; at most `max_num_batched_tokens`.
     enable_prefix_caching: Keep the KV of prompts for later ones that begin with the same tokens ([prefix
         cache](engine.md#prefix-cache)).
+    prefix_states: States of [recurrent layers](engine.md#recurrent-layers) that a group keeps for later prompts, beside those of
+        its sequences.
     max_micro_batches: Use at most so many of the `micro_batches`; for roles that need fewer.
     dynamic_micro_batches: Use as many of the `micro_batches` as give the most tokens per second
         ([measured](exchange.md#micro-batches) while it runs).
@@ -95,6 +97,7 @@ class GraphLimits(Section, frozen=True):
     max_num_batched_tokens: Annotated[int, key(of_role=True, ge=1, le=1 << 16)] = 512
     chunk_tokens: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
     enable_prefix_caching: bool = True
+    prefix_states: Annotated[int, key(of_role=True, ge=0, le=4096)] = 8
     max_micro_batches: Annotated[int, key(of_role=True, ge=1, le=64)] = 64
     dynamic_micro_batches: bool = False
     target_step_seconds: Annotated[float, key(of_role=True, ge=0, le=3600)] = 0.0

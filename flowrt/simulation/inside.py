@@ -13,6 +13,7 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
+from flowrt.engine.page_allocator import PageAllocator
 from flowrt.engine.prefix_cache import HOLDER
 from flowrt.simulation.page_waits import EngineSequence
 from flowrt.simulation.waitables import current_node
@@ -218,29 +219,33 @@ class WorkerInternals:
         return lines
 
     def page_faults(self) -> list[str]:
-        """I3, at any time: each page is free or held, only sequences with the same tokens up to its end share a page, and waiting
+        """I3, at any time: each page and slot is free or held, only sequences with the same tokens up to its end share a page, and waiting
         sequences hold none."""
         if (group := self._group()) is None:
             return []
         engine = group.engine
-        pages, faults = engine.pages, list[str]()
-        held: dict[int, list[str]] = {page: [HOLDER] for page in engine.cached}
+        memory, faults = engine.memory, list[str]()
+        held: dict[int, list[str]] = {page: [HOLDER] for page in memory.cached_pages()}
+        slots: dict[int, list[str]] = {slot: [HOLDER] for slot in memory.cached_slots()}
         content: dict[int, tuple[object, ...]] = {}
         for sequence in (*engine.running, *engine.pulling, *engine.held):
-            if len(set(sequence.pages)) < len(sequence.pages):
-                faults.append(f"{sequence.name} has a page twice in {sequence.pages}")
-            for number, page in enumerate(sequence.pages, 1):
+            own_pages = sequence.holding.pages
+            for slot in sequence.holding.slots():
+                slots.setdefault(slot, []).append(sequence.name)
+            if len(set(own_pages)) < len(own_pages):
+                faults.append(f"{sequence.name} has a page twice in {own_pages}")
+            for number, page in enumerate(own_pages, 1):
                 held.setdefault(page, []).append(sequence.name)
                 end = number * engine.page_size
                 own = (sequence.request.params.cache_salt, *sequence.tokens[:end])
                 if (other := content.setdefault(page, own)) is not own and (own != other or end > len(sequence.tokens)):
                     faults.append(f"page {page} is shared by sequences with different tokens: {sorted(held[page])}")
-        faults += [f"waiting {sequence.name} has pages {sequence.pages}" for sequence in engine.waiting if sequence.pages]
-        if len(held) + pages.num_free != pages.num_pages:
-            faults.append(f"{len(held)} held and {pages.num_free} free pages of {pages.num_pages}")
-        for page, names in held.items():
-            if pages.holders_of(page) != frozenset(names):
-                faults.append(f"page {page} is used by {sorted(names)}, held by {sorted(pages.holders_of(page))}")
+        for each in engine.waiting:
+            if each.holding.pages or each.holding.slots():
+                faults.append(f"waiting {each.name} has pages {each.holding.pages} and slots {each.holding.slots()}")
+        faults += _unit_faults("page", memory.pages.units, held)
+        if memory.slots is not None:
+            faults += _unit_faults("slot", memory.slots.units, slots)
         for micro_batch, step in enumerate(engine.steps):
             for sequence, _ in step.parts if step is not None else ():
                 if sequence not in engine.running or sequence.micro_batch != micro_batch:
@@ -318,4 +323,15 @@ def credit_faults(insides: list[WorkerInternals]) -> list[str]:
     for edge, (num_free, size) in sorted(free.items()):
         if num_free + outstanding[edge] != size:
             faults.append(f"edge {edge}: {num_free} free and {outstanding[edge]} outstanding credits, of {size}")
+    return faults
+
+
+def _unit_faults(what: str, units: PageAllocator, held: Mapping[int, Sequence[str]]) -> list[str]:
+    """What is wrong with the pages or slots of an engine, of which `held` are in use, by the names of their users."""
+    faults = []
+    if len(held) + units.num_free != units.num_pages:
+        faults.append(f"{len(held)} held and {units.num_free} free {what}s of {units.num_pages}")
+    for unit, names in held.items():
+        if units.holders_of(unit) != frozenset(names):
+            faults.append(f"{what} {unit} is used by {sorted(names)}, held by {sorted(units.holders_of(unit))}")
     return faults

@@ -24,6 +24,7 @@ def drawn_limits(draw: st.DrawFn) -> GraphLimits:
         max_num_batched_tokens=draw(st.integers(1, 40)),
         enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
         dynamic_micro_batches=draw(st.booleans()),
+        prefix_states=draw(st.integers(0, 4)),
     )
 
 
@@ -32,15 +33,16 @@ def drawn_limits(draw: st.DrawFn) -> GraphLimits:
     limits=drawn_limits(),
     num_micro_batches=st.integers(1, 4),
     strict=st.booleans(),
+    recurrent=st.booleans(),
     target_seconds=st.sampled_from([0.0, 0.0, 0.5, 1.1, 2.5]),
     data=st.data(),
 )
 def test_every_schedule_gives_the_tokens_of_a_request_alone(
-    limits: GraphLimits, num_micro_batches: int, strict: bool, target_seconds: float, data: st.DataObject
+    limits: GraphLimits, num_micro_batches: int, strict: bool, recurrent: bool, target_seconds: float, data: st.DataObject
 ) -> None:
     limits = limits.replace(target_step_seconds=target_seconds)
     chunk_tokens = data.draw(st.integers(1, limits.max_num_batched_tokens)) if strict else 0
-    group = ToyGroup(limits, num_micro_batches, EOS, chunk_tokens)
+    group = ToyGroup(limits, num_micro_batches, EOS, chunk_tokens, recurrent)
     drawn = st.tuples(PROMPT, st.integers(1, 24), st.sampled_from([1, 1, 1, 2, 4]), st.integers(0, 9))
     requests = [
         request(

@@ -56,7 +56,7 @@ class CacheMachine(RuleBasedStateMachine):
         reader = _Reader(str(self.num_begun), salt, tokens)
         found = self.cache.find(reader.prefix, tokens, len(tokens) - 1)
         num_own = -(-len(tokens) // self.page_size) - sum(len(segment.pages) for segment in found)
-        if num_own > self.allocator.num_free + self.cache.num_idle_pages - self.cache.num_idle(found):
+        if num_own > self.allocator.num_free + self.cache.num_idle - self.cache.num_idle_of(found):
             return
         shared = self.cache.take(found, reader.name)
         for number, page in enumerate(shared, 1):
@@ -91,7 +91,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(0, 5))
     def evict(self, num_pages: int) -> None:
-        num_free, num_idle = self.allocator.num_free, self.cache.num_idle_pages
+        num_free, num_idle = self.allocator.num_free, self.cache.num_idle
         self.cache.evict(num_pages)
         assert self.allocator.num_free - num_free >= min(num_pages, num_idle)
 
@@ -100,7 +100,7 @@ class CacheMachine(RuleBasedStateMachine):
         for reader in self.readers.values():
             assert all(reader.name in self.allocator.holders_of(page) for page in reader.pages)
         holders = [self.allocator.holders_of(page) for page in range(self.allocator.num_pages)]
-        assert self.cache.num_idle_pages == holders.count(frozenset({HOLDER}))
+        assert self.cache.num_idle == holders.count(frozenset({HOLDER}))
         assert self.allocator.num_free == holders.count(frozenset())
 
 

@@ -16,6 +16,7 @@ from flowrt.actors.control import Ended, Request
 from flowrt.actors.outputs import TokenEvent
 from flowrt.engine.batch import Batch, SampleSpec
 from flowrt.engine.engine import Decision, Engine, StartStep
+from flowrt.engine.offered_prompt import NO_STATE
 from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
 
@@ -80,10 +81,20 @@ def request(
 class ToyGroup:
     """Feeds an engine with events and keeps its outputs. Checks the invariants of every batch."""
 
-    def __init__(self, limits: GraphLimits, num_micro_batches: int = 1, eos_token_ids: Sequence[int] = (), chunk_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        limits: GraphLimits,
+        num_micro_batches: int = 1,
+        eos_token_ids: Sequence[int] = (),
+        chunk_tokens: int = 0,
+        recurrent: bool = False,
+    ) -> None:
         self.limits = limits
-        self.engine = Engine(limits, num_micro_batches, 100, VOCABULARY, eos_token_ids, chunk_tokens=chunk_tokens)
+        self.engine = Engine(
+            limits, num_micro_batches, 100, VOCABULARY, eos_token_ids, chunk_tokens=chunk_tokens, has_recurrent_layers=recurrent
+        )
         self.memory: list[int | None] = [None] * (limits.kv_pages * limits.page_size)
+        self.states: dict[int, tuple[int, ...]] = {NO_STATE: ()}  # by slot: the tokens that the state is of
         self.running: dict[int, StartStep] = {}
         self.now = 0.0
         self.batches: list[tuple[int, Batch]] = []
@@ -146,6 +157,11 @@ class ToyGroup:
                         assert writers.setdefault(page, name) == name, f"page {page} is written to by two"
         for page, writer in writers.items():
             assert readers[page] == {writer}, f"page {page} is written to and read by others"
+        batches = [step.batch for step in self.running.values()]
+        slots = {(name, *slots) for batch in batches for name, slots in zip(batch.sequence_names, batch.slots, strict=False)}
+        for name, _, target in slots:
+            users = {other for other, *used in slots if target in used}
+            assert users == {name}, f"slot {target} is written to by {name} and used by {users}"
         statistics = self.engine.statistics()
         assert statistics.num_running <= self.limits.max_num_seqs
 
@@ -157,10 +173,15 @@ class ToyGroup:
         samples = iter(zip(batch.sample_rows, batch.samples, strict=True))
         upcoming = next(samples, None)
         row = 0
-        for num_rows, kv_length, table in zip(batch.query_lengths, batch.kv_lengths, batch.page_tables, strict=True):
+        for at, (num_rows, kv_length, table) in enumerate(zip(batch.query_lengths, batch.kv_lengths, batch.page_tables, strict=True)):
             for position, token_id in enumerate(batch.token_ids[row : row + num_rows], kv_length - num_rows):
                 self.memory[table[position // page_size] * page_size + position % page_size] = token_id
             row += num_rows
+            if batch.slots:
+                source, target = batch.slots[at]
+                self.states[target] = (*self.states[source], *batch.token_ids[row - num_rows : row])
+                found = [self.memory[page * page_size + each] for page in table for each in range(page_size)][:kv_length]
+                assert list(self.states[target]) == found, "the state is of other tokens than the pages"
             if upcoming is not None and upcoming[0] == row - 1:
                 prefix = [self.memory[page * page_size + at] for page in table for at in range(page_size)][:kv_length]
                 assert None not in prefix
@@ -203,5 +224,5 @@ class ToyGroup:
             self.finish(choose(sorted(self.running)))
         assert self.engine.idle, "the engine has requests but starts no step"
         statistics = self.engine.statistics()
-        assert statistics.num_free_pages == self.limits.kv_pages
+        assert self.engine.leftovers() == []
         assert statistics.num_waiting == statistics.num_running == 0

@@ -40,6 +40,7 @@ OUTBOUND = "flowrt.dataflow.outbound_edges"
 INBOUND = "flowrt.dataflow.inbound_edges"
 ENGINE = "flowrt.engine.engine"
 SCHEDULER = "flowrt.engine.scheduler"
+MEMORY = "flowrt.engine.group_memory"
 PAGES = "flowrt.engine.page_allocator"
 SEQUENCE = "flowrt.engine.sequence"
 BATCH = "flowrt.engine.batch"
@@ -365,9 +366,9 @@ BUGS: tuple[Bug, ...] = (
     bug("page-of-two", "allocated pages are allocated again", (
         PAGES, "PageAllocator.allocate", "self._is_free[page] = False", "self._is_free[page] = True")),
     bug("shared-before-filled", "a choice reads a sibling's pages before they are filled", (
-        SCHEDULER, "Scheduler._shared_pages", "if other.num_computed_tokens >= num_tokens:", "if True:")),
+        MEMORY, "GroupMemory._shared_pages", "if other.num_computed_tokens >= num_tokens:", "if True:")),
     bug("shared-one-too-many", "the page with the last token of the prompt is shared too", (
-        SCHEDULER, "Scheduler._shared_pages", "(sequence.num_prompt_tokens - 1) // self._share_tokens", "sequence.num_prompt_tokens // self._share_tokens")),
+        MEMORY, "GroupMemory._shared_pages", "(sequence.num_prompt_tokens - 1) // self._share_tokens", "sequence.num_prompt_tokens // self._share_tokens")),
     bug("preempted-in-step", "a sequence is preempted while its step runs", (
         SCHEDULER, "Scheduler._youngest_idle", "if not sequence.in_step:", "if True:")),
     bug("claim-kept", "a sequence that ends keeps its claim on pages", (

@@ -7,6 +7,7 @@ from __future__ import annotations
 from simulation.planting import Bug, body, bug
 
 ENGINE = "flowrt.engine.engine"
+MEMORY = "flowrt.engine.group_memory"
 SCHEDULER = "flowrt.engine.scheduler"
 SEQUENCE = "flowrt.engine.sequence"
 GROUP = "flowrt.workers.group"
@@ -35,10 +36,10 @@ FAULT_BUGS: tuple[Bug, ...] = (
         ENGINE, "Engine._redo_sequence", "self._scheduler.recompute(sequence)", "pass")),
     bug("redone-keeps-rows", "a sequence that is computed again keeps its computed rows, and loses their pages", (
         SCHEDULER, "Scheduler.recompute", "sequence.num_computed_tokens = 0", "pass"), (
-        SCHEDULER, "Scheduler._admit", "sequence.num_computed_tokens = len(shared) * self._limits.page_size",
-        "sequence.num_computed_tokens = max(sequence.num_computed_tokens, len(shared) * self._limits.page_size)")),
+        SCHEDULER, "Scheduler._admit", "sequence.num_computed_tokens = reuse.num_tokens",
+        "sequence.num_computed_tokens = max(sequence.num_computed_tokens, reuse.num_tokens)")),
     bug("redone-shares-pages", "a sequence without finite logits shares a sibling's pages again", (
-        SCHEDULER, "Scheduler._shared_pages", "if sequence.computes_whole_prompt:", "if sequence.scores_prompt:")),
+        MEMORY, "GroupMemory._shared_pages", "if sequence.computes_whole_prompt:", "if sequence.scores_prompt:")),
     # parts of a server that crashed
     bug("cause-not-awaited", "the parts of a dead server go to replicas before it is known how it died", (
         FAILOVER, "Failover.mark_lost", "self.client.servers.lose(process, awaits_cause=True)", "self.client.servers.lose(process, awaits_cause=True)\n        self.settle(process, None)")),

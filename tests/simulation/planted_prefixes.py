@@ -9,6 +9,7 @@ from simulation.planting import Bug, bug
 BATCH = "flowrt.engine.batch"
 CACHE = "flowrt.engine.prefix_cache"
 ENGINE = "flowrt.engine.engine"
+MEMORY = "flowrt.engine.group_memory"
 SCHEDULER = "flowrt.engine.scheduler"
 SEQUENCE = "flowrt.engine.sequence"
 TRANSFER = "flowrt.exchange.kv_transfer"
@@ -32,11 +33,11 @@ PREFIX_BUGS: tuple[Bug, ...] = (
     bug("prefix-page-leaked", "evicted pages are not free", (
         CACHE, "PrefixCache._drop", "self._pages.free(segment.pages, HOLDER)", "pass")),
     bug("prefix-degraded-kept", "what was computed without an expert is kept", (
-        SCHEDULER, "Scheduler.cache", " and (not sequence.is_degraded)", "")),
+        MEMORY, "GroupMemory.cache", " and (not sequence.is_degraded)", "")),
     bug("prefix-whole-prompt-found", "nothing is left to compute of a prompt that is cached", (
-        SCHEDULER, "Scheduler._cached", "num_tokens - 1", "num_tokens")),
+        MEMORY, "GroupMemory._cached", "num_tokens - 1", "num_tokens")),
     bug("prefix-pull-skips", "a group pulls from the wrong token on what its cache lacks", (
-        ENGINE, "Engine.new_pulls", "each.num_computed_tokens)", "each.num_computed_tokens * 2)")),
+        ENGINE, "Engine.new_pulls", "each.num_computed_tokens, each", "each.num_computed_tokens * 2, each")),
     bug("prompt-logprobs-cached", "a prompt whose logprobs are wanted begins with cached pages", (
         SEQUENCE, "Sequence.computes_whole_prompt", "self.num_redone > 0 or self.scores_prompt", "self.num_redone > 0")),
     bug("prompt-logprobs-doubled", "logprobs of a prompt that is computed again are added to the first ones", (
