@@ -23,6 +23,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from types import TracebackType
 from typing import ClassVar, Literal, Self
 
@@ -140,6 +141,22 @@ class Channel(Closable):
     @abstractmethod
     def recv_nowait(self) -> Message | None:
         """The next message if one has arrived, else None. Errors as in `recv`."""
+
+    async def read(self, on_message: Callable[[Message], None], on_pause: Callable[[], None]) -> None:
+        """Calls `on_message` for each message, in order, and `on_pause` after the last one that has arrived, also when `on_message` raises.
+        Neither may wait. In place of `recv`.
+
+        Raises what they raise, and as `recv`.
+        """
+        while True:
+            message = await self.recv()
+            try:
+                on_message(message)
+                del message  # while this sleeps it must hold no tensor
+                while (more := self.recv_nowait()) is not None:
+                    on_message(more)
+            finally:
+                on_pause()
 
     @abstractmethod
     def abort(self, reason: str) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import deque
+from collections.abc import Callable
+from contextvars import Context
 from itertools import count
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 from flowrt.transports.channel.queued import QueuedChannel, QueuedListener
 from flowrt.transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
@@ -18,6 +21,37 @@ from flowrt.transports.wire.message import DTYPE_BYTES, Message
 
 _listeners: dict[str, InprocListener] = {}
 _free_names = count(1)
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
+
+
+class _Turns:
+    """Calls in order, several in one turn of the loop: what one call sends, the next one takes in the same turn."""
+
+    MAX_CALLS = 16
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._calls: deque[Callable[[], None]] = deque()
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        if not self._calls:
+            self._loop.call_soon(self._run)
+        self._calls.append(call)
+
+    def _run(self) -> None:
+        calls = self._calls
+        try:
+            for _ in range(self.MAX_CALLS):
+                calls[0]()
+                calls.popleft()
+                if not calls:
+                    return
+        except BaseException:
+            calls.popleft()
+            raise
+        finally:
+            if calls:
+                self._loop.call_soon(self._run)
 
 
 class InprocChannel(QueuedChannel):
@@ -29,6 +63,7 @@ class InprocChannel(QueuedChannel):
     def __init__(self, limits: Limits, peer: Identity) -> None:
         super().__init__(limits, peer)
         self._other = self
+        self._turns = _turns.setdefault(self._loop, _Turns(self._loop))
         self._inbox: deque[tuple[Message, int]] = deque()
         self._inbox_bytes = 0
         self._capacity_messages = limits.capacity_messages
@@ -52,9 +87,8 @@ class InprocChannel(QueuedChannel):
         counters = self._counters
         counters.messages_sent += 1
         counters.bytes_sent += size
-        future = other._receiver
-        if future is not None and not future.done():
-            future.set_result(None)
+        if other._receiver is not None:
+            other._receiver()
         return True
 
     def _take(self) -> Message | None:
@@ -81,6 +115,9 @@ class InprocChannel(QueuedChannel):
         if type(message.header) is bytes and len(message.header) > limits.max_header_bytes:
             raise LimitError(f"the header of a {message.kind!r} message takes {len(message.header)} bytes of {limits.max_header_bytes}")
         return size
+
+    def _call_soon(self, call: Callable[[], None], context: Context) -> None:
+        self._turns.call_soon(call)
 
     def _hang_up(self) -> None:
         self._other._break(f"{self._other.peer.name or 'the peer'} hung up")

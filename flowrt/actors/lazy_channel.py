@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from flowrt.actors.lazy_opener import Call, LazyOpener
 from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits
@@ -65,6 +66,14 @@ class LazyChannel(Channel):
         finally:
             self._receiving = False
         return await channel.recv()
+
+    async def read(self, on_message: Callable[[Message], None], on_pause: Callable[[], None]) -> None:
+        self._receiving = True
+        try:
+            channel = await self._wait_open()
+        finally:
+            self._receiving = False
+        await channel.read(on_message, on_pause)
 
     async def _wait_open(self) -> Channel:
         while True:

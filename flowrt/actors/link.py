@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
 from flowrt.transports.contract import Channel, ChannelStatistics, Identity
@@ -127,17 +128,8 @@ class Link:
         await self._channel.aclose()
 
     async def _read(self) -> None:
-        channel, on_message, on_pause = self._channel, self._on_message, self._on_pause
-        try:
-            while True:
-                on_message(await channel.recv())
-                try:
-                    while (message := channel.recv_nowait()) is not None:
-                        on_message(message)
-                finally:
-                    on_pause()  # also before the end of the channel is raised
-        except EndOfChannel:
-            return
+        with suppress(EndOfChannel):
+            await self._channel.read(self._on_message, self._on_pause)
 
     async def _send(self) -> None:
         try:

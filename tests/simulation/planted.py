@@ -181,13 +181,20 @@ BUGS: tuple[Bug, ...] = (
     bug("sender-not-woken", "room in a full channel does not wake the sender", (
         ENDPOINT, "QueuedChannel._wake_sender", "if future is not None and (not future.done()):", "if False:")),
     bug("receiver-not-woken", "one message in a wait is taken without waking for the next", (
-        ENDPOINT, "QueuedChannel._wake_receiver", "if future is not None and (not future.done()):",
-        "if future is not None and (not future.done()) and (self._counters.messages_received % 16 != 15):")),
+        ENDPOINT, "QueuedChannel._wake_receiver", "if self._receiver is not None:",
+        "if self._receiver is not None and self._counters.messages_received % 16 != 15:")),
+    bug("reading-woken-once", "a reader that was woken is never woken again", (
+        ENDPOINT, "Reading.take_all", "self._is_woken = False", "pass")),
+    bug("reading-stops-when-full", "a reader that yields to the loop does not go on", (
+        ENDPOINT, "Reading._take_all", "for _ in range(YIELD_AFTER):", "for _ in range(1):"), (
+        ENDPOINT, "Reading._take_all", "self.wake()", "pass")),
+    bug("reading-error-lost", "an error of a message that was read ends no link", (
+        ENDPOINT, "Reading.take_all", "self.ended.set_exception(error)", "pass")),
     # links and channels
     bug("outbox-lost", "a message for a full channel is dropped", (
         LINK, "Link.post", "self._outbox.post(with_own_tensors(message), overtakes=message.kind == self._overtaking)", "pass")),
     bug("read-not-settled", "messages of one read are not settled", (
-        LINK, "Link._read", "on_pause()", "pass")),
+        ENDPOINT, "Reading.take_all", "self._on_pause()", "pass")),
     bug("lost-link-unreported", "a worker does not report a lost peer", (
         PROCESS, "Worker._run_links", "self.control.send(LinkLost(lost.peer, lost.reason))", "pass")),
     bug("duplicates-accepted", "a duplicate message is accepted", (

@@ -72,9 +72,10 @@ def test_an_unknown_scheme() -> None:
 class LosesOnCancel(InprocChannel):
     async def recv(self) -> Message:
         while not self._inbox:
-            self._receiver = self._loop.create_future()
+            future = self._loop.create_future()
+            self._receiver = lambda future=future: None if future.done() else future.set_result(None)
             try:
-                await self._receiver
+                await future
             finally:
                 self._receiver = None
             message = self.recv_nowait()

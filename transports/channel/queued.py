@@ -12,6 +12,8 @@ import asyncio
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context, copy_context
+from functools import partial
 
 import msgspec
 
@@ -19,7 +21,7 @@ from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Lim
 from flowrt.transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel
 from flowrt.transports.wire.message import Message
 
-YIELD_AFTER = 64  # messages taken without waiting before `recv` yields to the event loop once
+YIELD_AFTER = 64  # messages taken without waiting before `recv` or `read` yields to the event loop once
 
 
 class QueuedChannel(Channel):
@@ -36,7 +38,8 @@ class QueuedChannel(Channel):
         self._closed = False  # closed by this side
         self._broken: str | None = None  # the reason why the channel is broken
         self._ended = False  # closed by the peer in an orderly way
-        self._receiver: asyncio.Future[None] | None = None
+        self._receiver: Callable[[], None] | None = None  # wakes the call of `recv` or `read`
+        self._reading: Reading | None = None  # the call of `read`
         self._room: asyncio.Future[None] | None = None  # the sender at the head of the queue waits for it
         self._num_senders = 0  # in `_send_in_turn`
         self._head = asyncio.Lock()  # fair; the sender that holds it is at the head of the queue
@@ -122,11 +125,23 @@ class QueuedChannel(Channel):
                 self._streak += YIELD_AFTER // 4
                 continue
             self._streak = 0
-            future = self._receiver = self._loop.create_future()
+            future = self._loop.create_future()
+            self._receiver = partial(_wake, future)
             try:
                 await future
             finally:
                 self._receiver = None
+
+    async def read(self, on_message: Callable[[Message], None], on_pause: Callable[[], None]) -> None:
+        if self._receiver is not None:
+            raise BusyChannelError("another task is in recv of this channel")
+        reading = self._reading = Reading(self, on_message, on_pause)
+        self._receiver = reading.wake
+        try:
+            reading.wake()
+            await reading.ended
+        finally:
+            self._receiver = self._reading = None
 
     async def opened(self) -> None:
         """Waits until the peer has confirmed the channel. Raises HandshakeError."""
@@ -157,9 +172,19 @@ class QueuedChannel(Channel):
     # Called by the schemes.
 
     def _wake_receiver(self) -> None:
-        future = self._receiver
-        if future is not None and not future.done():
-            future.set_result(None)
+        if self._receiver is not None:
+            self._receiver()
+
+    def _receive_now(self) -> None:
+        """As `_wake_receiver`, in a callback of the loop that does nothing else of this channel before or after it."""
+        if self._reading is not None:
+            self._reading.take_all()
+        else:
+            self._wake_receiver()
+
+    def _call_soon(self, call: Callable[[], None], context: Context) -> None:
+        """Calls on the loop, after what runs now."""
+        self._loop.call_soon(call, context=context)
 
     def _wake_sender(self) -> None:
         future = self._room
@@ -205,7 +230,7 @@ class QueuedChannel(Channel):
     async def _yield(self) -> None:
         """Yields to the event loop once; the task still counts as the receiver."""
         self._streak = 0
-        self._receiver = self._loop.create_future()
+        self._receiver = _nothing
         try:
             await asyncio.sleep(0)
         finally:
@@ -255,6 +280,66 @@ class QueuedChannel(Channel):
         if self._ended:
             raise EndOfChannel(f"{self.peer.name or 'the peer'} has closed the channel")
         raise BrokenChannelError(self._broken)
+
+
+class Reading:
+    """A call of `read`: takes all messages that have arrived in one callback of the loop, without a switch to a task. `ended` is done when
+    it has raised, or was cancelled."""
+
+    __slots__ = ("_channel", "_context", "_is_woken", "_on_message", "_on_pause", "ended")
+
+    def __init__(self, channel: QueuedChannel, on_message: Callable[[Message], None], on_pause: Callable[[], None]) -> None:
+        self._channel, self._on_message, self._on_pause = channel, on_message, on_pause
+        self._context, self._is_woken = copy_context(), False
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def wake(self) -> None:
+        if not self._is_woken:
+            self._is_woken = True
+            self._channel._call_soon(self.take_all, self._context)
+
+    def take_all(self) -> None:
+        self._is_woken = False
+        if self.ended.done():
+            return
+        try:
+            try:
+                self._take_all()
+            finally:
+                self._on_pause()
+        except asyncio.CancelledError:
+            self.ended.cancel()
+        except BaseException as error:
+            if not self.ended.done():
+                self.ended.set_exception(error)
+            if not isinstance(error, Exception):  # as a task does
+                raise
+
+    def _take_all(self) -> None:
+        channel, ended = self._channel, self.ended
+        for _ in range(YIELD_AFTER):
+            if channel._closed:
+                raise ClosedChannelError("this channel was closed")
+            message = channel._take()
+            if message is not None:
+                self._on_message(message)
+                del message
+                if ended.done():
+                    return  # cancelled by what it did
+            elif channel._ended or channel._broken is not None:
+                channel._raise_unreceivable()
+            elif not channel._expect_message():
+                return
+        self.wake()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class QueuedListener(Listener):

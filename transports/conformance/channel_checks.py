@@ -175,6 +175,41 @@ async def check_busy(make_pair: MakePair) -> None:
         check_numbered(await within(receiving, "recv"), 1)
 
 
+async def check_read(make_pair: MakePair) -> None:
+    """`read` gives all messages in order, with a pause after the last one. What was not given is received after it was cancelled, or raised
+    what `on_message` raised. It gives what was sent before the end, then raises."""
+    async with opened(make_pair) as (one, two):
+        numbers, more = list[int](), asyncio.Event()
+
+        def on_message(message: Message) -> None:
+            numbers.append(message.decode_header(Header).number)
+            if message.kind == "refused":
+                raise InvalidMessageError("refused")
+
+        async def read_until(number: int) -> None:
+            while numbers[-1:] != [number]:
+                await within(more.wait(), f"a pause after message {number}")
+                more.clear()
+
+        reading = asyncio.ensure_future(two.read(on_message, more.set))
+        await asyncio.sleep(0)
+        await expect_error(BusyChannelError, two.recv(), "a channel that is read is busy")
+        await send_all(one, 0, 200, 3000)
+        await read_until(199)
+        expect(numbers == list(range(200)), "read gives every message once, in order")
+        await cancelled_after(reading)
+        await send_all(one, 200, 202)
+        await receive_all(two, 200, 201)
+        await one.send(Message("refused", header=Header(202, [])))
+        await send_all(one, 203, 206)
+        more.clear()
+        await expect_error(InvalidMessageError, two.read(on_message, more.set), "read raises what on_message raises")
+        expect(numbers[200:] == [201, 202] and more.is_set(), "a pause comes after the error, too")
+        await one.aclose()
+        await expect_error(EndOfChannel, two.read(on_message, more.set), "after everything sent comes the end")
+        expect(numbers[202:] == [203, 204, 205], "read gives what was sent before the end")
+
+
 async def check_close(make_pair: MakePair) -> None:
     """Closing wakes this side's calls and is idempotent; the peer receives everything sent before, then the end."""
     async with opened(make_pair) as (one, two):

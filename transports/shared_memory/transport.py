@@ -136,9 +136,9 @@ class SharedMemoryChannel(QueuedChannel):
         except BlockingIOError:
             return
         self._num_checks = 0
-        self._wake_receiver()
         if self._room is not None or self._waiting:
             self._wake_sender()
+        self._receive_now()
 
     def _recheck(self) -> None:
         """Checks what a sleeping side waits for, in case that a wake-up was lost.
