@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from enum import StrEnum
 from types import TracebackType
 
 # Exit codes of the commands that run a graph, besides those of the errors below.
@@ -127,6 +128,14 @@ class WorkerDiedError(FlowrtError):
         return WorkerDiedError, (self.process, self.reason, self.output_tail)
 
 
+class FailureCause(StrEnum):
+    """Why a request has no result: an operator failed, or behind a trampoline a server crashed or hung, or none has a replica."""
+
+    ERROR = ""
+    CRASHED = "crashed"
+    LOST = "lost"
+
+
 class OperatorError(FlowrtError):
     """An operator raised an error, or returned outputs that its ports or edges do not take: it ends its call only.
 
@@ -135,9 +144,9 @@ class OperatorError(FlowrtError):
 
     exit_code = 1
 
-    def __init__(self, text: str, node: str = "") -> None:
+    def __init__(self, text: str, node: str = "", cause: FailureCause = FailureCause.ERROR) -> None:
         super().__init__(text)
-        self.node = node
+        self.node, self.cause = node, cause
 
     def __reduce__(self) -> tuple[type[OperatorError], tuple[str, str]]:
         return OperatorError, (str(self), self.node)

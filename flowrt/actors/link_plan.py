@@ -10,7 +10,6 @@ from math import ceil, prod
 from flowrt.actors.links import LinkPlan
 from flowrt.graph.model import GATEWAY, Edge, Graph
 from flowrt.graph.notation import parse_tensor_spec
-from flowrt.graph.trampoline_edges import window_of
 from flowrt.transports.contract import Limits
 from flowrt.transports.wire.message import DTYPE_BYTES
 
@@ -78,6 +77,4 @@ def outbox_messages(graph: Graph, edges: list[Edge]) -> int:
 
 def credits_of(graph: Graph, edge: Edge) -> int:
     """How many messages of the edge may be in flight: as many responses as requests, whichever link carried the requests."""
-    if graph.nodes[edge.source].kind.relays == "responses":
-        return window_of(graph, graph.nodes[edge.source].process)
     return edge.credits if edge.response_to is None else graph.edges[edge.response_to].credits

@@ -15,11 +15,10 @@ from flowrt.actors.link import CREDIT, BadMessageError
 from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.matching import Firing, arrives_at
 from flowrt.dataflow.outbound_edges import CreditHeader, OutboundEdge, OutboundEdges
-from flowrt.dataflow.parts import FAILED, FailedHeader, PartHeader, PlanHeader
+from flowrt.dataflow.parts import FAILED, FailedHeader, PartHeader
 from flowrt.dataflow.payload import INDEX_TYPES, TORCH_DTYPES, Payload, from_int8_rows, from_message, from_reference
 from flowrt.dataflow.schemas import MessageSchema
 from flowrt.graph.model import Edge, Graph
-from flowrt.graph.trampoline_edges import bundle_edges
 from flowrt.transports.wire.message import Message, Tag
 
 
@@ -28,13 +27,11 @@ class InboundEdge:
 
     `schema` is None for an edge whose messages are not described, and for an edge within this OS process. `requests` is the outbound
     edge whose responses arrive on this edge. If it keeps its outstanding requests, each response must match one in tag, part and, where
-    this edge has a schema, shape. `fences`: a response to a fenced call, or for an ended source, need not match. `responds`: the edge
-    carries responses; those that a trampoline has merged have several parts, which were sent in bundles on the edge `bundles`. `dtype`: of
-    rows that travel as INT8.
+    this edge has a schema, shape. `fences`: a response to a fenced call, or for an ended source, need not match. `dtype`: of rows that
+    travel as INT8.
 
     Outstanding credits: of the edge's `size` credits, `received` belong to messages that are here, and `consumed` of these messages have
-    been consumed. A response has no credit of its own (`size` 0): it returns its request's. The credits of bundles (`is_bundles`) return
-    with the responses to their parts.
+    been consumed. A response has no credit of its own (`size` 0): it returns its request's.
     """
 
     def __init__(
@@ -46,10 +43,9 @@ class InboundEdge:
         schema: MessageSchema | None,
         requests: OutboundEdge | None,
         fences: Fences,
-        is_bundles: bool,
         dtype: torch.dtype,
     ) -> None:
-        self.edge, self.peer, self.is_bundles = edge, peer, is_bundles
+        self.edge, self.peer = edge, peer
         self.target, self.port, self.via = edge.target, edge.target_port, (edge.id,)
         self.alone: dict[int, bool] = {}  # by layer: whether one message of this edge is the only input of its node
         self.size = edge.credits if edge.request_id is None else 0
@@ -61,9 +57,7 @@ class InboundEdge:
         # Converts a checked message to a payload.
         self.read: Callable[[Message], Payload] = (lambda message: from_int8_rows(read(message), dtype)) if edge.int8 else read
         has_schemas = requests is not None and requests.schema is not None and schema is not None
-        self._requests = requests if requests is not None and (has_schemas or requests.relays) else None
-        self.bundles = requests.edge.id if requests is not None and edge.request_id is None else None
-        self.responds = edge.request_id is not None or self.bundles is not None
+        self._requests = requests if has_schemas else None
         self._layers: dict[int, bool] = {}  # whether this edge carries tags of that layer
 
     def check(self, peer: str, message: Message) -> Tag:
@@ -74,7 +68,7 @@ class InboundEdge:
         tag = message.tag
         if peer != self.peer:
             raise BadMessageError(f"a message on {self.edge}, which leads here from {self.peer}")
-        is_failed = message.kind != "data" and message.kind == FAILED and self.responds
+        is_failed = message.kind != "data" and message.kind == FAILED and self.edge.request_id is not None
         if tag is None or not (is_failed or message.kind == "data"):
             raise BadMessageError(f"a message of kind {message.kind[:80]!r} {'without' if tag is None else 'with'} a tag on {self.edge}")
         if self.size and self.received >= self.size:
@@ -84,10 +78,8 @@ class InboundEdge:
             header_type: type[msgspec.Struct] | None = FailedHeader
         elif schema is not None:
             header_type = schema.header
-        elif self._requests is None:
-            return tag
         else:
-            header_type = PartHeader if self.bundles is None else PlanHeader
+            return tag
         sizes: dict[str, int] = {}
         if header_type is not None:
             try:
@@ -95,7 +87,7 @@ class InboundEdge:
             except msgspec.DecodeError as error:
                 raise BadMessageError(f"a header on {self.edge} that cannot be read: {error}") from error
             if self._requests is not None:
-                sizes = self._end_requests(tag, header, self._requests)
+                sizes = self._end_request(tag, header, self._requests)
         elif message.header is not None:
             raise BadMessageError(f"a header on {self.edge}, which takes none")
         elif self._requests is not None:  # of a user's graph, whose messages have no parts
@@ -108,23 +100,13 @@ class InboundEdge:
                 raise BadMessageError(f"a message on {self.edge}, {_text(tag)}: {fault}")
         return tag
 
-    def _end_requests(self, tag: Tag, header: msgspec.Struct, requests: OutboundEdge) -> dict[str, int]:
-        """Clear the requests that a response belongs to. Returns the sizes of their free dimensions together."""
-        parts: tuple[int | None, ...] = (header.part,) if isinstance(header, (PartHeader, FailedHeader)) else (None,)
-        if isinstance(header, PlanHeader):
-            parts = header.parts
-        elif self.bundles is not None and parts == (None,):  # the trampoline could not read the bundle
-            parts = tuple(part for each, part in requests.outstanding if each == tag)
-        total: dict[str, int] = {}
-        for part in parts or (None,):
-            sizes = requests.outstanding.pop((tag, part), None)
-            if sizes is None:
-                if self._fences.is_void(tag):  # sent before the fence came there
-                    return {}
-                raise BadMessageError(f"a response on {self.edge} to no outstanding request: {_text(tag)}, part {part}")
-            for name, size in sizes.items():
-                total[name] = total.get(name, 0) + size
-        return total
+    def _end_request(self, tag: Tag, header: msgspec.Struct, requests: OutboundEdge) -> dict[str, int]:
+        """Clear the request that a response belongs to. Returns the sizes of its free dimensions."""
+        part = header.part if isinstance(header, (PartHeader, FailedHeader)) else None
+        sizes = requests.outstanding.pop((tag, part), None)
+        if sizes is None and not self._fences.is_void(tag):  # that was sent before the fence came there
+            raise BadMessageError(f"a response on {self.edge} to no outstanding request: {_text(tag)}, part {part}")
+        return sizes or {}
 
     def _carries_layer(self, layer: int) -> bool:
         arrives = self._layers.get(layer)
@@ -156,16 +138,13 @@ class InboundEdges:
         self._post = post
         self.ended = set[str]()
         self.edges: dict[int, InboundEdge] = {}
-        bundles = bundle_edges(graph, process)
         dtype = torch.float32 if graph.model is None else TORCH_DTYPES[graph.model.dtype]
         for edge in graph.edges.values():
             source, target = graph.ends_of(edge)
             if source != process == target:
                 schema = None if edge.id in staying else schemas.get(edge.id)
-                request_id = bundles[edge.id].id if edge.id in bundles else edge.request_id
-                requests = None if request_id is None else outbound.edges.get(request_id)
-                is_bundles = graph.nodes[edge.target].kind.relays == "requests"
-                self.edges[edge.id] = InboundEdge(edge, source, edge.id in staying, device, schema, requests, fences, is_bundles, dtype)
+                requests = None if edge.request_id is None else outbound.edges.get(edge.request_id)
+                self.edges[edge.id] = InboundEdge(edge, source, edge.id in staying, device, schema, requests, fences, dtype)
 
     def renew(self, peer: str) -> None:
         """Forget the credits of all edges from `peer`, whose incarnation has ended."""
@@ -204,7 +183,7 @@ class InboundEdges:
         return inbound is not None and inbound.size > 0 and inbound.peer in peers
 
     def consume(self, via: Iterable[int], tag: Tag | None = None, responded: Collection[tuple[int, Tag | None]] = ()) -> None:
-        """Return the credits of messages that came along the edges `via`, but for requests of `tag` that were responded to, and bundles.
+        """Return the credits of messages that came along the edges `via`, but for requests of `tag` that were responded to.
 
         Credits are returned once half of the edge's credits have gathered. If the sender has used all its credits, they are returned
         at once: all its messages are then here, consumed or not. No sender ever waits for a credit that is held back here.
@@ -213,7 +192,7 @@ class InboundEdges:
             inbound = self.edges.get(edge_id)
             if inbound is None or not inbound.size:
                 continue
-            if inbound.is_bundles or (responded and (edge_id, tag) in responded):
+            if responded and (edge_id, tag) in responded:
                 inbound.received -= 1
                 continue
             inbound.consumed = count = inbound.consumed + 1

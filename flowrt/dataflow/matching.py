@@ -95,8 +95,8 @@ class MatchingTable:
         """Number of incomplete rows plus firings held back for an earlier step."""
         return len(self._rows) + sum(len(firings) for steps in self._held.values() for firings in steps.values())
 
-    def arrive(self, edge: Edge, tag: Tag, value: Any) -> Arrival:
-        """Add a message for `edge.target`. `tag` already has the edge's step applied.
+    def arrive(self, edge: Edge, tag: Tag, value: Any, via: Iterable[int] = ()) -> Arrival:
+        """Add a message for `edge.target`. `tag` already has the edge's step applied. `via`: edges of requests that the target responds to.
 
         Raises ValueError when a `one` port receives a second message for a tag: that is an error of the graph, not of the network.
         """
@@ -124,6 +124,7 @@ class MatchingTable:
             if port.name in row.inputs:
                 raise ValueError(f"{edge.target}.{port.name} got a second message for {tag}; a port that takes one gets one per tag")
             row.inputs[port.name] = value
+            row.via += via
         for gather, count in shape.gathers:
             if count == port.name:
                 self._expect(row, gather, value)
@@ -135,6 +136,11 @@ class MatchingTable:
             if len(self._finished) > FINISHED_TAGS:
                 del self._finished[next(iter(self._finished))]
         return Arrival(self._in_turn(firing) if node.stateful else (firing,))
+
+    def take(self, node: str, tag: Tag) -> Firing | None:
+        """Delete the row of a node and tag. Returns its inputs so far as a firing; None if there is no row."""
+        row = self._rows.pop((node, tag), None)
+        return None if row is None else Firing(node, tag, row.inputs, tuple(row.via))
 
     def alone(self, edge: Edge, layer: int) -> bool:
         """Whether a message of `edge` at `layer` is the only input of a stateless node, so that the caller may fire without this table."""

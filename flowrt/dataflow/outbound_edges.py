@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Literal
 
 import msgspec
 
 from flowrt.actors.control import LATENCY_EDGES
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.fences import Fences
-from flowrt.dataflow.parts import FAILED, BundleHeader, FailedHeader, PartHeader
+from flowrt.dataflow.parts import FAILED, FailedHeader, PartHeader
 from flowrt.dataflow.payload import Payload, by_reference, to_device_message, to_message, with_int8_rows
 from flowrt.dataflow.schemas import MessageSchema
-from flowrt.dataflow.subgraph import RoutedOutput, part_of
+from flowrt.dataflow.subgraph import RoutedOutput
 from flowrt.errors import OperatorError, as_line, error_text
 from flowrt.graph.model import INPUT, Edge, Graph
 from flowrt.histogram import Histogram
@@ -72,9 +71,9 @@ class OutboundEdge:
     """An edge to the process `peer`, with its credits. `sent` counts messages and payload bytes.
 
     `free` of `size` credits are left, and `pending` outputs wait for one; a response needs no credit (`size` 0). `closed` means that no
-    process is at the other end. `relays`: bundles to a trampoline, or the parts that it has cut. `outstanding`, for edges with a schema
-    and those that relay: requests without a response yet, by tag and part, with the sizes of their free dimensions. `declared`: the schema
-    by which the receiver checks messages, where no operator's declaration has checked them. `has_responses`: its messages are requests.
+    process is at the other end. `outstanding`, for edges with a schema: requests without a response yet, by tag and part, with the sizes of
+    their free dimensions. `declared`: the schema by which the receiver checks messages, where no operator's declaration has checked them.
+    `has_responses`: its messages are requests.
     """
 
     def __init__(
@@ -85,14 +84,12 @@ class OutboundEdge:
         max_bytes: int,
         schema: MessageSchema | None,
         declared: MessageSchema | None,
-        relays: Literal["", "bundles", "parts"] = "",
         has_responses: bool = False,
     ) -> None:
         self.edge, self.peer, self.to_message, self.max_bytes = edge, peer, to_message, max_bytes
-        self.schema, self.declared, self.relays = schema, declared, relays
+        self.schema, self.declared = schema, declared
         self.size = edge.credits if edge.request_id is None else 0
         self.sent, self.times, self.has_responses = [0, 0], EdgeTimes(), has_responses
-        self.keeps_requests = schema is not None or relays != ""
         self.renew(closed=False)
 
     def renew(self, closed: bool) -> None:
@@ -105,19 +102,6 @@ class OutboundEdge:
         self.times.reset()
         self.pending: deque[RoutedOutput] = deque()
         self.outstanding: dict[tuple[Tag, int | None], dict[str, int]] = {}
-
-    def unanswered(self) -> list[tuple[Tag, int]]:
-        """The parts that this edge was to carry, or has carried, and that have no response yet."""
-        waiting = [(output.tag, part_of(output.payload)) for output in self.pending]
-        return [(tag, part) for tag, part in (*self.outstanding, *waiting) if part is not None]
-
-    def requests_of(self, output: RoutedOutput) -> dict[tuple[Tag, int | None], dict[str, int]]:
-        """The entries in `outstanding` of an output of an edge that keeps its requests."""
-        tag, payload = output.tag, output.payload
-        if isinstance(payload.header, BundleHeader):
-            return {(tag, part.part): {"rows": part.num_rows, "pairs": part.num_pairs} for part in payload.header.parts}
-        part = payload.header.part if isinstance(payload.header, PartHeader) else None
-        return {(tag, part): {} if self.schema is None else self.schema.sizes(payload)}
 
 
 class OutboundEdges:
@@ -153,8 +137,7 @@ class OutboundEdges:
                 max_bytes = max(graph.limits_of(end).max_message_bytes for end in (source, target))
                 is_declared_here = edge.source == INPUT or graph.nodes[edge.source].outputs[edge.source_port].tensors
                 declared = None if is_declared_here or edge.id in staying or graph.model is not None else schemas.get(edge.id)
-                relays, has_responses = _relays(graph, edge), edge.id in with_responses
-                self.edges[edge.id] = OutboundEdge(edge, target, coding, max_bytes, schema, declared, relays, has_responses)
+                self.edges[edge.id] = OutboundEdge(edge, target, coding, max_bytes, schema, declared, edge.id in with_responses)
         self.sent = {edge_id: outbound.sent for edge_id, outbound in self.edges.items()}
         self.times = {edge_id: outbound.times for edge_id, outbound in self.edges.items()}
 
@@ -207,11 +190,6 @@ class OutboundEdges:
         if times.measured == tag:
             times.end(self._now())
 
-    def release_bundle(self, edge_id: int, tag: Tag) -> None:
-        """Add the credit of the tag's bundle, if each of its parts has its response."""
-        if not any(each == tag for each, _ in self.edges[edge_id].outstanding):
-            self.release(edge_id, 1)
-
     def drop(self, fences: Fences) -> None:
         """Drop pending outputs of stale tags, which hold no credit, and outstanding requests of failed calls and ended sources, which may
         get no response. The response to a request of a left epoch still comes, and must match."""
@@ -221,16 +199,11 @@ class OutboundEdges:
             for key in [key for key in outbound.outstanding if fences.is_void(key[0])]:
                 del outbound.outstanding[key]
 
-    def renew(self, peer: str, closed: bool) -> list[tuple[Tag, int]]:
-        """Discard all messages and credits in flight to `peer`: it has ended (`closed`), or a new incarnation has joined. Returns the parts
-        that this process forwarded and that have no response."""
-        unanswered: list[tuple[Tag, int]] = []
+    def renew(self, peer: str, closed: bool) -> None:
+        """Discard all messages and credits in flight to `peer`: it has ended (`closed`), or a new incarnation has joined."""
         for outbound in self.edges.values():
             if outbound.peer == peer:
-                if outbound.relays == "parts":
-                    unanswered += outbound.unanswered()
                 outbound.renew(closed)
-        return unanswered
 
     def waiting(self) -> list[Edge]:
         """Edges with an output that waits for a credit."""
@@ -238,7 +211,7 @@ class OutboundEdges:
 
     def _send(self, outbound: OutboundEdge, output: RoutedOutput) -> None:
         edge, num_bytes = outbound.edge, 0
-        requests: Collection[tuple[Tag, int | None]] = ()
+        request: tuple[Tag, int | None] | None = None
         try:
             payload = with_int8_rows(output.payload) if edge.int8 else output.payload
             for tensor in payload.tensors:
@@ -250,12 +223,13 @@ class OutboundEdges:
                 message.kind = FAILED
             if outbound.declared is not None and (fault := outbound.declared.fault_of_tensors(message.tensors, {})):
                 raise InvalidMessageError(fault)
-            if outbound.keeps_requests:
-                outbound.outstanding.update(requests := outbound.requests_of(output))
+            if outbound.schema is not None:
+                request = output.tag, payload.header.part if isinstance(payload.header, PartHeader) else None
+                outbound.outstanding[request] = outbound.schema.sizes(payload)
             self._post(edge, message)
         except Exception as error:  # a tensor of a subclass runs foreign code
             outbound.free += outbound.size > 0
-            for request in requests:
+            if request is not None:
                 outbound.outstanding.pop(request, None)
             where = f"{edge.source} failed at step {output.tag.step}, layer {output.tag.layer}"
             cause = error_text(error).removeprefix(f"{type(error).__name__}: ")
@@ -265,9 +239,3 @@ class OutboundEdges:
             outbound.times.begin(output.tag, self._now())
         outbound.sent[0] += 1
         outbound.sent[1] += num_bytes
-
-
-def _relays(graph: Graph, edge: Edge) -> Literal["", "bundles", "parts"]:
-    if graph.nodes[edge.target].kind.relays == "requests":
-        return "bundles"
-    return "parts" if graph.nodes[edge.source].kind.relays == "requests" else ""

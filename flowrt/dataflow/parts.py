@@ -11,6 +11,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from flowrt.errors import FailureCause
+
 V = TypeVar("V")
 
 
@@ -18,43 +20,25 @@ FAILED = "failed"  # kind of the response to a request whose firing failed
 
 
 class PartHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Header of a part and of its response: the part's id, unique within its tag. `siblings`: the other parts of the bundle that it came
-    in."""
+    """Header of a part and of its response: the part's id, unique within its tag."""
 
     part: int
-    siblings: int = 0
-
-
-class BundledPart(msgspec.Struct, frozen=True, array_like=True):
-    """One part of a bundle: its id, its server, and its share of the bundle's tensors."""
-
-    part: int
-    server: int
-    num_rows: int
-    num_pairs: int
-
-
-class BundleHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Header of a bundle: several parts of a tag in one message, in the order of their tensors."""
-
-    parts: tuple[BundledPart, ...]
 
 
 class FailedHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Header of a FAILED message: the error in one line, and the part id of the request if it has one; None: all parts of its bundle.
-
-    `lost`: nothing failed, but a forwarder has lost the part's server, of this incarnation ("" for one that it never met).
-    """
+    """Header of a FAILED message: the error in one line, and the part id of the request if it has one."""
 
     error: str
     part: int | None = None
-    lost: str | None = None
+    cause: FailureCause = FailureCause.ERROR
 
 
 class PlanHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Header of the message on a `count` port: the expected part ids, in the order in which they are combined."""
+    """Header of the message on a `count` port: the expected part ids, in the order in which they are combined. `responds_to`: the id of the
+    part to which the combined responses are the response."""
 
     parts: tuple[int, ...]
+    responds_to: int = 0
 
 
 class Cover(Generic[V]):

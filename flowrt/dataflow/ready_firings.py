@@ -36,7 +36,7 @@ class ReadyFirings(dict[str, deque[Firing]]):
         self.wake_at = None
         for node, firings in self.items():
             reach, policy = self._nodes[node]
-            if inline and ((policy is not None and not policy.runs_inline) or not self._is_short(node)):
+            if inline and (policy is not None or not self._is_short(node)):
                 continue
             num_free = 1 if policy is None else len(firings)
             for outbound in reach:

@@ -113,9 +113,9 @@ class Runner:
         self._outbound = OutboundEdges(graph, process, post, self._on_unsendable, owner.on_unsent, staying, on_device, schemas, clock.now)
         device = None if device is None or device.type == "cpu" else device
         self._inbound = InboundEdges(graph, process, post, self._outbound, staying, device, schemas, self._fences)
-        self._forwarding = {node.name for node in nodes if node.kind.relays}
+        self._keeping = {*graph.responders.values()}  # nodes whose requests are consumed by the node that responds to them
         responses = [edge for node in nodes for edge in graph.edges_from(node.name) if edge.request_id is not None]
-        self._responses = {edge.request_id: edge for edge in responses if graph.crosses(edge) or edge.target in self._forwarding}
+        self._responses = {edge.request_id: edge for edge in responses if graph.crosses(edge)}
         reach = {node.name: [self._outbound.edges[edge] for edge in self._subgraph.reachable(node.name)] for node in nodes}
         self._is_computing = False  # in the compute thread, which also uses the order of stateful nodes
         policies = {node.name: policy_of(node, graph.emulation) for node in nodes}
@@ -157,25 +157,19 @@ class Runner:
         edge = inbound.edge
         if edge.request_id is not None:
             self._outbound.release_request(edge.request_id, tag)
-        elif inbound.bundles is not None:
-            self._outbound.release_bundle(inbound.bundles, tag)
+            self._owner.on_response(edge.id, tag, message)
         else:
             inbound.received += 1
-        if inbound.responds:
-            self._owner.on_response(edge.id, tag, message)
         if self._fences.is_active and self._fences.is_stale(tag):
             self._drop(edge)
             return
         if message.kind == FAILED:
             header = message.decode_header(FailedHeader)
-            if inbound.target not in self._forwarding:
-                self._inbound.consume(inbound.via)
-                if header.lost is None:
-                    self._report(tag, OperatorError(header.error))
-                return
-            payload = Payload((), header)
-        else:
-            payload = inbound.read(message)
+            self._inbound.consume(inbound.via)
+            if not header.cause:  # else `on_response` has handled it
+                self._report(tag, OperatorError(header.error))
+            return
+        payload = inbound.read(message)
         alone = inbound.alone.get(tag.layer)
         if alone is None:
             alone = inbound.alone[tag.layer] = self._table.alone(edge, tag.layer)
@@ -218,6 +212,13 @@ class Runner:
         if self._ready or self._failure is not None:
             self._wake()
 
+    def fail(self, node: str, tag: Tag, error: OperatorError) -> bool:
+        """Drop what a node has for a tag, and respond to the request to which it was to respond, with the error. False: it has nothing."""
+        firing = self._table.take(node, tag)
+        if firing is not None:
+            self._fail(firing, error)
+        return firing is not None
+
     def roll_back(self, source: str, epoch: int) -> int:
         """Invalidate all tags of `source` older than `epoch`: delete their rows and waiting firings, and return their credits. A firing
         that runs now ends without effect. Returns how many rows and firings were deleted."""
@@ -236,11 +237,11 @@ class Runner:
 
     # --- peers of the edges ------------------------------------------------------------------------------------------
 
-    def end_peer(self, peer: str, sources: Iterable[str] = ()) -> list[tuple[Tag, int]]:
+    def end_peer(self, peer: str, sources: Iterable[str] = ()) -> None:
         """Close the edges to a peer whose incarnation has ended, and drop all that is here of the tags of its `sources`.
 
         A firing of them that runs now, or of a request of the peer, ends without effect. A new incarnation of the peer begins with all
-        credits. Returns the parts that were forwarded to it and have no response.
+        credits.
         """
         for source in sources:
             self._fences.end_source(source)
@@ -248,9 +249,8 @@ class Runner:
         self._outbound.drop(self._fences)
         self._inbound.renew(peer)
         self._ready.drop(lambda firing: self._inbound.is_from(firing, peer))
-        unanswered = self._outbound.renew(peer, closed=True)
+        self._outbound.renew(peer, closed=True)
         self._wake()
-        return [(tag, part) for tag, part in unanswered if not self._fences.is_stale(tag)]
 
     def num_outstanding(self, edge_id: int) -> int:
         """The number of requests of an outbound edge that have no response yet."""
@@ -342,10 +342,8 @@ class Runner:
                 "rows": self._table.sources(),
                 "outputs": {output.tag.source for each in outbound for output in each.pending},
             },
-            unforwarded={(firing.tag, firing.node) for firing in ready if firing.node in self._forwarding},
             credits={each.edge.name: (each.free, each.size) for each in outbound if each.size},
             consumed={each.edge.name: (each.consumed, each.received - each.consumed) for each in inbound},
-            num_bundles=sum(each.sent[0] for each in outbound if each.relays == "bundles"),
         )
 
     def leftovers(self) -> list[str]:
@@ -372,7 +370,8 @@ class Runner:
             if not orphans or (request, output.tag) not in orphans:
                 self._emit(output)
         for firing in batch:
-            self._inbound.consume_firing(firing, responded, orphans)
+            if firing.node not in self._keeping:
+                self._inbound.consume_firing(firing, responded, orphans)
         if fences.is_active:
             if any(fences.is_stale(firing.tag) for firing in batch):
                 self._drop_stale()  # it became stale while it was computed: nodes fused behind it may have left rows
@@ -380,13 +379,14 @@ class Runner:
 
     def _fail(self, firing: Firing, error: OperatorError) -> None:
         """In a model graph: respond to a request of another worker with the error, which gives its credit back; report any other firing."""
-        log.error("%s", error, exc_info=error.__cause__)
+        if not error.cause:
+            log.error("%s", error, exc_info=error.__cause__)
         tag, is_stale = firing.tag, self._fences.is_stale(firing.tag)
         orphans = self._inbound.orphans((firing,))
         requests = [] if is_stale else [edge for edge in firing.via if edge in self._responses]
         for request in requests if not orphans else ():
             edge = self._responses[request]
-            self._emit(RoutedOutput(edge, tag, Payload((), FailedHeader(str(error), part_of_request(firing)))))
+            self._emit(RoutedOutput(edge, tag, Payload((), FailedHeader(str(error), part_of_request(firing), error.cause))))
         self._inbound.consume_firing(firing, [(request, tag) for request in requests], orphans)
         if not requests and not is_stale:
             self._owner.on_failed(tag, error)
@@ -422,9 +422,9 @@ class Runner:
             self._failure = self._failure or error
             self._wake()
 
-    def _match(self, edge: Edge, tag: Tag, payload: Payload) -> tuple[Firing, ...]:
+    def _match(self, edge: Edge, tag: Tag, payload: Payload, via: tuple[int, ...] = ()) -> tuple[Firing, ...]:
         try:
-            arrival = self._table.arrive(edge, tag, payload)
+            arrival = self._table.arrive(edge, tag, payload, via)
         except (ValueError, msgspec.DecodeError) as error:
             if not self._isolates:
                 raise
@@ -449,7 +449,7 @@ class Runner:
             if output.edge.request_id is not None:
                 message = Message("data", output.tag, output.edge.id, output.payload.header)
                 self._owner.on_response(output.edge.id, output.tag, message)
-            for firing in self._match(output.edge, output.tag, output.payload):
+            for firing in self._match(output.edge, output.tag, output.payload, output.via):
                 self._fire(firing)
 
     def _drop(self, edge: Edge) -> None:
@@ -474,17 +474,15 @@ class Runner:
 class RunnerSnapshot:
     """What a runner has at a moment, for observers.
 
-    sources: of the tags, by what is kept of them. unforwarded: requests and responses, by tag and node, that wait to be forwarded.
+    sources: of the tags, by what is kept of them.
     credits: (free, all) of each outbound edge. consumed: of each incoming edge, messages that were consumed and whose credits were not
     returned, and messages that were not consumed.
     """
 
     num_rows: int
     sources: Mapping[str, set[str]]
-    unforwarded: set[tuple[Tag, str]]
     credits: Mapping[str, tuple[int, int]]
     consumed: Mapping[str, tuple[int, int]]
-    num_bundles: int
 
 
 class Sleeper:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from flowrt.dataflow.matching import Firing
-from flowrt.dataflow.parts import FailedHeader, PartHeader
 from flowrt.graph.model import Node
 from flowrt.graph.settings import Batching, Emulation
 from flowrt.transports.wire.message import Tag
@@ -23,11 +22,10 @@ class SelectionPolicy(Protocol):
     """`select` returns the firings of the next call, or the time (seconds of the runner's clock) at which to look again.
 
     `waiting` are the node's firings in order of arrival, at least one. `takes_one` is true for a policy that always selects the
-    first alone, without a look at the time. `runs_inline`: short firings may run on the event loop, as soon as their messages are accepted.
+    first alone, without a look at the time; its short firings may run on the event loop, as soon as their messages are accepted.
     """
 
     takes_one: bool
-    runs_inline: bool
 
     def select(self, waiting: Sequence[Firing], now: float) -> Sequence[Firing] | float: ...
 
@@ -35,7 +33,7 @@ class SelectionPolicy(Protocol):
 class OldestFirst:
     """One tag per call, in order of arrival."""
 
-    takes_one = runs_inline = True
+    takes_one = True
 
     def select(self, waiting: Sequence[Firing], now: float) -> Sequence[Firing]:
         return waiting[:1]
@@ -45,7 +43,7 @@ class BoundedWait:
     """Several tags per call. A batch is complete at `min_tags`, and waits at most `max_wait_seconds` for that
     (EaaS section 3.3). The wait counts from the moment at which the batch could have run. The batch that waits longest comes first."""
 
-    takes_one = runs_inline = False
+    takes_one = False
 
     def __init__(self, batching: Batching) -> None:
         self._batching = batching
@@ -70,7 +68,7 @@ class DomainTurns:
     other one. A domain without a batch is skipped; its turn also ends after `turn_calls` calls while another domain has one. So a batch
     waits for at most (domains - 1) x turn_calls calls of other domains. Within a domain: BoundedWait."""
 
-    takes_one = runs_inline = False
+    takes_one = False
 
     def __init__(self, batching: Batching) -> None:
         self._domain_of = {source: domain for domain, sources in enumerate(batching.domains) for source in sources}
@@ -104,40 +102,10 @@ def by_layer(batch: Sequence[Firing]) -> list[list[Firing]]:
     return [*layers.values()]
 
 
-class Siblings:
-    """Batches of the responses to one bundle. A batch does not wait for those that the bundle has not, and waits at most `max_wait_seconds`
-    from the moment at which it could have run: a server that stands still delays no other server's rows for longer."""
-
-    takes_one = False
-    runs_inline = True
-
-    def __init__(self, max_wait_seconds: float) -> None:
-        self._max_wait_seconds = max_wait_seconds
-        self._since: dict[Tag, float] = {}  # when the tag's first waiting response could have left
-
-    def select(self, waiting: Sequence[Firing], now: float) -> Sequence[Firing] | float:
-        by_tag: dict[Tag, list[Firing]] = {}
-        for firing in waiting:
-            by_tag.setdefault(firing.tag, []).append(firing)
-        since = self._since = {tag: self._since.get(tag, now) for tag in by_tag}
-        for tag, batch in by_tag.items():
-            if len(batch) > num_siblings(batch[0]) or now + ROUNDING_SECONDS >= since[tag] + self._max_wait_seconds:
-                return batch
-        return min(since.values()) + self._max_wait_seconds
-
-
-def num_siblings(firing: Firing) -> int:
-    """The other responses that may travel with this one."""
-    (payload,) = firing.inputs.values()
-    return 0 if isinstance(payload.header, FailedHeader) else payload.header_as(PartHeader).siblings
-
-
 def policy_of(node: Node, emulation: Emulation | None = None) -> SelectionPolicy:
     """The policy of a node; emulated hardware waits for a dilated time."""
     if node.batches is None:
         return OldestFirst()
     dilation = emulation.dilation if emulation is not None else 1.0
     batching = node.batches.replace(max_wait_seconds=node.batches.max_wait_seconds * dilation)
-    if node.kind.relays == "responses":
-        return Siblings(batching.max_wait_seconds)
     return DomainTurns(batching) if batching.domains else BoundedWait(batching)

@@ -34,11 +34,13 @@ per firing, at most one Payload per output port. A port left out sends nothing."
 
 
 class RoutedOutput(msgspec.Struct, frozen=True, gc=False):
-    """A payload that leaves a firing along `edge`. `tag` already has the edge's step applied."""
+    """A payload that leaves a firing along `edge`. `tag` already has the edge's step applied. `via`: the edges of the firing's requests,
+    if the target responds to them."""
 
     edge: Edge
     tag: Tag
     payload: Payload
+    via: tuple[int, ...] = ()
 
 
 class FailedFiringsError(Exception):
@@ -55,14 +57,15 @@ SendEarly = Callable[[list[RoutedOutput]], object]
 class _Route:
     """One edge that takes an output at one layer, with the properties needed per message."""
 
-    __slots__ = ("alone", "changes_tag", "edge", "fused", "port", "request_id", "target", "urgent", "via")
+    __slots__ = ("alone", "changes_tag", "edge", "fused", "port", "request_id", "responds", "target", "urgent", "via")
 
-    def __init__(self, edge: Edge, fused: bool, alone: bool, urgent: bool) -> None:
+    def __init__(self, edge: Edge, fused: bool, alone: bool, urgent: bool, responds: bool) -> None:
         self.edge, self.request_id, self.changes_tag = edge, edge.request_id, edge.tag.kind != "same"
         self.target, self.port, self.via = edge.target, edge.target_port, (edge.id,)
         self.fused = fused
         self.alone = alone  # fused targets: this message is the target's only input
         self.urgent = urgent  # fused targets: outputs of the target may go to another worker
+        self.responds = responds  # the target responds to the requests of the source
 
 
 class FusedSubgraph:
@@ -73,7 +76,7 @@ class FusedSubgraph:
     ) -> None:
         self._functions = functions
         self._isolates = graph.model is None
-        self._forwarding = {node.name for node in graph.nodes_of(process) if node.kind.relays}
+        self._responders = graph.responders
         self._edge_names = {edge.id: edge.name for edge in graph.edges.values()}
         self._table = table
         self._fused = fused
@@ -125,7 +128,7 @@ class FusedSubgraph:
                                 edge = route.edge
                                 stepped = edge.tag.apply(tag) if route.changes_tag else tag
                                 if not route.fused:
-                                    outgoing.append(RoutedOutput(edge, stepped, payload))
+                                    outgoing.append(RoutedOutput(edge, stepped, payload, firing.via if route.responds else ()))
                                     continue
                                 ready: tuple[Firing, ...]
                                 if route.alone:
@@ -183,8 +186,8 @@ class FusedSubgraph:
         ]
 
     def reachable(self, entry: str) -> list[int]:
-        """Edges with credits that a firing of `entry` may send on, and needs a credit of; none of a node that forwards."""
-        nodes = [] if entry in self._forwarding else [entry]
+        """Edges with credits that a firing of `entry` may send on, and needs a credit of."""
+        nodes = [entry]
         for node in nodes:
             nodes += {edge.target for edge in self._edges if edge.source == node and edge.target in self._fused} - set(nodes)
         return [edge.id for edge in self._edges if edge.source in nodes and edge.id in self._crossing]
@@ -198,10 +201,11 @@ class FusedSubgraph:
         return routes
 
     def _route(self, edge: Edge, layer: int) -> _Route:
+        responds = self._responders.get(edge.target) == edge.source
         if edge.target not in self._fused:
-            return _Route(edge, fused=False, alone=False, urgent=False)
+            return _Route(edge, fused=False, alone=False, urgent=False, responds=responds)
         target_layer = edge.tag.apply(Tag("", layer=layer)).layer
-        return _Route(edge, fused=True, alone=self._table.alone(edge, target_layer), urgent=edge.target in self._urgent)
+        return _Route(edge, True, self._table.alone(edge, target_layer), edge.target in self._urgent, responds)
 
 
 def _leading_to(crossing: set[int], edges: Sequence[Edge]) -> frozenset[str]:
@@ -225,7 +229,7 @@ def part_of_request(firing: Firing) -> int | None:
     """The part id that a firing computes, if its messages carry one."""
     for payload in firing.inputs.values():
         with suppress(AttributeError, msgspec.DecodeError):  # a gather's list, or another header
-            return part_of(payload)
+            return payload.header.responds_to if isinstance(payload.header, PlanHeader) else part_of(payload)
     return None
 
 

@@ -38,7 +38,7 @@ class Dispatch:
         (x_TH,) = firing.inputs["x"].tensors
         expert_ids_TA, weights_TA = firing.inputs["routing"].tensors
         parts = self.client.parts_to_send(
-            tag, partition(expert_ids_TA, weights_TA, self.client.servers.replica_table(tag.layer), tag.step + tag.layer)
+            tag, partition(expert_ids_TA, weights_TA, self.client.replica_table(tag.layer), tag.step + tag.layer)
         )
         plan = (weights_TA, *(part.pair_P for part in parts)) if self._strict else tuple(part.rows_R for part in parts)
         header = PlanHeader(tuple(range(len(parts))))
@@ -66,21 +66,30 @@ class Combine:
 
     def _combine(self, firing: Firing) -> dict[str, Payload]:
         plan: tuple[torch.Tensor, ...] = firing.inputs["plan"].tensors
-        responses: list[Payload] = firing.inputs["parts"]
         (residual_TH,) = firing.inputs["residual"].tensors
-        where = plan[1:] if self._strict else plan
-        numbers = [response.header_as(PartHeader).part for response in responses]
-        if numbers != list(range(len(where))):  # some parts were redispatched
-            parts = self._client.parts(firing.tag, numbers)
-            if parts is None:  # rolled back meanwhile: the runner drops this output
-                return {"y": firing.inputs["residual"]}
-            where = tuple(part.pair_P if self._strict else part.rows_R for part in parts)
-        parts_added = [(index, response.tensors[0]) for index, response in zip(where, responses, strict=True)]
+        parts_added = self._located(firing, plan[1:] if self._strict else plan)
+        if parts_added is None:  # rolled back meanwhile: the runner drops this output
+            return {"y": firing.inputs["residual"]}
         if self._strict and (left_out := self._client.servers.omitted.parts.get(firing.tag)) is not None:
             parts_added.append((left_out.pair_P, residual_TH.new_zeros(len(left_out.pair_P), residual_TH.shape[1])))
         y_TH = combine_pairs(residual_TH, plan[0], parts_added) if self._strict else combine(residual_TH, parts_added)
         wide = torch.float32 if y_TH.dtype is torch.float16 else None
         if not math.isfinite(y_TH.sum(dtype=wide).item()):  # NaN and infinity carry into the sum
-            self._client.note_not_finite(firing.tag, numbers, [response.tensors[0] for response in responses])
+            self._client.note_not_finite(firing.tag, _numbers(firing), [response.tensors[0] for response in firing.inputs["parts"]])
         self._client.forget(firing.tag)
         return {"y": Payload((y_TH,))}
+
+    def _located(self, firing: Firing, where: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """The responses, each with the rows or pairs that it has. `where`: those of the plan's parts. None: the tag was rolled back."""
+        numbers = _numbers(firing)
+        if numbers != list(range(len(where))):  # some parts were redispatched
+            parts = self._client.parts(firing.tag, numbers)
+            if parts is None:
+                return None
+            where = [part.pair_P if self._strict else part.rows_R for part in parts]
+        return [(index, response.tensors[0]) for index, response in zip(where, firing.inputs["parts"], strict=True)]
+
+
+def _numbers(firing: Firing) -> list[int]:
+    """The ids of the parts whose responses a combine node got."""
+    return [response.header_as(PartHeader).part for response in firing.inputs["parts"]]

@@ -13,16 +13,16 @@ Each call is one step on a dict, or works on entries that it has taken out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
-from flowrt.exchange.servers import Servers, via
-from flowrt.exchange.trampoline import Trampolines, bundle
+from flowrt.exchange.servers import Servers
 from flowrt.operators.dispatch import Part, repartition
 from flowrt.operators.replica_table import UNAVAILABLE, ReplicaTable
 from flowrt.reliability.expert_map import ExpertMap
@@ -48,8 +48,6 @@ class OutstandingTag:
     hedged: dict[int, int] = field(
         default_factory=dict
     )  # id of a late part that was sent to other servers too, or of one of those -> late one
-    via: dict[int, int] = field(default_factory=dict)  # id of a part -> the trampoline through which it travels
-    responded: set[int] = field(default_factory=set)  # trampolines
 
 
 @dataclass(frozen=True)
@@ -70,17 +68,20 @@ class ExpertClient:
         processes: Sequence[str],
         device: torch.device | str = "cpu",
         now: Callable[[], float] = lambda: 0.0,
-        trampolines: Trampolines | None = None,
+        behind: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> None:
-        self._now, self.servers = now, Servers(expert_map, processes, device, now)
+        self._now, self.servers = now, Servers(expert_map, processes, device, now, behind)
         self.processes, self.hedging = processes, self.servers.hedging
         self._outstanding: dict[Tag, OutstandingTag] = {}
         self._epochs: dict[str, int] = {}
-        self.trampolines = trampolines or Trampolines({}, {}, {})
-        self._late_parts: dict[tuple[Tag, int], int] = {}  # parts of late servers, through trampolines -> server
         self._not_finite: dict[tuple[str, int, int, int], str] = {}  # by step: the first part that was not finite, as text
         self.computes_alone = False  # the running step belongs to a suspect, and no other step runs
         self.num_redispatched = 0  # parts that were split again
+
+    def replica_table(self, layer: int) -> ReplicaTable:
+        """The table for splitting a new tag. Only first parts travel through trampolines, and those of a suspect do not: they crash one
+        process at a time."""
+        return self.servers.replica_table(layer, forwards=not self.computes_alone)
 
     # --- outstanding parts ------------------------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class ExpertClient:
     def add_tag(self, tag: Tag, x_TH: Tensor, num_active: int, parts: list[Part]) -> dict[str, Payload]:
         """Record the parts of a tag. Returns the requests by output port; part ids are indexes into `parts`."""
         entry = OutstandingTag(self._now(), x_TH, num_active, parts, len(parts))
-        requests = self._requests(entry, 0, may_forward=True)
+        requests = self._requests(entry, 0)
         self._outstanding[tag] = entry
         if tag.epoch < self._epochs.get(tag.source, 0):  # it was rolled back while it was split: no combine follows
             self._outstanding.pop(tag, None)
@@ -112,8 +113,9 @@ class ExpertClient:
         for part, y in zip([entry.parts[number] for number in numbers], responses, strict=True):
             rows = part.rows_R if len(y) == len(part.rows_R) else part.rows_R[part.row_P]
             if not y[is_finite_T[rows]].isfinite().all():
-                text = f"{self.processes[part.server]} returned NaN or infinity in layer {tag.layer}"
-                if self.servers.avoid(self.processes[part.server]):
+                process, behind = self.processes[part.server], " or a server behind it" if part.server in self.servers.behind else ""
+                text = f"{process}{behind} returned NaN or infinity in layer {tag.layer}"
+                if self.servers.avoid(part.server):
                     log.error("%s, step %d; check the weights, or run in a wider dtype", text, tag.step)
                 self._not_finite.setdefault((tag.source, tag.epoch, tag.micro_batch, tag.step), text)
 
@@ -192,12 +194,9 @@ class ExpertClient:
             entry.hedged.update(dict.fromkeys(ids, entry.hedged[number]))
         return Redispatch(number, tuple(ids), self._requests(entry, first))
 
-    def _requests(self, entry: OutstandingTag, first: int, may_forward: bool = False) -> dict[str, Payload]:
+    def _requests(self, entry: OutstandingTag, first: int) -> dict[str, Payload]:
         """The requests of the parts from number `first` on, by output port. Parts of a suspect go one by one: they crash one server at a
-        time.
-
-        Only the first parts of a tag travel through trampolines: what is sent again goes directly, past a trampoline that may be at fault.
-        """
+        time."""
         numbers = [number for number, part in enumerate(entry.parts[first:], first) if part.server != UNAVAILABLE]
         if self.computes_alone:
             entry.unsent += numbers
@@ -205,11 +204,6 @@ class ExpertClient:
             if entry.in_flight is None and entry.unsent:
                 numbers = [entry.unsent.pop(0)]
                 entry.in_flight = numbers[0]
-        elif may_forward and self.trampolines:
-            found = self.trampolines.route({number: entry.parts[number] for number in numbers}, self.servers.may_forward)
-            entry.via = {number: trampoline for trampoline, parts in found.items() for number in parts}
-            bundles = {f"via{trampoline}": bundle(entry.x_TH, parts) for trampoline, parts in found.items()}
-            return bundles | {f"server{entry.parts[each].server}": self._request(entry, each) for each in numbers if each not in entry.via}
         return {f"server{entry.parts[number].server}": self._request(entry, number) for number in numbers}
 
     def next_request(self, tag: Tag, number: int) -> dict[str, Payload]:
@@ -227,7 +221,7 @@ class ExpertClient:
 
     def record_response(self, server: int, tag: Tag) -> None:
         """Record how long a server took. Redispatched parts began later than their tag and do not count."""
-        self.servers.note_response(self.processes[server])
+        self.servers.note_response(server)
         entry = self._outstanding.get(tag)
         if entry is None or entry.hedged or self.computes_alone:
             return
@@ -235,33 +229,6 @@ class ExpertClient:
             if part.server == server:
                 self.hedging.record_response(server, part.rows_R.shape[0], self._now() - entry.since_seconds)
                 return
-
-    def record_forwarded(self, trampoline: int, tag: Tag, numbers: Sequence[int]) -> None:
-        """Record responses that came through a trampoline."""
-        self.servers.note_response(via(self.trampolines.processes[trampoline]))
-        entry = self._outstanding.get(tag)
-        for number in numbers:
-            server = self._late_parts.pop((tag, number), None)
-            if entry is not None:
-                server = entry.parts[number].server
-                entry.responded.add(trampoline)
-            if server is not None:
-                self.record_response(server, tag)
-
-    def record_undelivered(self, trampoline: int, tag: Tag, number: int) -> None:
-        """Record that no response to this part comes: the trampoline has lost the server."""
-        self.servers.note_response(via(self.trampolines.processes[trampoline]))
-        if (server := self._late_parts.pop((tag, number), None)) is not None:
-            self.servers.note_response(self.processes[server])
-
-    def lose_trampoline(self, trampoline: int) -> list[tuple[Tag, int]]:
-        """The trampoline is lost, and what is late behind it will not come. Returns the parts that travelled through it."""
-        for part, server in list(self._late_parts.items()):
-            if self.trampolines.of(server) == trampoline:
-                del self._late_parts[part]
-                self.servers.note_response(self.processes[server])
-        entries = [(tag, self._outstanding.get(tag)) for tag in self.tags]
-        return [(tag, number) for tag, entry in entries if entry is not None for number, via in entry.via.items() if via == trampoline]
 
     def server_of(self, tag: Tag, number: int) -> int | None:
         """The server of a part; None for a tag that is complete."""
@@ -272,8 +239,7 @@ class ExpertClient:
         """Send late parts of the `missing` ones to other servers too, if these hold replicas of all needed experts and the budget allows.
 
         The late response still counts if it comes first. Until it arrives, other replicas are preferred to its server: a server that
-        stands still delays one tag, not every next one. The same holds for a late trampoline; past it, the same server may compute the
-        part."""
+        stands still delays one tag, not every next one. Of a late trampoline, any server behind it may be the reason."""
         entry = self._outstanding.get(tag)
         if entry is None or self.computes_alone or (age := self._now() - entry.since_seconds) < MIN_SECONDS:
             return []  # a suspect crashes one server at a time
@@ -286,33 +252,17 @@ class ExpertClient:
                 continue  # no third server computes the same part
             if not self.hedging.has_budget:
                 break
-            trampoline, is_server_suspect = self._late_hop(entry, number)
-            others = self.servers.table(tag.layer, {part.server} if is_server_suspect else ())
-            if trampoline is None and (others.servers_EB[part.expert_P] == part.server).any():
+            others = self.servers.table(tag.layer, {part.server, *self.servers.behind.get(part.server, ())})
+            if (others.servers_EB[part.expert_P] == part.server).any():
                 continue  # it alone holds some of them
             self.hedging.spend()
             entry.hedged[number] = number
-            redispatch = self._split(tag, entry, number, others)
-            if trampoline is not None:
-                self.servers.note_late(via(self.trampolines.processes[trampoline]))
-            if is_server_suspect:
-                self.servers.note_late(self.processes[part.server])
-                if number in entry.via:
-                    self._late_parts[tag, number] = part.server
-            found.append(redispatch)
+            self.servers.note_late(part.server)
+            found.append(self._split(tag, entry, number, others))
         return found
 
-    @staticmethod
-    def _late_hop(entry: OutstandingTag, number: int) -> tuple[int | None, bool]:
-        """The trampoline, if it may be why a part is late, and whether the server may be. A trampoline that has sent some response of the
-        tag is not why; of one that has sent none of several, it is more likely than that all their servers are late."""
-        trampoline = entry.via.get(number)
-        if trampoline is None or trampoline in entry.responded:
-            return None, True
-        return trampoline, list(entry.via.values()).count(trampoline) == 1
-
     def overdue(self, tag: Tag, missing: Callable[[], Sequence[int]]) -> dict[str, tuple[float, float]]:
-        """Servers and trampolines whose response to `tag` is long overdue: process -> (seconds waited, usual maximum in seconds)."""
+        """Servers whose response to `tag` is long overdue: process -> (seconds waited, usual maximum in seconds)."""
         entry = self._outstanding.get(tag)
         if entry is None or (age := self._now() - entry.since_seconds) < OVERDUE_SECONDS:
             return {}
@@ -324,11 +274,5 @@ class ExpertClient:
             usual = self.hedging.late_after(part.server, len(part.rows_R))
             overdue = self.hedging.overdue_after(part.server, len(part.rows_R))
             if age >= overdue:
-                trampoline, is_server_suspect = self._late_hop(entry, number)
-                is_trampolines = trampoline is not None and not is_server_suspect
-                found[self.trampolines.processes[trampoline or 0] if is_trampolines else self.processes[part.server]] = age, usual
+                found[self.processes[part.server]] = age, usual
         return found
-
-    def lose(self, process: str) -> None:
-        """Forget what is late at this process: it has ended."""
-        self._late_parts = {part: server for part, server in self._late_parts.items() if self.processes[server] != process}

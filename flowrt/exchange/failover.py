@@ -8,20 +8,20 @@ All calls are synchronous and on the loop. A server is identified by its process
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import Protocol
 
 from flowrt.actors.control import DeathCause
-from flowrt.dataflow.parts import FAILED, BundleHeader, FailedHeader, PartHeader, PlanHeader
+from flowrt.dataflow.fences import ENDED
+from flowrt.dataflow.parts import FAILED, FailedHeader, PartHeader
 from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import RoutedOutput, part_of
+from flowrt.errors import FailureCause
 from flowrt.exchange.expert_client import ExpertClient, Redispatch
 from flowrt.graph.model import Graph
-from flowrt.graph.trampoline_edges import bundle_edges
 from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
-from flowrt.transports.contract import Identity
 from flowrt.transports.wire.message import Message, Tag
 
 
@@ -58,14 +58,6 @@ class Failover:
             process = graph.nodes[edge.target].process
             if process != here and edge.source_port.startswith("server"):
                 self._servers.setdefault(process, []).append(int(edge.source_port.removeprefix("server")))
-        self._trampolines: dict[str, int] = {}  # process -> its number
-        for edge in edges:
-            if edge.source_port.startswith("via"):
-                self._trampolines[graph.nodes[edge.target].process] = int(edge.source_port.removeprefix("via"))
-        self._trampoline_of = {  # by the edge of merged responses
-            edge: int(bundles.source_port.removeprefix("via")) for edge, bundles in bundle_edges(graph, here).items()
-        }
-        self.incarnation_of: Callable[[str], Identity | None] = lambda process: None  # the current one
         self._server_of = {  # by the edge of its responses
             edge.id: int(graph.edges[edge.response_to].source_port.removeprefix("server"))
             for edge in graph.edges.values()
@@ -83,19 +75,17 @@ class Failover:
 
     def leftovers(self) -> list[str]:
         """What is left when all requests have ended and no message is in flight."""
-        late = [f"{process} counts as late" for process in self.client.servers.late if process.startswith("via ")]
+        late = [f"server {server} counts as late" for server in self.client.servers.late]
         return [f"parts of {tag}" for tag in self.client.tags] + late
 
-    def mark_lost(self, process: str) -> None:
+    def mark_lost(self, process: str, sources: Iterable[str] = ()) -> None:
         """Mark the server lost. Its pending parts wait for `settle`: a part may be the cause of the death. Its edges are closed: what is
-        to be sent there later comes to `on_unsent`."""
+        to be sent there later comes to `on_unsent`. `sources`: of its tags, which have ended with it."""
+        for source in sources:
+            self.client.roll_back(source, ENDED)
         self.client.servers.lose(process)
-        self.client.lose(process)
         if any(self._missing_at(frozenset(self._servers.get(process, [])))):
             self.client.servers.lose(process, awaits_cause=True)
-        if (trampoline := self._trampolines.get(process)) is not None:
-            for tag, part in self.client.lose_trampoline(trampoline):
-                self._redispatch_forwarded(tag, part)
 
     def settle(self, process: str, cause: DeathCause | None) -> None:
         """Redo the pending parts of a lost server, now that the cause of its death is known, or (None) has not come in time: after a crash
@@ -129,16 +119,13 @@ class Failover:
     def on_response(self, edge: int, tag: Tag, message: Message) -> None:
         """Record the response of a server, and send the next one of parts that go one by one. The runner calls this before it matches the
         response."""
-        trampoline = self._trampoline_of.get(edge)
-        if trampoline is not None:
-            self._on_forwarded(trampoline, tag, message)
-            return
         server = self._server_of.get(edge)
         if server is None:
             return  # of a KV transfer
         self.client.record_response(server, tag)
-        is_alone = self.client.computes_alone and message.kind != FAILED
-        if is_alone and (requests := self.client.next_request(tag, message.decode_header(PartHeader).part)):
+        if message.kind == FAILED:
+            self._on_failed(tag, message.decode_header(FailedHeader))
+        elif self.client.computes_alone and (requests := self.client.next_request(tag, message.decode_header(PartHeader).part)):
             self._runner.emit(self._dispatch, tag, requests)
 
     def hedge(self) -> None:
@@ -157,12 +144,9 @@ class Failover:
         return found
 
     def on_unsent(self, output: RoutedOutput) -> None:
-        """Redispatch parts that were split before the loss of their server, or of their trampoline, was known."""
-        header = output.payload.header
-        parts = [each.part for each in header.parts] if isinstance(header, BundleHeader) else [part_of(output.payload)]
-        for part in parts:
-            if part is not None:
-                self._redispatch(output.tag, part)
+        """Redispatch a part that was split before the loss of its server was known."""
+        if (part := part_of(output.payload)) is not None:
+            self._redispatch(output.tag, part)
 
     def unavailable_text(self) -> str | None:
         """The user-visible reason why no step can be computed now; None when every expert has a replica."""
@@ -175,28 +159,12 @@ class Failover:
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
-    def _on_forwarded(self, trampoline: int, tag: Tag, message: Message) -> None:
-        if message.kind != FAILED:
-            self.client.record_forwarded(trampoline, tag, message.decode_header(PlanHeader).parts)
-            return
-        header = message.decode_header(FailedHeader)
-        if header.part is None or header.lost is None:
-            self.client.record_forwarded(trampoline, tag, () if header.part is None else (header.part,))
-            return
-        self.client.record_undelivered(trampoline, tag, header.part)
-        server = self.client.server_of(tag, header.part)
-        # Of a server that is in use, this worker has yet to learn the end, and its cause, from the launcher: `settle` follows.
-        process = None if server is None else self.client.processes[server]
-        if process in self.client.servers.lost or (process is not None and Identity(process, header.lost) != self.incarnation_of(process)):
-            self._redispatch_forwarded(tag, header.part)
-
-    def _redispatch_forwarded(self, tag: Tag, part: int) -> None:
-        """Redispatch a part that a trampoline did not deliver, unless `settle` decides on it, or has decided that its step is to fail."""
-        server = self.client.server_of(tag, part)
-        if server is None or self.client.processes[server] in self.client.servers.due:
-            return
-        if part in self._missing(tag):
-            self._redispatch(tag, part)
+    def _on_failed(self, tag: Tag, header: FailedHeader) -> None:
+        """A trampoline has lost what a part needs."""
+        if header.cause == FailureCause.CRASHED:
+            self._steps.fail_steps([tag], header.error, crashed=True)
+        elif header.cause == FailureCause.LOST and header.part in self._missing(tag):
+            self._redispatch(tag, header.part)
 
     def _missing(self, tag: Tag) -> list[int]:
         return self._runner.missing(self._combine, self._gather, tag)

@@ -2,25 +2,27 @@
 
 Each client of the expert servers has one Servers, which owns this fact. Others ask it, and report what they see:
 
-| event | state of the process |
+| event | state |
 |---|---|
-| `lose`: its incarnation has ended | lost; parts that were sent there wait for the cause of the death, until it is `due` |
+| `lose`: the incarnation of its process has ended | lost; parts that were sent there wait for the cause of the death, until it is `due` |
 | `settle`: its parts are redone | lost |
 | `join`: its next incarnation is linked | usable |
 | `note_late`: a part there is late | late: until a response arrives (`note_response`), others are preferred |
 | `avoid`: it returned NaN or infinity for finite rows | avoided for AVOIDED_SECONDS, others are preferred |
 | HedgingPolicy finds it slower than the others | slow: others are preferred, but for some tags |
 
-No part is sent to a lost server. A server that is late, avoided or slow still computes the experts that no other one has. A trampoline that
-is lost or late forwards no part: parts go directly, to its own server too (trampoline.py).
+No part is sent to a lost server. A server that is late, avoided or slow still computes the experts that no other one has. A trampoline
+(trampoline.py) is a server as well, with the experts of the servers behind it that are not lost. It gets the first parts of a tag in place
+of these, while it and all of them are usable or lost.
 
 The compute thread calls `replica_table`, `end_split` and `avoid`; the loop makes all other calls. Each is one step on a dict or a set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 
 import torch
 
@@ -47,18 +49,23 @@ class ServerState(StrEnum):
 
 class Servers:
     """`expert_map` is the placement of the graph. Its servers are numbers, as in the ports "server<s>"; `processes` are their names. `now`
-    returns the time in seconds."""
+    returns the time in seconds. `behind`: trampoline -> the servers behind it."""
 
     def __init__(
-        self, expert_map: ExpertMap, processes: Sequence[str], device: torch.device | str = "cpu", now: Callable[[], float] = lambda: 0.0
+        self,
+        expert_map: ExpertMap,
+        processes: Sequence[str],
+        device: torch.device | str = "cpu",
+        now: Callable[[], float] = lambda: 0.0,
+        behind: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> None:
-        self.processes, self._full, self._device, self._now = processes, expert_map, device, now
+        self.processes, self._full, self._device, self._now, self.behind = processes, expert_map, device, now, behind
         self._numbers: dict[str, list[int]] = {}
         for server, process in enumerate(processes):
             self._numbers.setdefault(process, []).append(server)
         self._lost: dict[str, float | None] = {}  # process -> until when the cause of its death is awaited; None: no part waits for it
-        self._late: set[str] = set()  # servers, and trampolines as f"via {process}"
-        self._avoided_until: dict[str, float] = {}
+        self._late: set[int] = set()
+        self._avoided_until: dict[int, float] = {}
         self.hedging = HedgingPolicy(len(processes))
         self.omitted = OmittedExperts(now)
         self._tables_in_use: ReplicaTables | None = None  # of the tag that is being split now
@@ -72,9 +79,9 @@ class Servers:
         is_new = process not in self._lost
         self._lost[process] = self._now() + CAUSE_SECONDS if awaits_cause else self._lost.get(process)
         if is_new:
-            self._late -= {process, via(process)}
-            self._avoided_until.pop(process, None)
             for server in self._numbers.get(process, ()):
+                self._late.discard(server)
+                self._avoided_until.pop(server, None)
                 self.hedging.forget(server)
             self._update_map()
 
@@ -91,45 +98,40 @@ class Servers:
             del self._lost[process]
             self._update_map()
 
-    def note_late(self, process: str) -> None:
-        self._late.add(process)
+    def note_late(self, server: int) -> None:
+        self._late.add(server)
 
-    def note_response(self, process: str) -> None:
-        self._late.discard(process)
+    def note_response(self, server: int) -> None:
+        self._late.discard(server)
 
-    def avoid(self, process: str) -> bool:
+    def avoid(self, server: int) -> bool:
         """Avoid a server for a while. Returns whether it was not avoided before."""
-        is_new = self._now() >= self._avoided_until.get(process, 0.0)
-        self._avoided_until[process] = self._now() + AVOIDED_SECONDS
+        is_new = self._now() >= self._avoided_until.get(server, 0.0)
+        self._avoided_until[server] = self._now() + AVOIDED_SECONDS
         return is_new
 
     # --- states -----------------------------------------------------------------------------------------------------------
 
-    def state(self, process: str) -> ServerState:
-        if process in self._lost:
+    def state(self, server: int) -> ServerState:
+        if self.is_lost(server):
             return ServerState.LOST
-        if process in self._late:
+        if server in self._late:
             return ServerState.LATE
-        if self._avoided_until.get(process, 0.0) > self._now():
+        if self._avoided_until.get(server, 0.0) > self._now():
             return ServerState.AVOIDED
-        is_slow = any(server in self.hedging.slow for server in self._numbers.get(process, ()))
-        return ServerState.SLOW if is_slow else ServerState.USABLE
+        return ServerState.SLOW if server in self.hedging.slow else ServerState.USABLE
 
     def is_lost(self, server: int) -> bool:
         """Also for UNAVAILABLE."""
         return server == UNAVAILABLE or self.processes[server] in self._lost
 
-    def may_forward(self, process: str) -> bool:
-        """Whether the trampoline in this process is used."""
-        return process not in self._lost and via(process) not in self._late
+    @property
+    def late(self) -> list[int]:
+        return sorted(self._late)
 
     @property
     def lost(self) -> list[str]:
         return sorted(self._lost)
-
-    @property
-    def late(self) -> list[str]:
-        return sorted(self._late)
 
     @property
     def due(self) -> dict[str, float]:
@@ -143,13 +145,15 @@ class Servers:
 
     # --- replica tables ---------------------------------------------------------------------------------------------------
 
-    def replica_table(self, layer: int) -> ReplicaTable:
+    def replica_table(self, layer: int, forwards: bool = True) -> ReplicaTable:
         """The replica table for splitting a new tag. It avoids slow servers where another server holds a replica, but for some tags, which
-        show when they have recovered. `end_split` must follow."""
+        show when they have recovered. `forwards`: it uses trampolines. `end_split` must follow."""
         states = {ServerState.LATE, ServerState.AVOIDED}
         if not (self.hedging.slow and self.hedging.probes()):
             states.add(ServerState.SLOW)
-        tables = self._tables_in_use = self._tables_avoiding(self._in(states))
+        avoided = self._in(states)
+        used = [each for each, behind in self.behind.items() if forwards and not self.is_lost(each) and avoided.isdisjoint({each, *behind})]
+        tables = self._tables_in_use = self._tables_avoiding(avoided.union(*(self.behind[each] for each in used)), used)
         return tables.of(layer)
 
     def end_split(self) -> None:
@@ -169,38 +173,33 @@ class Servers:
     def _in(self, states: Collection[ServerState]) -> frozenset[int]:
         if not (self._late or self._avoided_until or self.hedging.slow):
             return frozenset()
-        return frozenset(server for process, own in self._numbers.items() if self.state(process) in states for server in own)
+        return frozenset(server for server in range(len(self.processes)) if self.state(server) in states)
 
-    def _tables_avoiding(self, avoided: frozenset[int]) -> ReplicaTables:
-        tables = self._tables.get(avoided)
+    def _tables_avoiding(self, avoided: frozenset[int], trampolines: Sequence[int] = ()) -> ReplicaTables:
+        """The tables that use no other trampolines."""
+        key = avoided, tuple(trampolines)
+        tables = self._tables.get(key)
         if tables is None:
-            tables = self._tables[avoided] = ReplicaTables(self._map, avoided, len(self.processes), self._device)
+            others = self.behind.keys() - {*trampolines}
+            tables = self._tables[key] = ReplicaTables(self._map.without_servers(others), avoided, len(self.processes), self._device)
         return tables
 
     def _update_map(self) -> None:
-        left = self._full
-        for server in range(len(self.processes)):
-            if self.is_lost(server):
-                left = left.without_server(server)
+        left = self._full.without_servers(filter(self.is_lost, range(len(self.processes)))).reached_through(self.behind)
         self._map, self.map_version = left, self.map_version + 1
         layers: list[int | None] = [*self._full.by_layer] or [None]
         missing = {layer: frozenset(left.missing(layer)) - frozenset(self._full.missing(layer)) for layer in layers}
         # Experts without a replica in some layer in which the graph places one.
         self.unavailable_experts = sorted(frozenset[int]().union(*missing.values()))
         self.omitted.update(missing)
-        self._tables: dict[frozenset[int], ReplicaTables] = {}  # by the avoided servers
-
-
-def via(process: str) -> str:
-    """The trampoline in a process, as the subject of `note_late`."""
-    return f"via {process}"
+        self._tables: dict[tuple[frozenset[int], tuple[int, ...]], ReplicaTables] = {}  # by avoided servers and used trampolines
 
 
 class ReplicaTables:
     """Tables made at their first use. Equal layers share one. `avoided`: servers that get nothing where another one holds a replica."""
 
     def __init__(self, expert_map: ExpertMap, avoided: frozenset[int], num_servers: int, device: torch.device | str) -> None:
-        self._map, self._behind, self._num_servers, self._device = expert_map, avoided, num_servers, device
+        self._map, self._unwanted, self._num_servers, self._device = expert_map, avoided, num_servers, device
         self._by_layer: dict[int, ReplicaTable] = {}
         self._made: dict[Replicas, ReplicaTable] = {}
 
@@ -208,8 +207,8 @@ class ReplicaTables:
         table = self._by_layer.get(layer)
         if table is None:
             replicas = self._map.table(layer)
-            if self._behind:
-                replicas = tuple(tuple(server for server in servers if server not in self._behind) or servers for servers in replicas)
+            if self._unwanted:
+                replicas = tuple(tuple(server for server in servers if server not in self._unwanted) or servers for servers in replicas)
             table = self._made.get(replicas)
             if table is None:
                 table = self._made[replicas] = ReplicaTable.from_lists(replicas, self._num_servers, self._device)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from flowrt.costs.links import profile_of
 from flowrt.graph.document import Path_
@@ -17,7 +17,7 @@ from flowrt.graph.kinds import Keeps, all_kinds, kind_of
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, role_of
 from flowrt.graph.notation import nearest, specs_disagree
 from flowrt.graph.numerics import is_strict, processes_of_one_thread_count, strict_processes
-from flowrt.graph.placement import Held, experts_map, held_experts
+from flowrt.graph.placement import Held, experts_map, held_experts, server_nodes
 from flowrt.graph.reach import Flow, Point, follow
 from flowrt.graph.recovery import (
     attention_groups,
@@ -29,7 +29,6 @@ from flowrt.graph.recovery import (
     survivable_processes,
 )
 from flowrt.graph.settings import ReliabilitySettings
-from flowrt.graph.trampoline_edges import check_trampolines
 from flowrt.transports.wire.message import DTYPE_BYTES
 
 _FAULT_PLAN = re.compile(r"^faulty\+|(?<=[\w.+-])\?.*$")  # faulty+shm?drop@100 is shm with injected faults
@@ -139,7 +138,8 @@ def _check_responses(graph: Graph) -> Iterator[Problem]:
         path: Path_ = ("edges", edge.name, "response_to")
         request = graph.edges[edge.response_to]
         client, receiver = graph.nodes[request.source].process, graph.nodes[edge.target].process
-        if request.target != edge.source or request.response_to is not None:
+        through = graph.nodes[request.target].kind.forwards and graph.nodes[request.target].process == graph.nodes[edge.source].process
+        if (request.target != edge.source and not through) or request.response_to is not None:
             yield Problem(path, f"{request} does not lead to {edge.source}; name an edge that leads to {edge.source}")
         elif client != receiver:
             text = f"the request comes from process {client}, its response goes to {receiver} and its credit is lost; respond to {client}"
@@ -241,7 +241,7 @@ def _check_credits(graph: Graph) -> Iterator[Problem]:
     is_model = any(node.kind.schedules for node in graph.nodes.values())
     tags, what = (graph.micro_batches, "micro-batches") if is_model else (graph.limits.in_flight, "tags in flight")
     for edge in graph.edges.values():
-        if edge.response_to is not None or not graph.crosses(edge) or graph.nodes[edge.source].kind.relays == "responses":
+        if edge.response_to is not None or not graph.crosses(edge):
             continue
         path: Path_ = ("edges", edge.name, "credits")
         if edge.credits < 1:
@@ -302,7 +302,7 @@ def _check_model(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:
         if layers != facts.num_layers:
             text = f"expected {facts.num_layers} layers, got {layers}; expand the graph again for this model"
             yield Problem((*path, "num_layers"), text)
-        if node.kind.combines == "results" and facts.shared_experts != _adds_shared_experts(graph, node):
+        if node.kind.combines and facts.shared_experts != _adds_shared_experts(graph, node):
             has, lacks = ("model", "graph has no node for them") if facts.shared_experts else ("graph", "model has none")
             yield Problem(("nodes", node.name), f"the {has} has shared experts, the {lacks}; expand it again for this model")
         if node.kind.holds_experts:
@@ -311,7 +311,7 @@ def _check_model(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:
             except ValueError as error:
                 yield Problem((*path, "experts"), str(error))
                 return
-    for node in built_in:
+    for node in sorted(built_in, key=lambda node: not node.kind.forwards):  # first, what trampolines have behind them
         if node.kind.dispatches:
             yield from _check_dispatch(graph, node, held, facts)
 
@@ -348,18 +348,42 @@ def _check_dispatch(graph: Graph, node: Node, held: dict[str, Held], facts: Mode
                 text = f"{edges[0].target} does not hold expert {absent[0]} in layer {layer}; place it there, or leave it out here"
                 yield Problem(here, text)
                 return
-    yield from (Problem(key, text) for key, text in check_trampolines(graph, node))
+    yield from _check_servers(graph, node)
     for edge in leading:
         if edge.source_port.startswith("server") and edge.source_port.removeprefix("server") not in servers:
             server = edge.source_port.removeprefix("server")
             yield Problem(path, f"{node.name}.{edge.source_port} leads to a server without experts here; add {server!r}: its experts")
             return
     placement = experts_map(wanted, facts.num_experts)
+    if node.kind.forwards:
+        held[node.name] = {layer: tuple(sorted({*chain(*(each[layer] for each in wanted.values()))})) for layer in facts.moe_layers}
+        return
     for layer in facts.moe_layers:
         missing = placement.missing(layer)
         if missing:
             yield Problem(path, f"expert {missing[0]} has no replica in layer {layer}; place it on at least one server")
             return
+
+
+def _check_servers(graph: Graph, node: Node) -> Iterator[Problem]:
+    """Each server responds, and each server behind a trampoline is a server of the node too: parts go past a trampoline that is lost."""
+    responded = {edge.response_to for edge in graph.edges.values()}
+    trampoline_of: dict[str, str] = {}
+    nodes = server_nodes(graph, node.name)
+    for edge in graph.edges_from(node.name):
+        path: Path_ = ("edges", edge.name)
+        if not edge.source_port.startswith("server"):
+            continue
+        if edge.name not in responded:
+            yield Problem(path, f"no response to {edge} leads back; connect its results to {node.process}, with response_to: {edge.name}")
+            return
+        for server in server_nodes(graph, edge.target).values() if graph.nodes[edge.target].kind.forwards else ():
+            if server not in nodes.values():
+                yield Problem(path, f"{node.name} has no port that leads to {server}, behind {edge.target}; connect one")
+                return
+            if (other := trampoline_of.setdefault(server, edge.target)) != edge.target:
+                yield Problem(path, f"both {other} and {edge.target} forward to {server}; remove one of them")
+                return
 
 
 def _check_emulation(graph: Graph) -> Iterator[Problem]:

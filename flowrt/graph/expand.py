@@ -8,14 +8,17 @@ Per group g, in process `attention.g`, and alike per prefill worker p, in proces
 With `servers: colocated`, process `attention.g` also holds the `experts` node of server g, to which every group dispatches.
 
 A prefill worker has `kv_pack` and `kv_progress` besides, and then each group has `kv_unpack`, which pulls the KV of prompts. Trampolines
-(trampoline_edges.py) add nodes between dispatch, servers and combine. Where the model has shared experts, the residual reaches `combine`
-through `shared`, which adds them. The layers of the model are one cycle whose edges advance the tag. `combine` waits for the residual, the
-plan, and the number of parts in the plan.
+(exchange/trampoline.py) are further servers of dispatch, with `forward` and `merge` in processes of servers: with A groups in a domain and
+E > A servers, trampoline t serves those servers s with s % A == t, itself included.
+
+Where the model has shared experts, the residual reaches `combine` through `shared`, which adds them. The layers of the model are one cycle
+whose edges advance the tag. `combine` waits for the residual, the plan, and the number of parts in the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from msgspec import UNSET
@@ -37,8 +40,8 @@ from flowrt.graph.schema import (
     RoleSection,
 )
 from flowrt.graph.settings import Batching, GraphLimits, Numerics
-from flowrt.graph.trampoline_edges import MIN_SAVED_MESSAGES
 
+MIN_SAVED_MESSAGES = 18  # from which on `trampoline: auto` uses trampolines; measured by flowrt bench trampoline
 PULLS_IN_FLIGHT = 8  # chunks that a group requests ahead from each prefill worker
 _EXPERTS = ("deploy", "experts")
 _LINK = ("deploy", "links", "attention-experts")
@@ -61,7 +64,7 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
     for name, experts in zip(only_servers, held, strict=False):
         nodes[name] = NodeSection(operator="experts", process=name, options={"experts": held_option(experts)}, batches=_batches(deploy))
     trampolines = _servers_of_trampolines(deploy)
-    _add_trampolines(nodes, edges, trampolines, deploy.attention)
+    _add_trampolines(nodes, edges, trampolines, held, deploy.attention)
     _choose_int8(nodes, edges, deploy.experts.int8)
     links, prefill = deploy.links, deploy.prefill.workers
     pairs = {
@@ -242,28 +245,32 @@ def trampoline_choice(deploy: DeploySection) -> str:
 
 
 def _add_trampolines(
-    nodes: dict[str, NodeSection], edges: dict[str, EdgeSection], trampolines: dict[int, list[int]], attention: AttentionSection
+    nodes: dict[str, NodeSection],
+    edges: dict[str, EdgeSection],
+    trampolines: dict[int, list[int]],
+    held: Sequence[Held],
+    attention: AttentionSection,
 ) -> None:
-    """Add the nodes and edges of trampolines to the expanded groups and servers."""
-    groups = [f"attention.{group}" for group in range(attention.groups)]
+    """Add the nodes and edges of trampolines to the expanded groups and servers. `held`: the experts of each server."""
     for trampoline, servers in trampolines.items():
         at = f"experts.{trampoline}"
-        nodes[f"{at}.forward"] = NodeSection(operator="forward", process=at)
-        nodes[f"{at}.return"] = NodeSection(operator="return", process=at)
-        for server in servers:
-            # A credit for each micro-batch of each group: a server that stands still holds up no part of another server.
-            credits = attention.groups * attention.micro_batches if server != trampoline else None
-            request = edge_name(f"{at}.forward.server{server}", f"experts.{server}.rows")
+        behind = {str(number): held_option(held[server]) for number, server in enumerate(servers)}
+        nodes[f"{at}.forward"] = NodeSection(operator="forward", process=at, options={"servers": behind})
+        nodes[f"{at}.merge"] = NodeSection(operator="merge", process=at)
+        edges[edge_name(f"{at}.forward.plan", f"{at}.merge.plan")] = EdgeSection()
+        for number, server in enumerate(servers):
+            # As many as parts that the groups may send here: a server that stands still holds up no part of another server.
+            credits = attention.groups * (attention.micro_batches + 1) if server != trampoline else None
+            request = edge_name(f"{at}.forward.server{number}", f"experts.{server}.rows")
             edges[request] = EdgeSection(credits=credits)
-            edges[edge_name(f"experts.{server}.results", f"{at}.return.results")] = EdgeSection(response_to=request)
-        for number, group in enumerate(groups):
-            bundles = edge_name(f"{group}.dispatch.via{trampoline}", f"{at}.forward.bundle")
-            edges[bundles] = EdgeSection(credits=attention.micro_batches * len(servers))  # Trampolines.route bounds the parts
-            edges[edge_name(f"{at}.return.group{number}", f"{group}.collect.bundle")] = EdgeSection()
-    for group in groups if trampolines else ():
-        nodes[f"{group}.collect"] = NodeSection(operator="collect", process=group)
-        for place in range(max(map(len, trampolines.values()))):
-            edges[edge_name(f"{group}.collect.part{place}", f"{group}.combine.parts")] = EdgeSection()
+            edges[edge_name(f"experts.{server}.results", f"{at}.merge.parts")] = EdgeSection(response_to=request)
+        experts = held_option({layer: tuple(sorted({*chain(*(held[server][layer] for server in servers))})) for layer in held[trampoline]})
+        for group in (f"attention.{number}" for number in range(attention.groups)):
+            known = nodes[f"{group}.dispatch"].options["servers"]
+            request = edge_name(f"{group}.dispatch.server{len(known)}", f"{at}.forward.rows")
+            known[str(len(known))] = experts
+            edges[request] = EdgeSection()
+            edges[edge_name(f"{at}.merge.results", f"{group}.combine.parts")] = EdgeSection(response_to=request)
 
 
 def _choose_int8(nodes: dict[str, NodeSection], edges: dict[str, EdgeSection], choice: str) -> None:

@@ -56,9 +56,8 @@ def build_explicit(file: GraphFile, document: Document) -> tuple[dict[str, Node]
         pair = role_pair(built[ends[name][0]].process, built[ends[name][2]].process)
         if pair is not None:
             pairs[pair] = None
-        is_response = section.response_to is not None or built[ends[name][0]].kind.relays == "responses"
         # One more for requests: a micro-batch that goes on does not wait for the response to an abandoned request (EaaS section 3.2).
-        default = 0 if is_response else num_credits + (name in requests)
+        default = 0 if section.response_to is not None else num_credits + (name in requests)
         link = {} if pair is None else _link(file.links, pair, section, default)
         built_edges[name] = _edge(name, section, ends, built, link, document)
     for key in file.links:
@@ -181,7 +180,7 @@ def _edge(
                 document.fail((*path, key), f"both ends are in process {nodes[source].process}, where no link is used; remove the key")
     if section.response_to is not None and section.response_to not in ends:
         document.fail((*path, "response_to"), f"there is no edge {section.response_to!r}; {nearest(section.response_to, ends)}")
-    if section.credits not in (UNSET, None) and (section.response_to is not None or nodes[source].kind.relays == "responses"):
+    if section.credits not in (UNSET, None) and section.response_to is not None:
         document.fail((*path, "credits"), "a response needs no credits: the request's return with it; remove the key")
     return Edge(
         *ends[name],

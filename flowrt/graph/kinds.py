@@ -66,13 +66,13 @@ class Kind:
     ValueError for wrong options.
 
     What a graph is checked and run by:
-    `stateful`: it fires in step order. `batches`: how it batches, unless the node says so. `keeps`: its state. Experts and relays serve
-    requests and keep nothing; all others work on the sequences of their group, and their state counts as the group's.
+    `stateful`: it fires in step order. `batches`: how it batches, unless the node says so. `keeps`: its state. Experts and trampolines
+    serve requests and keep nothing; all others work on the sequences of their group, and their state counts as the group's.
     `takes_each`: it fires for each message, also for several of one tag.
     `emits`: it makes tags instead of waiting for them, at layer 0, or at every layer for the output ports of `every_layer` ("*": all).
     `schedules`: it emits the steps of a group, so its process is a pipeline.
-    `relays`: it fires without a credit on every edge that it may send on, and passes the requests of a bundle on, or their responses back.
-    `combines`: it takes the responses of servers: as the results of the layer, or to pass them on, where it cuts those of a relay.
+    `forwards`: it sends the rows of a request on, and another node of its process responds to the request.
+    `combines`: it adds the responses of servers to the residual stream.
     `kv`: it is an end of KV transfers. `is_early`: what it takes leaves a firing before the firing's end.
 
     What it costs: `parts` are the parts of the checkpoint that it reads (operators/families/family.py). `load` says what firings of
@@ -99,8 +99,8 @@ class Kind:
     emits: bool = False
     every_layer: tuple[str, ...] = ()
     schedules: bool = False
-    relays: Literal["", "requests", "responses"] = ""
-    combines: Literal["", "results", "relayed"] = ""
+    forwards: bool = False
+    combines: bool = False
     kv: Literal["", "offers", "pulls"] = ""
     is_early: bool = False
     parts: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ class Kind:
     @property
     def serves(self) -> bool:
         """It takes requests with rows for experts."""
-        return self.holds_experts or self.relays == "requests"
+        return self.holds_experts or self.forwards
 
     @property
     def sends_extra(self) -> bool:

@@ -219,6 +219,12 @@ class Graph(GraphSettings, frozen=True, dict=True):
             outbound[edge.source].append(edge)
         return outbound
 
+    @cached_property
+    def responders(self) -> dict[str, str]:
+        """Nodes that respond to the requests of another node of their process -> that node."""
+        requests = {edge.source: self.edges[edge.response_to] for edge in self.edges.values() if edge.response_to is not None}
+        return {name: request.target for name, request in requests.items() if request.target != name}
+
     def edges_from(self, node: str) -> list[Edge]:
         return self._outbound[node]
 

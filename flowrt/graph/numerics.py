@@ -21,7 +21,7 @@ def strict_exchanges(graph: Graph) -> frozenset[str]:
     """The processes whose rows to and from experts have the strict form: strict clients, their servers, and all clients of these."""
     into = [(graph.nodes[edge.source], graph.nodes[edge.target]) for edge in graph.edges.values()]
     pairs = [(source.process, target.process) for source, target in into if target.kind.serves]
-    clients = (source.process for source, target in into if target.kind.serves and not source.kind.relays)
+    clients = (source.process for source, target in into if target.kind.serves and not source.kind.serves)
     found = {process for process in clients if is_strict(graph, process)}
     while grown := {process for pair in pairs if not found.isdisjoint(pair) for process in pair} - found:
         found |= grown

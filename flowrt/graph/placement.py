@@ -99,6 +99,19 @@ def experts_map(held: Mapping[int, Held], num_experts: int) -> ExpertMap:
     return ExpertMap(((),) * num_experts, tables)
 
 
+def server_nodes(graph: Graph, dispatch: str) -> dict[int, str]:
+    """The nodes to which the ports "server<s>" of a dispatch node lead, by s."""
+    edges = [edge for edge in graph.edges_from(dispatch) if edge.source_port.startswith("server")]
+    return {int(edge.source_port.removeprefix("server")): edge.target for edge in edges}
+
+
+def servers_behind(graph: Graph, dispatch: str) -> dict[int, frozenset[int]]:
+    """Of a dispatch node: the number of each trampoline -> those of the servers behind it."""
+    nodes = server_nodes(graph, dispatch)
+    behind = {number: server_nodes(graph, name).values() for number, name in nodes.items() if graph.nodes[name].kind.forwards}
+    return {number: frozenset(server for server, name in nodes.items() if name in names) for number, names in behind.items()}
+
+
 def expert_map_of(graph: Graph, dispatch: str, moe_layers: Sequence[int], num_experts: int) -> ExpertMap:
     """The first map of the node named `dispatch`: its port "server<s>" leads to server s."""
     servers: Mapping[str, Any] = graph.nodes[dispatch].options["servers"]

@@ -1,7 +1,6 @@
 """`dispatch`, `experts` and `combine`: the rows of an MoE layer go to the servers of their experts, and the results come back.
 
-The trampolines between them relay: `forward` cuts a bundle into the parts that dispatch would have sent, `return` merges the responses to
-it, and `collect` cuts what is merged (exchange/trampoline.py).
+In the process of a trampoline, `forward` and `merge` do the same with one part (exchange/trampoline.py).
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from flowrt.costs.work import FiringLoad, Work
-from flowrt.dataflow.parts import BundleHeader, PartHeader, PlanHeader
+from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.graph.kinds import Keeps, Kind, Port
-from flowrt.graph.placement import expert_map_of, held_experts
+from flowrt.graph.placement import expert_map_of, held_experts, server_nodes, servers_behind
 from flowrt.graph.settings import Batching
-from flowrt.graph.trampoline_edges import forwarded_servers, group_ports, window_of
 from flowrt.kinds.site import Site
 from flowrt.kinds.weights import row_bytes_of, weight_elements
 from flowrt.transports.wire.message import DTYPE_BYTES
@@ -29,19 +27,15 @@ MAX_BATCH_BYTES = 1 << 30  # of rows and intermediate values when an expert serv
 
 
 def client_of(site: Site) -> ExpertClient:
-    """The client of the process's dispatch node, of which a group has one at most, with the expert map of the graph."""
+    """The client of the process's dispatch node, of which it has one at most, with the expert map of the graph."""
     from flowrt.exchange.expert_client import ExpertClient
-    from flowrt.exchange.trampoline import Trampolines
 
     graph, config = site.graph, site.config
     node = next(node for node in graph.nodes_of(site.process) if node.kind.dispatches)
-    process_of = {edge.source_port: graph.nodes[edge.target].process for edge in graph.edges_from(node.name)}
-    processes = [process_of[f"server{server}"] for server in range(len(node.options["servers"]))]
-    edges = forwarded_servers(graph, node.name)
-    forwarding = {number: process_of[f"via{number}"] for number in edges}
-    trampolines = Trampolines(edges, forwarding, {number: window_of(graph, process) for number, process in forwarding.items()})
+    nodes = server_nodes(graph, node.name)
+    processes = [graph.nodes[nodes[server]].process for server in range(len(node.options["servers"]))]
     expert_map = expert_map_of(graph, node.name, config.moe_layers, config.num_experts)
-    return ExpertClient(expert_map, processes, site.device, site.now, trampolines)
+    return ExpertClient(expert_map, processes, site.device, site.now, servers_behind(graph, node.name))
 
 
 def _build_experts(site: Site, node: Any) -> Any:
@@ -77,26 +71,22 @@ def _work_of_experts(config: Any, load: FiringLoad) -> Work:
 def _build(site: Site, node: Any) -> Any:
     """The functions that compute nothing."""
     from flowrt.exchange.dispatch import Combine, Dispatch
-    from flowrt.exchange.trampoline import Collect, Return, forward
+    from flowrt.exchange.trampoline import Forward, Merge
 
-    if node.kind.relays:
-        return forward if node.kind.relays == "requests" else Return(group_ports(site.graph, node.name))
-    client = site.once(client_of)
+    client, num_active = site.once(client_of), site.config.num_experts_per_token
     if node.kind.dispatches:
-        return Dispatch(client, site.strict)
-    return Combine(client, site.strict) if node.kind.gathers else Collect(client.parts, site.strict)
+        return Forward(client, num_active, site.strict) if node.kind.forwards else Dispatch(client, site.strict)
+    return Combine(client, site.strict) if node.kind.combines else Merge(client, site.strict)
 
 
 _PART = "[rows,hidden] int64[pairs] int64[pairs] [pairs]"
 _REQUESTS = Port("server*", _PART, header=PartHeader, int8="dispatch")
-_BUNDLES = Port("via*", "[distinct,hidden] int64[rows] int64[pairs] int64[pairs] [pairs]", header=BundleHeader, int8="dispatch")
 _PLAN = Port("plan", strict_tensors="[rows,active]", repeated="int64[any]", header=PlanHeader)
 _responses = partial(Port, tensors="[rows,hidden]", strict_tensors="[pairs,hidden]")
 _serves = partial(Kind, keeps=Keeps.NOTHING, takes_each=True)
-_merged = Batching(min_tags=1, max_wait_seconds=200e-6)
 
 KINDS = (
-    Kind("dispatch", ("x", "routing"), (_PLAN, _REQUESTS, _BUNDLES), options=("servers",), build=_build),
+    Kind("dispatch", ("x", "routing"), (_PLAN, _REQUESTS), options=("servers",), build=_build),
     _serves(
         "experts",
         ("rows",),
@@ -116,17 +106,23 @@ KINDS = (
         ("residual", "plan", "parts"),
         (Port("y", "[rows,hidden]", is_residual=True),),
         gathers={"parts": "plan"},
-        combines="results",
+        combines=True,
         build=_build,
     ),
-    _serves("forward", ("bundle",), (_REQUESTS,), relays="requests", build=_build),
     _serves(
-        "return",
-        ("results",),
-        (_responses("group*", header=PlanHeader, int8="combine"),),
-        batches=_merged,
-        relays="responses",
+        "forward",
+        ("rows",),
+        (Port("plan", "[rows,hidden] int64[pairs]", repeated="int64[any]", header=PlanHeader), _REQUESTS),
+        options=("servers",),
+        forwards=True,
         build=_build,
     ),
-    Kind("collect", ("bundle",), (_responses("part*", header=PartHeader),), takes_each=True, combines="relayed", build=_build),
+    Kind(
+        "merge",
+        ("plan", "parts"),
+        (_responses("results", header=PartHeader, int8="combine"),),
+        gathers={"parts": "plan"},
+        keeps=Keeps.NOTHING,
+        build=_build,
+    ),
 )

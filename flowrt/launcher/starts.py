@@ -53,9 +53,8 @@ def _operators_of(graph: Graph, process: str) -> str:
 
 
 def _operator_of(graph: Graph, node: Node) -> tuple[object, ...]:
-    """A dispatch node has a client of the servers' processes, which it knows by name; a return node knows its groups."""
-    servers = [edge for edge in graph.edges_from(node.name) if edge.source_port.startswith(("server", "via", "group"))]
-    servers = servers if node.kind.dispatches or node.kind.relays == "responses" else []
+    """A dispatch node has a client of the servers' processes, which it knows by name."""
+    servers = [edge for edge in graph.edges_from(node.name) if node.kind.dispatches and edge.source_port.startswith("server")]
     return node.operator, node.options, [(edge.source_port, graph.nodes[edge.target].process) for edge in servers]
 
 

@@ -5,7 +5,7 @@ The placement of replicas is in flowrt/graph/placement.py; operators/dispatch.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 Replicas = tuple[tuple[int, ...], ...]  # expert -> the servers that hold it, ascending; () if no server holds it
@@ -48,15 +48,22 @@ class ExpertMap:
         """The unavailable experts: no server can take rows for them."""
         return tuple(expert for expert, servers in enumerate(self.table(layer)) if not servers)
 
-    def without_server(self, server: int) -> ExpertMap:
-        """Returns a map in which `server` holds no expert; the same map if it held none."""
-        if server not in self.servers:
-            return self
+    def without_servers(self, servers: Iterable[int]) -> ExpertMap:
+        """Returns a map in which these servers hold no expert; the same map if they held none."""
+        removed = {*servers}.intersection(self.servers)
+        return self._kept(lambda server, _: server not in removed) if removed else self
 
-        def others(table: Replicas) -> Replicas:
-            return tuple(tuple(other for other in servers if other != server) for servers in table)
+    def reached_through(self, behind: Mapping[int, Collection[int]]) -> ExpertMap:
+        """Returns a map in which a server with others behind it holds only experts that one of those holds."""
+        return self._kept(lambda server, holders: server not in behind or not holders.isdisjoint(behind[server])) if behind else self
 
-        return ExpertMap(others(self.replicas), {layer: others(table) for layer, table in sorted(self.by_layer.items())})
+    def _kept(self, is_kept: Callable[[int, Set[int]], bool]) -> ExpertMap:
+        """Returns a map with the replicas for which `is_kept(server, all servers with a replica)`."""
+
+        def kept(table: Replicas) -> Replicas:
+            return tuple(tuple(server for server in servers if is_kept(server, {*servers})) for servers in table)
+
+        return ExpertMap(kept(self.replicas), {layer: kept(table) for layer, table in sorted(self.by_layer.items())})
 
 
 def servers_by_expert(held: Mapping[int, Sequence[int]], num_experts: int) -> Replicas:

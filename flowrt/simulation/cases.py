@@ -59,7 +59,7 @@ POISON_SHARE = 0.18  # of the seeds with a model graph
 HUNG_PART_SHARE = 0.08
 GLITCH_SHARE = 0.12
 FRONT_ENDS_SHARE = 0.08
-GLITCHED = frozenset(kind.name for kind in all_kinds().values() if kind.parts or kind.combines == "results")
+GLITCHED = frozenset(kind.name for kind in all_kinds().values() if kind.parts or kind.combines)
 LOG_SHARE, LOG_SHARE_OF_FRONT_ENDS = 0.2, 0.5
 POOL = 18  # different requests; few, so that their references are computed once for all seeds
 _COSTS = (ComputeDelays(), ComputeDelays(1e-6, 2e-5, 1), ComputeDelays(1e-4, 2e-2, 0), ComputeDelays(1e-6, 5e-3, 3))

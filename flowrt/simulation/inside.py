@@ -169,11 +169,6 @@ class WorkerInternals:
         failover = self._part("failover")
         return set() if failover is None else set(failover.undispatched())
 
-    def held(self) -> set[tuple[Any, str]]:
-        """Bundles and responses, by tag and node, that this trampoline has received and not sent on, although it computes nothing."""
-        runner = self._part("runner")
-        return set() if runner is None or self.computes else set(runner.snapshot().unforwarded)
-
     def unsettled(self) -> list[str]:
         """Lost servers whose pending parts wait until the cause of the death is known."""
         failover = self._part("failover")
@@ -277,7 +272,10 @@ class WorkerInternals:
             found["preempted"], found["tokens of the prefix cache"] = group.counts.num_preemptions, group.counts.num_prefix_hits
         if runner is not None:
             found["stale or late message dropped"] = runner.statistics.num_dropped
-            found["bundle sent"] = runner.snapshot().num_bundles
+            edges = [edge for edge in self.worker.graph.edges.values() if self.worker.graph.nodes[edge.target].kind.forwards]
+            found["part sent to a trampoline"] = sum(
+                runner.statistics.sent[edge.id][0] for edge in edges if edge.id in runner.statistics.sent
+            )
         if failover is not None:
             found["part redispatched"] = failover.client.num_redispatched
             found["part hedged"] = failover.client.hedging.num_hedged

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from flowrt.graph.model import Graph
-from flowrt.graph.placement import expert_map_of
+from flowrt.graph.placement import expert_map_of, server_nodes, servers_behind
 from flowrt.operators.model_config import ModelConfig
 
 Interval = tuple[float, float]  # begin, end
@@ -17,12 +17,13 @@ def holders_of(graph: Graph, config: ModelConfig) -> dict[str, Holders]:
     """By group: for every expert of every layer the processes with a replica. Experts that the group holds itself are omitted."""
     found: dict[str, Holders] = {}
     for node in graph.nodes.values():
-        if not node.kind.dispatches:
+        if not node.kind.dispatches or node.kind.forwards:
             continue
-        ports = {edge.source_port: graph.nodes[edge.target].process for edge in graph.edges.values() if edge.source == node.name}
+        processes = {server: graph.nodes[name].process for server, name in server_nodes(graph, node.name).items()}
         expert_map = expert_map_of(graph, node.name, config.moe_layers, config.num_experts)
+        expert_map = expert_map.without_servers(servers_behind(graph, node.name))
         tables = [expert_map.table(layer) for layer in config.moe_layers]
-        holders = {frozenset(ports[f"server{server}"] for server in servers) for table in tables for servers in table if servers}
+        holders = {frozenset(processes[server] for server in servers) for table in tables for servers in table if servers}
         found[node.process] = frozenset(each for each in holders if node.process not in each)
     return found
 

@@ -60,7 +60,7 @@ class ServerChecks:
         self._wrong: list[str] = []
         self._lost: set[str] = set()
         self._polled_at = 0.0
-        self._waiting: dict[tuple[str, Any, int | str], float] = {}  # (process, tag, part or trampoline's node) -> since when it waits
+        self._waiting: dict[tuple[str, Any, int], float] = {}  # (process, tag, part) -> since when it waits
         self._can_stand_in = standby_loads(graph, pack(graph), usable_cores()).keys()
         self._ready_standbys: set[str] = set()
         self._unused_since: float | None = None  # since when a process waits for the fork server although a standby process is ready
@@ -183,17 +183,16 @@ class ServerChecks:
         return [] if self.down else [f"there is no {name}" for name in names if not self._is_alive(name)]
 
     def _look_for_waiting(self, insides: Sequence[WorkerInternals], now: float) -> None:
-        """Check that no part waits for a replica while one is available, and nothing at a trampoline, whatever other servers do (I5)."""
-        waiting: set[tuple[str, Any, int | str]] = set()
+        """Check that no part waits for a replica while one is available (I5)."""
+        waiting: set[tuple[str, Any, int]] = set()
         for inside in insides:
-            found: list[tuple[Any, int | str]] = [*inside.undispatched(), *inside.held()]
+            found = inside.undispatched()
             if found and not self._is_faulty(inside.name):
                 waiting |= {(inside.name, *each) for each in found}
         self._waiting = {each: self._waiting.get(each, now) for each in waiting}
-        for (name, tag, what), since in self._waiting.items():
+        for (name, tag, part), since in self._waiting.items():
             if now > since + WAITING_SECONDS:
-                text = f"part {what} of {tag} waits at {name}" if isinstance(what, int) else f"{tag} waits for {what}"
-                raise InvariantError("I5", f"{text} since {since:.6f} s{' for an available replica' if isinstance(what, int) else ''}")
+                raise InvariantError("I5", f"part {part} of {tag} waits at {name} since {since:.6f} s for an available replica")
 
     def _look_for_unsettled(self, insides: Sequence[WorkerInternals], now: float) -> None:
         """Check that the launcher explains each loss of a server before its clients stop waiting for the cause (I5)."""

@@ -35,8 +35,12 @@ class WrongResults:
         poison, kind = self._poison, node.kind
         if poison is not None and "embedding" in kind.parts:
             function = self._poisoned(function, poison, end_process)
-        if poison is not None and poison.effect in ("part", "hung_part") and (kind.dispatches or kind.holds_experts):
-            function = self._marking(function) if kind.dispatches else self._ending(function, end_process)
+        if (
+            poison is not None
+            and poison.effect in ("part", "hung_part")
+            and ((is_first := kind.dispatches and not kind.forwards) or kind.holds_experts)
+        ):
+            function = self._marking(function) if is_first else self._ending(function, end_process)
         if self._glitch is not None and node.operator == self._glitch.operator:
             function = self._glitched(function, self._glitch)
         return function

@@ -247,13 +247,13 @@ def _clock_errors(traces: Sequence[WorkerTrace]) -> dict[str, float]:
 
 
 def _exchange_times(flights: Mapping[MessageKey, Interval]) -> tuple[ExchangeTimes, ...]:
-    """Of dispatch and combine: edges from a node `dispatch`, and edges to a node `combine`, or to `collect`, which receives for it."""
+    """Of dispatch and combine: edges from a node `dispatch`, and edges to a node `combine`."""
     spans: dict[str, dict[tuple[str, Tag], Interval]] = {"dispatch": {}, "combine": {}}
     for (edge, tag, _), (start, end) in flights.items():
         source, _, target = (each.rpartition(".")[0].rpartition(".") for each in edge.partition(" -> "))
         if source[2] == "dispatch":
             key, found = (source[0], tag), spans["dispatch"]
-        elif target[2] in ("combine", "collect"):
+        elif target[2] == "combine":
             key, found = (target[0], tag), spans["combine"]
         else:
             continue

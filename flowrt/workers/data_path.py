@@ -23,11 +23,10 @@ from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.expert_service import ExpertService
 from flowrt.exchange.failover import Failover
 from flowrt.exchange.kv_transfer import KvPack, KvUnpack, TransferEnd
-from flowrt.exchange.trampoline import Forwarder
+from flowrt.exchange.trampoline import Trampoline
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.numerics import is_strict
 from flowrt.graph.recovery import survivable_processes
-from flowrt.graph.trampoline_edges import bundle_edges
 from flowrt.seams import Compute, Seams
 from flowrt.transports.contract import Identity
 from flowrt.transports.wire.message import Message, Tag
@@ -105,7 +104,7 @@ class DataPath:
         plans = plan_links(graph, name)
         abilities = {plan.scheme: seams.transport(plan.scheme).capabilities for plan in plans}
         dispatch, client = next(iter(operators.clients.items()), ("", None))
-        can_hedge = client is not None and (client.servers.has_replicas() or bool(client.trampolines)) and {*client.processes} != {name}
+        can_hedge = client is not None and client.servers.has_replicas() and {*client.processes} != {name}
         self.hedges = can_hedge and graph.reliability.hedge
         device = torch.device(graph.devices.get(name, "cpu"))
         _, pack = operators.pack or ("", None)
@@ -119,7 +118,6 @@ class DataPath:
         self.unpack = unpack
         self.group: Group | None = None
         self.failover: Failover | None = None
-        self.forwarder: Forwarder | None = None
         self.runner = Runner(
             graph,
             name,
@@ -148,7 +146,6 @@ class DataPath:
             host_address=seams.host_address,
             **wrap,
         )
-        self.forwarder = Forwarder(graph, name, self.runner) if any(node.kind.relays == "responses" for node in nodes) else None
         sources = [node for node in nodes if node.kind.schedules]
         if sources and graph.model is not None:
             config, dilation = config_of(graph), 1.0 if graph.emulation is None else graph.emulation.dilation
@@ -184,10 +181,9 @@ class DataPath:
                 emit = partial(self.runner.emit, unpacks)
                 unpack.connect(f"{unpacks}@{start.incarnation}", ports, emit, self.group.on_pulled, self.group.on_pull_failed)
             if client is not None:
-                bundles = {int(edge.source_port.removeprefix("via")): edge.id for edge in bundle_edges(graph, name).values()}
-                client.trampolines.num_outstanding = lambda trampoline: self.runner.num_outstanding(bundles[trampoline])
                 self.failover = Failover(graph, dispatch, client, self.runner, self.group)
-                self.failover.incarnation_of = self.links.incarnations.current
+        elif client is not None:
+            self.failover = Trampoline(graph, dispatch, client, self.runner)
 
     def statistics(self) -> Statistics:
         counters = self.runner.statistics
@@ -245,9 +241,8 @@ class DataPath:
             self.failover.on_response(edge, tag, message)
 
     def on_unsent(self, output: RoutedOutput) -> None:
-        for holder in (self.failover, self.forwarder):
-            if holder is not None:
-                holder.on_unsent(output)
+        if self.failover is not None:
+            self.failover.on_unsent(output)
 
     def on_failed(self, tag: Tag, error: OperatorError) -> None:
         if self._context.graph.model is None:
@@ -255,7 +250,7 @@ class DataPath:
         elif self.unpack is None or not self.unpack.on_error(tag, str(error)):
             if self.group is not None:
                 self.group.fail_step(tag, error)
-            elif self.forwarder is not None:
-                self.forwarder.fail(tag, error)
+            elif isinstance(self.failover, Trampoline):
+                self.failover.fail(tag, error)
             else:
                 raise error

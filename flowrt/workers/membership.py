@@ -43,7 +43,7 @@ class Membership:
     ) -> None:
         self._links, self._runner, self._send, self._clock, self._tasks = data_path.links, data_path.runner, send, clock, tasks
         self._unpack = data_path.unpack
-        self._failover, self._forwarder, self._hedges = data_path.failover, data_path.forwarder, data_path.hedges
+        self._failover, self._hedges = data_path.failover, data_path.hedges
         settings = graph.reliability
         self._unavailable_expert_seconds, self._degrades = settings.unavailable_expert_seconds, settings.unavailable_expert == "degrade"
         self._restarting = set(restarting)  # by a recovery policy; meanwhile, no unavailable expert is given up
@@ -64,8 +64,9 @@ class Membership:
             ends = [(edge.id, graph.ends_of(edge)) for edge in graph.edges.values()]
             to = {process: [edge for edge, each in ends if each == (data_path.name, process)] for process in self._sources}
             tasks.create_task(self._watch_links(to), name=f"probes of {data_path.name}")
-        if data_path.failover is not None and data_path.group is not None and data_path.failover.processes:
-            data_path.group.on_begin = self._is_needed.set
+        if data_path.failover is not None and data_path.failover.processes:
+            if data_path.group is not None:
+                data_path.group.on_begin = self._is_needed.set
             tasks.create_task(self._watch_parts(data_path.failover, data_path.group), name=f"parts of {data_path.name}")
 
     def ended_sources(self) -> set[str]:
@@ -92,13 +93,12 @@ class Membership:
 
     def _lose(self, process: str, incarnation: str) -> None:
         self._is_needed.set()
-        unanswered = self._runner.end_peer(process, [f"{source}@{incarnation}" for source in self._sources[process]])
+        sources = [f"{source}@{incarnation}" for source in self._sources[process]]
+        self._runner.end_peer(process, sources)
         if self._unpack is not None:
             self._unpack.on_lost(process)
-        if self._forwarder is not None:
-            self._forwarder.mark_lost(process, incarnation, unanswered)
         if self._failover is not None:
-            self._failover.mark_lost(process)
+            self._failover.mark_lost(process, sources)
 
     async def _join(self, joined: PeerJoined) -> None:
         if await self._links.join(joined.process, joined.incarnation, joined.addresses):
@@ -121,17 +121,20 @@ class Membership:
                 awaits_kv = self._unpack is not None and self._unpack.is_waiting_for(process)
                 self._links.check(process, awaits_kv or any(map(self._runner.num_outstanding, edges)))
 
-    async def _watch_parts(self, failover: Failover, group: Group) -> None:
+    async def _watch_parts(self, failover: Failover, group: Group | None) -> None:
+        """Watch the outstanding parts of a group. A trampoline has none: its groups hedge, and it lets no part wait for a replica."""
         while True:
             if self._has_no_part(failover, group):
                 self._is_needed.clear()
                 await self._is_needed.wait()
             await self._clock.sleep(IDLE_POLL_SECONDS if not failover.client.tags else POLL_SECONDS)
+            for process in [process for process, until in failover.client.servers.due.items() if until <= self._clock.now()]:
+                failover.settle(process, None)
+            if group is None:
+                continue
             if self._hedges:
                 failover.hedge()
                 self._report_late_servers(failover)
-            for process in [process for process, until in failover.client.servers.due.items() if until <= self._clock.now()]:
-                failover.settle(process, None)
             if failover.client.has_waiting_parts:
                 failover.redispatch_waiting()
             text = failover.unavailable_text()
@@ -151,9 +154,11 @@ class Membership:
             else:
                 self._report_unavailable(ExpertsUnavailable(text, "wait"))
 
-    def _has_no_part(self, failover: Failover, group: Group) -> bool:
+    def _has_no_part(self, failover: Failover, group: Group | None) -> bool:
         """Whether nothing is to be watched until a step begins or a server is lost."""
-        if not group.is_idle or failover.client.tags or failover.client.servers.due:
+        if failover.client.servers.due or group is None:
+            return not failover.client.servers.due
+        if not group.is_idle or failover.client.tags:
             return False
         return not self._latest_report.text and failover.unavailable_text() is None
 

@@ -21,7 +21,7 @@ from flowrt.workers.process import Worker, WorkerObserver, serve
 
 WORKER = "end_to_end.killed_trampoline:run_worker"
 TRAMPOLINE = "experts.0"
-OPERATORS = {"A2E": "forward", "A2E'": "experts", "E2A'": "return", "E2A": "collect"}  # stage -> the receiver of its messages
+OPERATORS = {"A2E": "forward", "A2E'": "experts", "E2A'": "merge", "E2A": "combine"}  # stage -> the receiver of its messages
 FIRINGS_BEFORE = 20  # of the receiver, so that sequences are running
 
 

@@ -28,7 +28,7 @@ async def row_bytes(graph: Path, prompts: list[list[int]]) -> tuple[float, float
         edges = [edge for each in (await running.statistics()).values() for edge in each.edges]
     assert [each.finish_reason for each in done] == ["length"] * len(prompts)
     there = [edge for edge in edges if ".dispatch." in edge.edge.partition(" -> ")[0]]
-    back = [edge for edge in edges if edge.edge.partition(" -> ")[2].endswith((".parts", ".bundle")) and edge not in there]
+    back = [edge for edge in edges if edge.edge.partition(" -> ")[2].endswith(".parts") and edge not in there]
     sent, received = (sum(edge.payload_bytes for edge in each) / sum(edge.num_messages for edge in each) for each in (there, back))
     return sent, received
 

@@ -18,8 +18,8 @@ DEPLOY = {"attention": {"micro_batches": 2}, "experts": {"servers": 3, "replicas
 GREEDY = flowrt.SamplingParams(max_tokens=20, ignore_eos=True)
 
 
-def bundles_of(statistics: Mapping[str, Statistics]) -> int:
-    return sum(edge.num_messages for each in statistics.values() for edge in each.edges if edge.edge.endswith(".forward.bundle"))
+def forwarded_parts(statistics: Mapping[str, Statistics]) -> int:
+    return sum(edge.num_messages for each in statistics.values() for edge in each.edges if edge.edge.endswith(".forward.rows"))
 
 
 @pytest.mark.parametrize("stage", OPERATORS)
@@ -44,6 +44,6 @@ async def test_trampoline_killed_in_each_stage_changes_no_token(served: Served, 
         assert await complete() == expected
         assert (tmp_path / "killed").exists()
         await is_back.wait()
-        before = bundles_of(await running.statistics())
-        while bundles_of(await running.statistics()) == before:  # the group learns of the next incarnation by itself
+        before = forwarded_parts(await running.statistics())
+        while forwarded_parts(await running.statistics()) == before:  # the group learns of the next incarnation by itself
             assert await complete() == expected

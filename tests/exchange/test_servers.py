@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowrt.exchange.servers import AVOIDED_SECONDS, CAUSE_SECONDS, Servers, ServerState, via
+from flowrt.exchange.servers import AVOIDED_SECONDS, CAUSE_SECONDS, Servers, ServerState
 from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.reliability.expert_map import ExpertMap, servers_by_expert
 
@@ -25,8 +25,8 @@ def replicas(servers, layer=0):
 
 
 EVENTS = {
-    ServerState.LATE: lambda servers: servers.note_late(A),
-    ServerState.AVOIDED: lambda servers: servers.avoid(A),
+    ServerState.LATE: lambda servers: servers.note_late(0),
+    ServerState.AVOIDED: lambda servers: servers.avoid(0),
     ServerState.SLOW: lambda servers: setattr(servers.hedging, "slow", frozenset({0})),
     ServerState.LOST: lambda servers: servers.lose(A),
 }
@@ -36,7 +36,7 @@ EVENTS = {
 def test_others_are_preferred_to_a_server_in_each_state(servers, state):
     assert replicas(servers) == [[0, 2], [0, 1], [1, 2]]
     EVENTS[state](servers)
-    assert [servers.state(name) for name in NAMES] == [state, ServerState.USABLE, ServerState.USABLE]
+    assert [servers.state(server) for server in range(3)] == [state, ServerState.USABLE, ServerState.USABLE]
     assert replicas(servers) == [[2], [1], [1, 2]]
 
 
@@ -49,16 +49,16 @@ def test_only_a_lost_server_computes_nothing_where_it_is_the_only_one(servers, s
 
 
 def test_each_state_ends_by_its_event(servers, clock):
-    servers.note_late(A)
-    servers.note_response(A)
-    assert servers.state(A) is ServerState.USABLE
-    assert servers.avoid(A)
-    assert not servers.avoid(A), "once, while it is avoided"
+    servers.note_late(0)
+    servers.note_response(0)
+    assert servers.state(0) is ServerState.USABLE
+    assert servers.avoid(0)
+    assert not servers.avoid(0), "once, while it is avoided"
     clock[0] += AVOIDED_SECONDS
-    assert servers.state(A) is ServerState.USABLE
+    assert servers.state(0) is ServerState.USABLE
     servers.lose(A)
     servers.join(A)
-    assert servers.state(A) is ServerState.USABLE
+    assert servers.state(0) is ServerState.USABLE
 
 
 @pytest.mark.parametrize("state", EVENTS)
@@ -66,7 +66,7 @@ def test_next_incarnation_begins_without_history(servers, state):
     EVENTS[state](servers)
     servers.lose(A)
     servers.join(A)
-    assert servers.state(A) is ServerState.USABLE
+    assert servers.state(0) is ServerState.USABLE
 
 
 def test_cause_of_a_loss_is_due_until_the_parts_are_settled(servers, clock):
@@ -94,14 +94,40 @@ def test_server_that_returns_brings_back_no_other_one(servers):
     assert replicas(servers) == [[2], [1], [1, 2]]
 
 
-def test_late_or_lost_trampoline_forwards_nothing(servers):
-    assert servers.may_forward(A)
-    servers.note_late(via(A))
-    assert not servers.may_forward(A)
-    assert servers.state(A) is ServerState.USABLE, "its own server is not late"
-    servers.note_response(via(A))
-    servers.lose(A)
-    assert not servers.may_forward(A)
+@pytest.fixture
+def trampoline(clock):
+    """Server 3 is a trampoline in the process of server 0, before servers 0 and 1."""
+    held = {**HELD, 3: (0, 1, 2)}
+    return Servers(ExpertMap(servers_by_expert(held, 3)), (*NAMES, A), now=lambda: clock[0], behind={3: (0, 1)})
+
+
+def first_replicas(servers):
+    found = [sorted({each for each in row if each != UNAVAILABLE}) for row in servers.replica_table(0).servers_EB.tolist()]
+    servers.end_split()
+    return found
+
+
+def test_trampoline_takes_the_place_of_the_servers_behind_it(trampoline):
+    assert first_replicas(trampoline) == [[2, 3], [3], [2, 3]]
+    assert replicas(trampoline) == [[0, 2], [0, 1], [1, 2]], "what is sent again goes past it"
+
+
+@pytest.mark.parametrize("server", [0, 1, 3])
+def test_trampoline_with_a_late_server_forwards_nothing(trampoline, server):
+    trampoline.note_late(server)
+    assert {each for row in first_replicas(trampoline) for each in row} <= {0, 1, 2}
+    trampoline.note_response(server)
+    assert first_replicas(trampoline) == [[2, 3], [3], [2, 3]]
+
+
+def test_trampoline_holds_the_experts_of_the_servers_that_are_left(trampoline):
+    trampoline.lose(B)
+    assert first_replicas(trampoline) == [[2, 3], [3], [2]]
+    trampoline.lose(A)
+    assert first_replicas(trampoline) == [[2], [], [2]], "its process is lost"
+    assert trampoline.unavailable_experts == [1]
+    trampoline.join(A)
+    assert first_replicas(trampoline) == [[2, 3], [3], [2]]
 
 
 def test_some_tags_use_slow_servers_too(servers):

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import yaml
 from graph.model_facts import FACTS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -16,9 +17,9 @@ from hypothesis import strategies as st
 from flowrt.actors.link_plan import plan_links
 from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
-from flowrt.graph.model import Graph, from_json, to_json
-from flowrt.graph.notation import LayerSet, TagStep
-from flowrt.graph.placement import expert_map_of, held_experts
+from flowrt.graph.model import Graph, edge_name, from_json, to_json
+from flowrt.graph.notation import LayerSet, TagStep, parse_ids
+from flowrt.graph.placement import expert_map_of, held_experts, servers_behind
 from flowrt.graph.settings import JitterSettings, LongPrompts
 from flowrt.graph.written import to_yaml
 from flowrt.launcher.transport_choice import num_threads
@@ -335,7 +336,9 @@ def test_each_source_is_in_one_domain(load, domains: str, text: str) -> None:
 def served_through(graph: Graph) -> Mapping[str, list[str]]:
     """Trampoline -> the servers that it forwards to."""
     return {
-        node.process: [edge.target for edge in graph.edges_from(node.name)] for node in graph.nodes.values() if node.operator == "forward"
+        node.process: [edge.target for edge in graph.edges_from(node.name) if edge.source_port != "plan"]
+        for node in graph.nodes.values()
+        if node.operator == "forward"
     }
 
 
@@ -358,9 +361,14 @@ def test_as_many_servers_forward_as_a_domain_has_groups(load, groups: int, domai
     )
     named = {f"experts.{trampoline}": [f"experts.{server}" for server in behind] for trampoline, behind in found.items()}
     assert served_through(graph) == named
-    assert {edge.target for edge in graph.edges_from("attention.0.dispatch") if edge.source_port.startswith("via")} == {
-        f"{trampoline}.forward" for trampoline in named
+    numbers = {edge.target: edge.source_port.removeprefix("server") for edge in graph.edges_from("attention.0.dispatch")}
+    assert servers_behind(graph, "attention.0.dispatch") == {
+        int(numbers[f"experts.{number}.forward"]): {*behind} for number, behind in found.items()
     }
+    known = graph.nodes["attention.0.dispatch"].options["servers"]
+    for number, behind in found.items():
+        own = {*parse_ids(known[numbers[f"experts.{number}.forward"]])}
+        assert own == {expert for server in behind for expert in parse_ids(known[str(server)])}
     assert load(to_yaml(graph)) == graph
     assert from_json(to_json(graph)) == graph
 
@@ -389,20 +397,54 @@ def test_auto_counts_the_messages_that_a_group_of_a_domain_saves(load, servers: 
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
+        (r"(merge.results -> attention.0.combine.parts: {)", r"\1credits: 9, ", "a response needs no credits"),
         (
-            "forward.bundle: {credits: 6}",
-            "forward.bundle: {credits: 5}",
-            "5 is too few: each of 6 parts may travel in a bundle of its own; write at least 6",
+            r"  experts.0.merge.results -> attention.0.combine.*\n",
+            "",
+            "no edge leads from experts.0.merge.results",
         ),
-        ("experts.0.return.group0 -> attention.0.collect.bundle: {", "\\g<0>credits: 9, ", "a response needs no credits"),
+        (r"  experts.2.results -> attention.0.combine.*\n", "", "no response to attention.0.dispatch.server2 -> experts.2.rows leads back"),
+        (r"  experts.2.results -> experts.0.merge.*\n", "", "no response to experts.0.forward.server2 -> experts.2.rows leads back"),
+        (r"(forward, process: experts.0, options: {servers: {.*)}}}", r'\1, "3": "7"}}}', "0 edges lead from experts.0.forward.server3"),
+        (r"(forward, process: experts.0, options: {servers: {).*}}}", r'\1"0": 0-6, "1": "7"}}}', "experts.0 does not hold expert"),
+        (r'(dispatch, process: attention.0, .*"3": ).*}}}', r"\g<1>0-99}}}", "there is no expert 99"),
+        (
+            r"experts.0.merge.results -> (.*response_to: ).*forward.rows",
+            r"experts.0.merge.results -> \1attention.0.dispatch.server1 -> experts.1.rows",
+            "does not lead to experts.0.merge",
+        ),
     ],
 )
-def test_credits_of_bundles(load, old: str, new: str, text: str) -> None:
-    written = to_yaml(load(QUICK, "deploy.experts.trampoline=always"))
+def test_trampoline_that_cannot_respond_is_refused(load, old: str, new: str, text: str) -> None:
+    written = to_yaml(load(QUICK, "deploy.experts.trampoline=always", "deploy.attention.groups=1"))
     wrong = re.sub(old, new, written, count=1)
     assert wrong != written, written
-    with pytest.raises(GraphError, match=text):
+    with pytest.raises(GraphError, match=re.escape(text)):
         load(wrong)
+
+
+def test_servers_behind_a_trampoline_are_servers_of_the_dispatch(load) -> None:
+    document = yaml.safe_load(to_yaml(load(QUICK, "deploy.experts.trampoline=always", "deploy.attention.groups=1")))
+    direct = "attention.0.dispatch.server1 -> experts.1.rows"
+    at = document["nodes"]["attention.0.dispatch"]["options"]["servers"]
+    edges = document["edges"]
+    number = next(name for name in edges if name.endswith("forward.rows")).partition(" ")[0][-1]
+    at["1"] = at.pop(number)
+    edges[edge_name("attention.0.dispatch.server1", "experts.0.forward.rows")] = edges.pop(
+        f"attention.0.dispatch.server{number} -> experts.0.forward.rows"
+    )
+    edges["experts.0.merge.results -> attention.0.combine.parts"]["response_to"] = "attention.0.dispatch.server1 -> experts.0.forward.rows"
+    del edges[direct], edges["experts.1.results -> attention.0.combine.parts"]
+    with pytest.raises(GraphError, match=r"dispatch has no port that leads to experts\.1, behind"):
+        load(yaml.safe_dump(document))
+
+
+@pytest.mark.parametrize("operator", ["return", "collect"])
+def test_operators_of_former_trampolines_are_refused_in_one_line(load, operator: str) -> None:
+    written = to_yaml(load(QUICK, "deploy.experts.trampoline=always"))
+    with pytest.raises(GraphError, match=f"{operator}") as refused:
+        load(written.replace("operator: merge", f"operator: {operator}"))
+    assert "\n" not in str(refused.value)
 
 
 def test_trampolines_are_off_unless_chosen(load) -> None:

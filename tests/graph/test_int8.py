@@ -23,9 +23,9 @@ def int8_ports(graph: Graph) -> set[str]:
     ("choice", "ports"),
     [
         ("none", set()),
-        ("dispatch", {"server", "via"}),
-        ("combine", {"results", "group"}),
-        ("both", {"server", "via", "results", "group"}),
+        ("dispatch", {"server"}),
+        ("combine", {"results"}),
+        ("both", {"server", "results"}),
     ],
 )
 def test_rows_of_a_choice_travel_as_int8(load, tmp_path, choice: str, ports: set[str]) -> None:

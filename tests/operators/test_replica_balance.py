@@ -60,7 +60,7 @@ def test_shares_of_servers_are_at_least_as_even_as_by_chance(data: st.DataObject
         held[0] = tuple(sorted({*held[0], *held[1]}))
     table = experts_map({server: {0: experts} for server, experts in held.items()}, num_experts)
     alive = [server for server in range(num_servers) if server != dead]
-    replicas = [*(table if dead is None else table.without_server(dead)).table(0)]
+    replicas = [*(table if dead is None else table.without_servers([dead])).table(0)]
     chance = random.Random(data.draw(st.integers(0, 10_000), label="seed"))
     order = chance.sample(range(num_experts), num_experts)  # the popular experts are anywhere
     own, drawn = [], []

@@ -24,14 +24,14 @@ def test_both_directions() -> None:
 
 def test_a_server_leaves() -> None:
     experts = ExpertMap(servers_by_expert({0: [0, 1], 1: [1]}, 2))
-    fewer = experts.without_server(0)
+    fewer = experts.without_servers([0])
     assert (fewer.replicas, fewer.missing()) == (((), (1,)), (0,))
     assert experts.replicas == ((0,), (0, 1)), "the first map has not changed"
 
 
 def test_nothing_changes_nothing() -> None:
     experts = ExpertMap(servers_by_expert({0: [0, 1]}, 2))
-    assert experts.without_server(7) is experts
+    assert experts.without_servers([7]) is experts
 
 
 def test_layers_may_differ() -> None:
@@ -39,7 +39,7 @@ def test_layers_may_differ() -> None:
     assert experts.servers_of(1) == experts.servers_of(1, layer=0) == (0,)
     assert experts.servers_of(1, layer=3) == (1,)
     assert experts.servers == (0, 1)
-    fewer = experts.without_server(1)
+    fewer = experts.without_servers([1])
     assert fewer.missing(layer=3) == (1,)
     assert fewer.missing() == ()
 
@@ -55,7 +55,7 @@ def test_impossible_maps() -> None:
 
 @given(MAPS, st.integers(0, 6))
 def test_without_server_touches_only_that_server(experts: ExpertMap, server: int) -> None:
-    fewer = experts.without_server(server)
+    fewer = experts.without_servers([server])
     assert server not in fewer.servers
     for expert in range(experts.num_experts):
         assert fewer.servers_of(expert) == tuple(other for other in experts.servers_of(expert) if other != server)

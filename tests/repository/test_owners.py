@@ -23,7 +23,6 @@ FACTS: dict[str, tuple[tuple[str, ...], str, dict[str, set[str]]]] = {
         {
             "exchange/servers.py": {"_lost", "_late", "_avoided_until", "unavailable_experts", "omitted"},
             "exchange/omitted_experts.py": {"_omitted"},  # of Servers: which experts steps do without
-            "exchange/trampoline.py": {"_lost"},  # in the process of a trampoline, which is no client: whom its notices name
         },
     ),
     "which parts are outstanding": (

@@ -107,11 +107,11 @@ BUGS: tuple[Bug, ...] = (
     # parts
     bug("parts-in-order-of-arrival", "responses are added in order of arrival to the rows of the parts in plan order", (
         PARTS, "Cover.complete", "for part in cover]", "for part in sorted(cover, key=list(self._arrived).index)]"), (
-        DISPATCH, "Combine._combine", "if numbers != list(range(len(where))):", "if sorted(numbers) != list(range(len(where))):")),
+        DISPATCH, "Combine._located", "if numbers != list(range(len(where))):", "if sorted(numbers) != list(range(len(where))):")),
     bug("part-missing", "a tag counts as complete when one part is missing", (
         PARTS, "Cover.complete", "cover = self._cover(self._plan)", "cover = self._cover(self._plan)\n    if len(self._arrived) + 1 >= len(cover):\n        cover = [part for part in cover if part in self._arrived]")),
     bug("part-twice", "the last part is added twice", (
-        DISPATCH, "Combine._combine", "zip(where, responses, strict=True)]", "zip(where, responses, strict=True)]\n    parts = parts + parts[-1:] if len(parts) > 2 else parts")),
+        DISPATCH, "Combine._located", "zip(where, firing.inputs['parts'], strict=True)]", "zip([*where, where[-1]], [*firing.inputs['parts'], firing.inputs['parts'][-1]], strict=True)]")),
     bug("parts-overwrite", "a row with responses of two servers keeps the last", (
         TORCH_KERNELS, "add_parts", "total_TH.index_add_(0, rows_R, y_RH)", "total_TH.index_copy_(0, rows_R, y_RH)")),
     bug("residual-in-place", "combine writes into a received buffer and adds it again", (
@@ -139,7 +139,7 @@ BUGS: tuple[Bug, ...] = (
     bug("credit-never-taken", "sending takes no credit", (
         OUTBOUND, "OutboundEdges.take", "outbound.free -= 1", "outbound.free -= 0")),
     bug("credit-returned-twice", "a request's credit returns with its response and once more by itself", (
-        INBOUND, "InboundEdges.consume", "inbound.is_bundles or (responded and (edge_id, tag) in responded)", "inbound.is_bundles")),
+        INBOUND, "InboundEdges.consume", "responded and (edge_id, tag) in responded", "False")),
     bug("credit-of-stale-lost", "the credit of a response to an old epoch is lost", (
         RUNNER, "Runner.accept", "self._outbound.release_request(edge.request_id, tag)", "self._fences.is_stale(tag) or self._outbound.release_request(edge.request_id, tag)")),
     bug("epoch-unchecked", "messages of an old epoch are accepted", (
@@ -213,7 +213,7 @@ BUGS: tuple[Bug, ...] = (
     bug("map-never-restored", "a restarted server stays out of the map", (
         SERVERS, "Servers.join", "self._update_map()", "pass")),
     bug("edges-stay-open", "edges to a dead server are not closed, so messages are lost", (
-        RUNNER, "Runner.end_peer", "unanswered = self._outbound.renew(peer, closed=True)", "unanswered = []")),
+        RUNNER, "Runner.end_peer", "self._outbound.renew(peer, closed=True)", "pass")),
     bug("edges-stay-closed", "edges to a restarted server are not opened", (
         RUNNER, "Runner.join_peer", "self._outbound.renew(peer, closed=False)", "pass")),
     bug("unsent-forgotten", "an unsent part for a server that died is dropped", (
@@ -239,11 +239,11 @@ BUGS: tuple[Bug, ...] = (
     bug("weights-of-other-pairs", "a redispatched part takes the weights of other pairs", (
         PARTITION, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:4], weight_P[:len(fields[4])], fields[5]) for fields in")),
     bug("others-restored", "when one server is back, others that are down are in the map again", (
-        SERVERS, "Servers._update_map", "if self.is_lost(server):", "if [*self._lost][-1:] == [self.processes[server]]:")),
+        SERVERS, "Servers._update_map", "filter(self.is_lost, range(len(self.processes)))", "[each for each in range(len(self.processes)) if [*self._lost][-1:] == [self.processes[each]]]")),
     bug("slow-replica-unavailable", "an expert whose only replica is on a slow server is unavailable", (
         SERVERS, "ReplicaTables.of", "or servers for servers in replicas", "for servers in replicas")),
     bug("hedge-without-replica", "a late part is hedged to servers that do not hold all its experts", (
-        CLIENT, "ExpertClient.hedge", "self.servers.table(tag.layer, {part.server} if is_server_suspect else ())", "type(self.servers._tables_avoiding(frozenset()))(self.servers._map.without_server(part.server), frozenset(), len(self.processes), 'cpu').of(tag.layer)"), (
+        CLIENT, "ExpertClient.hedge", "self.servers.table(tag.layer, {part.server, *self.servers.behind.get(part.server, ())})", "type(self.servers._tables_avoiding(frozenset()))(self.servers._map.without_servers([part.server, *self.servers.behind]), frozenset(), len(self.processes), 'cpu').of(tag.layer)"), (
         FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
     bug("rollback-forgets-parts", "a rollback leaves the parts of its tags with the client", (
         GROUP, "Group._begin_epoch", "self._client.roll_back(self._source, self._engine.epoch)", "pass")),

@@ -7,33 +7,40 @@ from simulation.planting import Bug, bug
 TRAMPOLINE = "flowrt.exchange.trampoline"
 CLIENT = "flowrt.exchange.expert_client"
 FAILOVER = "flowrt.exchange.failover"
-SUBGRAPH = "flowrt.dataflow.subgraph"
-SELECTION = "flowrt.dataflow.selection"
-INBOUND = "flowrt.dataflow.inbound_edges"
+SERVERS = "flowrt.exchange.servers"
+RUNNER = "flowrt.dataflow.runner"
+MATCHING = "flowrt.dataflow.matching"
 
 TRAMPOLINE_BUGS: tuple[Bug, ...] = (
-    bug("bundle-rows-mixed", "a trampoline gives each server the first rows of a bundle", (
-        TRAMPOLINE, "split_bundle", "x_RH if len(own_rows) == len(x_RH) else x_RH.index_select(0, own_rows)", "x_RH[:len(own_rows)]")),
-    bug("merged-ids-sorted", "merged responses are listed by part id, and their rows by arrival", (
-        TRAMPOLINE, "merge", "ids = tuple((response.header_as(PartHeader).part for response in responses))",
-        "ids = tuple(sorted((response.header_as(PartHeader).part for response in responses)))")),
-    bug("returned-to-first-group", "a trampoline returns all responses to its first group", (
-        TRAMPOLINE, "Return._port", "self._ports[tag.source.partition('@')[0]]", "next(iter(self._ports.values()))")),
-    bug("merged-and-forgotten", "of merged responses only the first one ends its request", (
-        INBOUND, "InboundEdge._end_requests", "parts = header.parts", "parts = header.parts[:1]")),
-    bug("siblings-for-ever", "a response waits at its trampoline for the others of its bundle without a bound", (
-        SELECTION, "Siblings.select", "or now + ROUNDING_SECONDS >= since[tag] + self._max_wait_seconds", ""), (
-        SELECTION, "Siblings.select", "return min(since.values()) + self._max_wait_seconds", "return now + 1000.0")),
-    bug("stalled-server-blocks", "a trampoline splits a bundle only when each server behind it has a credit", (
-        SUBGRAPH, "FusedSubgraph.reachable", "[] if entry in self._forwarding else [entry]", "[entry]")),
-    bug("bundles-not-redispatched", "the parts that a dead trampoline held are not redispatched", (
-        FAILOVER, "Failover.mark_lost", "self._redispatch_forwarded(tag, part)", "pass")),
-    bug("trampoline-never-used-again", "a group sends nothing through a restarted trampoline", (
-        "flowrt.exchange.servers", "Servers.may_forward", "process not in self._lost", "self.map_version == 1")),
+    bug("merged-rows-mixed", "a trampoline adds the response of each server to the rows of another", (
+        TRAMPOLINE, "Forward._dispatch", "part.rows_R for part in parts)", "part.rows_R for part in parts[::-1])")),
+    bug("merged-onto-rows", "a trampoline adds the responses to the rows themselves", (
+        TRAMPOLINE, "Merge._combine", "torch.zeros_like(x_RH)", "x_RH")),
+    bug("merged-for-other-part", "a trampoline responds to the first part of a tag, whichever it got", (
+        TRAMPOLINE, "Merge._combine", "PartHeader(plan.header_as(PlanHeader).responds_to)", "PartHeader(0)")),
+    bug("merged-and-kept", "a trampoline keeps the parts to which it has responded", (
+        TRAMPOLINE, "Merge._combine", "self._client.forget(firing.tag)", "pass")),
+    bug("failed-and-kept", "a trampoline keeps the parts that it has reported lost", (
+        TRAMPOLINE, "Trampoline.fail", "self.client.forget(tag)", "pass")),
+    bug("request-consumed-at-once", "the credit of a part returns when a trampoline forwards it, and with the response", (
+        RUNNER, "Runner._finish", "if firing.node not in self._keeping:", "if True:")),
+    bug("request-forgotten", "a trampoline forgets which group a part came from", (
+        MATCHING, "MatchingTable.arrive", "row.via += via", "pass")),
+    bug("trampoline-waits", "a trampoline waits for a replica that it does not reach", (
+        TRAMPOLINE, "Trampoline._send", "if len(redispatch.outputs) < len(redispatch.by):", "if False:")),
+    bug("trampoline-silent", "a trampoline drops the part of a dead server without a response", (
+        RUNNER, "Runner.fail", "self._fail(firing, error)", "pass")),
+    bug("lost-part-not-sent-again", "a group ignores that a trampoline has lost a part", (
+        FAILOVER, "Failover._on_failed", "self._redispatch(tag, header.part)", "pass")),
+    bug("crash-behind-trampoline", "a group sends the part of a crashed server behind a trampoline to a replica", (
+        FAILOVER, "Failover._on_failed", "self._steps.fail_steps([tag], header.error, crashed=True)",
+        "self._redispatch(tag, header.part)")),
+    bug("sent-again-through-trampoline", "a redispatched part passes a trampoline, which has one of the tag already", (
+        SERVERS, "Servers.table", "self._tables_avoiding(preferred.union(besides))",
+        "self._tables_avoiding(preferred.union(besides), [*self.behind])")),
     bug("trampoline-late-for-ever", "a group sends nothing through a trampoline that was late once", (
-        CLIENT, "ExpertClient.record_forwarded", "self.servers.note_response(via(self.trampolines.processes[trampoline]))", "pass")),
-    bug("lost-server-unnoticed", "a trampoline does not notify the groups of the parts that a dead server had", (
-        TRAMPOLINE, "Forwarder.mark_lost", "self._notify(tag, process, part)", "pass")),
-    bug("unsent-part-unnoticed", "a trampoline drops a part for a dead server without a notice", (
-        TRAMPOLINE, "Forwarder.on_unsent", "self._notify(output.tag, self._process_of[output.edge.target], part)", "pass")),
+        CLIENT, "ExpertClient.record_response", "self.servers.note_response(server)",
+        "server in self.servers.behind or self.servers.note_response(server)")),
+    bug("dead-group-at-trampoline", "a trampoline keeps the parts of a group that has died", (
+        FAILOVER, "Failover.mark_lost", "self.client.roll_back(source, ENDED)", "pass")),
 )  # fmt: skip

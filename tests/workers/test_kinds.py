@@ -173,6 +173,7 @@ def run_step(graph: Graph, build: Callable[[Graph, str], Mapping[str, Any]], sen
             for edge in graph.edges_from(name):
                 if edge.source_port != port or tag.layer not in edge.layers or edge.request_id not in (None, *via):
                     continue
-                for firing in table.arrive(edge, edge.tag.apply(tag), payload).firings:
+                kept = via if graph.responders.get(edge.target) == name else ()
+                for firing in table.arrive(edge, edge.tag.apply(tag), payload, kept).firings:
                     if callable(function := functions.get(firing.node)):
                         waiting.append((firing.node, firing.tag, function([firing])[0], firing.via))
