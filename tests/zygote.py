@@ -1,55 +1,80 @@
-"""Starts the fork servers of graphs in the test process as forks of one process that has imported torch already.
+"""Forks the fork servers and the commands that tests need from one process that has imported torch already.
 
 Each graph that a test opens starts a fork server: an interpreter that imports torch, which takes more than a second of a core, and a suite
-opens hundreds. `ForkedServer` stands for the `subprocess.Popen` of such a fork server. Its process is real: it runs `main` of
-flowrt/processes/fork_server.py, in a session of its own, with its own descriptors and environment, and this process adopts it. Commands
-that tests start in processes of their own start their fork servers themselves.
+opens hundreds. `install` makes `subprocess.Popen` fork it instead. The process is real: it runs `main` of
+flowrt/processes/fork_server.py, in a session of its own, with its own descriptors and environment, as a child of the process that starts
+it. The processes that tokenize text begin in the same way.
+
+So do commands that a test starts, `python -m flowrt run` and the like: each has its own arguments, environment, folder and streams. It
+forks processes that wait to become its children (the spares) before it runs. What differs from a command that a user starts: torch is
+imported already, and /proc shows the command line of the zygote. A real interpreter starts where the environment differs in what imports
+depend on, on a terminal, or in a shell.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import inspect
+import io
 import json
 import os
+import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any
-
-from flowrt.launcher.launcher import PRELOAD
-from flowrt.processes import fork_server_process
+from typing import Any, NoReturn, Protocol
 
 POLL_SECONDS = 0.001
-_PREFIX = ["-P", "-m", "flowrt.processes.fork_server"]
+MODULES = ("flowrt.processes.fork_server", "flowrt.serving.tokenizer_process")  # `python -P -m` these
+CHECK = ["-P", "-m", "flowrt.workers.start_check"]
+COMMANDS = ("flowrt.cli.app", "flowrt.cli.chat", "flowrt.cli.run", "flowrt.cli.serve", "flowrt.cli.up", "flowrt.api.opening")
+STARTING = {"LLM", "bench", "chaos", "chat", "demo", "open", "resume", "run", "serve", "start"}  # words of commands that start a graph
+_ROOM, _ROOM_BYTES = "ZYGOTE_ROOM", 1 << 15  # for the environments of forks in /proc
+_HEADER = 4  # bytes of a length and of a pid
+# Without effect on what has been imported. The import path is that of the process that starts the other one.
+_FREE_VARIABLES = ("FLOWRT_", "PYTEST_", "UCX", "TOKENIZERS_", "PYTHONPATH", "COLUMNS", "HOME", "PWD", "OLDPWD", "NOTIFY_SOCKET", "_")
+_original = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_parameters = list(inspect.signature(_original).parameters)[1:]
 _zygote: Zygote | None = None
+
+
+class Forks(Protocol):
+    """Where the forks of a process come from."""
+
+    def fork(self, what: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+        """Start `what` as a child of this process. Returns its pid; 0: a new interpreter has to do it."""
 
 
 class Zygote:
     """The process that forks, and this side's end of its connection."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self.environment, self.parent = dict(environment), os.getpid()
+    def __init__(self) -> None:
+        from flowrt.launcher.launcher import PRELOAD
+        from flowrt.processes.fork_server_process import _environment
+
+        self.parent, self.lock = os.getpid(), threading.Lock()
         self.connection, theirs = socket.socketpair()
-        command = [sys.executable, "-P", __file__, str(theirs.fileno()), *PRELOAD]
+        command = [sys.executable, "-P", __file__, str(theirs.fileno()), os.pathsep.join(sys.path), *PRELOAD]
+        environment = _significant(_environment("")) | {_ROOM: "x" * _ROOM_BYTES}
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
         )
         theirs.close()
         atexit.register(self.close)
 
-    def fork(self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]) -> int:
-        """Fork a process that runs `fork_server.main(arguments)`, once the zygote is no longer its parent. Returns its pid."""
-        request = json.dumps([list(arguments), dict(environment)]).encode()
-        socket.send_fds(self.connection, [len(request).to_bytes(4, "little")], list(descriptors))
-        self.connection.sendall(request)
-        response = self.connection.recv(4)
-        if len(response) < 4:
-            raise OSError("the process that forks fork servers has ended")
-        return int.from_bytes(response, "little")
+    def fork(self, what: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+        with self.lock:
+            _send(self.connection, what, descriptors)
+            return _read_pid(self.connection)
 
     def close(self) -> None:
         if os.getpid() == self.parent:
@@ -57,39 +82,44 @@ class Zygote:
             self.process.wait()
 
 
-class ForkedServer:
-    """A forked fork server, with the part of subprocess.Popen that flowrt uses."""
+class Shared:
+    """The zygote of this process, made at first use."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:
-                pid, status = self.pid, 0
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (status := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
-            time.sleep(POLL_SECONDS)
-        return status
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+    def fork(self, what: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+        return _shared().fork(what, descriptors)
 
 
-def install() -> None:
-    """From now on, fork servers of this process are forked where they can be."""
-    fork_server_process.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": start})
+class Spares:
+    """The connections to children of this process, each of which becomes what it is to be once."""
+
+    def __init__(self, connections: Sequence[socket.socket]) -> None:
+        self.pid, self.connections = os.getpid(), list(connections)
+
+    def fork(self, what: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+        if not self.connections or os.getpid() != self.pid or "module" not in what:
+            return 0
+        with self.connections.pop() as connection:
+            _send(connection, what, descriptors)
+            return _read_pid(connection)
+
+
+def install(forks: Forks | None = None) -> None:
+    """From now on, what this process starts is forked where it can be."""
+    source: Forks = forks or Shared()
+
+    def execute(process: subprocess.Popen[Any], *given: Any) -> None:
+        options = dict(zip(_parameters, given, strict=True))
+        found = _forkable(options)
+        pid = source.fork(*found) if found is not None else 0
+        if not pid:
+            _original(process, *given)
+            return
+        process.pid = pid
+        process._child_created = True  # type: ignore[attr-defined]
+        names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        process._close_pipe_fds(*(options[name] for name in names))  # type: ignore[attr-defined]
+
+    subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
 
 
 def descriptor() -> int:
@@ -102,105 +132,261 @@ def pids() -> frozenset[int]:
     return frozenset() if _zygote is None else frozenset({_zygote.process.pid})
 
 
-def zygote_of(environment: Mapping[str, str]) -> Zygote | None:
-    """The one of this process, made at first use; None if it has another environment."""
-    global _zygote
-    shared = {name: value for name, value in environment.items() if not name.startswith(("FLOWRT_", "PYTEST_"))}
-    if _zygote is None or _zygote.parent != os.getpid():
-        _zygote = Zygote(shared)
-    return _zygote if _zygote.environment == shared else None
-
-
 def start_early() -> None:
     """For tests that look for processes that a run has left behind."""
-    zygote_of(fork_server_process._environment(""))
+    _shared()
 
 
-def start(command: Sequence[str], **options: Any) -> Any:
-    """`subprocess.Popen` for flowrt/processes/fork_server_process.py."""
-    executable, *rest = command
-    connection, launcher_pid, *preload = rest[len(_PREFIX) :]
-    if executable != sys.executable or rest[: len(_PREFIX)] != _PREFIX or tuple(preload) != PRELOAD:
-        return subprocess.Popen(command, **options)
-    environment = options["env"]
-    zygote = zygote_of(environment)
-    if zygote is None:
-        return subprocess.Popen(command, **options)
-    return ForkedServer(zygote.fork([connection, launcher_pid, *preload], environment, [int(connection), options["stdout"]]))
+def _shared() -> Zygote:
+    global _zygote
+    if _zygote is None or _zygote.parent != os.getpid():
+        _zygote = Zygote()
+    return _zygote
 
 
-def _serve(connection: socket.socket) -> None:
-    """In the zygote: fork until the connection ends."""
+def _forkable(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]] | None:
+    """What a fork is to become, and its descriptors: the streams, then the one that is passed."""
+    command = options["args"]
+    is_plain = isinstance(command, list) and not (options["preexec_fn"] or options["shell"] or options["gid"] or options["uid"])
+    if not is_plain or options["process_group"] >= 0 or options["umask"] >= 0 or command[0] != sys.executable:
+        return None
+    words = list(map(os.fspath, command[1:]))
+    what: dict[str, Any] = {
+        "environment": dict(os.environ if options["env"] is None else options["env"]),
+        "cwd": os.fspath(options["cwd"] or os.getcwd()),
+        "new_session": options["start_new_session"],
+    }
+    given = (options["p2cread"], options["c2pwrite"], options["errwrite"])
+    streams = [stream if stream >= 0 else number for number, stream in enumerate(given)]
+    if words[:2] == ["-P", "-m"] and words[2] in MODULES and list(options["pass_fds"]) == [int(words[3])]:
+        return what | {"module": words[2], "arguments": words[4:]}, [*streams, int(words[3])]
+    names = set(re.findall(r"\w+", " ".join(words[1:3])))
+    is_command = words[:2] == ["-m", "flowrt"] or (words[0] == "-c" and "flowrt" in names)
+    if not (is_command and names & STARTING) and words != CHECK:
+        return None
+    if options["pass_fds"] or any(map(os.isatty, streams)) or not os.access(what["cwd"], os.X_OK):
+        return None
+    return what | {"command": words}, streams
+
+
+def _significant(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(_FREE_VARIABLES)}
+
+
+# Both sides.
+
+
+def _send(connection: socket.socket, what: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    data = json.dumps(what).encode()
+    socket.send_fds(connection, [len(data).to_bytes(_HEADER, "little")], list(descriptors))
+    connection.sendall(data)
+
+
+def _read_pid(connection: socket.socket) -> int:
+    response = connection.recv(_HEADER)
+    if len(response) < _HEADER:
+        raise OSError("the process that forks has ended")
+    return int.from_bytes(response, "little")
+
+
+def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
+    """The next request, and its descriptors. None: the other side has ended."""
+    size, descriptors, _, _ = socket.recv_fds(connection, _HEADER, 4)
+    if not size:
+        return None, []
+    data = b""
+    while len(data) < int.from_bytes(size, "little"):
+        data += connection.recv(1 << 16)
+    return json.loads(data), descriptors
+
+
+# In the zygote and its forks.
+
+
+class _Imported:
+    """What the zygote has imported, its environment and import path, and the descriptors that libraries keep."""
+
+    def __init__(self, path: str, preload: Sequence[str]) -> None:
+        self.path, sys.path[:] = list(sys.path), path.split(os.pathsep)
+        before = frozenset(os.listdir("/proc/self/fd"))
+        gc.disable()
+        for module in (*MODULES, *COMMANDS, *preload):
+            importlib.import_module(module)
+        gc.freeze()
+        gc.enable()
+        os.environ.pop(_ROOM)
+        self.environment = _significant(os.environ)
+        self.descriptors = frozenset(map(int, frozenset(os.listdir("/proc/self/fd")) - before))
+
+    def can_become(self, what: Mapping[str, Any]) -> bool:
+        environment = _significant(what["environment"])
+        path = what["environment"].get("PYTHONPATH", "").split(os.pathsep)
+        if any(os.path.exists(os.path.join(entry, "sitecustomize.py")) for entry in {*path} - {*self.path}):
+            return False  # it is to run before what has been imported here
+        if what.get("module") == MODULES[0]:
+            return environment == self.environment
+        return environment.items() | {("OMP_WAIT_POLICY", "PASSIVE"), ("OPENBLAS_NUM_THREADS", "1")} == self.environment.items()
+
+    def take(self, what: Mapping[str, Any], descriptors: Sequence[int]) -> list[int]:
+        """Give this process its streams, environment and import path, and close all else. Returns the new numbers of `descriptors[3:]`."""
+        numbers = [os.dup(number) for number in descriptors]
+        for stream, number in enumerate(numbers[:3]):
+            os.dup2(number, stream)
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) not in (0, 1, 2, *numbers[3:], *self.descriptors):
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+        os.environ.clear()
+        os.environ.update(what["environment"])
+        _show_environment()
+        os.chdir(what["cwd"])
+        if what["new_session"] and os.getsid(0) != os.getpid():
+            os.setsid()
+        return numbers[3:]
+
+
+def _show_environment() -> None:
+    """Write the environment of this process where /proc/PID/environ reads it: flowrt finds the processes of a run there."""
+    with open("/proc/self/stat", "rb") as file:
+        start, end = map(int, file.read().rpartition(b")")[2].split()[47:49])
+    data = b"".join(name + b"=" + value + b"\0" for name, value in os.environb.items())
+    ctypes.memmove(start, data[: end - start].ljust(end - start, b"\0"), end - start)
+
+
+def _serve(connection: socket.socket, imported: _Imported) -> None:
+    """Fork until the connection ends. Returns in the zygote, and in commands."""
     while True:
-        size, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
-        if not size:
+        what, descriptors = _receive(connection)
+        if what is None:
             return
-        request = b""
-        while len(request) < int.from_bytes(size, "little"):
-            request += connection.recv(1 << 16)
-        arguments, environment = json.loads(request)
-        theirs, output = descriptors
         reader, writer = os.pipe()
-        if (middle := os.fork()) == 0:
+        if not imported.can_become(what):
+            connection.sendall(bytes(_HEADER))
+        elif (middle := os.fork()) == 0:
             parent = os.getpid()
             if pid := os.fork():
-                os.write(writer, pid.to_bytes(4, "little"))
+                os.write(writer, pid.to_bytes(_HEADER, "little"))
                 os._exit(0)
-            _become_fork_server(arguments, environment, theirs, output, parent)
-        os.waitpid(middle, 0)
-        connection.sendall(os.read(reader, 4))
+            while os.getppid() == parent:
+                time.sleep(POLL_SECONDS)
+            if "module" in what:
+                _become_module(what, descriptors, imported)
+            _become_command(what, descriptors, imported)
+        else:
+            os.waitpid(middle, 0)
+            connection.sendall(os.read(reader, _HEADER))
         for descriptor in (reader, writer, *descriptors):
             os.close(descriptor)
 
 
-def _become_fork_server(arguments: list[str], environment: dict[str, str], connection: int, output: int, parent: int) -> None:
-    from flowrt.processes import fork_server
-
+def _become_module(what: Mapping[str, Any], descriptors: Sequence[int], imported: _Imported) -> NoReturn:
     status = 1
     try:
-        while os.getppid() == parent:
-            time.sleep(POLL_SECONDS)
-        os.setsid()
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        theirs = os.dup(connection)
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) not in (0, 1, 2, theirs, *_library_descriptors):
-                try:
-                    os.close(int(name))
-                except OSError:
-                    continue
-        os.environ.clear()
-        os.environ.update(environment)
-        fork_server.main([str(theirs), *arguments[1:]])
+        (passed,) = imported.take(what, descriptors)
+        sys.path[:] = what["environment"]["PYTHONPATH"].split(os.pathsep)
+        sys.argv[1:] = [str(passed), *what["arguments"]]
+        main = sys.modules[what["module"]].main
+        main(*([sys.argv[1:]] if inspect.signature(main).parameters else []))
         status = 0
     except BaseException:
         import traceback
 
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
 
 
-_library_descriptors: frozenset[int] = frozenset()
+def _become_command(what: Mapping[str, Any], descriptors: Sequence[int], imported: _Imported) -> NoReturn:
+    """Run the command as `__main__`, so that it ends as an interpreter does."""
+    spares = []
+    pid = os.getpid()
+    for _ in MODULES:
+        ours, theirs = socket.socketpair()
+        if os.fork() == 0:
+            _wait_as_spare(theirs, pid, imported)
+        theirs.close()
+        spares.append(ours)
+    numbers = imported.take(what, [*descriptors, *(spare.detach() for spare in spares)])
+    for number in numbers:
+        os.set_inheritable(number, False)
+    install(Spares([socket.socket(fileno=number) for number in numbers]))
+    path = what["environment"].get("PYTHONPATH", "").split(os.pathsep)
+    option, *words = what["command"]
+    own = {"-P": [], "-m": [what["cwd"]], "-c": [""]}[option]
+    sys.path[:] = [*own, *filter(None, path), *imported.path]
+    _open_streams()
+    raise _Command(words if option == "-P" else [option, *words])
 
 
-def _main(descriptor: str, *preload: str) -> None:
-    global _library_descriptors
-    import importlib
+def _open_streams() -> None:
+    """As an interpreter does at its start."""
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, name)
+        raw = open(number, "wb" if number else "rb", 0 if number and is_unbuffered else -1)  # noqa: SIM115
+        options = {"encoding": old.encoding, "errors": old.errors, "line_buffering": number == 2, "write_through": is_unbuffered}
+        stream = io.TextIOWrapper(raw, **options)
+        stream.mode = "w" if number else "r"  # type: ignore[misc]
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
-    import flowrt.processes.fork_server  # noqa: F401
 
+class _Command(BaseException):
+    """Leaves the zygote's frames."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+
+
+def _run(words: list[str]) -> None:
+    option, name, *arguments = words
+    sys.argv[:] = [option, *arguments]
+    sys.modules.pop("__main__")
+    if option == "-m":
+        sys.modules.pop(name, None)
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        module = type(sys)("__main__")
+        sys.modules["__main__"] = module
+        exec(compile(name, "<string>", "exec"), vars(module))
+
+
+def _wait_as_spare(connection: socket.socket, command: int, imported: _Imported) -> NoReturn:
+    from flowrt.system.signals import end_with_parent
+
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != command:
+        os._exit(0)
+    os.setsid()
+    mine = {"environment": os.environ.copy(), "cwd": "/", "new_session": False}
+    (number,) = imported.take(mine, [0, 1, 2, connection.detach()])
+    connection = socket.socket(fileno=number)
+    connection.set_inheritable(False)
+    what, descriptors = _receive(connection)
+    if what is None:
+        os._exit(0)
+    can = imported.can_become(what)
+    connection.sendall((os.getpid() if can else 0).to_bytes(_HEADER, "little"))
+    if can:
+        _become_module(what, descriptors, imported)
+    os._exit(0)
+
+
+def _main(descriptor: str, path: str, *preload: str) -> None:
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
-    before = frozenset(os.listdir("/proc/self/fd"))
-    for module in preload:
-        importlib.import_module(module)
-    _library_descriptors = frozenset(map(int, frozenset(os.listdir("/proc/self/fd")) - before))
-    _serve(connection)
+    _serve(connection, _Imported(path, preload))
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    try:
+        _main(*sys.argv[1:])
+    except _Command as command:
+        words = command.words
+    else:
+        words = []
+    if words:
+        _run(words)
