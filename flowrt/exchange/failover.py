@@ -20,6 +20,7 @@ from flowrt.dataflow.subgraph import RoutedOutput, part_of
 from flowrt.errors import FailureCause
 from flowrt.exchange.expert_client import ExpertClient, Redispatch
 from flowrt.graph.model import Graph
+from flowrt.graph.placement import server_nodes
 from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.transports.wire.message import Message, Tag
@@ -54,10 +55,9 @@ class Failover:
         ]
         here = graph.nodes[dispatch].process
         self._servers: dict[str, list[int]] = {}  # process -> its server numbers in the expert map
-        for edge in edges:
-            process = graph.nodes[edge.target].process
-            if process != here and edge.source_port.startswith("server"):
-                self._servers.setdefault(process, []).append(int(edge.source_port.removeprefix("server")))
+        for server, name in server_nodes(graph, dispatch).items():
+            if (process := graph.nodes[name].process) != here:
+                self._servers.setdefault(process, []).append(server)
         self._server_of = {  # by the edge of its responses
             edge.id: int(graph.edges[edge.response_to].source_port.removeprefix("server"))
             for edge in graph.edges.values()

@@ -91,8 +91,8 @@ class ExchangeTimes:
 
 @dataclass(frozen=True)
 class DispatchLoad:
-    """What the groups sent to expert servers directly, over all layers and steps. `num_fullest`: rows of the fullest server of each layer
-    of a step. `num_mean`: those that each server would have if all had as many."""
+    """What the groups sent to expert servers and trampolines, over all layers and steps. `num_fullest`: rows of the fullest server of each
+    layer of a step. `num_mean`: those that each server would have if all had as many."""
 
     num_layers: int
     num_messages: int
@@ -112,7 +112,7 @@ class TraceSummary:
     span_seconds: float
     roles: tuple[RoleShares, ...]
     exchange: tuple[ExchangeTimes, ...]  # of the groups of a model
-    load: DispatchLoad | None  # None: no rows went to servers directly
+    load: DispatchLoad | None  # None: no rows went to servers
     nodes: tuple[TotalTime, ...]
     edges: tuple[TotalTime, ...]
     num_records: int
