@@ -26,7 +26,7 @@ from flowrt.launcher.launcher import RESPONSE_SECONDS, STATISTICS_SECONDS
 from flowrt.launcher.starts import IMPORT_SECONDS
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
-from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Cut
+from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Cut, Hang, Stall
 from flowrt.seams import Seams
 from flowrt.simulation.case import Case
 from flowrt.simulation.clients import Clients, DirectClients, SimulatedDetokenizer
@@ -112,7 +112,8 @@ class SimulatedRun(ObservedRun):
         self.clients = Clients(
             case, self._seams, earlier, run_client, lambda: self.launcher.failure is not None, self._log_of, self._note_client
         )
-        self._has_permanent_cut = any(isinstance(fault, Cut) and fault.for_seconds >= PERMANENT_SECONDS for fault in case.scenario.faults)
+        lasting = [fault for fault in case.scenario.faults if isinstance(fault, Cut | Stall | Hang)]
+        self._may_silence_start = any(fault.for_seconds >= PERMANENT_SECONDS for fault in lasting)
         self._open: dict[str, dict[str, float]] = {}  # request id -> its workers, since when an outage there may end it
         self._outage_seconds: dict[str, float] = {}  # of requests that have ended
         self._first_seconds = self._failed_seconds = world.loop.time()
@@ -305,7 +306,7 @@ class SimulatedRun(ObservedRun):
         now = self.world.loop.time()
         progress = sum(inside.num_firings for inside in insides), self._checks.counts.total()  # of living workers: the first may fall
         patience = self._lost_group_seconds + STUCK_SECONDS + (0 if self.launcher.state.starts.fork_server.is_up else IMPORT_SECONDS)
-        if self._has_permanent_cut and self.launcher.state.restarting():  # a process that starts connects to a peer for so long
+        if self._may_silence_start and self.launcher.state.restarting():  # a process that starts may be silent for so long
             patience += RESPONSE_SECONDS
         if progress != self._progress or now < self._first_seconds + self.case.scenario.ends_seconds:
             self._progress, self._progress_seconds = progress, now
