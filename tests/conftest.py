@@ -148,15 +148,26 @@ def _shared_memory() -> frozenset[str]:
 
 def _living_children() -> frozenset[tuple[int, float]]:
     """Descendants that still run, with their start times. (One that is dead but not waited for holds nothing.)"""
-    with contextlib.suppress(OSError):  # this quick check is enough for most tests
-        if not any(Path(f"/proc/self/task/{task}/children").read_text() for task in os.listdir("/proc/self/task")):
-            return frozenset()
-    living = set()
-    for child in psutil.Process().children(recursive=True):
+    living, pids = set(), _children(os.getpid()) - zygote.pids()
+    while pids:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE and child.pid not in zygote.pids():
+            child = psutil.Process(pids.pop())
+            pids |= _children(child.pid)
+            if child.status() != psutil.STATUS_ZOMBIE:
                 living.add((child.pid, child.create_time()))
     return frozenset(living)
+
+
+def _children(pid: int) -> set[int]:
+    """Those of a living process. From /proc, where psutil would look at every process of the machine."""
+    if not sys.platform.startswith("linux"):
+        return {child.pid for child in psutil.Process(pid).children()}
+    found: set[int] = set()
+    with contextlib.suppress(OSError):  # it has ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # its thread has ended
+                found |= set(map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()))
+    return found
 
 
 def _held() -> _Held:
