@@ -90,13 +90,28 @@ class Shared:
 
 
 class Spares:
-    """The connections to children of this process, each of which becomes what it is to be once."""
+    """The connections to children of this process, each of which becomes what it is to be once. A fork of this process has its own."""
 
-    def __init__(self, connections: Sequence[socket.socket]) -> None:
-        self.pid, self.connections = os.getpid(), list(connections)
+    def __init__(self, imported: _Imported) -> None:
+        self.imported = imported
+        self.connections: list[socket.socket] = []
+        self.renew()
+        os.register_at_fork(after_in_child=lambda: self.connections and self.renew())
+
+    def renew(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        self.connections, pid, made = [], os.getpid(), []
+        for _ in MODULES:
+            ours, theirs = socket.socketpair()
+            if os.fork() == 0:
+                _wait_as_spare(theirs, pid, self.imported)
+            theirs.close()
+            made.append(ours)
+        self.connections = made
 
     def fork(self, what: Mapping[str, Any], descriptors: Sequence[int]) -> int:
-        if not self.connections or os.getpid() != self.pid or "module" not in what:
+        if not self.connections or "module" not in what:
             return 0
         with self.connections.pop() as connection:
             _send(connection, what, descriptors)
@@ -301,18 +316,8 @@ def _become_module(what: Mapping[str, Any], descriptors: Sequence[int], imported
 
 def _become_command(what: Mapping[str, Any], descriptors: Sequence[int], imported: _Imported) -> NoReturn:
     """Run the command as `__main__`, so that it ends as an interpreter does."""
-    spares = []
-    pid = os.getpid()
-    for _ in MODULES:
-        ours, theirs = socket.socketpair()
-        if os.fork() == 0:
-            _wait_as_spare(theirs, pid, imported)
-        theirs.close()
-        spares.append(ours)
-    numbers = imported.take(what, [*descriptors, *(spare.detach() for spare in spares)])
-    for number in numbers:
-        os.set_inheritable(number, False)
-    install(Spares([socket.socket(fileno=number) for number in numbers]))
+    imported.take(what, descriptors)
+    install(Spares(imported))
     path = what["environment"].get("PYTHONPATH", "").split(os.pathsep)
     option, *words = what["command"]
     own = {"-P": [], "-m": [what["cwd"]], "-c": [""]}[option]
@@ -362,7 +367,8 @@ def _wait_as_spare(connection: socket.socket, command: int, imported: _Imported)
         os._exit(0)
     os.setsid()
     mine = {"environment": os.environ.copy(), "cwd": "/", "new_session": False}
-    (number,) = imported.take(mine, [0, 1, 2, connection.detach()])
+    nowhere = os.open(os.devnull, os.O_RDWR)  # the command's streams end with the command
+    (number,) = imported.take(mine, [nowhere, nowhere, nowhere, connection.detach()])
     connection = socket.socket(fileno=number)
     connection.set_inheritable(False)
     what, descriptors = _receive(connection)
