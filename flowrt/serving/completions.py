@@ -20,7 +20,7 @@ from flowrt.actors.outputs import TokenEvent
 from flowrt.engine.validation import find_problem, num_new_tokens
 from flowrt.errors import TokenizerError
 from flowrt.graph.settings import GraphLimits
-from flowrt.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
+from flowrt.sampling_params import CONTRADICTION, MAX_PROMPT_LOGPROBS, SamplingParams
 from flowrt.serving.api_errors import INVALID, NO_REQUEST, TOO_LONG, UNAVAILABLE, ApiError, internal_error
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.api_response import PromptOutput, ResponseBuilder, Usage, merged
@@ -375,5 +375,7 @@ def _failure(error: str | None, request_id: str) -> ApiError:
     if error is None:
         text = "the server has ended before this request; when /ready answers 200, send it again"
         return ApiError(UNAVAILABLE, f"{text}, or with a request log read on at /v1/requests/{request_id}")
+    if error.startswith(CONTRADICTION):
+        return ApiError(INVALID, error)
     log.warning("request %s failed: %s", request_id, error)
     return internal_error(request_id)

@@ -105,6 +105,17 @@ def test_bad_grammar_is_refused(server: Server, fields: dict[str, Any], param: s
     assert server.json("/v1/completions", SHORT)["usage"]["completion_tokens"] == 20
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_parameters_that_contradict_each_other_are_the_clients_error(server: Server, is_streamed: bool) -> None:
+    """Whether a grammar and allowed_token_ids leave a token shows when it is sampled."""
+    fields = {"structured_outputs": {"choice": ["left"]}, "allowed_token_ids": [1], "stream": is_streamed}
+    with server.request("/v1/completions", SHORT | fields) as response:
+        body = response.read().decode()
+    assert response.status == (200 if is_streamed else 400)
+    error = json.loads(body.removeprefix("data: ").partition("\n\n")[0])["error"]
+    assert (error["code"], "allow no token" in error["message"]) == ("invalid_value", True)
+
+
 def test_metrics_count_what_clients_got(server: Server) -> None:
     before = metrics_of(server)
     usage = server.json("/v1/completions", SHORT)["usage"]
