@@ -129,6 +129,19 @@ class Start(Control, frozen=True):
     ended: tuple[str, ...] = ()
 
 
+class ChangeGraph(Control, frozen=True):
+    """To a worker: the graph has another version from now on. `delta`: from the version before, as JSON (graph/delta.py). It comes before
+    any notice of a process that joins, and after PeerLeft of one that is gone. The response is GraphChanged."""
+
+    delta: bytes
+
+
+class GraphChanged(Control, frozen=True):
+    """From a worker: it uses this version of the graph, and nothing of it is left at processes that are leaving, or here, if it is one."""
+
+    version: int
+
+
 class LoadProgress(Control, frozen=True):
     """Loading progress: `done` of this worker's `total` operators have their weights; `text` names the current one."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import ceil, prod
 
 from flowrt.actors.links import LinkPlan
-from flowrt.graph.model import GATEWAY, Edge, Graph
+from flowrt.graph.model import Edge, Graph
 from flowrt.graph.notation import parse_tensor_spec
 from flowrt.transports.contract import Limits
 from flowrt.transports.wire.message import DTYPE_BYTES
@@ -21,8 +21,8 @@ KV_RING_BYTES = 8 * KV_CHUNK_BYTES  # as many chunks may be on their way, or hel
 
 
 def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
-    """One link per (peer, transport) that shares an edge with `worker`; the side that comes first in the graph connects."""
-    order = {name: place for place, name in enumerate([GATEWAY, *graph.process_names()])}
+    """One link per (peer, transport) that shares an edge with `worker`. The requester of an edge connects, of the first one by name: both
+    ends plan alike, whatever else is in the graph."""
     shared: dict[tuple[str, str], list[Edge]] = {}
     for edge in graph.edges.values():
         source, target = graph.ends_of(edge)
@@ -35,7 +35,7 @@ def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
             scheme,
             limits_of(graph, edges),
             outbox_messages(graph, edges),
-            order[worker] < order[peer],
+            graph.nodes[min(edges, key=lambda edge: (edge.response_to is not None, edge.name)).source].process == worker,
             edges[0].link if graph.emulation is not None else None,  # all the same between two processes: the graph is checked
             all(edge.open == "lazy" for edge in edges),
             tuple(edge.id for edge in edges),

@@ -30,7 +30,8 @@ MAX_ENDED = 64  # remembered per process: no notice about an older incarnation c
 
 
 class Callers:
-    """Accepted channels by process and scheme, the latest of each. The planned links bound their number."""
+    """Accepted channels by process and scheme, the latest of each: of planned links, and of processes that joined the run before the notice
+    of it came here."""
 
     def __init__(self) -> None:
         self._here: dict[tuple[str, str], Channel] = {}
@@ -57,6 +58,10 @@ class Callers:
                 self._changed = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._changed])  # several tasks may wait; cancelling one does not cancel the others
         return channel
+
+    def forget(self, process: str, scheme: str) -> Channel | None:
+        """Returns the channel of a process that has no link any more."""
+        return self._here.pop((process, scheme), None)
 
     async def aclose(self) -> None:
         """Close the channels that were never taken."""
@@ -120,7 +125,7 @@ class LinkPlan:
 class Links:
     """All links of one worker. Use: `listen`, publish the addresses, `open` with the addresses of all processes, then `run`.
 
-    The side that comes first in the graph connects, the other one accepts; a pair may have one link per scheme. `wrap` may wrap each new
+    The plan says which end connects; the other one accepts. A pair may have one link per scheme. `wrap` may wrap each new
     channel (an emulated link) before anything is sent; both ends do the same.
 
     `host_address`: as in Seams. `tolerated`: processes whose loss ends only their own links. `on_lost` is called once per incarnation,
@@ -155,6 +160,7 @@ class Links:
         self._links: dict[tuple[str, str], Link] = {}
         self.by_edge: dict[int, Link] = {}  # by id of an edge: the link as in `__getitem__`
         self._lazy: dict[tuple[str, str], LazyChannel] = {}
+        self._unplanned: list[Link | Channel] = []  # of earlier plans, to be closed
         self._running: asyncio.TaskGroup | None = None
         self._readers: dict[tuple[str, str], asyncio.Task[None] | None] = {}  # of links that are up
         self._meeting: dict[Identity, list[asyncio.Task[None]]] = {}  # incarnations that join now, and the connects in progress
@@ -173,6 +179,23 @@ class Links:
     def leftovers(self) -> list[str]:
         """What is left when no message is in flight."""
         return [f"outbox to {link.peer.name}: {link.num_unsent} messages" for link in self._links.values() if link.num_unsent]
+
+    def use(self, plans: Iterable[LinkPlan], tolerated: frozenset[str]) -> None:
+        """Plan these links from now on. A peer without a link joins later; one without a plan was dropped. `close_unplanned` follows."""
+        before, self._plans, self._tolerated = self._plans, {(plan.peer, plan.scheme): plan for plan in plans}, tolerated
+        for key in sorted(before.keys() - self._plans.keys()):
+            found = self._links.pop(key, None), self._callers.forget(*key)
+            self._unplanned += [each for each in found if each is not None]
+            self._lazy.pop(key, None)
+        planned = {edge for plan in self._plans.values() for edge in plan.edges}
+        self.by_edge = {edge: link for edge, link in self.by_edge.items() if edge in planned}
+
+    async def close_unplanned(self) -> None:
+        """Close what earlier plans have left. Idempotent, and may be cancelled: `aclose` closes it then."""
+        for each in list(self._unplanned):
+            await each.aclose()
+            if each in self._unplanned:
+                self._unplanned.remove(each)
 
     async def listen(self) -> dict[str, str]:
         """Listen on each scheme on which a peer connects, now or in a later incarnation; returns scheme -> address."""
@@ -271,6 +294,7 @@ class Links:
         """Close every link and listener. Idempotent."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._callers.aclose)
+            stack.push_async_callback(self.close_unplanned)
             for listener in self._listeners.values():
                 stack.push_async_callback(listener.aclose)
             for link in self._links.values():
@@ -380,8 +404,10 @@ class Links:
         """Give a channel to its lazy link, or keep it for `_meet`. Returns the channel to close: this one, or the one that it replaces."""
         peer = channel.peer
         plan = self._plans.get((peer.name, scheme))
-        if plan is None or self.incarnations.has_ended(peer):
+        if self.incarnations.has_ended(peer):
             return channel
+        if plan is None:
+            return self._callers.put(channel, scheme)
         link = self._links.get((peer.name, scheme))
         if link is not None and link.peer == peer:
             opener = self._lazy[peer.name, scheme].opener if plan.is_lazy else None

@@ -135,13 +135,21 @@ class InboundEdges:
         schemas: Mapping[int, MessageSchema],
         fences: Fences,
     ) -> None:
-        self._post = post
+        self._post, self._process, self._outbound, self._device, self._fences = post, process, outbound, device, fences
         self.ended = set[str]()
         self.edges: dict[int, InboundEdge] = {}
+        self.use(graph, staying, schemas)
+
+    def use(self, graph: Graph, staying: Collection[int], schemas: Mapping[int, MessageSchema]) -> None:
+        """Use the edges of this graph from now on. Those that are here already keep their credits."""
+        process, outbound, device, fences = self._process, self._outbound, self._device, self._fences
         dtype = torch.float32 if graph.model is None else TORCH_DTYPES[graph.model.dtype]
-        for edge in graph.edges.values():
-            source, target = graph.ends_of(edge)
-            if source != process == target:
+        found = {edge.id: edge for edge in graph.edges.values() if graph.nodes[edge.target].process == process and graph.crosses(edge)}
+        for gone in self.edges.keys() - found.keys():
+            del self.edges[gone]
+        for edge in found.values():
+            if edge.id not in self.edges:
+                source = graph.nodes[edge.source].process
                 schema = None if edge.id in staying else schemas.get(edge.id)
                 requests = None if edge.request_id is None else outbound.edges.get(edge.request_id)
                 self.edges[edge.id] = InboundEdge(edge, source, edge.id in staying, device, schema, requests, fences, dtype)

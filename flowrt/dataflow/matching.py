@@ -79,17 +79,22 @@ class MatchingTable:
         failed: Container[tuple[str, int]] = (),
     ) -> None:
         self._failed = failed
-        self._nodes: Mapping[str, Node] = {node.name: node for node in nodes}
-        self._edges_into: dict[str, list[Edge]] = {name: [] for name in self._nodes}
-        for edge in edges:
-            if edge.target in self._edges_into:
-                self._edges_into[edge.target].append(edge)
+        self.use(nodes, edges)
         self._plan_of, self._part_of = plan_of, part_of
-        self._shapes: dict[tuple[str, int], _Shape] = {}
         self._rows: dict[tuple[str, Tag], _MatchingRow] = {}
         self._next_step: dict[tuple[str, str, int, int], int] = {}  # stateful nodes: (node, source, epoch, micro-batch) -> step
         self._held: dict[tuple[str, str, int, int], dict[int, list[Firing]]] = {}
         self._finished: dict[tuple[str, Tag], None] = {}  # gather rows that have fired, oldest first
+
+    def use(self, nodes: Iterable[Node], edges: Iterable[Edge]) -> None:
+        """Match by these nodes and edges from now on. Each port that an edge led to must still have one, and no other may have one."""
+        self._nodes: Mapping[str, Node] = {node.name: node for node in nodes}
+        into: dict[str, list[Edge]] = {name: [] for name in self._nodes}
+        for edge in edges:
+            if edge.target in into:
+                into[edge.target].append(edge)
+        self._edges_into = into
+        self._shapes: dict[tuple[str, int], _Shape] = {}
 
     def __len__(self) -> int:
         """Number of incomplete rows plus firings held back for an earlier step."""
@@ -249,7 +254,8 @@ class MatchingTable:
         return firings
 
     def _shape(self, node: str, layer: int) -> _Shape:
-        shape = self._shapes.get((node, layer))
+        known = self._shapes  # before the edges: `use` replaces it last
+        shape = known.get((node, layer))
         if shape is None:
             fed = {edge.target_port for edge in self._edges_into[node] if arrives_at(edge, layer)}
             ports = self._nodes[node].inputs
@@ -261,7 +267,7 @@ class MatchingTable:
             )
             single = frozenset(name for name in fed if ports[name].takes == "one")
             shape = _Shape(single, gathers, alone=len(single) == 1 and not gathers)
-            self._shapes[node, layer] = shape
+            known[node, layer] = shape
         return shape
 
 

@@ -21,6 +21,8 @@ from flowrt.histogram import Histogram
 from flowrt.transports.errors import InvalidMessageError, LimitError
 from flowrt.transports.wire.message import Message, Tag
 
+_NONE: Mapping[int, MessageSchema] = MappingProxyType({})
+
 
 class EdgeTimes:
     """`wait_seconds`: time in which something was ready and the edge had no credit. `latency`: of requests, from the sending to the
@@ -122,30 +124,49 @@ class OutboundEdges:
         on_unsent: Callable[[RoutedOutput], None],
         staying: Collection[int] = (),
         on_device: Collection[int] = (),
-        schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
+        schemas: Mapping[int, MessageSchema] = _NONE,
         now: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._post, self._on_unsendable, self._on_unsent, self._now = post, on_unsendable, on_unsent, now
+        self._process = process
+        self.edges: dict[int, OutboundEdge] = {}
+        self.sent: dict[int, list[int]] = {}  # by edge, as OutboundEdge.sent
+        self.times: dict[int, EdgeTimes] = {}
+        self._gone: set[int] = set()  # edges of earlier graphs
+        self.use(graph, staying, on_device, schemas)
+
+    def use(
+        self, graph: Graph, staying: Collection[int] = (), on_device: Collection[int] = (), schemas: Mapping[int, MessageSchema] = _NONE
+    ) -> None:
+        """Use the edges of this graph from now on. Those that are here already keep their credits and messages; those that are not in it
+        carry nothing more."""
+        process = self._process
         with_responses = {edge.request_id for edge in graph.edges.values()}
         requests = {edge.request_id for edge in graph.edges.values() if edge.id in schemas}  # of responses that are checked
-        self.edges: dict[int, OutboundEdge] = {}
-        for edge in graph.edges.values():
+        found = {edge.id: edge for edge in graph.edges.values() if graph.nodes[edge.source].process == process and graph.crosses(edge)}
+        for edge in found.values():
             source, target = graph.ends_of(edge)
-            if source == process != target:
+            if edge.id not in self.edges:
                 coding = by_reference if edge.id in staying else to_device_message if edge.id in on_device else to_message
                 schema = schemas.get(edge.id) if edge.id in requests and edge.id not in staying else None
                 max_bytes = max(graph.limits_of(end).max_message_bytes for end in (source, target))
                 is_declared_here = edge.source == INPUT or graph.nodes[edge.source].outputs[edge.source_port].tensors
                 declared = None if is_declared_here or edge.id in staying or graph.model is not None else schemas.get(edge.id)
                 self.edges[edge.id] = OutboundEdge(edge, target, coding, max_bytes, schema, declared, edge.id in with_responses)
-        self.sent = {edge_id: outbound.sent for edge_id, outbound in self.edges.items()}
-        self.times = {edge_id: outbound.times for edge_id, outbound in self.edges.items()}
+        for edge_id in self.edges.keys() - found.keys():
+            del self.edges[edge_id], self.sent[edge_id], self.times[edge_id]
+            self._gone.add(edge_id)
+        self._gone -= found.keys()
+        self.sent |= {edge_id: outbound.sent for edge_id, outbound in self.edges.items()}
+        self.times |= {edge_id: outbound.times for edge_id, outbound in self.edges.items()}
 
     def take(self, output: RoutedOutput) -> bool:
         """Send an output as soon as there is a credit. Returns False for an edge within the process."""
         outbound = self.edges.get(output.edge.id)
         if outbound is None:
-            return False
+            if is_gone := output.edge.id in self._gone:
+                self._on_unsent(output)
+            return is_gone
         if outbound.size:
             if outbound.closed:
                 self._on_unsent(output)
@@ -189,6 +210,11 @@ class OutboundEdges:
         times = self.times[edge_id]
         if times.measured == tag:
             times.end(self._now())
+
+    def is_waiting_for(self, peer: str) -> bool:
+        """Whether a request to this peer waits for its credit, or has no response yet."""
+        edges = (each for each in self.edges.values() if each.peer == peer and each.has_responses)
+        return any(each.free < each.size or each.pending for each in edges)
 
     def drop(self, fences: Fences) -> None:
         """Drop pending outputs of stale tags, which hold no credit, and outstanding requests of failed calls and ended sources, which may

@@ -14,22 +14,19 @@ from flowrt.dataflow.selection import SelectionPolicy
 class ReadyFirings(dict[str, deque[Firing]]):
     """Ready firings by node, each in order of arrival; a node without any has no entry.
 
-    `reach`: by node, the edges that a firing may send on; it starts only when each has a credit. `policies`: by node, which of its
-    firings run next. `is_short(node)`: whether a call is expected to be short. `now` returns seconds.
+    `is_short(node)`: whether a call is expected to be short. `now` returns seconds. `use` follows.
     """
 
-    def __init__(
-        self,
-        reach: Mapping[str, Sequence[OutboundEdge]],
-        policies: Mapping[str, SelectionPolicy],
-        is_short: Callable[[str], bool],
-        now: Callable[[], float],
-    ) -> None:
+    def __init__(self, is_short: Callable[[str], bool], now: Callable[[], float]) -> None:
         super().__init__()
         self._is_short, self._now = is_short, now
-        # By node: its edges, and its policy if that may select several firings.
-        self._nodes = {node: (reach[node], None if policy.takes_one else policy) for node, policy in policies.items()}
+        self._nodes: dict[str, tuple[Sequence[OutboundEdge], SelectionPolicy | None]] = {}
         self.wake_at: float | None = None  # when a policy that waits for more firings selects some, as of the last `take`
+
+    def use(self, reach: Mapping[str, Sequence[OutboundEdge]], policies: Mapping[str, SelectionPolicy]) -> None:
+        """`reach`: by node, the edges that a firing may send on; it starts only when each has a credit. `policies`: by node, which of its
+        firings run next, if it may select several."""
+        self._nodes = {node: (reach[node], None if policy.takes_one else policy) for node, policy in policies.items()}
 
     def take(self, inline: bool = False) -> list[Firing] | None:
         """The firings of the next call: those that the policy of the oldest ready node selects. `inline`: only short nodes of one tag."""

@@ -52,6 +52,7 @@ from flowrt.transports.wire.message import Message, Tag
 
 log = logging.getLogger("flowrt.worker")
 
+_NONE: Mapping[int, MessageSchema] = MappingProxyType({})
 MAX_INLINE = 16  # short firings in a row before the loop gets a turn
 
 
@@ -98,10 +99,11 @@ class Runner:
         staying: Collection[int] = (),
         early: bool = False,
         on_device: Collection[int] = (),
-        schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
+        schemas: Mapping[int, MessageSchema] = _NONE,
         new_timer: Callable[[], Timer] = LoopTimer,
     ) -> None:
         nodes = graph.nodes_of(process)
+        self._process = process
         self._sinks = {node.name for node in nodes if node.name not in functions}
         fused = frozenset(fuse(graph, process).fused) - self._sinks
         self._early, self._compute, self._clock, self._owner, post = early, compute, clock, owner, owner.post
@@ -113,18 +115,34 @@ class Runner:
         self._outbound = OutboundEdges(graph, process, post, self._on_unsendable, owner.on_unsent, staying, on_device, schemas, clock.now)
         device = None if device is None or device.type == "cpu" else device
         self._inbound = InboundEdges(graph, process, post, self._outbound, staying, device, schemas, self._fences)
-        self._keeping = {*graph.responders.values()}  # nodes whose requests are consumed by the node that responds to them
-        responses = [edge for node in nodes for edge in graph.edges_from(node.name) if edge.request_id is not None]
-        self._responses = {edge.request_id: edge for edge in responses if graph.crosses(edge)}
-        reach = {node.name: [self._outbound.edges[edge] for edge in self._subgraph.reachable(node.name)] for node in nodes}
         self._is_computing = False  # in the compute thread, which also uses the order of stateful nodes
-        policies = {node.name: policy_of(node, graph.emulation) for node in nodes}
-        self._ready = ReadyFirings(reach, policies, compute.is_short, clock.now)
+        self._ready = ReadyFirings(compute.is_short, clock.now)
+        self._derive(graph)
         self._sleeper = Sleeper(clock, new_timer)  # for `run` when no firing is ready
         self._wake = self._sleeper.wake
         self._failure: Exception | None = None  # of a firing outside `run`, which raises it
         self.statistics = RunnerStatistics(sent=self._outbound.sent)
         self.edge_times, self.num_waiting = self._outbound.times, self._ready.num_waiting
+
+    def use(
+        self, graph: Graph, staying: Collection[int] = (), on_device: Collection[int] = (), schemas: Mapping[int, MessageSchema] = _NONE
+    ) -> None:
+        """Use this graph from now on, in which the nodes of this process have the same inputs. New edges are open; `end_peer` closes those
+        to a peer that has not joined yet, and must be called before the edges to a peer go."""
+        self._table.use(graph.nodes_of(self._process), graph.edges.values())
+        self._subgraph.use(graph)
+        self._outbound.use(graph, staying, on_device, schemas)
+        self._inbound.use(graph, staying, schemas)
+        self._derive(graph)
+        self._wake()
+
+    def _derive(self, graph: Graph) -> None:
+        nodes = graph.nodes_of(self._process)
+        responses = [edge for node in nodes for edge in graph.edges_from(node.name) if edge.request_id is not None]
+        self._responses = {edge.request_id: edge for edge in responses if graph.crosses(edge)}
+        self._keeping = {*graph.responders.values()}  # nodes whose requests are consumed by the node that responds to them
+        reach = {node.name: [self._outbound.edges[edge] for edge in self._subgraph.reachable(node.name)] for node in nodes}
+        self._ready.use(reach, {node.name: policy_of(node, graph.emulation) for node in nodes})
 
     # --- incoming messages -------------------------------------------------------------------------------------------------
 
@@ -252,9 +270,13 @@ class Runner:
         self._outbound.renew(peer, closed=True)
         self._wake()
 
-    def num_outstanding(self, edge_id: int) -> int:
-        """The number of requests of an outbound edge that have no response yet."""
-        return len(self._outbound.edges[edge_id].outstanding)
+    def is_waiting_for(self, peer: str) -> bool:
+        """Whether a request to this peer is on its way, or has no response yet."""
+        return self._outbound.is_waiting_for(peer)
+
+    def edge_ids(self) -> set[int]:
+        """The edges between this process and others."""
+        return self._outbound.edges.keys() | self._inbound.edges.keys()
 
     def join_peer(self, peer: str) -> None:
         """Open the edges to a new incarnation of `peer`, with all credits free."""

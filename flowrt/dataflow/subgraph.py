@@ -76,20 +76,25 @@ class FusedSubgraph:
     ) -> None:
         self._functions = functions
         self._isolates = graph.model is None
+        self._process, self._table, self._fused = process, table, fused
+        self.use(graph)
+
+    def use(self, graph: Graph) -> None:
+        """Route by this graph from now on. The compute thread may be in `run`: each of its routes is of the old graph or of this one."""
+        fused = self._fused
         self._responders = graph.responders
         self._edge_names = {edge.id: edge.name for edge in graph.edges.values()}
-        self._table = table
-        self._fused = fused
-        self._out: dict[tuple[str, str], list[Edge]] = {}
-        self._routes: dict[tuple[str, str, int], tuple[_Route, ...]] = {}
-        self._edges = [edge for edge in graph.edges.values() if graph.nodes[edge.source].process == process]
+        self._edges = [edge for edge in graph.edges.values() if graph.nodes[edge.source].process == self._process]
+        out: dict[tuple[str, str], list[Edge]] = {}
         for edge in self._edges:
-            self._out.setdefault((edge.source, edge.source_port), []).append(edge)
+            out.setdefault((edge.source, edge.source_port), []).append(edge)
+        self._out = out
         # Responses go with the rest: with them goes the credit of the request, which is consumed only when the firing ends.
         self._crossing = {edge.id for edge in self._edges if graph.crosses(edge) and edge.request_id is None}
         progress = {edge.id for edge in self._edges if graph.nodes[edge.target].kind.is_early}
         self._early = self._crossing | progress  # edges whose outputs do not wait for the end of the firing
         self._urgent = _leading_to(self._crossing, [edge for edge in self._edges if edge.source in fused])
+        self._routes: dict[tuple[str, str, int], tuple[_Route, ...]] = {}
 
     def run(self, firings: Sequence[Firing], send_early: SendEarly | None = None) -> list[RoutedOutput]:
         """Run `firings` (all of one node; several only if it has `batches`) and the nodes fused behind them.
@@ -193,11 +198,12 @@ class FusedSubgraph:
         return [edge.id for edge in self._edges if edge.source in nodes and edge.id in self._crossing]
 
     def _find_routes(self, node: str, port: str, layer: int) -> tuple[_Route, ...]:
+        known = self._routes  # before the edges: `use` replaces it last
         edges = self._out.get((node, port))
         if edges is None:
             raise OperatorError(f"{node} gave an output {port!r} that no edge takes")
         routes = tuple(self._route(edge, layer) for edge in edges if layer in edge.layers)
-        self._routes[node, port, layer] = routes
+        known[node, port, layer] = routes
         return routes
 
     def _route(self, edge: Edge, layer: int) -> _Route:

@@ -65,13 +65,13 @@ class ExpertClient:
     def __init__(
         self,
         expert_map: ExpertMap,
-        processes: Sequence[str],
+        processes: Mapping[int, str],
         device: torch.device | str = "cpu",
         now: Callable[[], float] = lambda: 0.0,
         behind: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> None:
         self._now, self.servers = now, Servers(expert_map, processes, device, now, behind)
-        self.processes, self.hedging = processes, self.servers.hedging
+        self.processes, self.hedging = self.servers.processes, self.servers.hedging
         self._outstanding: dict[Tag, OutstandingTag] = {}
         self._epochs: dict[str, int] = {}
         self._not_finite: dict[tuple[str, int, int, int], str] = {}  # by step: the first part that was not finite, as text
@@ -229,6 +229,12 @@ class ExpertClient:
             if part.server == server:
                 self.hedging.record_response(server, part.rows_R.shape[0], self._now() - entry.since_seconds)
                 return
+
+    def has_parts_of(self, process: str) -> bool:
+        """Whether a tag that is not complete has, or is about to have, parts at this process."""
+        entries = [self._outstanding.get(tag) for tag in self.tags]
+        parts = (part for entry in entries if entry is not None for part in entry.parts)
+        return self.servers.splits_by_old_map or any(self.processes.get(part.server) == process for part in parts)
 
     def server_of(self, tag: Tag, number: int) -> int | None:
         """The server of a part; None for a tag that is complete."""

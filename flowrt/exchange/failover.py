@@ -20,7 +20,7 @@ from flowrt.dataflow.subgraph import RoutedOutput, part_of
 from flowrt.errors import FailureCause
 from flowrt.exchange.expert_client import ExpertClient, Redispatch
 from flowrt.graph.model import Graph
-from flowrt.graph.placement import server_nodes
+from flowrt.graph.placement import servers_of
 from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.reliability.fault_table import FaultKind, Redo, redo
 from flowrt.transports.wire.message import Message, Tag
@@ -46,6 +46,11 @@ class Failover:
         steps: Steps,
     ) -> None:
         self._dispatch, self.client, self._runner, self._steps = dispatch, client, runner, steps
+        self.use(graph)
+
+    def use(self, graph: Graph) -> None:
+        """Use this graph from now on."""
+        dispatch = self._dispatch
         edges = [edge for edge in graph.edges.values() if edge.source == dispatch]
         (self._combine, self._gather), *_ = [
             (edge.target, port.name)
@@ -55,8 +60,8 @@ class Failover:
         ]
         here = graph.nodes[dispatch].process
         self._servers: dict[str, list[int]] = {}  # process -> its server numbers in the expert map
-        for server, name in server_nodes(graph, dispatch).items():
-            if (process := graph.nodes[name].process) != here:
+        for server, process in servers_of(graph, dispatch).items():
+            if process != here:
                 self._servers.setdefault(process, []).append(server)
         self._server_of = {  # by the edge of its responses
             edge.id: int(graph.edges[edge.response_to].source_port.removeprefix("server"))

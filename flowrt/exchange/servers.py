@@ -10,10 +10,11 @@ Each client of the expert servers has one Servers, which owns this fact. Others 
 | `note_late`: a part there is late | late: until a response arrives (`note_response`), others are preferred |
 | `avoid`: it returned NaN or infinity for finite rows | avoided for AVOIDED_SECONDS, others are preferred |
 | HedgingPolicy finds it slower than the others | slow: others are preferred, but for some tags |
+| `place`: the graph has another placement | lost until it joins; a process that is gone stays lost |
 
-No part is sent to a lost server. A server that is late, avoided or slow still computes the experts that no other one has. A trampoline
-(trampoline.py) is a server as well, with the experts of the servers behind it that are not lost. It gets the first parts of a tag in place
-of these, while it and all of them are usable or lost.
+No part is sent to a lost server, nor a new one to a server that leaves the graph. A server that is late, avoided or slow still computes the
+experts that no other one has. A trampoline (trampoline.py) is a server as well, with the experts of the servers behind it that are not
+lost. It gets the first parts of a tag in place of these, while it and all of them are usable or lost.
 
 The compute thread calls `replica_table`, `end_split` and `avoid`; the loop makes all other calls. Each is one step on a dict or a set.
 """
@@ -54,25 +55,40 @@ class Servers:
     def __init__(
         self,
         expert_map: ExpertMap,
-        processes: Sequence[str],
+        processes: Mapping[int, str],
         device: torch.device | str = "cpu",
         now: Callable[[], float] = lambda: 0.0,
         behind: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> None:
-        self.processes, self._full, self._device, self._now, self.behind = processes, expert_map, device, now, behind
-        self._numbers: dict[str, list[int]] = {}
-        for server, process in enumerate(processes):
-            self._numbers.setdefault(process, []).append(server)
+        self.processes = dict(processes)  # also of servers that are gone
+        self._full, self._device, self._now, self.behind = expert_map, device, now, behind
+        self._numbers = _numbers_of(processes)
         self._lost: dict[str, float | None] = {}  # process -> until when the cause of its death is awaited; None: no part waits for it
         self._late: set[int] = set()
         self._avoided_until: dict[int, float] = {}
-        self.hedging = HedgingPolicy(len(processes))
+        self.hedging = HedgingPolicy(processes)
         self.omitted = OmittedExperts(now)
         self._tables_in_use: ReplicaTables | None = None  # of the tag that is being split now
         self.map_version = 0  # how often the map has changed
         self._update_map()
 
     # --- events -----------------------------------------------------------------------------------------------------------
+
+    def place(self, expert_map: ExpertMap, processes: Mapping[int, str], leaving: Collection[str] = ()) -> None:
+        """Use another placement. A process that is new has not joined yet; one that is gone does not join again. No new part goes to those
+        that are `leaving`, whose responses still count."""
+        before, self._numbers = self._numbers, _numbers_of(processes)
+        self._full = expert_map.without_servers(server for process in leaving for server in self._numbers.get(process, ()))
+        self._lost |= dict.fromkeys(process for process in sorted(before.keys() ^ self._numbers.keys()) if process not in self._lost)
+        old = {server for own in before.values() for server in own}
+        for server in sorted(processes.keys() - old):
+            self.hedging.add(server)
+        for server in old - processes.keys():
+            self.hedging.remove(server)
+            self._late.discard(server)
+            self._avoided_until.pop(server, None)
+        self.processes |= processes
+        self._update_map()
 
     def lose(self, process: str, *, awaits_cause: bool = False) -> None:
         """The incarnation of the process has ended. `awaits_cause`: parts were sent there."""
@@ -138,6 +154,10 @@ class Servers:
         """Lost servers whose parts wait for the cause of the death -> until when."""
         return {process: until for process, until in self._lost.items() if until is not None}
 
+    def in_use(self) -> set[str]:
+        """The processes that hold experts which parts are sent for."""
+        return {self.processes[server] for server in self._map.servers}
+
     def has_replicas(self) -> bool:
         """Whether the graph gives any expert a second replica."""
         layers: list[int | None] = [*self._full.by_layer] or [None]
@@ -173,7 +193,7 @@ class Servers:
     def _in(self, states: Collection[ServerState]) -> frozenset[int]:
         if not (self._late or self._avoided_until or self.hedging.slow):
             return frozenset()
-        return frozenset(server for server in range(len(self.processes)) if self.state(server) in states)
+        return frozenset(server for server in self.processes if self.state(server) in states)
 
     def _tables_avoiding(self, avoided: frozenset[int], trampolines: Sequence[int] = ()) -> ReplicaTables:
         """The tables that use no other trampolines."""
@@ -181,11 +201,11 @@ class Servers:
         tables = self._tables.get(key)
         if tables is None:
             others = self.behind.keys() - {*trampolines}
-            tables = self._tables[key] = ReplicaTables(self._map.without_servers(others), avoided, len(self.processes), self._device)
+            tables = self._tables[key] = ReplicaTables(self._map.without_servers(others), avoided, max(self.processes) + 1, self._device)
         return tables
 
     def _update_map(self) -> None:
-        left = self._full.without_servers(filter(self.is_lost, range(len(self.processes)))).reached_through(self.behind)
+        left = self._full.without_servers(filter(self.is_lost, self.processes)).reached_through(self.behind)
         self._map, self.map_version = left, self.map_version + 1
         layers: list[int | None] = [*self._full.by_layer] or [None]
         missing = {layer: frozenset(left.missing(layer)) - frozenset(self._full.missing(layer)) for layer in layers}
@@ -193,6 +213,13 @@ class Servers:
         self.unavailable_experts = sorted(frozenset[int]().union(*missing.values()))
         self.omitted.update(missing)
         self._tables: dict[tuple[frozenset[int], tuple[int, ...]], ReplicaTables] = {}  # by avoided servers and used trampolines
+
+
+def _numbers_of(processes: Mapping[int, str]) -> dict[str, list[int]]:
+    numbers: dict[str, list[int]] = {}
+    for server, process in processes.items():
+        numbers.setdefault(process, []).append(server)
+    return numbers
 
 
 class ReplicaTables:

@@ -274,7 +274,13 @@ class Gateway(RequestLogs):
                 return self._move(log, but=group) + self._place_waiting()
         return self._place_waiting()
 
-    # When groups are lost and return
+    # When groups join, leave, are lost and return
+
+    def use(self, graph: Graph) -> list[Decision]:
+        """Place requests in the workers of this graph. A new one counts as lost until `readmit_group`. The requests of one that leaves
+        move, and the returned cancels free its resources."""
+        left = self._stages.use(graph)
+        return [each for worker in left for each in self.lose_group(worker, "leaves the graph", is_alive=True)]
 
     def lose_group(
         self, group: str, why: str, *, may_recur: bool = False, is_alive: bool = False, is_restarting: bool = False

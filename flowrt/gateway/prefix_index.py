@@ -22,11 +22,12 @@ def digests_of(salt: str, tokens: Sequence[int]) -> tuple[bytes, ...]:
 
 
 class PrefixIndex:
-    """`max_kv_tokens`: of each worker, the tokens that its cache may hold."""
+    """`max_kv_tokens`: of each worker, the tokens that its cache may hold. `earlier`: the index of other workers, some of which stay."""
 
-    def __init__(self, max_kv_tokens: Mapping[str, int]) -> None:
+    def __init__(self, max_kv_tokens: Mapping[str, int], earlier: PrefixIndex | None = None) -> None:
+        known = {} if earlier is None else earlier._pieces
         self._max_pieces = {worker: num_tokens // PIECE_TOKENS for worker, num_tokens in max_kv_tokens.items()}
-        self._pieces: dict[str, dict[bytes, None]] = {worker: {} for worker in max_kv_tokens}  # the latest last
+        self._pieces: dict[str, dict[bytes, None]] = {worker: known.get(worker, {}) for worker in max_kv_tokens}  # the latest last
 
     def add(self, worker: str, digests: Sequence[bytes]) -> None:
         pieces = self._pieces[worker]

@@ -16,6 +16,7 @@ from flowrt.gateway.gateway import Gateway
 from flowrt.gateway.log_contents import LogContents
 from flowrt.gateway.log_writer import LogWriter
 from flowrt.gateway.request_metrics import RequestMetrics
+from flowrt.graph.model import Graph
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
@@ -53,7 +54,8 @@ class Requests:
         self._abandoned: dict[int, asyncio.TimerHandle] = {}  # of these, when they are cancelled
         self._by_origin: dict[str, dict[int, int]] = {}  # id of an HTTP request -> number of a prompt -> request
         self._outgoing: dict[str, Mailbox[ForWorker]] = {group: Mailbox(1 << 16) for group in gateway.workers}
-        self._senders: list[asyncio.Task[None]] = []  # one per group: a stopped group does not delay the messages to others
+        self._senders: dict[str, asyncio.Task[None]] = {}  # one per group: a stopped group does not delay the messages to others
+        self._has_begun = False
         self._timer: asyncio.TimerHandle | None = None  # for the gateway's deadline
         self._failure: Exception | None = None
         self.has_raised_failure = False
@@ -87,18 +89,35 @@ class Requests:
         which its owner closes."""
         if self._log is not None:
             self._log.begin()
+        self._has_begun = True
         for group in self._outgoing:
-            self._senders.append(asyncio.get_running_loop().create_task(self._send_all(group), name=f"requests of {group}"))
+            self._begin_sender(group)
+
+    def _begin_sender(self, group: str) -> None:
+        self._senders[group] = asyncio.get_running_loop().create_task(self._send_all(group), name=f"requests of {group}")
+
+    def use(self, graph: Graph) -> None:
+        """Place requests in the groups of this graph: in a new one once `readmit_group` is called, in none that is leaving."""
+        decisions = self.gateway.use(graph)
+        for group in sorted(self.gateway.workers.keys() - self._outgoing.keys()):
+            self._outgoing[group] = Mailbox(1 << 16)
+            if self._has_begun:
+                self._begin_sender(group)
+        self._carry_out(decisions)
+        for group in self._outgoing.keys() - self.gateway.workers.keys():
+            del self._outgoing[group]
+            if group in self._senders:
+                self._senders.pop(group).cancel()
 
     async def aclose(self) -> None:
         self._is_closing = True
         for timer in (self._timer, *self._abandoned.values()):
             if timer is not None:
                 timer.cancel()
-        for sender in self._senders:
+        for sender in self._senders.values():
             sender.cancel()
         if self._senders:
-            await asyncio.wait(self._senders)
+            await asyncio.wait(self._senders.values())
 
     def fail(self, error: Exception) -> None:
         """Make each `follow` raise `error`, once it has yielded the events so far: the run has failed."""

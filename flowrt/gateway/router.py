@@ -23,6 +23,7 @@ from typing import Literal
 from flowrt.gateway.prefix_index import PrefixIndex, digests_of
 from flowrt.gateway.request_log import RequestLog
 from flowrt.gateway.routing import RoutingPolicy, WaitingRequest, WorkerStatus, has_room
+from flowrt.graph.model import Graph
 from flowrt.graph.settings import GraphLimits, LongPrompts
 
 LOOKAHEAD = 64  # requests that the policy lets wait before no later one is considered
@@ -55,17 +56,12 @@ class Router:
         stage: Literal["all", "prefill"],
         long_prompts: LongPrompts | None = None,
     ) -> None:
-        self.groups = tuple(groups)
         self._min_long_tokens = 0 if long_prompts is None else long_prompts.min_tokens
-        self._for_long = frozenset(() if long_prompts is None else self.groups[-long_prompts.workers :])
+        self._num_for_long = 0 if long_prompts is None else long_prompts.workers
         self._policy, self._stage = policy, stage
-        limits = {group: limits_of(group) for group in self.groups}
-        self._idle = {
-            group: WorkerStatus(group, each.max_num_seqs, each.max_num_batched_tokens, each.kv_pages * each.page_size)
-            for group, each in limits.items()
-        }
-        cached = {group: self._idle[group].max_kv_tokens if each.enable_prefix_caching else 0 for group, each in limits.items()}
-        self._prefixes = PrefixIndex(cached) if len(cached) > 1 and any(cached.values()) else None
+        self._prefixes: PrefixIndex | None = None
+        self._leaving = frozenset[str]()
+        self._set_groups(groups, limits_of)
         self._num_placed, self._last_placed = Counter[str](), Counter[str]()
         self._lost_group_seconds, self._now = lost_group_seconds, now
         self._lost: dict[str, str] = {}  # group -> why
@@ -73,6 +69,31 @@ class Router:
         self._no_group_since = now()  # valid while no group is left
         self.waiting: list[RequestLog] = []  # the oldest first
         self._placed: dict[int, _PlacedRequest] = {}  # by the number of the request
+
+    def _set_groups(self, groups: Iterable[str], limits_of: Callable[[str], GraphLimits]) -> None:
+        self.groups = tuple(groups)
+        staying = [group for group in self.groups if group not in self._leaving]
+        self._for_long = frozenset(staying[-self._num_for_long :] if self._num_for_long else ())
+        limits = {group: limits_of(group) for group in self.groups}
+        self._idle = {
+            group: WorkerStatus(group, each.max_num_seqs, each.max_num_batched_tokens, each.kv_pages * each.page_size)
+            for group, each in limits.items()
+        }
+        cached = {group: self._idle[group].max_kv_tokens if each.enable_prefix_caching else 0 for group, each in limits.items()}
+        self._prefixes = PrefixIndex(cached, self._prefixes) if len(cached) > 1 and any(cached.values()) else None
+
+    def use(self, groups: Collection[str], graph: Graph) -> list[str]:
+        """Use these groups of a graph. A new one counts as lost until `readmit`. Returns those that leave now, which `lose` follows for."""
+        before, self._leaving = self.groups, frozenset(graph.leaving).intersection(groups)
+        self._set_groups(groups, graph.limits_of)
+        for group in self.groups:
+            if group not in before:
+                self.lose(group, "has not joined yet")
+        for known in (self._lost, self._num_placed, self._last_placed):
+            for group in known.keys() - self._idle.keys():
+                del known[group]
+        self._restarting &= self._idle.keys()
+        return sorted(self._leaving - self._lost.keys())
 
     def deadline(self, waiting: Sequence[RequestLog]) -> float | None:
         """When the next of these requests is given up; None while a group is left."""
@@ -177,7 +198,9 @@ class Router:
         self._restarting.discard(group)
 
     def readmit(self, group: str) -> None:
-        """Place requests in a lost group again. `place_waiting` follows."""
+        """Place requests in a lost group again, unless it leaves. `place_waiting` follows."""
+        if group in self._leaving:
+            return
         self._lost.pop(group, None)
         self._num_placed.clear()
         self._restarting.discard(group)

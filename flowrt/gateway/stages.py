@@ -57,6 +57,11 @@ class Stages:
         seconds = settings.lost_group_seconds, settings.kv_hold_seconds
         return cls(*names, graph.limits_of, now, find_policy(graph.routing), graph.long_prompts, *seconds)
 
+    def use(self, graph: Graph) -> list[str]:
+        """Use the workers of another version of the graph. Returns those that leave, which `lose` follows for."""
+        routers = (self._groups, attention_groups(graph)), (self._prefill, prefill_workers(graph))
+        return [worker for router, names in routers for worker in router.use(names, graph)]
+
     @property
     def num_routing_failures(self) -> int:
         return self._policy.num_failures

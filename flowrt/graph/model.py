@@ -146,12 +146,16 @@ class Graph(GraphSettings, frozen=True, dict=True):
     # For errors that are found after reading: key of the explicit form -> its place ("FILE:LINE" or "--set ..") and key as written.
     places: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict)
     choices: dict[str, str] = msgspec.field(default_factory=dict)  # key of the short form -> what `auto` chose, and why
+    version: int = 0  # how often it has changed in the run
+    leaving: tuple[str, ...] = ()  # processes that are about to end: nothing new is sent there
 
     def __eq__(self, other: object) -> bool:
         """Compare the graphs, not the files that they come from."""
         if not isinstance(other, Graph):
             return NotImplemented
-        return all(getattr(self, key) == getattr(other, key) for key in self.__struct_fields__ if key not in ("places", "choices"))
+        return all(
+            getattr(self, key) == getattr(other, key) for key in self.__struct_fields__ if key not in ("places", "choices", "version")
+        )
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -105,6 +105,11 @@ def server_nodes(graph: Graph, dispatch: str) -> dict[int, str]:
     return {int(edge.source_port.removeprefix("server")): edge.target for edge in edges}
 
 
+def servers_of(graph: Graph, dispatch: str) -> dict[int, str]:
+    """The processes of the servers of a dispatch node, by their numbers."""
+    return {server: graph.nodes[name].process for server, name in server_nodes(graph, dispatch).items()}
+
+
 def servers_behind(graph: Graph, dispatch: str) -> dict[int, frozenset[int]]:
     """Of a dispatch node: the number of each trampoline -> those of the servers behind it."""
     nodes = server_nodes(graph, dispatch)

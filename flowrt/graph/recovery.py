@@ -155,6 +155,13 @@ def expert_servers(graph: Graph) -> list[str]:
     return list(dict.fromkeys(node.process for node in graph.nodes.values() if node.kind.holds_experts))
 
 
+@derived
+def remote_servers(graph: Graph) -> frozenset[str]:
+    """The processes that compute experts for other processes."""
+    targets = (graph.nodes[edge.target] for edge in graph.edges.values() if graph.crosses(edge))
+    return frozenset(node.process for node in targets if node.kind.holds_experts)
+
+
 def attention_groups(graph: Graph) -> list[str]:
     """The processes that compute the tokens of requests."""
     prefill = prefill_workers(graph)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from flowrt.errors import WorkerDiedError, named_error
@@ -111,6 +111,9 @@ class HostsBackend:
     def rename(self, process: WorkerProcess, name: str, workers: tuple[Identity, ...]) -> None:
         assert not isinstance(process, RemoteProcess)  # standby processes are on the launcher's host
         self._local.rename(process, name, workers)
+
+    def release(self, name: str, weights: Collection[str]) -> None:
+        self._local.release(name, weights)
 
     def output_tail(self) -> tuple[str, ...]:
         return self._local.output_tail()

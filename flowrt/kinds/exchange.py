@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flowrt.costs.work import FiringLoad, Work
 from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.graph.kinds import Keeps, Kind, Port
-from flowrt.graph.placement import expert_map_of, held_experts, server_nodes, servers_behind
+from flowrt.graph.placement import expert_map_of, held_experts, servers_behind, servers_of
 from flowrt.graph.settings import Batching
 from flowrt.kinds.site import Site
 from flowrt.kinds.weights import row_bytes_of, weight_elements
@@ -32,10 +32,12 @@ def client_of(site: Site) -> ExpertClient:
 
     graph, config = site.graph, site.config
     node = next(node for node in graph.nodes_of(site.process) if node.kind.dispatches)
-    nodes = server_nodes(graph, node.name)
-    processes = [graph.nodes[nodes[server]].process for server in range(len(node.options["servers"]))]
+    processes = servers_of(graph, node.name)
     expert_map = expert_map_of(graph, node.name, config.moe_layers, config.num_experts)
-    return ExpertClient(expert_map, processes, site.device, site.now, servers_behind(graph, node.name))
+    client = ExpertClient(expert_map, processes, site.device, site.now, servers_behind(graph, node.name))
+    if graph.leaving:
+        client.servers.place(expert_map, processes, graph.leaving)
+    return client
 
 
 def _build_experts(site: Site, node: Any) -> Any:

@@ -27,6 +27,13 @@ class EndProcess:
 
 
 @dataclass(frozen=True)
+class ReleaseProcess:
+    """Release what is kept of a process that has ended and left the graph."""
+
+    process: str
+
+
+@dataclass(frozen=True)
 class StartForkServer:
     """Start a new fork server; `Starts.on_fork_server_ready` or `on_fork_server_failed` follows."""
 
@@ -72,4 +79,4 @@ class End:
     tail_of: str | None = None
 
 
-Action = StartProcess | EndProcess | StartForkServer | KillForkServer | SendStart | Send | Announce | End
+Action = StartProcess | EndProcess | ReleaseProcess | StartForkServer | KillForkServer | SendStart | Send | Announce | End

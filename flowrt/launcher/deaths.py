@@ -17,7 +17,7 @@ from typing import NamedTuple
 from flowrt.actors.control import DeathCause, Failed, LinkLost, PeerLeft
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, MONITOR
-from flowrt.graph.recovery import keeps_less, pipelines
+from flowrt.graph.recovery import keeps_less, pipelines, remote_servers
 from flowrt.launcher import events
 from flowrt.launcher.actions import End, EndProcess
 from flowrt.launcher.run_table import ProcessPhase, ProcessRecord, RunPhase, RunTable, WorkerRecord, WorkerState
@@ -63,15 +63,12 @@ class Deaths:
 
     def __init__(self, table: RunTable, starts: Starts) -> None:
         self._table, self._starts = table, starts
-        graph, settings = table.graph, table.graph.reliability
+        settings = table.graph.reliability
         window_seconds = settings.restart_window_seconds
         self._budget = RestartPolicy(settings.restarts, window_seconds)
         self._monitor_budget = RestartPolicy(max(1, settings.restarts), window_seconds)  # without it no process that hangs is ever found
         self._reports: list[FailureReport] = []  # of failures that may end the run
         self._losses: dict[str, UnexplainedLoss] = {}  # of links, by the incarnations of both ends
-        self._pipelines = frozenset(pipelines(graph))
-        targets = [graph.nodes[edge.target] for edge in graph.edges.values() if graph.crosses(edge)]
-        self._servers = {node.process for node in targets if node.kind.holds_experts}
 
     @property
     def has_reports(self) -> bool:
@@ -133,9 +130,11 @@ class Deaths:
     def on_link_lost(self, worker: str, lost: LinkLost) -> None:
         """Wait for a death that explains the lost link, or for the report of its other end."""
         found, peer = self._table.workers[worker], self._table.workers.get(lost.peer)
-        if peer is not None and lost.incarnation not in ("", peer.incarnation):
+        if peer is None or peer.process.has_left or found.process.has_left:
+            return
+        if lost.incarnation not in ("", peer.incarnation):
             return  # the peer has a new incarnation since: the death of the one before is the reason
-        ends = (found,) if peer is None else (peer, found)
+        ends = (peer, found)
         subject = " ".join(sorted(each.incarnation for each in ends))
         if subject in self._losses:
             if self._losses[subject].reported_by != worker:
@@ -162,13 +161,18 @@ class Deaths:
             self.kill_to_restart(loss.end.process, loss.reason)
 
     def _is_living(self, worker: WorkerRecord) -> bool:
-        return self._table.workers[worker.name] is worker and worker.is_open and worker.state is not WorkerState.LEFT
+        return self._table.workers.get(worker.name) is worker and worker.is_open and worker.state is not WorkerState.LEFT
 
     # The end of a process.
 
     def kill(self, process: ProcessRecord, why: str) -> None:
         self._note_dying(process, why)
         self._table.act(EndProcess(process.name))
+
+    def kill_leaving(self, process: ProcessRecord) -> None:
+        """Kill a process that leaves the graph before it is up."""
+        process.cause = "left the graph before it was up"
+        self.kill(process, process.cause)
 
     def kill_to_restart(self, process: ProcessRecord, why: str) -> None:
         """Kill this incarnation and notify its peers first. No-op when the run cannot lose it, or its end is known."""
@@ -237,13 +241,14 @@ class Deaths:
         Its control connection was read to its end, unless that takes longer than FENCE_SECONDS.
         """
         table, process = self._table, self._table.processes[name]
-        if process.is_fenced or table.phase >= RunPhase.STOPPING or self._reports:
+        if process.is_fenced or process.has_left or table.phase >= RunPhase.STOPPING or self._reports:
             return
         process.is_fenced = True
         how = "; ".join(each for each in (process.cause, process.how) if each) or "has ended"
         dying = (process, *table.rest_of_unit(process)) if process.is_restarting else ()
-        ends_groups = any(name in self._pipelines for each in dying for name in each.names)
-        is_server = not self._servers.isdisjoint(process.names)
+        groups, servers = pipelines(table.graph), remote_servers(table.graph)
+        ends_groups = any(name in groups for each in dying for name in each.names)
+        is_server = not servers.isdisjoint(process.names)
         for worker in process.workers:
             while_loading = table.phase == RunPhase.LOADING
             table.announce(
@@ -273,7 +278,7 @@ class Deaths:
                     left = PeerLeft(worker.name, worker.incarnation, why, process.is_restarting)
                     table.notify(worker, left)
                     table.notify_monitor(left)
-        if process.can_restart:
+        if process.can_restart and not process.has_left:
             table.set_timer(REAP_SECONDS, self.on_not_reaped, process.name)
         if is_lost and not process.is_killed_on_purpose:
             for other in table.rest_of_unit(process):
@@ -342,6 +347,8 @@ class Deaths:
     def _restart(self, process: ProcessRecord, refusal: str = "") -> None:
         """Restart the process when its restart budget allows it. A death on purpose costs no budget. `refusal`: why it was not forked."""
         table, name = self._table, process.name
+        if process.is_leaving:
+            return
         if process.is_killed_on_purpose:
             self._starts.start_next(name)
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flowrt.actors.control import ExpertsUnavailable
+from flowrt.graph.model import Graph
 from flowrt.observe import print_line
 
 
@@ -82,6 +83,30 @@ class Ready(Event):
     """All workers are connected, `seconds` after the launch began."""
 
     seconds: float
+
+
+@dataclass(frozen=True)
+class GraphVersion(Event):
+    """The graph of the run has another version. `joining` are new workers, which are not up yet; `leaving` get nothing new; those that are
+    in neither graph nor `leaving` any more are gone."""
+
+    graph: Graph
+    joining: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WorkerJoined(Event):
+    """Worker `name`, which the graph has got while it runs, is connected."""
+
+    name: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class ChangeEnded(Event):
+    """A change of the graph has ended, or (`error`) was undone."""
+
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class HealthRecord:
         self._now, self._pipelines, self._state = now, frozenset(pipelines(graph)), ServiceState(groups=frozenset(attention_groups(graph)))
         self.progress = RequestProgress()
         self.outages = OutageRecord()
+        self._names = {*graph.process_names()}
         self._lost_experts: dict[str, ExpertsUnavailable] = {}  # by group
         self._workers: dict[str, tuple[Heartbeat, float, float]] = {}  # the latest, when its number of firings last changed, when it came
 
@@ -58,6 +59,13 @@ class HealthRecord:
         state = self._state
         self.outages.note(event, self.heartbeat_age(getattr(event, "name", "")))
         match event:
+            case events.GraphVersion(graph):
+                self._pipelines, state.groups = frozenset(pipelines(graph)), frozenset(attention_groups(graph)) - {*graph.leaving}
+                gone = self._names - {*graph.process_names()}
+                self._names = {*graph.process_names()}
+                for known in (state.suspects, state.fenced, state.down, state.given_up, self._lost_experts, self._workers):
+                    for name in gone & known.keys():
+                        del known[name]
             case events.ForkServerLost(how):
                 state.fork_server = how
             case events.ForkServerRestarted():

@@ -29,6 +29,7 @@ from flowrt.actors.control import (
     ExpertsUnavailable,
     Failed,
     FenceCalls,
+    GraphChanged,
     Heartbeat,
     LateProcess,
     LateResponse,
@@ -41,10 +42,23 @@ from flowrt.actors.control import (
 )
 from flowrt.actors.heartbeats import LAUNCHER_HEARTBEAT_SECONDS, send_heartbeats
 from flowrt.errors import NotRunningError, UserError, WorkerDiedError, named_error
+from flowrt.graph.delta import check_change, require_valid
+from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import pipelines, standby_names
 from flowrt.launcher import events
-from flowrt.launcher.actions import Action, Announce, End, EndProcess, KillForkServer, Send, SendStart, StartForkServer, StartProcess
+from flowrt.launcher.actions import (
+    Action,
+    Announce,
+    End,
+    EndProcess,
+    KillForkServer,
+    ReleaseProcess,
+    Send,
+    SendStart,
+    StartForkServer,
+    StartProcess,
+)
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.health_record import HealthRecord
 from flowrt.launcher.run_state import RunState
@@ -123,35 +137,42 @@ class Launcher:
         services: Mapping[str, Service] = MappingProxyType({}),
     ) -> None:
         self.seams, self._owner = seams, owner
-        self.graph = choose_transports(graph, options.unavailable_reason)
+        graph = choose_transports(graph, options.unavailable_reason)
+        self._unavailable_reason = options.unavailable_reason
         self.key, self.run_id = self.seams.new_key(), self.seams.new_incarnation()
-        self.health_record = HealthRecord(self.graph, self.seams.clock.now)
+        self.health_record = HealthRecord(graph, self.seams.clock.now)
         self._ended_operations: set[str] = set()  # operations of which a call has ended
         self.worker, self._preload = options.worker, options.preload  # `worker` may be changed until the start
-        names = [*self.graph.process_names(), *hosted]
-        own_names = FORK_SERVER, MONITOR, *services, *standby_names(self.graph)
+        names = [*graph.process_names(), *hosted]
+        own_names = FORK_SERVER, MONITOR, *services, *standby_names(graph)
         if len({*names, *own_names}) < len(names) + len(own_names):
             raise ValueError(f"two workers of one name, or one called {' or '.join(own_names)}, among {names}")
-        packed = {process_name(workers): workers for workers in pack(self.graph)}
+        packed = {process_name(workers): workers for workers in pack(graph)}
         self._start = Start("", "", b"", self.key, options.log_level, is_traced=options.is_traced)  # what is the same for all
         self.state = RunState(
-            self.graph,
+            graph,
             packed | {name: [name] for name in services},
             hosted if packed else names,
             new_incarnation=self.seams.new_incarnation,
             response_seconds=options.response_seconds,
             stop_seconds=options.stop_seconds,
-            standby_loads=standby_loads(self.graph, list(packed.values()), usable_cores()),
+            standby_loads=standby_loads(graph, list(packed.values()), usable_cores()),
         )
         owner_of_pool = PoolOwner(self._step, self._on_worker_control, options.on_line, self._spawn)
-        self._pool = WorkerPool(self.graph, self.seams, self.state, packed, hosted, services, owner_of_pool, options.log_level)
+        self._pool = WorkerPool(graph, self.seams, self.state, packed, hosted, services, owner_of_pool, options.log_level)
         self.workers, self.pids, self.fork_server_pid = self._pool.connections, self._pool.pids, self._pool.fork_server_pid
         self.failure: Exception | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopping = False
+        self._changed: asyncio.Future[Exception | None] | None = None  # the end of the latest change of the graph
         self.was_failure_raised = False  # by a call of the owner: then the end of the block does not raise it again
         self._failure_frames: TracebackType | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph as it runs."""
+        return self.state.table.graph
 
     async def __aenter__(self) -> Self:
         if self._task is not None:
@@ -225,6 +246,25 @@ class Launcher:
         task = self.check_running()
         names = [name for name in pipelines(self.graph) if self.state.is_usable(name)]
         await self._wait_all(task, [self.workers[name].request(Drain()) for name in names])
+
+    async def apply(self, graph: Graph, facts: ModelFacts | None = None) -> None:
+        """Make `graph`, expanded and checked, the graph of the run while requests run. Wait until each new process has joined, and each one
+        that it lacks has ended. One change follows another; a cancelled call leaves its change to go on. `facts`: of the model.
+
+        Raises GraphError where the graph cannot change so: then nothing has changed. WorkerDiedError: a new process could not be started,
+        and the change was undone. Else as `send`.
+        """
+        task = self.check_running()
+        while self._changed is not None and not self._changed.done():
+            await self._wait_all(task, [self._changed])
+        require_valid(graph, facts)
+        target = choose_transports(graph, self._unavailable_reason)
+        check_change(self.graph, target)
+        changed = self._changed = asyncio.get_running_loop().create_future()
+        self._step(self.state.change.begin, target)
+        await self._wait_all(task, [changed])
+        if (error := changed.result()) is not None:
+            raise error
 
     async def stop(self) -> dict[str, Statistics]:
         """Stop all workers and wait until nothing of the run is left. Returns each worker's last statistics.
@@ -301,6 +341,8 @@ class Launcher:
                 self._pool.start(action)
             case EndProcess(process, end_gently):
                 self._pool.end(process, end_gently)
+            case ReleaseProcess(process):
+                self._pool.release(process)
             case StartForkServer() | KillForkServer():
                 self._pool.replace_fork_server(action)
             case SendStart():
@@ -334,6 +376,8 @@ class Launcher:
         self._owner.on_event(event)
         if isinstance(event, events.Ready):
             self._ready.set_result(None)
+        if isinstance(event, events.ChangeEnded) and self._changed is not None:
+            self._changed.set_result(event.error)
 
     async def _send_heartbeats(self) -> None:
         await send_heartbeats(self.run_id, lambda: (0, None), self.seams.clock, self._send_to_monitor, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)
@@ -371,6 +415,8 @@ class Launcher:
                 self._step(self.state.on_connected, name)
             case ExpertsUnavailable():
                 self._announce(events.ExpertsReported(name, control))
+            case GraphChanged():
+                self._step(self.state.change.on_changed, name, control.version)
             case Listening():
                 self._step(self.state.on_listening, name, control)
             case LinkLost():

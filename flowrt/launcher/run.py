@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,12 +19,14 @@ from flowrt.gateway.log_contents import LogContents
 from flowrt.gateway.log_writer import LogWriter
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import Requests
+from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher, LaunchOptions
 from flowrt.launcher.served_requests import Reports, ServedRequests
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.launcher.warm_up import warm_up
+from flowrt.operators.families.registry import read_model_config
 from flowrt.seams import Seams
 
 ENDPOINT = "flowrt.workers.endpoint"  # imported for a user's graph only: it brings torch
@@ -123,6 +126,11 @@ class Run:
             self._log.on_failure = self.launcher.end
             self.resumed = self.requests.begin_log(self._log, contents)
 
+    async def apply(self, graph: Graph) -> None:
+        """Make `graph`, expanded and checked, the graph of the run: see Launcher.apply."""
+        model = graph.model
+        await self.launcher.apply(graph, None if model is None else ModelFacts.of(read_model_config(Path(model.path), model.dtype)))
+
     async def end_serving(self, seconds: float) -> None:
         """Admit no new requests and wait until all have ended, those of front ends too. After `seconds`, end those that are left."""
         self.launcher.check_running()
@@ -193,6 +201,8 @@ class Run:
 def apply_group_change(event: events.Event, requests: Requests) -> None:
     """The requests of a lost group move, and a returned group gets new ones."""
     match event:
+        case events.GraphVersion(graph):
+            requests.use(graph)
         case events.WorkerLost(name, how, while_loading=False, may_recur=may_recur):
             if may_recur and event.ends_groups:  # otherwise the groups know whose parts it had
                 requests.lose_server(name, how)
@@ -201,7 +211,7 @@ def apply_group_change(event: events.Event, requests: Requests) -> None:
             requests.give_up_group(name)
         case events.WorkerMarkedDead(name, why, is_killed, may_recur) if not is_killed:
             requests.lose_group(name, f"was marked dead: {why}", may_recur=may_recur, is_alive=True)
-        case events.WorkerRestarted(name) | events.WorkerCleared(name):
+        case events.WorkerJoined(name) | events.WorkerRestarted(name) | events.WorkerCleared(name):
             requests.readmit_group(name)
         case events.RunFailed(error):
             requests.fail(error)

@@ -22,6 +22,7 @@ from flowrt.graph.recovery import is_watched
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, End, EndProcess, Send, SendStart
 from flowrt.launcher.deaths import Deaths, FailureKind
+from flowrt.launcher.graph_change import GraphChange
 from flowrt.launcher.run_table import ProcessPhase, ProcessRecord, RunPhase, RunTable, WorkerRecord, WorkerState
 from flowrt.launcher.starts import Starts
 from flowrt.reliability.detector import ProcessState
@@ -58,8 +59,9 @@ class RunState:
             self.table.add(name, workers)
         for name in tasks:
             self.table.add(name, [name], is_task=True)
+        self.change = GraphChange(self.table, self.starts, self.deaths, stop_seconds)
         self._began = self._polled = 0.0
-        self._loaded_files = LoadedFiles(graph)
+        self._loaded_files = LoadedFiles(self.table)
         self._stops_in_order = False
 
     # What the launcher reads.
@@ -94,19 +96,20 @@ class RunState:
         return worker == MONITOR or self.table.workers[worker].process.phase == ProcessPhase.STARTING
 
     def has_ended(self, worker: str) -> bool:
-        """Whether the current incarnation has ended or is about to: it was fenced, closed its connection, or was sent Stop."""
-        return self.table.workers[worker].has_ended
+        """Whether the current incarnation has ended or is about to: it was fenced, closed its connection, was sent Stop, or has left."""
+        return worker not in self.table.workers or self.table.workers[worker].has_ended
 
     def can_lose(self, worker: str) -> bool:
-        """Whether the run goes on when the worker's process dies now."""
-        return self.table.can_lose(self.table.workers[worker].process)
+        """Whether the run goes on when the worker's process dies now. Also for one that has left."""
+        return worker not in self.table.workers or self.table.can_lose(self.table.workers[worker].process)
 
     def restarting(self) -> list[str]:
-        """Processes that have died, or are being started, and are not given up."""
-        return [name for name, each in self.table.processes.items() if each.phase != ProcessPhase.UP and not each.is_given_up]
+        """Processes that have died, or are being started, and are not given up, and those that are about to end."""
+        processes = self.table.processes.items()
+        return [name for name, each in processes if each.is_leaving or (each.phase != ProcessPhase.UP and not each.is_given_up)]
 
     def num_restarts(self, worker: str) -> int:
-        return self.table.workers[worker].process.num_restarts
+        return self.table.workers[worker].process.num_restarts if worker in self.table.workers else 0
 
     # Events. None of these methods waits.
 
@@ -114,6 +117,7 @@ class RunState:
         """Pass on one event, with its time. Returns the actions that follow."""
         self.table.now = now
         event(*arguments)
+        self.change.advance()
         self._end_if_stopped()
         actions, self.table.actions = self.table.actions, []
         return actions
@@ -159,6 +163,8 @@ class RunState:
             table.act(SendStart(worker.name, worker.incarnation, self.starts.loads_of(worker.name), worker.loaded_as))
         if table.phase >= RunPhase.STOPPING:  # it holds no work yet
             self.deaths.kill(found, "the run is being stopped")
+        elif found.is_leaving:
+            self.deaths.kill_leaving(found)
 
     def on_message(self, worker: str) -> None:
         """A message of a worker for which `counts_messages` is true."""
@@ -214,6 +220,10 @@ class RunState:
     def _on_up(self, process: ProcessRecord) -> None:
         """The process is at work, or as a standby process ready to be."""
         process.phase = ProcessPhase.UP
+        if process.is_joining:
+            process.is_joining = False
+            for each in process.workers:
+                self.table.announce(events.WorkerJoined(each.name, each.pid))
         if process.died_seconds is not None:
             process.num_restarts += 1
             for each in process.workers:
@@ -320,7 +330,8 @@ class RunState:
         table.set_timer(self._stop_seconds, self.end_late)
 
     def on_stop_sent(self, worker: str) -> None:
-        self.table.workers[worker].advance(WorkerState.STOPPING)
+        if worker in self.table.workers:
+            self.table.workers[worker].advance(WorkerState.STOPPING)
 
     def end_late(self, signal: str = "SIGTERM") -> None:
         """End the processes that Stop has not ended, by this signal and then by SIGKILL. At last, "", end the run, whatever is left."""
@@ -351,14 +362,14 @@ class LoadedFiles:
     between hosts.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    def __init__(self, table: RunTable) -> None:
+        self._table = table
         self._fingerprints: dict[tuple[str, str], str] = {}  # by host and path
         self._digests: dict[str, str] = {}  # by name
 
     def difference(self, process: str, files: Mapping[str, str]) -> str | None:
         """Why the files that the process has loaded are not those of the run. None: they are, and count as loaded from now on."""
-        host = self._graph.host_of(process)
+        host = self._table.graph.host_of(process)
         for path, fingerprint in files.items():
             if self._fingerprints.setdefault((host, path), fingerprint) != fingerprint:
                 return f"{path} has changed since the run began; restore the file, or start the run again"

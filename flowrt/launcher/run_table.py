@@ -112,7 +112,8 @@ class ProcessRecord:
     """One process. `can_restart`: the run can lose all its workers. `unit`: its failure unit, "": none. `rank`: see `restart_rank`.
     `cause`: why it died, where more than the exit status is known. `has_failed`: a worker or the monitor has reported that what it computed
     may be the reason. `is_fenced`: it has died, and no more of its messages are accepted. `is_killed_on_purpose`: it was killed to be
-    restarted with its failure unit. `is_restarting`: it has died, is restarted with its failure unit, and is not given up."""
+    restarted with its failure unit. `is_restarting`: it has died, is restarted with its failure unit, and is not given up. `is_joining`: it
+    has never been up. `is_leaving`: it ends soon, and is not restarted. `has_left`: the graph is without it, and it was told to end."""
 
     name: str
     can_restart: bool
@@ -130,6 +131,9 @@ class ProcessRecord:
     has_failed: bool = False
     is_killed_on_purpose: bool = False
     is_restarting: bool = False
+    is_joining: bool = False
+    is_leaving: bool = False
+    has_left: bool = False
     num_restarts: int = 0
 
     @property
@@ -166,15 +170,20 @@ class RunTable:
     process, or of a lost link; some have none."""
 
     def __init__(self, graph: Graph, new_incarnation: Callable[[], str]) -> None:
-        self.graph, self._new_incarnation = graph, new_incarnation
-        self._eager = {end for edge in graph.edges.values() if edge.open == "start" for end in graph.ends_of(edge)}
-        self._neighbours = neighbours(graph)
+        self._new_incarnation = new_incarnation
+        self.use(graph)
         self.processes: dict[str, ProcessRecord] = {}
         self.workers: dict[str, WorkerRecord] = {}
         self.phase = RunPhase.LOADING
         self.now = 0.0
         self.actions: list[Action] = []
         self._timers: dict[tuple[Callable[..., None], tuple[str, ...]], float] = {}
+
+    def use(self, graph: Graph) -> None:
+        """The graph of the run from now on."""
+        self.graph = graph
+        self._eager = {end for edge in graph.edges.values() if edge.open == "start" for end in graph.ends_of(edge)}
+        self._neighbours = neighbours(graph)
 
     def add(self, name: str, workers: Sequence[str], is_task: bool = False) -> ProcessRecord:
         """Add a process. The run can lose the processes that are not of the graph."""
@@ -191,7 +200,7 @@ class RunTable:
         return process
 
     def remove(self, process: ProcessRecord) -> None:
-        """Forget a process that has become another one."""
+        """Forget a process that has become another one, or has left."""
         self.cancel_timers(process.name)
         del self.processes[process.name]
         for name in process.names:

@@ -104,7 +104,9 @@ class Starts:
 
     def start_next(self, name: str) -> None:
         """Start a new incarnation, unless the process waits for others of its failure unit, or for a fork server."""
-        table, process = self._table, self._table.processes[name]
+        table, process = self._table, self._table.processes.get(name)
+        if process is None or process.is_leaving:
+            return
         self._waiting_for_unit.discard(name)
         self.waiting.pop(name, None)
         if self._must_wait(process):

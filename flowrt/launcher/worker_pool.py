@@ -24,7 +24,7 @@ from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.run_state import RunState
 from flowrt.launcher.starts import IMPORT_SECONDS
 from flowrt.launcher.totals import total
-from flowrt.launcher.transport_choice import BETWEEN_HOSTS, num_threads
+from flowrt.launcher.transport_choice import BETWEEN_HOSTS, num_threads, pack, process_name
 from flowrt.processes.fork_server import WorkerMain, fault_of, load_worker
 from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.processes.output_tail import exit_text
@@ -76,7 +76,7 @@ class WorkerPool:
         owner: PoolOwner,
         log_level: str,
     ) -> None:
-        self._graph, self._seams, self._state, self._packed, self._hosted = graph, seams, state, packed, dict(hosted)
+        self._seams, self._state, self._packed, self._hosted = seams, state, packed, dict(hosted)
         self._services = services
         self._step, self._on_control, self.on_output, self._spawn = owner.step, owner.on_control, owner.on_line, owner.spawn
         self._log_level = log_level
@@ -87,7 +87,12 @@ class WorkerPool:
         self._backend: ProcessBackend | None = None
         self._processes: dict[str, WorkerProcess] = {}  # the latest incarnation of each OS process
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of hosted workers
-        self._graphs = {"": to_json(graph)}  # as workers receive it, by the path of a copy of the model
+        self._names = set(graph.process_names())  # of all versions of the graph
+        self._graphs = {(0, ""): to_json(graph)}  # of one version, as workers receive it, by the path of a copy of the model
+
+    @property
+    def _graph(self) -> Graph:
+        return self._state.table.graph
 
     async def open(self, run_id: str, entry: str, preload: Sequence[str]) -> int | None:
         """Open the process backend; without OS processes, the graph's workers become tasks. Returns the number of threads that the
@@ -120,10 +125,12 @@ class WorkerPool:
 
     def graph_for(self, process: str) -> bytes:
         """The graph, as JSON, with the path where the latest incarnation of the process finds the model's files."""
-        path, model = self._processes[process].model_path if process in self._processes else "", self._graph.model
-        if path not in self._graphs and model is not None:
-            self._graphs[path] = to_json(self._graph.replace(model=replace(model, path=path)))
-        return self._graphs[path]
+        path, graph = self._processes[process].model_path if process in self._processes else "", self._graph
+        if (graph.version, path) not in self._graphs:
+            self._graphs = {key: known for key, known in self._graphs.items() if key[0] == graph.version}
+            model = replace(graph.model, path=path) if graph.model is not None and path else graph.model
+            self._graphs[graph.version, path] = to_json(graph.replace(model=model))
+        return self._graphs[graph.version, path]
 
     def settings_of(self, process: str) -> bytes:
         """What a service is started with."""
@@ -150,6 +157,12 @@ class WorkerPool:
             else:
                 found.kill()
 
+    def release(self, process: str) -> None:
+        """Forget a process that has ended and left the graph, and the weights that no other one has."""
+        self.pids.pop(process, None)
+        if self._processes.pop(process, None) is not None and self._backend is not None:
+            self._backend.release(process, {weight_set(self._graph, name) for name in self._graph.process_names()})
+
     def output_tail(self, process: str) -> tuple[str, ...]:
         """The last output lines of an OS process; () for a worker in this loop, which writes to this process's stderr."""
         if process == FORK_SERVER and self._backend is not None:
@@ -157,7 +170,8 @@ class WorkerPool:
         return self._processes[process].output_tail() if process in self._processes else ()
 
     def graph_workers(self) -> list[tuple[str, ControlConnection]]:
-        names = self._graph.process_names()
+        names = self._names
+        names.update(self._graph.process_names())
         return [(name, connection) for name, connection in self.connections.items() if name in names or name in self._hosted]
 
     def statistics(self) -> dict[str, Statistics]:
@@ -221,7 +235,8 @@ class WorkerPool:
             entry = service.entry
         elif process != MONITOR:
             names, loads = [worker.name for worker in action.workers], self._state.starts.loads_of(process)
-            beside = [workers for other, workers in self._packed.items() if self._graph.host_of(other) == self._graph.host_of(process)]
+            host = self._graph.host_of(process)
+            beside = [workers for workers in pack(self._graph) if self._graph.host_of(process_name(workers)) == host]
             entry, threads = self._entry, num_threads(self._graph, loads[:1] or names, beside, usable_cores())
             weights = tuple(dict.fromkeys(filter(None, (weight_set(self._graph, name) for name in loads or names))))
         try:

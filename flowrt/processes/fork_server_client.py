@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER
@@ -135,6 +135,10 @@ class LocalBackend:
         assert isinstance(process, LocalProcess)
         self._forget(name)
         process.rename(name, workers)
+
+    def release(self, name: str, weights: Collection[str]) -> None:
+        self._forget(name)
+        self._weight_files.keep(weights)
 
     def output_tail(self) -> tuple[str, ...]:
         return () if self._server is None else self._server.output_tail

@@ -7,6 +7,7 @@ memory is free once this process has closed it and no process maps it.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 from flowrt.processes.descriptors import is_too_few
 
@@ -27,6 +28,11 @@ class WeightFiles:
                 if is_too_few(error):
                     raise
         return self._fds.get(weights, -1)
+
+    def keep(self, weights: Collection[str]) -> None:
+        """Close the files of all other sets."""
+        for each in [each for each in self._fds if each not in weights]:
+            os.close(self._fds.pop(each))
 
     def close(self) -> None:
         """Idempotent."""

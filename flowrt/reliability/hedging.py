@@ -12,6 +12,7 @@ half of the other servers are avoided. One tag in `PROBE` uses avoided servers t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 LATE_FACTOR = 3.0  # times the estimate of the best other server
@@ -60,15 +61,26 @@ class _Compared:
 class HedgingPolicy:
     """Estimates of response times per server and part size (rows, in powers of two: a prompt takes longer than a token)."""
 
-    def __init__(self, num_servers: int) -> None:
-        self._estimates: list[dict[int, _Estimate]] = [{} for _ in range(num_servers)]
-        self._compared = [_Compared() for _ in range(num_servers)]
+    def __init__(self, servers: Iterable[int] = ()) -> None:
+        self._estimates: dict[int, dict[int, _Estimate]] = {}
+        self._compared: dict[int, _Compared] = {}
         self._num_responses = 0
         self._budget = MAX_BUDGET
         self._tags = 0
         self._has_changed = False  # an estimate, since `slow` was updated
         self.slow: frozenset[int] = frozenset()
         self.num_hedged = 0
+        for server in servers:
+            self.add(server)
+
+    def add(self, server: int) -> None:
+        """Begin with a server, without estimates."""
+        self._estimates[server], self._compared[server] = {}, _Compared()
+
+    def remove(self, server: int) -> None:
+        """The server is gone for good, or until it is added again."""
+        self.forget(server)
+        del self._estimates[server], self._compared[server]
 
     def record_response(self, server: int, num_rows: int, seconds: float) -> None:
         """Records the response time of a part and refills the budget."""
@@ -86,7 +98,7 @@ class HedgingPolicy:
         if not self._has_changed:
             return
         self._has_changed = False
-        slow = sorted(filter(self._is_slow, range(len(self._estimates))), key=lambda server: -self._compared[server].mean_log_ratio)
+        slow = sorted(filter(self._is_slow, self._estimates), key=lambda server: -self._compared[server].mean_log_ratio)
         self.slow = frozenset(slow[: max(1, (len(self._estimates) - 1) // 2)])
 
     def _compare(self, server: int, size: int, seconds: float) -> None:
@@ -94,7 +106,9 @@ class HedgingPolicy:
         self._num_responses += 1
         own, oldest = self._compared[server], self._num_responses - FRESH_RESPONSES * len(self._compared)
         own.size, own.seconds, own.at = size, seconds, self._num_responses
-        others = sorted(each.seconds for each in self._compared if each is not own and each.at > max(0, oldest) and each.size >= size)
+        others = sorted(
+            each.seconds for each in self._compared.values() if each is not own and each.at > max(0, oldest) and each.size >= size
+        )
         if not others or min(seconds, others[0]) <= 0:
             return
         ratio = math.log(seconds / others[len(others) // 2])  # of two, the slower one: a server may just be the last to get its rows
@@ -146,7 +160,7 @@ class HedgingPolicy:
     def _best_of_others(self, server: int, size: int) -> float | None:
         found = [
             estimate.mean
-            for other, estimates in enumerate(self._estimates)
+            for other, estimates in self._estimates.items()
             if other != server and (estimate := estimates.get(size)) is not None and estimate.counts
         ]
         return min(found, default=None)

@@ -11,12 +11,14 @@ from flowrt.graph.model import Graph
 from flowrt.launcher.launcher import RESPONSE_SECONDS
 from flowrt.reliability.scenario import Scenario
 from flowrt.sampling_params import SamplingParams
+from flowrt.simulation.changes import DrawnChange
 from flowrt.simulation.log_disk import LogConditions
 from flowrt.simulation.network_conditions import CALM, NetworkConditions
 from flowrt.simulation.processes import ProcessConditions
 from flowrt.simulation.simulated_seams import ComputeDelays
 from flowrt.simulation.simulated_trace import SimulatedTrace
 
+CHANGE_SECONDS = 30.0  # more for each change of the graph
 GRACE_SECONDS = 60.0  # virtual time beyond the start, the last fault and its deadline; a longer run is stuck
 
 
@@ -100,11 +102,18 @@ class Case:
     log: LogConditions | None = None  # the run has a request log
     calls: tuple[SimulatedCall, ...] = ()  # in place of requests, for a graph without a model
     trace: SimulatedTrace | None = field(default=None, compare=False)  # of a graph with a model
+    changes: tuple[DrawnChange, ...] = ()  # of the graph, one after another
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """The graphs that the run may have."""
+        return self.graph, *(change.graph for change in self.changes)
 
     @property
     def max_seconds(self) -> float:
         """The virtual time in which the run must end."""
-        return RESPONSE_SECONDS + self.scenario.ends_seconds + self.scenario.deadline_seconds + GRACE_SECONDS
+        of_changes = len(self.changes) * CHANGE_SECONDS
+        return RESPONSE_SECONDS + self.scenario.ends_seconds + self.scenario.deadline_seconds + GRACE_SECONDS + of_changes
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,26 @@ from flowrt.errors import UserError
 from flowrt.gateway.decisions import SendRequest
 from flowrt.gateway.gateway import Gateway, ServedModel
 from flowrt.gateway.stages import Stages
+from flowrt.graph.facts import ModelFacts
 from flowrt.graph.kinds import all_kinds
 from flowrt.graph.model import FORK_SERVER, Graph
 from flowrt.graph.numerics import numerics_text
 from flowrt.graph.recovery import is_watched, pipelines
 from flowrt.launcher.starts import FORK_SECONDS
+from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import Scenario
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.calls import AnyServed, Result, check_calls, simulate_calls
 from flowrt.simulation.case import Case, Glitch, Poison, SimulatedCall, SimulatedRequest
+from flowrt.simulation.changes import draw_changes
 from flowrt.simulation.cluster import config_of
 from flowrt.simulation.constrained import drawn_constraints
 from flowrt.simulation.drawn_graphs import draw_graph
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.fault_draws import (
     draw_broken_link,
+    draw_change_faults,
     draw_early_deaths,
     draw_early_stop,
     draw_faults,
@@ -60,6 +64,7 @@ HUNG_PART_SHARE = 0.08
 GLITCH_SHARE = 0.12
 FRONT_ENDS_SHARE = 0.08
 GLITCHED = frozenset(kind.name for kind in all_kinds().values() if kind.parts or kind.combines)
+CHANGES_SHARE = 0.8  # of the seeds; one in seven of them can change
 LOG_SHARE, LOG_SHARE_OF_FRONT_ENDS = 0.2, 0.5
 POOL = 18  # different requests; few, so that their references are computed once for all seeds
 _COSTS = (ComputeDelays(), ComputeDelays(1e-6, 2e-5, 1), ComputeDelays(1e-4, 2e-2, 0), ComputeDelays(1e-6, 5e-3, 3))
@@ -115,7 +120,21 @@ def draw(
         return case
     case = _draw_front_ends(random.Random(f"front ends {seed}"), case)
     case = _draw_glitch(random.Random(f"glitch {seed}"), _draw_poison(random.Random(f"poison {seed}"), case))
-    return _draw_log(random.Random(f"log {seed}"), _draw_hung_part(random.Random(f"hung {seed}"), case))
+    case = _draw_log(random.Random(f"log {seed}"), _draw_hung_part(random.Random(f"hung {seed}"), case))
+    return _draw_changes(random.Random(f"changes {seed}"), case)
+
+
+def _draw_changes(chance: random.Random, case: Case) -> Case:
+    """In some cases the graph changes while it runs, and processes that join or leave, and others, crash meanwhile."""
+    model = case.graph.model
+    if chance.random() >= CHANGES_SHARE or model is None or case.processes.refuses_first:
+        return case
+    graph = case.graph
+    changes = draw_changes(chance, graph, lambda: ModelFacts.of(read_model_config(Path(model.path))))
+    if not changes:
+        return case
+    faults = (*case.scenario.faults, *draw_change_faults(chance, (graph, *(change.graph for change in changes)), changes[0].at_seconds))
+    return replace(case, changes=changes, scenario=msgspec.structs.replace(case.scenario, faults=faults))
 
 
 def _draw_front_ends(chance: random.Random, case: Case) -> Case:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -15,13 +16,14 @@ from pathlib import Path
 
 from flowrt.actors.control import Control, KvCompleted, Submit
 from flowrt.actors.outputs import TokenEvent
-from flowrt.errors import NotRunningError, UserError, WorkerDiedError
+from flowrt.errors import GraphError, NotRunningError, UserError, WorkerDiedError
 from flowrt.gateway.gateway import ServedModel
 from flowrt.gateway.log_contents import LogContents
 from flowrt.gateway.log_writer import LogWriter
 from flowrt.gateway.request_log import RequestLog
 from flowrt.graph.model import GATEWAY, Graph
 from flowrt.launcher import events
+from flowrt.launcher.graph_change import DRAIN_SECONDS
 from flowrt.launcher.launcher import RESPONSE_SECONDS, STATISTICS_SECONDS
 from flowrt.launcher.starts import IMPORT_SECONDS
 from flowrt.operators.families.registry import read_model_config
@@ -79,10 +81,7 @@ class SimulatedRun(ObservedRun):
         graph = case.graph
         if (model := graph.model) is None:
             raise ValueError("only a graph with a model has requests to serve")
-        if case.exact:  # its whole numbers are float64, and the schemas of edges follow the graph's dtype
-            graph = graph.replace(model=replace(model, dtype="float64"))
-        if case.front_ends:
-            graph = graph.replace(serving=graph.serving.replace(front_ends=case.front_ends))
+        graph = self._adapted(case, graph)
         self._log_on_disk = log
         ends = [fault.ends_seconds for fault in case.scenario.faults if fault.ends_seconds > fault.at_seconds]
         self._slow_until = max(ends) + NEWS_SECONDS if ends else 0.0
@@ -103,7 +102,9 @@ class SimulatedRun(ObservedRun):
         self._wrong_results = WrongResults(case.poison, case.glitch, lambda: world.num_faults.update(["glitch"]))
         self._lost_group_seconds = graph.reliability.lost_group_seconds
         self._group_checks = GroupChecks(world, graph, self.living_inside, self._log_of, self.faults)
+        self._config = config
         self._outages = Outages(holders_of(self.graph, config))
+        self._drains_until = math.inf
         fastest, refuses = fastest_clock(case.scenario), case.processes.refuses_first
         self._checks = ServerChecks(world, self.graph, self.launcher, self._outages, self.faults, fastest, refuses)
         if self._front_ends is not None:
@@ -112,6 +113,7 @@ class SimulatedRun(ObservedRun):
         self.clients = Clients(
             case, self._seams, earlier, run_client, lambda: self.launcher.failure is not None, self._log_of, self._note_client
         )
+        self._versions = [self.graph]
         lasting = [fault for fault in case.scenario.faults if isinstance(fault, Cut | Stall | Hang)]
         self._may_silence_start = any(fault.for_seconds >= PERMANENT_SECONDS for fault in lasting)
         self._open: dict[str, dict[str, float]] = {}  # request id -> its workers, since when an outage there may end it
@@ -120,6 +122,14 @@ class SimulatedRun(ObservedRun):
         self._progress, self._progress_seconds = (0, 0), world.loop.time()
         world.loop.accounts.append(self.account)
         world.loop.watchers.append(self.look)
+
+    @staticmethod
+    def _adapted(case: Case, graph: Graph) -> Graph:
+        if case.exact and graph.model is not None:  # its whole numbers are float64, and the schemas of edges follow the graph's dtype
+            graph = graph.replace(model=replace(graph.model, dtype="float64"))
+        if case.front_ends:
+            graph = graph.replace(serving=graph.serving.replace(front_ends=case.front_ends))
+        return graph
 
     # The run.
 
@@ -137,6 +147,7 @@ class SimulatedRun(ObservedRun):
                     clients.create_task(self._read_statistics(), name="reader of statistics")
                     if self.case.drain_seconds is not None:
                         clients.create_task(self._drain(self.case.drain_seconds), name="drain")
+                    clients.create_task(self._change(), name="changes of the graph")
                     await self.clients.submit_all(clients)
                 if self.launcher.failure is None:
                     if self._log_on_disk is not None:
@@ -190,6 +201,10 @@ class SimulatedRun(ObservedRun):
             self.case.trace.begin_worker(inside.name, inside.worker)
 
     def on_event(self, event: events.Event) -> None:
+        if isinstance(event, events.GraphVersion):
+            self._outages.place(holders_of(event.graph, self._config), self.world.loop.time())
+            self._check_leaving(event.graph)
+            self._versions.append(event.graph)
         self._checks.on_event(event)
         self._group_checks.on_event(event)
         events.news(event)
@@ -269,6 +284,38 @@ class SimulatedRun(ObservedRun):
             if not paused and self.world.loop.time() > began + patience:
                 raise InvariantError("I5", f"statistics took {self.world.loop.time() - began:.3f} s, allowed were {patience:g} s")
 
+    async def _change(self) -> None:
+        """Change the graph while requests run and faults occur. A process that does not join undoes its change."""
+        for change in self.case.changes:
+            await self._seams.clock.sleep(self._first_seconds + change.at_seconds - self.world.loop.time())
+            target = self._adapted(self.case, change.graph)
+            try:
+                await self.apply(target)
+            except GraphError:  # an earlier change was undone
+                self.world.num_faults["change refused"] += 1
+            except (UserError, WorkerDiedError, NotRunningError) as error:
+                if self.launcher.failure is not None:
+                    return
+                if not isinstance(error, WorkerDiedError):
+                    raise
+                self.world.num_faults["change undone"] += 1
+            else:
+                self.world.num_faults["graph changed"] += 1
+                if {*self.graph.process_names()} != {*target.process_names()} or self.graph.leaving:
+                    raise InvariantError("I8", f"the graph has {self.graph.process_names()}, expected {target.process_names()}")
+
+    def _check_leaving(self, graph: Graph) -> None:
+        """A process that leaves gets nothing new, and ends when nothing is left there (I8), unless that takes too long."""
+        now, gone = self.world.loop.time(), set(self._versions[-1].leaving) - {*graph.process_names()}
+        if gone and now < self._drains_until:
+            for inside in self.living_insides():
+                is_current = self.launcher.incarnations.get(inside.name) == inside.worker.incarnation
+                is_up = self.world.is_alive(self.world.processes[inside.name])
+                if is_current and is_up and (used := inside.uses_leaving()) is not None:
+                    raise InvariantError("I8", f"{', '.join(sorted(gone))} ends too soon: {used}")
+        if graph.leaving:
+            self._drains_until = now + DRAIN_SECONDS
+
     async def _drain(self, seconds: float) -> None:
         """Drain while requests run and faults occur. A group that stands still for ever, and that the run cannot lose, never drains."""
         await self._seams.clock.sleep(seconds)
@@ -295,6 +342,8 @@ class SimulatedRun(ObservedRun):
                 raise InvariantError("I2", inside.late_firings[0])
             if kept := inside.kept_of_ended():
                 raise InvariantError("I8", kept[0])
+            if (leaving := inside.prefers_leaving()) is not None:
+                raise InvariantError("I8", leaving)
             if faults := inside.page_faults():
                 raise InvariantError("I3", "; ".join(faults))
         if circle := circular_waits([each for inside in insides for each in inside.sequences()]):

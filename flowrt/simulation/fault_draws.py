@@ -193,6 +193,29 @@ def draw_broken_link(chance: random.Random, graph: Graph) -> list[AnyFault]:
     return [kinds.Cut(at_seconds=_draw_time(chance), between=chance.choice(links), for_seconds=PERMANENT_SECONDS, direction=direction)]
 
 
+def draw_change_faults(chance: random.Random, graphs: Sequence[Graph], at_seconds: float) -> list[AnyFault]:
+    """Crashes of processes that join or leave when the graph changes, and of others, from shortly before it to after the join of some."""
+    names = [{*graph.process_names()} for graph in graphs]
+    changing = sorted(name for name in set[str]().union(*names) if any(name not in each for each in names))
+    mortal = sorted(frozenset[str]().union(*map(mortal_workers, graphs)))
+    faults: list[AnyFault] = []
+    for _ in range(chance.choice((0, 0, 1, 1, 2, 3))):
+        victim, at = (
+            chance.choice(chance.choice((changing, changing, mortal))),
+            at_seconds * chance.uniform(0.8, 1.2) + _draw_time(chance, 0.3),
+        )
+        match chance.choice(("crash", "crash", "pause", "slow_link", "slow")):
+            case "crash":
+                faults.append(kinds.Crash(at_seconds=at, process=victim))
+            case "pause":
+                faults.append(kinds.Pause(at_seconds=at, process=victim, for_seconds=10 ** chance.uniform(-2, 0.7)))
+            case "slow_link":
+                faults.append(kinds.SlowLink(at_seconds=at * chance.random(), between=(GATEWAY, victim), for_seconds=5.0, factor=300.0))
+            case "slow":
+                faults.append(kinds.Slow(at_seconds=at * chance.random(), process=victim, for_seconds=1.0, factor=50.0))
+    return faults
+
+
 def draw_front_end_faults(chance: random.Random, graph: Graph, names: Sequence[str]) -> list[AnyFault]:
     """Crashes, standstills and slow links of front ends, most of them while clients are served."""
     at, name, lasts = _draw_time(chance), chance.choice(names), 10 ** chance.uniform(-3, 0.7)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from flowrt.actors.control import Control, KvCompleted, KvLost, KvPulled, Submit, Tokens
 from flowrt.actors.outputs import TokenEvent
@@ -55,6 +55,11 @@ class GroupChecks:
         if isinstance(event, events.WorkerLost | events.WorkerMarkedDead):
             self._note_alone(self._world.processes.get(event.name))
         match event:
+            case events.GraphVersion(graph, joining):
+                self._use(graph, joining, now)
+            case events.WorkerJoined(name) if name in self._groups:
+                for outages in (self._outages, self._known):
+                    outages.up(GATEWAY, name, now)
             case events.WorkerLost(name, while_loading=False) | events.WorkerMarkedDead(name, is_killed=False) if name in self._workers:
                 self._placed = {key: placed for key, placed in self._placed.items() if placed[0] != name}
                 unread = self._world.processes[name].num_unread()
@@ -74,11 +79,23 @@ class GroupChecks:
                 for outages in (self._outages, self._known):
                     outages.up(GATEWAY, name, now)
 
+    def _use(self, graph: Graph, joining: Sequence[str], now: float) -> None:
+        """A group that is leaving has no request any more, and one that is new has none yet."""
+        self._graph, self._groups = graph, frozenset(attention_groups(graph))
+        self._workers = self._groups | {*prefill_workers(graph)}
+        self._placed = {key: placed for key, placed in self._placed.items() if placed[0] not in graph.leaving}
+        for outages in (self._outages, self._known):
+            for name in self._groups.intersection(joining):
+                outages.down(name, now)
+            outages.place({GATEWAY: frozenset({self._groups - {*graph.leaving}})}, now)
+
     def on_submit(self, group: str, control: Submit) -> None:
         """Check that each attempt is sent once, with all committed tokens, and only to a group that has room (I2, I6). `look` raises: the
         gateway ignores the errors of a send."""
         request = control.request
         key = (request.id, request.stage)
+        if group in self._graph.leaving or group not in self._workers:
+            self._wrong.append(InvariantError("I2", f"{request.id} is sent to {group}, which leaves the graph"))
         if request.attempt <= self._attempts.get(key, -1):
             self._wrong.append(InvariantError("I2", f"attempt {request.attempt} of {request.id} is sent to {group}, and was sent before"))
         is_early = request.kv is not None and not request.kv.is_complete  # on_completed checks its tokens

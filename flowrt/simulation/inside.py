@@ -15,6 +15,9 @@ from typing import Any
 
 from flowrt.engine.page_allocator import PageAllocator
 from flowrt.engine.prefix_cache import HOLDER
+from flowrt.graph.model import Graph
+from flowrt.graph.placement import servers_of
+from flowrt.graph.recovery import neighbours
 from flowrt.simulation.page_waits import EngineSequence
 from flowrt.simulation.waitables import current_node
 from flowrt.simulation.wrong_results import WrongResults
@@ -162,7 +165,15 @@ class WorkerInternals:
         failover = self._part("failover")
         if failover is None or self.has_ended(server, incarnation):
             return False
-        return self._part("links").incarnations_of(server) == {incarnation} and server not in failover.client.servers.lost
+        servers = failover.client.servers
+        is_linked = self._part("links").incarnations_of(server) == {incarnation}
+        return is_linked and server not in servers.lost and (server in servers.in_use() or server not in self._holders())
+
+    def _holders(self) -> set[str]:
+        """The servers that hold experts in the graph that the worker knows."""
+        dispatch = next(node for node in self.worker.graph.nodes_of(self.name) if node.kind.dispatches)
+        servers = servers_of(self.worker.graph, dispatch.name)
+        return {process for server, process in servers.items() if dispatch.options["servers"][str(server)]}
 
     def undispatched(self) -> set[tuple[Any, int]]:
         """Parts, by tag and number, that wait for a replica of their experts although the worker knows an available one."""
@@ -287,6 +298,39 @@ class WorkerInternals:
     def leftovers(self) -> list[str]:
         """I8, when all requests have ended and no message is in flight: the state that should have been released."""
         return [f"{self.name}: {line}" for line in self.worker.leftovers()]
+
+    def foreign(self, graph: Graph) -> list[str]:
+        """What differs from this graph when it has held for a while: its edges, links and servers."""
+        runner, links, failover = map(self._part, ("runner", "links", "failover"))
+        if runner is None or self.name not in graph.process_names():
+            return []
+        edges = {edge.id: edge.name for edge in graph.edges.values() if graph.crosses(edge) and self.name in graph.ends_of(edge)}
+        found = [f"edge {edges.get(edge, edge)} of {self.name}" for edge in sorted(runner.edge_ids() ^ edges.keys())]
+        peers = {link.peer.name for link in links.values()} - {*neighbours(graph).get(self.name, ())}
+        found += [f"the link from {self.name} to {peer}" for peer in sorted(peers)]
+        if failover is not None:
+            servers = {*servers_of(graph, next(node.name for node in graph.nodes_of(self.name) if node.kind.dispatches)).values()}
+            found += [f"{self.name} knows the server {server}" for server in sorted(failover.processes - servers)]
+        return found
+
+    def uses_leaving(self) -> str | None:
+        """What this worker, which knows who leaves, has at such a process, or as one; None: nothing."""
+        graph, runner, group = self.worker.graph, self._part("runner"), self._group()
+        if runner is None or not graph.leaving:
+            return None
+        if self.name in graph.leaving and group is not None and (group.engine.running or group.engine.waiting):
+            return f"{self.name} has sequences"
+        requests = {edge.response_to for edge in graph.edges.values()}
+        to_leaving = (name for name in requests if name is not None and graph.ends_of(graph.edges[name])[1] in graph.leaving)
+        credits = runner.snapshot().credits
+        used = sorted(name for name in to_leaving if name in credits and credits[name][0] < credits[name][1])
+        return f"{self.name} awaits responses to {used[0]}" if used and self.name not in graph.leaving else None
+
+    def prefers_leaving(self) -> str | None:
+        """A server that is leaving and that new parts may go to."""
+        failover = self._part("failover") if self.worker.graph.leaving else None
+        leaving = set() if failover is None else failover.client.servers.in_use().intersection(self.worker.graph.leaving)
+        return f"{self.name} sends new parts to {min(leaving)}, which leaves the graph" if leaving else None
 
     def credits(self) -> tuple[Mapping[str, tuple[int, int]], Mapping[str, tuple[int, int]]]:
         """I4, at the same moment. Outbound edges: name -> (free credits, all credits). Incoming edges: name -> (outstanding credits of

@@ -59,6 +59,11 @@ def mortal(graph: Graph) -> frozenset[str]:
     return frozenset(name for host in pack(graph) if survivable.issuperset(host) for name in host)
 
 
+def mortal_in(case: Case) -> frozenset[str]:
+    """The workers whose OS process may die, in any graph that the run may have."""
+    return frozenset[str]().union(*map(mortal, case.graphs))
+
+
 def may_fail(case: Case) -> frozenset[str]:
     """The processes whose failure may end the run: those hit by a fault that neither heals nor is survived, and the workers in the same
     OS process."""
@@ -88,10 +93,10 @@ def _is_fatal(case: Case, fault: AnyFault) -> bool:
     """Whether the fault may end the run. A standstill never does: a group is fenced. A lost connection does if neither end may die. A host
     that stops, or is cut off, may be lost with all its processes."""
     if lost_with_host := set(processes_hit(case.graph, fault)) - set(fault.processes):
-        return not mortal(case.graph) >= lost_with_host
+        return not mortal_in(case) >= lost_with_host
     if fault.heals or isinstance(fault, Pause | Stall | Hang):
         return False
-    return (mortal(case.graph) | {MONITOR, FORK_SERVER, *standby_names(case.graph), *front_ends_of(case)}).isdisjoint(
+    return (mortal_in(case) | {MONITOR, FORK_SERVER, *standby_names(case.graph), *front_ends_of(case)}).isdisjoint(
         processes_hit(case.graph, fault)
     )
 
@@ -201,7 +206,7 @@ def max_victims(case: Case) -> int:
 
 def _num_server_losses(case: Case) -> int:
     """The maximum number of expert server losses that the faults can cause."""
-    servers = {*expert_servers(case.graph), *standby_names(case.graph)}
+    servers = {*standby_names(case.graph)}.union(*map(expert_servers, case.graphs))
     return sum(len(servers.intersection(processes_hit(case.graph, fault))) for fault in case.scenario.faults)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from flowrt.graph.model import Graph
+from flowrt.graph.model import GATEWAY, Graph
 from flowrt.launcher.launcher import WORKER, LaunchOptions
 from flowrt.launcher.run import Run
 from flowrt.seams import Seams
@@ -61,6 +61,12 @@ class ObservedRun(Run):
         insides = self.living_insides()
         for inside in insides:
             self.world.num_faults.update(inside.branches())
+        names = {*self.graph.process_names(), GATEWAY}
+        if foreign := [
+            *(f"process {each.name}" for each in insides if each.name not in names),
+            *(each for inside in insides for each in inside.foreign(self.graph)),
+        ]:
+            raise InvariantError("I8", "left of earlier versions of the graph: " + "; ".join(foreign))
         if left := [*(text for inside in insides for text in inside.leftovers()), *self.leftovers()]:
             raise InvariantError("I8", "left when all had ended: " + "; ".join(left))
         if wrong := credit_faults(insides):

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from flowrt.graph.model import Graph
-from flowrt.graph.placement import expert_map_of, server_nodes, servers_behind
+from flowrt.graph.placement import expert_map_of, servers_behind, servers_of
 from flowrt.operators.model_config import ModelConfig
 
 Interval = tuple[float, float]  # begin, end
@@ -19,11 +19,11 @@ def holders_of(graph: Graph, config: ModelConfig) -> dict[str, Holders]:
     for node in graph.nodes.values():
         if not node.kind.dispatches or node.kind.forwards:
             continue
-        processes = {server: graph.nodes[name].process for server, name in server_nodes(graph, node.name).items()}
+        processes = servers_of(graph, node.name)
         expert_map = expert_map_of(graph, node.name, config.moe_layers, config.num_experts)
         expert_map = expert_map.without_servers(servers_behind(graph, node.name))
         tables = [expert_map.table(layer) for layer in config.moe_layers]
-        holders = {frozenset(processes[server] for server in servers) for table in tables for servers in table if servers}
+        holders = {frozenset(processes[each] for each in servers) - {*graph.leaving} for table in tables for servers in table if servers}
         found[node.process] = frozenset(each for each in holders if node.process not in each)
     return found
 
@@ -36,6 +36,12 @@ class Outages:
         self._down: defaultdict[str, set[str]] = defaultdict(set)  # group -> servers that it cannot use now
         self._ended: defaultdict[str, list[Interval]] = defaultdict(list)  # group -> outages that are over
         self._since: dict[str, float] = {}  # group -> begin of the current outage
+
+    def place(self, holders: Mapping[str, Holders], now: float) -> None:
+        """From now on these processes hold the experts."""
+        self._holders = holders
+        for group in holders:
+            self._update(group, now)
 
     def down(self, server: str, now: float, by: str | None = None) -> None:
         """From now on the group `by` (None: no group) cannot use this incarnation of the server."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -156,6 +156,9 @@ class SimulatedBackend:
         assert isinstance(process, SimulatedWorkerProcess)
         process.spec = replace(process.spec, name=name, workers=workers)
         self._world.rename(process.process, name)
+
+    def release(self, name: str, weights: Collection[str]) -> None:
+        """Nothing is kept of a process that has ended."""
 
     def output_tail(self) -> tuple[str, ...]:
         return ()

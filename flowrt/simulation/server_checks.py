@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flowrt.graph.model import FIRST_HOST, FORK_SERVER, GATEWAY, MONITOR, Graph
-from flowrt.graph.recovery import standby_names
+from flowrt.graph.recovery import pipelines, standby_names
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
 from flowrt.launcher.starts import standby_loads
@@ -64,6 +64,7 @@ class ServerChecks:
         self._can_stand_in = standby_loads(graph, pack(graph), usable_cores()).keys()
         self._ready_standbys: set[str] = set()
         self._unused_since: float | None = None  # since when a process waits for the fork server although a standby process is ready
+        self._graph_names = {*graph.process_names()}
         self._workers = {*graph.process_names(), *standby_names(graph), GATEWAY, MONITOR}
         self._is_ready, self._links_at_start = False, any(edge.open == "start" for edge in graph.edges.values())
         self._is_watched = launcher.state.wants_monitor and not refuses_first and not faults.delays((GATEWAY, MONITOR))
@@ -79,6 +80,8 @@ class ServerChecks:
         match event:
             case events.Ready():
                 self._is_ready = True
+            case events.GraphVersion(graph, joining):
+                self._use(graph, joining, now)
             case events.WorkerLost(name) if name == MONITOR:
                 self._is_watched = False
             case events.ForkServerLost(how) if how.startswith("was marked dead") and not self._is_faulty(FORK_SERVER):
@@ -114,7 +117,7 @@ class ServerChecks:
                     self._wrong.append(f"{name} was lost again before it was back: {how}")
                 self._lost.add(name)
                 self._outages.down(name, now)
-                if not any(map(self._is_faulty, (name, *_causes_of(how)))):
+                if not any(map(self._is_faulty, (name, *_causes_of(how)))) and not how.startswith("left the graph"):
                     self._wrong.append(f"{name} was lost, and no fault hit it: {how}")
             case events.Straggler(name, seconds):
                 self._wrong.append(f"{name} did not stop within {seconds:g} s, when all faults had healed")
@@ -128,6 +131,22 @@ class ServerChecks:
                     self._wrong.append(f"{name} was suspected before it could have been silent for so long: {why}")
                 if not any(map(self._is_faulty, (name, GATEWAY, MONITOR))):
                     self._wrong.append(f"{name} was suspected, and neither it nor the receivers of its heartbeats were paused: {why}")
+
+    def _use(self, graph: Graph, joining: Sequence[str], now: float) -> None:
+        gone = self._graph_names - {*graph.process_names()}
+        self._graph_names = {*graph.process_names()}
+        self._workers |= self._graph_names
+        self.mortal = sorted({*self.mortal, *mortal(graph)})
+        self._lost -= gone
+        self.down -= gone
+        for name in gone:
+            self._retry_at.pop(name, None)
+        groups = {*joining}.intersection(pipelines(graph))
+        for name in joining:
+            self._outages.down(name, now)
+        for group in groups:
+            for name in self._lost:
+                self._outages.down(name, now, group)
 
     def _check_cause(self, name: str, how: str, may_recur: bool) -> None:
         """Where the exit status alone is the cause of a death, it must be the true one, and only a crash may come from a request."""
@@ -144,10 +163,15 @@ class ServerChecks:
         now, incarnations = self._world.loop.time(), self._launcher.incarnations
         for inside in insides:
             servers = inside.servers
-            if not servers or (inside.name in self._elsewhere and self._launcher.state.has_ended(inside.name)):
+            if (
+                not servers
+                or inside.name not in self._graph_names
+                or (inside.name in self._elsewhere and self._launcher.state.has_ended(inside.name))
+            ):
                 continue
             for name in servers:
-                incarnation = incarnations[name]
+                if (incarnation := incarnations.get(name)) is None:
+                    continue  # it has left, and the group does not know it yet
                 if inside.has_ended(name, incarnation):
                     self._outages.down(name, now, inside.name)
                     if self._is_alive(name) and not self._is_faulty(name):

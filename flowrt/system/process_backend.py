@@ -10,7 +10,7 @@ its own included; it neither restarts a process or itself, nor decides what a de
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -129,6 +129,10 @@ class ProcessBackend(Protocol):
 
     def rename(self, process: WorkerProcess, name: str, workers: tuple[Identity, ...]) -> None:
         """Give a process another name, and its workers other identities: those of one that has died."""
+        ...
+
+    def release(self, name: str, weights: Collection[str]) -> None:
+        """Release what is kept of a process that has ended and does not start again, and the memory of other weights than these."""
         ...
 
     def output_tail(self) -> tuple[str, ...]:

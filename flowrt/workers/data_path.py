@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from flowrt.actors.control import CallFailed, Control, EdgeStatistics, ExpertStatistics, NodeStatistics, Start, Statistics
 from flowrt.actors.link_plan import plan_links
-from flowrt.actors.links import Links
+from flowrt.actors.links import LinkPlan, Links
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import NodeFunction, RoutedOutput
@@ -26,6 +27,7 @@ from flowrt.exchange.kv_transfer import KvPack, KvUnpack, TransferEnd
 from flowrt.exchange.trampoline import Trampoline
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.numerics import is_strict
+from flowrt.graph.placement import expert_map_of, servers_of
 from flowrt.graph.recovery import survivable_processes
 from flowrt.seams import Compute, Seams
 from flowrt.transports.contract import Identity
@@ -99,13 +101,12 @@ class DataPath:
     ) -> None:
         graph, start, seams, compute, emulated = context.graph, context.start, context.seams, context.compute, context.emulated
         self.name = name = start.name
-        self._context, self._sink, self._strict_blocks = context, sink, operators.strict_blocks
+        self._context, self._graph, self._sink, self._strict_blocks = context, graph, sink, operators.strict_blocks
         self._expert_services = [each for each in operators.functions.values() if isinstance(each, ExpertService)]
         plans = plan_links(graph, name)
-        abilities = {plan.scheme: seams.transport(plan.scheme).capabilities for plan in plans}
         dispatch, client = next(iter(operators.clients.items()), ("", None))
-        can_hedge = client is not None and client.servers.has_replicas() and {*client.processes} != {name}
-        self.hedges = can_hedge and graph.reliability.hedge
+        self._dispatch = dispatch
+        self.hedges = client is not None and self._can_hedge(graph, client)
         device = torch.device(graph.devices.get(name, "cpu"))
         _, pack = operators.pack or ("", None)
         unpacks, unpack = operators.unpack or ("", None)
@@ -118,6 +119,7 @@ class DataPath:
         self.unpack = unpack
         self.group: Group | None = None
         self.failover: Failover | None = None
+        self._traced = traced
         self.runner = Runner(
             graph,
             name,
@@ -126,13 +128,10 @@ class DataPath:
             seams.clock,
             self,
             device,
-            {edge.id for edge in graph.edges.values() if edge.transport in abilities and not abilities[edge.transport].between_processes},
             early=getattr(compute, "beside_loop", False),
-            on_device={edge.id for edge in graph.edges.values() if edge.transport in abilities and abilities[edge.transport].device_memory},
-            schemas=edge_schemas(graph),
             new_timer=seams.new_timer,
+            **self._edge_properties(graph, plans),
         )
-        self.peers = {plan.peer for plan in plans}
         wrap = {"wrap": emulated.links.wrap} if emulated is not None else {}
         self.links = Links(
             Identity(name, start.incarnation),
@@ -157,7 +156,6 @@ class DataPath:
                 config.eos_token_ids,
                 chunk_tokens=graph.limits.chunk_tokens if is_strict(graph, name) else 0,
                 streams=any(node.kind.is_early for node in nodes),
-                has_recurrent_layers=bool(config.recurrent_layers),
             )
             self.group = Group(
                 sources[0],
@@ -186,9 +184,45 @@ class DataPath:
         elif client is not None:
             self.failover = Trampoline(graph, dispatch, client, self.runner)
 
+    def use(self, graph: Graph) -> None:
+        """Use another version of the graph. Peers that are not in it were ended; those that are new are to be ended until they join."""
+        plans, self._graph = plan_links(graph, self.name), graph
+        self.runner.use(graph, **self._edge_properties(graph, plans))
+        self.links.use(plans, survivable_processes(graph))
+        if self.failover is not None:
+            client, config = self.failover.client, config_of(graph)
+            expert_map = expert_map_of(graph, self._dispatch, config.moe_layers, config.num_experts)
+            client.servers.place(expert_map, servers_of(graph, self._dispatch), graph.leaving)
+            self.failover.use(graph)
+            self.hedges = self._can_hedge(graph, client)
+        if self._traced is not None:
+            self._traced.use(graph)
+
+    def is_drained(self) -> bool:
+        """Whether nothing of this worker is left at processes that are leaving, nor here if it is one."""
+        leaving = [process for process in self._graph.leaving if process != self.name]
+        if self.group is not None and self.name in self._graph.leaving and not self.group.is_idle:
+            return False
+        if self.failover is not None and any(map(self.failover.client.has_parts_of, leaving)):
+            return False
+        return not any(map(self.runner.is_waiting_for, leaving))
+
+    def _can_hedge(self, graph: Graph, client: ExpertClient) -> bool:
+        return client.servers.has_replicas() and {*client.processes.values()} != {self.name} and graph.reliability.hedge
+
+    def _edge_properties(self, graph: Graph, plans: Iterable[LinkPlan]) -> dict[str, Any]:
+        """What the runner must know of the edges, see OutboundEdges."""
+        abilities = {plan.scheme: self._context.seams.transport(plan.scheme).capabilities for plan in plans}
+        edges = [(edge.id, abilities[edge.transport]) for edge in graph.edges.values() if edge.transport in abilities]
+        return {
+            "staying": {edge for edge, each in edges if not each.between_processes},
+            "on_device": {edge for edge, each in edges if each.device_memory},
+            "schemas": edge_schemas(graph),
+        }
+
     def statistics(self) -> Statistics:
         counters = self.runner.statistics
-        edges = tuple(self._edge_statistics(edge) for edge in self._context.graph.edges.values() if edge.id in counters.sent)
+        edges = tuple(self._edge_statistics(edge) for edge in self._graph.edges.values() if edge.id in counters.sent)
         waiting = self.runner.num_waiting()
         statistics = Statistics(
             edges=edges,
@@ -246,7 +280,7 @@ class DataPath:
             self.failover.on_unsent(output)
 
     def on_failed(self, tag: Tag, error: OperatorError) -> None:
-        if self._context.graph.model is None:
+        if self._graph.model is None:
             self._context.send(CallFailed(tag.source, tag.step, str(error), error.node))
         elif self.unpack is None or not self.unpack.on_error(tag, str(error)):
             if self.group is not None:

@@ -11,10 +11,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 
-from flowrt.actors.control import Control, DeathCause, ExpertsUnavailable, LateResponse, LinkLost, PeerJoined, PeerLeft
+from flowrt.actors.control import (
+    Control,
+    DeathCause,
+    ExpertsUnavailable,
+    GraphChanged,
+    LateResponse,
+    LinkLost,
+    PeerJoined,
+    PeerLeft,
+)
 from flowrt.actors.probed_link import PROBE_SECONDS
 from flowrt.exchange.failover import Failover
 from flowrt.graph.model import Graph
+from flowrt.graph.recovery import neighbours
 from flowrt.seams import Clock
 from flowrt.transports.contract import Identity
 from flowrt.workers.data_path import DataPath
@@ -42,28 +52,25 @@ class Membership:
         restarting: Collection[str] = (),
     ) -> None:
         self._links, self._runner, self._send, self._clock, self._tasks = data_path.links, data_path.runner, send, clock, tasks
-        self._unpack = data_path.unpack
-        self._failover, self._hedges = data_path.failover, data_path.hedges
+        self._data_path, self._unpack, self._failover = data_path, data_path.unpack, data_path.failover
         settings = graph.reliability
         self._unavailable_expert_seconds, self._degrades = settings.unavailable_expert_seconds, settings.unavailable_expert == "degrade"
         self._restarting = set(restarting)  # by a recovery policy; meanwhile, no unavailable expert is given up
         self._latest_report = ExpertsUnavailable("")
         self._is_needed = asyncio.Event()  # a step has begun, or a server was lost
         self._reported_at: dict[str, float] = {}  # process -> when last
-        self._sources = {  # process -> the nodes that emit its tags
-            process: [node.name for node in graph.nodes_of(process) if node.kind.emits] for process in data_path.peers
-        }
-        for process in sorted(data_path.peers):
+        self._sources = self._sources_of(graph)
+        for process in sorted(self._sources):
             if (current := self._links.incarnations.current(process)) is None:
                 self._lose(process, incarnations.get(process, ""))
             else:
                 self._use(current)
+        if graph.version:
+            self._confirm_version(graph)
         if (
             any(node.kind.kv for node in graph.nodes_of(data_path.name)) and graph.emulation is None
         ):  # modelled links may take as long as they please
-            ends = [(edge.id, graph.ends_of(edge)) for edge in graph.edges.values()]
-            to = {process: [edge for edge, each in ends if each == (data_path.name, process)] for process in self._sources}
-            tasks.create_task(self._watch_links(to), name=f"probes of {data_path.name}")
+            tasks.create_task(self._watch_links(), name=f"probes of {data_path.name}")
         if data_path.failover is not None and data_path.failover.processes:
             if data_path.group is not None:
                 data_path.group.on_begin = self._is_needed.set
@@ -76,10 +83,45 @@ class Membership:
 
     def on_lost(self, peer: Identity, reason: str) -> None:
         """Handle the end of the link to this incarnation."""
+        if peer.name not in self._sources:
+            return  # it has left the graph
         self._lose(peer.name, peer.incarnation)
         self._send(LinkLost(peer.name, reason, peer.incarnation))
 
+    def use(self, graph: Graph) -> None:
+        """Use another version of the graph. A peer that is new counts as lost until it joins. One that is not in it has ended: others
+        compute what it was to compute."""
+        sources = self._sources_of(graph)
+        for process in sorted(self._sources.keys() - sources.keys()):
+            if (current := self._links.incarnations.current(process)) is not None:
+                self._links.drop(process, current.incarnation)
+                self._lose(process, current.incarnation)
+            if self._failover is not None:
+                self._failover.settle(process, None)
+        self._data_path.use(graph)
+        joining, self._sources = sorted(sources.keys() - self._sources.keys()), sources
+        for process in joining:
+            self._lose(process, "")
+        self._tasks.create_task(self._links.close_unplanned(), name=f"unplanned links of {self._data_path.name}")
+        self._confirm_version(graph)
+
+    def _sources_of(self, graph: Graph) -> dict[str, list[str]]:
+        """Returns the nodes that emit the tags of each peer."""
+        peers = neighbours(graph).get(self._data_path.name, ())
+        return {process: [node.name for node in graph.nodes_of(process) if node.kind.emits] for process in peers}
+
+    def _confirm_version(self, graph: Graph) -> None:
+        self._tasks.create_task(self._confirm(graph), name=f"version {graph.version} in {self._data_path.name}")
+
+    async def _confirm(self, graph: Graph) -> None:
+        """Report that this version is used, once nothing is left at processes that are leaving."""
+        while not self._data_path.is_drained():
+            await self._clock.sleep(POLL_SECONDS)
+        self._send(GraphChanged(graph.version))
+
     def on_control(self, control: PeerLeft | PeerJoined | DeathCause) -> None:
+        if control.process not in self._sources:
+            return  # it has left the graph
         if isinstance(control, PeerJoined):
             self._tasks.create_task(self._join(control), name=f"join {control.process}")
             return
@@ -101,25 +143,25 @@ class Membership:
             self._failover.mark_lost(process, sources)
 
     async def _join(self, joined: PeerJoined) -> None:
-        if await self._links.join(joined.process, joined.incarnation, joined.addresses):
+        if await self._links.join(joined.process, joined.incarnation, joined.addresses) and joined.process in self._sources:
             self._restarting.discard(joined.process)
             self._runner.join_peer(joined.process)
             self._use(Identity(joined.process, joined.incarnation))
-            if self._failover is not None:
-                self._failover.mark_joined(joined.process)
 
     def _use(self, peer: Identity) -> None:
         if self._unpack is not None:
             self._unpack.on_joined(peer.name, peer.incarnation)
+        if self._failover is not None:
+            self._failover.mark_joined(peer.name)
 
-    async def _watch_links(self, edges_to: dict[str, list[int]]) -> None:
+    async def _watch_links(self) -> None:
         """Probe the links between prefill workers and groups, which may break without an error, while a pull or a part of an expert has no
-        response. `edges_to`: the edges to each peer."""
+        response."""
         while True:
             await self._clock.sleep(PROBE_SECONDS)
-            for process, edges in edges_to.items():
+            for process in self._sources:
                 awaits_kv = self._unpack is not None and self._unpack.is_waiting_for(process)
-                self._links.check(process, awaits_kv or any(map(self._runner.num_outstanding, edges)))
+                self._links.check(process, awaits_kv or self._runner.is_waiting_for(process))
 
     async def _watch_parts(self, failover: Failover, group: Group | None) -> None:
         """Watch the outstanding parts of a group. A trampoline has none: its groups hedge, and it lets no part wait for a replica."""
@@ -132,7 +174,7 @@ class Membership:
                 failover.settle(process, None)
             if group is None:
                 continue
-            if self._hedges:
+            if self._data_path.hedges:
                 failover.hedge()
                 self._report_late_servers(failover)
             if failover.client.has_waiting_parts:

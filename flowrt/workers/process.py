@@ -22,6 +22,7 @@ import torch
 
 from flowrt.actors.control import (
     CallsFenced,
+    ChangeGraph,
     Connected,
     DeathCause,
     Failed,
@@ -48,6 +49,7 @@ from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.errors import OperatorError, UserError, leaves
 from flowrt.exchange.kv_transfer import TransferEnd
+from flowrt.graph import delta
 from flowrt.graph.model import Graph, from_json
 from flowrt.graph.notation import parse_ids
 from flowrt.graph.placement import weight_set
@@ -151,6 +153,7 @@ class Worker:
         self.membership: Membership | None = None  # once its links are up; until then these two are kept
         self._early_losses: list[tuple[Identity, str]] = []
         self._early_notices: list[PeerLeft | PeerJoined] = []
+        self._early_changes: list[ChangeGraph] = []  # kept until it links
         observer.begin(self)
         if not start.loads:
             observer.take_name(self)
@@ -265,10 +268,14 @@ class Worker:
         if peers is None:
             return
         name, clock, send = self.start.name, self.seams.clock, self.control.send
+        while self._early_changes:
+            self._change(self._early_changes.pop(0))
         await data_path.links.open(peers.addresses, peers.incarnations)
         send(Connected())
         async with asyncio.TaskGroup() as tasks:
             self.membership = Membership(self.graph, data_path, send, clock, tasks, peers.incarnations, peers.restarting)
+            for change in self._early_changes:
+                self._change(change)
             for lost in self._early_losses:
                 self.membership.on_lost(*lost)
             for notice in self._early_notices:
@@ -395,6 +402,10 @@ class Worker:
             case FenceCalls(source, steps):
                 self.fence(source, steps)
                 self.control.send(CallsFenced(source, steps))
+            case ChangeGraph() if self.membership is not None:
+                self._change(control)
+            case ChangeGraph():
+                self._early_changes.append(control)
             case PeerLeft() | PeerJoined() | DeathCause():
                 if self.membership is not None:
                     self.membership.on_control(control)
@@ -410,6 +421,11 @@ class Worker:
             self.membership.on_lost(peer, reason)
         else:
             self._early_losses.append((peer, reason))
+
+    def _change(self, change: ChangeGraph) -> None:
+        """Use the next version of the graph."""
+        self.graph = delta.apply(self.graph, delta.from_json(change.delta))
+        (self.membership or self._loaded()).use(self.graph)
 
     def _keep_notice(self, control: PeerLeft | PeerJoined) -> None:
         """Keep a notice until the links are up. They do not wait for a peer that has ended."""

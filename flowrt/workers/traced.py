@@ -34,10 +34,16 @@ class TracedWorker:
     def __init__(self, graph: Graph, ring: TraceRing, emulated: EmulatedWorker | None) -> None:
         self.ring = ring
         self._emulated = emulated
-        self._edge_names = {edge.id: edge.name for edge in graph.edges.values()}
-        requests = {edge.request_id for edge in graph.edges.values()}
-        self._with_parts = {edge.id for edge in graph.edges.values() if edge.id in requests or edge.request_id is not None}
+        self._edge_names: dict[int, str] = {}
+        self._with_parts: set[int] = set()
         self._call_seconds = 0.0  # start of the call in progress
+        self.use(graph)
+
+    def use(self, graph: Graph) -> None:
+        """Record messages on the edges of this graph, too."""
+        self._edge_names |= {edge.id: edge.name for edge in graph.edges.values()}
+        requests = {edge.request_id for edge in graph.edges.values()}
+        self._with_parts |= {edge.id for edge in graph.edges.values() if edge.id in requests or edge.request_id is not None}
 
     def compute(self, compute: Compute) -> TracedCompute:
         """Record each call of this seam."""

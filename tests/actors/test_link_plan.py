@@ -10,10 +10,11 @@ def node(name, process):
     return Node(name, "m:f", process)
 
 
-def test_the_side_that_comes_first_connects_and_a_pair_has_a_link_per_transport():
-    nodes = [node("a", "p"), node("b", "q"), node("c", "p")]
+def test_the_requester_of_an_edge_connects_and_a_pair_has_a_link_per_transport():
+    nodes = [node("b", "q"), node("a", "p"), node("c", "p")]
     edges = [
         Edge("a", "y", "b", "x", transport="shm", credits=4),
+        Edge("b", "w", "c", "w", transport="shm", response_to="a.y -> b.x"),
         Edge("b", "y", "c", "x", transport="zmq", credits=2),
         Edge("a", "z", "c", "z", transport="local"),
     ]
@@ -22,8 +23,8 @@ def test_the_side_that_comes_first_connects_and_a_pair_has_a_link_per_transport(
     second = {(plan.peer, plan.scheme): plan for plan in plan_links(graph, "q")}
     assert set(first) == {("q", "shm"), ("q", "zmq")}
     assert set(second) == {("p", "shm"), ("p", "zmq")}
-    assert all(plan.connects for plan in first.values())
-    assert not any(plan.connects for plan in second.values())
+    assert {key[1]: plan.connects for key, plan in first.items()} == {"shm": True, "zmq": False}
+    assert {key[1]: plan.connects for key, plan in second.items()} == {"shm": False, "zmq": True}
     assert {key[1]: plan.limits for key, plan in first.items()} == {key[1]: plan.limits for key, plan in second.items()}
 
 

@@ -69,7 +69,7 @@ class Client:
     def __init__(self, strict=False, fences=False, schemas=lambda client: {}):
         self.strict = strict
         self.graph = graph()
-        self.client = ExpertClient(ExpertMap(servers_by_expert(SERVERS, NUM_EXPERTS)), [f"experts.{server}" for server in SERVERS])
+        self.client = ExpertClient(ExpertMap(servers_by_expert(SERVERS, NUM_EXPERTS)), {server: f"experts.{server}" for server in SERVERS})
         self.requested = {server: deque() for server in SERVERS}
         self.ends, self.suspects, self.failures = [], [], []
         functions = {"dispatch": Dispatch(self.client, strict), "combine": Combine(self.client, strict)}

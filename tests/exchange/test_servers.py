@@ -17,7 +17,7 @@ def clock():
 
 @pytest.fixture
 def servers(clock):
-    return Servers(ExpertMap(servers_by_expert(HELD, 3)), NAMES, now=lambda: clock[0])
+    return Servers(ExpertMap(servers_by_expert(HELD, 3)), dict(enumerate(NAMES)), now=lambda: clock[0])
 
 
 def replicas(servers, layer=0):
@@ -98,7 +98,7 @@ def test_server_that_returns_brings_back_no_other_one(servers):
 def trampoline(clock):
     """Server 3 is a trampoline in the process of server 0, before servers 0 and 1."""
     held = {**HELD, 3: (0, 1, 2)}
-    return Servers(ExpertMap(servers_by_expert(held, 3)), (*NAMES, A), now=lambda: clock[0], behind={3: (0, 1)})
+    return Servers(ExpertMap(servers_by_expert(held, 3)), dict(enumerate((*NAMES, A))), now=lambda: clock[0], behind={3: (0, 1)})
 
 
 def first_replicas(servers):

@@ -133,7 +133,7 @@ class Run:
     def new_client(
         self, held: Mapping[int, Sequence[int]], behind: Mapping[int, Collection[int]], servers: Sequence[int] = (0, 1, 2, 3, 0, 1)
     ) -> ExpertClient:
-        names = [f"experts.{server}" for server in servers[: len(held)]]
+        names = {number: f"experts.{server}" for number, server in enumerate(servers[: len(held)])}
         return ExpertClient(ExpertMap(servers_by_expert(held, NUM_EXPERTS)), names, now=lambda: self.clock, behind=behind)
 
     def compute(self, server: int, firing: Firing) -> dict[str, Payload]:

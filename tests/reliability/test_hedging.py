@@ -10,7 +10,7 @@ from flowrt.reliability.hedging import FIRST_SECONDS, MAX_BUDGET, MIN_RESPONSES,
 
 def policy(*seconds: float, rows: int = 1, times: int = MIN_RESPONSES) -> HedgingPolicy:
     """One server per number, which takes so long."""
-    policy = HedgingPolicy(len(seconds))
+    policy = HedgingPolicy(range(len(seconds)))
     for _ in range(times):
         for server, each in enumerate(seconds):
             policy.record_response(server, rows, each)
@@ -19,7 +19,7 @@ def policy(*seconds: float, rows: int = 1, times: int = MIN_RESPONSES) -> Hedgin
 
 
 def test_before_something_is_known_only_what_takes_very_long_is_late():
-    assert HedgingPolicy(2).late_after(0, 1) == FIRST_SECONDS
+    assert HedgingPolicy(range(2)).late_after(0, 1) == FIRST_SECONDS
     assert policy(0.01, 0.01, times=MIN_RESPONSES - 1).late_after(0, 1) == FIRST_SECONDS
 
 
@@ -83,14 +83,14 @@ def test_at_most_one_part_in_ten_is_hedged():
 
 
 def test_one_tag_in_so_many_probes():
-    servers = HedgingPolicy(2)
+    servers = HedgingPolicy(range(2))
     assert sum(servers.probes() for _ in range(10 * PROBE)) == 10
 
 
 @pytest.mark.parametrize("num_servers", [2, 3, 5])
 def test_servers_that_are_slow_together_or_for_a_moment_are_not_avoided(num_servers: int):
     """Busy moments, in which all responses take long, and single responses that take much longer; estimates of rare sizes are old."""
-    chance, servers = random.Random(num_servers), HedgingPolicy(num_servers)
+    chance, servers = random.Random(num_servers), HedgingPolicy(range(num_servers))
     for tag in range(3000):
         busy = 20.0 if tag // 100 % 3 == 2 else 1.0
         for server in range(num_servers):

@@ -7,6 +7,7 @@ New mechanisms add their bugs here.
 
 from __future__ import annotations
 
+from simulation.planted_changes import CHANGE_BUGS
 from simulation.planted_colocated import COLOCATED_BUGS
 from simulation.planted_composed import COMPOSED_BUGS
 from simulation.planted_constraints import CONSTRAINT_BUGS
@@ -17,7 +18,6 @@ from simulation.planted_hosts import HOST_BUGS
 from simulation.planted_modelled import MODELLED_BUGS
 from simulation.planted_page_waits import PAGE_WAIT_BUGS
 from simulation.planted_prefixes import PREFIX_BUGS
-from simulation.planted_recurrent import RECURRENT_BUGS
 from simulation.planted_request_log import REQUEST_LOG_BUGS
 from simulation.planted_standby import STANDBY_BUGS
 from simulation.planted_trampolines import TRAMPOLINE_BUGS
@@ -80,6 +80,7 @@ BUGS: tuple[Bug, ...] = (
     *STANDBY_BUGS,
     *FRONT_END_BUGS,
     *REQUEST_LOG_BUGS,
+    *CHANGE_BUGS,
     *with_graphs("hosts", HOST_BUGS),
     *with_graphs("colocated", COLOCATED_BUGS),
     *with_graphs("composed", COMPOSED_BUGS),
@@ -88,7 +89,6 @@ BUGS: tuple[Bug, ...] = (
     *with_graphs("few_pages", PAGE_WAIT_BUGS),
     *with_graphs("emulated.yaml", MODELLED_BUGS),
     *PREFIX_BUGS,
-    *with_graphs("recurrent", RECURRENT_BUGS),
     # tags and matching
     bug("micro-batches-mixed", "rows are matched without the micro-batch", (
         MATCHING, "MatchingTable.arrive", "key = (edge.target, tag)", "key = (edge.target, Tag(tag.source, tag.epoch, 0, tag.step, tag.layer))")),
@@ -241,7 +241,7 @@ BUGS: tuple[Bug, ...] = (
     bug("weights-of-other-pairs", "a redispatched part takes the weights of other pairs", (
         PARTITION, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:4], weight_P[:len(fields[4])], fields[5]) for fields in")),
     bug("others-restored", "when one server is back, others that are down are in the map again", (
-        SERVERS, "Servers._update_map", "filter(self.is_lost, range(len(self.processes)))", "[each for each in range(len(self.processes)) if [*self._lost][-1:] == [self.processes[each]]]")),
+        SERVERS, "Servers._update_map", "filter(self.is_lost, self.processes)", "[each for each in self.processes if [*self._lost][-1:] == [self.processes[each]]]")),
     bug("slow-replica-unavailable", "an expert whose only replica is on a slow server is unavailable", (
         SERVERS, "ReplicaTables.of", "or servers for servers in replicas", "for servers in replicas")),
     bug("hedge-without-replica", "a late part is hedged to servers that do not hold all its experts", (
@@ -250,7 +250,7 @@ BUGS: tuple[Bug, ...] = (
     bug("rollback-forgets-parts", "a rollback leaves the parts of its tags with the client", (
         GROUP, "Group._begin_epoch", "self._client.roll_back(self._source, self._engine.epoch)", "pass")),
     bug("used-before-linked", "a new incarnation receives parts before its link is up", (
-        MEMBERSHIP, "Membership._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses):",
+        MEMBERSHIP, "Membership._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses) and joined.process in self._sources:",
         "self._tasks.create_task(self._links.join(joined.process, joined.incarnation, joined.addresses))\n    if True:")),
     bug("left-ignored", "a worker ignores the notice of a server's death", (
         MEMBERSHIP, "Membership.on_control", "self._lose(control.process, control.incarnation)", "pass")),
