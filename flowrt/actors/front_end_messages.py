@@ -81,9 +81,10 @@ class Attached(Control, frozen=True):
 
 
 class CancelRequest(Control, frozen=True):
-    """From a front end: its client has left. No RequestOutput follows."""
+    """From a front end: its client has left, or sent what cannot be served (`is_invalid`). No RequestOutput follows."""
 
     number: int
+    is_invalid: bool = False
 
 
 class StopChoice(Control, frozen=True):

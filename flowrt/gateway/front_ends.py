@@ -109,7 +109,9 @@ class FrontEnds:
                 self._attach(name, front_end, control)
             case StopChoice(number, choice) if (request := front_end.requests.get(number)) is not None:
                 self._requests.stop_choice(request.index, choice)
-            case CancelRequest(number):
+            case CancelRequest(number, is_invalid):
+                if is_invalid and self._requests.metrics is not None and (request := front_end.requests.get(number)) is not None:
+                    self._requests.metrics.withdraw(request.index, "invalid")
                 self._close(front_end, number)
             case StateQuery():
                 self._spawn(self._respond(name, control), f"query of {name}")

@@ -84,6 +84,12 @@ class RequestMetrics:
     def admit(self, request: int, now: float) -> None:
         self._times[request] = RequestTimes(request, now)
 
+    def withdraw(self, request: int, kind: RefusalKind) -> None:
+        """An admitted request turns out to be one to refuse. No-op once it was sent to a group."""
+        if (times := self._times.get(request)) is not None and times.placed is None:
+            del self._times[request]
+            self.refuse(kind)
+
     def place(self, request: int, num_prompt_tokens: int, num_choices: int, max_tokens: int, now: float) -> None:
         """The request is sent to a group, perhaps not for the first time."""
         if (times := self._times.get(request)) is None:

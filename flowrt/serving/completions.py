@@ -157,9 +157,9 @@ class Completions:
         for index, prompt in enumerate(request.prompts):  # before the costly work
             params = msgspec.structs.replace(request.params, stop=())
             opened.append(await self._client.reserve(params, estimated_tokens(prompt), inbox, index))
-            stack.callback(opened[-1].close)
+            stack.push(partial(_close, opened[-1]))
         await self._encoder.check_constraints(request)
-        texts, prompts, count = list[RequestText](), list[PromptOutput](), len(request.prompts)
+        texts, prompts, forms, count = list[RequestText](), list[PromptOutput](), list[bytes](), len(request.prompts)
         for index, prompt in enumerate(request.prompts):
             token_ids = await self._encoder.encode(prompt, request.add_special_tokens)
             self._encoder.check(token_ids, request)
@@ -167,8 +167,10 @@ class Completions:
             _check_prompt_logprobs(request, sum(len(each.token_ids) for each in prompts))
             request = replace(request, is_in_reasoning=self._is_in_reasoning(prompt, token_ids))
             texts.append(self._text(request, opened[index], token_ids))
-            form = form_of(request, created, model, prompts[-1].text) if self._has_log else b""
-            opened[index].place(token_ids, Origin(exchange.id, index, count, form, exchange.is_named) if self._has_log else None)
+            forms.append(form_of(request, created, model, prompts[-1].text) if self._has_log else b"")
+        for index, form in enumerate(forms):  # nothing is computed for a request with a bad prompt
+            origin = Origin(exchange.id, index, count, form, exchange.is_named) if self._has_log else None
+            opened[index].place(prompts[index].token_ids, origin)
         return texts, prompts
 
     async def repeat_response(self, exchange: HttpExchange, position: bytes) -> None:
@@ -348,6 +350,10 @@ class _Response:
                     if self._waits_for_prompt and not event.choice:
                         self._prompts[prompt] = replace(self._prompts[prompt], logprobs=event.prompt_logprobs)
         return [_without_output(piece) for piece in pieces] if self._request.omits_output else pieces
+
+
+def _close(opened: OpenRequest, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    opened.close(isinstance(error, ApiError) and error.kind.status == INVALID.status)
 
 
 def _with_id(events: bytes, position: bytes) -> bytes:

@@ -86,10 +86,10 @@ class OpenRequest:
     def stop_choice(self, choice: int) -> None:
         self._client.send(StopChoice(self.number, choice))
 
-    def close(self) -> None:
-        """Cancel the request unless it has ended."""
+    def close(self, is_invalid: bool = False) -> None:
+        """Cancel the request unless it has ended. `is_invalid`: what the client sent cannot be served."""
         if self._client.forget(self.number):
-            self._client.send(CancelRequest(self.number))
+            self._client.send(CancelRequest(self.number, is_invalid))
             self._client.note_room()
 
 

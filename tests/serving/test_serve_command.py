@@ -127,6 +127,19 @@ def test_metrics_count_what_clients_got(server: Server) -> None:
         assert after[f'flowrt_process_up{{process="{name}.0",role="{name}"}}'] == 1
 
 
+def test_requests_that_cannot_be_served_are_counted_as_refused(server: Server) -> None:
+    """Also those that are known as such only when they were admitted. A client that leaves is another thing."""
+    before = metrics_of(server)
+    bodies = {"prompt": ""}, {"prompt": ["a", "b", ""]}, {"prompt": "word " * 6000}, {"structured_outputs": {"regex": "("}}
+    for body in bodies:
+        with server.request("/v1/completions", SHORT | body) as response:
+            assert response.status == 400
+    server.json("/v1/completions", SHORT)  # its front end has sent all that came before
+    after = metrics_of(server)
+    refused, aborted = 'flowrt_requests_refused_total{reason="invalid"}', 'flowrt_requests_total{finish_reason="abort"}'
+    assert (after[refused] - before[refused], after.get(aborted, 0) - before.get(aborted, 0)) == (6, 0)
+
+
 def test_live_state_counts_what_the_graph_did(server: Server) -> None:
     before = server.json("/page/state")
     server.json("/v1/completions", SHORT)

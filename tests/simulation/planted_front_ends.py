@@ -21,7 +21,7 @@ FRONT_END_BUGS: tuple[Bug, ...] = (
     bug("front-end-cancel-ignored", "the gateway ignores that a client has left", (
         FRONT_ENDS, "FrontEnds.on_control", "self._close(front_end, number)", "pass")),
     bug("front-end-cancel-unsent", "a front end does not say that a client has left", (
-        CLIENT, "OpenRequest.close", "self._client.send(CancelRequest(self.number))", "pass")),
+        CLIENT, "OpenRequest.close", "self._client.send(CancelRequest(self.number, is_invalid))", "pass")),
     bug("front-end-keeps-ended", "the gateway keeps the request of a front end that has ended", (
         FRONT_ENDS, "FrontEnds._take_outputs", "self._close(front_end, number)", "pass")),
     bug("front-end-named-cancelled", "a named request ends with its front end although there is a request log", (
