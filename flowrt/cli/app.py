@@ -179,7 +179,10 @@ def down(
 @app.command
 def chat(
     graph: Annotated[
-        Path | None, Parameter(help="A graph file, or a Hugging Face model directory, to start; none: a server that is up.")
+        Path | None,
+        Parameter(
+            help="A graph file, or a Hugging Face model directory, to start; or the name of a graph that is up. [default: the only one]"
+        ),
     ] = None,
     /,
     *,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,8 +17,11 @@ from flowrt.cli.options import ChatOptions, ChatSamplingOptions, ServeCommandOpt
 from flowrt.cli.prompts import checked_options, checked_template_kwargs
 from flowrt.cli.text import OutputStream, one_line, visible
 from flowrt.cli.view import EMPTY_ANSWER
-from flowrt.errors import FAILURE, INTERRUPTED, SUCCESS, UserError
+from flowrt.errors import FAILURE, INTERRUPTED, SUCCESS, NotRunningError, UserError
 from flowrt.seams import RealClock
+
+if TYPE_CHECKING:
+    from flowrt.bench.load.http_client import ServerAddress
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 HELP = """  /system TEXT   replace the system message, and begin again
@@ -34,28 +37,54 @@ def chat(path: Path | None, options: ChatOptions, sampling: ChatSamplingOptions)
     checked_options(given)
     if options.chat_template_kwargs is not None:
         given["chat_template_kwargs"] = checked_template_kwargs(options.chat_template_kwargs)
-    if path is None:
+    if path is not None and options.url is not None:
+        raise UserError("give a graph file or model directory, or the --url of a server, not both")
+    address = _address(path, options.url)
+    if path is None or address is not None:
         if options.overrides:
             raise UserError("--set is for a graph that is started; give a graph file or model directory, or leave it out")
-        return _converse(options.url or DEFAULT_URL, options, given)
-    if options.url is not None:
-        raise UserError("give a graph file or model directory, or the --url of a server, not both")
+        return _converse(address or _address_of(DEFAULT_URL), options, given)
     from flowrt.cli.up import start
 
     started = start(path, ServeCommandOptions(port=0, overrides=options.overrides), f"chat-{os.getpid()}", ends_with_parent=True)
     if not started.url:
         return started.code
     try:
-        return _converse(started.url, options, given)
+        return _converse(_address_of(started.url), options, given)
     finally:
         os.kill(started.pid, signal.SIGTERM)
         os.waitpid(started.pid, 0)
 
 
-def _converse(url: str, options: ChatOptions, given: Mapping[str, Any]) -> int:
+def _address(path: Path | None, url: str | None) -> ServerAddress | None:
+    """Where the server is, if one is up: at a URL, or the graph of this name; without both, the only graph that is up. None: there is
+    none. Raises UserError."""
+    from flowrt.bench.load.http_client import ServerAddress
+    from flowrt.graph.default import url_of
+    from flowrt.serving.run_folder import find_graph, found_graphs
+    from flowrt.serving.socket_client import new_client
+
+    if url := url or url_of(str(path or "")):
+        return _address_of(url)
+    if path is not None and path.exists():
+        return None
+    if not any(each.is_alive if path is None else each.name == str(path) for each in found_graphs()):
+        return None
+    found = find_graph(None if path is None else str(path))
+    try:
+        new_client(found)
+    except NotRunningError as error:
+        raise UserError(str(error)) from None
+    return ServerAddress(found.name, 0, False, "", str(found.socket))
+
+
+def _address_of(url: str) -> ServerAddress:
     from flowrt.bench.load.http_client import ServerAddress
 
-    address = ServerAddress.of(url.rstrip("/").removesuffix("/v1"), "--url")
+    return ServerAddress.of(url.rstrip("/").removesuffix("/v1"), "--url")
+
+
+def _converse(address: ServerAddress, options: ChatOptions, given: Mapping[str, Any]) -> int:
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     session = ChatSession(address, headers, options.system, given, OutputStream(sys.stdout))
     return session.run(options.model_name)
@@ -144,7 +173,7 @@ class ChatSession:
         from flowrt.bench.load.send import first_model
 
         async with HttpClient(self._address, self._headers) as client:
-            return await first_model(client, "--url", "--model-name")
+            return await first_model(client, "--url", "--model-name", "--api-key KEY or OPENAI_API_KEY")
 
     def _print(self, text: str) -> None:
         self._out.write_now(text)

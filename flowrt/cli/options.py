@@ -131,7 +131,10 @@ class ChatOptions:
     """Options of `flowrt chat`. None: not given."""
 
     url: Annotated[
-        str | None, Parameter(help="Talk to the server at this URL, of flowrt or any other. [default: http://127.0.0.1:8000]")
+        str | None,
+        Parameter(
+            help="Talk to the server at this URL, of flowrt or any other. [default: the graph that is up; else http://127.0.0.1:8000]"
+        ),
     ] = None
     api_key: Annotated[str | None, Parameter(env_var=("FLOWRT_API_KEY", "OPENAI_API_KEY"), help="Key of the server.")] = None
     model_name: Annotated[str | None, Parameter(help="Name of the model in requests. [default: the server's first]")] = None

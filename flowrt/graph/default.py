@@ -31,6 +31,7 @@ limits:
   kv_pages: 512                   # pages of KV cache per group, 16 tokens each
   # max_tokens: 1024              # maximum number of new tokens of an answer; default: as many as fit
 """
+_URL = re.compile(r"(https?):/+")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -51,8 +52,19 @@ def default_graph_text(model_dir: Path | str, prompts: tuple[str, ...] = ()) -> 
     )
 
 
+def url_of(name: str) -> str:
+    """The URL that was given in place of a path, whose "//" a Path shortens; "" for a path."""
+    return _URL.sub(r"\1://", name) if _URL.match(name) else ""
+
+
 def hub_hint(name: str) -> str:
-    """What to do about a missing model directory: how to download it, when its name is one of the Hugging Face hub."""
+    """What to do about a missing graph or model directory: how to download it, when its name is one of the Hugging Face hub or a URL of it;
+    what takes another URL."""
+    if url := url_of(name):
+        name = url.partition("huggingface.co/")[2]
+        name = "/".join(name.split("/")[:2])
+        if not _HUB_ID.fullmatch(name):
+            return f"a graph or model is a path of this machine; flowrt chat --url {url} talks with a server"
     organization, _, folder = name.partition("/")
     if _HUB_ID.fullmatch(name) and not name.endswith((".yaml", ".yml", ".json")) and not Path(organization).exists():
         return f"download a model of the hub first: hf download {name} --local-dir {folder}, then use ./{folder}"

@@ -156,8 +156,10 @@ def found_graphs() -> list[FoundGraph]:
 
 
 def find_graph(name: str | None) -> FoundGraph:
-    """The graph of this name; without one, the only graph. Raises UserError."""
+    """The graph of this name; without one, the only graph that lives, or the only one. Raises UserError."""
     found = found_graphs()
+    if name is None:
+        found = [each for each in found if each.is_alive] or found
     names = ", ".join(each.name for each in found)
     if name is None and len(found) > 1:
         raise UserError(f"several graphs are up: {names}; name one of them")

@@ -184,7 +184,7 @@ async def test_first_model_comes_from_the_server_and_missing_servers_are_user_er
         assert await first_model(client) == "tiny"
         with pytest.raises(UserError, match="lists no models"):
             await first_model(client)
-        with pytest.raises(UserError, match="HTTP 401"):
+        with pytest.raises(UserError, match=r"HTTP 401; give the key of the server by OPENAI_API_KEY$"):
             await first_model(client)
     async with open_client(played.options, None) as client:
         with pytest.raises(UserError, match="cannot be reached"):

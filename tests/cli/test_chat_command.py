@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
 import select
+import socket
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 from collections.abc import Iterator
@@ -15,14 +18,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any
 
+import msgspec
 import pytest
 from cli.conftest import PLENTY_SECONDS, environment
 
 from flowrt.cli.chat import chat
 from flowrt.cli.options import ChatOptions, ChatSamplingOptions
 from flowrt.errors import UserError
+from flowrt.serving.run_folder import VARIABLE, Description, claim
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
@@ -52,9 +58,21 @@ class Server:
     hold: threading.Event = field(default_factory=threading.Event)
 
 
+class UnixServer(ThreadingHTTPServer):
+    address_family = socket.AF_UNIX
+    server_port = 0
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)
+
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:  # type: ignore[override]
+        return self.socket.accept()[0], ("", 0)
+
+
 @contextmanager
-def served() -> Iterator[Server]:
-    """Answers by the last user message. "slow": one token, and then no other until the client has left; any other: HTTP 400."""
+def served(path: Path | None = None) -> Iterator[Server]:
+    """Answers by the last user message. "slow": one token, and then no other until the client has left; any other: HTTP 400. `path`: of
+    a unix socket."""
     server = Server()
 
     class Handler(BaseHTTPRequestHandler):
@@ -85,7 +103,7 @@ def served() -> Iterator[Server]:
                 self.wfile.write(piece)
                 self.wfile.flush()
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) if path is None else UnixServer(str(path), Handler) as http:  # type: ignore[arg-type]
         server.port = http.server_port
         thread = threading.Thread(target=http.serve_forever)
         thread.start()
@@ -187,10 +205,50 @@ def test_model_is_started_and_stopped(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.split()) == (0, ["632"]), done.stderr
 
 
+@pytest.mark.parametrize("name", [None, Path("mine")])
+def test_graph_that_is_up_is_found(name: Path | None, short_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.setenv(VARIABLE, str(short_path))
+    dead = claim("dead")
+    os.close(dead._lock)
+    folder = claim("mine")
+    plain = Description(name="mine", pid=1, graph="/g.yaml", model="m", url="u", started=0.0, drain_seconds=1.0, max_requests=1)
+    folder.describe(plain)
+    with pytest.raises(UserError, match="mine is still starting"):
+        chat(name, ChatOptions(), ChatSamplingOptions())
+    folder.describe(msgspec.structs.replace(plain, is_ready=True, has_api_key=True))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    with served(folder.socket):
+        assert chat(name, ChatOptions(), ChatSamplingOptions()) == 0
+    assert capfd.readouterr().out == "Hello\\x1b[2J\n"
+    folder.remove()
+    with pytest.raises(UserError, match="is dead"):
+        chat(Path("dead"), ChatOptions(), ChatSamplingOptions())
+
+
+def test_url_in_place_of_a_graph_is_that_of_a_server(monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    with served() as server:
+        assert chat(Path(f"http://127.0.0.1:{server.port}/v1"), ChatOptions(), ChatSamplingOptions()) == 0
+    assert capfd.readouterr().out == "Hello\\x1b[2J\n"
+
+
+@pytest.fixture(autouse=True)
+def no_graph_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "run"))
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
 @pytest.mark.parametrize(
     ("path", "options", "sampling", "error"),
     [
         (Path("a.yaml"), {"url": "http://x"}, {}, "not both"),
+        (Path("http://x"), {"url": "http://x"}, {}, "not both"),
+        (Path("http://x"), {"overrides": ("a=1",)}, {}, "--set is for a graph that is started"),
         (None, {"overrides": ("a=1",)}, {}, "--set is for a graph that is started"),
         (None, {}, {"temperature": -1.0}, "--temperature is -1"),
         (None, {"chat_template_kwargs": "[1]"}, {}, "--chat-template-kwargs is '\\[1\\]', it must be a JSON object"),

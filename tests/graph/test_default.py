@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,19 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "graph.yaml").write_text("flowrt: 1\n")
     with pytest.raises(GraphError, match=r"is a folder without config\.json; did you mean .*/graph\.yaml\?"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("http://127.0.0.1:8000", "flowrt chat --url http://127.0.0.1:8000 talks with a server"),
+        ("https://huggingface.co/Qwen/Qwen3-30B-A3B/tree/main", "hf download Qwen/Qwen3-30B-A3B --local-dir Qwen3-30B-A3B"),
+    ],
+)
+def test_a_url_gets_what_takes_it(url: str, hint: str, model: Path) -> None:
+    for load_it in (lambda: load(Path(url)), lambda: load(model, model=Path(url)), lambda: load(model, f"model.path={url}")):
+        with pytest.raises(GraphError, match=f"no (such )?f.*; .*{re.escape(hint)}"):
+            load_it()
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1"])

@@ -32,6 +32,7 @@ class ServerAddress:
     port: int
     is_tls: bool
     prefix: str  # of every path
+    socket: str = ""  # the path of a unix socket, of the server that `host` names; "": a TCP port
 
     @classmethod
     def of(cls, url: str, option: str = "--base-url") -> ServerAddress:
@@ -47,7 +48,8 @@ class ServerAddress:
 
     @property
     def authority(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.socket else f"{host}:{self.port}"
 
 
 class _HttpConnection(asyncio.Protocol):
@@ -188,7 +190,10 @@ class HttpClient:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 loop = asyncio.get_running_loop()
-                _, connection = await loop.create_connection(_HttpConnection, self.address.host, self.address.port, ssl=context)
+                if self.address.socket:
+                    _, connection = await loop.create_unix_connection(_HttpConnection, self.address.socket)
+                else:
+                    _, connection = await loop.create_connection(_HttpConnection, self.address.host, self.address.port, ssl=context)
         except TimeoutError:
             raise ConnectionFailedError(f"{self.address.authority} does not accept connections") from None
         except OSError as error:

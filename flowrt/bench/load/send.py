@@ -38,7 +38,9 @@ def open_client(options: LoadOptions, api_key: str | None) -> HttpClient:
     return HttpClient(ServerAddress.of(url), {**key, **named_values("--header", options.header)}, options.insecure)
 
 
-async def first_model(client: HttpClient, url_option: str = "--base-url", model_option: str = "--model") -> str:
+async def first_model(
+    client: HttpClient, url_option: str = "--base-url", model_option: str = "--model", key_option: str = "OPENAI_API_KEY"
+) -> str:
     """The name of the first model of the server. The options are those of the command, for its errors. Raises UserError."""
     body = bytearray()
 
@@ -48,8 +50,10 @@ async def first_model(client: HttpClient, url_option: str = "--base-url", model_
 
     try:
         status = await client.request("GET", "/v1/models", b"", read)
+        if status in (401, 403):
+            raise UserError(f"GET /v1/models: HTTP {status}; give the key of the server by {key_option}")
         if status != 200:
-            raise UserError(f"GET /v1/models: HTTP {status}; give {model_option} NAME, and OPENAI_API_KEY where the server wants a key")
+            raise UserError(f"GET /v1/models: HTTP {status}; give {model_option} NAME")
         return str(msgspec.json.decode(body)["data"][0]["id"])
     except ConnectionFailedError as error:
         raise UserError(f"{error}; start the server, or give its {url_option}") from None
