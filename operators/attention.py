@@ -5,7 +5,7 @@ attention_block.py holds the block around it, attention_plan.py groups the seque
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrt.operators.attention_block import AttentionBlock, BlockWeights, ReadPart
+from flowrt.operators.attention_block import AttentionBlock, BlockWeights, ReadPart, TokenMixer
 from flowrt.operators.attention_plan import StepPlan
+from flowrt.operators.gated_delta import GatedDeltaNet
 from flowrt.operators.kernels.cpu import rows
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.latent_attention import LatentAttention
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.products import Product, lay_out
-from flowrt.operators.rotary import rotate
+from flowrt.operators.rotary import rotate, spread_rotated
 from flowrt.operators.row_blocks import WHOLE, RowBlocks
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
@@ -32,6 +33,7 @@ class _GroupedWeights(BlockWeights):
     qkv: Product  # [(N + 2K) * D, H]
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [N + K, D]
+    gate: Product | None  # [N * D, H]
 
 
 def attention_for(
@@ -40,10 +42,27 @@ def attention_for(
     layers: Iterable[int],
     device: torch.device | str = "cpu",
     blocks: RowBlocks = WHOLE,
-) -> AttentionBlock[Any]:
-    """The attention block of the model, for some layers."""
-    block = GroupedAttention if config.latent is None else LatentAttention
-    return block(config, checkpoint, layers, device, blocks)
+) -> TokenMixer[Any] | MixedLayers:
+    """What mixes the tokens of a sequence in some layers of the model: attention, or a gated delta net in its place."""
+    layers = tuple(layers)
+    kind = GroupedAttention if config.latent is None else LatentAttention
+    recurrent = [layer for layer in layers if layer in config.recurrent_layers]
+    if not recurrent:
+        return kind(config, checkpoint, layers, device, blocks)
+    attention = kind(config, checkpoint, [layer for layer in layers if layer not in recurrent], device, blocks)
+    return MixedLayers([attention, GatedDeltaNet(config, checkpoint, recurrent, device, blocks)])
+
+
+class MixedLayers:
+    """Layers of several kinds."""
+
+    def __init__(self, kinds: Sequence[TokenMixer[Any]]) -> None:
+        self.kinds = tuple(kind for kind in kinds if kind.layers)
+        self._by_layer = {layer: kind for kind in self.kinds for layer in kind.layers}
+
+    def forward(self, layer: int, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
+        """See TokenMixer.forward."""
+        return self._by_layer[layer].forward(layer, x_TH, layout, pages)
 
 
 class GroupedAttention(AttentionBlock[_GroupedWeights]):
@@ -93,19 +112,34 @@ class GroupedAttention(AttentionBlock[_GroupedWeights]):
         q_TND, k_TKD = rotate(qk, cos_T1D, sin_T1D).split((config.num_heads, config.num_kv_heads), dim=1)
         return q_TND, k_TKD, v_TKD
 
+    def _finish(self, weights: _GroupedWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        if weights.gate is not None:
+            mixed = mixed * weights.gate(self._norm(x_TH, weights.input_norm_H)).sigmoid()
+        return super()._finish(weights, x_TH, mixed)
+
     def _read_layer(self, read: ReadPart) -> _GroupedWeights:
-        config = self.config
+        config, gate = self.config, None
         head_dim, num_heads, num_kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
         qk_norm = None
         if config.qk_norm:
             query_norm, key_norm = read("query_norm", (head_dim,)), read("key_norm", (head_dim,))
             qk_norm = torch.cat((query_norm.expand(num_heads, head_dim), key_norm.expand(num_kv_heads, head_dim)))
         qkv_rows = (num_heads + 2 * num_kv_heads) * head_dim
+        qkv = read("qkv", (qkv_rows + config.attention_gate * num_heads * head_dim, config.hidden_size))
+        if config.attention_gate:
+            queries, others = qkv.split((2 * num_heads * head_dim, 2 * num_kv_heads * head_dim))
+            queries, gates = queries.view(num_heads, 2, head_dim, -1).unbind(1)
+            qkv, gate = torch.cat((queries.flatten(0, 1), others)), lay_out(gates.flatten(0, 1))
+        if (width := config.rotary.width) is not None:
+            rotated = qkv[: (num_heads + num_kv_heads) * head_dim].view(-1, head_dim, config.hidden_size)
+            rotated.copy_(spread_rotated(rotated, width, dim=1))
+            qk_norm = None if qk_norm is None else spread_rotated(qk_norm, width, dim=1)
         return _GroupedWeights(
             **self._read_shared(read, head_dim),
-            qkv=lay_out(read("qkv", (qkv_rows, config.hidden_size))),
+            qkv=lay_out(qkv),
             qkv_bias=read("qkv_bias", (qkv_rows,)) if config.attention_bias else None,
             qk_norm=qk_norm,
+            gate=gate,
         )
 
 

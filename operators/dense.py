@@ -40,7 +40,7 @@ class _GatedMlp(ABC):
         blocks: RowBlocks = WHOLE,
     ) -> None:
         part, width = self.part, self._width(config)
-        hidden = config.hidden_size
+        hidden, layers = config.hidden_size, tuple(layers)
         self._blocks = blocks
         self._weights = {
             layer: (
@@ -50,17 +50,23 @@ class _GatedMlp(ABC):
             for layer in layers
         }
 
+        read = partial(checkpoint.read_part, config, f"{part}_gate", (1, hidden), device=device)
+        self._row_gate = {layer: read(layer=layer).squeeze(0) for layer in layers if part == "shared" and config.shared_expert_gate}
+
     @staticmethod
     @abstractmethod
     def _width(config: ModelConfig) -> int: ...
 
     def forward(self, layer: int, normed_TH: Tensor, residual_TH: Tensor) -> Tensor:
         """x_TH: the residual plus the MLP of the normed rows."""
-        return self._blocks.run(self.part, partial(_gated_mlp, *self._weights[layer]), normed_TH, residual_TH)
+        return self._blocks.run(self.part, partial(_gated_mlp, *self._weights[layer], self._row_gate.get(layer)), normed_TH, residual_TH)
 
 
-def _gated_mlp(gate_up: Product, down: Product, normed_TH: Tensor, residual_TH: Tensor) -> Tensor:
-    return residual_TH + down(gated_silu(gate_up(normed_TH)))
+def _gated_mlp(gate_up: Product, down: Product, row_gate_H: Tensor | None, normed_TH: Tensor, residual_TH: Tensor) -> Tensor:
+    y_TH = down(gated_silu(gate_up(normed_TH)))
+    if row_gate_H is not None:
+        y_TH = y_TH * (normed_TH * row_gate_H).sum(dim=1, keepdim=True).sigmoid()
+    return residual_TH + y_TH
 
 
 class DenseMlp(_GatedMlp):

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.state_slots import NO_STATE
 from flowrt.operators.step_layout import StepLayout
 
 MODULUS = 1_000_003.0  # of everything that goes from layer to layer
@@ -32,9 +33,9 @@ class ExactModel:
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        self._moe = frozenset(config.moe_layers)
+        self._moe, self._recurrent = frozenset(config.moe_layers), frozenset(config.recurrent_layers)
         self._factors_H, self._shifts_H = np.resize(_FACTORS, config.hidden_size), np.resize(_SHIFTS, config.hidden_size)
-        self.key_width = min(config.hidden_size, config.kv_width)
+        self.key_width = min(config.hidden_size, config.kv_width, config.state_bytes // 8 or config.hidden_size)
         self._repeated_H = np.arange(config.hidden_size) % self.key_width
         self._multipliers_V = (np.arange(config.vocab_size) * 7919.0 + 1) % _LOGITS
 
@@ -51,6 +52,18 @@ class ExactModel:
         sums_TW = weighted_LW.sum(axis=0, keepdims=True) if len(x_TH) == 1 else weighted_LW.cumsum(axis=0)[-len(x_TH) :]
         contexts_TW = (sums_TW + layer) % MODULUS
         return np.asarray((3 * (x_TH % MODULUS) + contexts_TW[:, self._repeated_H]) % MODULUS)
+
+    def states(self, layer: int, x_TH: Numbers, state_W: Numbers) -> Numbers:
+        """The states of a recurrent layer behind each of the next T positions of a sequence, [T, W], from the one before them."""
+        found = []
+        for key_W in self.key(x_TH):
+            state_W = (20_011 * state_W + key_W + layer) % MODULUS  # far apart for other tokens, also in another order
+            found.append(state_W)
+        return np.array(found)
+
+    def mixed(self, x_TH: Numbers, states_TW: Numbers) -> Numbers:
+        """The output of a recurrent layer for positions with these states."""
+        return np.asarray((3 * (x_TH % MODULUS) + states_TW[:, self._repeated_H]) % MODULUS)
 
     def route(self, normed_TH: Numbers) -> tuple[Numbers, Numbers]:
         """Returns expert_ids_TA (distinct within a row) and weights_TA."""
@@ -73,8 +86,13 @@ class ExactModel:
         return np.asarray(sums_S[:, None] * self._multipliers_V % _LOGITS / 1000)
 
     def attention(self, pages: KvPages) -> Callable[..., Any]:
-        """The attention block of every layer: as AttentionBlock.forward, with its pages."""
-        return partial(_attend, self, [_pieces_of(self, pages.blocks(layer)) for layer in range(self.config.num_layers)])
+        """What mixes the tokens of a sequence in each layer: as TokenMixer.forward, with its pages and slots."""
+        attend = partial(_attend, self, {layer: _pieces_of(self, pages.blocks(layer)) for layer in pages.layers})
+        if pages.states is None:
+            return attend
+        states = {layer: pages.states.block(layer).numpy().view(np.float64)[:, : self.key_width] for layer in pages.states.layers}
+        pass_on = partial(_pass_on, self, states)
+        return lambda layer, x_TH, layout: (pass_on if layer in states else attend)(layer, x_TH, layout)
 
     def experts(self, held: Mapping[int, Sequence[int]]) -> ExactExperts:
         """The module of a server that holds these experts, by layer."""
@@ -95,7 +113,10 @@ class ExactModel:
 
     def layer(self, layer: int, x_TH: Numbers, shared: bool) -> Numbers:
         """A whole layer of one sequence that was never seen before, for the reference."""
-        normed_TH = self.normed(layer, x_TH, self.key(x_TH))
+        if layer in self._recurrent:
+            normed_TH = self.mixed(x_TH, self.states(layer, x_TH, np.zeros(self.key_width)))
+        else:
+            normed_TH = self.normed(layer, x_TH, self.key(x_TH))
         if layer not in self._moe:
             return np.asarray(x_TH + self.dense(layer, normed_TH))
         total_TH = x_TH + self.dense(layer, normed_TH) if shared else x_TH.copy()
@@ -149,7 +170,7 @@ def _pieces_of(model: ExactModel, blocks: Sequence[torch.Tensor]) -> list[tuple[
 
 
 def _attend(
-    model: ExactModel, pieces_L: Sequence[Sequence[tuple[slice, Numbers, Numbers]]], layer: int, x_TH: torch.Tensor, layout: StepLayout
+    model: ExactModel, pieces_L: Mapping[int, Sequence[tuple[slice, Numbers, Numbers]]], layer: int, x_TH: torch.Tensor, layout: StepLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An attention block without weights. `pieces_L`: `_pieces_of` of the KV pages, by layer."""
     pieces, num_rows, normed, rows_TH = pieces_L[layer], 0, [], x_TH.numpy()
@@ -159,5 +180,20 @@ def _attend(
     for pages_G, length, kv_length in zip(layout.page_table_SG.numpy(), layout.query_lengths, layout.kv_lengths, strict=True):
         stored = [stored_GCW[pages_G].reshape(-1, stored_GCW.shape[2])[:kv_length] for _, _, stored_GCW in pieces]
         normed.append(model.normed(layer, rows_TH[num_rows : num_rows + length], np.concatenate(stored, axis=1)))
+        num_rows += length
+    return x_TH, torch.from_numpy(np.concatenate(normed))
+
+
+def _pass_on(
+    model: ExactModel, states_L: Mapping[int, Numbers], layer: int, x_TH: torch.Tensor, layout: StepLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A recurrent layer without weights. `states_L`: the states in its slots [slots, W], by layer."""
+    assert layout.states_2S is not None
+    states_SW, num_rows, normed, rows_TH = states_L[layer], 0, [], x_TH.numpy()
+    for source, target, length in zip(*layout.states_2S.tolist(), layout.query_lengths, strict=True):
+        own_TH = rows_TH[num_rows : num_rows + length]
+        found_TW = model.states(layer, own_TH, np.zeros(model.key_width) if source == NO_STATE else states_SW[source])
+        states_SW[target] = found_TW[-1]
+        normed.append(model.mixed(own_TH, found_TW))
         num_rows += length
     return x_TH, torch.from_numpy(np.concatenate(normed))

@@ -28,7 +28,7 @@ class Head:
         its own that the checkpoint holds all the same is used, as in transformers."""
         self._blocks = blocks
         self._norm = RowNorm(config, device)
-        self._norm_H = checkpoint.read_part(config, "final_norm", (config.hidden_size,), device=device)
+        self._norm_H = checkpoint.read_part(config, "final_norm", (config.hidden_size,), device=device, dtype=self._norm.dtype)
         is_tied = config.tie_word_embeddings and not checkpoint.has_part(config, "head")
         if is_tied and embedding is not None:
             self.product: Product = lay_out(embedding.weight_VH, shared_form(embedding.weight_VH))

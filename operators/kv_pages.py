@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.operators.state_slots import StateSlots
 from flowrt.operators.weights import torch_dtype
 
 
 class KvPages:
-    """Keys and values of all layers, [num_pages, page_size, K, D] each. One page of one layer is one block of memory.
+    """Keys and values of all layers, [num_pages, page_size, K, D] each. One page of one layer is one block of memory. Recurrent layers have
+    no pages; `states` are theirs.
 
     With `shared_values` a token's value is (the beginning of) its key, as in latent attention, and only keys are kept. `rope_width`: of
     such a key, the end that depends on the token's position.
@@ -33,34 +35,43 @@ class KvPages:
         *,
         shared_values: bool = False,
         rope_width: int = 0,
+        states: StateSlots | None = None,
     ) -> None:
         self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
-        self.shared_values = shared_values
-        shape = (num_pages, page_size, num_kv_heads, head_dim)
+        self.shared_values, self.states = shared_values, states
+        unpaged = frozenset(() if states is None else states.layers)
+        sizes = [0 if layer in unpaged else num_pages for layer in range(num_layers)]
+        self.layers = tuple(layer for layer in range(num_layers) if layer not in unpaged)
+        shape = (page_size, num_kv_heads, head_dim)
         # Zeros cost nothing until a page is touched, and a slot read before it was written never holds a NaN.
-        kinds = [[torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(1 if shared_values else 2)]
+        kinds = [[torch.zeros(size, *shape, dtype=dtype, device=device) for size in sizes] for _ in range(1 if shared_values else 2)]
         self.keys_GCKD, self.values_GCKD = kinds[0], kinds[-1]
         self._slots = [tuple(tensor.flatten(0, 1) for tensor in self.blocks(layer)) for layer in range(num_layers)]
         self._rope_width = rope_width
 
     @classmethod
-    def for_model(cls, config: ModelConfig, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> KvPages:
-        """Pages of the layout and size that `config` needs: keys and values by head, or latents.
+    def for_model(
+        cls, config: ModelConfig, num_pages: int, page_size: int, device: torch.device | str = "cpu", num_slots: int = 0
+    ) -> KvPages:
+        """Pages of the layout and size that `config` needs: keys and values by head, or latents; and `num_slots` slots of states.
 
         Raises ModelError when they exceed the memory of the machine, or the memory that the device grants.
         """
         dtype, shared = torch_dtype(config), config.latent is not None
         num_bytes = num_pages * page_size * config.kv_elements * dtype.itemsize
         needed = f"limits.kv_pages {num_pages} of limits.page_size {page_size} need {num_bytes / (1 << 30):.3g} GiB"
+        if config.recurrent_layers:
+            num_bytes += (state_bytes := num_slots * len(config.recurrent_layers) * config.state_bytes)
+            needed += f" and {num_slots} states (limits.max_num_seqs, limits.prefix_states) {state_bytes / (1 << 30):.3g}"
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if torch.device(device).type == "cpu" and num_bytes > memory_bytes:
             raise ModelError(f"{needed}, and this machine has {memory_bytes / (1 << 30):.3g}; use fewer pages")
         heads, head_width = (1, config.kv_width) if shared else (config.num_kv_heads, config.head_dim)
         try:
             rope_width = config.latent.rope_width if config.latent is not None else 0
-            return cls(
-                config.num_layers, num_pages, page_size, heads, head_width, dtype, device, shared_values=shared, rope_width=rope_width
-            )
+            states = StateSlots(config, num_slots, device) if config.recurrent_layers else None
+            sizes = config.num_layers, num_pages, page_size, heads, head_width
+            return cls(*sizes, dtype, device, shared_values=shared, rope_width=rope_width, states=states)
         except RuntimeError as error:  # the allocator's: a bound on this process, or the device's memory
             raise ModelError(f"{needed}, which {device} does not have; use fewer pages") from error
 

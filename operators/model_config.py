@@ -11,9 +11,12 @@ part, F expert width, V vocabulary, G pages of a sequence, C tokens of a page, L
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+STATE_ALIGNMENT = 64  # bytes between the tensors of a state are multiples of this
 
 
 class ModelError(ValueError):
@@ -27,6 +30,7 @@ class RotaryConfig:
     `kind` names a scaling that is a pure function of the position.
     `attention_factor` multiplies cosines and sines. `original_positions` is
     the context length before scaling. `interleaved` pairs dimensions (2i, 2i + 1) instead of (i, i + D/2).
+    `width`: only so many of the first dimensions of a head turn; None: all.
     """
 
     theta: float = 10000.0
@@ -40,6 +44,7 @@ class RotaryConfig:
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     interleaved: bool = False
+    width: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +75,37 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaConfig:
+    """Layers with a gated delta net in place of attention (Gated Delta Networks, section 3; gated_delta.py has the formulas).
+
+    Each of the `num_value_heads` has a state of `key_width` times `value_width` numbers. A query and a key serve equally many of them.
+    Queries, keys and values pass through a convolution over the last `conv_tokens` tokens. `by_key_head`: the weights of the projections
+    are stored key head by key head.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_width: int
+    value_width: int
+    conv_tokens: int
+    by_key_head: bool = False
+
+    @property
+    def keys_width(self) -> int:
+        return self.num_key_heads * self.key_width
+
+    @property
+    def values_width(self) -> int:
+        return self.num_value_heads * self.value_width
+
+    @property
+    def conv_width(self) -> int:
+        """Queries, keys and values of a token."""
+        return 2 * self.keys_width + self.values_width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GateConfig:
     """How a row's experts and weights follow from the gate's logits (gate.py).
 
@@ -97,7 +133,9 @@ class ModelConfig:
     changes it. `moe_layers` are the layers with experts, in order; the others hold a dense MLP of `dense_width`. With `latent`
     attention `num_kv_heads` is 1 and `head_dim` is the width of an expanded key. Queries, keys and values are clipped to
     +-`clip_qkv`; a row sees the last `sliding_window` tokens, itself among them. MoE layers add an MLP of `shared_expert_width`
-    that every row goes through.
+    that every row goes through. `wide_norms`: norms of rows round once, behind the product with their weights. The layers of `delta` have
+    no attention. `attention_gate`: each query has a gate, whose sigmoid multiplies what its head gives; `shared_expert_gate`: each row has
+    one for its shared experts.
     """
 
     family: str
@@ -118,8 +156,12 @@ class ModelConfig:
     rotary: RotaryConfig = RotaryConfig()
     gate: GateConfig = GateConfig()
     latent: LatentConfig | None = None
+    delta: DeltaConfig | None = None
+    attention_gate: bool = False
+    shared_expert_gate: bool = False
     shared_expert_width: int = 0
     norm: Literal["rms", "layer"] = "rms"
+    wide_norms: bool = False
     qk_norm: bool = False
     attention_bias: bool = False
     clip_qkv: float | None = None
@@ -135,9 +177,34 @@ class ModelConfig:
         return tuple(layer for layer in range(self.num_layers) if layer not in moe)
 
     @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers with a state of fixed size per sequence, in order."""
+        return () if self.delta is None else self.delta.layers
+
+    @property
+    def paged_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values of each token in pages, in order."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.recurrent_layers)
+
+    @property
     def kv_elements(self) -> int:
         """Numbers that the KV of one token has, in all layers."""
-        return self.num_layers * self.kv_width
+        return len(self.paged_layers) * self.kv_width
+
+    @property
+    def state_tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """dtype and shape of each tensor of the state that a recurrent layer keeps of a sequence: for a gated delta net, its last inputs to
+        the convolution, and the states of its heads."""
+        if (delta := self.delta) is None:
+            return ()
+        wide = "float64" if self.dtype == "float64" else "float32"
+        heads = (delta.num_value_heads, delta.key_width, delta.value_width)
+        return (self.dtype, (delta.conv_tokens - 1, delta.conv_width)), (wide, heads)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of one sequence in one recurrent layer."""
+        return sum(_aligned(_ITEM_BYTES[dtype] * prod(shape)) for dtype, shape in self.state_tensors)
 
     @property
     def kv_width(self) -> int:
@@ -149,3 +216,7 @@ class ModelConfig:
         if dtype not in DTYPES:
             raise ModelError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}")
         return replace(self, dtype=dtype)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT

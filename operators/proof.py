@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrt.operators.attention import attention_for
-from flowrt.operators.attention_block import AttentionBlock
+from flowrt.operators.attention import MixedLayers, attention_for
+from flowrt.operators.attention_block import TokenMixer
 from flowrt.operators.dense import DenseMlp, SharedExperts
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
@@ -22,6 +22,7 @@ from flowrt.operators.head import Head
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.row_blocks import PROOF_ROWS, StrictBlocks
+from flowrt.operators.state_slots import NO_STATE
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint, torch_dtype
 
@@ -34,7 +35,9 @@ def blocks_of(config: ModelConfig, num_threads: int) -> StrictBlocks:
 
 @torch.inference_mode()
 def prove(
-    module: AttentionBlock[Any] | Gate | DenseMlp | SharedExperts | Experts | Head, config: ModelConfig, device: torch.device | str = "cpu"
+    module: TokenMixer[Any] | MixedLayers | Gate | DenseMlp | SharedExperts | Experts | Head,
+    config: ModelConfig,
+    device: torch.device | str = "cpu",
 ) -> None:
     """Runs the functions of the module once on PROOF_ROWS rows. Raises ModelError when no block size passes the proof on this machine."""
     x_TH = _drawn_rows(config, device)
@@ -51,14 +54,17 @@ def prove(
         case SharedExperts():
             module.forward(config.moe_layers[0], x_TH, x_TH)
         case _:
-            layout = StepLayout.from_lists([PROOF_ROWS], [PROOF_ROWS], [[0]], PROOF_ROWS, device)
-            module.forward(module.layers[0], x_TH, layout, KvPages.for_model(config, 1, PROOF_ROWS, device))
+            states = [(NO_STATE, 0)] if config.recurrent_layers else []
+            layout = StepLayout.from_lists([PROOF_ROWS], [PROOF_ROWS], [[0]], PROOF_ROWS, device, states)
+            for kind in module.kinds if isinstance(module, MixedLayers) else (module,):
+                kind.forward(kind.layers[0], x_TH, layout, KvPages.for_model(config, 1, PROOF_ROWS, device, num_slots=1))
 
 
 def prove_model(directory: Path, dtype: str | None = None) -> StrictBlocks:
     """The blocks that strict numerics use for this model on this machine, with the current number of torch threads."""
     config, checkpoint, blocks = read_model_config(directory, dtype), Checkpoint(directory), StrictBlocks()
-    prove(attention_for(config, checkpoint, [0], blocks=blocks), config)
+    first = [layer for layers in (config.paged_layers, config.recurrent_layers) for layer in layers[:1]]
+    prove(attention_for(config, checkpoint, first, blocks=blocks), config)
     prove(Gate(config, checkpoint, config.moe_layers[:1], blocks=blocks), config)
     prove(DenseMlp(config, checkpoint, config.dense_layers[:1], blocks=blocks), config)
     if config.shared_expert_width:

@@ -58,8 +58,10 @@ class RotaryTable:
 
     def __init__(self, width: int, rotary: RotaryConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         """`width` is that of what is turned: a head, or the part of it that carries the position."""
-        self._inverse_frequency = inverse_frequencies(width, rotary)
-        self._attention_factor = rotary.attention_factor
+        turned = width if rotary.width is None else rotary.width
+        resting = torch.zeros((width - turned) // 2)
+        self._inverse_frequency = torch.cat((inverse_frequencies(turned, rotary), resting))
+        self._factors = torch.cat((resting.new_full((turned // 2,), rotary.attention_factor), resting + 1))
         self._dtype, self._device = dtype, device
         self._cos, self._sin = self._table(FIRST_LENGTH)
 
@@ -72,7 +74,7 @@ class RotaryTable:
     def _table(self, length: int) -> tuple[Tensor, Tensor]:
         pieces = (torch.arange(start, start + FIRST_LENGTH, dtype=torch.float32) for start in range(0, length, FIRST_LENGTH))
         angles = [piece[:, None] * self._inverse_frequency for piece in pieces]  # so that a row's bits do not depend on the length
-        cos, sin = (torch.cat([turn(each) for each in angles]) * self._attention_factor for turn in (torch.cos, torch.sin))
+        cos, sin = (torch.cat([turn(each) for each in angles]) * self._factors for turn in (torch.cos, torch.sin))
         return (
             torch.cat((cos, cos), dim=-1).to(dtype=self._dtype, device=self._device),
             torch.cat((-sin, sin), dim=-1).to(dtype=self._dtype, device=self._device),
@@ -92,3 +94,11 @@ def pairs_to_halves_(rows: Tensor, width: int) -> None:
     """
     turned = rows[..., -width:, :]
     turned.copy_(torch.cat((turned[..., 0::2, :], turned[..., 1::2, :]), dim=-2))
+
+
+def spread_rotated(heads: Tensor, width: int, dim: int) -> Tensor:
+    """Reorder the dimensions of heads of which only the first `width` turn, in pairs (i, i + width/2), so that `rotate` turns the same
+    pairs: (i, i + D/2). Done to queries and keys alike it changes no score."""
+    first, second, resting = heads.split((width // 2, width - width // 2, heads.shape[dim] - width), dim=dim)
+    before, behind = resting.chunk(2, dim=dim)
+    return torch.cat((first, before, second, behind), dim=dim)

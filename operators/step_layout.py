@@ -23,8 +23,9 @@ class StepLayout:
 
     `positions_T` is each row's position in its sequence; `slots_T` the slot that takes its key and value (kv_pages.py).
     `query_start_S1` are the offsets of each sequence's rows, `kv_length_S` its context length including this step's rows,
-    `page_table_SG` its pages in order, padded with 0. `derived` is scratch space for values that a module computes once
-    per step and uses in every layer, under a key of its own; it is not sent.
+    `page_table_SG` its pages in order, padded with 0. `states_2S`: the slots from which its recurrent layers read their state (NO_STATE:
+    none yet), and to which they write it (state_slots.py); None in models without such layers. `derived` is scratch space for values that
+    a module computes once per step and uses in every layer, under a key of its own; it is not sent.
     """
 
     positions_T: Tensor
@@ -34,6 +35,7 @@ class StepLayout:
     page_table_SG: Tensor
     query_lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
+    states_2S: Tensor | None = None
     derived: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -52,8 +54,10 @@ class StepLayout:
         page_tables: Sequence[Sequence[int]],
         page_size: int,
         device: torch.device | str = "cpu",
+        states: Sequence[tuple[int, int]] = (),
     ) -> StepLayout:
-        """The layout of a step in which sequence s has its last query_lengths[s] of kv_lengths[s] tokens.
+        """The layout of a step in which sequence s has its last query_lengths[s] of kv_lengths[s] tokens. `states`: its slots of recurrent
+        states, if the model has such layers.
 
         Raises ValueError when the lists do not match or a page table is too short for its context.
         """
@@ -77,23 +81,26 @@ class StepLayout:
         slots = table[sequence_T, positions // page_size] * page_size + positions % page_size
         arrays = positions, slots, starts, contexts, table
         positions_T, slots_T, query_start_S1, kv_length_S, page_table_SG = (torch.from_numpy(array).to(device) for array in arrays)
-        return cls(positions_T, slots_T, query_start_S1, kv_length_S, page_table_SG, tuple(query_lengths), tuple(kv_lengths))
+        states_2S = torch.tensor(states, dtype=torch.int64, device=device).t() if states else None
+        return cls(positions_T, slots_T, query_start_S1, kv_length_S, page_table_SG, tuple(query_lengths), tuple(kv_lengths), states_2S)
 
-    def to_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The tensors that are sent: positions, slots, query starts, context lengths, page table."""
-        return self.positions_T, self.slots_T, self.query_start_S1, self.kv_length_S, self.page_table_SG
+    def to_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that are sent: positions, slots, query starts, context lengths, page table, and slots of states if there are any."""
+        states = () if self.states_2S is None else (self.states_2S,)
+        return self.positions_T, self.slots_T, self.query_start_S1, self.kv_length_S, self.page_table_SG, *states
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Tensor]) -> StepLayout:
         """The inverse of to_tensors. Raises ValueError when the shapes do not match or a tensor is not int64."""
-        positions, slots, starts, contexts, table = tensors
+        positions, slots, starts, contexts, table, *states = tensors
         if any(tensor.dtype != torch.int64 for tensor in tensors):
             raise ValueError(f"a step layout is made of int64, not of {[str(tensor.dtype) for tensor in tensors]}")
         if starts.dim() != 1 or not len(starts) or table.dim() != 2:
             raise ValueError(f"a step layout cannot have shapes {[list(tensor.shape) for tensor in tensors]}")
         lengths = starts.diff()
         rows_agree = positions.shape == slots.shape == (int(lengths.sum()),)
-        if not rows_agree or contexts.shape != lengths.shape or table.shape[:1] != contexts.shape:
+        states_agree = all(each.shape == (2, *contexts.shape) for each in states)
+        if not rows_agree or contexts.shape != lengths.shape or table.shape[:1] != contexts.shape or not states_agree:
             raise ValueError(f"a step layout cannot have shapes {[list(tensor.shape) for tensor in tensors]}")
         query_lengths, kv_lengths = lengths.tolist(), contexts.tolist()
         most = len(positions)
@@ -102,4 +109,4 @@ class StepLayout:
                 f"sequences of {query_lengths} rows from row {int(starts[0])} on, in contexts of {kv_lengths}:"
                 " 0 < rows <= context is needed, from row 0 on"
             )
-        return cls(positions, slots, starts, contexts, table, tuple(query_lengths), tuple(kv_lengths))
+        return cls(positions, slots, starts, contexts, table, tuple(query_lengths), tuple(kv_lengths), states[0] if states else None)

@@ -132,6 +132,8 @@ class Checkpoint:
             _read_bytes(stored.path, offset, destination)
         else:
             self._read_converted(stored, offset, destination)
+        if piece.added:
+            destination += piece.added
         return placed[0]
 
     def _read_converted(self, stored: StoredTensor, offset: int, destination: Tensor) -> None:

@@ -46,9 +46,9 @@ def make_checkpoint(
 ) -> Path:
     """Write a checkpoint with random weights, as `save_pretrained` of transformers does; returns `directory`.
 
-    `architecture` is one of qwen3_moe, mixtral, deepseek_v2, deepseek_v3, dbrx; options that it does not have are not looked at, and
-    `config` has keys of its own for config.json. `gain` multiplies the embedding (default 4; tied 0.3, or each token would follow
-    itself), `shard_bytes` splits the weights into files with an index, `tokenizer` adds one that maps every byte to a token (the
+    `architecture` is one of those below; options that it does not have are not looked at, and `config` has keys of its own for
+    config.json. `gain` multiplies the embedding (default 4; tied 0.3, or each token would follow itself), `shard_bytes` splits the weights
+    into files with an index, `tokenizer` adds one that maps every byte to a token (the
     vocabulary must have 259 or more).
     """
     transformers = _transformers()
@@ -76,6 +76,21 @@ def make_checkpoint(
                 "mlp_only_layers": list(mlp_only_layers),
                 "decoder_sparse_step": sparse_step,
                 "attention_bias": attention_bias,
+            }
+        case "qwen3_next":
+            own = {
+                "head_dim": head_dim,
+                "intermediate_size": 2 * hidden,
+                "moe_intermediate_size": width,
+                "shared_expert_intermediate_size": width + 8,
+                "num_experts": experts,
+                "norm_topk_prob": normalize_topk,
+                "mlp_only_layers": list(mlp_only_layers),
+                "layer_types": ["full_attention" if layer % 3 == 1 else "linear_attention" for layer in range(layers)],
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": head_dim,
+                "linear_value_head_dim": head_dim - 4,  # other than a key's, so that mixing them up fails
             }
         case "mixtral":
             own = {"head_dim": head_dim, "intermediate_size": width, "num_local_experts": experts}
@@ -135,6 +150,12 @@ def _randomize(model: Any, gain: float) -> None:
             parameter.mul_(gain)
         if name.endswith(sharpened):
             parameter.mul_(3.0)  # sharp attention: evenly mixed contexts soon repeat one token
+    if any("linear_attn" in name for name, _ in model.named_parameters()):
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight") and "linear_attn" not in name:
+                parameter.sub_(1.0)  # these are stored minus one
+            elif name.endswith("A_log"):
+                parameter.sub_(3.0).mul_(2.0)  # slow decays: a state that is lost or stale changes many tokens
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0.0, 0.1)

@@ -18,6 +18,7 @@ from flowrt.operators.gate import Gate
 from flowrt.operators.head import Head
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.replica_table import ReplicaTable
+from flowrt.operators.state_slots import NO_STATE
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
 
@@ -41,17 +42,25 @@ class FastModel:
         held = [[expert for expert, servers in enumerate(replicas) if server in servers] for server in range(num_servers)]
         self.servers = [Experts(config, checkpoint, dict.fromkeys(config.moe_layers, experts), device) for experts in held]
         self.head = Head(config, checkpoint, device, self.embedding)
-        self.pages = KvPages.for_model(config, num_pages, PAGE_TOKENS, device)
+        self.pages = KvPages.for_model(config, num_pages, PAGE_TOKENS, device, num_slots=64)
+        self._slots: dict[int, tuple[int, int]] = {}  # by the first page of a sequence: where its state is, and where the next one goes
         self._free = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)).tolist()
 
     def new_sequence(self, num_tokens: int) -> list[int]:
         """A page table for a sequence of up to `num_tokens`, its pages in no order."""
         return [self._free.pop() for _ in range(-(-num_tokens // PAGE_TOKENS))]
 
+    def _next_slots(self, sequence: int) -> tuple[int, int]:
+        """The slots of a step, which commits at once."""
+        source, target = self._slots.get(sequence, (NO_STATE, 2 * len(self._slots)))
+        self._slots[sequence] = target, target ^ 1
+        return source, target
+
     @torch.inference_mode()
     def step(self, rows: Sequence[Sequence[int]], kv_lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits of all rows of a step, [T, V]."""
-        made = StepLayout.from_lists([len(row) for row in rows], kv_lengths, tables, PAGE_TOKENS)
+        states = [self._next_slots(table[0]) for table in tables] if self.config.recurrent_layers else []
+        made = StepLayout.from_lists([len(row) for row in rows], kv_lengths, tables, PAGE_TOKENS, states=states)
         layout = StepLayout.from_tensors([tensor.to(self.device) for tensor in made.to_tensors()])
         x = self.embedding.forward(torch.tensor([token for row in rows for token in row], device=self.device))
         for layer in range(self.config.num_layers):

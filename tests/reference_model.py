@@ -38,6 +38,8 @@ class ReferenceModel:
         embedding = self._weight("embedding", config.vocab_size, config.hidden_size)
         self._keys = [[embedding.new_zeros(0, config.head_dim)] * num_heads for _ in range(config.num_layers)]
         self._values = [[embedding.new_zeros(0, value_width)] * num_heads for _ in range(config.num_layers)]
+        self._inputs = {layer: list[Tensor]() for layer in config.recurrent_layers}  # of the convolution, all tokens
+        self._states: dict[tuple[int, int], Tensor] = {}  # by layer and value head
 
     @torch.inference_mode()
     def extend(self, token_ids: Sequence[int]) -> Tensor:
@@ -47,7 +49,7 @@ class ReferenceModel:
         x = torch.stack([embedding[token] for token in token_ids])
         for layer in range(config.num_layers):
             normed = self._norm(x, self._weight("attention_norm", config.hidden_size, layer=layer))
-            x = x + self._attention(layer, normed)
+            x = x + (self._delta_net(layer, normed) if layer in config.recurrent_layers else self._attention(layer, normed))
             normed = self._norm(x, self._weight("mlp_norm", config.hidden_size, layer=layer))
             x = x + (self._experts(layer, normed) if layer in config.moe_layers else self._mlp("dense", config.dense_width, layer, normed))
         x = self._norm(x, self._weight("final_norm", config.hidden_size))
@@ -98,6 +100,9 @@ class ReferenceModel:
             scores = (query @ key.T * scale).masked_fill(hidden, float("-inf"))
             mixed.append(_softmax(scores).to(x.dtype) @ value)
         joined = torch.cat(mixed, dim=1)
+        if config.attention_gate:
+            gates = x @ self._queries_and_gates(layer)[:, config.head_dim :].flatten(0, 1).T
+            joined = joined / (1 + (-gates).exp())
         return self._biased(
             joined @ self._weight("attention_output", config.hidden_size, joined.shape[1], layer=layer).T, "attention_output_bias", layer
         )
@@ -110,8 +115,11 @@ class ReferenceModel:
         """Queries, keys and values of the new tokens, head by head."""
         config = self.config
         head_dim, num_heads, num_kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
-        rows = (num_heads + 2 * num_kv_heads) * head_dim
-        projected = self._biased(x @ self._weight("qkv", rows, config.hidden_size, layer=layer).T, "qkv_bias", layer)
+        rows = (num_heads * (2 if config.attention_gate else 1) + 2 * num_kv_heads) * head_dim
+        weight = self._weight("qkv", rows, config.hidden_size, layer=layer)
+        if config.attention_gate:
+            weight = torch.cat((self._queries_and_gates(layer)[:, :head_dim].flatten(0, 1), weight[2 * num_heads * head_dim :]))
+        projected = self._biased(x @ weight.T, "qkv_bias", layer)
         if config.clip_qkv is not None:
             projected = projected.clamp(-config.clip_qkv, config.clip_qkv)
         heads = list(projected.split(head_dim, dim=1))
@@ -149,12 +157,60 @@ class ReferenceModel:
         """Each pair turned by position * frequency, an angle taken in float32 whatever the dtype. Pairs are (x[i], x[i + D/2]), or
         (x[2i], x[2i + 1]) where the model interleaves them."""
         rotary = self.config.rotary
+        x, resting = x[:, : rotary.width], x[:, rotary.width or x.shape[1] :]
         frequency = torch.stack([_frequency(rotary, pair, x.shape[1]) for pair in range(x.shape[1] // 2)])
         angle = torch.arange(first_position, first_position + x.shape[0], dtype=torch.float32)[:, None] * frequency[None, :]
         cos, sin = (angle.cos() * rotary.attention_factor).to(x.dtype), (angle.sin() * rotary.attention_factor).to(x.dtype)
         a, b = (x[:, 0::2], x[:, 1::2]) if rotary.interleaved else x.chunk(2, dim=1)
         turned = a * cos - b * sin, b * cos + a * sin
-        return torch.stack(turned, dim=2).flatten(1) if rotary.interleaved else torch.cat(turned, dim=1)
+        return torch.cat((torch.stack(turned, dim=2).flatten(1) if rotary.interleaved else torch.cat(turned, dim=1), resting), dim=1)
+
+    def _queries_and_gates(self, layer: int) -> Tensor:
+        """The rows of each head's query, then those of its gate: [N, 2 D, H]."""
+        config = self.config
+        rows = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        weight = self._weight("qkv", rows, config.hidden_size, layer=layer)
+        return weight[: 2 * config.num_heads * config.head_dim].view(config.num_heads, 2 * config.head_dim, -1)
+
+    def _delta_net(self, layer: int, x: Tensor) -> Tensor:
+        """Token by token and head by head. The weights of the projections are stored key head by key head."""
+        config, delta = self.config, self.config.delta
+        assert delta is not None
+        shared, num_heads, key_width = delta.num_value_heads // delta.num_key_heads, delta.num_value_heads, delta.key_width
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = self._weight("delta_in", delta.conv_width + delta.values_width + 2 * num_heads, config.hidden_size, layer=layer)
+        filters = self._weight("delta_conv", delta.conv_width, 1, delta.conv_tokens, layer=layer)[:, 0]
+        rate, bias = (self._weight(part, num_heads, layer=layer).to(wide) for part in ("delta_rate", "delta_bias"))
+        sizes = [key_width, key_width, shared * delta.value_width, shared * delta.value_width]
+        rows = []
+        for token in x:
+            projected = weight @ token
+            main, small = projected.split((delta.conv_width + delta.values_width, 2 * num_heads))
+            heads = [head.split(sizes) for head in main.split(sum(sizes))]
+            pairs = [head.split(shared) for head in small.split(2 * shared)]
+            self._inputs[layer].append(torch.cat([head[kind] for kind in range(3) for head in heads]))
+            convolved = torch.zeros_like(self._inputs[layer][-1], dtype=wide)
+            for back, past in enumerate(reversed(self._inputs[layer][-delta.conv_tokens :]), 1):
+                convolved = convolved + filters[:, -back].to(wide) * past
+            convolved = convolved * torch.sigmoid(convolved)
+            queries, keys, values = convolved.to(wide).split((delta.keys_width, delta.keys_width, delta.values_width))
+            gates = torch.cat([head[3] for head in heads])
+            strengths, decays = (torch.cat([pair[kind] for pair in pairs]) for kind in range(2))
+            outputs = []
+            for head in range(num_heads):
+                query, key = (each[head // shared * key_width :][:key_width] for each in (queries, keys))
+                query, key = (each / (each.dot(each) + 1e-6).sqrt() for each in (query, key))
+                value = values[head * delta.value_width :][: delta.value_width]
+                decay = (-rate[head].exp() * torch.log1p((decays[head].to(wide) + bias[head]).exp())).exp()
+                state = self._states.get((layer, head), torch.zeros(key_width, delta.value_width, dtype=wide)) * decay
+                change = (value - key @ state) * strengths[head].sigmoid().to(wide)
+                state = self._states[layer, head] = state + key[:, None] * change
+                output = (query / key_width**0.5 @ state).to(x.dtype)
+                normed = self._rms_norm(output, self._weight("delta_norm", delta.value_width, layer=layer), config.norm_epsilon)
+                gate = gates[head * delta.value_width :][: delta.value_width].to(wide)
+                outputs.append((normed * gate * gate.sigmoid()).to(x.dtype))
+            rows.append(torch.cat(outputs))
+        return torch.stack(rows) @ self._weight("delta_out", config.hidden_size, delta.values_width, layer=layer).T
 
     def _experts(self, layer: int, x: Tensor) -> Tensor:
         config = self.config
@@ -167,7 +223,12 @@ class ReferenceModel:
                 total += weight.to(x.dtype) * _gated(x[row], gate_up, down)
             rows.append(total)
         routed = torch.stack(rows)
-        return routed + self._mlp("shared", config.shared_expert_width, layer, x) if config.shared_expert_width else routed
+        if not config.shared_expert_width:
+            return routed
+        shared = self._mlp("shared", config.shared_expert_width, layer, x)
+        if config.shared_expert_gate:
+            shared = shared * torch.sigmoid(x @ self._weight("shared_gate", 1, config.hidden_size, layer=layer).T)
+        return routed + shared
 
     def _chosen(self, layer: int, row: Tensor) -> list[tuple[int, Tensor]]:
         """The experts of one row, best first, and their weights."""

@@ -144,10 +144,9 @@ def _to_buffer(tensor: torch.Tensor) -> Tensor:
 
 def _to_lent_message(payload: Payload, copy_into: Callable[[Sequence[torch.Tensor]], msgspec.Struct], edge: int, tag: Tag) -> Message:
     def copy_into_buffers(buffers: Sequence[memoryview]) -> msgspec.Struct:
-        tensors = payload.tensors
-        return copy_into(
-            [torch.frombuffer(buffer, dtype=each.dtype).view(each.shape) for buffer, each in zip(buffers, tensors, strict=True)]
-        )
+        pairs = zip(buffers, payload.tensors, strict=True)
+        views = (torch.frombuffer(buffer, dtype=each.dtype).view(each.shape) if each.numel() else each for buffer, each in pairs)
+        return copy_into(list(views))
 
     specs = tuple([Tensor(_spec(each.dtype, each.shape), None) for each in payload.tensors])
     return Message("data", tag, edge, payload.header, specs, Lent(copy_into_buffers))

@@ -20,7 +20,6 @@ from flowrt.engine.micro_batches import MicroBatchCount
 from flowrt.engine.offered_prompt import OfferedPrompt
 from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence, SequenceState
-from flowrt.engine.state_memory import num_slots_for
 from flowrt.engine.transfers import Hold, Pull, offered_prompts
 from flowrt.engine.validation import refusal
 from flowrt.graph.settings import GraphLimits
@@ -92,7 +91,7 @@ class EngineSnapshot:
 
 class Engine:
     """`max_num_seqs`, `kv_pages` and so on of `limits` are this group's; `chunk_tokens` > 0 is for strict numerics (scheduler.py).
-    `streams`: groups may pull the KV of a prompt while this prefill worker computes it."""
+    `streams`: groups may pull the KV of a prompt while this prefill worker computes it. `has_recurrent_layers`: the model does."""
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class Engine:
         self._max_position_embeddings = max_position_embeddings
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
-        self._scheduler = Scheduler(limits, num_micro_batches, chunk_tokens, num_slots_for(limits) if has_recurrent_layers else 0)
+        self._scheduler = Scheduler(limits, num_micro_batches, chunk_tokens, limits.num_state_slots if has_recurrent_layers else 0)
         self._micro_batches = MicroBatchCount(num_micro_batches) if limits.dynamic_micro_batches else None
         self._alive: dict[str, list[Sequence]] = {}  # by request: the choices that have not ended of its one attempt that has not
         self._ended: dict[tuple[str, int], bool] = {}  # (request, attempt) -> its ends were sent; oldest first, bounded

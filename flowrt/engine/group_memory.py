@@ -15,9 +15,9 @@ from flowrt.engine.page_allocator import PageAllocator
 from flowrt.engine.prefix_cache import PrefixCache, Segment
 from flowrt.engine.sequence import Sequence as TokenSequence
 from flowrt.engine.sequence import SequenceState
-from flowrt.engine.state_memory import NUM_OWN, Pages, Slots, StateMemory
+from flowrt.engine.state_memory import Pages, Slots, StateMemory
 from flowrt.engine.validation import num_pages_for
-from flowrt.graph.settings import GraphLimits
+from flowrt.graph.settings import SLOTS_OF_SEQUENCE, GraphLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class GroupMemory:
         if self.pages.num_free - self._cache.num_idle_of(reuse.segments) < needed:
             return False
         begun = reuse.segments[-1] if reuse.segments and sequence.kv is None else None
-        return self.slots is None or self.slots.num_free - (begun in self._cache.states.idle) >= NUM_OWN
+        return self.slots is None or self.slots.num_free - (begun in self._cache.states.idle) >= SLOTS_OF_SEQUENCE
 
     def admit(self, sequence: TokenSequence, reuse: Reuse) -> None:
         """Give a sequence what it begins with, and all that its tokens need."""

@@ -20,14 +20,7 @@ from typing import NamedTuple, Protocol
 from flowrt.engine.offered_prompt import NO_STATE
 from flowrt.engine.page_allocator import PageAllocator
 from flowrt.engine.validation import num_pages_for
-from flowrt.graph.settings import GraphLimits
-
-NUM_OWN = 2  # slots that a sequence alone holds while it takes part in steps
-
-
-def num_slots_for(limits: GraphLimits) -> int:
-    """The slots of a group of a model with recurrent layers."""
-    return NUM_OWN * limits.max_num_seqs + limits.prefix_states
+from flowrt.graph.settings import SLOTS_OF_SEQUENCE
 
 
 class StepSlots(NamedTuple):
@@ -158,7 +151,7 @@ class Slots(StateMemory):
     own, beside one that it only reads."""
 
     def num_missing(self, holding: HeldMemory, num_tokens: int) -> int:
-        return max(0, NUM_OWN - len(holding.spare) - (holding.state is not None and self._is_own(holding, holding.state)))
+        return max(0, SLOTS_OF_SEQUENCE - len(holding.spare) - (holding.state is not None and self._is_own(holding, holding.state)))
 
     def _take(self, holding: HeldMemory, num_units: int) -> None:
         taken = self.units.allocate(num_units, holding.holder)

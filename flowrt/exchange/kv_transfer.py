@@ -12,6 +12,7 @@ Fail closed:
 - A chunk names the offer, its layer and tokens, and has a hash of its bytes. The group computes the hash again from its own pages.
 - A chunk of a step that runs may be void, as the step may be rolled back. A chunk names the worker's epoch and the tokens that are
   committed. At the first chunk of a newer epoch, both sides forget the tokens behind the committed ones; the worker sends them again.
+- Of a recurrent layer the state behind the prompt moves, as bytes, when the prompt is complete and committed.
 - The last chunk is sent when the prompt is complete and committed. Until it has arrived and all tokens of all layers with it, no step
   reads the pages. Anything else ends the transfer: the prompt is computed again.
 - The last chunk also has the extra tensors of the prompt (extra_tensors.py) and their hash. The group emits them once all of it is checked.
@@ -35,7 +36,7 @@ from flowrt.actors.link_plan import KV_CHUNK_BYTES
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload, from_int8_rows, with_int8_rows
 from flowrt.dataflow.schemas import Spec
-from flowrt.engine.offered_prompt import OfferedPrompt
+from flowrt.engine.offered_prompt import NO_STATE, OfferedPrompt
 from flowrt.errors import error_text
 from flowrt.exchange.extra_tensors import SentExtras, received
 from flowrt.exchange.kv_headers import ChunkHeader, PullHeader
@@ -57,19 +58,45 @@ def slots_of(pages: Sequence[int], page_size: int, first: int, num_tokens: int) 
     return torch.tensor(pages)[tokens_T // page_size] * page_size + tokens_T % page_size
 
 
-def chunk_tokens_of(pages: KvPages, max_bytes: int) -> int:
-    """The most tokens of a chunk of at most `max_bytes`; at least 1."""
-    return max(1, max_bytes // sum(tensor[0, 0].nbytes for tensor in pages.blocks(0)))
+class _Units:
+    """The units in which a transfer counts what it moves of a layer: tokens of a paged layer, bytes of the state of a recurrent one."""
+
+    def __init__(self, pages: KvPages, max_bytes: int = KV_CHUNK_BYTES) -> None:
+        states = pages.states
+        self.num_layers, self._max_bytes = pages.num_layers, max_bytes
+        self._state_bytes = {} if states is None else dict.fromkeys(states.layers, states.num_bytes)
+        self._chunk_tokens = max(1, max_bytes // sum(tensor.shape[2:].numel() * tensor.itemsize for tensor in pages.blocks(0)))
+
+    def is_state(self, layer: int) -> bool:
+        return layer in self._state_bytes
+
+    def total(self, layer: int, num_tokens: int) -> int:
+        return self._state_bytes.get(layer, num_tokens)
+
+    def totals(self, num_tokens: int) -> list[int]:
+        return [self.total(layer, num_tokens) for layer in range(self.num_layers)]
+
+    def of_chunk(self, layer: int) -> int:
+        """The most units of a chunk; at least 1."""
+        return self._max_bytes if self.is_state(layer) else self._chunk_tokens
+
+    def beginning(self, first: int) -> list[int]:
+        """Where a transfer of the tokens from `first` on begins, by layer."""
+        return [0 if self.is_state(layer) else first for layer in range(self.num_layers)]
+
+    def rolled_back(self, moved: Sequence[int], first: int, num_committed: int) -> list[int]:
+        """What is valid of the `moved` units after a rollback. A state is moved behind a prompt that is committed."""
+        return [each if self.is_state(layer) else max(first, min(each, num_committed)) for layer, each in enumerate(moved)]
 
 
 @dataclass(eq=False, slots=True)
 class _PromptOffer:
-    """`num_written`: layers of the running step whose KV is in the pages. `sent`: by layer, the first token that is not sent; none before
+    """`num_written`: layers of the running step whose KV is in the pages. `sent`: by layer, the first unit that is not sent; none before
     the first pull, whose tokens begin at `first` and have the source `puller`. `waiting`: pulls without a response."""
 
     number: int
     prompt: OfferedPrompt
-    num_layers: int
+    units: _Units
     num_written: int = 0
     first: int = 0
     puller: str = ""
@@ -79,28 +106,31 @@ class _PromptOffer:
     def advance(self, prompt: OfferedPrompt) -> None:
         """The prompt is computed up to here. A new epoch makes what was sent of uncommitted steps void."""
         if prompt.epoch != self.prompt.epoch:
-            self.sent = [max(self.first, min(each, prompt.num_committed)) for each in self.sent]
+            self.sent = self.units.rolled_back(self.sent, self.first, prompt.num_committed)
         if prompt.step != self.prompt.step:
             self.num_written = 0
         self.prompt = prompt
 
-    def next_chunk(self, size: int, has_extras: bool) -> tuple[int, int, int, bool] | None:
-        """Layer, first token and number of tokens of a chunk that can be sent, and whether it is the last; None: none can be. The last one
+    def next_chunk(self, has_extras: bool) -> tuple[int, int, int, bool] | None:
+        """Layer, first unit and number of units of a chunk that can be sent, and whether it is the last; None: none can be. The last one
         waits until the prompt is committed and has its extra tensors."""
         layers = [layer for layer, sent in enumerate(self.sent) if sent < self._num_computed(layer)]
         if not layers:
             return None
         layer = min(layers, key=self.sent.__getitem__)
         first = self.sent[layer]
-        end = min(first + size, self._num_computed(layer))
-        num_left = sum(self.prompt.num_tokens - sent for sent in self.sent)
+        end = min(first + self.units.of_chunk(layer), self._num_computed(layer))
+        num_left = sum(self.units.totals(self.prompt.num_tokens)) - sum(self.sent)
         is_last = num_left == end - first
         return None if is_last and not (self.prompt.is_complete and has_extras) else (layer, first, end - first, is_last)
 
-    def num_ready(self, size: int) -> int:
-        return sum(-(-max(0, self._num_computed(layer) - sent) // size) for layer, sent in enumerate(self.sent))
+    def num_ready(self) -> int:
+        size = self.units.of_chunk
+        return sum(-(-max(0, self._num_computed(layer) - sent) // size(layer)) for layer, sent in enumerate(self.sent))
 
     def _num_computed(self, layer: int) -> int:
+        if self.units.is_state(layer):
+            return 0 if self.prompt.slot == NO_STATE else self.units.total(layer, self.prompt.num_tokens)
         return self.prompt.num_in_step if layer < self.num_written else self.prompt.num_committed
 
 
@@ -116,8 +146,10 @@ class KvPack:
         self, pages: KvPages, int8_pulls: Collection[int] = (), max_bytes: int = KV_CHUNK_BYTES, extras: Mapping[str, Spec] = {}
     ) -> None:
         self._pages, self._int8_pulls, self.extras = pages, frozenset(int8_pulls), SentExtras(extras)
-        self._chunk_tokens = chunk_tokens_of(pages, max_bytes)
+        self._units = _Units(pages, max_bytes)
         self._kernels = page_kernels_for(pages.parts(0)[0].device)
+        self._no_rows = tuple(torch.empty(0, *part.shape[1:], dtype=part.dtype) for part in pages.parts(0))
+        self._no_state = () if pages.states is None else (torch.empty(0, dtype=torch.uint8),)
         self._offers: dict[tuple[str, int], _PromptOffer] = {}  # by request and attempt
         self._num_offers = 0
 
@@ -137,7 +169,7 @@ class KvPack:
         for key, prompt in by_key.items():
             if key not in self._offers:
                 self._num_offers += 1
-                self._offers[key] = _PromptOffer(self._num_offers, prompt, self._pages.num_layers)
+                self._offers[key] = _PromptOffer(self._num_offers, prompt, self._units)
                 new.append((prompt, self._num_offers))
             else:
                 self._offers[key].advance(prompt)
@@ -189,39 +221,40 @@ class KvPack:
         else:
             if not offer.sent:
                 offer.puller, offer.first = firing.tag.source, pull.first
-                offer.sent = [pull.first] * offer.num_layers
+                offer.sent = self._units.beginning(pull.first)
             offer.waiting.append((firing, pull))
             self._serve(offer)
 
     def _serve(self, offer: _PromptOffer) -> None:
-        size, key = self._chunk_tokens, (offer.prompt.request_id, offer.prompt.attempt)
+        key = (offer.prompt.request_id, offer.prompt.attempt)
         extras = self.extras.of(key)
         if offer.prompt.is_complete and (fault := self.extras.fault_of(key, offer.prompt.epoch)):  # else the step may be computed again
             self._refuse_waiting(offer, fault)
-        while offer.waiting and (chunk := offer.next_chunk(size, extras is not None)) is not None:
+        while offer.waiting and (chunk := offer.next_chunk(extras is not None)) is not None:
             (firing, pull), (layer, first, num_tokens, is_last) = offer.waiting.popleft(), chunk
-            slots_T = slots_of(offer.prompt.pages, self._pages.page_size, first, num_tokens)
             offer.sent[layer] += num_tokens
-            prompt, num_ready = offer.prompt, offer.num_ready(size)
+            prompt, num_ready = offer.prompt, offer.num_ready()
             header = ChunkHeader(pull, layer, first, num_tokens, prompt.epoch, prompt.num_committed, num_ready, is_last)
-            parts, sent = self._pages.parts(layer), extras if is_last and extras else ()
-            if self._int8_pulls.isdisjoint(firing.via):
-                payload = self._lent_chunk(header, parts, slots_T, sent)
+            sent = extras if is_last and extras else ()
+            if self._units.is_state(layer):
+                payload = self._state_chunk(header, prompt.slot, sent)
             else:
-                payload = self._int8_chunk(header, parts, slots_T)
+                rows = self._pages.parts(layer), slots_of(prompt.pages, self._pages.page_size, first, num_tokens)
+                is_int8 = not self._int8_pulls.isdisjoint(firing.via)
+                payload = self._int8_chunk(header, *rows) if is_int8 else self._lent_chunk(header, *rows, sent)
             self._respond(firing, {"chunk": payload})
             if is_last:
                 self._refuse_waiting(offer, "the offer has no more chunks")
 
     def _lent_chunk(self, header: ChunkHeader, parts: Sequence[Tensor], slots_T: Tensor | slice, extras: Sequence[Tensor]) -> Payload:
-        like_these = (*[part[: header.num_tokens] for part in parts], *extras)
+        like_these = (*[part[: header.num_tokens] for part in parts], *self._no_state, *extras)
         return Payload(like_these, copy_into=partial(self._copy_into, header, parts, slots_T, extras))
 
     def _copy_into(
         self, header: ChunkHeader, parts: Sequence[Tensor], slots_T: Tensor | slice, extras: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> ChunkHeader:
         try:
-            for extra, target in zip(extras, targets[len(parts) :], strict=True):
+            for extra, target in zip(extras, targets[len(parts) + len(self._no_state) :], strict=True):
                 target.copy_(extra)
             digest = self._kernels.gather_slots(parts, slots_T, targets[: len(parts)])
             return msgspec.structs.replace(header, digest=digest, extras_digest=digest_of(extras) if extras else 0)
@@ -232,11 +265,19 @@ class KvPack:
         try:
             rows = tuple(torch.empty(header.num_tokens, *part.shape[1:], dtype=part.dtype) for part in parts)
             self._kernels.gather_slots(parts, slots_T, rows)
-            payload = with_int8_rows(Payload(rows))
-            digest = digest_of(from_int8_rows(payload, parts[0].dtype).tensors)  # of what the group will have
+            payload = with_int8_rows(Payload((*rows, *self._no_state)))
+            digest = digest_of(from_int8_rows(payload, parts[0].dtype).tensors[: len(parts)])  # of what the group will have
             return Payload(payload.tensors, msgspec.structs.replace(header, digest=digest))
         except Exception as error:  # it ends this transfer, not the worker
             return self._refusal(header.pull, error_text(error))
+
+    def _state_chunk(self, header: ChunkHeader, slot: int, extras: Sequence[Tensor]) -> Payload:
+        """Bytes of the state of a layer, in place of rows."""
+        states = self._pages.states
+        assert states is not None, header
+        state = states.block(header.layer)[slot, header.first : header.first + header.num_tokens].clone()
+        header = msgspec.structs.replace(header, digest=digest_of([state]), extras_digest=digest_of(extras) if extras else 0)
+        return Payload((*self._no_rows, state, *extras), header)
 
     def _refuse_waiting(self, offer: _PromptOffer, why: str) -> None:
         while offer.waiting:
@@ -246,8 +287,7 @@ class KvPack:
         self._respond(firing, {"chunk": self._refusal(pull, why)})
 
     def _refusal(self, pull: PullHeader, why: str) -> Payload:
-        nothing = tuple(torch.empty(0, *part.shape[1:], dtype=part.dtype) for part in self._pages.parts(0))
-        return Payload(nothing, ChunkHeader(pull, refusal=why))
+        return Payload((*self._no_rows, *self._no_state), ChunkHeader(pull, refusal=why))
 
 
 def _step_of(tag: Tag) -> tuple[int, int, int]:
@@ -256,12 +296,14 @@ def _step_of(tag: Tag) -> tuple[int, int, int]:
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """`received`: by layer, the first token that has not arrived. `epoch`: that of the latest chunk."""
+    """`received`: by layer, the first unit that has not arrived. `epoch`: that of the latest chunk. `slot`: for the states."""
 
     key: tuple[str, int]  # request and attempt
     kv: KvOffer
     pages: tuple[int, ...]
     first: int
+    slot: int
+    units: _Units
     received: list[int]
     epoch: int = -1
     num_ready: int = 1  # chunks that the prefill worker can send now, as far as is known; it sends none that it has not
@@ -269,12 +311,12 @@ class _Transfer:
 
     @property
     def has_all(self) -> bool:
-        return min(self.received) == self.kv.num_tokens
+        return self.received == self.units.totals(self.kv.num_tokens)
 
     def begin_epoch(self, epoch: int, num_committed: int) -> None:
         """The prefill worker has rolled back: it sends the tokens behind the committed ones again."""
         self.epoch = epoch
-        self.received = [max(self.first, min(each, num_committed)) for each in self.received]
+        self.received = self.units.rolled_back(self.received, self.first, num_committed)
 
 
 class KvUnpack:
@@ -287,6 +329,7 @@ class KvUnpack:
 
     def __init__(self, pages: KvPages, extras: Mapping[str, Spec] = {}) -> None:
         self._pages, self._extras, self._kernels = pages, extras, page_kernels_for(pages.parts(0)[0].device)
+        self._units = _Units(pages)
         self._transfers: dict[tuple[str, int], _Transfer] = {}  # by request and attempt
         self._by_step: dict[int, tuple[_Transfer, PullHeader]] = {}  # outstanding pulls
         self._num_pulls = 0
@@ -323,10 +366,11 @@ class KvUnpack:
         """Whether a pull from this worker has no response yet."""
         return any(transfer.kv.worker == worker for transfer, _ in self._by_step.values())
 
-    def begin(self, request_id: str, attempt: int, kv: KvOffer, pages: Sequence[int], first_token: int = 0) -> None:
-        """Pull the KV of a prompt from `first_token` on into these pages. It waits for a worker that is not linked yet."""
-        key, received = (request_id, attempt), [first_token] * self._pages.num_layers
-        transfer = self._transfers[key] = _Transfer(key, kv, tuple(pages), first_token, received)
+    def begin(self, request_id: str, attempt: int, kv: KvOffer, pages: Sequence[int], first_token: int = 0, slot: int = NO_STATE) -> None:
+        """Pull the KV of a prompt from `first_token` on into these pages, and its recurrent states into `slot`. It waits for a worker that
+        is not linked yet."""
+        key, received = (request_id, attempt), self._units.beginning(first_token)
+        transfer = self._transfers[key] = _Transfer(key, kv, tuple(pages), first_token, slot, self._units, received)
         self._request(transfer)
 
     def drop_ended(self, is_pulling: Callable[[str, int], bool]) -> None:
@@ -347,7 +391,7 @@ class KvUnpack:
             return self._fail(transfer, f"{worker} sent a chunk that does not fit: its header cannot be read: {error}")
         if header.refusal:
             return self._fail(transfer, f"{worker} sent no chunk: {header.refusal}")
-        num_parts = len(self._pages.parts(0))
+        num_parts = len(self._pages.parts(0)) + (self._pages.states is not None)
         kv, extras = payload.tensors[:num_parts], payload.tensors[num_parts:]
         own, fault = received(self._extras if header.is_last else {}, extras, header.extras_digest)
         if fault := fault or self._write(transfer, pull, header, kv):
@@ -385,18 +429,34 @@ class KvUnpack:
             return f"it is of epoch {header.epoch}, which epoch {transfer.epoch} has made void"
         if header.epoch > transfer.epoch:
             transfer.begin_epoch(header.epoch, header.num_committed)
-        if first != transfer.received[layer] or not 1 <= num_tokens <= transfer.kv.num_tokens - first:
-            return f"tokens {first} to {first + num_tokens - 1} do not follow token {transfer.received[layer] - 1}"
-        if [tensor.shape[1:] for tensor in tensors] != [part.shape[1:] for part in self._pages.parts(layer)]:
+        is_state, total = self._units.is_state(layer), self._units.total(layer, transfer.kv.num_tokens)
+        if first != transfer.received[layer] or not 1 <= num_tokens <= total - first:
+            what = "byte" if is_state else "token"
+            return f"{what}s {first} to {first + num_tokens - 1} do not follow {what} {transfer.received[layer] - 1}"
+        write = self._write_state if is_state else self._write_rows
+        if fault := write(transfer, header, tensors):
+            return fault
+        transfer.received[layer] += num_tokens
+        return "" if header.is_last == transfer.has_all else f"it is {'' if header.is_last else 'not '}the last one"
+
+    def _write_rows(self, transfer: _Transfer, header: ChunkHeader, tensors: Sequence[Tensor]) -> str:
+        parts, num_tokens = self._pages.parts(header.layer), header.num_tokens
+        tensors = tensors[: len(parts)]
+        if [tensor.shape[1:] for tensor in tensors] != [part.shape[1:] for part in parts]:
             return "its rows have another size"
         if any(len(tensor) != num_tokens for tensor in tensors):
             return f"it has {len(tensors[0])} tokens, expected {num_tokens}"
-        slots_T = slots_of(transfer.pages, self._pages.page_size, first, num_tokens)
+        slots_T = slots_of(transfer.pages, self._pages.page_size, header.first, num_tokens)
         # The sender can still write into the message, but not into the pages, whose hash this is.
-        if self._kernels.scatter_slots(self._pages.parts(layer), slots_T, tensors) != header.digest:
-            return "its bytes do not match their hash"
-        transfer.received[layer] += num_tokens
-        return "" if header.is_last == transfer.has_all else f"it is {'' if header.is_last else 'not '}the last one"
+        return "" if self._kernels.scatter_slots(parts, slots_T, tensors) == header.digest else "its bytes do not match their hash"
+
+    def _write_state(self, transfer: _Transfer, header: ChunkHeader, tensors: Sequence[Tensor]) -> str:
+        states = self._pages.states
+        assert states is not None, header
+        own, state = states.block(header.layer)[transfer.slot, header.first :][: header.num_tokens], tensors[-1]
+        if len(state) != len(own):
+            return f"it has {len(state)} bytes of a state, expected {len(own)}"
+        return "" if digest_of([own.copy_(state)]) == header.digest else "its bytes do not match their hash"
 
     def _request(self, transfer: _Transfer) -> None:
         """Emit the next pulls of a transfer whose worker is linked."""

@@ -68,6 +68,9 @@ class Batching(Section, frozen=True):
     turn_calls: Annotated[int, Meta(ge=1, le=4096)] = 4
 
 
+SLOTS_OF_SEQUENCE = 2  # slots of recurrent state that a running sequence has: a committed and a working copy
+
+
 class GraphLimits(Section, frozen=True):
     """Bounds of a run, for all roles or for one.
 
@@ -104,6 +107,11 @@ class GraphLimits(Section, frozen=True):
     in_flight: Annotated[int, Meta(ge=1, le=4096)] = 8
     max_message_bytes: Annotated[int, key(of_role=True, ge=1024, le=1 << 34)] = 1 << 26
     roles: dict[str, RoleLimits] = field(default_factory=dict)
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots of recurrent state per group."""
+        return SLOTS_OF_SEQUENCE * self.max_num_seqs + self.prefix_states
 
     def of_role(self, role: str) -> GraphLimits:
         """The limits that hold for a role."""

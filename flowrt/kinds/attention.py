@@ -12,9 +12,10 @@ from flowrt.kinds.site import Site, pages_of
 from flowrt.kinds.weights import row_bytes_of, weight_elements
 from flowrt.transports.wire.message import DTYPE_BYTES
 
-_AFTER = ("attention_output", "attention_output_bias", "mlp_norm")
+_AFTER = ("attention_output", "attention_output_bias", "delta_out", "mlp_norm")
 _PARTS = (
     *("attention_norm", "qkv", "qkv_bias", "query_norm", "key_norm", "latent_down", "query_down_bias", "kv_down_bias"),
+    *("delta_in", "delta_conv", "delta_rate", "delta_bias", "delta_norm"),
     *("query_latent_norm", "kv_latent_norm", "query_up", "kv_up", *_AFTER),
 )
 
@@ -56,8 +57,10 @@ def _load(firings: Sequence[Mapping[str, Any]]) -> FiringLoad:
 
 def block_work(config: Any, load: FiringLoad, num_scores: float | None = None) -> tuple[Work, Work, Work]:
     """Before attention (norm, projections, positions), attention, and after it; what passes between them counts for both.
-    `num_scores`: products of a row and a token; None: each row is the newest token of a sequence."""
-    rows, kv, item, latent = load.num_rows, load.num_kv_tokens, DTYPE_BYTES[config.dtype], config.latent
+    `num_scores`: products of a row and a token; None: each row is the newest token of a sequence. Where some layers are recurrent it is the
+    mean over all; what these do to their states is not counted."""
+    paged = len(config.paged_layers) / config.num_layers
+    rows, kv, item, latent = load.num_rows, load.num_kv_tokens * paged, DTYPE_BYTES[config.dtype], config.latent
     row_bytes, after = rows * config.hidden_size * item, weight_elements(config, _AFTER)
     before = weight_elements(config, _PARTS) - after
     scored = 2 * config.head_dim if latent is None else latent.page_width + latent.rank

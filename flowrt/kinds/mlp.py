@@ -31,7 +31,7 @@ def _work(parts: tuple[str, ...], config: Any, load: FiringLoad) -> Work:
     return weights_work(config, parts, load) + Work(3 * row_bytes_of(config, load))
 
 
-_DENSE, _SHARED = ("dense_gate_up", "dense_down"), ("shared_gate_up", "shared_down")
+_DENSE, _SHARED = ("dense_gate_up", "dense_down"), ("shared_gate_up", "shared_down", "shared_gate")
 _OUTPUTS = (Port("y", "[rows,hidden]", is_residual=True),)
 _adds = partial(Kind, inputs=("x", "residual"), outputs=_OUTPUTS, build=build_call, twin=_twin)
 KINDS = (

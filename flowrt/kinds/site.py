@@ -59,7 +59,7 @@ def pages_of(site: Site) -> Any:
     from flowrt.operators.kv_pages import KvPages
 
     limits = site.graph.limits_of(site.process)
-    return KvPages.for_model(site.config, limits.kv_pages, limits.page_size, site.device)
+    return KvPages.for_model(site.config, limits.kv_pages, limits.page_size, site.device, limits.num_state_slots)
 
 
 def build_call(site: Site, node: Node) -> Any:

@@ -9,5 +9,5 @@ _SAMPLING = (
     "int64[masked] uint8[masked,mask_bytes] int64[logprobs] int64[ranks] int64[2,scored]"
 )
 _LAYOUT = "int64[rows] int64[rows] int64[starts] int64[sequences] int64[sequences,pages]"
-_OUTPUTS = (Port("tokens", "int64[rows]"), Port("layout", _LAYOUT), Port("sampling", _SAMPLING))
+_OUTPUTS = (Port("tokens", "int64[rows]"), Port("layout", _LAYOUT, optional="int64[2,sequences]"), Port("sampling", _SAMPLING))
 KINDS = (Kind("source", ("tokens",), _OUTPUTS, options=("num_layers",), emits=True, every_layer=("layout",), schedules=True),)

@@ -12,9 +12,12 @@ from flowrt.transports.wire.message import DTYPE_BYTES
 
 
 def weight_elements(config: ModelConfig, parts: Iterable[str]) -> int:
-    """The weights of those parts that the model has, in one layer; of expert parts those of one expert."""
+    """The weights of those parts that the model has, in one layer, as a mean over the layers that have any; of expert parts those of one
+    expert."""
     shapes, read = part_shapes(config), parts_to_read(config)
-    return sum(prod(shapes[part]) for part in parts if part in read)
+    found = {part: frozenset(read[part]) for part in parts if part in read}
+    num_layers = len(frozenset[int]().union(*found.values()))
+    return sum(prod(shapes[part]) * len(layers) for part, layers in found.items()) // max(1, num_layers)
 
 
 def row_bytes_of(config: ModelConfig, load: FiringLoad) -> float:

@@ -69,7 +69,7 @@ def memory_needs(graph: Graph) -> dict[str, MemoryNeed]:
     """Returns needs by process, in the order of the graph, without processes that hold nothing of the model. Raises ModelError."""
     if graph.model is None:
         return {}
-    config, item_bytes = read_model_config(Path(graph.model.path)), DTYPE_BYTES[graph.model.dtype]
+    config, item_bytes = read_model_config(Path(graph.model.path), graph.model.dtype), DTYPE_BYTES[graph.model.dtype]
     found = {process: _need(graph, process, config, item_bytes) for process in graph.process_names()}
     return {process: need for process, need in found.items() if need.weight_bytes}
 
@@ -80,9 +80,11 @@ def _need(graph: Graph, process: str, config: ModelConfig, item_bytes: int) -> M
     parts = {part for node in nodes for part in node.kind.parts}
     if config.tie_word_embeddings and "head" in parts and "embedding" not in parts:
         num_weights += config.vocab_size * config.hidden_size
-    num_kv = limits.kv_pages * limits.page_size * config.kv_elements if any(node.kind.stateful for node in nodes) else 0
+    is_stateful = any(node.kind.stateful for node in nodes)
+    num_kv = limits.kv_pages * limits.page_size * config.kv_elements if is_stateful else 0
+    state_bytes = limits.num_state_slots * len(config.recurrent_layers) * config.state_bytes if is_stateful else 0
     holds = repr(sorted((node.operator, str(node.options.get("experts", ""))) for node in nodes if any(_numbers_of(node, config))))
-    return MemoryNeed(num_weights * item_bytes, num_kv * item_bytes, holds)
+    return MemoryNeed(num_weights * item_bytes, num_kv * item_bytes + state_bytes, holds)
 
 
 def _numbers_of(node: Node, config: ModelConfig) -> Iterator[int]:

@@ -156,6 +156,7 @@ class DataPath:
                 config.eos_token_ids,
                 chunk_tokens=graph.limits.chunk_tokens if is_strict(graph, name) else 0,
                 streams=any(node.kind.is_early for node in nodes),
+                has_recurrent_layers=bool(config.recurrent_layers),
             )
             self.group = Group(
                 sources[0],

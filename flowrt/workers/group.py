@@ -242,7 +242,7 @@ class Group:
             self._note_work()
             if self._unpack is not None:
                 for pull in self._engine.new_pulls():
-                    self._unpack.begin(pull.request_id, pull.attempt, pull.kv, pull.pages, pull.first)
+                    self._unpack.begin(pull.request_id, pull.attempt, pull.kv, pull.pages, pull.first, pull.slot)
         while self._starts:
             before, alone = self._alone, self._starts[0].alone
             self._alone = alone

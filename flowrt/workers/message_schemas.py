@@ -32,6 +32,8 @@ def edge_schemas(graph: Graph) -> dict[int, MessageSchema]:
         elif config is not None:
             schema = schema_of_port(port, config, source.process in strict, sources, graph.micro_batches)
             if source.kind.kv == "offers":
+                states = (parse_spec("uint8[bytes]"),) if config.recurrent_layers else ()
+                schema = replace(schema, tensors=schema.tensors + states)
                 schema = replace(schema, optional=tuple(map(parse_spec, sent_extras(graph, source.process).values())))
             found[edge.id] = _as_int8(schema) if edge.int8 else schema
     return found

@@ -120,7 +120,7 @@ def strict_blocks_text(graph: Graph, process: str) -> str:
 
 def batch_payloads(batch: Batch, page_size: int, device: torch.device) -> dict[str, Payload]:
     """The source's outputs for a step: tokens_T and the layout."""
-    layout = StepLayout.from_lists(batch.query_lengths, batch.kv_lengths, batch.page_tables, page_size, device)
+    layout = StepLayout.from_lists(batch.query_lengths, batch.kv_lengths, batch.page_tables, page_size, device, batch.slots)
     return {
         "tokens": Payload((torch.tensor(batch.token_ids, dtype=torch.int64, device=device),)),
         "layout": Payload(layout.to_tensors()),

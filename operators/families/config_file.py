@@ -26,6 +26,8 @@ MAX_VALUES: dict[str, int] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_top_k", "n_shared_experts", "n_group", "topk_group"), _EXPERTS),
     **dict.fromkeys(("hidden_size", "d_model", "intermediate_size", "moe_intermediate_size", "ffn_hidden_size", "head_dim"), _WIDTH),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank"), _WIDTH),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"), _HEADS),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "shared_expert_intermediate_size"), _WIDTH),
     "vocab_size": _VOCABULARY,
 }
 
@@ -90,6 +92,13 @@ class ConfigFile:
         _, value = self._read((key,), (list,), "a list of whole numbers", [], null=[])
         if any(type(item) is not int or item < 0 for item in value):
             raise self.error(key, f"is {shortened(value)}; a list of whole numbers is needed")
+        return tuple(value)
+
+    def texts(self, key: str, known: tuple[str, ...]) -> tuple[str, ...]:
+        """A list of some of the `known` words; an absent key or null is an empty list."""
+        _, value = self._read((key,), (list,), "a list", [], null=[])
+        if unknown := [item for item in value if item not in known]:
+            raise self.error(key, f"has {shortened(unknown[0])}; each must be one of {', '.join(known)}")
         return tuple(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ PARTS: Mapping[str, str] = {
     "head": "[V, H]",
     "attention_norm": "[H], before attention",
     "mlp_norm": "[H], after attention",
-    "qkv": "[(N + 2K) * D, H], queries then keys then values",
+    "qkv": "[(N + 2K) * D, H], queries then keys then values; a query may have its gate of as many rows behind it",
     "qkv_bias": "[(N + 2K) * D]",
     "query_norm": "[D]",
     "key_norm": "[D]",
@@ -41,6 +41,14 @@ PARTS: Mapping[str, str] = {
     "dense_down": "[H, dense width]",
     "shared_gate_up": "[2 * shared width, H], gate rows then up rows",
     "shared_down": "[H, shared width]",
+    "shared_gate": "[1, H]",
+    "delta_in": "[2 * key heads * key width + 2 * value heads * value width + 2 * value heads, H]: queries, keys, values, gates of the "
+    "output, strengths, decays; or key head by key head: queries, keys, values and gates, then strengths and decays",
+    "delta_conv": "[queries, keys and values, 1, tokens of the convolution]",
+    "delta_rate": "[value heads], logarithm of the rate of the decay",
+    "delta_bias": "[value heads], of the decay",
+    "delta_norm": "[value width]",
+    "delta_out": "[H, value heads * value width]",
 }
 
 
@@ -53,11 +61,18 @@ def part_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "gate": (experts, hidden),
         "gate_bias": (experts,),
     }
+    shapes["shared_gate"] = (1, hidden)
+    if (delta := config.delta) is not None:
+        num_inputs = delta.conv_width + delta.values_width + 2 * delta.num_value_heads
+        shapes |= {"delta_in": (num_inputs, hidden), "delta_conv": (delta.conv_width, 1, delta.conv_tokens)}
+        shapes |= dict.fromkeys(("delta_rate", "delta_bias"), (delta.num_value_heads,))
+        shapes |= {"delta_norm": (delta.value_width,), "delta_out": (hidden, delta.values_width)}
     for kind, width in (("expert", config.expert_width), ("dense", config.dense_width), ("shared", config.shared_expert_width)):
         shapes |= {f"{kind}_gate_up": (2 * width, hidden), f"{kind}_down": (hidden, width)}
     if (latent := config.latent) is None:
         qkv = (heads + 2 * config.num_kv_heads) * config.head_dim
-        shapes |= {"qkv": (qkv, hidden), "qkv_bias": (qkv,), "attention_output": (hidden, heads * config.head_dim)}
+        gates = heads * config.head_dim if config.attention_gate else 0
+        shapes |= {"qkv": (qkv + gates, hidden), "qkv_bias": (qkv,), "attention_output": (hidden, heads * config.head_dim)}
         return shapes | dict.fromkeys(("query_norm", "key_norm"), (config.head_dim,))
     queries, key_rows = latent.query_rank or heads * latent.key_width, heads * latent.key_width
     return shapes | {
@@ -78,12 +93,13 @@ class Piece:
 
     `name` may hold {layer} and {expert}. `expert` selects how a tensor that holds all experts is cut: "index" takes [expert] of
     its first dimension, "rows" takes the expert's equal share of the rows, None takes the whole tensor. `transpose` swaps the
-    two dimensions of what was taken.
+    two dimensions of what was taken. `added` is added to each number.
     """
 
     name: str
     expert: Literal["index", "rows"] | None = None
     transpose: bool = False
+    added: float = 0.0
 
     def tensor(self, layer: int, expert: int) -> str:
         """The name of the stored tensor."""
@@ -126,7 +142,7 @@ class Family:
 def parts_to_read(config: ModelConfig) -> dict[str, Iterable[int]]:
     """Part -> the layers of which the operators read it; (0,) for a part of the whole model."""
     whole = ["embedding", "final_norm", *([] if config.tie_word_embeddings else ["head"])]
-    block = ["attention_norm", "attention_output", "mlp_norm"]
+    block = ["attention_output"]
     latent, bias = config.latent, config.attention_bias
     block += ["attention_output_bias"] if bias else []
     if latent is None:
@@ -137,8 +153,12 @@ def parts_to_read(config: ModelConfig) -> dict[str, Iterable[int]]:
             block += ["query_latent_norm", "query_up", *(["query_down_bias"] if bias else [])]
     moe = ["gate", "expert_gate_up", "expert_down", *(["gate_bias"] if config.gate.bias else [])]
     moe += ["shared_gate_up", "shared_down"] if config.shared_expert_width else []
+    moe += ["shared_gate"] if config.shared_expert_width and config.shared_expert_gate else []
+    delta_parts = ("delta_in", "delta_conv", "delta_rate", "delta_bias", "delta_norm", "delta_out") if config.delta is not None else ()
     found: dict[str, Iterable[int]] = dict.fromkeys(whole, (0,))
-    found |= dict.fromkeys(block, range(config.num_layers)) | dict.fromkeys(moe, config.moe_layers)
+    found |= dict.fromkeys(("attention_norm", "mlp_norm"), range(config.num_layers))
+    found |= dict.fromkeys(block, config.paged_layers) if config.paged_layers else {}
+    found |= dict.fromkeys(delta_parts, config.recurrent_layers) | dict.fromkeys(moe, config.moe_layers)
     return found | dict.fromkeys(("dense_gate_up", "dense_down") if config.dense_layers else (), config.dense_layers)
 
 

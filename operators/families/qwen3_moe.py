@@ -18,11 +18,7 @@ def read_config(file: ConfigFile) -> ModelConfig:
     """config.json of a Qwen3-MoE model as a ModelConfig; absent keys have the defaults that transformers gives them."""
     has_window = file.flag("use_sliding_window", default=False) and file.values.get("sliding_window", DEFAULT_WINDOW) is not None
     num_layers = file.integer("num_hidden_layers")
-    mlp_only = frozenset(file.integers("mlp_only_layers"))
-    sparse_step = file.integer("decoder_sparse_step", default=1)
-    moe_layers = tuple(layer for layer in range(num_layers) if layer not in mlp_only and (layer + 1) % sparse_step == 0)
-    if not moe_layers:
-        raise file.error("mlp_only_layers, decoder_sparse_step", "leave no layer with experts; at least one is needed")
+    moe_layers = moe_layers_of(file, num_layers)
     return read_grouped_model(
         file,
         "qwen3_moe",
@@ -38,6 +34,16 @@ def read_config(file: ConfigFile) -> ModelConfig:
         attention_bias=file.flag("attention_bias", default=False),
         sliding_window=file.integer("sliding_window", default=DEFAULT_WINDOW) if has_window else None,
     )
+
+
+def moe_layers_of(file: ConfigFile, num_layers: int) -> tuple[int, ...]:
+    """The layers with experts. Raises ModelError when there are none."""
+    mlp_only = frozenset(file.integers("mlp_only_layers"))
+    sparse_step = file.integer("decoder_sparse_step", default=1)
+    moe_layers = tuple(layer for layer in range(num_layers) if layer not in mlp_only and (layer + 1) % sparse_step == 0)
+    if not moe_layers:
+        raise file.error("mlp_only_layers, decoder_sparse_step", "leave no layer with experts; at least one is needed")
+    return moe_layers
 
 
 FAMILY = Family(name="qwen3_moe", architectures=("Qwen3MoeForCausalLM",), read_config=read_config, parts=STANDARD_PARTS)

@@ -11,14 +11,14 @@ from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from flowrt.operators.families import dbrx, deepseek_v2, deepseek_v3, mixtral, qwen3_moe
+from flowrt.operators.families import dbrx, deepseek_v2, deepseek_v3, mixtral, qwen3_moe, qwen3_next
 from flowrt.operators.families.config_file import ConfigFile, parse_config_file, read_json_bytes
 from flowrt.operators.families.end_tokens import read_end_tokens
 from flowrt.operators.families.family import Family
 from flowrt.operators.model_config import ModelConfig, ModelError
 
 ENTRY_POINT_GROUP = "flowrt.models"
-_FAMILIES = (qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v2.FAMILY, deepseek_v3.FAMILY, dbrx.FAMILY)
+_FAMILIES = (qwen3_moe.FAMILY, qwen3_next.FAMILY, mixtral.FAMILY, deepseek_v2.FAMILY, deepseek_v3.FAMILY, dbrx.FAMILY)
 BUILT_IN = {name: family for family in _FAMILIES for name in (family.name, *family.also)}
 
 

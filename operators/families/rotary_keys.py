@@ -13,9 +13,17 @@ KINDS = ("default", "linear", "yarn", "llama3")
 BY_CONTEXT = ("dynamic", "longrope")
 
 
-def read_rotary(file: ConfigFile, max_positions: int, *, default_theta: float = 10000.0, interleaved: bool = False) -> RotaryConfig:
+def read_rotary(
+    file: ConfigFile,
+    max_positions: int,
+    *,
+    default_theta: float = 10000.0,
+    interleaved: bool = False,
+    partial: tuple[int, float] | None = None,
+) -> RotaryConfig:
     """The rotary positions of a model. Newer writers put everything into `rope_parameters`; older ones have `rope_theta` beside
     `rope_scaling`. Scaled kinds are those of transformers; a kind that is not a function of the position alone is refused.
+    `partial`: the width of a head of which a part may turn, and the default for the part; None: all of it does.
     """
     key, rope = rope_keys(file)
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
@@ -24,13 +32,19 @@ def read_rotary(file: ConfigFile, max_positions: int, *, default_theta: float = 
         raise file.error(key, f"rope_type {kind!r} {why}; use one of {', '.join(KINDS)}")
     if kind not in KINDS:
         raise file.error(key, f"rope_type {kind!r} is not supported; use one of {', '.join(KINDS)}")
-    for source in (rope, file):
+    width = None
+    if partial is not None:
+        source = rope if rope.has("partial_rotary_factor") else file
+        width = int(partial[0] * source.number("partial_rotary_factor", default=partial[1]))
+        if not 0 < width <= partial[0] or width % 2:
+            raise file.error("partial_rotary_factor", f"turns {width} of the {partial[0]} dimensions of a head; an even part is needed")
+    for source in () if partial is not None else (rope, file):
         factor = source.values.get("partial_rotary_factor")
         if factor is not None and factor != 1.0:
             raise file.error("partial_rotary_factor", f"is {factor!r}; only 1.0 is supported")
     theta = (rope if "rope_theta" in rope.values else file).number("rope_theta", default=default_theta)
     scaling = _SCALINGS[kind](file, rope, max_positions) if kind in _SCALINGS else {}
-    return RotaryConfig(theta=theta, kind=kind, interleaved=interleaved, **scaling)
+    return RotaryConfig(theta=theta, kind=kind, interleaved=interleaved, width=width, **scaling)
 
 
 def rope_keys(file: ConfigFile) -> tuple[str, ConfigFile]:

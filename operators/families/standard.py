@@ -47,12 +47,15 @@ def read_grouped_model(
     default_kv_heads: int,
     default_positions: int,
     default_theta: float = 10000.0,
+    default_head_dim: int | None = None,
+    partial_rotary: float | None = None,
     **facts: Any,
 ) -> ModelConfig:
     """Works as read_model for grouped-query attention with standard keys."""
     num_heads = file.integer("num_attention_heads")
     num_kv_heads = file.integer("num_key_value_heads", default=default_kv_heads)
-    head_dim = file.integer("head_dim", default=(each := max(1, file.integer("hidden_size") // num_heads)), null=each)
+    each = max(1, file.integer("hidden_size") // num_heads)
+    head_dim = file.integer("head_dim", default=default_head_dim or each, null=each)
     max_positions = file.integer("max_position_embeddings", default=default_positions)
     check_divides(file, "num_key_value_heads", num_kv_heads, "num_attention_heads", num_heads)
     if head_dim % 2:
@@ -66,7 +69,9 @@ def read_grouped_model(
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token,
         max_position_embeddings=max_positions,
-        rotary=read_rotary(file, max_positions, default_theta=default_theta),
+        rotary=read_rotary(
+            file, max_positions, default_theta=default_theta, partial=None if partial_rotary is None else (head_dim, partial_rotary)
+        ),
         **facts,
     )
 

@@ -26,12 +26,14 @@ YARN = {
     "mscale_all_dim": 0.8,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"architecture": "qwen3_next", "seed": 3, "layers": 4},
     "mixtral": {"architecture": "mixtral", "seed": 4, "config": {"sliding_window": 24}},
     "deepseek_v3": {"architecture": "deepseek_v3", "seed": 4, "config": {"rope_parameters": YARN}},
     "deepseek_v2": {"architecture": "deepseek_v2", "seed": 4, "config": {"topk_method": "group_limited_greedy"}},
     "dbrx": {"architecture": "dbrx", "seed": 3},
 }
 APART: dict[str, Any] = {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 3, "replicas": 2}}
+PREFILL: dict[str, Any] = {"prefill": {"workers": 1}, "attention": {"groups": 2}, "experts": {"servers": 2, "replicas": 2}}
 INSIDE: dict[str, Any] = {"attention": {"groups": 2}, "experts": {"servers": 0}}
 
 
@@ -63,7 +65,18 @@ async def test_in_one_process(family: Served, tmp_path: Path, shape: str) -> Non
     assert await answers(graph, family.prompts) == family.expected
 
 
-async def test_between_processes(families: Callable[[str], Served], tmp_path: Path) -> None:
-    """Latent pages and shared experts in attention processes, routed experts in others."""
-    served = families("deepseek_v3")
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+async def test_between_processes(families: Callable[[str], Served], tmp_path: Path, name: str) -> None:
+    """Latent pages, recurrent states and shared experts in attention processes, routed experts in others."""
+    served = families(name)
     assert await answers(served.write(tmp_path, APART | {"processes": "many"}), served.prompts) == served.expected
+
+
+@pytest.mark.parametrize("numerics", ["fast", "strict"])
+async def test_prompts_of_recurrent_layers_computed_elsewhere(families: Callable[[str], Served], tmp_path: Path, numerics: str) -> None:
+    """A transfer moves the state behind a prompt beside the keys and values of the other layers."""
+    served = families("qwen3_next")
+    limits = {"page_size": 16, "max_num_batched_tokens": 64, "max_message_bytes": 40_000, "max_num_seqs": 4}
+    graph = served.write(tmp_path, PREFILL | {"processes": "one"}, limits=limits, numerics=numerics)
+    twice = [*served.prompts, *served.prompts]  # of which the second ones find states in the prefix cache
+    assert await answers(graph, twice) == [*served.expected, *served.expected]

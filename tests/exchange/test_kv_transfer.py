@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
@@ -15,15 +16,17 @@ from flowrt.actors.control import KvOffer
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload, by_reference, from_int8_rows, from_reference, with_int8_rows
 from flowrt.dataflow.schemas import Spec
-from flowrt.engine.offered_prompt import NO_STEP, OfferedPrompt
+from flowrt.engine.offered_prompt import NO_STATE, NO_STEP, OfferedPrompt
 from flowrt.exchange import kv_transfer
 from flowrt.exchange.kv_headers import ChunkHeader, PullHeader
 from flowrt.exchange.kv_transfer import KvPack, KvUnpack
+from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.kernels.torch.pages import digest_of, scatter_slots
 from flowrt.operators.kv_pages import KvPages
 from flowrt.transports.wire.message import Tag
 
 LAYERS, TOKENS = 3, 11
+RECURRENT = Path(__file__).parents[1] / "simulation/graphs/model-recurrent"
 Change = Callable[[Payload], Payload]
 
 
@@ -32,6 +35,16 @@ INT8_PULL = 7  # id of an edge
 
 def pages_of(page_size: int, dtype: torch.dtype = torch.float32, shared_values: bool = False) -> KvPages:
     return KvPages(LAYERS, 16, page_size, 2, 4, dtype, shared_values=shared_values, rope_width=1 if shared_values else 0)
+
+
+def pages_with_states() -> KvPages:
+    """Pages of a model whose layers 0 and 2 are recurrent, and four slots with other states."""
+    config = read_model_config(RECURRENT, "float32")
+    pages = KvPages.for_model(config, 16, 4, num_slots=4)
+    for layer in config.recurrent_layers:
+        assert pages.states is not None
+        pages.states.block(layer).random_(0, 256)
+    return pages
 
 
 def _parts(pages: KvPages, layer: int, slots: torch.Tensor | slice) -> list[torch.Tensor]:
@@ -50,12 +63,14 @@ class Pair:
         int8: bool = False,
         max_bytes: int = 256,  # 4 tokens of float32 with keys and values
         extras: Mapping[str, Spec] = {},
+        states: bool = False,
     ) -> None:
         self.via = (INT8_PULL,) if int8 else ()
-        self.held, self.own = (pages_of(size, dtype, shared_values) for size in page_sizes)
+        self.slots = (2, 1) if states else (NO_STATE, NO_STATE)
+        self.held, self.own = (pages_with_states() if states else pages_of(size, dtype, shared_values) for size in page_sizes)
         self.held_pages, self.own_pages = ([5, 3, 4, 9, 2, 1][: -(-TOKENS // size)] for size in page_sizes)
         slots = kv_transfer.slots_of(self.held_pages, page_sizes[0], 0, TOKENS)
-        for layer in range(LAYERS):
+        for layer in self.held.layers:
             values = [torch.randn(TOKENS, *part.shape[1:]).to(dtype) for part in self.held.parts(layer)]
             scatter_slots(self.held.parts(layer), slots, values)
         self.pack, self.unpack = KvPack(self.held, {INT8_PULL}, max_bytes, extras), KvUnpack(self.own, extras)
@@ -72,8 +87,8 @@ class Pair:
     def compute(self, num_committed: int, num_in_step: int = 0, epoch: int = 0, step: int = 0, is_complete: bool = False) -> None:
         """The worker has computed the prompt up to here; a step computes the tokens up to `num_in_step`."""
         running = (epoch, 0, step) if num_in_step else NO_STEP
-        pages, end = tuple(self.held_pages), max(num_committed, num_in_step)
-        self.pack.update([OfferedPrompt("a", 0, pages, TOKENS, epoch, num_committed, end, running, is_complete)])
+        pages, end, slot = tuple(self.held_pages), max(num_committed, num_in_step), self.slots[0] if is_complete else NO_STATE
+        self.pack.update([OfferedPrompt("a", 0, pages, TOKENS, epoch, num_committed, end, running, is_complete, slot)])
 
     def complete(self, epoch: int = 0) -> None:
         self.compute(TOKENS, epoch=epoch, is_complete=True)
@@ -97,7 +112,7 @@ class Pair:
         if not self.pack._offers:
             self.complete()
         self.unpack.on_joined("p", linked)
-        self.unpack.begin("a", 0, self.offer, self.own_pages, first_token)
+        self.unpack.begin("a", 0, self.offer, self.own_pages, first_token, self.slots[1])
 
     def respond(self, change: Change = lambda chunk: chunk) -> None:
         """The oldest message arrives: a chunk if there is one, else a pull."""
@@ -116,8 +131,14 @@ class Pair:
 
     def is_equal(self, first: int = 0, layers: int = LAYERS) -> bool:
         slots = [kv_transfer.slots_of(pages, each.page_size, first, TOKENS - first) for pages, each in self._sides()]
-        values = [[_parts(each, layer, own) for layer in range(layers)] for (_, each), own in zip(self._sides(), slots, strict=True)]
+        values = [[_parts(each, layer, own) for layer in each.layers[:layers]] for (_, each), own in zip(self._sides(), slots, strict=True)]
         return all(torch.equal(a, b) for one, two in zip(*values, strict=True) for a, b in zip(one, two, strict=True))
+
+    def has_states(self) -> bool:
+        assert self.held.states is not None
+        assert self.own.states is not None
+        pairs = [(self.held.states.block(layer)[self.slots[0]], self.own.states.block(layer)[self.slots[1]]) for layer in (0, 2)]
+        return all(torch.equal(*pair) for pair in pairs)
 
     def _sides(self) -> list[tuple[list[int], KvPages]]:
         return [(self.held_pages, self.held), (self.own_pages, self.own)]
@@ -406,3 +427,59 @@ def test_the_hash_is_of_all_bytes() -> None:
     one, two = torch.arange(6.0).view(1, 2, 3), torch.zeros(1, 2, 3)
     assert digest_of((one, two)) != digest_of((two, one))
     assert digest_of((one.to(torch.bfloat16),)) == digest_of((one.to(torch.bfloat16).clone(),))
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("first_token", [0, 4])
+def test_the_states_of_recurrent_layers_arrive_whole(int8: bool, first_token: int) -> None:
+    """In several chunks, whatever the first token is that the group lacks; other slots keep their states."""
+    pair = Pair(int8=int8, states=True)
+    assert pair.own.states is not None
+    others = [pair.own.states.block(layer)[[0, 2, 3]].clone() for layer in (0, 2)]
+    pair.begin(first_token=first_token)
+    pair.run()
+    assert pair.ends == [("a", 0, "")]
+    assert pair.has_states()
+    assert int8 or pair.is_equal(first_token)
+    assert all(torch.equal(pair.own.states.block(layer)[[0, 2, 3]], other) for layer, other in zip((0, 2), others, strict=True))
+
+
+def test_no_state_moves_before_the_prompt_is_committed() -> None:
+    """A rollback of the prefill worker makes tokens void, and no state."""
+    pair = Pair(states=True)
+    pair.compute(4, 8)
+    pair.write_layers(0, 1, 2)
+    pair.begin()
+    pair.run()
+    assert pair.ends == []
+    assert not pair.has_states()
+    pair.compute(4, 11, epoch=1)
+    pair.write_layers(0, 1, epoch=1)
+    pair.run()
+    assert not pair.has_states()
+    pair.complete(epoch=1)
+    pair.run()
+    assert pair.ends == [("a", 0, "")]
+    assert pair.has_states()
+    assert pair.is_equal()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda state: state[1:], "bytes of a state, expected"),
+        (lambda state: state ^ 1, "do not match their hash"),
+    ],
+)
+def test_a_state_that_does_not_fit_ends_its_transfer(change: Callable[[torch.Tensor], torch.Tensor], text: str) -> None:
+    pair = Pair(states=True)
+
+    def changed(chunk: Payload) -> Payload:
+        *rows, state = chunk.tensors
+        return Payload((*rows, change(state)), chunk.header) if len(state) else chunk
+
+    pair.begin()
+    while pair.pulls or pair.chunks:
+        pair.respond(changed)
+    ((*_, why),) = pair.ends
+    assert text in why

@@ -41,6 +41,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "normalize_topk": False,
         "shard_bytes": 200_000,
     },
+    "qwen3_next": {"architecture": "qwen3_next", "seed": 3, "layers": 5},
     "mixtral": {"architecture": "mixtral", "seed": 3, "shard_bytes": 200_000},
     "mixtral window": {"architecture": "mixtral", "seed": 4, "layers": 2, "config": {"sliding_window": 24}},
     "mixtral llama3": {"architecture": "mixtral", "seed": 5, "config": {"rope_parameters": LLAMA3}},

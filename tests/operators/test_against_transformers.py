@@ -14,6 +14,7 @@ NAMES = [
     "plain",
     "mixed",
     "wide",
+    "qwen3_next",
     "mixtral",
     "mixtral window",
     "mixtral llama3",
@@ -86,7 +87,7 @@ def test_bfloat16(models: Any, name: str) -> None:
     assert error(reference) < 1.5 * error(theirs)
 
 
-@pytest.mark.parametrize("name", ["plain", "mixtral window", "deepseek_v3", "deepseek_v2", "dbrx"])
+@pytest.mark.parametrize("name", ["plain", "qwen3_next", "mixtral window", "deepseek_v3", "deepseek_v2", "dbrx"])
 def test_float64_equals_the_reference(models: Any, name: str) -> None:
     ids = random_prompts([30], seed=4)[0]
     fast = FastModel(models[name], "float64")

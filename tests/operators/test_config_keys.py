@@ -18,7 +18,7 @@ from flowrt.operators.families.config_file import ConfigFile
 from flowrt.operators.families.registry import find_family, read_model_config
 from flowrt.operators.model_config import ModelError
 
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v2", "dbrx")
+FAMILIES = ("qwen3_moe", "qwen3_next", "mixtral", "deepseek_v3", "deepseek_v2", "dbrx")
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 5000.0,
@@ -39,6 +39,7 @@ LATENT = {"num_key_value_heads", "head_dim"}  # of the latent families: not used
 
 OTHER_VARIANT: dict[str, dict[str, Any]] = {  # in which more keys are read
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 16, "mlp_only_layers": [0]},
+    "qwen3_next": {"mlp_only_layers": [0], "layer_types": None},
     "deepseek_v2": {"topk_method": "group_limited_greedy"},
 }
 
@@ -48,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """A small checkpoint of each family, with the keys of YaRN where it has them."""
     root, found = tmp_path_factory.mktemp("keys"), {}
     for family in FAMILIES:
-        scaled = {} if family == "dbrx" else {"rope_parameters": YARN}
+        scaled = {} if family == "dbrx" else {"rope_parameters": dict(YARN)}
         found[family] = make_checkpoint(root / family, architecture=family, layers=2, seed=5, max_positions=64, config=scaled)
     return found
 

@@ -121,7 +121,7 @@ def test_dtype_can_be_chosen(tmp_path: Path) -> None:
         read_model_config(tmp_path, "int8")
 
 
-OURS = "dbrx, deepseek_v2, deepseek_v3, kimi_k2, mixtral, qwen3_moe"
+OURS = "dbrx, deepseek_v2, deepseek_v3, kimi_k2, mixtral, qwen3_moe, qwen3_next"
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gpt2"}, f"model family 'gpt2' is not known; known are: {OURS}"),

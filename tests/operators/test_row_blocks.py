@@ -21,6 +21,7 @@ from flowrt.operators.model_config import ModelError
 from flowrt.operators.proof import prove, prove_model
 from flowrt.operators.replica_table import ReplicaTable
 from flowrt.operators.row_blocks import PROOF_ROWS, SIZES, WHOLE, StrictBlocks, describe
+from flowrt.operators.state_slots import NO_STATE
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint, torch_dtype
 
@@ -121,17 +122,18 @@ def test_fast_gives_all_rows_at_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["mixed", "deepseek_v3 yarn", "dbrx unequal"])
+@pytest.mark.parametrize("name", ["mixed", "deepseek_v3 yarn", "dbrx unequal", "qwen3_next"])
 def test_every_function_of_a_model_can_be_proven(models: Any, name: str, dtype: str) -> None:
     config = read_model_config(models[name])
     found = prove_model(models[name], dtype).sizes
     kinds = {"dense": bool(config.dense_layers), "shared": bool(config.shared_expert_width)}
+    kinds |= dict.fromkeys(("delta in", "delta norm", "delta out"), bool(config.recurrent_layers))
     assert set(found) == {"attention in", "attention out", "gate", "experts", "head"} | {kind for kind, there in kinds.items() if there}
     assert all(sizes and set(sizes) <= set(SIZES) for sizes in found.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["plain", "mixtral window", "deepseek_v3", "deepseek_v2 limited"])
+@pytest.mark.parametrize("name", ["plain", "mixtral window", "deepseek_v3", "deepseek_v2 limited", "qwen3_next"])
 @torch.inference_mode()
 def test_attention_gives_a_sequence_the_same_bits_alone_and_beside_others(models: Any, name: str, dtype: str) -> None:
     """Chunks and decode rows, in other pages, at another place of the step, and computed a second time."""
@@ -142,12 +144,13 @@ def test_attention_gives_a_sequence_the_same_bits_alone_and_beside_others(models
     x = [drawn(sum(each), config.hidden_size, dtype=torch_dtype(config), seed=index) for index, each in enumerate(cuts)]
 
     def attend(sequences: list[int], first_page: int) -> dict[int, list[bytes]]:
-        pages, found = KvPages.for_model(config, 70, 4), {sequence: [] for sequence in sequences}
+        pages, found = KvPages.for_model(config, 70, 4, num_slots=6), {sequence: [] for sequence in sequences}
         for turn in range(6):
             lengths = [sum(cuts[each][: turn + 1]) for each in sequences]
             rows = [cuts[each][turn] for each in sequences]
             tables = [list(range(first_page + 20 * at, first_page + 20 * at + 20)) for at in range(len(sequences))]
-            layout = StepLayout.from_lists(rows, lengths, tables, 4)
+            slots = [(NO_STATE if not turn else 2 * at + turn % 2, 2 * at + 1 - turn % 2) for at in range(len(sequences))]
+            layout = StepLayout.from_lists(rows, lengths, tables, 4, states=slots if config.recurrent_layers else ())
             step = torch.cat([x[each][length - row : length] for each, row, length in zip(sequences, rows, lengths, strict=True)])
             results = zip(*(result.split(rows) for result in attention.forward(0, step, layout, pages)), strict=True)
             for each, result in zip(sequences, results, strict=True):

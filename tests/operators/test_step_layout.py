@@ -28,7 +28,17 @@ def test_a_layout_travels_as_tensors() -> None:
     assert all(tensor.dtype == torch.int64 for tensor in layout.to_tensors())
     assert (copy.query_lengths, copy.kv_lengths) == ((3, 1), (5, 9))
     positions, slots, starts, contexts, table = layout.to_tensors()
-    for wrong in ((positions[1:], slots, starts, contexts, table), (positions, slots, starts, contexts[1:], table)):
+    with_states = StepLayout.from_lists([3, 1], [5, 9], [[7, 2], [4, 0, 9]], 4, states=[(-1, 3), (2, 5)])
+    *_, states_2S = with_states.to_tensors()
+    assert states_2S.tolist() == [[-1, 2], [3, 5]]
+    copy = StepLayout.from_tensors(with_states.to_tensors())
+    assert copy.states_2S is not None
+    assert torch.equal(copy.states_2S, states_2S)
+    for wrong in (
+        (positions, slots, starts, contexts, table, states_2S[:, :1]),
+        (positions[1:], slots, starts, contexts, table),
+        (positions, slots, starts, contexts[1:], table),
+    ):
         with pytest.raises(ValueError, match="cannot have shapes"):
             StepLayout.from_tensors(wrong)
 

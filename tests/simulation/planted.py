@@ -18,6 +18,7 @@ from simulation.planted_hosts import HOST_BUGS
 from simulation.planted_modelled import MODELLED_BUGS
 from simulation.planted_page_waits import PAGE_WAIT_BUGS
 from simulation.planted_prefixes import PREFIX_BUGS
+from simulation.planted_recurrent import RECURRENT_BUGS
 from simulation.planted_request_log import REQUEST_LOG_BUGS
 from simulation.planted_standby import STANDBY_BUGS
 from simulation.planted_trampolines import TRAMPOLINE_BUGS
@@ -89,6 +90,7 @@ BUGS: tuple[Bug, ...] = (
     *with_graphs("few_pages", PAGE_WAIT_BUGS),
     *with_graphs("emulated.yaml", MODELLED_BUGS),
     *PREFIX_BUGS,
+    *with_graphs("recurrent", RECURRENT_BUGS),
     # tags and matching
     bug("micro-batches-mixed", "rows are matched without the micro-batch", (
         MATCHING, "MatchingTable.arrive", "key = (edge.target, tag)", "key = (edge.target, Tag(tag.source, tag.epoch, 0, tag.step, tag.layer))")),

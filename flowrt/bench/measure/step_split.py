@@ -100,11 +100,12 @@ async def _totals_of(side: GraphSide) -> dict[str, _Totals]:
 
 def min_bytes_per_step(graph: Graph, batch: int, context: int) -> float:
     """What a decode step of `batch` sequences must read: weights but for the embedding's table, the experts that some row is routed to
-    (uniformly and independently), keys and values of `context` tokens each."""
+    (uniformly and independently), keys and values of `context` tokens each, recurrent states."""
     model = served_model(graph)
     config = read_model_config(Path(model.path), model.dtype)
     touched = 1 - (1 - config.num_experts_per_token / config.num_experts) ** batch if config.num_experts and config.moe_layers else 0.0
     shares = dict.fromkeys(EXPERT_PARTS, touched * config.num_experts) | {"embedding": float(config.tie_word_embeddings)}
     read = parts_to_read(config).items()
     weights = sum(shares.get(part, 1) * len(list(layers)) * weight_elements(config, (part,)) for part, layers in read)
-    return (weights + batch * context * config.kv_elements) * DTYPE_BYTES[config.dtype]
+    states = batch * len(config.recurrent_layers) * config.state_bytes
+    return (weights + batch * context * config.kv_elements) * DTYPE_BYTES[config.dtype] + states
