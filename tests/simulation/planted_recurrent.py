@@ -36,9 +36,6 @@ RECURRENT_BUGS: tuple[Bug, ...] = (
         TRANSFER, "_PromptOffer._num_computed", "return 0 if self.prompt.slot == NO_STATE else self.units.total(layer, self.prompt.num_tokens)", "return self.units.total(layer, self.prompt.num_tokens)")),
     bug("state-replayed-from-start", "each token of an output that is replayed begins with the committed state", (
         BATCH, "build_batch", "StepSlots(slots.target, slots.target)", "slots")),
-    bug("state-kept-if-wrong", "a state without finite logits is kept", (
-        MEMORY, "GroupMemory.forget", "self._cache.forget([page for segment in sequence.prefix.segments[:1] for page in segment.pages])", "pass"), (
-        MEMORY, "GroupMemory.forget", "self._cache.forget(sequence.holding.pages)", "pass")),
     bug("slot-lost", "a held prompt keeps the slots that only steps need, and its end frees one", (
         STATES, "HeldMemory.slots", "*self.spare", "*self.spare[1:]")),
 )  # fmt: skip
