@@ -104,7 +104,7 @@ class Requests:
             if self._has_begun:
                 self._begin_sender(group)
         self._carry_out(decisions)
-        for group in self._outgoing.keys() - self.gateway.workers.keys():
+        for group in sorted(self._outgoing.keys() - self.gateway.workers.keys()):
             del self._outgoing[group]
             if group in self._senders:
                 self._senders.pop(group).cancel()

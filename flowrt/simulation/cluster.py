@@ -311,7 +311,8 @@ class SimulatedRun(ObservedRun):
             for inside in self.living_insides():
                 is_current = self.launcher.incarnations.get(inside.name) == inside.worker.incarnation
                 is_up = self.world.is_alive(self.world.processes[inside.name])
-                if is_current and is_up and (used := inside.uses_leaving()) is not None:
+                used = inside.uses_leaving() if inside.worker.graph.version >= self._versions[-1].version else f"{inside.name} sends there"
+                if is_current and is_up and used is not None:
                     raise InvariantError("I8", f"{', '.join(sorted(gone))} ends too soon: {used}")
         if graph.leaving:
             self._drains_until = now + DRAIN_SECONDS

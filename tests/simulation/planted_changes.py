@@ -7,17 +7,13 @@ from __future__ import annotations
 from simulation.planting import Bug, bug
 
 CHANGE = "flowrt.launcher.graph_change"
-DEATHS = "flowrt.launcher.deaths"
 POOL = "flowrt.launcher.worker_pool"
 ROUTER = "flowrt.gateway.router"
-GATEWAY = "flowrt.gateway.gateway"
 LINKS = "flowrt.actors.links"
 OUTBOUND = "flowrt.dataflow.outbound_edges"
 INBOUND = "flowrt.dataflow.inbound_edges"
 SUBGRAPH = "flowrt.dataflow.subgraph"
-RUNNER = "flowrt.dataflow.runner"
 SERVERS = "flowrt.exchange.servers"
-PROCESS = "flowrt.workers.process"
 DATA_PATH = "flowrt.workers.data_path"
 DELTA = "flowrt.graph.delta"
 
@@ -36,13 +32,8 @@ CHANGE_BUGS: tuple[Bug, ...] = (
         ROUTER, "Router.use", "self.lose(group, 'has not joined yet')", "pass")),
     bug("change-group-never", "a group that has joined gets no requests, and stays one of those that are lost", (
         "flowrt.launcher.run", "apply_group_change", "events.WorkerJoined(name) | ", "")),
-    bug("change-early-forgotten", "a worker that loads ignores a change of the graph", (
-        PROCESS, "Worker.act", "self._early_changes.append(control)", "pass")),
     bug("change-old-start", "a worker that starts again gets the first version of the graph", (
         POOL, "WorkerPool.graph_for", "if (graph.version, path) not in self._graphs:", "graph = graph.replace(version=0)\n    if (graph.version, path) not in self._graphs:")),
-    bug("change-leaver-restarted", "a process that dies while it leaves is started again", (
-        DEATHS, "Deaths._restart", "if process.is_leaving:\n        return", "pass"), (
-        "flowrt.launcher.starts", "Starts.start_next", "process is None or process.is_leaving", "process is None")),
     bug("change-never-ends", "a process that has left stays in the table", (
         CHANGE, "GraphChange.advance", "self._table.remove(process)", "pass")),
     bug("change-outbound-stay", "the edges to a process that has left stay", (
@@ -60,10 +51,6 @@ CHANGE_BUGS: tuple[Bug, ...] = (
         DATA_PATH, "DataPath.use", "self.failover.use(graph)", "pass")),
     bug("change-links-unplanned", "a worker does not link with processes that join", (
         DATA_PATH, "DataPath.use", "self.links.use(plans, survivable_processes(graph))", "pass")),
-    bug("change-not-undone", "the change goes on without a process that was given up", (
-        CHANGE, "GraphChange.advance", "self._leaving, self._target = (self._joining, self._before)", "pass")),
-    bug("change-caller-refused", "a process that connects before the notice of its join is refused", (
-        LINKS, "Links._admit", "return self._callers.put(channel, scheme)\n    link =", "return channel\n    link =")),
     bug("change-delta-without-ports", "nodes that stay keep their former ports and servers", (
         DELTA, "delta_of", "old.nodes.get(name) != node", "name not in old.nodes")),
 )  # fmt: skip

@@ -41,6 +41,7 @@ _HOSTS = "transports between hosts: a simulated run has one transport; run by te
 _FAILED = "needs a run that fails while front ends serve; at some seeds only"
 _STATUS = "for flowrt ps"
 _API = "for callers of the Python API: a simulated client reads events; run by tests/api"
+_CHANGE = "at some seeds only; run by tests/launcher/test_graph_change.py"
 _START = "reads files and limits of the machine before a start; run by tests/launcher and tests/processes"
 # File, or "file:function": why it does not run.
 EXCEPTIONS = {
@@ -70,6 +71,8 @@ EXCEPTIONS = {
     "flowrt/gateway/gateway.py:Gateway.stop_choice": _FRONT_ENDS,
     "flowrt/gateway/requests.py:Requests.stop_choice": _FRONT_ENDS,
     "flowrt/gateway/requests.py:_count": _FRONT_ENDS,
+    "flowrt/launcher/deaths.py:Deaths.kill_leaving": _CHANGE,
+    "flowrt/launcher/graph_change.py:GraphChange.end_drain": _CHANGE,
     "flowrt/launcher/events.py:print_news": "prints to stderr",
     "flowrt/launcher/starts.py:Starts.on_fork_server_failed": "needs a new fork server that fails; at some seeds only",
     "flowrt/launcher/health_record.py:HealthRecord.heartbeat_age": _STATUS,
