@@ -31,6 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 POLL_SECONDS = 0.001
@@ -177,11 +178,15 @@ def _forkable(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]] | 
         return what | {"module": words[2], "arguments": words[4:]}, [*streams, int(words[3])]
     names = set(re.findall(r"\w+", " ".join(words[1:3])))
     is_command = words[:2] == ["-m", "flowrt"] or (words[0] == "-c" and "flowrt" in names)
-    if not (is_command and names & STARTING) and words != CHECK:
+    if not (is_command and names & STARTING) and words != CHECK and not _is_script(words[0]):
         return None
     if options["pass_fds"] or any(map(os.isatty, streams)) or not os.access(what["cwd"], os.X_OK):
         return None
     return what | {"command": words}, streams
+
+
+def _is_script(path: str) -> bool:
+    return path.endswith(".py") and b"import flowrt" in Path(path).read_bytes()
 
 
 def _significant(environment: Mapping[str, str]) -> dict[str, str]:
@@ -320,7 +325,7 @@ def _become_command(what: Mapping[str, Any], descriptors: Sequence[int], importe
     install(Spares(imported))
     path = what["environment"].get("PYTHONPATH", "").split(os.pathsep)
     option, *words = what["command"]
-    own = {"-P": [], "-m": [what["cwd"]], "-c": [""]}[option]
+    own = {"-P": [], "-m": [what["cwd"]], "-c": [""]}.get(option, [os.path.dirname(option)])
     sys.path[:] = [*own, *filter(None, path), *imported.path]
     _open_streams()
     raise _Command(words if option == "-P" else [option, *words])
@@ -347,9 +352,14 @@ class _Command(BaseException):
 
 
 def _run(words: list[str]) -> None:
-    option, name, *arguments = words
-    sys.argv[:] = [option, *arguments]
+    option, *arguments = words
     sys.modules.pop("__main__")
+    if option not in ("-m", "-c"):
+        sys.argv[:] = words
+        runpy.run_path(option, run_name="__main__")
+        return
+    name, *arguments = arguments
+    sys.argv[:] = [option, *arguments]
     if option == "-m":
         sys.modules.pop(name, None)
         runpy.run_module(name, run_name="__main__", alter_sys=True)
