@@ -16,7 +16,7 @@ from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
-from flowrt.launcher.start_checks import check_engine
+from flowrt.launcher.start_check_process import check_start
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.observe import LEVELS, print_line
 from flowrt.operators.families.registry import read_model_config
@@ -84,7 +84,7 @@ def open_graph(
         collector = TraceCollector(seams.machine_now, str(trace))
     loaded = graph if isinstance(graph, Graph) else read_graph(graph, overrides, model)
     if seams.open_engine is None:
-        check_engine(loaded)
+        check_start(loaded)
     callbacks = guarded("on_event", on_event), guarded("on_line", on_line)
     return RunningGraph(loaded, seams, log_level, *callbacks, collector, resumes=resume, generation_config=str(generation_config))
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,8 +14,6 @@ from flowrt.errors import UserError
 
 if TYPE_CHECKING:
     from flowrt.graph.model import Graph
-
-CHECK_SECONDS = 120.0
 
 graph_app = App(name="graph", help="Check, show and expand graph files without starting a worker.")
 
@@ -36,9 +31,11 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
     Prints one line with the first error, or with the size of the graph. It
     starts no worker; a short process imports your modules and torch.
     """
+    from flowrt.launcher.start_check_process import check_processes, start_check_process
+
     with ExitStack() as stack:
         # Importing torch takes as long as reading a large graph, so the process starts first where it is probably needed.
-        process = stack.enter_context(_start_check()) if _is_probably_explicit(file) else None
+        process = stack.enter_context(start_check_process()) if _is_probably_explicit(file) else None
         graph = load(file, overrides, model)
         from flowrt.graph.show import summary_of_valid
         from flowrt.launcher.start_checks import check_engine, check_model, check_prompts, memory_needs, needs_text
@@ -53,7 +50,7 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
             notes = (*notes, problem)
         has_functions = any(node.kind.is_users for node in graph.nodes.values())
         if graph.cores or has_functions or any(device != "cpu" for device in graph.devices.values()):
-            _check_processes(graph, process or stack.enter_context(_start_check()))
+            check_processes(graph, process or stack.enter_context(start_check_process()))
     for note in notes:
         print_line(f"flowrt: warning: {note}")
     needs = memory_needs(graph)
@@ -108,37 +105,6 @@ def _is_probably_explicit(file: Path) -> bool:
     with suppress(OSError, ValueError):
         return file.is_file() and b"nodes" in file.read_bytes()
     return False
-
-
-@contextmanager
-def _start_check() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that imports torch and then waits for a graph to check, with the import path of this one."""
-    from flowrt.processes.import_path import import_path
-
-    command = [sys.executable, "-P", "-m", "flowrt.workers.start_check"]
-    environment = {**os.environ, "PYTHONPATH": import_path()}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def _check_processes(graph: Graph, process: subprocess.Popen[bytes]) -> None:
-    """Check devices and operators in `process`. Raises UserError."""
-    from flowrt.graph.model import to_json
-
-    try:
-        output, errors = process.communicate(to_json(graph), timeout=CHECK_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"the imports of the operators took more than {CHECK_SECONDS:g} s; a module must not wait or compute") from None
-    found = output.decode(errors="replace").strip()
-    if not found:
-        lines = errors.decode(errors="replace").strip().splitlines()
-        found = f"the process that imports the operators ended with status {process.returncode}: {lines[-1] if lines else 'no output'}"
-    if found != "valid":
-        raise UserError(found)
 
 
 def _draw(dot: str, path: Path) -> None:

@@ -33,7 +33,7 @@ from flowrt.cli.view import PlainView, View
 from flowrt.errors import BAD_INPUT, FAILURE, INTERRUPTED, NO_READER, SUCCESS, NotRunningError, UserError, WorkerDiedError
 from flowrt.launcher import events
 from flowrt.launcher.launcher import STOP_SECONDS
-from flowrt.launcher.start_checks import check_engine
+from flowrt.launcher.start_check_process import check_start
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.observe import set_log_level
 from flowrt.sampling_params import SamplingParams
@@ -105,7 +105,7 @@ class RunSession:
         self._statistics: dict[str, Statistics] = {}
         self._up_seconds: float | None = None
         loaded = read_graph(path, options.overrides, options.model)
-        check_engine(loaded)
+        check_start(loaded)
         self._trace = TraceCollector(self._seams.machine_now) if options.trace is not None else None
         self._graph = RunningGraph(
             loaded,
@@ -127,6 +127,8 @@ class RunSession:
             self._graph.require_tokenizer()
             if options.chat and self._graph.tokenizer is not None:
                 self._graph.tokenizer.check_chat_template()
+        if self._graph.tokenizer is not None and not options.chat and not all(map(self._graph.tokenizer.encode, options.prompt)):
+            raise UserError("a --prompt is empty: the model's tokenizer makes no token of it; give it a text")
         self._records = [Record(index, each) for index, each in enumerate(requests)]
         self._chaos = RunFaults(options.chaos, self._graph, self._seams.clock, self._log_fault) if options.chaos is not None else None
         self._completed = asyncio.Event()  # all requests have ended

@@ -25,7 +25,7 @@ from flowrt.cli.text import visible
 from flowrt.errors import INTERRUPTED, SUCCESS, TokenizerError, UserError, WorkerDiedError, install_command, shown
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
-from flowrt.launcher.start_checks import check_engine
+from flowrt.launcher.start_check_process import check_start
 from flowrt.observe import print_line
 from flowrt.processes.descriptors import check_front_end
 from flowrt.processes.output_tail import write_line
@@ -52,7 +52,7 @@ def open_session(path: Path, options: ServeCommandOptions, run_name: str | None,
     if find_spec("uvicorn") is None or find_spec("httptools") is None:
         raise UserError(f"flowrt serve needs uvicorn and httptools: {install_command('serve')}")
     graph = read_graph(path, options.overrides, options.model)
-    check_engine(graph)
+    check_start(graph)
     if graph.model is None:
         raise UserError(f"{path}: this graph serves no model; call it from Python: await graph(name=tensor)")
     if options.resume and not graph.reliability.request_log:

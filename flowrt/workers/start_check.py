@@ -1,7 +1,7 @@
 """Checks of a process before it loads anything: the device exists, the modules of user operators have the named functions.
 
-Each worker checks itself first. `flowrt graph validate` runs this module as a short process, `python -m flowrt.workers.start_check`, with
-the graph on standard input: the launching process imports neither torch nor a module of the user.
+Each worker checks itself first. `flowrt graph validate` and the start of a run execute this module as a short process (the launcher's
+start_check_process.py) with the graph on standard input: the launching process imports neither torch nor a module of the user.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from flowrt.workers.user_nodes import build_user_nodes
 
 def check_process(graph: Graph, process: str) -> dict[str, NodeFunction]:
     """The functions of the process's user operators. Raises GraphError for a device, a core or a function that is not there."""
+    return build_user_nodes(graph, process, check_machine(graph, process))
+
+
+def check_machine(graph: Graph, process: str) -> torch.device:
+    """The device of the process. Raises GraphError for a device or a core that is not there."""
     if (reason := _cores_problem(graph.cores.get(process))) is not None:
         raise graph.error(f"cores.{process}", reason)
-    return build_user_nodes(graph, process, _device(graph, process))
-
-
-def _device(graph: Graph, process: str) -> torch.device:
     device = torch.device(graph.devices.get(process, "cpu"))
     if device.type == "cuda" and (reason := _cuda_problem(device)) is not None:
         raise graph.error(f"devices.{process}", f"{reason}, or write cpu")
@@ -58,14 +59,16 @@ def _cuda_problem(device: torch.device) -> str | None:
 
 
 def main() -> None:
-    """Print "valid", or the first error of any process of the graph on one line. No output: a module of the user ended the process."""
+    """Print "valid", or the first error of any process of the graph on one line. No output: a module of the user ended the process. With
+    an argument, no module of the user is imported."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a module of the user prints is not an error of the graph
     gc.disable()  # what this short process allocates lives until its end
     graph = from_json(sys.stdin.buffer.read())
+    check = check_process if len(sys.argv) < 2 else check_machine
     try:
         for process in graph.process_names():
-            check_process(graph, process)
+            check(graph, process)
         output.write("valid")
     except UserError as error:
         output.write(str(error))

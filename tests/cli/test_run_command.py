@@ -403,3 +403,9 @@ async def test_summary_sends_no_further_requests(graph_file: Path, monkeypatch: 
     session._graph = Graph()  # type: ignore[assignment]
     await session._serve()
     assert session._statistics == statistics
+
+
+def test_an_empty_prompt_is_refused_before_anything_starts(graph_file: Path) -> None:
+    done = flowrt_here("run", graph_file, "--prompt", "one", "--prompt", "")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "flowrt: error: a --prompt is empty: the model's tokenizer makes no token of it; give it a text\n"

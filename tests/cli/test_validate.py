@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,8 @@ from flowrt.cli.app import main
 from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
 from flowrt.launcher import events, start_checks
+from flowrt.launcher.run import Run
+from flowrt.launcher.start_check_process import check_start
 from flowrt.launcher.transport_choice import choose_transports
 from flowrt.workers.start_check import check_process
 
@@ -330,19 +331,26 @@ def test_a_module_that_ends_its_process_does_not_make_the_graph_valid(tmp_path: 
     assert err == "flowrt: error: the process that imports the operators ended with status 0: no output\n"
 
 
-def test_a_device_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     override = "deploy.experts.device=cuda"
     assert validate(QUICKSTART, "--set", override) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"flowrt: error: --set {override}: deploy.experts.device: "), err
     assert err.endswith(", or write cpu\n")
     assert err.count("\n") == 1
-    command = [sys.executable, "-m", "flowrt", "run", str(QUICKSTART), "--set", override, "--prompt", "hello"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert run.returncode == 1  # processes had started
-    assert run.stdout == ""
-    assert [line for line in run.stderr.splitlines() if "error" in line.lower()] == err.splitlines()
-    assert all(line.startswith("flowrt: ") for line in run.stderr.splitlines()), run.stderr
+    monkeypatch.setattr(Run, "__aenter__", None)  # nothing starts
+    for command in ("run", "serve", "up", "chat"):
+        with patch("sys.argv", ["flowrt", command, str(QUICKSTART), "--set", override]), pytest.raises(SystemExit) as end:
+            main()
+        assert (end.value.code, capsys.readouterr().err) == (2, err), command
+    with pytest.raises(GraphError, match=r"deploy\.experts\.device: "):
+        flowrt.open(QUICKSTART, overrides=[override])
+
+
+def test_devices_of_other_hosts_are_not_checked_here(model: Path) -> None:
+    graph = flowrt.api.read_graph(model)
+    check_start(graph.replace(process_hosts={"experts.1": "host.1"}, devices={"experts.1": "cuda:999"}))
 
 
 def test_an_error_about_a_transport_names_the_override_that_chose_it(model: Path) -> None:

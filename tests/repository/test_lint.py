@@ -24,6 +24,7 @@ SEAM_FILES = {
     "flowrt/processes/exit_lock.py": "a thread waits for the end of a process",
     "flowrt/bench": "measures the real world",
     "flowrt/cli/graph.py": "runs Graphviz",
+    "flowrt/launcher/start_check_process.py": "starts the process that checks devices before a run",
     "flowrt/chaos/worker.py": "injects faults into a real process",
     "flowrt/chaos/cells.py": "draws the processes to kill from a seed",
     "transports/conformance/suite.py": "times the checks, and waits for what ends by itself",
