@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -73,6 +74,7 @@ class _TokenizerChild:
         self.has_grammars = vocab_size > 0  # it has compiled one when it is ready
         self.num_stale = 0  # responses that will come for calls that were cancelled
         self.received = bytearray()  # a part of the next response
+        self._stop_waiting: Callable[[], None] = lambda: None  # ends the wait of `receive`
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         module = ["-P", "-m", "flowrt.serving.tokenizer_process"]
@@ -95,17 +97,38 @@ class _TokenizerChild:
         self.socket.setblocking(False)
 
     async def receive(self) -> _Encoded:
-        """The next response. A call that is cancelled loses none of its bytes."""
-        loop, data = asyncio.get_running_loop(), self.received
+        """The next response. A call that is cancelled at any moment loses none of its bytes: what it waits for carries none, as the future
+        of a loop's `sock_recv` does. Raises EOFError or OSError at the end of the process."""
+        data = self.received
         while not data.endswith(b"\n"):  # the next response comes only after the next request
-            received = await loop.sock_recv(self.socket, 1 << 20)
+            try:
+                received = self.socket.recv(1 << 20)
+            except BlockingIOError:
+                await self._wait_for_bytes()
+                continue
             if not received:
                 raise EOFError
             data += received
         self.received = bytearray()
         return msgspec.json.decode(data, type=_Encoded)
 
+    async def _wait_for_bytes(self) -> None:
+        loop, number, ended = asyncio.get_running_loop(), self.socket.fileno(), asyncio.Event()
+
+        def stop() -> None:
+            if not ended.is_set():  # else another file may have the number
+                ended.set()
+                loop.remove_reader(number)
+
+        self._stop_waiting = stop
+        loop.add_reader(number, stop)
+        try:
+            await ended.wait()
+        finally:
+            stop()
+
     def kill(self) -> None:
+        self._stop_waiting()
         self.socket.close()
         self.process.kill()
         self.process.wait()
@@ -343,8 +366,10 @@ def _check(builder: ConstraintBuilder, params: SamplingParams) -> _Encoded:
 def _limit_memory() -> None:
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:
-            own = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (own + MEMORY_BYTES, own + MEMORY_BYTES))
+            most = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        for limit in resource.getrlimit(resource.RLIMIT_AS):  # a lower one of the user's stays
+            most = most if limit == resource.RLIM_INFINITY else min(most, limit)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
+import socket
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import uvloop
 from serving.test_tokenizer import CHATML, byte_level
 
 from flowrt.errors import TokenizerError
@@ -17,7 +21,16 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.serving import tokenizer_process
 from flowrt.serving.chat import Chat
 from flowrt.serving.tokenizer import Tokenizer
-from flowrt.serving.tokenizer_process import LONG_CHARACTERS, MAX_TEXT_CHARACTERS, TokenizerProcess, TokenizerProcesses
+from flowrt.serving.tokenizer_process import (
+    LONG_CHARACTERS,
+    MAX_TEXT_CHARACTERS,
+    TokenizerProcess,
+    TokenizerProcesses,
+    _Encoded,
+    _limit_memory,
+    _line,
+    _TokenizerChild,
+)
 from flowrt.structured_outputs import StructuredOutputs
 
 HELLO = Chat([{"role": "user", "content": "hello"}])
@@ -118,6 +131,61 @@ async def test_a_caller_that_goes_leaves_nothing_to_the_next(directory: Path) ->
         process.close()
 
 
+class _FakeProcess:
+    """The other end of the socket, at which the test writes the responses."""
+
+    def __init__(self, command: list[str], *, pass_fds: list[int], **options: Any) -> None:
+        self.end = socket.socket(fileno=os.dup(pass_fds[0]))
+
+    def kill(self) -> None:
+        self.end.close()
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_no_caller_that_goes_loses_a_message(directory: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every turn of the loop, also the one in which the message has arrived."""
+    monkeypatch.setattr(tokenizer_process.subprocess, "Popen", _FakeProcess)
+
+    async def receive(turns: int, num_bytes: int) -> bool:
+        """Whether the first call was cancelled before the message, whose first `num_bytes` come before that."""
+        child = _TokenizerChild(directory, 0)
+        end, message = cast(Any, child.process).end, _line(_Encoded(1, [7]))
+        receiving = asyncio.create_task(child.receive())
+        try:
+            await asyncio.sleep(0)  # it waits
+            end.sendall(message[:num_bytes])
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            receiving.cancel()
+            await asyncio.wait([receiving])
+            end.sendall(message[num_bytes:])
+            async with asyncio.timeout(20):
+                received = await (child.receive() if receiving.cancelled() else receiving)
+            assert received == _Encoded(1, [7])
+            return receiving.cancelled()
+        finally:
+            child.kill()
+
+    async def every_turn() -> None:
+        assert {await receive(turns, 1000) for turns in range(8)} == {True, False}
+        assert {await receive(turns, 3) for turns in range(8)} == {True}
+
+    run(every_turn())
+
+
+async def test_close_ends_a_call_that_waits(directory: Path) -> None:
+    process = TokenizerProcess(directory)
+    os.kill(process.start().process.pid, signal.SIGSTOP)
+    waiting = asyncio.create_task(process.encode("a", max_tokens=10))
+    await asyncio.sleep(0)
+    process.close()
+    with pytest.raises(TokenizerError):
+        await waiting
+
+
 async def test_texts_that_are_too_long_are_refused_here(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_process.TokenizerProcess, "start", lambda self: pytest.fail("no process is needed"))
     process = TokenizerProcess(directory)
@@ -125,6 +193,20 @@ async def test_texts_that_are_too_long_are_refused_here(directory: Path, monkeyp
         await process.encode("x" * (MAX_TEXT_CHARACTERS + 1), max_tokens=10)
     with pytest.raises(TokenizerError, match=f"may have at most {MAX_TEXT_CHARACTERS}"):
         await process.encode(Chat([{"role": "user", "content": "x" * MAX_TEXT_CHARACTERS}]), max_tokens=10)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of the process is limited on Linux")
+def test_a_limit_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may not raise its hard limit."""
+    limits, set_limits = (2 << 30, 3 << 30), list[tuple[int, int]]()
+    monkeypatch.setattr(tokenizer_process.resource, "getrlimit", lambda number: limits)
+    monkeypatch.setattr(tokenizer_process.resource, "setrlimit", lambda number, pair: set_limits.append(pair))
+    monkeypatch.setattr(tokenizer_process, "MEMORY_BYTES", 1 << 50)
+    _limit_memory()
+    limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    _limit_memory()
+    assert set_limits[0] == (2 << 30, 2 << 30)
+    assert set_limits[1][0] > 1 << 50
 
 
 async def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
