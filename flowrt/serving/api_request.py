@@ -82,13 +82,12 @@ def read_chat_request(body: bytes, model: str, defaults: Mapping[str, Any] = NO_
     chat = fields.take_chat()
     if chat is None:
         raise invalid("messages", "must be a list of messages, such as {'role': 'user', 'content': 'Hello'}")
-    tool_choice, tools = chosen_tools(chat.tools, fields.take("tool_choice"))
+    choice = fields.take("tool_choice")
+    tool_choice, tools = chosen_tools(chat.tools, choice)
     is_parsed = fields.take_bool("parse_output", True)
     if tool_choice == "none":
         chat = msgspec.structs.replace(chat, tools=None)
-    has_parallel_calls = fields.take_bool("parallel_tool_calls", True) and not (
-        tool_choice == "required" and len(tools) < len(chat.tools or ())
-    )
+    has_parallel_calls = fields.take_bool("parallel_tool_calls", True) and not isinstance(choice, dict)  # a named one is one call
     has_logprobs = fields.take_bool("logprobs")
     top_logprobs = fields.take_checked("top_logprobs", lambda value: checked_value("logprobs", value))
     if top_logprobs and not has_logprobs:

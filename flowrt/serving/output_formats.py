@@ -60,11 +60,12 @@ Element = str | Slot | Many | Either
 @dataclass(frozen=True)
 class ToolFormat:
     """`calls`: begins with a marker; one may be anywhere in an answer. `bare`: calls without one, which an answer begins with; only
-    functions that the request names are called so. `excerpts`: the texts of a chat template that has this form, all of one of the lists.
-    `id_length`: of the ids that the model's template takes; 0: any."""
+    functions that the request names are called so. `is_whole`: the bare calls are the whole output, which has no content. `excerpts`: the
+    texts of a chat template that has this form, all of one of the lists. `id_length`: of the ids that the template takes; 0: any."""
 
     calls: tuple[Element, ...] = ()
     bare: tuple[Element, ...] = ()
+    is_whole: bool = False
     excerpts: tuple[tuple[str, ...], ...] = ()
     id_length: int = 0
 
@@ -143,7 +144,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         excerpts=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
     ),
 }
-REQUIRED_CALLS = ToolFormat(bare=_OBJECTS)  # the output of a request that must call tools (tool_choice.py)
+REQUIRED_CALLS = ToolFormat(bare=_OBJECTS, is_whole=True)  # the output of a request that must call tools (tool_choice.py)
 
 _THINK = ReasoningFormat("<think>", "</think>")
 # Whether a template opens the reasoning, closes it, or leaves that to the model is read from the prompt.

@@ -1,7 +1,8 @@
 """Splits the text of an answer into content, reasoning and tool calls as it comes, by the forms in output_formats.py. Pure.
 
 However the text is cut into pieces, the deltas add up to the same. A call is shown from its name and the beginning of its arguments on;
-text that does not become a call is content, so that nothing is lost. An answer that ends inside a call leaves its arguments incomplete.
+text that does not become a call is content, so that nothing is lost, but for an output of calls alone (ToolFormat.is_whole). An answer that
+ends inside a call leaves its arguments incomplete.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from flowrt.serving.argument_types import argument_json, argument_types
 from flowrt.serving.output_formats import Either, Element, Many, ReasoningFormat, Slot, ToolFormat, beginnings
 from flowrt.serving.text_reader import NotReadError, Steps, TextReader
 
-_NAME = re.compile(r"""\s*[^\s<>{}\[\]()"'=,;]{0,256}\s*""")
+MAX_NAME_CHARACTERS = 256
+_NAME = re.compile(rf"""\s*[^\s<>{{}}\[\]()"'=,;]{{0,{MAX_NAME_CHARACTERS}}}\s*""")
 _KEY = re.compile(r"[^\n<>]{0,256}")
 _CALL_ID = re.compile(r"(?:functions\.)?(.+):\d+")
 _CALLS = (Slot.NAME, Slot.ID, Slot.OBJECT, Slot.PYTHON)  # each call has one of these
@@ -54,6 +56,11 @@ def joined_calls(deltas: list[CallDelta]) -> list[CallDelta]:
         else:
             found.append(CallDelta(each.index, each.name, each.id, each.arguments))
     return found
+
+
+def can_be_named(name: str) -> bool:
+    """Whether calls of a function of this name are found in each form."""
+    return bool(name) and name == name.strip() and _NAME.fullmatch(name) is not None
 
 
 class _BorderedText:
@@ -129,12 +136,23 @@ class OutputParser:
         if self._tools.bare:
             self._show(self._text.take((yield from self._text.find_text())))
             self._is_bare = True
-            yield from self._try_calls(self._tools.bare)
+            is_read = yield from self._try_calls(self._tools.bare)
             self._is_bare = False
+            if self._tools.is_whole:
+                yield from self._end_whole("" if is_read else self._name)
         begins = beginnings(self._tools.calls)
         while (yield from self._text.scan(begins, self._show)) is not None:
             if not (yield from self._try_calls(self._tools.calls)):
                 self._show(self._text.take(self._text.at + len(self._text.begins_with(begins))))
+
+    def _end_whole(self, name: str) -> Steps:
+        """Ends an output of calls alone, which has no content wherever it is cut. `name`: of the call that has no arguments yet, or ""; the
+        first call of the only function has its name from the start."""
+        self._content.meet_marker()
+        yield from self._text.scan((), lambda _: None)
+        self._name = name or (next(iter(self._schemas)) if len(self._schemas) == 1 and not self.num_calls else "")
+        if self._name in self._schemas:
+            self._begin_call("")
 
     def _read_reasoning(self, form: ReasoningFormat) -> Steps:
         self._show(self._text.take((yield from self._text.find_text())))
@@ -314,6 +332,7 @@ class OutputParser:
             if not arguments:
                 raise NotReadError
             self._begin_call(arguments)
+        self._name = ""
         self._text.at += 1
 
     def _read_python_call(self) -> Steps:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from flowrt.errors import shown
 from flowrt.serving.json_body import invalid
+from flowrt.serving.output_parser import can_be_named
 
 ToolChoice = Literal["none", "auto", "required"]
 Tool = dict[str, Any]
@@ -22,6 +23,9 @@ def chosen_tools(tools: Sequence[Tool] | None, choice: Any) -> tuple[ToolChoice,
             raise invalid(f"tools[{index}].type", f"is {shown(tool['type'])}, it must be 'function'")
         if places.setdefault(name, index) < index:
             raise invalid(f"tools[{index}].function.name", f"is {shown(name)}, as that of another tool is")
+        if not can_be_named(name):
+            rule = "1 to 64 letters, digits, _ and - as for OpenAI"
+            raise invalid(f"tools[{index}].function.name", f"is {shown(name)}, which calls could not have; write {rule}")
     if choice in (None, "auto"):
         return ("auto", tools) if tools else ("none", [])
     if choice == "none":
@@ -29,21 +33,21 @@ def chosen_tools(tools: Sequence[Tool] | None, choice: Any) -> tuple[ToolChoice,
     if choice == "required":
         if not tools:
             raise invalid("tool_choice", "is 'required', and there are no tools")
-        return "required", tools
+        return "required", _with_schemas(tools, places)
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid("tool_choice", f"is {shown(choice)}, it must be none, auto, required, or a function such as {_EXAMPLE}")
     if function["name"] not in places:
         raise invalid("tool_choice.function.name", f"is {shown(function['name'])}, which is none of the tools")
-    return "required", [tools[places[function["name"]]]]
+    return "required", _with_schemas([tools[places[function["name"]]]], places)
 
 
 _EXAMPLE = "{'type': 'function', 'function': {'name': 'f'}}"
 
 
 def required_schema(tools: Sequence[Tool], max_calls: int | None) -> dict[str, Any]:
-    """The JSON schema of a list of calls, as output_formats.REQUIRED_CALLS reads it. References in the schema of a tool stay within it."""
-    schemas = {str(index): _parameters(tool, f"#/$defs/{index}") for index, tool in enumerate(tools)}
+    """The JSON schema of a list of calls, as output_formats.REQUIRED_CALLS reads it."""
+    schemas = {str(index): _parameters(index, tool) for index, tool in enumerate(tools)}
     calls = [
         {
             "type": "object",
@@ -57,18 +61,31 @@ def required_schema(tools: Sequence[Tool], max_calls: int | None) -> dict[str, A
     return {"type": "array", "items": {"anyOf": calls}, **bounds, "$defs": schemas}
 
 
-def _parameters(tool: Tool, root: str) -> Any:
-    parameters = tool["function"].get("parameters")
-    return _moved(
-        {"type": "object"} | parameters if parameters else {"type": "object", "properties": {}, "additionalProperties": False}, root
-    )
+def _parameters(index: int, tool: Tool) -> dict[str, Any]:
+    """The schema of the arguments. Its id makes it a document of its own, whose references and anchors stay within it."""
+    schema = tool["function"].get("parameters") or {"properties": {}, "additionalProperties": False}
+    return {"$id": f"tool:/{index}/"} | schema | {"type": "object"}
 
 
-def _moved(schema: Any, root: str) -> Any:
-    """A schema that is at `root` of another one."""
-    if isinstance(schema, Mapping):
-        moved = {name: _moved(value, root) for name, value in schema.items()}
-        if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
-            moved["$ref"] = root + reference.removeprefix("#")
-        return moved
-    return [_moved(each, root) for each in schema] if isinstance(schema, list) else schema
+def _with_schemas(tools: list[Tool], places: Mapping[str, int]) -> list[Tool]:
+    """The same tools. Raises ApiError for a schema by which no call can be required."""
+    found: dict[str, Any] = {}
+    for tool in tools:
+        path = f"tools[{places[tool['function']['name']]}].function.parameters"
+        parameters = tool["function"].get("parameters") or {}
+        if "object" not in (kind if isinstance(kind := parameters.get("type", "object"), list) else [kind]):
+            raise invalid(path, f"have the type {shown(kind)}, it must be 'object'")
+        _check_ids(parameters, path, found)
+    return tools
+
+
+def _check_ids(parameters: Any, path: str, found: dict[str, Any]) -> None:
+    """Raises ApiError for an id that another schema has, too: references could mean either. `found`: the schemas by their ids."""
+    if isinstance(parameters, Mapping):
+        if isinstance(name := parameters.get("$id"), str) and found.setdefault(name, parameters) != parameters:
+            raise invalid(path, f"has the $id {shown(name)} of another schema")
+        parameters = parameters.values()
+    elif not isinstance(parameters, list):
+        return
+    for each in parameters:
+        _check_ids(each, path, found)

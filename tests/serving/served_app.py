@@ -18,12 +18,16 @@ from group_tokens import group_tokens
 from flowrt.actors.control import Cancel, Control, Ended, Request, Submit, Tokens, as_message, from_message
 from flowrt.actors.front_end_messages import StateQuery, StateReport
 from flowrt.actors.outputs import Logprobs
+from flowrt.engine.constraint_builder import ConstraintBuilder
+from flowrt.engine.grammar import GrammarError
+from flowrt.errors import TokenizerError
 from flowrt.gateway.front_ends import FrontEnds
 from flowrt.gateway.log_writer import LogWriter, open_log
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import Requests
 from flowrt.graph.settings import GraphLimits
 from flowrt.reliability.health import RequestProgress
+from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
 from flowrt.serving.completions import Completions, PromptEncoder
 from flowrt.serving.cors import CorsRules
@@ -43,11 +47,17 @@ NAME, GROUP = "front_end.0", "attention.0"
 
 
 class DirectProcess(TokenizerProcesses):
-    """Tokenizes in this process: the tests' texts are harmless."""
+    """Tokenizes and compiles grammars in this process: the tests' texts are harmless."""
 
     async def encode(self, prompt: Any, *, max_tokens: int, add_special_tokens: bool | None = None) -> list[int]:
         tokenizer = Tokenizer(self.directory)
         return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt, bool(add_special_tokens))
+
+    async def check(self, params: SamplingParams, vocab_size: int) -> None:
+        try:
+            ConstraintBuilder(self.directory, vocab_size, ()).constraint(params)
+        except GrammarError as error:
+            raise TokenizerError(str(error)) from None
 
 
 @dataclass

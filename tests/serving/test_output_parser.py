@@ -31,12 +31,17 @@ Parsed = tuple[str, str, list[CallDelta]]
 
 
 def parse(
-    form: ToolFormat | str, pieces: Iterable[str], reasoning: str = "", is_in_reasoning: bool = False, max_calls: int | None = None
+    form: ToolFormat | str,
+    pieces: Iterable[str],
+    reasoning: str = "",
+    is_in_reasoning: bool = False,
+    max_calls: int | None = None,
+    schemas: dict[str, Any] = SCHEMAS,
 ) -> Parsed:
     """Content, reasoning and calls."""
     tools = TOOL_FORMATS.get(form) if isinstance(form, str) else form
     options: dict[str, Any] = {"is_in_reasoning": is_in_reasoning, "max_calls": max_calls}
-    parser = OutputParser(tools, REASONING_FORMATS.get(reasoning), SCHEMAS, **options)
+    parser = OutputParser(tools, REASONING_FORMATS.get(reasoning), schemas, **options)
     deltas = [*map(parser.push, pieces), parser.finish()]
     calls = joined_calls([call for each in deltas for call in each.calls])
     assert len(calls) == (parser.num_calls if max_calls is None else min(parser.num_calls, max_calls))
@@ -202,6 +207,20 @@ def test_required_calls() -> None:
         "",
         [CallDelta(0, "f", None, '{"a": "b"}'), CallDelta(1, "g", None, "{}")],
     )
+
+
+@pytest.mark.parametrize("schemas", [{"f": F}, SCHEMAS])
+def test_required_calls_that_are_cut_have_no_content(schemas: dict[str, Any]) -> None:
+    """A call is there from its name on; the first one of the only function is there from the beginning."""
+    text = ' [{"name": "f", "parameters": {"a": "b"}}, {"name":"f","parameters":{}}]'
+    names = [m for m in range(len(text)) if text[:m].endswith('"f"')]
+    for length in range(len(text)):
+        parsed = parse(REQUIRED_CALLS, [text[:length]], "", False, None, schemas)
+        assert parse(REQUIRED_CALLS, list(text[:length]), "", False, None, schemas) == parsed
+        content, _, calls = parsed
+        num_calls = max(sum(length >= at for at in names), int(len(schemas) == 1))
+        assert (content, [each.name for each in calls]) == ("", ["f"] * num_calls), text[:length]
+        assert all(whole.startswith(each.arguments) for each, whole in zip(calls, ('{"a": "b"}', "{}"), strict=False))
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving.served_app import ServedApp, served_app
+from serving.served_app import MODEL, ServedApp, served_app
 
+from flowrt.engine.grammar import Grammars
+from flowrt.serving.api_request import read_chat_request
 from flowrt.serving.output_formats import OutputFormats
+from flowrt.serving.tokenizer import Tokenizer
 
 HERMES, THINKING = OutputFormats("hermes"), OutputFormats("hermes", "qwen3")
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}
@@ -98,6 +101,21 @@ async def test_a_call_cut_off_ends_by_length() -> None:
             json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
 
 
+@pytest.mark.parametrize(("choice", "names"), [("required", []), ({"type": "function", "function": {"name": "g"}}, ["g"])])
+async def test_a_required_call_cut_off_is_not_content(choice: Any, names: list[str]) -> None:
+    pytest.importorskip("llguidance")
+    async with served_app(formats=THINKING) as app:
+        text = '[{"name" : "g" , "p'
+        for length, expected in ((1, names), (6, names), (len(text), ["g"])):
+            whole = (await answer(app, [text[:length]], "length", tool_choice=choice)).json()["choices"][0]
+            assert (whole["finish_reason"], whole["message"]["content"] or "") == ("length", "")
+            calls = [call["function"] for call in whole["message"].get("tool_calls", [])]
+            assert calls == [{"name": name, "arguments": ""} for name in expected]
+            streamed = joined(await answer(app, [text[:length]], "length", tool_choice=choice, stream=True))[0]
+            assert (streamed["finish_reason"], streamed["content"]) == ("length", "")
+            assert [call["function"] for call in streamed.get("tool_calls", [])] == calls
+
+
 async def test_stop_strings_and_logprobs_go_with_calls() -> None:
     async with served_app(formats=HERMES) as app:
         choice = (await answer(app, [f"{CALL} END more"], stop="END", logprobs=True, top_logprobs=1)).json()["choices"][0]
@@ -167,11 +185,77 @@ async def test_requests_that_cannot_be_answered() -> None:
             ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
             ({"tools": [TOOL | {"type": "custom"}]}, "tools[0].type"),
             ({"tools": [{"type": "function"}]}, "tools[0].function"),
+            *(({"tools": [TOOL, named_tool(name)]}, "tools[1].function.name") for name in BAD_NAMES),
+            ({"tools": [OTHER, tool_of({"type": "integer"})], "tool_choice": "required"}, "tools[1].function.parameters"),
+            ({"tools": [OTHER, tool_of({"type": ["null"]})], "tool_choice": named_choice("h")}, "tools[1].function.parameters"),
+            (
+                {"tools": [tool_of({"$id": "a:b", "title": "c"}), named_tool("d", {"$id": "a:b"})], "tool_choice": "required"},
+                "tools[1].function.parameters",
+            ),
         ):
             assert (await app.call("POST", PATH, BODY | fields)).error == (400, "invalid_value", param), fields
     async with served_app() as app:
         assert (await app.call("POST", PATH, BODY)).error == (400, "unsupported_parameter", "tools")
         assert (await answer(app, ["4"], tool_choice="none")).status == 200
+
+
+BAD_NAMES = ("a b", 'a"b', "a\nb", "</tool_call>", "", "a" * 257)
+
+
+def tool_of(parameters: Any) -> dict[str, Any]:
+    return named_tool("h", parameters)
+
+
+def named_tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def named_choice(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+SUB = {"q": {"$anchor": "Q", "type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"$ref": "#/$defs/q"}}, "$defs": SUB},
+        {"properties": {"a": {"$ref": "#Q"}}, "$defs": SUB},
+        {"$id": "https://x/y", "properties": {"a": {"$ref": "https://x/y#/$defs/q"}}, "$defs": SUB},
+        {"properties": {"a": {"$ref": "z"}}, "$defs": {"q": {"$id": "z", "type": "integer"}}},
+        {"type": ["object", "null"], "properties": {"a": {"enum": [1, {"$ref": "#/a"}]}}},
+    ],
+)
+def test_schemas_of_tools_hold_in_required_calls(parameters: Any) -> None:
+    """The references of each schema stay within it; what looks like one in a value is left alone."""
+    pytest.importorskip("llguidance")
+    grammars = Grammars(MODEL, 768, ())
+    other = {"properties": {"a": {"$ref": "#/$defs/q"}}, "$defs": {"q": {"type": "null"}}}
+    tools = [named_tool("o", other), tool_of(parameters | {"required": ["a"], "additionalProperties": False})]
+    request = read_chat_request(json.dumps(BODY | {"tools": tools, "tool_choice": "required"}).encode(), "tiny")
+    assert request.params.structured_outputs is not None
+    tokenizer = Tokenizer(MODEL)
+    has_enum = "enum" in parameters["properties"]["a"]
+    for value, fits in (
+        (1, True),
+        ("x", False),
+        ({"$ref": "#/a"}, has_enum),
+        ({"$ref": "#/$defs/1/a"}, False),
+    ):
+        matcher = grammars.matcher(request.params.structured_outputs)
+        for token_id in tokenizer.encode(json.dumps([{"name": "h", "parameters": {"a": value}}]), False):
+            matcher.accept(token_id)
+        assert matcher.is_complete() == fits, (parameters, value, matcher.error)
+
+
+@pytest.mark.parametrize(("choice", "most"), [("required", None), (named_choice("f"), 1)])
+def test_named_function_is_called_once(choice: Any, most: int | None) -> None:
+    for tools in ([TOOL], [OTHER, TOOL]):
+        request = read_chat_request(json.dumps(BODY | {"tools": tools, "tool_choice": choice}).encode(), "tiny")
+        assert request.params.structured_outputs is not None
+        assert json.loads(request.params.structured_outputs.json or "").get("maxItems") == most
+        assert request.has_parallel_calls == (most is None)
 
 
 async def test_without_a_parser_calls_are_text() -> None:
