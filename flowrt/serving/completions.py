@@ -34,6 +34,8 @@ from flowrt.serving.responses_response import ResponsesBuilder
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcesses, too_long
 from flowrt.serving.tool_calls import check_tools, new_parser
+from flowrt.serving.tool_choice import argument_schema
+from flowrt.structured_outputs import checked_outputs
 
 log = logging.getLogger("flowrt.front_end")
 
@@ -104,7 +106,23 @@ class PromptEncoder:
             if error.is_unavailable:
                 log.warning("no grammar can be compiled: %s", error)
                 raise ApiError(UNAVAILABLE, "grammars cannot be compiled now; the log of the server has the reason") from None
-            raise ApiError(INVALID, str(error), request.outputs_name if request.params.structured_outputs else "bad_words") from None
+            raise await self._grammar_error(request, str(error)) from None
+
+    async def _grammar_error(self, request: CompletionRequest, text: str) -> ApiError:
+        """The error of a request whose grammar cannot be compiled: of its first tool whose schema cannot be, else of the whole."""
+        name = request.outputs_name if request.params.structured_outputs is not None else "bad_words"
+        names = [tool["function"]["name"] for prompt in request.prompts if isinstance(prompt, Chat) for tool in prompt.tools or ()]
+        for tool in (request.tools or ()) if name == "tools" else ():
+            try:
+                alone = SamplingParams(structured_outputs=checked_outputs({"json": argument_schema(tool)}))
+                await self._processes.check(alone, self._vocab_size)
+            except TokenizerError as error:
+                if not error.is_unavailable:
+                    name, text = f"tools[{names.index(tool['function']['name'])}].function.parameters", str(error)
+                break
+        if name != "structured_outputs":
+            text = text.replace("structured_outputs have a grammar", f"{name} has a schema", 1).replace("structured_outputs", name, 1)
+        return ApiError(INVALID, text, name)
 
     def check(self, token_ids: tuple[int, ...], request: CompletionRequest) -> None:
         """Check a request as the gateway does. Raises ApiError."""

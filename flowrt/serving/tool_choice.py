@@ -46,8 +46,9 @@ _EXAMPLE = "{'type': 'function', 'function': {'name': 'f'}}"
 
 
 def required_schema(tools: Sequence[Tool], max_calls: int | None) -> dict[str, Any]:
-    """The JSON schema of a list of calls, as output_formats.REQUIRED_CALLS reads it."""
-    schemas = {str(index): _parameters(index, tool) for index, tool in enumerate(tools)}
+    """The JSON schema of a list of calls, as output_formats.REQUIRED_CALLS reads it. Ids make the schemas of tools documents of their own:
+    references and anchors stay within them."""
+    schemas = {str(index): {"$id": f"tool:/{index}/"} | argument_schema(tool) for index, tool in enumerate(tools)}
     calls = [
         {
             "type": "object",
@@ -61,10 +62,9 @@ def required_schema(tools: Sequence[Tool], max_calls: int | None) -> dict[str, A
     return {"type": "array", "items": {"anyOf": calls}, **bounds, "$defs": schemas}
 
 
-def _parameters(index: int, tool: Tool) -> dict[str, Any]:
-    """The schema of the arguments. Its id makes it a document of its own, whose references and anchors stay within it."""
-    schema = tool["function"].get("parameters") or {"properties": {}, "additionalProperties": False}
-    return {"$id": f"tool:/{index}/"} | schema | {"type": "object"}
+def argument_schema(tool: Tool) -> dict[str, Any]:
+    """The JSON schema of the arguments of a call."""
+    return (tool["function"].get("parameters") or {"properties": {}, "additionalProperties": False}) | {"type": "object"}
 
 
 def _with_schemas(tools: list[Tool], places: Mapping[str, int]) -> list[Tool]:

@@ -258,6 +258,32 @@ def test_named_function_is_called_once(choice: Any, most: int | None) -> None:
         assert request.has_parallel_calls == (most is None)
 
 
+@pytest.mark.parametrize(("path", "name"), [(PATH, "tools[1].function.parameters"), ("/v1/responses", "tools[1].parameters")])
+async def test_tool_whose_schema_cannot_be_compiled_is_named(path: str, name: str) -> None:
+    pytest.importorskip("llguidance")
+    tools: list[Any] = [TOOL, tool_of({"properties": {"a": {"$ref": "#/$defs/none"}}}), OTHER]
+    body: dict[str, Any] = {"messages": BODY["messages"], "tools": tools}
+    if path != PATH:
+        body = {"input": "Hi", "tools": [{"type": "function"} | tool["function"] for tool in tools]}
+    async with served_app(formats=HERMES) as app:
+        for choice in ("required", named_choice("h") if path == PATH else {"type": "function", "name": "h"}):
+            response = await app.call("POST", path, body | {"tool_choice": choice})
+            assert response.error == (400, "invalid_value", name)
+            message = response.json()["error"]["message"]
+            assert message.startswith(f"{name} has a schema that cannot be used: ")
+            assert "structured_outputs" not in message
+
+
+async def test_format_whose_schema_cannot_be_compiled_is_named() -> None:
+    pytest.importorskip("llguidance")
+    schema = {"name": "n", "schema": {"$ref": "#/$defs/none"}}
+    async with served_app() as app:
+        body = {"messages": BODY["messages"], "response_format": {"type": "json_schema", "json_schema": schema}}
+        response = await app.call("POST", PATH, body)
+        assert response.error == (400, "invalid_value", "response_format")
+        assert response.json()["error"]["message"].startswith("response_format has a schema that cannot be used: ")
+
+
 async def test_without_a_parser_calls_are_text() -> None:
     async with served_app(formats=OutputFormats("none", "none")) as app:
         assert (await answer(app, [CALL])).json()["choices"][0]["message"]["content"] == CALL
