@@ -101,7 +101,7 @@ class Failover:
         missing = list(self._missing_at(servers))
         if cause is not None and cause.may_recur:
             error = f"{process} {cause.how}"
-            return self._steps.fail_steps({tag for tag, _ in missing}, error, crashed=True)
+            return self._steps.fail_steps(dict.fromkeys(tag for tag, _ in missing), error, crashed=True)
         lost = []
         for tag, part in missing:
             if self.client.server_of(tag, part) not in servers:

@@ -84,7 +84,7 @@ class Trampoline(Failover):
         super().__init__(graph, forward, client, runner, self)
 
     def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False) -> None:
-        for tag in {*tags}:
+        for tag in dict.fromkeys(tags):
             self.fail(tag, OperatorError(error, cause=FailureCause.CRASHED if crashed else FailureCause.ERROR))
 
     def fail(self, tag: Tag, error: OperatorError) -> None:
