@@ -28,8 +28,7 @@ from flowrt.simulation.simulate_options import SimulationOptions
 from flowrt.system.output_file import LostOutputError
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
-_UNKNOWN_OPTION = re.compile(r'Unknown option: "?--([a-z0-9-]+)')
-_NO_GRAPH = "a graph file or model directory is missing; give its path without --model, or write one with flowrt init DIR"
+_UNKNOWN_OPTION = re.compile(r'Unknown option: "?(--?([A-Za-z0-9_-]+))')
 
 
 def _split_variable(kind: Any, value: str, delimiter: str | None = None) -> list[str]:
@@ -240,7 +239,7 @@ def _run(graph: Path | None, options: RunOptions, sampling: SamplingOptions) -> 
 
         raise SystemExit(run_attached(graph, options, given))
     if graph is None:
-        raise UserError(_NO_GRAPH)
+        raise UserError(_no_graph())
     raise SystemExit(run_graph(graph, options, given))
 
 
@@ -307,6 +306,11 @@ def _join_lines(command: App) -> None:
 _join_lines(app)
 
 
+def _no_graph() -> str:
+    hint = " without --model" if any(word.partition("=")[0] == "--model" for word in sys.argv) else ""
+    return f"a graph file or model directory is missing; give its path{hint}, or write one with flowrt init DIR"
+
+
 def _plain(error: CycloptsError) -> str:
     """The parser's message in the user's terms."""
     text, command = str(error), " ".join(error.command_chain or ())
@@ -316,15 +320,17 @@ def _plain(error: CycloptsError) -> str:
             return f"unexpected {extra}; a prompt is given with --prompt TEXT, and a value with spaces needs quotes"
         return f"unexpected {extra}; see --help, and quote a value with spaces"
     if text.endswith(("parameter GRAPH requires an argument.", "parameter FILE requires an argument.")):
-        return _NO_GRAPH
+        return _no_graph()
     if text.startswith("Unknown command "):
         return f"{text.partition(' Available commands:')[0]} {f'flowrt {command}'.strip()} --help lists the commands"
-    if (option := _UNKNOWN_OPTION.match(text)) and command.partition(" ")[0] in ("run", "demo", "serve", "up", "graph"):
-        from flowrt.graph.problems import find_section
+    if (option := _UNKNOWN_OPTION.match(text)) and command.partition(" ")[0] in ("run", "demo", "serve", "up", "chat", "graph"):
+        from flowrt.graph.problems import find_section, unbuilt
 
-        key = option[1].replace("-", "_")
+        key = option[2].replace("-", "_")
+        if unbuilt(key):
+            return f"there is no option {option[1]}: {unbuilt(key).replace(key, 'it')}"
         if section := find_section(key):
-            return f"there is no option --{option[1]}; this is a key of the graph: --set {'.'.join((*section, key))}=VALUE"
+            return f"there is no option {option[1]}; this is a key of the graph: --set {'.'.join((*section, key))}=VALUE"
     return text
 
 

@@ -29,6 +29,7 @@ from flowrt.bench.cases.case_options import (
 )
 from flowrt.bench.load.load_options import LoadOptions
 from flowrt.chaos.chaos_options import RecoveryOptions
+from flowrt.cli.options import check_api_key
 from flowrt.errors import UserError, install_command
 
 if TYPE_CHECKING:
@@ -411,7 +412,9 @@ def serve(*, options: LoadOptions | None = None) -> None:
         raise UserError(f"flowrt bench serve needs httptools: {install_command('serve')}")
     from flowrt.bench.load.measure import bench_serve
 
-    raise SystemExit(int(not bench_serve(options or LoadOptions(), os.environ.get("OPENAI_API_KEY"))))
+    key = os.environ.get("OPENAI_API_KEY") or None
+    check_api_key(key, "OPENAI_API_KEY")
+    raise SystemExit(int(not bench_serve(options or LoadOptions(), key)))
 
 
 @bench_app.command

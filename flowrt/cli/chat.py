@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flowrt.cli.options import ChatOptions, ChatSamplingOptions, ServeCommandOptions
+from flowrt.cli.options import ChatOptions, ChatSamplingOptions, ServeCommandOptions, check_api_key
 from flowrt.cli.prompts import checked_options, checked_template_kwargs
 from flowrt.cli.text import OutputStream, one_line, visible
 from flowrt.cli.view import EMPTY_ANSWER
@@ -35,6 +35,7 @@ def chat(path: Path | None, options: ChatOptions, sampling: ChatSamplingOptions)
     """Returns the exit code. Raises UserError."""
     given = {name: value for name, value in vars(sampling).items() if value not in (None, False)}
     checked_options(given)
+    check_api_key(options.api_key)
     if options.chat_template_kwargs is not None:
         given["chat_template_kwargs"] = checked_template_kwargs(options.chat_template_kwargs)
     if path is not None and options.url is not None:

@@ -12,6 +12,8 @@ from cyclopts import Group, Parameter, Token
 from flowrt.errors import UserError
 from flowrt.serving.output_formats import AUTO_PARSER
 
+MAX_KEY_CHARACTERS = 1000
+
 
 def read_number(kind: Any, tokens: Sequence[Token]) -> int | float:
     """Reads numbers as JSON does: the parser itself accepts 1.5 and 0x10 as whole numbers."""
@@ -21,6 +23,18 @@ def read_number(kind: Any, tokens: Sequence[Token]) -> int | float:
         return option_number(int if int in (kind, *get_args(kind)) else float, tokens[0].value)
     except ValueError as error:
         raise UserError(f"{tokens[0].keyword} {error}") from None
+
+
+def check_api_key(key: str | None, option: str = "--api-key") -> None:
+    """Raises UserError for a key that no header can carry."""
+    if key is None:
+        return
+    if not key.strip():
+        raise UserError(f"{option} is empty; give a key of letters and digits, or leave it out")
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"{option} must be printable ASCII; give a key of letters and digits")
+    if len(key) > MAX_KEY_CHARACTERS:
+        raise UserError(f"{option} is longer than {MAX_KEY_CHARACTERS} characters")
 
 
 _PROMPTS = Group("Prompts", sort_key=1)

@@ -19,7 +19,7 @@ import flowrt
 from flowrt.api.opening import read_graph
 from flowrt.api.running_graph import RunningGraph
 from flowrt.bench.peers.child import new_event_loop
-from flowrt.cli.options import ServeCommandOptions
+from flowrt.cli.options import ServeCommandOptions, check_api_key
 from flowrt.cli.resume import kept_options
 from flowrt.cli.text import visible
 from flowrt.errors import INTERRUPTED, SUCCESS, TokenizerError, UserError, WorkerDiedError, install_command, shown
@@ -38,7 +38,7 @@ from flowrt.serving.run_folder import MAX_LOG_BYTES, VARIABLE, Description, RunF
 from flowrt.serving.template_files import read_template_files
 from flowrt.system.signals import ending_signals
 
-MAX_NAME_CHARACTERS, MAX_KEY_CHARACTERS = 200, 1000
+MAX_NAME_CHARACTERS = 200
 
 
 def serve(path: Path, options: ServeCommandOptions) -> int:
@@ -112,10 +112,7 @@ def _formats(options: ServeCommandOptions, directory: Path) -> OutputFormats:
 def _check(options: ServeCommandOptions, name: str) -> None:
     if not name.isprintable() or len(name) > MAX_NAME_CHARACTERS:
         raise UserError(f"--served-model-name must be one line of at most {MAX_NAME_CHARACTERS} characters")
-    if options.api_key is not None and not (options.api_key.isascii() and options.api_key.isprintable() and options.api_key.strip()):
-        raise UserError("--api-key must be printable ASCII; give a key of letters and digits")
-    if options.api_key is not None and len(options.api_key) > MAX_KEY_CHARACTERS:
-        raise UserError(f"--api-key is longer than {MAX_KEY_CHARACTERS} characters")
+    check_api_key(options.api_key)
     if not 0 <= options.port < 1 << 16:
         raise UserError(f"--port is {options.port}, it must be from 0 to 65535")
     if options.max_model_len is not None and options.max_model_len < 1:

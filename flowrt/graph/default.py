@@ -67,7 +67,8 @@ def hub_hint(name: str) -> str:
             return f"a graph or model is a path of this machine; flowrt chat --url {url} talks with a server"
     organization, _, folder = name.partition("/")
     if _HUB_ID.fullmatch(name) and not name.endswith((".yaml", ".yml", ".json")) and not Path(organization).exists():
-        return f"download a model of the hub first: hf download {name} --local-dir {folder}, then use ./{folder}"
+        download = f"hf download {name} --local-dir {folder}, then use ./{folder}"
+        return f"only Mixture-of-Experts models are served; download one of the hub first: {download}"
     return ""
 
 

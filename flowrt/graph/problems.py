@@ -31,6 +31,13 @@ _UNBUILT: dict[Path_, tuple[Callable[[Any], bool], str]] = {
     ("deploy", "hosts"): (_is_given, "hosts belong at the top of the file; write hosts: {engine: ray, count: 2}"),
     ("prefill",): (_is_given, "prefill workers belong under deploy; write deploy: {prefill: {workers: 1}}"),
 }
+_TENSORS, _PIPELINES, _DRAFTS, _QUANTISED = "tensor parallelism", "pipeline parallelism", "speculative decoding", "quantisation"
+_UNBUILT_NAMES = {  # keys and options of other servers
+    **dict.fromkeys(("tensor_parallel", "tensor_parallel_size", "tp", "tp_size"), _TENSORS),
+    **dict.fromkeys(("pipeline_parallel_size", "pp", "pp_size"), _PIPELINES),
+    **dict.fromkeys(("speculative", "speculative_config", "speculative_model", "speculative_algorithm", "num_speculative_tokens"), _DRAFTS),
+    **dict.fromkeys(("quantization", "quantization_config"), _QUANTISED),
+}
 _WRONG_TYPES = {
     int: "{} is not a whole number; write one",
     float: "{} is not a number; write one",
@@ -184,11 +191,19 @@ def _bounds(annotation: Any) -> tuple[Any, Any]:
 def _unknown_key(path: Path_) -> str:
     *parents, key = map(str, path)
     known = next((keys for at, keys in _sections() if len(at) == len(parents) and all(map(fnmatchcase, parents, at))), [])
+    if text := unbuilt(key):
+        return text
     if key in LINK_NUMBERS:
         return f"unknown key {key!r}; the numbers of a link belong inside it: link: {{{key}: ..}}"
     if (elsewhere := find_section(key)) is not None:
         return f"unknown key {key!r}; it belongs {'under ' + '.'.join(elsewhere) if elsewhere else 'at the top of the file'}"
     return f"unknown key {key!r}; {nearest(key, known)}"
+
+
+def unbuilt(name: str) -> str:
+    """The text for a key or option of other servers that stands for something not implemented yet; "" for others."""
+    what = _UNBUILT_NAMES.get(name.replace("-", "_"))
+    return f"{what} is not built yet; leave {name} out" if what else ""
 
 
 def find_section(key: str) -> tuple[str, ...] | None:

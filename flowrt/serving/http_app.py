@@ -129,7 +129,8 @@ class HttpApp:
         if exchange.path.startswith(MODELS):
             methods = {"GET": self._find_model}
         if methods is None:
-            raise ApiError(NO_ROUTE, "there is no such path; docs/http-api.md lists the paths")
+            known = sorted(path.decode() for path in self._routes if path not in PAGE_FILES)
+            raise ApiError(NO_ROUTE, f"there is no such path; the paths are {', '.join(known)}")
         handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)  # the server leaves out the body
         if handler is None:
             allow = "GET, HEAD" if "GET" in methods else ", ".join(methods)

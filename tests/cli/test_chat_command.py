@@ -252,6 +252,8 @@ def short_path() -> Iterator[Path]:
         (None, {"overrides": ("a=1",)}, {}, "--set is for a graph that is started"),
         (None, {}, {"temperature": -1.0}, "--temperature is -1"),
         (None, {"chat_template_kwargs": "[1]"}, {}, "--chat-template-kwargs is '\\[1\\]', it must be a JSON object"),
+        (None, {"api_key": ""}, {}, "--api-key is empty; give a key"),
+        (None, {"api_key": "k\u20ac"}, {}, "--api-key must be printable ASCII"),
         (None, {"url": "localhost"}, {}, "--url 'localhost' is not a URL"),
         (None, {"url": "http://127.0.0.1:1"}, {}, "127.0.0.1:1 cannot be reached"),
     ],
