@@ -42,10 +42,10 @@ def checked_outputs(value: object) -> StructuredOutputs | None:
     if value is None:
         return None
     if isinstance(value, StructuredOutputs):
-        value = msgspec.structs.asdict(value)
+        value = {name: each for name, each in msgspec.structs.asdict(value).items() if each != ()}
     if not isinstance(value, Mapping):
         raise ValueError(f"is {shown(value)}, it must be an object with one of {', '.join(FORMS)}")
-    given = {name: each for name, each in value.items() if each is not None and each is not False and (each != () or name != "choice")}
+    given = {name: each for name, each in value.items() if each is not None and each is not False}
     for name in given:
         if name in _OTHERS:
             raise ValueError(f"has {name}, which flowrt does not have; write the whole in json, regex, choice or grammar")
@@ -83,6 +83,10 @@ def _schema_text(schema: object) -> str:
 
 def _check_texts(checked: StructuredOutputs, form: str) -> None:
     texts = [text for text in (checked.json, checked.regex, checked.grammar, *checked.choice) if text is not None]
+    if form == "choice" and not checked.choice:
+        raise ValueError("has a choice that is empty; give at least one text")
+    if form == "grammar" and not (checked.grammar or "").strip():
+        raise ValueError("has a grammar that is empty; give it a rule named start (Lark) or root (GBNF)")
     if form == "choice" and not all(checked.choice):
         raise ValueError("has choice with an empty text; leave it out")
     try:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from flowrt.engine.grammar import Mask, Matcher, cleared, num_mask_bytes
-from flowrt.sampling_params import CONTRADICTION, SamplingParams
+from flowrt.sampling_params import CONTRADICTION, UNFOLLOWABLE, SamplingParams
 
 NO_TOKEN = f"{CONTRADICTION} together allow no token here"
 
@@ -78,7 +78,7 @@ class Constraint:
         if matcher is not None and not mask.any() and not params.allowed_token_ids:
             mask = _with(mask, ends) if is_complete else matched  # the end; or a stop token that the grammar needs
         if not self.error and not mask.any():
-            self.error = f"{CONTRADICTION} cannot be followed: {matcher.error}" if matcher is not None and matcher.error else NO_TOKEN
+            self.error = f"{UNFOLLOWABLE}: {matcher.error}" if matcher is not None and matcher.error else NO_TOKEN
         return mask
 
 

@@ -27,10 +27,22 @@ _LIMITS = {
     "initial_lexer_fuel": 2_000_000,  # some tens of milliseconds
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
-    "max_items_in_row": 2_000,
+    "max_items_in_row": 4_000,  # a schema with a thousand optional properties; the time for a token grows with it
     "max_lexer_states": 50_000,  # 1 to 2 KB each
     "max_grammar_size": 200_000,
     "verbose_errors": False,
+}
+_TOO_WIDE = "too many alternatives are open at one place; use fewer, or write texts as choice, regex or enum"
+_TOO_LARGE = "its regular expressions and lengths are too large; use shorter or fewer repetitions"
+_CAUSES = {  # by a part of the library's text
+    "NoExtension": "no text in tokens of this model matches it",
+    " items; max is ": _TOO_WIDE,
+    "Too many items (limit ": _TOO_WIDE,
+    "too many expressions": _TOO_LARGE,
+    "too many states": _TOO_LARGE,
+    "initial lexer configuration (grammar) too big": _TOO_LARGE,
+    "fuel exhausted": _TOO_LARGE,
+    "relevance check fuel": _TOO_LARGE,
 }
 
 
@@ -75,10 +87,8 @@ class Grammars:
                 error = compiled.get_error()
         except Exception as raised:  # of the library's Python
             error = str(raised) or type(raised).__name__
-        if error.startswith("NoExtension"):
-            error = "no text in tokens of this model matches it"
         if error:
-            raise GrammarError(f"structured_outputs have a grammar that cannot be used: {as_line(error, MAX_ERROR_CHARACTERS)}")
+            raise GrammarError(f"structured_outputs have a grammar that cannot be used: {_cause(error)}")
         return compiled
 
     def _grammar_of(self, outputs: StructuredOutputs) -> str:
@@ -91,7 +101,8 @@ class Grammars:
         if outputs.regex is not None:
             return str(library.grammar_from_regex(outputs.regex))
         if outputs.choice:
-            return str(library.grammar_from_lark("start: " + " | ".join(map(json.dumps, outputs.choice))))
+            # One terminal: the lexer walks thousands of choices as one automaton, the parser each one by itself.
+            return str(library.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, outputs.choice))))
         return str(self._library.grammar_from("grammar", outputs.grammar))
 
 
@@ -106,7 +117,7 @@ class Matcher:
     def accept(self, token_id: int) -> None:
         """Add a token of the output, not one that ends it."""
         if not self.error and not self._matcher.consume_token(token_id):
-            self.error = as_line(self._matcher.get_error()) or f"token {token_id} does not match"
+            self.error = _cause(self._matcher.get_error()) or f"token {token_id} does not match"
 
     def is_complete(self) -> bool:
         """Whether the output so far matches as a whole."""
@@ -116,10 +127,18 @@ class Matcher:
         """The tokens of text that may come next; none after an `error`. It may run in any thread, one call of a matcher at a time."""
         mask = cleared(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)[: self._num_bytes], self._end_token_ids)
         if not self.error and self._matcher.is_error():
-            self.error = as_line(self._matcher.get_error())
+            self.error = _cause(self._matcher.get_error())
         if self.error:
             mask[:] = 0
         return mask
+
+
+def _cause(error: str) -> str:
+    """The cause of an error of the library, on one line; of the limits that a grammar may reach at any token, in words for its author."""
+    for part, cause in _CAUSES.items():
+        if part in error:
+            return cause
+    return as_line(error.replace("<non-verbose/>", ""), MAX_ERROR_CHARACTERS)
 
 
 def num_mask_bytes(vocab_size: int) -> int:

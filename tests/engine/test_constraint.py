@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from flowrt.engine import grammar
 from flowrt.engine.constraint import NO_TOKEN, Constraint
 from flowrt.engine.constraint_builder import ConstraintBuilder
 from flowrt.engine.grammar import GrammarError
-from flowrt.sampling_params import SamplingParams, checked_params
+from flowrt.errors import ArgumentError
+from flowrt.sampling_params import UNFOLLOWABLE, SamplingParams, checked_params
 from flowrt.structured_outputs import StructuredOutputs
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-moe"
@@ -168,6 +170,59 @@ def test_token_that_does_not_match_is_an_error(builder: ConstraintBuilder) -> No
     assert "\n" not in constraint.error
 
 
+def test_thousands_of_choices_are_followed(builder: ConstraintBuilder) -> None:
+    """Also those that begin alike, and one that another begins with."""
+    texts = [*(f"item {number}" for number in range(5000)), *"ab", "ab", 'a "quoted"\n\\ é 你']
+    for text in ("item 4999", "item 49", "ab", 'a "quoted"\n\\ é 你'):
+        constraint = builder.constraint(params({"choice": texts}))
+        write(constraint, text)
+        assert EOS in allowed(constraint)
+    assert not allowed(constraint) - {EOS}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "cause"),
+    [
+        ({"grammar": "start: " + " | ".join(f'"item {number}"' for number in range(5000))}, "too many alternatives are open at one place"),
+        (
+            {"json": {"type": "object", "properties": {f"key{number}": {"type": "integer"} for number in range(2000)}}},
+            "too many alternatives are open",
+        ),
+        ({"regex": "a{1000000}"}, "regular expressions and lengths are too large"),
+    ],
+    ids=["alternatives", "properties", "repetition"],
+)
+def test_limit_of_a_grammar_is_named_in_plain_words(builder: ConstraintBuilder, outputs: dict[str, Any], cause: str) -> None:
+    constraint = builder.constraint(params(outputs))
+    constraint.accept(min(allowed(constraint)))
+    assert not allowed(constraint)
+    assert constraint.error.startswith(f"{UNFOLLOWABLE}: ")
+    assert cause in constraint.error
+
+
+@pytest.mark.parametrize(
+    ("outputs", "error"),
+    [
+        ({"choice": []}, "structured_outputs has a choice that is empty; give at least one text"),
+        ({"choice": ()}, "structured_outputs has a choice that is empty"),
+        ({"choice": [""]}, "structured_outputs has choice with an empty text"),
+        ({"grammar": " \n"}, "structured_outputs has a grammar that is empty"),
+        ({"json": ""}, "structured_outputs has json '', it must be a JSON schema"),
+        ({}, "structured_outputs has no grammar; give exactly one of"),
+        (StructuredOutputs(), "structured_outputs has no grammar; give exactly one of"),
+    ],
+)
+def test_empty_grammar_is_named(outputs: Any, error: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(error)):
+        params(outputs)
+
+
+def test_empty_schema_and_regex_have_their_meaning(builder: ConstraintBuilder) -> None:
+    """Any JSON, and no text."""
+    write(builder.constraint(params({"json": {}})), "[1]")
+    assert allowed(builder.constraint(params({"regex": ""}))) == {EOS}
+
+
 @pytest.mark.parametrize(
     "outputs",
     [
@@ -179,7 +234,7 @@ def test_token_that_does_not_match_is_an_error(builder: ConstraintBuilder) -> No
         {"regex": "("},
         {"regex": "(" * 5000 + ")" * 5000},
         {"regex": r"[^\x00-\u{10FFFF}]"},
-        {"grammar": ""},
+        {"grammar": "# no rule"},
         {"grammar": "start: nowhere"},
         {"grammar": "start: start"},
         {"grammar": "start: " + "(" * 2000 + '"a"' + ")" * 2000},

@@ -105,15 +105,29 @@ def test_bad_grammar_is_refused(server: Server, fields: dict[str, Any], param: s
     assert server.json("/v1/completions", SHORT)["usage"]["completion_tokens"] == 20
 
 
+WIDE = {"grammar": "start: " + " | ".join(f'"item {number}"' for number in range(5000))}
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_parameters_that_contradict_each_other_are_the_clients_error(server: Server, is_streamed: bool) -> None:
-    """Whether a grammar and allowed_token_ids leave a token shows when it is sampled."""
-    fields = {"structured_outputs": {"choice": ["left"]}, "allowed_token_ids": [1], "stream": is_streamed}
-    with server.request("/v1/completions", SHORT | fields) as response:
+@pytest.mark.parametrize(
+    ("fields", "param", "cause"),
+    [
+        ({"structured_outputs": {"choice": ["left"]}, "allowed_token_ids": [1]}, None, "allow no token"),
+        ({"structured_outputs": WIDE}, "structured_outputs", "too many alternatives are open at one place"),
+    ],
+    ids=["contradiction", "limit"],
+)
+def test_parameters_that_cannot_be_followed_are_the_clients_error(
+    server: Server, fields: dict[str, Any], param: str | None, cause: str, is_streamed: bool
+) -> None:
+    """Whether a grammar and allowed_token_ids leave a token, or a grammar reaches a limit, shows when a token is sampled."""
+    with server.request("/v1/completions", SHORT | fields | {"stream": is_streamed}) as response:
         body = response.read().decode()
     assert response.status == (200 if is_streamed else 400)
-    error = json.loads(body.removeprefix("data: ").partition("\n\n")[0])["error"]
-    assert (error["code"], "allow no token" in error["message"]) == ("invalid_value", True)
+    events = [json.loads(event.removeprefix("data: ")) for event in body.split("\n\n") if event not in ("", "data: [DONE]")]
+    error = events[-1]["error"]
+    assert (error["code"], error["param"]) == ("invalid_value", param)
+    assert cause in error["message"]
 
 
 def test_metrics_count_what_clients_got(server: Server) -> None:
