@@ -12,6 +12,7 @@ from types import TracebackType
 
 # Exit codes of the commands that run a graph, besides those of the errors below.
 SUCCESS, FAILURE, BAD_INPUT, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
+TORCH_REMEDY = "reinstall it: pip install --force-reinstall torch"
 _OWN_FOLDER = os.path.join(os.path.dirname(__file__), "")
 _SHOWN_CHARACTERS, _SHOWN_PATH_CHARACTERS, _MESSAGE_CHARACTERS = 80, 160, 1000
 

@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,7 +26,7 @@ from flowrt.api import read_graph
 from flowrt.bench.measure.host_probe import HostReport, probe_hosts
 from flowrt.costs.links import PROFILES
 from flowrt.emulation import smallest_dilation
-from flowrt.errors import UserError
+from flowrt.errors import TORCH_REMEDY, UserError
 from flowrt.graph.model import Graph
 from flowrt.launcher.start_checks import check_engine
 from flowrt.launcher.transport_choice import AUTO, BETWEEN, BETWEEN_HOSTS, WITHIN, tried_between
@@ -36,7 +37,7 @@ from flowrt.processes.import_path import import_path
 from flowrt.processes.leftover import Marked, marked_processes
 from flowrt.seams import Seams
 from flowrt.system.machine_limits import available_memory_bytes, cpu_quota, usable_cores, visible_cores
-from flowrt.system.process_status import Activity, ProcessTimes, process_activity, process_times
+from flowrt.system.process_status import Activity, ProcessTimes, process_activity, process_age_seconds, process_times
 from flowrt.timer import FineTimer, measure_lateness, new_timer
 from flowrt.transports.registry import known_schemes, unavailable_reason
 
@@ -241,8 +242,16 @@ def leftover_check(marked: Sequence[Marked]) -> Check:
     if not orphans:
         return Check("leftovers", True, "no process of an earlier run")
     pids = " ".join(str(process.pid) for process in orphans)
-    names = ", ".join(f"{process.name} ({process.pid})" for process in orphans)
+    names = ", ".join(f"{process.name} ({_details(process.pid)})" for process in orphans)
     return Check("leftovers", False, f"processes of earlier runs still live: {names}", f"end them: kill -9 {pids}")
+
+
+def _details(pid: int) -> str:
+    """ "71, for 3 min 20 s, started in /home/me": whose run it was."""
+    age, folder = process_age_seconds(pid), None
+    with suppress(OSError):  # it has ended, or is another user's
+        folder = os.readlink(f"/proc/{pid}/cwd")
+    return f"{pid}" + (f", for {duration_text(age)}" if age is not None else "") + (f", started in {folder}" if folder else "")
 
 
 def _python_check() -> Check:
@@ -259,8 +268,7 @@ async def _torch_checks() -> list[Check]:
         return [Check("torch", False, "not installed", "pip install torch", needed=True), Check("gpu", False, "unknown: torch is missing")]
     output, error = await _run_probe(_TORCH_PROBE)
     if output is None:
-        remedy = "reinstall it: pip install --force-reinstall torch"
-        broken = Check("torch", False, f"{installed} is installed but cannot be imported: {error}", remedy, needed=True)
+        broken = Check("torch", False, f"{installed} is installed but cannot be imported: {error}", TORCH_REMEDY, needed=True)
         return [broken, Check("gpu", False, "unknown: torch is missing")]
     facts = json.loads(output)
     kind = f"CUDA {facts['cuda']}" if facts["cuda"] else "CPU build"

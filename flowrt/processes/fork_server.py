@@ -32,7 +32,7 @@ from typing import Any, NoReturn, cast
 
 import msgspec
 
-from flowrt.errors import UserError
+from flowrt.errors import TORCH_REMEDY, UserError, error_text
 from flowrt.observe import set_log_level
 from flowrt.processes.adopted_processes import CAN_ADOPT
 from flowrt.processes.exit_lock import hold
@@ -267,6 +267,18 @@ def _close_all_but(kept: set[int]) -> None:
             os.close(fd)
 
 
+def import_all(modules: Sequence[str]) -> str:
+    """Import modules. Returns the text for the user when torch cannot be imported; "" when all are. Raises what other modules raise."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except (ImportError, OSError) as error:  # OSError: a library that does not load
+            if module != "torch":
+                raise
+            return f"torch cannot be imported: {error_text(error)}; {TORCH_REMEDY} (flowrt doctor checks it)"
+    return ""
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run the fork server. `arguments`: the connection's descriptor, the launcher's pid, modules to import before the first fork."""
     connection_fd, launcher_pid, *preload = arguments
@@ -283,8 +295,9 @@ def main(arguments: Sequence[str]) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     before = _open_fds()
     gc.disable()  # imports create little garbage, and collecting it takes a tenth of their time
-    for module in preload:
-        importlib.import_module(module)
+    if error := import_all(preload):
+        send_blocking(connection, Loaded(num_threads=0, error=error))
+        sys.exit(1)
     library_fds = _open_fds() - before
     gc.freeze()  # collections in workers do not touch the imported objects, so their pages stay shared
     gc.enable()

@@ -157,7 +157,10 @@ class ForkServerProcess:
             open_still = self._reader.feed()
             for report in self._reader.frames():
                 if isinstance(report, Loaded):
-                    if not self._loaded.done():
+                    if report.error and not self._loaded.done():
+                        self._has_ended = True
+                        self._loaded.set_exception(UserError(report.error))
+                    elif not self._loaded.done():
                         self._loaded.set_result(report.num_threads)
                 else:
                     self._on_report(report, self._descriptor_of(report))

@@ -48,9 +48,11 @@ class ForkRequest(Frame, frozen=True, kw_only=True):
 
 
 class Loaded(Frame, frozen=True, kw_only=True):
-    """The fork server has imported what workers need and serves. `num_threads` should be 1: forking copies no other thread."""
+    """The fork server has imported what workers need and serves. `num_threads` should be 1: forking copies no other thread. `error`: it
+    ends, because a package of this machine cannot be imported; the text for the user."""
 
     num_threads: int
+    error: str = ""
 
 
 class Forked(Frame, frozen=True, kw_only=True):

@@ -43,6 +43,16 @@ def process_times(pid: int) -> ProcessTimes | None:
         return None
 
 
+def process_age_seconds(pid: int) -> float | None:
+    """How long ago a process started. None when the system does not report it, or when there is no such process."""
+    try:
+        started = int(_stat_fields(f"/proc/{pid}/stat")[19]) / os.sysconf("SC_CLK_TCK")  # since the boot, as the uptime
+        with open("/proc/uptime", "rb") as file:
+            return max(0.0, float(file.read().split()[0]) - started)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def process_activity(pid: int) -> Activity | None:
     """The activity of a process. None when the system does not report it, and for a process that has ended or is traced."""
     try:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 
@@ -108,11 +109,14 @@ def test_the_smallest_dilation_by_link_and_for_a_graph() -> None:
 
 
 def test_leftovers_are_those_whose_launcher_is_gone() -> None:
-    alive, dead = Marked(71, "a", os.getpid(), "flowrt:one"), Marked(72, "b", 2**22 + 1, "flowrt:two")
+    alive, dead = Marked(71, "a", os.getpid(), "flowrt:one"), Marked(2**22 + 2, "b", 2**22 + 1, "flowrt:two")
     assert leftover_check([alive]).ok
     check = leftover_check([alive, dead])
     assert not check.ok
-    assert check.remedy == "end them: kill -9 72"
+    assert check.remedy == "end them: kill -9 4194306"
+    assert check.text.endswith("flowrt:two (4194306)"), "it has ended meanwhile"
+    text = leftover_check([Marked(os.getpid(), "b", 2**22 + 1, "own")]).text
+    assert re.search(rf"own \({os.getpid()}, for [0-9.]+ (us|ms|s|min [0-9]+ s), started in {re.escape(os.getcwd())}\)", text)
 
 
 def test_a_marked_process_is_found() -> None:
