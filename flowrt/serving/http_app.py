@@ -44,6 +44,8 @@ from flowrt.serving.http_exchange import (
     Scope,
     Send,
     given_id,
+    is_large,
+    large_body,
     without_slash,
 )
 from flowrt.serving.http_server import EarlyRefusal
@@ -138,12 +140,12 @@ class HttpApp:
         await handler(exchange)
 
     def refuse_early(self, method: bytes, path: bytes, headers: Mapping[bytes, bytes], is_admin: bool) -> EarlyRefusal | None:
-        """Refuse a request by its headers alone, while the gateway is full. None: it goes on as usual."""
-        path = without_slash(path)
-        if self._client.is_full and method == b"POST" and path in GENERATING:
+        """Refuse a request by its headers alone: its body is too long, or the gateway is full. None: it goes on as usual."""
+        path, has_large_body = without_slash(path), is_large(headers)
+        if has_large_body or (self._client.is_full and method == b"POST" and path in GENERATING):
             with suppress(ApiError):
                 self._check_access(path, headers, is_admin)
-                if (error := self._client.refuse_now()) is not None:
+                if (error := large_body() if has_large_body else self._client.refuse_now()) is not None:
                     request_id = given_id(headers) or self._new_id()
                     return EarlyRefusal(error, {"x-request-id": request_id, **self._settings.cors.response_headers(headers)})
         return None

@@ -50,6 +50,16 @@ class BodyBudget:
         self.num_bytes += num_bytes
 
 
+def is_large(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the headers announce a body that is too long."""
+    length = headers.get(b"content-length", b"")
+    return length.isdigit() and int(length) > MAX_BODY_BYTES
+
+
+def large_body() -> ApiError:
+    return ApiError(LARGE_BODY, f"the body is longer than {MAX_BODY_BYTES >> 20} MiB")
+
+
 class HttpExchange:
     """`new_id` draws a request id for a client that sends none."""
 
@@ -74,6 +84,8 @@ class HttpExchange:
         kind = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":  # a page of another origin can send other types without asking
             raise ApiError(WRONG_TYPE, "send the header Content-Type: application/json")
+        if self.headers.get(b"content-encoding", b"identity").strip().lower() not in (b"", b"identity"):
+            raise ApiError(WRONG_TYPE, "send the body as it is, without the header Content-Encoding; it may not be compressed")
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -83,7 +95,7 @@ class HttpExchange:
                         raise ClientLeftError
                     piece = message.get("body", b"")
                     if len(body) + len(piece) > MAX_BODY_BYTES:
-                        raise ApiError(LARGE_BODY, f"the body is longer than {MAX_BODY_BYTES >> 20} MiB")
+                        raise large_body()
                     self._budget.add(len(piece))
                     self._num_body_bytes += len(piece)
                     body += piece

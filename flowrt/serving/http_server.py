@@ -22,8 +22,9 @@ from uvicorn.server import ServerState
 
 from flowrt.processes.descriptors import MAX_LEAVING
 from flowrt.serving.accepting import accept_connections
-from flowrt.serving.api_errors import INVALID, LARGE_HEADERS, SLOW_REQUEST, UNAVAILABLE, ApiError
+from flowrt.serving.api_errors import INVALID, LARGE_BODY, LARGE_HEADERS, SLOW_REQUEST, UNAVAILABLE, ApiError
 from flowrt.serving.connection_table import ConnectionTable
+from flowrt.serving.http_exchange import is_large
 
 log = logging.getLogger("flowrt.front_end")
 
@@ -207,7 +208,10 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(self.transport, _LARGE_HEADERS)
                 return
         if (refusal := self._early_refusal()) is not None:
-            self._early = refusal  # the timer of the headers goes on until its body is here
+            if refusal.error.kind is LARGE_BODY:
+                self._refuse(self.transport, refusal.error, refusal.headers)
+            else:
+                self._early = refusal  # the timer of the headers goes on until its body is here
             return
         self._cancel_timer()
         self._unset_keepalive_if_required()  # an early refusal may have set it in the same call of data_received
@@ -215,12 +219,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unfinished = [cycle for cycle in (*self._unfinished, self.cycle) if not cycle.response_complete]
 
     def _early_refusal(self) -> EarlyRefusal | None:
-        """A refusal for which the request needs no task, and its body no memory. None where the body is long, an earlier request waits for
-        its response, or the client does not read: uvicorn bounds the requests of such a client."""
+        """A refusal for which the request needs no task, and its body no memory. None where the body is long, but not too long; where an
+        earlier request waits for its response, or the client does not read: uvicorn bounds the requests of such a client."""
         headers = dict(self.headers)
         length = headers.get(b"content-length", b"")
         is_short = length.isdigit() and int(length) <= MAX_SKIPPED_BYTES and not self.expect_100_continue
-        if not is_short or self.flow.write_paused or any(not cycle.response_complete for cycle in self._unfinished):
+        if not (is_short or is_large(headers)) or self.flow.write_paused or any(not cycle.response_complete for cycle in self._unfinished):
             return None
         path = self.url.partition(b"?")[0]
         return self._refuse_early(self.parser.get_method(), path, headers, self._is_admin)
@@ -306,14 +310,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._table.note_refusal(self.loop.time())
         self._refuse(transport, _TOO_MANY)
 
-    def _refuse(self, transport: asyncio.Transport, error: ApiError) -> None:
+    def _refuse(self, transport: asyncio.Transport, error: ApiError, headers: Mapping[str, str] = {}) -> None:
         if self._is_refused or transport.is_closing():
             self._is_refused = True
             return
         self._is_refused = True
         self._cancel_timer()
         if not self._is_responding:
-            transport.write(_response(error))
+            transport.write(_response(error, headers))
         if any(not cycle.response_complete for cycle in self._unfinished) or not transport.can_write_eof():
             transport.close()  # the rest of a response may follow; TLS says goodbye by itself
             return

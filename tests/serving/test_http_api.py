@@ -249,6 +249,7 @@ async def test_request_that_cannot_be_served_leaves_nothing() -> None:
         ("POST", CHAT, b"{", {}, (400, "invalid_value")),
         ("POST", CHAT, b"[" * 100_000, {}, (400, "invalid_value")),
         ("POST", CHAT, HELLO, {"content_type": "text/plain"}, (415, "unsupported_media_type")),
+        ("POST", CHAT, HELLO, {"content_encoding": "gzip"}, (415, "unsupported_media_type")),
         ("POST", CHAT, HELLO, {"host": "evil.example"}, (403, "unknown_host")),
     ],
 )
@@ -390,6 +391,16 @@ async def test_body_header_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(http_exchange, "MAX_BODY_BYTES", 10_000)
     async with served_app() as served:
         assert (await served.call("POST", CHAT, b" " * 10_001)).error[0] == 413
+        connection = await served.connect()
+        connection.send("POST", CHAT, b"", content_length="10001", expect="100-continue", x_request_id="large")  # the headers alone
+        response = await connection.response()
+        assert (response.error[:2], response.headers["x-request-id"]) == ((413, "request_too_large"), "large")
+        await connection.close()
+        connection = await served.connect()
+        connection.writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode())
+        connection.writer.write(b"transfer-encoding: chunked\r\n\r\n2711\r\n" + b" " * 10_001)
+        assert (await connection.response()).error[:2] == (413, "request_too_large")
+        await connection.close()
         monkeypatch.setattr(http_exchange, "MAX_BUFFERED_BYTES", 5_000)
         assert (await served.call("POST", CHAT, b" " * 9_000)).error[0] == 429
         monkeypatch.setattr(http_exchange, "BODY_SECONDS", 0.05)
