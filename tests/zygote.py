@@ -66,10 +66,12 @@ class Zygote:
         self.connection, theirs = socket.socketpair()
         command = [sys.executable, "-P", __file__, str(theirs.fileno()), os.pathsep.join(sys.path), *PRELOAD]
         environment = _significant(_environment("")) | {_ROOM: "x" * _ROOM_BYTES}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
-        )
-        theirs.close()
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(self.connection.close)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
+            )
+            undo.pop_all()
         atexit.register(self.close)
 
     def fork(self, what: Mapping[str, Any], descriptors: Sequence[int]) -> int:
