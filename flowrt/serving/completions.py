@@ -179,8 +179,13 @@ class Completions:
         await self._encoder.check_constraints(request)
         texts, prompts, forms, count = list[RequestText](), list[PromptOutput](), list[bytes](), len(request.prompts)
         for index, prompt in enumerate(request.prompts):
-            token_ids = await self._encoder.encode(prompt, request.add_special_tokens)
-            self._encoder.check(token_ids, request)
+            try:
+                token_ids = await self._encoder.encode(prompt, request.add_special_tokens)
+                self._encoder.check(token_ids, request)
+            except ApiError as error:
+                if count == 1 or error.param != request.prompt_name:
+                    raise
+                raise ApiError(error.kind, f"{error.param}[{index}]: {error.message}", f"{error.param}[{index}]") from None
             prompts.append(self._prompt(request, prompt, token_ids))
             _check_prompt_logprobs(request, sum(len(each.token_ids) for each in prompts))
             request = replace(request, is_in_reasoning=self._is_in_reasoning(prompt, token_ids))
@@ -292,6 +297,8 @@ class _Response:
         has; what came before it is left out. Raises ApiError for one that this response has not."""
         exchange, builder = self._exchange, self._builder
         known = _read_position(position, self._num_choices) if position else []
+        if isinstance(builder, ResponsesBuilder):
+            exchange.error_events = builder.error_events
         await exchange.begin_events()
         pieces: list[TextPiece] = []
         while self._waits_for_prompt:

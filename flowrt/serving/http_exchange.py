@@ -76,6 +76,7 @@ class HttpExchange:
         self.is_named, self.id = given is not None, given or new_id()  # is_named: the client has given the id
         self.cors_headers: dict[str, str] = {}  # of every response
         self.has_begun = False  # the status has been sent
+        self.error_events: Callable[[ApiError], bytes] = lambda error: b"data: " + error.body + b"\n\n"  # that end a stream
         self._num_body_bytes = 0  # in the budget
 
     async def read_body(self) -> bytes:
@@ -123,7 +124,7 @@ class HttpExchange:
     async def respond_error(self, error: ApiError) -> None:
         """Send an error: as the response, or as the last event of a stream that has begun."""
         if self.has_begun:
-            await self.end_events(b"data: " + error.body + b"\n\n")
+            await self.end_events(self.error_events(error))
             return
         headers = {} if error.kind.retry_seconds is None else {"retry-after": str(error.kind.retry_seconds)}
         if error.kind.status == 401:

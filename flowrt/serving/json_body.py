@@ -96,7 +96,7 @@ _OTHER = (
 )
 _OF_OUTPUT = ("response_format", "return_token_ids", "return_tokens_as_token_ids")
 FIELDS = frozenset({*_OTHER, *_CHAT, *PARAMETER_TYPES, *_LABELS, *_UNSUPPORTED, *_OF_OUTPUT})
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]")
 
 

@@ -16,6 +16,7 @@ from flowrt.errors import shown
 from flowrt.serving.api_errors import UNSUPPORTED, ApiError
 from flowrt.serving.api_request import NO_DEFAULTS, CompletionRequest, read_chat_request
 from flowrt.serving.json_body import FIELDS, MAX_CHAT_BYTES, MAX_FIELD_BYTES, MAX_NAMED, decode_bounded, invalid, split_object
+from flowrt.serving.tool_choice import EXAMPLE
 
 _STATE = ("previous_response_id", "conversation", "prompt")  # what a server would have to keep
 # They change no output, or only with tools or state that a server has.
@@ -26,12 +27,13 @@ _NAMES = (
     ("max_completion_tokens", "max_output_tokens"),
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
-    ("instructions.content", "instructions"),
     ("tool_call_id", "call_id"),
 )
 _OWN = ("input", "instructions", "max_output_tokens", "text", "reasoning", "background", "top_logprobs", *_STATE, *_IGNORED)
 _FIELDS = FIELDS.union(_OWN)
-_MESSAGE, _FUNCTION = re.compile(r"messages(?:\[(\d+)\])?"), re.compile(r"(?:\.tool_calls\[\d+\])?\.function\b")
+_MESSAGE = re.compile(r"messages(?:\[\d+\](?:\.content|\.tool_calls\[\d+\](?:\.id)?)?)?")
+_FUNCTION = re.compile(r"\.function\b")
+_EXAMPLE = "{'type': 'function', 'name': 'f'}"
 Message = dict[str, Any]
 
 
@@ -39,7 +41,7 @@ class ResponsesReader:
     """Reads one request; it knows where the messages of the chat come from."""
 
     def __init__(self) -> None:
-        self._paths: list[str] = []  # of each message
+        self._paths: dict[str, str] = {}  # of the messages of the chat, their contents and calls: in the input
         self._is_chat = False  # what is wrong from now on has the names of a chat
 
     def read(self, body: bytes, model: str, defaults: Mapping[str, Any] = NO_DEFAULTS) -> CompletionRequest:
@@ -59,17 +61,15 @@ class ResponsesReader:
         """The error with the names of this API."""
 
         def rename(text: str) -> str:
-            text = _MESSAGE.sub(
-                lambda found: self._paths[int(found[1])] if found[1] and int(found[1]) < len(self._paths) else "input", text
-            )
-            text = _FUNCTION.sub("", text)
+            text = _FUNCTION.sub("", _MESSAGE.sub(lambda found: self._paths.get(found[0], "input"), text))
             for name, own in _NAMES:
                 text = text.replace(name, own)
             return text
 
         if error.param is None or not self._is_chat:
             return error
-        return ApiError(error.kind, error.message.replace(error.param, rename(error.param), 1), rename(error.param), allow=error.allow)
+        message = error.message.replace(error.param, rename(error.param), 1).replace(EXAMPLE, _EXAMPLE)
+        return ApiError(error.kind, message, rename(error.param), allow=error.allow)
 
     def _chat_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         for name in _STATE:
@@ -90,14 +90,16 @@ class ResponsesReader:
         text, reasoning = _object(fields, "text"), _object(fields, "reasoning")
         if (form := text.get("format")) is not None:
             is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
+            if is_schema and not isinstance(form.get("schema"), dict):
+                raise invalid("text.format", 'has no schema; write {"type": "json_schema", "name": "...", "schema": {...}}')
             chat["response_format"] = {"type": "json_schema", "json_schema": form} if is_schema else form
         if reasoning.get("effort") is not None:
             chat["reasoning_effort"] = reasoning["effort"]
         if "tools" in fields:
             chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(_checked_list("tools", fields.pop("tools")))]
         choice = fields.get("tool_choice")
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+        if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
         return fields | chat
 
     def _messages(self, instructions: Any, given: Any) -> list[Message]:
@@ -106,7 +108,7 @@ class ResponsesReader:
         messages: list[Message] = []
         if instructions is not None:
             messages.append({"role": "system", "content": instructions})
-            self._paths.append("instructions")
+            self._paths |= dict.fromkeys(("messages[0]", "messages[0].content"), "instructions")
         reasoning = ""
         for index, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
             path = f"input[{index}]"
@@ -120,12 +122,20 @@ class ResponsesReader:
             message = _message(path, kind, item)
             if message["role"] == "assistant" and messages and "tool_calls" in message and messages[-1]["role"] == "assistant":
                 messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])  # one answer, in several items
+                self._note_call(messages, path)
                 continue
             if reasoning and message["role"] == "assistant":
                 message["reasoning_content"], reasoning = reasoning, ""
             messages.append(message)
-            self._paths.append(path)
+            place = f"messages[{len(messages) - 1}]"
+            self._paths |= {place: path, f"{place}.content": f"{path}.{'output' if message['role'] == 'tool' else 'content'}"}
+            self._note_call(messages, path)
         return messages
+
+    def _note_call(self, messages: list[Message], path: str) -> None:
+        """`path`: of the last call of the last message, if it has one."""
+        place = f"messages[{len(messages) - 1}].tool_calls[{len(messages[-1].get('tool_calls', ())) - 1}]"
+        self._paths |= {place: path, f"{place}.id": f"{path}.call_id"}
 
 
 def _message(path: str, kind: Any, item: dict[str, Any]) -> Message:

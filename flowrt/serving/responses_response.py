@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from flowrt.serving.api_errors import ApiError
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.api_response import PromptOutput, Usage
 from flowrt.serving.choice_text import TextPiece
@@ -47,6 +48,13 @@ class ResponsesBuilder:
             self._reason = piece.finish_reason
             events += self._close("completed" if self._reason == "stop" else "incomplete")
         return events
+
+    def error_events(self, error: ApiError) -> bytes:
+        """The events that end a stream which has failed."""
+        events = self._close("incomplete")
+        events += self._event("error", code=error.kind.code, message=error.message, param=error.param)
+        failure = {"code": "server_error" if error.kind.status >= 500 else error.kind.code, "message": error.message}
+        return events + self._event("response.failed", response=self._response("failed") | {"error": failure})
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The last event."""

@@ -36,13 +36,13 @@ def chosen_tools(tools: Sequence[Tool] | None, choice: Any) -> tuple[ToolChoice,
         return "required", _with_schemas(tools, places)
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid("tool_choice", f"is {shown(choice)}, it must be none, auto, required, or a function such as {_EXAMPLE}")
+        raise invalid("tool_choice", f"is {shown(choice)}, it must be none, auto, required, or a function such as {EXAMPLE}")
     if function["name"] not in places:
         raise invalid("tool_choice.function.name", f"is {shown(function['name'])}, which is none of the tools")
     return "required", _with_schemas([tools[places[function["name"]]]], places)
 
 
-_EXAMPLE = "{'type': 'function', 'function': {'name': 'f'}}"
+EXAMPLE = "{'type': 'function', 'function': {'name': 'f'}}"
 
 
 def required_schema(tools: Sequence[Tool], max_calls: int | None) -> dict[str, Any]:

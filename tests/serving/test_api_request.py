@@ -232,6 +232,7 @@ def test_what_completions_ask_for_nothing_is_taken() -> None:
         ({"continue_final_message": True, "add_generation_prompt": True}, "invalid_value", "continue_final_message"),
         ({"best_of": 2}, "unsupported_parameter", "best_of"),
         ({"thinking": None, "thinkin": 1}, "unsupported_parameter", "thinkin"),
+        ({"a\nb": 1}, "unsupported_parameter", "a\nb"),
         ({"echo": True}, "unsupported_parameter", "echo"),
         ({"response_format": {"type": "xml"}}, "invalid_value", "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "invalid_value", "response_format"),

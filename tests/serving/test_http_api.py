@@ -228,6 +228,9 @@ async def test_request_that_cannot_be_served_leaves_nothing() -> None:
             ({"prompt": [1, 768]}, "invalid_value", "prompt"),
             ({"prompt": [1, "a"]}, "invalid_value", "prompt"),
             ({"prompt": ""}, "invalid_value", "prompt"),
+            ({"prompt": ["a", ""]}, "invalid_value", "prompt[1]"),
+            ({"prompt": [[1], [768]]}, "invalid_value", "prompt[1]"),
+            ({"prompt": ["a", "0 " * 600]}, "context_length_exceeded", "prompt[1]"),
             ({"prompt": [1] * 513 + ["not decoded"]}, "context_length_exceeded", "prompt"),
             ({"messages": [{"role": "user", "content": "0 " * 600}]}, "context_length_exceeded", "messages"),
         ):

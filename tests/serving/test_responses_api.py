@@ -17,6 +17,7 @@ TOOLS = [
     {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}, "strict": True},
     {"type": "function", "name": "g", "parameters": None, "strict": None},
 ]
+CALL_ITEM: dict[str, Any] = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 BODY: dict[str, Any] = {"model": "tiny", "input": "Hi", "tools": TOOLS}
 ANSWER = f"<think>Hm.</think>\nYes.\n{CALL}\n{NO_ARGUMENTS}"
 
@@ -29,9 +30,13 @@ async def create(app: ServedApp, text: str, reason: str = "stop", **fields: Any)
 
 
 async def named_events(connection: Connection) -> list[Any]:
-    """Each event of a stream; the name before its data is its type."""
     assert (await connection.head()).status == 200
-    *events, done = [event for event in "".join([chunk async for chunk in connection.chunks()]).split("\n\n") if event]
+    return events_of("".join([chunk async for chunk in connection.chunks()]))
+
+
+def events_of(stream: str) -> list[Any]:
+    """Each event of a stream; the name before its data is its type."""
+    *events, done = [event for event in stream.split("\n\n") if event]
     assert done == "data: [DONE]"
     read = []
     for event in events:
@@ -114,6 +119,34 @@ async def test_a_response_that_is_cut_off_is_incomplete() -> None:
         assert (await create(app, "Yes", "length", stream=True))[-1]["type"] == "response.incomplete"
 
 
+async def test_stream_that_fails_ends_with_events_of_this_api() -> None:
+    async with served_app(formats=THINKING) as app:
+        connection = await app.connect()
+        connection.send("POST", PATH, BODY | {"stream": True})
+        request = await app.submitted.get()
+        app.emit(request, "Yes")
+        stream = ""
+        assert (await connection.head()).status == 200
+        while "output_text.delta" not in stream:
+            stream += await connection.chunk()
+        app.finish(request, "error", error="the experts are gone")
+        *_, done, error, failed = events_of(stream + "".join([chunk async for chunk in connection.chunks()]))
+        assert (done["type"], done["item"]["status"]) == ("response.output_item.done", "incomplete")
+        assert (error["type"], error["code"], error["param"]) == ("error", "internal_error", None)
+        assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+        assert failed["response"]["error"] == {"code": "server_error", "message": error["message"]}
+        assert failed["response"]["output"] == [done["item"]]
+
+
+def test_advice_has_the_form_of_this_api() -> None:
+    for fields, advice in (
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, '{"type": "json_schema", "name": "...", "schema": {...}}'),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "is {'type': 'function'}, "),
+        ({"tools": TOOLS, "tool_choice": "always"}, "a function such as {'type': 'function', 'name': 'f'}"),
+    ):
+        assert advice in error_of(**fields).message
+
+
 async def test_no_state_is_kept() -> None:
     async with served_app(formats=THINKING) as app:
         response = (await create(app, "4", store=True)).json()
@@ -194,6 +227,11 @@ def test_fields_become_those_of_a_chat() -> None:
         ({"input": [1]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "m"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
+        ({"input": [CALL_ITEM, CALL_ITEM | {"name": 3}]}, "input[1].name"),
+        ({"input": [CALL_ITEM, CALL_ITEM | {"call_id": 3}]}, "input[1].call_id"),
+        ({"input": [CALL_ITEM, {"type": "function_call_output", "call_id": "c", "output": 3}]}, "input[1].output"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image"}]}]}, "input[0].output[0]"),
+        ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "input_image"}]}]}, "input[1].content[0]"),
         ({"instructions": 1}, "instructions"),
         ({"tools": {"a": 1}}, "tools"),
