@@ -46,6 +46,7 @@ _START = "reads files and limits of the machine before a start; run by tests/lau
 # File, or "file:function": why it does not run.
 EXCEPTIONS = {
     "flowrt/processes/descriptors.py": _SYSTEM,
+    "flowrt/launcher/start_check_process.py": _START,
     "flowrt/launcher/start_checks.py": _START,
     "flowrt/launcher/tokenizer_files.py": _START,
     "flowrt/gateway/gateway.py:Gateway.num_routing_failures": _FRONT_ENDS,
