@@ -43,6 +43,7 @@ _ROOM, _ROOM_BYTES = "ZYGOTE_ROOM", 1 << 15  # for the environments of forks in 
 _HEADER = 4  # bytes of a length and of a pid
 # Without effect on what has been imported. The import path is that of the process that starts the other one.
 _FREE_VARIABLES = ("FLOWRT_", "PYTEST_", "UCX", "TOKENIZERS_", "PYTHONPATH", "COLUMNS", "HOME", "PWD", "OLDPWD", "NOTIFY_SOCKET", "_")
+_INTERPRETER = sys.executable
 _original = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _parameters = list(inspect.signature(_original).parameters)[1:]
 _zygote: Zygote | None = None
@@ -64,7 +65,7 @@ class Zygote:
 
         self.parent, self.lock = os.getpid(), threading.Lock()
         self.connection, theirs = socket.socketpair()
-        command = [sys.executable, "-P", __file__, str(theirs.fileno()), os.pathsep.join(sys.path), *PRELOAD]
+        command = [_INTERPRETER, "-P", __file__, str(theirs.fileno()), os.pathsep.join(sys.path), *PRELOAD]
         environment = _significant(_environment("")) | {_ROOM: "x" * _ROOM_BYTES}
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(self.connection.close)
@@ -166,7 +167,7 @@ def _forkable(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]] | 
     """What a fork is to become, and its descriptors: the streams, then the one that is passed."""
     command = options["args"]
     is_plain = isinstance(command, list) and not (options["preexec_fn"] or options["shell"] or options["gid"] or options["uid"])
-    if not is_plain or options["process_group"] >= 0 or options["umask"] >= 0 or command[0] != sys.executable:
+    if not is_plain or options["process_group"] >= 0 or options["umask"] >= 0 or command[0] != _INTERPRETER:
         return None
     words = list(map(os.fspath, command[1:]))
     what: dict[str, Any] = {

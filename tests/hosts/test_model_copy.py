@@ -24,6 +24,7 @@ from flowrt.hosts import model_copy
 from flowrt.hosts.messages import FileChunk, FileEnd, HostMessage, ModelFile, ModelOffer, as_message
 from flowrt.hosts.model_copy import CHUNK_BYTES, PREFIX, ModelFolder, receive_model, remove_left, send_model
 from flowrt.launcher.run_state import LoadedFiles
+from flowrt.launcher.run_table import RunTable
 from flowrt.processes.leftover import marked_processes
 from flowrt.seams import ThreadCompute
 from flowrt.system.process_backend import CONTROL_LIMITS
@@ -177,10 +178,8 @@ def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path, monkeypatch: 
 
 def test_hosts_may_have_written_their_files_at_other_times(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
-    loaded, files = (
-        LoadedFiles(Graph({}, {}, process_hosts={name: name for name in ("host.1", "host.2")})),
-        fingerprints(tmp_path / "model"),
-    )
+    graph = Graph({}, {}, process_hosts={name: name for name in ("host.1", "host.2")})
+    loaded, files = LoadedFiles(RunTable(graph, lambda: "1")), fingerprints(tmp_path / "model")
     assert loaded.difference("here", files) is None
     os.utime(tmp_path / "model" / "c.safetensors", (1, 1))
     assert loaded.difference("host.1", fingerprints(tmp_path / "model")) is None
