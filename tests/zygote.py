@@ -43,6 +43,8 @@ _ROOM, _ROOM_BYTES = "ZYGOTE_ROOM", 1 << 15  # for the environments of forks in 
 _HEADER = 4  # bytes of a length and of a pid
 # Without effect on what has been imported. The import path is that of the process that starts the other one.
 _FREE_VARIABLES = ("FLOWRT_", "PYTEST_", "UCX", "TOKENIZERS_", "PYTHONPATH", "COLUMNS", "HOME", "PWD", "OLDPWD", "NOTIFY_SOCKET", "_")
+SPARE = "spare"  # the name of a spare that has become nothing; it ends with its command
+_PR_SET_NAME = 15
 _INTERPRETER = sys.executable
 _original = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _parameters = list(inspect.signature(_original).parameters)[1:]
@@ -378,6 +380,7 @@ def _wait_as_spare(connection: socket.socket, command: int, imported: _Imported)
     end_with_parent(signal.SIGKILL)
     if os.getppid() != command:
         os._exit(0)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, SPARE.encode(), 0, 0, 0)
     os.setsid()
     mine = {"environment": os.environ.copy(), "cwd": "/", "new_session": False}
     nowhere = os.open(os.devnull, os.O_RDWR)  # the command's streams end with the command
@@ -390,6 +393,7 @@ def _wait_as_spare(connection: socket.socket, command: int, imported: _Imported)
     can = imported.can_become(what)
     connection.sendall((os.getpid() if can else 0).to_bytes(_HEADER, "little"))
     if can:
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, b"python", 0, 0, 0)
         _become_module(what, descriptors, imported)
     os._exit(0)
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from launcher.run_driver import CLIENT, KILLED, OTHER, SERVER, Driver, announced, end_of
 from launcher.run_driver import graph_of as small_graph
-from launcher.test_launcher import LOOPS, nothing_left, on_loop
+from launcher.test_launcher import LOOPS, children, nothing_left, on_loop
 from launcher.test_restarts import Run, graph_of
 
 from flowrt.errors import WorkerDiedError
@@ -222,6 +222,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_killed_launcher_takes_every_worker_along(number: signal.Signals) -> None:
     """Also one that is stopped and one that is blocked in C, whatever has become of the fork server."""
+    before = children()
     script = textwrap.dedent(PARENT.format(path=[entry for entry in sys.path if entry], number=int(number)))
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -232,6 +233,6 @@ def test_killed_launcher_takes_every_worker_along(number: signal.Signals) -> Non
         while found := processes_marked(run_id):  # the test's time limit is the bound
             pids |= set(found)  # a new fork server
             time.sleep(0.01)
-    for pid in pids:
+    for pid in pids | (children() - before):  # what the command had forked ends with it
         with contextlib.suppress(ChildProcessError):  # ours only where this process inherits orphans
             os.waitpid(pid, 0)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 import uvloop
+import zygote
 from group_tokens import number_of
 from launcher.owners import launcher_of
 
@@ -109,16 +110,20 @@ def open_fds() -> set[tuple[str, str]]:
 
 
 def children() -> set[int]:
-    """Every child of this process, zombies too."""
+    """Every child of this process, zombies too, but for spares of killed commands (zygote.py), which are reaped here."""
     found = set()
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 with open(f"/proc/{entry}/stat") as file:
-                    parent = int(file.read().rpartition(")")[2].split()[1])
+                    head, _, rest = file.read().rpartition(")")
+                    parent = int(rest.split()[1])
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if parent == os.getpid():
+            if parent == os.getpid() and head.endswith(f"({zygote.SPARE}"):
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(int(entry), os.WNOHANG)
+            elif parent == os.getpid():
                 found.add(int(entry))
     return found
 
