@@ -156,7 +156,7 @@ def found_graphs() -> list[FoundGraph]:
 
 
 def find_graph(name: str | None) -> FoundGraph:
-    """The graph of this name; without one, the only graph that lives, or the only one. Raises UserError."""
+    """The graph of this name; without one, the only graph that runs, or the only one. Raises UserError."""
     found = found_graphs()
     if name is None:
         found = [each for each in found if each.is_alive] or found

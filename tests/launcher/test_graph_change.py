@@ -1,4 +1,4 @@
-"""A change of the running graph: who starts, who is told what, and who ends, in which order and until when."""
+"""A change of the running graph: who starts, who is notified of what, and who ends, in which order and until when."""
 
 from __future__ import annotations
 
