@@ -77,6 +77,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._in_headers = True
         self._is_counted = self._is_refused = False
+        self._refusal: tuple[ApiError, Mapping[str, str]] | None = None  # follows the responses to earlier requests
         self._cancel_handshake: Callable[[], object] | None = None
 
     def make_room(self) -> bool:
@@ -261,12 +262,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._note_wait()
+        if self._refusal is not None and not self._has_request and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._end_refused(self.transport, *self._refusal)
 
     def _note_wait(self) -> None:
         """Put the connection at the end of those that wait, or take it from there when a whole request has arrived."""
         self._waiting.pop(self, None)
-        has_request = any(not (cycle.response_complete or cycle.more_body) for cycle in self._unfinished)
-        if not (has_request or self._is_admin or self.transport.is_closing()):
+        if not (self._has_request or self._is_admin or self.transport.is_closing()):
             self._waiting[self] = None
 
     def _give_way(self) -> None:
@@ -303,6 +306,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(self.transport, ApiError(INVALID, "the request is not HTTP/1.1"))
 
     @property
+    def _has_request(self) -> bool:
+        """Whether a whole request waits for its response."""
+        return any(not (cycle.response_complete or cycle.more_body) for cycle in self._unfinished)
+
+    @property
     def _is_responding(self) -> bool:
         return any(cycle.response_started and not cycle.response_complete for cycle in self._unfinished)
 
@@ -316,6 +324,14 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._is_refused = True
         self._cancel_timer()
+        if self.pipeline and self.cycle.more_body:  # the one that is refused has no task yet
+            self.pipeline.popleft()
+        if self._has_request:
+            self._refusal = error, headers
+        else:
+            self._end_refused(transport, error, headers)
+
+    def _end_refused(self, transport: asyncio.Transport, error: ApiError, headers: Mapping[str, str]) -> None:
         if not self._is_responding:
             transport.write(_response(error, headers))
         if any(not cycle.response_complete for cycle in self._unfinished) or not transport.can_write_eof():

@@ -44,6 +44,38 @@ async def test_requests_sent_ahead_get_their_responses_in_order() -> None:
         await connection.close()
 
 
+@pytest.mark.parametrize(
+    ("bad", "status"),
+    [
+        (b"no HTTP\r\n\r\n", 400),
+        (b"GET /%s HTTP/1.1\r\n\r\n" % (b"a" * http_server.MAX_HEADER_BYTES), 431),
+        (CHUNKED + b"2\r\n{}\r\n0\r\nx-request-id: of-another\r\n\r\n", 400),
+        (b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n" * (http_server.MAX_AHEAD + 1), 400),
+    ],
+)
+@pytest.mark.parametrize("streams", [False, True])
+async def test_requests_before_a_bad_one_get_their_responses_first(bad: bytes, status: int, streams: bool) -> None:
+    async with served_app() as served:
+        connection = await served.connect()
+        connection.send("POST", CHAT, HELLO | {"stream": streams})
+        connection.send("GET", "/version")
+        request = await served.submitted.get()
+        connection.writer.write(bad)
+        await until(lambda: any(each._is_refused for each in served.server._state.connections))
+        served.emit(request, " 1")
+        served.finish(request)
+        if streams:
+            assert (await connection.events_after_head())[-1]["choices"][0]["finish_reason"] == "stop"
+        else:
+            assert (await connection.response()).json()["choices"][0]["finish_reason"] == "stop"
+        assert (await connection.response()).json() == {"version": "1.2.3"}
+        while (response := await connection.response()).status == 200:
+            assert response.json() == {"version": "1.2.3"}, "of those that were not too many"
+        assert response.status == status
+        assert (response.headers["connection"], await connection.reader.read()) == ("close", b"")
+        await connection.close()
+
+
 async def test_part_of_a_next_request_does_not_end_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some clients send an empty line behind a body. It is no slow request while the response goes on."""
     num_times, on_slow_headers = 0, BoundedProtocol._on_slow_headers
@@ -132,12 +164,15 @@ async def test_number_of_requests_sent_ahead_is_bounded(first: str, monkeypatch:
         connection = await served.connect()
         if first == "stream":
             connection.send("POST", CHAT, HELLO | {"stream": True})
-            await served.submitted.get()
+            request = await served.submitted.get()
         else:
             monkeypatch.setattr(served.server, "_refuse_early", lambda *request: EarlyRefusal(error, {"x-request-id": "an-id"}))
             await connection.close()
             connection = await served.connect()
         connection.writer.write(b"GET / HTTP/1.1\r\ncontent-length: 0\r\n\r\n" * 1000)
+        if first == "stream":
+            await until(lambda: any(each._is_refused for each in served.server._state.connections))
+            served.finish(request)
         text = await connection.reader.read()  # to the end of the connection
         assert text.count(b"HTTP/1.1 ") <= http_server.MAX_AHEAD + 2
         assert num_parsed <= 2 * http_server.MAX_AHEAD + 1
