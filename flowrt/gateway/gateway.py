@@ -298,9 +298,10 @@ class Gateway(RequestLogs):
         for log in sorted(logs, key=lambda log: log in causes):  # last, as an end places what waits: the oldest of all
             if is_alive:
                 decisions.append(SendCancel(group, Cancel(log.id, log.attempt)))
-            decisions += (
-                self._redo(log, f"{group} {why}", but=group) if log in causes else self._move(log, but=group, is_restarting=is_restarting)
-            )
+            if log in causes:
+                decisions += self._redo(log, f"{group} {why}", but=group)
+            elif not may_recur or self._stages.worker_of(log) == group or self._stages.lose_kv(log, with_group=True):
+                decisions += self._move(log, but=group, is_restarting=is_restarting)
         return decisions + self._place_waiting()
 
     def lose_server(self, server: str, why: str) -> list[Decision]:

@@ -112,11 +112,11 @@ class Stages:
             self._groups.add(log)
         log.kv = kv
 
-    def lose_kv(self, log: RequestLog) -> bool:
-        """The group has lost the KV that it pulled. Returns whether another attempt begins now. One whose prompt is still computed stays
-        in its prefill worker, which may end or crash for the same reason as its KV is lost: it is to be blamed, not hidden by an attempt
-        elsewhere."""
-        log.num_kv_lost += 1
+    def lose_kv(self, log: RequestLog, *, with_group: bool = False) -> bool:
+        """The group has lost the KV that it pulled, or is lost itself. Returns whether another attempt begins now. One whose prompt is
+        still computed stays in its prefill worker, which may end or crash for the same reason, or report which part crashed the group: it
+        is to be blamed, not hidden by an attempt elsewhere."""
+        log.num_kv_lost += not with_group
         log.kv_was_lost = self._stage(log) is self._prefill
         if log.kv_was_lost:
             self._groups.remove(log)

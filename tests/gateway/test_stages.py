@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from gateway.test_gateway import LIMITS, new_gateway, place, sent_in, token_of
 
-from flowrt.actors.control import Ended, KvCompleted, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone
+from flowrt.actors.control import Crashed, Ended, KvCompleted, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone
 from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.gateway.decisions import Decision, SendCancel, SendCompleted, SendRequest
 from flowrt.gateway.gateway import Gateway
@@ -311,6 +311,23 @@ def test_a_group_may_find_that_the_output_is_whole_while_the_prompt_is_computed_
 LOST = KvLost("request-0", 0, "the offer has ended")
 
 
+def test_the_crash_of_the_group_of_a_prompt_hides_no_suspect() -> None:
+    """The group has experts: a part of the prompt has crashed it, which the prefill worker reports after the death."""
+    gateway = staged()
+    (first,) = sent_in(gateway.lose_group(place(gateway, max_tokens=2).group, "crashed", may_recur=True))
+    worker = first.group
+    gateway.on_alone(worker, RunsAlone("request-0", 1))
+    begin_prefill(gateway, first)
+    assert gateway.groups_of(0) == [worker, "g0"]
+    assert gateway.lose_group("g0", "crashed", may_recur=True) == []
+    assert gateway.groups_of(0) == [worker]
+    (moved,) = sent_in(gateway.on_alone(worker, Crashed("request-0", 1, "g0 crashed")))
+    assert gateway.log(0).num_crashes == 1
+    gateway.on_alone(moved.group, RunsAlone("request-0", 2))
+    (end,) = [each for each in gateway.on_alone(moved.group, Crashed("request-0", 2, "g1 crashed")) if isinstance(each, EndEvent)]
+    assert end.finish_reason == "error"
+
+
 @pytest.mark.parametrize("why", ["error", "crash", "crash alone", "end"])
 def test_the_end_of_a_prefill_worker_counts_also_behind_the_loss_of_what_it_streamed(why: str) -> None:
     """A group may report lost KV before the prefill worker's end arrives, which has the same cause."""
@@ -357,7 +374,7 @@ def test_what_is_placed_twice_ends_in_both(ends: str) -> None:
     cancelled = {"cancel": [("p0", 0), ("g0", 0)], "group errs": [("p0", 0), ("g0", 0)]}
     match ends:
         case "group is lost":
-            decisions = gateway.lose_group("g0", "was killed", may_recur=True)
+            decisions = gateway.lose_group("g0", "was killed")
         case "group lost it":
             gateway.on_transfer("g0", LOST)
             decisions = gateway.on_transfer("p0", Prefilled("request-0", 0, offer(first)))
