@@ -183,7 +183,7 @@ def _forkable(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]] | 
         return what | {"module": words[2], "arguments": words[4:]}, [*streams, int(words[3])]
     names = set(re.findall(r"\w+", " ".join(words[1:3])))
     is_command = words[:2] == ["-m", "flowrt"] or (words[0] == "-c" and "flowrt" in names)
-    if not (is_command and names & STARTING) and words[:3] != CHECK and not _is_script(words[0]):
+    if not (is_command and names & STARTING) and words[:3] != CHECK and not _is_script(os.path.join(what["cwd"], words[0])):
         return None
     if options["pass_fds"] or any(map(os.isatty, streams)) or not os.access(what["cwd"], os.X_OK):
         return None

@@ -20,6 +20,7 @@ import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = ("sh", "console", "python", "yaml", "json", "toml", "text")
@@ -110,11 +111,10 @@ class Folder:
             (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
             (programs / name).chmod(0o755)
         self._background: list[subprocess.Popen[bytes]] = []
+        self._of_shells = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
         self._environment = {
             **os.environ,
-            "PATH": f"{programs}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
-            "PYTHONDONTWRITEBYTECODE": "1",
             "COLUMNS": "",
             "FLOWRT_RUNTIME_DIR": str(path / "run"),
         }
@@ -140,7 +140,7 @@ class Folder:
             for command, output in shown.items():
                 check_output(block, output, self._call(block, command, is_failure_shown="error:" in output))
         elif block.language == "python":
-            return self._call(block, f"python -c {shlex.quote(program(block))}")
+            return self._call(block, "python", program(block))
         return ""
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class Folder:
         (command,) = block.commands()
         output = self.path.parent / "background.log"
         with output.open("w") as file:
-            process = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=self.path, env=self._environment, stdout=file, stderr=file)
+            process = subprocess.Popen(**self._how(command), stdout=file, stderr=file)
         self._background.append(process)
         while word not in output.read_text():
             assert process.poll() is None, f"{block.page}:{block.line}: {command}\n{output.read_text()}"
@@ -168,11 +168,17 @@ class Folder:
             _passed.add(key)
         return ""
 
-    def _call(self, block: Block, command: str, is_failure_shown: bool = False) -> str:
+    def _how(self, command: str, code: str = "") -> dict[str, Any]:
+        """How to start a command, or Python with code. What needs no shell gets none, so that it can be forked (zygote.py)."""
+        words = ["python", "-c", code] if code else shlex.split(command, comments=True)
+        if words[0] not in ("flowrt", "python") or (not code and set("|<>&;$*") & set(command)):
+            return {"args": ["bash", "-c", command], "cwd": self.path, "env": self._environment | self._of_shells}
+        module = ["-m", "flowrt"] if words[0] == "flowrt" else []
+        return {"args": [sys.executable, *module, *words[1:]], "cwd": self.path, "env": self._environment}
+
+    def _call(self, block: Block, command: str, code: str = "", *, is_failure_shown: bool = False) -> str:
         done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=self.path,
-            env=self._environment,
+            **self._how(command, code),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT if block.language == "console" else subprocess.PIPE,
             text=True,
