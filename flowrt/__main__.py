@@ -6,6 +6,7 @@ such a signal for process 1 of a container unless there is a handler for it, so 
 
 import os
 import signal
+import sys
 from types import FrameType
 from typing import NoReturn
 
@@ -19,7 +20,13 @@ def main() -> None:
     for number in numbers:
         signal.signal(number, _end)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it would hide the exit statuses of the workers
-    from flowrt.cli.app import main as run_command
+    try:
+        from flowrt.cli.app import main as run_command
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("flowrt"):
+            raise
+        # A Python that is started without its path and name takes those of the first one on PATH.
+        sys.exit(f"flowrt: error: {sys.executable} has no module {error.name}; run the Python that flowrt was installed for, or install it")
 
     for number in numbers:
         signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt

@@ -115,7 +115,7 @@ ENVIRONMENTS = [
     Environment("a session of its own without a terminal", "setsid -w $RUN </dev/null"),
     Environment("the lowest priority", "nice -n 19 $RUN"),
     Environment("one processor", "taskset -c 0 $RUN"),
-    Environment("an empty program name", "exec -a '' $RUN"),
+    Environment("an empty program name", "exec -a '' $RUN", (0, 1)),  # 1: PATH begins with a Python without flowrt
     *[
         Environment(f"a terminal of COLUMNS={columns}", f"{shlex.quote(sys.executable)} -c {shlex.quote(_TERMINAL)} $RUN", (0,), "", {
             "COLUMNS": columns, "TERM": "xterm"

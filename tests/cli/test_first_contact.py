@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -83,3 +84,10 @@ def test_a_hub_id_gets_the_command_that_downloads_it(tmp_path: Path, words: tupl
     assert done.stderr.count("\n") == 1
     assert "hf download org/name --local-dir name" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_python_without_what_flowrt_needs_is_one_line() -> None:
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from flowrt.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code, "demo"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert re.match(r"flowrt: error: \S+ has no module \w+; run the Python that", done.stderr)
