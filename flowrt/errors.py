@@ -90,11 +90,12 @@ class ArgumentError(UserError, TypeError, ValueError):
 
 class TokenizerError(UserError, ValueError):
     """A model directory cannot tokenize or render text. The message names the file and what to do. `is_too_long`: the text has more tokens
-    than the graph can hold. `is_unavailable`: no text can be tokenized now, whatever it is. `param`: the part of a chat that is wrong."""
+    than the graph can hold. `is_unavailable`: no text can be tokenized now, whatever it is. `param`: the part of a chat, or the parameter,
+    that is wrong; the message begins with it, and `text` is the rest."""
 
     def __init__(self, text: str, *, is_too_long: bool = False, is_unavailable: bool = False, param: str | None = None) -> None:
-        super().__init__(text)
-        self.is_too_long, self.is_unavailable, self.param = is_too_long, is_unavailable, param
+        super().__init__(text if param is None else f"{param} {text}")
+        self.text, self.is_too_long, self.is_unavailable, self.param = text, is_too_long, is_unavailable, param
 
 
 class GraphError(UserError):

@@ -329,8 +329,8 @@ class RunningGraph:
         return capacity if self._model is None else min(self._model.config.max_position_embeddings, capacity)
 
     async def _encode(self, prompt: CheckedPrompt, params: SamplingParams) -> Sequence[int]:
-        if (params.structured_outputs is not None or params.bad_words) and self._model is not None:
-            await self.require_tokenizer().check(params, self._model.config.vocab_size)
+        if params.structured_outputs is not None or params.bad_words:
+            await self.require_tokenizer().check(params)
         if not isinstance(prompt, TextPrompt):
             return prompt
         return await self.require_tokenizer().encode(prompt.content, max_tokens=self._max_prompt_tokens())

@@ -30,7 +30,7 @@ class ConstraintBuilder:
         try:
             return tokenizers.Tokenizer.from_file(str(self._directory / "tokenizer.json"))
         except Exception as error:  # the library raises bare Exception
-            raise GrammarError("bad_words need a tokenizer.json that can be read in the directory of the model") from error
+            raise GrammarError("cannot be used: the directory of the model has no tokenizer.json that can be read", "bad_words") from error
 
     def build(self, request: Request) -> dict[int, Constraint]:
         """The constraint of each choice behind its committed tokens. Raises GrammarError."""

@@ -19,7 +19,7 @@ from flowrt.structured_outputs import StructuredOutputs
 MAX_CACHED = 64  # compiled grammars
 MAX_ERROR_CHARACTERS = 300
 Mask = NDArray[np.uint8]  # [num_mask_bytes], a bit per token, the least significant first
-_MISSING = f"structured_outputs need the package llguidance: {install_command('structured')}"
+_MISSING = f"cannot be used without the package llguidance: {install_command('structured')}"
 # White space between the parts of JSON. Without a bound a model may write nothing else to the end.
 _JSON = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}"}
 _DENSE_JSON = {"whitespace_flexible": False}
@@ -47,7 +47,11 @@ _CAUSES = {  # by a part of the library's text
 
 
 class GrammarError(ValueError):
-    """The grammar of a request cannot be used; the text is one line."""
+    """A parameter of a request cannot be used. The message is one line: the parameter, then `text`."""
+
+    def __init__(self, text: str, param: str = "structured_outputs") -> None:
+        super().__init__(f"{param} {text}")
+        self.text, self.param = text, param
 
 
 class Grammars:
@@ -58,13 +62,13 @@ class Grammars:
         self._library, self._vocab_size = _load(), vocab_size
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise GrammarError("structured_outputs need the tokenizer.json of the model, and its directory has none")
+            raise GrammarError("cannot be used without the tokenizer.json of the model, and its directory has none")
         # The library ends a text that is complete with one of these tokens; a model without any gets one that no mask contains.
         eos = sorted(each for each in eos_token_ids if 0 <= each < vocab_size)
         try:
             self._tokens = self._library.LLTokenizer(str(path), n_vocab=vocab_size, eos_token=eos or None)
         except (ValueError, OSError) as error:
-            raise GrammarError(f"structured_outputs are not possible with the tokenizer of this model: {as_line(str(error))}") from error
+            raise GrammarError(f"cannot be used with the tokenizer of this model: {as_line(str(error))}") from error
         self._compiled: dict[StructuredOutputs, Any] = {}  # the latest used last
 
     def matcher(self, outputs: StructuredOutputs) -> Matcher:
@@ -88,7 +92,7 @@ class Grammars:
         except Exception as raised:  # of the library's Python
             error = str(raised) or type(raised).__name__
         if error:
-            raise GrammarError(f"structured_outputs have a grammar that cannot be used: {_cause(error)}")
+            raise GrammarError(f"cannot be used: {_cause(error)}")
         return compiled
 
     def _grammar_of(self, outputs: StructuredOutputs) -> str:

@@ -40,7 +40,7 @@ class ChatError(ValueError):
 
     def __init__(self, path: str, text: str, is_unsupported: bool = False) -> None:
         super().__init__(f"{path} {text}")
-        self.path, self.is_unsupported = path, is_unsupported
+        self.path, self.text, self.is_unsupported = path, text, is_unsupported
 
 
 _Function = msgspec.defstruct("Function", [("name", str), ("arguments", str | dict[str, Any] | None, None)])

@@ -76,23 +76,20 @@ def read_form(form: bytes) -> RequestForm:
 class PromptEncoder:
     """Turns prompts into token ids within the limits of the graph."""
 
-    def __init__(self, processes: TokenizerProcesses, limits: GraphLimits, max_model_len: int, vocab_size: int) -> None:
-        self._processes, self._limits, self.max_model_len, self._vocab_size = processes, limits, max_model_len, vocab_size
+    def __init__(self, processes: TokenizerProcesses, limits: GraphLimits, max_model_len: int) -> None:
+        self._processes, self._limits, self.max_model_len = processes, limits, max_model_len
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ApiError."""
-        try:
-            if not isinstance(prompt, TokenIds):
-                found = self._processes.encode(prompt, max_tokens=self.max_model_len, add_special_tokens=add_special_tokens)
-                return tuple(await found)
+        if isinstance(prompt, TokenIds):
             if prompt.num_tokens > self.max_model_len:
-                raise TokenizerError(too_long(prompt.num_tokens, self.max_model_len), is_too_long=True)
+                raise ApiError(TOO_LONG, too_long(prompt.num_tokens, self.max_model_len), "prompt")
             await asyncio.sleep(0)  # other clients are served between the prompts of a request
             return prompt.read()
+        try:
+            return tuple(await self._processes.encode(prompt, max_tokens=self.max_model_len, add_special_tokens=add_special_tokens))
         except TokenizerError as error:
-            if error.is_unavailable:
-                log.warning("no prompt can be tokenized: %s", error)
-                raise ApiError(UNAVAILABLE, "prompts cannot be tokenized now; the log of the server has the reason") from None
+            _check_available("prompts cannot be tokenized", error)
             # Clients learn no path of this machine.
             text = _ADDRESS.sub("", str(error).replace(str(self._processes.directory), "the model"))
             kind = TOO_LONG if error.is_too_long else INVALID
@@ -101,38 +98,42 @@ class PromptEncoder:
     async def check_constraints(self, request: CompletionRequest) -> None:
         """Compile the grammar of a request in another process. Raises ApiError."""
         try:
-            await self._processes.check(request.params, self._vocab_size)
+            await self._processes.check(request.params)
         except TokenizerError as error:
-            if error.is_unavailable:
-                log.warning("no grammar can be compiled: %s", error)
-                raise ApiError(UNAVAILABLE, "grammars cannot be compiled now; the log of the server has the reason") from None
-            raise await self._grammar_error(request, str(error)) from None
+            _check_available("grammars cannot be compiled", error)
+            if request.outputs_name == "tools":
+                await self._check_tools(request)
+            name = request.outputs_name if error.param == "structured_outputs" else error.param
+            raise invalid(name or request.outputs_name, error.text) from None
 
-    async def _grammar_error(self, request: CompletionRequest, text: str) -> ApiError:
-        """The error of a request whose grammar cannot be compiled: of its first tool whose schema cannot be, else of the whole."""
-        name = request.outputs_name if request.params.structured_outputs is not None else "bad_words"
-        names = [tool["function"]["name"] for prompt in request.prompts if isinstance(prompt, Chat) for tool in prompt.tools or ()]
-        for tool in (request.tools or ()) if name == "tools" else ():
-            try:
-                alone = SamplingParams(structured_outputs=checked_outputs({"json": argument_schema(tool)}))
-                await self._processes.check(alone, self._vocab_size)
-            except TokenizerError as error:
-                if not error.is_unavailable:
-                    name, text = f"tools[{names.index(tool['function']['name'])}].function.parameters", str(error)
-                break
-        if name != "structured_outputs":
-            text = text.replace("structured_outputs have a grammar", f"{name} has a schema", 1).replace("structured_outputs", name, 1)
-        return ApiError(INVALID, text, name)
+    async def _check_tools(self, request: CompletionRequest) -> None:
+        """Raises ApiError for the first tool whose schema cannot be compiled."""
+        (chat,) = request.prompts
+        for index, tool in enumerate((chat.tools if isinstance(chat, Chat) else None) or ()):
+            if tool in (request.tools or ()):
+                try:
+                    await self._processes.check(SamplingParams(structured_outputs=checked_outputs({"json": argument_schema(tool)})))
+                except TokenizerError as error:
+                    if error.is_unavailable:
+                        return
+                    raise invalid(f"tools[{index}].function.parameters", error.text) from None
 
     def check(self, token_ids: tuple[int, ...], request: CompletionRequest) -> None:
         """Check a request as the gateway does. Raises ApiError."""
         params = request.params
         max_tokens = num_new_tokens(params, len(token_ids), self._limits, self.max_model_len)
         whole = Request(id="", attempt=0, prompt_token_ids=token_ids, max_tokens=max_tokens, params=params)
-        if (problem := find_problem(whole, self._limits, self.max_model_len, self._vocab_size)) is not None:
+        if (problem := find_problem(whole, self._limits, self.max_model_len, self._processes.vocab_size)) is not None:
             names = {"prompt": request.prompt_name, "max_tokens": request.max_tokens_name, "prompt_logprobs": request.prompt_logprobs_name}
             param = names.get(problem.param, problem.param)
             raise ApiError(TOO_LONG if problem.is_too_long else INVALID, problem.text, param)
+
+
+def _check_available(what: str, error: TokenizerError) -> None:
+    """Raises ApiError for an error that is no fault of the request."""
+    if error.is_unavailable:
+        log.warning("%s: %s", what, error)
+        raise ApiError(UNAVAILABLE, f"{what} now; the log of the server has the reason") from None
 
 
 class Completions:

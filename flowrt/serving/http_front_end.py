@@ -53,7 +53,7 @@ class HttpClientServer:
         self._descriptors = seams.descriptors
         self._processes, tokenizer = TokenizerProcesses(directory, read.vocab_size), Tokenizer(directory)
         self._processes.start()  # it loads meanwhile
-        encoder = PromptEncoder(self._processes, graph.group_limits(), read.max_model_len, read.vocab_size)
+        encoder = PromptEncoder(self._processes, graph.group_limits(), read.max_model_len)
         has_log = bool(graph.reliability.request_log)
         completions = Completions(client, encoder, tokenizer, read.eos_token_ids, graph.serving.stream_interval, has_log, read.formats)
         application = HttpApp(read, client, completions, encoder, tokenizer, seams)

@@ -124,7 +124,7 @@ class Tokenizer:
         try:
             return self._chat_template(self._template_source(bool(chat.tools))).render(chat)
         except ChatError as error:
-            raise TokenizerError(str(error), param=error.path) from None
+            raise TokenizerError(error.text, param=error.path) from None
         except TokenizerError:
             raise
         except Exception as error:  # a template can fail in any way a program can

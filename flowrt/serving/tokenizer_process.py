@@ -1,4 +1,4 @@
-"""Tokenizes prompts in a separate process: `python -m flowrt.serving.tokenizer_process SOCKET PARENT DIRECTORY VOCAB_SIZE`.
+"""Tokenizes prompts in a separate process: `python -m flowrt.serving.tokenizer_process`.
 
 The loop that relays tokens and reports deaths must not wait for a long text. A model directory is untrusted: its chat template and the
 patterns of its tokenizer may run without end or take any amount of memory. So each text has a time limit, after which the process is
@@ -40,23 +40,23 @@ STALE_SECONDS = 0.2  # for the response to a call that was cancelled
 GRAMMAR_SECONDS = 4.0  # for one grammar
 MAX_GOOD = 4096  # grammars that are known to be good
 MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
+_DIED = "the process that tokenizes text has died, of too little memory perhaps"
 _FIRST_GRAMMAR = SamplingParams(structured_outputs=StructuredOutputs(choice=("a",)))
 
 
 class _Encode(msgspec.Struct, array_like=True):
     """`add_special_tokens`: those of the tokenizer; None: to a text only. `params`: instead of a prompt, parameters whose constraints are
-    compiled for a model of `vocab_size` tokens."""
+    compiled."""
 
     prompt: str | Chat
     max_tokens: int
     add_special_tokens: bool | None = None
     params: SamplingParams | None = None
-    vocab_size: int = 0
 
 
 class _Encoded(msgspec.Struct, array_like=True):
-    """The response to a text. `token_ids` is set only if there are at most `max_tokens`. `error`: the reason for a failure, and the `param`
-    that is wrong."""
+    """The response to a text. `token_ids` is set only if there are at most `max_tokens`. `error`: the reason for a failure, behind the
+    `param` that is wrong."""
 
     num_tokens: int = 0
     token_ids: list[int] = []
@@ -65,23 +65,24 @@ class _Encoded(msgspec.Struct, array_like=True):
 
 
 class _TokenizerChild:
-    """The OS process and our end of its socket. `vocab_size`, if not 0: of the model for which it compiles grammars from the start. Raises
-    TokenizerError when it cannot be started."""
+    """The OS process and our end of its socket. `vocab_size`: of the model whose grammars it compiles. `is_for_grammars`: it has compiled
+    one before it is ready. Raises TokenizerError when it cannot be started."""
 
-    def __init__(self, directory: Path, vocab_size: int) -> None:
+    def __init__(self, directory: Path, vocab_size: int, is_for_grammars: bool) -> None:
         self.socket, theirs = socket.socketpair()
         self.is_ready = False  # it has loaded the tokenizer
-        self.has_grammars = vocab_size > 0  # it has compiled one when it is ready
+        self.has_grammars = is_for_grammars  # it has compiled one when it is ready
         self.num_stale = 0  # responses that will come for calls that were cancelled
         self.received = bytearray()  # a part of the next response
         self._stop_waiting: Callable[[], None] = lambda: None  # ends the wait of `receive`
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         module = ["-P", "-m", "flowrt.serving.tokenizer_process"]
+        arguments = [str(theirs.fileno()), str(os.getpid()), str(directory), str(vocab_size), str(int(is_for_grammars))]
         try:
             with theirs:
                 self.process = subprocess.Popen(
-                    [sys.executable, *module, str(theirs.fileno()), str(os.getpid()), str(directory), str(vocab_size)],
+                    [sys.executable, *module, *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -137,14 +138,21 @@ class _TokenizerChild:
 class TokenizerProcess:
     """The client of the tokenizer process of one model directory. Texts are encoded one at a time, in the order of the calls.
 
-    A text that takes too long ends the process, also one whose call was cancelled; the next call starts another one. `vocab_size`, if not
-    0: the process is for grammars of a model of this many tokens, so it compiles one before the first call, and starts again at once.
+    A text that takes too long ends the process, also one whose call was cancelled; the next call starts another one. `vocab_size`: of the
+    model. `is_for_grammars`: the process compiles a grammar before the first call, and starts again at once.
     """
 
     def __init__(
-        self, directory: Path, text_seconds: float = TEXT_SECONDS, start_seconds: float = START_SECONDS, vocab_size: int = 0
+        self,
+        directory: Path,
+        vocab_size: int,
+        *,
+        is_for_grammars: bool = False,
+        text_seconds: float = TEXT_SECONDS,
+        start_seconds: float = START_SECONDS,
     ) -> None:
-        self._directory, self._vocab_size, self._text_seconds, self._start_seconds = directory, vocab_size, text_seconds, start_seconds
+        self._directory, self._vocab_size, self._is_for_grammars = directory, vocab_size, is_for_grammars
+        self._text_seconds, self._start_seconds = text_seconds, start_seconds
         self._child: _TokenizerChild | None = None
         self._is_closed = False
         self._turn = asyncio.Lock()
@@ -155,7 +163,7 @@ class TokenizerProcess:
         if self._is_closed:
             raise TokenizerError("the graph was closed", is_unavailable=True)
         if self._child is None:
-            self._child = _TokenizerChild(self._directory, self._vocab_size)
+            self._child = _TokenizerChild(self._directory, self._vocab_size, self._is_for_grammars)
         return self._child
 
     async def encode(self, prompt: str | Chat, *, max_tokens: int, add_special_tokens: bool | None = None) -> list[int]:
@@ -167,7 +175,7 @@ class TokenizerProcess:
         async with self._turn:
             await self._skip_stale()
             try:
-                encoded = await self._exchange(_Encode(prompt, max_tokens, add_special_tokens))
+                encoded = await self._exchange(_Encode(prompt, max_tokens, add_special_tokens), self._text_seconds)
             except Exception:
                 self._kill()  # the next call must not receive its late response
                 raise
@@ -177,31 +185,30 @@ class TokenizerProcess:
             raise TokenizerError(too_long(encoded.num_tokens, max_tokens), is_too_long=True)
         return encoded.token_ids
 
-    async def check(self, params: SamplingParams, vocab_size: int) -> None:
+    async def check(self, params: SamplingParams) -> None:
         """Raises TokenizerError for structured outputs or bad words that cannot be compiled for this model, or not in time."""
         if params.structured_outputs is None and not params.bad_words:
             return
-        key = msgspec.msgpack.encode((params.structured_outputs, params.bad_words, vocab_size))
-        digest = blake2b(key, digest_size=16).digest()
+        only = SamplingParams(structured_outputs=params.structured_outputs, bad_words=params.bad_words)
+        digest = blake2b(msgspec.msgpack.encode(only), digest_size=16).digest()
         if digest not in self._good:
-            only = SamplingParams(structured_outputs=params.structured_outputs, bad_words=params.bad_words)
             async with self._turn:
                 await self._skip_stale()
                 try:
                     checked = _Encoded()
                     if only.structured_outputs is not None and not self.start().has_grammars:  # it reads the tokenizer once more
-                        checked = await self._exchange(_Encode("", 0, None, _FIRST_GRAMMAR, vocab_size), self._start_seconds)
+                        checked = await self._exchange(_Encode("", 0, None, _FIRST_GRAMMAR), self._start_seconds)
                         self.start().has_grammars = checked.error is None
                     if checked.error is None:
-                        checked = await self._exchange(_Encode("", 0, None, only, vocab_size), GRAMMAR_SECONDS)
+                        checked = await self._exchange(_Encode("", 0, None, only), GRAMMAR_SECONDS)
                 except Exception:
                     self._kill()
-                    if self._vocab_size and not self._is_closed:
+                    if self._is_for_grammars and not self._is_closed:
                         with suppress(TokenizerError):  # the next call tries again
                             self.start()
                     raise
             if checked.error is not None:
-                raise TokenizerError(checked.error)
+                raise TokenizerError(checked.error, param=checked.param)
         self._good.pop(digest, None)
         self._good[digest] = None
         if len(self._good) > MAX_GOOD:
@@ -230,21 +237,28 @@ class TokenizerProcess:
         except (OSError, EOFError):  # also TimeoutError
             self._kill()
 
-    async def _exchange(self, request: _Encode, grammar_seconds: float = 0.0) -> _Encoded:
-        """`grammar_seconds`: of a request that is a grammar."""
-        child, loop = self.start(), asyncio.get_running_loop()
-        late = f"the process that tokenizes text has not loaded in {self._start_seconds:g} s: is it stopped, or the machine overloaded?"
-        try:
-            if not child.is_ready:
+    async def _ready_child(self) -> _TokenizerChild:
+        """The process, once it has loaded the tokenizer."""
+        child = self.start()
+        if not child.is_ready:
+            try:
                 async with asyncio.timeout(self._start_seconds):
                     ready = await child.receive()
-                if ready.error is not None:
-                    raise TokenizerError(ready.error, is_unavailable=True)
-                child.is_ready = True
-            late = f"the text was not tokenized within {self._text_seconds:g} s"
-            if grammar_seconds:
-                late = f"structured_outputs were not compiled within {grammar_seconds:g} s; write a smaller grammar"
-            async with asyncio.timeout(grammar_seconds or self._text_seconds):
+            except TimeoutError:
+                text = f"the process that tokenizes text has not loaded in {self._start_seconds:g} s"
+                raise TokenizerError(f"{text}: is it stopped, or the machine overloaded?", is_unavailable=True) from None
+            except (OSError, EOFError) as error:
+                raise TokenizerError(_DIED, is_unavailable=True) from error
+            if ready.error is not None:
+                raise TokenizerError(ready.error, is_unavailable=True)
+            child.is_ready = True
+        return child
+
+    async def _exchange(self, request: _Encode, seconds: float) -> _Encoded:
+        child, loop = await self._ready_child(), asyncio.get_running_loop()
+        param = None if request.params is None else _param_of(request.params)
+        try:
+            async with asyncio.timeout(seconds):
                 try:
                     await loop.sock_sendall(child.socket, _line(request))
                 except asyncio.CancelledError:  # perhaps a part of it
@@ -256,22 +270,22 @@ class TokenizerProcess:
                     child.num_stale += 1
                     raise
         except TimeoutError:
-            raise TokenizerError(late, is_unavailable=not child.is_ready) from None
+            if param is None:
+                raise TokenizerError(f"the text was not tokenized within {seconds:g} s") from None
+            raise TokenizerError(f"cannot be compiled within {seconds:g} s; write a smaller grammar", param=param) from None
         except (OSError, EOFError) as error:
-            if grammar_seconds and child.is_ready:
-                text = "structured_outputs took too much memory or nest too deep; write a smaller grammar"
-                raise TokenizerError(text) from error
-            text = "the process that tokenizes text has died, of too little memory perhaps"
-            raise TokenizerError(text, is_unavailable=True) from error
+            if param is None:
+                raise TokenizerError(_DIED, is_unavailable=True) from error
+            raise TokenizerError("takes too much memory or nests too deep; write a smaller grammar", param=param) from error
 
 
 class TokenizerProcesses:
     """The tokenizer processes of one model directory: long texts wait for each other, and no other text waits for them. So do grammars."""
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
-        self.directory = directory
-        self._short, self._long = TokenizerProcess(directory), TokenizerProcess(directory)
-        self._grammars = TokenizerProcess(directory, vocab_size=vocab_size)
+        self.directory, self.vocab_size = directory, vocab_size
+        self._short, self._long = TokenizerProcess(directory, vocab_size), TokenizerProcess(directory, vocab_size)
+        self._grammars = TokenizerProcess(directory, vocab_size, is_for_grammars=True)
 
     def start(self) -> None:
         """Start the processes for short texts and, if they can be compiled, for grammars, without waiting for them. The first long text
@@ -285,9 +299,9 @@ class TokenizerProcesses:
         process = self._long if _num_characters(prompt) > LONG_CHARACTERS else self._short
         return await process.encode(prompt, max_tokens=max_tokens, add_special_tokens=add_special_tokens)
 
-    async def check(self, params: SamplingParams, vocab_size: int) -> None:
+    async def check(self, params: SamplingParams) -> None:
         """Checks as TokenizerProcess.check does."""
-        await self._grammars.check(params, vocab_size)
+        await self._grammars.check(params)
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -297,6 +311,11 @@ class TokenizerProcesses:
 
 def _num_characters(prompt: str | Chat) -> int:
     return len(prompt if isinstance(prompt, str) else msgspec.json.encode(prompt).decode())
+
+
+def _param_of(params: SamplingParams) -> str:
+    """The parameter that takes time or memory to compile."""
+    return "bad_words" if params.structured_outputs is None else "structured_outputs"
 
 
 def too_long(num_tokens: int, max_tokens: int) -> str:
@@ -311,8 +330,9 @@ def _line(message: msgspec.Struct) -> bytes:
 
 
 def main() -> None:
-    """Encode the texts that arrive until the socket closes."""
-    number, parent, directory, vocab_size = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+    """Encode the texts that arrive until the socket closes. The arguments are those of _TokenizerChild."""
+    number, parent, vocab_size, is_for_grammars = (int(sys.argv[at]) for at in (1, 2, 4, 5))
+    directory = Path(sys.argv[3])
     end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         return
@@ -323,16 +343,14 @@ def main() -> None:
         except Exception as error:
             file.write(_line(_Encoded(error=str(error))))
             return
-        builder: ConstraintBuilder | None = None
-        if vocab_size:
-            builder = ConstraintBuilder(directory, vocab_size, ())
+        builder = ConstraintBuilder(directory, vocab_size, ())
+        if is_for_grammars:
             _check(builder, _FIRST_GRAMMAR)
         file.write(_line(_Encoded()))
         file.flush()
         for line in file:
             request = msgspec.json.decode(line, type=_Encode)
             if request.params is not None:
-                builder = builder or ConstraintBuilder(directory, request.vocab_size, ())
                 file.write(_line(_check(builder, request.params)))
             else:
                 file.write(_line(_encode(tokenizer, request)))
@@ -347,7 +365,7 @@ def _encode(tokenizer: Tokenizer, request: _Encode) -> _Encoded:
         else:
             token_ids = tokenizer.encode_chat(prompt, special is True)
     except TokenizerError as error:
-        return _Encoded(error=str(error), param=error.param)
+        return _Encoded(error=error.text, param=error.param)
     except Exception as error:
         return _Encoded(error=f"the text cannot be tokenized: {type(error).__name__}: {error}")
     return _Encoded(len(token_ids), token_ids if len(token_ids) <= request.max_tokens else [])
@@ -357,9 +375,9 @@ def _check(builder: ConstraintBuilder, params: SamplingParams) -> _Encoded:
     try:
         builder.constraint(params)
     except GrammarError as error:
-        return _Encoded(error=str(error))
+        return _Encoded(error=error.text, param=error.param)
     except Exception as error:
-        return _Encoded(error=f"structured_outputs cannot be compiled: {type(error).__name__}: {error}")
+        return _Encoded(error=f"cannot be compiled: {type(error).__name__}: {error}", param=_param_of(params))
     return _Encoded()
 
 

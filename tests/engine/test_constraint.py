@@ -263,8 +263,10 @@ def test_compiled_grammars_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatc
 
 
 def test_model_without_a_tokenizer_or_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(GrammarError, match=r"need the tokenizer\.json of the model"):
+    with pytest.raises(GrammarError, match=r"cannot be used without the tokenizer\.json of the model"):
         ConstraintBuilder(tmp_path, VOCABULARY, [EOS]).constraint(params({"regex": "a"}))
+    with pytest.raises(GrammarError, match=r"^bad_words cannot be used: .* no tokenizer\.json"):
+        ConstraintBuilder(tmp_path, VOCABULARY, [EOS]).constraint(params(bad_words=["a"]))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(GrammarError, match="tokenizer of this model"):
         ConstraintBuilder(tmp_path, VOCABULARY, [EOS]).constraint(params({"regex": "a"}))

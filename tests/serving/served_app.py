@@ -53,11 +53,11 @@ class DirectProcess(TokenizerProcesses):
         tokenizer = Tokenizer(self.directory)
         return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt, bool(add_special_tokens))
 
-    async def check(self, params: SamplingParams, vocab_size: int) -> None:
+    async def check(self, params: SamplingParams) -> None:
         try:
-            ConstraintBuilder(self.directory, vocab_size, ()).constraint(params)
+            ConstraintBuilder(self.directory, self.vocab_size, ()).constraint(params)
         except GrammarError as error:
-            raise TokenizerError(str(error)) from None
+            raise TokenizerError(error.text, param=error.param) from None
 
 
 @dataclass
@@ -161,7 +161,7 @@ class ServedApp:
         self.client = GatewayClient(lambda control: self.front_ends.on_control(NAME, over_the_wire(control)), seams.clock.now)
         directory = Path(settings.model_dir)
         self.tokenizer = Tokenizer(directory)
-        encoder = PromptEncoder(DirectProcess(directory, settings.vocab_size), limits, settings.max_model_len, settings.vocab_size)
+        encoder = PromptEncoder(DirectProcess(directory, settings.vocab_size), limits, settings.max_model_len)
         completions = Completions(
             self.client, encoder, self.tokenizer, settings.eos_token_ids, stream_interval, log is not None, settings.formats
         )

@@ -49,7 +49,7 @@ def set_template(directory: Path, template: str) -> None:
 
 
 async def test_it_encodes_as_the_tokenizer_does(directory: Path) -> None:
-    process, tokenizer = TokenizerProcess(directory), Tokenizer(directory)
+    process, tokenizer = TokenizerProcess(directory, 768), Tokenizer(directory)
     try:
         texts = ["", "the quick brown fox", "你好 🙂", "x" * 100_000]
         found = await asyncio.gather(*(process.encode(text, max_tokens=200_000) for text in texts))
@@ -77,7 +77,7 @@ async def test_it_encodes_as_the_tokenizer_does(directory: Path) -> None:
 async def test_a_hostile_template_fails_its_request_alone(directory: Path, template: str, error: str) -> None:
     """Also one that never ends, or takes all memory. The loop goes on meanwhile."""
     set_template(directory, template)
-    process, turns = TokenizerProcess(directory, text_seconds=3.0), 0
+    process, turns = TokenizerProcess(directory, 768, text_seconds=3.0), 0
 
     async def count() -> None:
         nonlocal turns
@@ -97,7 +97,7 @@ async def test_a_hostile_template_fails_its_request_alone(directory: Path, templ
 
 
 async def test_process_that_is_stopped_while_it_loads_is_reported_as_such(directory: Path) -> None:
-    process = TokenizerProcess(directory, start_seconds=0.2)
+    process = TokenizerProcess(directory, 768, start_seconds=0.2)
     try:
         os.kill(process.start().process.pid, signal.SIGSTOP)
         with pytest.raises(TokenizerError, match=r"has not loaded in 0\.2 s: is it stopped, or the machine overloaded\?"):
@@ -121,7 +121,7 @@ async def test_no_other_text_waits_for_a_long_one(directory: Path) -> None:
 
 async def test_a_caller_that_goes_leaves_nothing_to_the_next(directory: Path) -> None:
     set_template(directory, ENDLESS)
-    process = TokenizerProcess(directory)
+    process = TokenizerProcess(directory, 768)
     try:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
@@ -151,7 +151,7 @@ def test_no_caller_that_goes_loses_a_message(directory: Path, run: Any, monkeypa
 
     async def receive(turns: int, num_bytes: int) -> bool:
         """Whether the first call was cancelled before the message, whose first `num_bytes` come before that."""
-        child = _TokenizerChild(directory, 0)
+        child = _TokenizerChild(directory, 768, False)
         end, message = cast(Any, child.process).end, _line(_Encoded(1, [7]))
         receiving = asyncio.create_task(child.receive())
         try:
@@ -177,7 +177,7 @@ def test_no_caller_that_goes_loses_a_message(directory: Path, run: Any, monkeypa
 
 
 async def test_close_ends_a_call_that_waits(directory: Path) -> None:
-    process = TokenizerProcess(directory)
+    process = TokenizerProcess(directory, 768)
     os.kill(process.start().process.pid, signal.SIGSTOP)
     waiting = asyncio.create_task(process.encode("a", max_tokens=10))
     await asyncio.sleep(0)
@@ -188,7 +188,7 @@ async def test_close_ends_a_call_that_waits(directory: Path) -> None:
 
 async def test_texts_that_are_too_long_are_refused_here(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_process.TokenizerProcess, "start", lambda self: pytest.fail("no process is needed"))
-    process = TokenizerProcess(directory)
+    process = TokenizerProcess(directory, 768)
     with pytest.raises(TokenizerError, match=f"has {MAX_TEXT_CHARACTERS + 1} characters, it may have at most {MAX_TEXT_CHARACTERS}"):
         await process.encode("x" * (MAX_TEXT_CHARACTERS + 1), max_tokens=10)
     with pytest.raises(TokenizerError, match=f"may have at most {MAX_TEXT_CHARACTERS}"):
@@ -210,7 +210,7 @@ def test_a_limit_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
-    process = TokenizerProcess(tmp_path)
+    process = TokenizerProcess(tmp_path, 768)
     try:
         with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
             await process.encode("a", max_tokens=10)
@@ -220,33 +220,33 @@ async def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> Non
 
 async def test_grammars_are_checked_in_the_process(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad one leaves the process as it is, one that takes too long or ends the process does not; a good one is checked once."""
-    process = TokenizerProcess(directory)
+    process = TokenizerProcess(directory, 768)
 
     async def check(**outputs: Any) -> None:
-        await process.check(SamplingParams(structured_outputs=StructuredOutputs(**outputs)), 768)
+        await process.check(SamplingParams(structured_outputs=StructuredOutputs(**outputs)))
 
     try:
-        await process.check(SamplingParams(), 768)
+        await process.check(SamplingParams())
         assert process._child is None
         await check(regex="[ab]+")
         child = process._child
         assert child is not None
         for bad in ({"regex": "("}, {"json": '{"type": 5}'}, {"grammar": "start: nowhere"}):
-            with pytest.raises(TokenizerError, match="structured_outputs have a grammar that cannot be used") as caught:
+            with pytest.raises(TokenizerError, match="structured_outputs cannot be used: ") as caught:
                 await check(**bad)
-            assert not caught.value.is_unavailable
+            assert (caught.value.param, caught.value.is_unavailable) == ("structured_outputs", False)
         assert await process.encode("hello", max_tokens=10)
         assert process._child is child
         os.kill(child.process.pid, signal.SIGSTOP)
         await check(regex="[ab]+")
         monkeypatch.setattr(tokenizer_process, "GRAMMAR_SECONDS", 0.1)
-        with pytest.raises(TokenizerError, match="not compiled within"):
+        with pytest.raises(TokenizerError, match="structured_outputs cannot be compiled within"):
             await check(regex="[cd]+")
         monkeypatch.undo()
         await check(regex="[ef]+")
         assert process._child is not None
         process._child.process.kill()
-        with pytest.raises(TokenizerError, match="took too much memory or nest too deep"):
+        with pytest.raises(TokenizerError, match="structured_outputs takes too much memory or nests too deep"):
             await check(regex="[gh]+")
         await check(regex="[gh]+")
     finally:
@@ -256,7 +256,7 @@ async def test_grammars_are_checked_in_the_process(directory: Path, monkeypatch:
 async def test_the_process_for_grammars_is_ready_for_the_first_and_starts_again_at_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = TokenizerProcess(directory, vocab_size=768)
+    process = TokenizerProcess(directory, 768, is_for_grammars=True)
     calls: list[Any] = []
 
     async def exchange(self: TokenizerProcess, *request: Any) -> Any:
@@ -268,11 +268,11 @@ async def test_the_process_for_grammars_is_ready_for_the_first_and_starts_again_
     try:
         child = process.start()
         with pytest.raises(TokenizerError, match="cannot be used"):
-            await process.check(SamplingParams(structured_outputs=StructuredOutputs(regex="(")), 768)
+            await process.check(SamplingParams(structured_outputs=StructuredOutputs(regex="(")))
         assert (len(calls), process._child) == (1, child)
         child.process.kill()
-        with pytest.raises(TokenizerError, match="took too much memory or nest too deep"):
-            await process.check(SamplingParams(structured_outputs=StructuredOutputs(regex="a")), 768)
+        with pytest.raises(TokenizerError, match="structured_outputs takes too much memory or nests too deep"):
+            await process.check(SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
         assert process._child not in (None, child)
     finally:
         process.close()

@@ -111,7 +111,7 @@ async def test_calls_that_do_not_end_are_reported_to_the_heartbeats_by_thread() 
 
 
 async def test_failure_costs_its_own_request_or_step() -> None:
-    errors = [GrammarError("bad grammar"), RuntimeError("unforeseen"), None]
+    errors = [GrammarError("cannot be used"), RuntimeError("unforeseen"), None]
 
     def fail(*of: Any) -> Any:
         if (error := errors.pop(0)) is not None:
@@ -126,5 +126,5 @@ async def test_failure_costs_its_own_request_or_step() -> None:
         errors[:] = [RuntimeError("no mask")]
         work.compute(STEP)
         await outcome.wait_for(4)
-    assert [error for _, _, error in outcome.built] == ["bad grammar", "RuntimeError: unforeseen", None]
+    assert [error for _, _, error in outcome.built] == ["structured_outputs cannot be used", "RuntimeError: unforeseen", None]
     assert outcome.failures == ["RuntimeError: no mask"]
