@@ -29,10 +29,6 @@ MAX_BIASES, MAX_BIAS = 1024, 100
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 256, 256
 
-# Begin the error of a request that its own parameters end: no server is at fault.
-UNFOLLOWABLE = "its structured_outputs cannot be followed further"
-CONTRADICTION = "its structured_outputs, allowed_token_ids and bad_words"
-
 
 def _whole(least: int, most: int = MAX_WHOLE, note: str = "") -> Meta:
     upper = "2**63 - 1" if most == MAX_WHOLE else str(most)

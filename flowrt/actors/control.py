@@ -248,7 +248,7 @@ class KvLost(Control, frozen=True):
 
 class Ended(Control, frozen=True):
     """The end of a choice. With reason "error" it ends all choices of the attempt, and `error` is the user-visible cause. `num_tokens`
-    counts its output, including earlier attempts; None: not known."""
+    counts its output, including earlier attempts; None: not known. `param`: as in EndEvent."""
 
     request_id: str
     attempt: int
@@ -256,6 +256,7 @@ class Ended(Control, frozen=True):
     error: str | None = None
     choice: int = 0
     num_tokens: int | None = None
+    param: str = ""
 
 
 class Drain(Control, frozen=True):

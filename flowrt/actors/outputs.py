@@ -80,7 +80,7 @@ class ChoiceEvent(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 class EndEvent(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The last event of a request, exactly one. `finish_reason`: stop, length, abort or error; `error` is the reason of an error. `text`:
-    the text held back until now.
+    the text held back until now. `param`: of an error, the parameter of the request that is the reason; "": the request is not at fault.
 
     With n > 1 each ended choice has its own ChoiceEvent. Then `text` is empty, and `finish_reason` is that of choice 0 when all choices
     ended by themselves, else the reason that ended the request."""
@@ -89,6 +89,7 @@ class EndEvent(msgspec.Struct, frozen=True, array_like=True, tag=5):
     finish_reason: FinishReason
     text: str = ""
     error: str | None = None
+    param: str = ""
 
 
 ClientEvent = TokenEvent | ChoiceEvent | EndEvent

@@ -12,16 +12,18 @@ from functools import lru_cache
 import numpy as np
 
 from flowrt.engine.grammar import Mask, Matcher, cleared, num_mask_bytes
-from flowrt.sampling_params import CONTRADICTION, UNFOLLOWABLE, SamplingParams
+from flowrt.sampling_params import SamplingParams
 
-NO_TOKEN = f"{CONTRADICTION} together allow no token here"
+NO_TOKEN = "its structured_outputs, allowed_token_ids and bad_words together allow no token here"
+UNFOLLOWABLE = "its structured_outputs cannot be followed further"
 
 
 class Constraint:
     """`end_token_ids` end the output; they are allowed where it matches its grammar as a whole. Before `min_tokens`, and for the tokens
     `eos_token_ids` with `ignore_eos`, only where nothing else is left. `bad_words`: each as token ids.
 
-    `error`: why the output cannot go on, or "". Costs of a step do not depend on the length of the output.
+    `error`: why the output cannot go on, or "", and the `param` that is the reason. Costs of a step do not depend on the length of the
+    output.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Constraint:
         self._num_tokens = 0
         self._tail: tuple[int, ...] = ()  # the last tokens, as many as the longest bad word needs
         self._new: list[int] = []  # tokens that the matcher does not know yet
-        self.error = ""
+        self.error = self.param = ""
 
     def accept(self, token_id: int) -> None:
         """Add a token of the output."""
@@ -78,7 +80,9 @@ class Constraint:
         if matcher is not None and not mask.any() and not params.allowed_token_ids:
             mask = _with(mask, ends) if is_complete else matched  # the end; or a stop token that the grammar needs
         if not self.error and not mask.any():
-            self.error = f"{UNFOLLOWABLE}: {matcher.error}" if matcher is not None and matcher.error else NO_TOKEN
+            self.error, self.param = NO_TOKEN, "allowed_token_ids" if params.allowed_token_ids else "structured_outputs"
+            if matcher is not None and matcher.error:
+                self.error, self.param = f"{UNFOLLOWABLE}: {matcher.error}", "structured_outputs"
         return mask
 
 

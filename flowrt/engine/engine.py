@@ -426,7 +426,7 @@ class Engine:
         """Compute a sequence without finite logits again from its first token: an earlier row may be the reason. One that has no token left
         that it may continue with ends its request."""
         if sequence.constraint is not None and sequence.constraint.error:
-            return self._fail(sequence.request, sequence.constraint.error)
+            return self._fail(sequence.request, sequence.constraint.error, sequence.constraint.param)
         self._scheduler.memory.forget(sequence)
         if redo(FaultKind.NOT_FINITE, sequence.num_redone) is Redo.SEQUENCE:
             sequence.num_redone += 1
@@ -446,11 +446,11 @@ class Engine:
             self._remember((request.id, request.attempt), was_reported=True)
         return Ended(request.id, request.attempt, reason, None, sequence.choice, sequence.num_output_tokens)
 
-    def _fail(self, request: Request, error: str) -> list[Decision]:
+    def _fail(self, request: Request, error: str, param: str = "") -> list[Decision]:
         """End all choices of a request with one error."""
         for sequence in list(self._alive[request.id]):
             self._end(sequence, "error")
-        return [Ended(request.id, request.attempt, "error", error)]
+        return [Ended(request.id, request.attempt, "error", error, param=param)]
 
     def _refuse(self, request: Request, reason: FinishReason, error: str | None = None) -> Ended:
         self._remember((request.id, request.attempt), was_reported=True)

@@ -241,7 +241,7 @@ class Gateway(RequestLogs):
             return []
         cancels_worker = group != self._stages.worker_of(log)  # a group that pulls ends it while the prefill worker computes
         if ended.reason == "error":
-            return self._end(log, "error", ended.error, cancels_worker=cancels_worker)
+            return self._end(log, "error", ended.error, cancels_worker, ended.param)
         choice = log.choices[ended.choice] if ended.choice < len(log.choices) else None
         if choice is None or choice.finish_reason is not None:
             return []
@@ -421,7 +421,9 @@ class Gateway(RequestLogs):
             decisions += self._end(log, log.choices[0].finish_reason or reason)
         return decisions
 
-    def _end(self, log: RequestLog, reason: FinishReason, error: str | None = None, cancels_worker: bool = False) -> list[Decision]:
+    def _end(
+        self, log: RequestLog, reason: FinishReason, error: str | None = None, cancels_worker: bool = False, param: str = ""
+    ) -> list[Decision]:
         """End the request and all its unfinished choices."""
         events: list[ClientEvent] = []
         text = ""
@@ -431,9 +433,9 @@ class Gateway(RequestLogs):
                 if len(log.choices) > 1:
                     events.append(ChoiceEvent(log.index, choice.index, choice_reason, text))
         if len(log.choices) == 1:
-            events.append(EndEvent(log.index, log.choices[0].finish_reason or reason, text, error))
+            events.append(EndEvent(log.index, log.choices[0].finish_reason or reason, text, error, param))
         else:
-            events.append(EndEvent(log.index, reason, "", error))
+            events.append(EndEvent(log.index, reason, "", error, param))
         log.events += events
         decisions: list[Decision] = [*events, *self._cancel(log, but="" if cancels_worker else self._stages.worker_of(log) or "")]
         del self._active[log.id]

@@ -16,11 +16,11 @@ import msgspec
 
 from flowrt.actors.control import Request
 from flowrt.actors.front_end_messages import Origin
-from flowrt.actors.outputs import TokenEvent
+from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.engine.validation import find_problem, num_new_tokens
 from flowrt.errors import TokenizerError
 from flowrt.graph.settings import GraphLimits
-from flowrt.sampling_params import CONTRADICTION, MAX_PROMPT_LOGPROBS, UNFOLLOWABLE, SamplingParams
+from flowrt.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from flowrt.serving.api_errors import INVALID, NO_REQUEST, TOO_LONG, UNAVAILABLE, ApiError, internal_error
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.api_response import PromptOutput, ResponseBuilder, Usage, merged
@@ -368,7 +368,7 @@ class _Response:
         for prompt, output in await self._inbox.take():
             text = self._texts[prompt]
             if output.end is not None and output.end.finish_reason in ("error", "abort") and not text.has_ended:
-                raise _failure(output.end.error, self._exchange.id, self._request.outputs_name)
+                raise _failure(output.end, self._exchange.id, self._request.outputs_name)
             pieces += text.add(output)
             for event in output.events:
                 if isinstance(event, TokenEvent) and not event.index:
@@ -403,13 +403,11 @@ def _without_output(piece: TextPiece) -> TextPiece:
     return TextPiece(piece.choice, finish_reason=piece.finish_reason and "length")
 
 
-def _failure(error: str | None, request_id: str, outputs_name: str) -> ApiError:
-    if error is None:
+def _failure(end: EndEvent, request_id: str, outputs_name: str) -> ApiError:
+    if end.error is None:
         text = "the server has ended before this request; when /ready answers 200, send it again"
         return ApiError(UNAVAILABLE, f"{text}, or with a request log read on at /v1/requests/{request_id}")
-    if error.startswith(UNFOLLOWABLE):
-        return ApiError(INVALID, error, outputs_name)
-    if error.startswith(CONTRADICTION):
-        return ApiError(INVALID, error)
-    log.warning("request %s failed: %s", request_id, error)
+    if end.param:
+        return ApiError(INVALID, end.error, outputs_name if end.param == "structured_outputs" else end.param)
+    log.warning("request %s failed: %s", request_id, end.error)
     return internal_error(request_id)

@@ -14,11 +14,11 @@ import tokenizers
 
 from flowrt.actors.control import Request
 from flowrt.engine import grammar
-from flowrt.engine.constraint import NO_TOKEN, Constraint
+from flowrt.engine.constraint import NO_TOKEN, UNFOLLOWABLE, Constraint
 from flowrt.engine.constraint_builder import ConstraintBuilder
 from flowrt.engine.grammar import GrammarError
 from flowrt.errors import ArgumentError
-from flowrt.sampling_params import UNFOLLOWABLE, SamplingParams, checked_params
+from flowrt.sampling_params import SamplingParams, checked_params
 from flowrt.structured_outputs import StructuredOutputs
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-moe"
@@ -159,7 +159,7 @@ def test_bad_word_gives_way_to_a_grammar_and_allowed_tokens_do_not(builder: Cons
     assert allowed(needed) == {yes}
     impossible = builder.constraint(params({"regex": "7"}, allowed_token_ids=[5]))
     assert allowed(impossible) == set()
-    assert impossible.error == NO_TOKEN
+    assert (impossible.error, impossible.param) == (NO_TOKEN, "allowed_token_ids")
 
 
 def test_token_that_does_not_match_is_an_error(builder: ConstraintBuilder) -> None:
@@ -197,6 +197,7 @@ def test_limit_of_a_grammar_is_named_in_plain_words(builder: ConstraintBuilder, 
     constraint.accept(min(allowed(constraint)))
     assert not allowed(constraint)
     assert constraint.error.startswith(f"{UNFOLLOWABLE}: ")
+    assert constraint.param == "structured_outputs"
     assert cause in constraint.error
 
 

@@ -186,7 +186,7 @@ def test_the_log_is_bounded_by_max_tokens() -> None:
 def test_a_failed_request_has_the_reason() -> None:
     gateway = new_gateway()
     placed = place(gateway)
-    assert on_ended(gateway, Ended(placed.request.id, 0, "error", "too long")) == [EndEvent(0, "error", "", "too long")]
+    assert on_ended(gateway, Ended(placed.request.id, 0, "error", "bad", param="seed")) == [EndEvent(0, "error", "", "bad", "seed")]
 
 
 @pytest.mark.parametrize(

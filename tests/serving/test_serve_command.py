@@ -112,13 +112,13 @@ WIDE = {"grammar": "start: " + " | ".join(f'"item {number}"' for number in range
 @pytest.mark.parametrize(
     ("fields", "param", "cause"),
     [
-        ({"structured_outputs": {"choice": ["left"]}, "allowed_token_ids": [1]}, None, "allow no token"),
+        ({"structured_outputs": {"choice": ["left"]}, "allowed_token_ids": [1]}, "allowed_token_ids", "allow no token"),
         ({"structured_outputs": WIDE}, "structured_outputs", "too many alternatives are open at one place"),
     ],
     ids=["contradiction", "limit"],
 )
 def test_parameters_that_cannot_be_followed_are_the_clients_error(
-    server: Server, fields: dict[str, Any], param: str | None, cause: str, is_streamed: bool
+    server: Server, fields: dict[str, Any], param: str, cause: str, is_streamed: bool
 ) -> None:
     """Whether a grammar and allowed_token_ids leave a token, or a grammar reaches a limit, shows when a token is sampled."""
     with server.request("/v1/completions", SHORT | fields | {"stream": is_streamed}) as response:
