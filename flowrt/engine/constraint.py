@@ -19,8 +19,8 @@ UNFOLLOWABLE = "its structured_outputs cannot be followed further"
 
 
 class Constraint:
-    """`end_token_ids` end the output; they are allowed where it matches its grammar as a whole. Before `min_tokens`, and for the tokens
-    `eos_token_ids` with `ignore_eos`, only where nothing else is left. `bad_words`: each as token ids.
+    """`eos_token_ids`, and the stop tokens of `params`, end the output; they are allowed where it matches its grammar as a whole: before
+    `min_tokens`, and the first with `ignore_eos`, only where nothing else is left. `bad_words`: each as token ids.
 
     `error`: why the output cannot go on, or "", and the `param` that is the reason. Costs of a step do not depend on the length of the
     output.
@@ -38,6 +38,7 @@ class Constraint:
         self._eos_token_ids = frozenset(eos_token_ids) if matcher is not None or not params.ignore_eos else frozenset()
         self._end_token_ids = self._eos_token_ids.union(params.stop_token_ids)
         self._bad_words = [tuple(word) for word in bad_words]
+        self._allowed = _mask_of(params.allowed_token_ids, num_mask_bytes(vocab_size)) if params.allowed_token_ids else None
         self._num_tail = max(map(len, self._bad_words), default=1) - 1
         self._num_tokens = 0
         self._tail: tuple[int, ...] = ()  # the last tokens, as many as the longest bad word needs
@@ -72,15 +73,15 @@ class Constraint:
         late = ends if self._num_tokens < params.min_tokens else self._eos_token_ids if params.ignore_eos else ()
         if is_complete:
             mask = _with(mask, ends.difference(late))
-        if params.allowed_token_ids:
-            mask &= _mask_of(params.allowed_token_ids, len(mask))
+        if self._allowed is not None:
+            mask &= self._allowed
         if bad := [word[-1] for word in self._bad_words if len(word) == 1 or self._tail[1 - len(word) :] == word[:-1]]:
             better = cleared(mask, bad)
             mask = better if better.any() else mask
-        if matcher is not None and not mask.any() and not params.allowed_token_ids:
+        if matcher is not None and not mask.any() and self._allowed is None:
             mask = _with(mask, ends) if is_complete else matched  # the end; or a stop token that the grammar needs
         if not self.error and not mask.any():
-            self.error, self.param = NO_TOKEN, "allowed_token_ids" if params.allowed_token_ids else "structured_outputs"
+            self.error, self.param = NO_TOKEN, "structured_outputs" if self._allowed is None else "allowed_token_ids"
             if matcher is not None and matcher.error:
                 self.error, self.param = f"{UNFOLLOWABLE}: {matcher.error}", "structured_outputs"
         return mask

@@ -56,7 +56,8 @@ class GrammarError(ValueError):
 
 class Grammars:
     """The compiled grammars of one model, the newest of which are kept. `vocab_size`: the tokens of the model, which may be more than those
-    of the tokenizer. Raises GrammarError where the library is missing or does not know this kind of tokenizer."""
+    of the tokenizer; `eos_token_ids` are below it. Raises GrammarError where the library is missing or does not know this kind of
+    tokenizer."""
 
     def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._library, self._vocab_size = _load(), vocab_size
@@ -64,9 +65,8 @@ class Grammars:
         if not path.is_file():
             raise GrammarError("cannot be used without the tokenizer.json of the model, and its directory has none")
         # The library ends a text that is complete with one of these tokens; a model without any gets one that no mask contains.
-        eos = sorted(each for each in eos_token_ids if 0 <= each < vocab_size)
         try:
-            self._tokens = self._library.LLTokenizer(str(path), n_vocab=vocab_size, eos_token=eos or None)
+            self._tokens = self._library.LLTokenizer(str(path), n_vocab=vocab_size, eos_token=sorted(eos_token_ids) or None)
         except (ValueError, OSError) as error:
             raise GrammarError(f"cannot be used with the tokenizer of this model: {as_line(str(error))}") from error
         self._compiled: dict[StructuredOutputs, Any] = {}  # the latest used last
