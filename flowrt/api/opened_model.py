@@ -36,14 +36,11 @@ class OpenedModel:
 
     def served(self, graph: Graph, serving: ServeOptions | None) -> ServedModel:
         """What a gateway needs to know of it. Front ends bound the active requests; callers in this process bound their own."""
-        new_detokenizer = self.tokenizer.stream if self.tokenizer is not None else None
-        model = ServedModel(
-            self.config.max_position_embeddings, self.config.vocab_size, frozenset(self.config.eos_token_ids), new_detokenizer
-        )
+        model = ServedModel.of(self.config, self.tokenizer.stream if self.tokenizer is not None else None)
         if serving is None:
             return model
         bounds = graph.serving
-        length = max_model_len(graph, self.config, serving)
+        length = max_model_len(graph, self.config, serving.max_model_len)
         return replace(model, max_model_len=length, max_requests=bounds.max_requests, max_prompt_tokens=bounds.max_prompt_tokens)
 
 

@@ -20,7 +20,7 @@ from flowrt.api.arguments import CheckedPrompt, Messages, Prompt, RequestKeyword
 from flowrt.api.log_identity import open_request_log
 from flowrt.api.opened_model import open_model
 from flowrt.api.sampling_defaults import AUTO
-from flowrt.api.served import StateReports, front_end_services
+from flowrt.api.served import StateReports, front_end_services, max_model_len
 from flowrt.errors import TokenizerError, UserError
 from flowrt.gateway.completion import Completion
 from flowrt.graph.model import Graph
@@ -56,6 +56,7 @@ class RunningGraph:
         self._on_event = on_event or events.print_news
         self._model = model = open_model(graph, generation_config, has_chats=serving is not None)
         self._tokenizer_process = model.tokenizer_process if model is not None else None
+        self._max_prompt_tokens = max_model_len(graph, model.config) if model is not None else 0
         self._trace, self._starts_tokenizer, self._opened = trace, serving is None, False
         services = {} if serving is None or model is None else front_end_services(graph, model.config, serving, model.sampling.values)
         options = LaunchOptions(log_level, is_traced=trace is not None)
@@ -309,7 +310,7 @@ class RunningGraph:
     ) -> tuple[CheckedPrompt, SamplingParams]:
         self.run.require_requests()
         sampling, chat = split_keywords(keywords)
-        checked = checked_prompt(prompt, messages, self._max_prompt_tokens(), chat)
+        checked = checked_prompt(prompt, messages, self._max_prompt_tokens, chat)
         if isinstance(checked, TextPrompt):
             self.require_tokenizer()
         return checked, checked_params(params, sampling, self.sampling_defaults)
@@ -323,17 +324,12 @@ class RunningGraph:
         self.launcher.check_running()
         return await self.run.require_requests().submit(params, partial(self._encode, prompt, params))
 
-    def _max_prompt_tokens(self) -> int:
-        limits = self.graph.group_limits()
-        capacity = limits.kv_pages * limits.page_size
-        return capacity if self._model is None else min(self._model.config.max_position_embeddings, capacity)
-
     async def _encode(self, prompt: CheckedPrompt, params: SamplingParams) -> Sequence[int]:
         if params.structured_outputs is not None or params.bad_words:
             await self.require_tokenizer().check(params)
         if not isinstance(prompt, TextPrompt):
             return prompt
-        return await self.require_tokenizer().encode(prompt.content, max_tokens=self._max_prompt_tokens())
+        return await self.require_tokenizer().encode(prompt.content, max_tokens=self._max_prompt_tokens)
 
     def _named(self, item: Any) -> dict[str, Any]:
         if isinstance(item, Mapping):

@@ -26,9 +26,10 @@ from flowrt.serving.live_state import live_state
 STATISTICS_SECONDS = 1.0  # for all processes to respond to a scrape
 
 
-def max_model_len(graph: Graph, config: ModelConfig, options: ServeOptions) -> int:
-    """The largest number of tokens of a prompt and its output together. Raises UserError when --max-model-len asks for more."""
-    limits, chosen = graph.group_limits(), options.max_model_len
+def max_model_len(graph: Graph, config: ModelConfig, chosen: int | None = None) -> int:
+    """The largest number of tokens of a prompt and its output together. `chosen`: by --max-model-len. Raises UserError when that is more
+    than is possible."""
+    limits = graph.group_limits()
     capacity, positions = limits.kv_pages * limits.page_size, config.max_position_embeddings
     if chosen is not None and chosen > positions:
         raise UserError(f"--max-model-len is {chosen}, the model has {positions} positions (config.json); write that number or fewer")
@@ -46,7 +47,7 @@ def front_end_services(
     settings = FrontEndSettings(
         model_dir=graph.model.path,
         model_name=options.model_name,
-        max_model_len=max_model_len(graph, config, options),
+        max_model_len=max_model_len(graph, config, options.max_model_len),
         vocab_size=config.vocab_size,
         eos_token_ids=tuple(config.eos_token_ids),
         sampling_defaults=dict(sampling_defaults),

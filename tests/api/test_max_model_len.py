@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,6 @@ from flowrt.api.opening import read_graph
 from flowrt.api.served import max_model_len
 from flowrt.errors import UserError
 from flowrt.operators.families.registry import read_model_config
-from flowrt.serving.front_end_settings import ServeOptions
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-moe"
 
@@ -33,12 +31,11 @@ TINY = Path(__file__).parents[2] / "examples" / "tiny-moe"
     ],
 )
 def test_what_is_possible_and_what_is_refused(pages: int, chosen: int | None, found: int | str) -> None:
-    graph, listener = read_graph(TINY, [f"limits.kv_pages={pages}"]), Any
+    graph = read_graph(TINY, [f"limits.kv_pages={pages}"])
     config = replace(read_model_config(TINY), max_position_embeddings=512)
-    options = ServeOptions(listener=listener, model_name="tiny", version="", max_model_len=chosen)  # type: ignore[arg-type]
     if isinstance(found, int):
-        assert max_model_len(graph, config, options) == found
+        assert max_model_len(graph, config, chosen) == found
     else:
         with pytest.raises(UserError) as error:
-            max_model_len(graph, config, options)
+            max_model_len(graph, config, chosen)
         assert str(error.value) == found
