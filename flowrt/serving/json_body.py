@@ -19,6 +19,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from flowrt.errors import shown
 from flowrt.sampling_params import MAX_CHOICES, PARAMETER_TYPES
 from flowrt.serving.api_errors import INVALID, NO_MODEL, UNSUPPORTED, ApiError
+from flowrt.serving.chat import FIELDS as CHAT_FIELDS
 from flowrt.serving.chat import Chat, ChatError, check_chat
 from flowrt.serving.tokenizer_process import MAX_TEXT_CHARACTERS
 
@@ -73,15 +74,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # vLLM's fields of the past, and what has their place.
 _REPLACED = {f"guided_{name}": f'structured_outputs: {{"{name}": ...}}' for name in ("json", "regex", "choice", "grammar")}
 _UNSUPPORTED |= dict.fromkeys(_REPLACED, ())
-_CHAT = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-    "reasoning_effort",
-)
 _OTHER = (
     "model",
     "prompt",
@@ -93,9 +85,11 @@ _OTHER = (
     "parse_output",
     "add_special_tokens",
     "response_format",
+    "reasoning_effort",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
 )
-_OF_OUTPUT = ("response_format", "return_token_ids", "return_tokens_as_token_ids")
-FIELDS = frozenset({*_OTHER, *_CHAT, *PARAMETER_TYPES, *_LABELS, *_UNSUPPORTED, *_OF_OUTPUT})
+FIELDS = frozenset({*_OTHER, *CHAT_FIELDS, *PARAMETER_TYPES, *_LABELS, *_UNSUPPORTED})
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]")
 
