@@ -20,6 +20,7 @@ from flowrt.actors.front_end_messages import (
     CancelRequest,
     Outputs,
     Place,
+    Refusal,
     RequestOutput,
     Reserve,
     Reserved,
@@ -75,7 +76,7 @@ class FrontEnds:
     ) -> None:
         self._requests, self._send, self._post, self._report_state = requests, send, post, report_state
         self.queues = {name: FrontEndQueue() for name in names}
-        self._failure: str | None = None
+        self._has_failed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -123,8 +124,8 @@ class FrontEnds:
                 self._close(front_end, number)
 
     def fail(self, error: str) -> None:
-        """The run has failed: end every request with this error, in a last message to each front end."""
-        self._failure = error
+        """The run has failed: end every request with this error, in a last message to each front end, and admit no more."""
+        self._has_failed = True
         for name, front_end in self.queues.items():
             with suppress(TransportError):
                 self._post(
@@ -155,10 +156,11 @@ class FrontEnds:
         number, requests = reserve.number, self._requests
         if number in front_end.requests:
             return
-        refusal = requests.gateway.admission.refusal_now(reserve.num_tokens)
+        failed = Refusal("unavailable", "the graph has failed") if self._has_failed else None
+        refusal = failed or requests.gateway.admission.refusal_now(reserve.num_tokens)
         if refusal is not None and requests.metrics is not None:
             requests.metrics.refuse(refusal.kind)
-        if refusal is None and self._failure is None:
+        if refusal is None:
             on_change = partial(self._note_change, front_end, number)
             front_end.requests[number] = _FollowedRequest(requests.open(reserve.params, reserve.num_tokens, on_change), on_change)
         self._post(name, Reserved(number, refusal, requests.gateway.admission.overload))
@@ -166,7 +168,7 @@ class FrontEnds:
     def _attach(self, name: str, front_end: FrontEndQueue, attach: Attach) -> None:
         number, requests = attach.number, self._requests
         index = requests.find(attach.id).get(attach.prompt)
-        if index is None or number in front_end.requests or self._failure is not None:
+        if index is None or number in front_end.requests or self._has_failed:
             self._post(name, Attached(number))
             return
         on_change = partial(self._note_change, front_end, number)

@@ -219,11 +219,12 @@ class GatewayClient:
                             report.set_result(control)
 
     def end(self, error: str) -> None:
-        """The gateway is gone: end all requests with this error, and take no more."""
+        """The gateway is gone: end all requests and queries with this error, and take no more."""
         self._error = self._error or error
-        for response in self._responses.values():
+        for response in (*self._responses.values(), *(report for _, report in self._queries.values())):
             if not response.done():
                 response.set_exception(ApiError(UNAVAILABLE, error))
+                response.exception()  # a query may have no caller any more
         for number, request in list(self._requests.items()):
             self.forget(number)
             request.inbox.put(request.prompt, RequestOutput(number, (EndEvent(number, "abort"),)))

@@ -14,6 +14,8 @@ from serving.served_app import NAME, Connection, ServedApp, served_app
 from flowrt.actors.front_end_messages import RequestOutput
 from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.serving import connection_table, gateway_client, http_exchange, http_server
+from flowrt.serving.api_errors import UNAVAILABLE, ApiError
+from flowrt.serving.gateway_client import RESPONSE_SECONDS, GatewayClient
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -388,6 +390,27 @@ async def test_front_end_that_dies_cancels_its_requests() -> None:
         served.client.end("the server has ended")
         assert (await connection.events_after_head())[-1]["error"]["code"] == "service_unavailable"
         await connection.close()
+
+
+async def test_requests_after_the_failure_of_the_run_are_refused() -> None:
+    async with served_app() as served:
+        connection = await served.connect()
+        connection.send("POST", CHAT, HELLO)
+        await served.submitted.get()
+        served.front_ends.fail("experts.0 died")
+        assert (await connection.response()).error == (500, "internal_error", None)
+        assert (await served.call("POST", CHAT, HELLO)).error == (503, "service_unavailable", None)
+        await connection.close()
+
+
+async def test_query_ends_with_the_gateway() -> None:
+    client = GatewayClient(lambda _: None, lambda: 0.0)
+    queries = asyncio.gather(client.query("health"), client.query("metrics"), return_exceptions=True)
+    await asyncio.sleep(0)
+    client.end("the server has ended")
+    async with asyncio.timeout(RESPONSE_SECONDS / 2):
+        ended = await queries
+    assert [isinstance(error, ApiError) and error.kind for error in ended] == [UNAVAILABLE] * 2
 
 
 async def test_body_header_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
