@@ -61,6 +61,7 @@ class FrontEndQueue:
     changed: dict[int, None] = field(default_factory=dict)  # numbers of requests with new events, in order
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     is_idle: asyncio.Event = field(default_factory=_set_event)  # nothing is left to send
+    num_lost: int = 0  # incarnations; each numbers its queries from 0
 
 
 class FrontEnds:
@@ -115,11 +116,12 @@ class FrontEnds:
                     self._requests.metrics.withdraw(request.index, "invalid")
                 self._close(front_end, number)
             case StateQuery():
-                self._spawn(self._respond(name, control), f"query of {name}")
+                self._spawn(self._respond(name, front_end, control), f"query of {name}")
 
     def lose(self, name: str) -> None:
         """Cancel the requests of a front end that has died. No-op for other workers."""
         if (front_end := self.queues.get(name)) is not None:
+            front_end.num_lost += 1
             for number in list(front_end.requests):
                 self._close(front_end, number)
 
@@ -220,14 +222,16 @@ class FrontEnds:
                     self._close(front_end, number)
         return tuple(outputs)
 
-    async def _respond(self, name: str, query: StateQuery) -> None:
+    async def _respond(self, name: str, front_end: FrontEndQueue, query: StateQuery) -> None:
+        num_lost = front_end.num_lost
         try:
             report = await self._report_state(query)
         except Exception:  # a front end that gets no response asks no more
             log.exception("the state of the graph could not be read for %s", name)
             report = StateReport(query.number, False, "the state of the graph could not be read")
-        with suppress(TransportError):
-            self._post(name, report)
+        if front_end.num_lost == num_lost:  # else the next incarnation may have a query of this number
+            with suppress(TransportError):
+                self._post(name, report)
 
 
 async def _awaited(task: Awaitable[None]) -> None:

@@ -7,7 +7,7 @@ import gc
 from typing import Any
 
 import pytest
-from serving.served_app import MODEL, DirectProcess, served_app
+from serving.served_app import MODEL, NAME, DirectProcess, served_app
 from serving.test_http_api import CHAT, COMPLETE, HELLO, left, until
 
 from flowrt.actors.front_end_messages import StateQuery, StateReport
@@ -271,6 +271,26 @@ async def test_state_that_cannot_be_read_once_can_be_read_again(caplog: pytest.L
         assert "an edge that has just gone" in caplog.text
         served.front_ends._report_state = report_state
         assert (await served.call("GET", "/metrics")).status == 200
+
+
+async def test_query_of_a_lost_front_end_gets_no_response() -> None:
+    """The next incarnation numbers its queries from 0, too."""
+    async with served_app() as served:
+        may_report, posted = asyncio.Event(), list[Any]()
+
+        async def report_state(query: StateQuery) -> StateReport:
+            await may_report.wait()
+            return StateReport(query.number, True, query.topic)
+
+        front_ends = served.front_ends
+        front_ends._report_state, front_ends._post = report_state, lambda _, control: posted.append(control)
+        front_ends.on_control(NAME, StateQuery(0, "metrics"))
+        await asyncio.sleep(0)
+        front_ends.lose(NAME)
+        front_ends.on_control(NAME, StateQuery(0, "health"))
+        may_report.set()
+        await until(lambda: len(front_ends._tasks) == 1)  # what sends outputs
+        assert posted == [StateReport(0, True, "health")]
 
 
 async def test_texts_to_tokenize_wait_for_each_other_and_no_request_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
