@@ -27,7 +27,7 @@ from flowrt.actors.front_end_messages import (
 )
 from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.sampling_params import SamplingParams
-from flowrt.serving.api_errors import INVALID, NO_REQUEST, OVERLOADED, UNAVAILABLE, ApiError
+from flowrt.serving.api_errors import INVALID, NO_REQUEST, OVERLOADED, SLOW_REQUEST, UNAVAILABLE, ApiError
 
 MAX_UNREAD = 1 << 20  # size of all inboxes together
 FULL_SECONDS = 0.05  # since the gateway was full: then the next request goes there, as one of another front end may have ended
@@ -55,12 +55,14 @@ class Inbox:
         """Drop all outputs: the client reads too slowly. An error is all that it gets."""
         self._outputs.clear()
         self.size = 0
-        self.put(0, RequestOutput(0, (EndEvent(0, "error", "", "the client reads too slowly"),)))
         self._has_overflowed = True
+        self._has_outputs.set()
 
     async def take(self) -> list[tuple[int, RequestOutput]]:
-        """All outputs since the last call, each with the number of its prompt; waits for one."""
+        """All outputs since the last call, each with the number of its prompt; waits for one. Raises ApiError after `overflow`."""
         await self._has_outputs.wait()
+        if self._has_overflowed:
+            raise ApiError(SLOW_REQUEST, "the response was read too slowly, so its rest was dropped")
         self._has_outputs.clear()
         taken = list(self._outputs)
         self._outputs.clear()

@@ -12,9 +12,9 @@ import pytest
 from serving.served_app import NAME, Connection, ServedApp, served_app
 
 from flowrt.actors.front_end_messages import RequestOutput
-from flowrt.actors.outputs import EndEvent, TokenEvent
+from flowrt.actors.outputs import TokenEvent
 from flowrt.serving import connection_table, gateway_client, http_exchange, http_server
-from flowrt.serving.api_errors import UNAVAILABLE, ApiError
+from flowrt.serving.api_errors import SLOW_REQUEST, UNAVAILABLE, ApiError
 from flowrt.serving.gateway_client import RESPONSE_SECONDS, GatewayClient
 
 CHAT = "/v1/chat/completions"
@@ -360,8 +360,9 @@ async def test_unread_outputs_are_bounded_in_size(monkeypatch: pytest.MonkeyPatc
             served.emit(request, " 1")
             served.finish(request)
             assert (await slow).status == 200
-            ((_, output),) = await inbox.take()
-            assert output.end == EndEvent(0, "error", "", "the client reads too slowly")
+            with pytest.raises(ApiError, match="read too slowly") as raised:
+                await inbox.take()
+            assert raised.value.kind is SLOW_REQUEST
 
 
 async def test_failed_stream_ends_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
