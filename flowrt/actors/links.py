@@ -335,6 +335,8 @@ class Links:
                 await link.run()
                 reason = f"{identity.name} has closed the link"
             except LinkLostError as error:
+                if self.incarnations.has_ended(identity):  # dropped meanwhile, so that it may be tolerated no more
+                    return
                 if identity.name not in self._tolerated:
                     raise
                 reason = error.reason

@@ -420,3 +420,19 @@ def test_a_bounded_number_of_ended_incarnations_is_remembered() -> None:
         incarnations.end(identity)
     assert [incarnations.has_ended(each) for each in (identities[0], identities[1], identities[-1])] == [False, True, True]
     assert not incarnations.begin(identities[1]), "it has ended"
+
+
+@SCHEMES
+@CLIENT_CALLS
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_peer_that_dies_as_it_leaves_the_plans_ends_its_own_link_only(scheme: str, calls: bool, turns: int) -> None:
+    """The reader may have found the end of the link, and not have told it, when the peer is dropped and tolerated no more."""
+    async with world(scheme, calls) as w:
+        await w.exchange("c1")
+        w.client["b", scheme]._channel.abort("b died")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        w.client.drop("b", "b1")
+        w.client.use([plan("c", scheme, calls)], frozenset("c"))
+        await w.exchange("c1")
+        assert not w.running.done()
