@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -17,10 +17,19 @@ from flowrt.operators.families.quantization import refuse_quantized_tensors
 from flowrt.operators.families.registry import family_named, note_on_end_tokens, read_model_config
 from flowrt.operators.model_config import ModelError
 
+T = TypeVar("T")
 INDEX_NAME, WHOLE_NAME = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 MAX_DIMENSIONS, MAX_SIZE = 8, 1 << 40  # of a stored tensor; checked before sizes are multiplied
 STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # of one number, by the dtypes that can be read
+QUANTIZED_BYTES = {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "I32": 4}  # the same of quantized weights, which scales belong to; I32: several
+PACKED = "_packed"  # ends the name of a tensor whose numbers of I32 hold several of 4 or 8 bits, as compressed-tensors packs them
+_SCALES = ("_scale_inv", "_scale")  # end the name of the scales of a tensor; the first one of 8-bit floats only
+_UNRESTORED = {  # end the names of what is not restored
+    "_zero_point": "zero points",
+    "_g_idx": "columns in another order",
+    "_scale_2": "scales of scales",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,39 @@ class StoredTensor:
     offset_bytes: int
     stored_dtype: str  # as the file spells it, "F32", "BF16", ...
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor(StoredTensor):
+    """One or more matrices, in the first dimension, with their scales."""
+
+    scales: StoredTensor
+
+    @property
+    def matrix_scales(self) -> tuple[int, int]:
+        """How many scales a matrix has along its rows, and along its columns. Raises ModelError."""
+        of, shape, leading = self.scales, self.scales.shape, self.shape[:-2]
+        if shape in ((), (1,)) and not leading:
+            return 1, 1
+        if shape == self.shape[-2:-1]:
+            return shape[0], 1
+        if len(shape) == len(self.shape) > 1 and shape[:-2] == leading and min(shape[-2:]) > 0:
+            return shape[-2], shape[-1]
+        raise ModelError(f"scales of shape {list(shape)} in {of.path} do not belong to a tensor of shape {list(self.shape)}")
+
+    def block(self, columns: int) -> tuple[int, int]:
+        """Rows and columns of a matrix that share a scale. Blocks of 8-bit floats have sizes that are powers of two, and the last one may
+        be smaller; others have equal parts. Raises ModelError when the scales fit no such block."""
+        return self._block(self.shape[-2], self.matrix_scales[0]), self._block(columns, self.matrix_scales[1])
+
+    def _block(self, size: int, num_scales: int) -> int:
+        if num_scales == 1:
+            return size
+        is_float = self.stored_dtype.startswith("F8")
+        found = 1 << (-(-size // num_scales) - 1).bit_length() if is_float else size // num_scales
+        if not found or -(-size // found) != num_scales or (size % found and not is_float):
+            raise ModelError(f"{num_scales} scales in {self.path} do not cut {size} rows or columns into blocks")
+        return found
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
@@ -49,7 +91,7 @@ def tensor_files(directory: Path, header: Callable[[Path], Collection[str]]) -> 
     ModelError when there is no file, the index is broken or names a file that is not there, or two files hold the same tensor.
     """
     if (index := _index_in_use(directory)) is not None:
-        return index
+        return _with_packed(index)
     whole = directory / WHOLE_NAME
     paths = [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
     if not paths:
@@ -64,6 +106,36 @@ def tensor_files(directory: Path, header: Callable[[Path], Collection[str]]) -> 
     return files
 
 
+def _with_packed(by_name: dict[str, T]) -> dict[str, T]:
+    """Packed tensors by their usual names, too."""
+    return by_name | {name.removesuffix(PACKED): value for name, value in by_name.items() if name.endswith(PACKED)}
+
+
+def find_stored(name: str, files: Mapping[str, Path], header: Callable[[Path], Mapping[str, StoredTensor]]) -> StoredTensor:
+    """Tensor `name` of `files`, with its scales if it is quantized. Raises ModelError when its file does not hold it, and when it cannot be
+    restored."""
+    stored = _listed(name, files, header)
+    if stored.stored_dtype not in QUANTIZED_BYTES:
+        return stored
+    if more := next((what for end, what in _UNRESTORED.items() if name + end in files), None):
+        raise ModelError(f"tensor {name} in {stored.path} has {more}, which flowrt does not restore; give the folder in bfloat16")
+    ends = _SCALES if stored.stored_dtype.startswith("F8") else _SCALES[1:]  # integers with the first one are pairs of 4-bit floats
+    scales = next((name + end for end in ends if name + end in files), None)
+    if scales is None:
+        missing = f"has no scales ({' or '.join(name + end for end in ends)})"
+        raise ModelError(f"tensor {name} in {stored.path} is stored as {stored.stored_dtype}, and {missing}; copy the model's files again")
+    found = _listed(scales, files, header)
+    if found.stored_dtype not in STORED_BYTES:
+        raise ModelError(f"tensor {scales} in {found.path} is stored as {found.stored_dtype}; {', '.join(STORED_BYTES)} are supported")
+    return QuantizedTensor(stored.path, stored.offset_bytes, stored.stored_dtype, stored.shape, found)
+
+
+def _listed(name: str, files: Mapping[str, Path], header: Callable[[Path], Mapping[str, StoredTensor]]) -> StoredTensor:
+    if (stored := header(files[name]).get(name)) is None:
+        raise ModelError(f"tensor {name} is missing from {files[name]}, which {INDEX_NAME} names for it; copy both files again")
+    return stored
+
+
 def named_place(directory: Path, files: Mapping[str, Path]) -> str:
     """Where a tensor that is not among `files` should be, for errors: the only file, the index, or the directory."""
     paths = set(files.values())
@@ -75,9 +147,16 @@ def named_place(directory: Path, files: Mapping[str, Path]) -> str:
 def piece_shape(stored: StoredTensor, name: str, piece: Piece, num_experts: int, shape: tuple[int, ...], start: int) -> tuple[int, ...]:
     """The shape, as stored, of what `piece` takes of tensor `name`. Raises ModelError for a dtype that cannot be read, and when the piece
     does not fit into `shape` from row `start` on."""
-    if stored.stored_dtype not in STORED_BYTES:
+    if stored.stored_dtype not in STORED_BYTES and not isinstance(stored, QuantizedTensor):
         raise ModelError(f"tensor {name} in {stored.path} is stored as {stored.stored_dtype}; {', '.join(STORED_BYTES)} are supported")
     taken = stored.shape
+    if isinstance(stored, QuantizedTensor):
+        if len(taken) < 2:
+            raise ModelError(f"tensor {name} in {stored.path} has shape {list(taken)}; only matrices are restored")
+        columns = shape[0 if piece.transpose else -1]
+        if stored.stored_dtype == "I32" and packed_bits(taken[-1], columns):
+            taken = (*taken[:-1], columns)
+        stored.block(taken[-1])
     if piece.expert is not None:
         if not taken or taken[0] % num_experts or (piece.expert == "index" and taken[0] != num_experts):
             raise ModelError(f"tensor {name} in {stored.path} has shape {list(taken)}, which is not that of {num_experts} experts")
@@ -87,6 +166,11 @@ def piece_shape(stored: StoredTensor, name: str, piece: Piece, num_experts: int,
         fits = f"does not fit the {list(shape)} that config.json requires"
         raise ModelError(f"tensor {name} in {stored.path} has shape {list(stored.shape)}, which {fits}")
     return taken
+
+
+def packed_bits(num_packed: int, columns: int) -> int:
+    """Bits of each of `columns` integers that are packed into `num_packed` numbers of 32 bits; 0: they are not that many."""
+    return next((bits for bits in (4, 8) if -(-columns * bits // 32) == num_packed), 0)
 
 
 def check_rows(num_rows: int, shape: tuple[int, ...], layout: Layout, layer: int, expert: int, directory: Path) -> None:
@@ -104,9 +188,8 @@ def check_files(directory: Path) -> tuple[str, ...]:
     """
     header = cache(read_header)
     files = tensor_files(directory, header)
-    for name, path in files.items():
-        if name not in header(path):
-            raise ModelError(f"tensor {name} is missing from {path}, which {INDEX_NAME} names for it; copy both files again")
+    for name in files:
+        _listed(name, files, header)
     config = read_model_config(directory)
     family, place = family_named(config.family), named_place(directory, files)
     shapes = part_shapes(config)
@@ -119,7 +202,7 @@ def check_files(directory: Path) -> tuple[str, ...]:
                     layout, num_rows = family.find_layout(part, layer, expert, files, place), 0
                     for piece in layout:
                         name = piece.tensor(layer, expert)
-                        taken = piece_shape(header(files[name])[name], name, piece, config.num_experts, shape, num_rows)
+                        taken = piece_shape(find_stored(name, files, header), name, piece, config.num_experts, shape, num_rows)
                         num_rows += taken[-1] if piece.transpose else taken[0]
                     check_rows(num_rows, shape, layout, layer, expert, directory)
     except ModelError:
@@ -193,10 +276,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             bounds = f"at most {MAX_DIMENSIONS} dimensions, and whole numbers from 0 to {MAX_SIZE}"
             raise ModelError(f"{path}: tensor {name}: its shape and data_offsets must be lists of {bounds} ({error})") from None
         begin, end = entry.data_offsets
-        item_bytes = STORED_BYTES.get(entry.dtype)  # None: masks or quantized data, refused only when a part asks for them
+        item_bytes = (STORED_BYTES | QUANTIZED_BYTES).get(
+            entry.dtype
+        )  # None: masks or quantized data, refused only when a part asks for them
         num_bytes = end - begin if item_bytes is None else prod(entry.shape) * item_bytes
         if end - begin != num_bytes or data_start + end > file_bytes:
             where = f"bytes {begin} to {end} do not fit its shape or the file's {file_bytes} bytes"
             raise ModelError(f"{path}: tensor {name}: {where}; copy the file again")
         tensors[name] = StoredTensor(path, data_start + begin, entry.dtype, entry.shape)
-    return tensors
+    return _with_packed(tensors)

@@ -16,10 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrt.operators.checkpoint_files import INDEX_NAME, StoredTensor, check_rows, named_place, piece_shape, read_header, tensor_files
+from flowrt.operators.checkpoint_files import (
+    QuantizedTensor,
+    StoredTensor,
+    check_rows,
+    find_stored,
+    named_place,
+    piece_shape,
+    read_header,
+    tensor_files,
+)
 from flowrt.operators.families.family import Piece
 from flowrt.operators.families.registry import family_named
 from flowrt.operators.model_config import DTYPES, ModelConfig, ModelError
+from flowrt.operators.restored_weights import QUANTIZED_DTYPES, restored_rows
 from flowrt.operators.weight_memory import WeightMemory
 
 # Tensors that are converted pass through one buffer of this size (more, where a row or a transposed piece needs it).
@@ -65,13 +75,9 @@ class Checkpoint:
 
     def stored(self, name: str) -> StoredTensor:
         """The location of tensor `name`. Raises ModelError when it is missing."""
-        path = self._files.get(name)
-        if path is None:
+        if name not in self._files:
             raise ModelError(f"tensor {name} is missing from the checkpoint in {self.directory}")
-        tensor = self._header(path).get(name)
-        if tensor is None:
-            raise ModelError(f"tensor {name} is missing from {path}, which {INDEX_NAME} names for it")
-        return tensor
+        return find_stored(name, self._files, self._header)
 
     def has_part(self, config: ModelConfig, part: str) -> bool:
         """Whether the checkpoint holds a part of the whole model."""
@@ -120,6 +126,9 @@ class Checkpoint:
         self._on_read()
         stored = self.stored(name)
         taken, offset = piece_shape(stored, name, piece, num_experts, shape, start), stored.offset_bytes
+        if isinstance(stored, QuantizedTensor):
+            self._read_restored(stored, piece, taken, expert, out[start:])
+            return taken[-1] if piece.transpose else taken[0]
         if piece.expert is not None:
             offset += expert * prod(taken) * STORED_DTYPES[stored.stored_dtype].itemsize
         placed = tuple(reversed(taken)) if piece.transpose else taken
@@ -135,6 +144,30 @@ class Checkpoint:
         if piece.added:
             destination += piece.added
         return placed[0]
+
+    def _read_restored(self, stored: QuantizedTensor, piece: Piece, taken: tuple[int, ...], expert: int, out: Tensor) -> None:
+        """Restore a matrix, or an expert's, of a quantized checkpoint: rows by rows, in float32, into the beginning of `out`."""
+        rows, columns = taken
+        scales = self._scales(stored, expert if piece.expert == "index" else 0)
+        first = expert * rows if piece.expert == "rows" else 0  # of the matrix that the scales are of
+        place = out[:columns].t() if piece.transpose else out[:rows]
+        dtype, block = QUANTIZED_DTYPES[stored.stored_dtype], stored.block(columns)
+        row_bytes = stored.shape[-1] * dtype.itemsize
+        offset = stored.offset_bytes + (expert * rows if piece.expert is not None else 0) * row_bytes
+        step = max(1, SCRATCH_BYTES // (4 * columns))
+        for start in range(0, rows, step):
+            raw = self._buffer((min(step, rows - start), stored.shape[-1]), dtype)
+            _read_bytes(stored.path, offset + start * row_bytes, raw)
+            place[start : start + len(raw)].copy_(restored_rows(raw, scales, first + start, block, columns))
+        if piece.added:
+            place += piece.added
+
+    def _scales(self, stored: QuantizedTensor, matrix: int) -> Tensor:
+        """The scales of one matrix of a quantized tensor: float32 [scales along the rows, along the columns]."""
+        of, shape = stored.scales, stored.matrix_scales
+        found = torch.empty(shape, dtype=STORED_DTYPES[of.stored_dtype])
+        _read_bytes(of.path, of.offset_bytes + matrix * found.nbytes, found)
+        return found.to(torch.float32)
 
     def _read_converted(self, stored: StoredTensor, offset: int, destination: Tensor) -> None:
         row_bytes = prod(destination.shape[1:]) * STORED_DTYPES[stored.stored_dtype].itemsize

@@ -17,6 +17,28 @@ from safetensors.torch import load_file, save_file
 
 BOS, EOS = 1, 2
 
+# A program: it loads two thirds of the experts of a directory in a dtype, and prints by how many bytes its memory has grown.
+MEASURE_LOADING = """
+import sys
+from pathlib import Path
+import torch
+from flowrt.operators.experts import Experts
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.weights import Checkpoint
+
+def kilobytes(key):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(key + ":")).split()[1])
+
+directory, dtype = Path(sys.argv[1]), sys.argv[2]
+for wide in (torch.float32, torch.bfloat16):  # the library's own code comes into memory with its first product
+    torch.nn.functional.linear(torch.ones(8, 512, dtype=wide), torch.ones(768, 512, dtype=wide))
+before = {key: kilobytes(key) for key in ("VmRSS", "VmHWM", "RssAnon")}
+config = read_model_config(directory, dtype)
+held = [expert for expert in range(config.num_experts) if expert % 3 != 2]
+experts = Experts(config, Checkpoint(directory), dict.fromkeys(config.moe_layers, held))
+print(*[(kilobytes(key) - before[key]) * 1024 for key in before])
+"""
+
 
 def make_checkpoint(
     directory: Path,

@@ -1,6 +1,8 @@
-"""Recognizes the schemes of quantized checkpoints, which are refused: each by its name, with what to do. Free of torch.
+"""Recognizes the schemes of quantized checkpoints. Those that flowrt restores are checked here; all others are refused, each by its name,
+with what to do. Free of torch.
 
-A key of config.json names a scheme, or a file beside it, or only the names of its tensors. A scheme that is loaded leaves the table.
+A key of config.json names a scheme, or a file beside it, or only the names of its tensors. A scheme that is loaded is not in the table: its
+tensors say by their dtype, and by the scales beside them, how they are restored (checkpoint_files.py, restored_weights.py).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from flowrt.operators.model_config import ModelError
 
 KEYS = ("quantization_config", "compression_config")  # of config.json; the second one is of older writers of compressed-tensors
 _PLAIN = "give the folder of the model in bfloat16 or float16"
-_DEQUANTIZED = f"{_PLAIN}, or write one: transformers' from_pretrained(FOLDER, quantization_config="
+_FP8, _COMPRESSED = ("fp8", "fbgemm_fp8"), "compressed-tensors"  # values of `quant_method` of what is restored
+_FORMATS = ("naive-quantized", "float-quantized", "int-quantized", "pack-quantized")  # of compressed-tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +35,12 @@ class Scheme:
 
 SCHEMES = (
     Scheme(
-        "FP8",
-        ("fp8", "fbgemm_fp8"),
-        f"{_DEQUANTIZED}FineGrainedFP8Config(dequantize=True)).save_pretrained(NEW)",
-        r"\.weight_scale_inv",
+        "MXFP4",
+        ("mxfp4",),
+        f"{_PLAIN}, or write one: transformers' from_pretrained(FOLDER, quantization_config=Mxfp4Config(dequantize=True))"
+        ".save_pretrained(NEW)",
+        r"_blocks",
     ),
-    Scheme("MXFP4", ("mxfp4",), f"{_DEQUANTIZED}Mxfp4Config(dequantize=True)).save_pretrained(NEW)", r"_blocks"),
-    Scheme("compressed-tensors", ("compressed-tensors",), _PLAIN, r"\.weight_packed"),
     Scheme("AWQ", ("awq",), _PLAIN, file="quant_config.json"),
     Scheme("GPTQ", ("gptq", "auto-round"), _PLAIN, r"\.qweight", "quantize_config.json"),
     Scheme("ModelOpt", ("modelopt", "modelopt_fp4"), _PLAIN, r"\.(weight_scale_2|input_scale)", "hf_quant_config.json"),
@@ -51,7 +53,7 @@ def refuse_quantized_config(path: Path, values: Mapping[str, Any]) -> None:
     """Raises ModelError when config.json, or a file beside it, names a scheme."""
     for key in KEYS:
         given = values.get(key)
-        if given is not None:
+        if given is not None and not _is_restored(f"{path}: {key}", given):
             method = given.get("quant_method") if isinstance(given, Mapping) else given
             scheme = _BY_METHOD.get(method) if isinstance(method, str) else None
             name = scheme.name if scheme is not None else f"quantized (quant_method {str(method)[:40]!r})"
@@ -59,6 +61,29 @@ def refuse_quantized_config(path: Path, values: Mapping[str, Any]) -> None:
     for scheme in SCHEMES:
         if scheme.file and (path.parent / scheme.file).exists():
             raise _error(str(path.parent / scheme.file), scheme.name, scheme)
+
+
+def _is_restored(where: str, given: Any) -> bool:
+    """Whether the weights are of a scheme that is restored. Raises ModelError for a variant of one that is not."""
+    if not isinstance(given, Mapping):
+        return False
+    if given.get("quant_method") in _FP8:
+        sizes = given.get("weight_block_size")
+        if sizes is not None and not (isinstance(sizes, list) and len(sizes) == 2 and all(map(_is_power_of_two, sizes))):
+            raise ModelError(f"{where}.weight_block_size: is {str(sizes)[:40]}; two powers of two are needed, or null")
+        return True
+    if given.get("quant_method") != _COMPRESSED:
+        return False
+    form, sparsity = given.get("format"), given.get("sparsity_config")
+    if form not in _FORMATS:
+        raise ModelError(f"{where}.format: is {str(form)[:40]!r}; {', '.join(_FORMATS)} are restored; {_PLAIN}")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        raise ModelError(f"{where}.sparsity_config: sparse weights are not restored; {_PLAIN}")
+    return True
+
+
+def _is_power_of_two(value: Any) -> bool:
+    return type(value) is int and value > 0 and not value & (value - 1)
 
 
 def refuse_quantized_tensors(directory: Path, names: Iterable[str]) -> None:

@@ -115,8 +115,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MIXTRAL, {"hidden_act": "gelu"}, "hidden_act: is 'gelu'; only 'silu'"),
     (
         V3,
-        {"quantization_config": {"quant_method": "fp8"}},
-        "the weights are FP8, which flowrt does not load; give the folder of the model in bfloat16",
+        {"quantization_config": {"quant_method": "awq"}},
+        "the weights are AWQ, which flowrt does not load; give the folder of the model in bfloat16",
     ),
     (V3, {"scoring_func": "softmax"}, "scoring_func: is 'softmax'; only 'sigmoid'"),
     (V3, {"topk_method": "greedy"}, "topk_method: is 'greedy'; only 'noaux_tc'"),

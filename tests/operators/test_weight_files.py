@@ -77,8 +77,8 @@ def test_files_beside_a_whole_one_are_not_read(models: Any, tmp_path: Path) -> N
 
 
 KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
-    "another float": (lambda weight: weight.to(torch.float8_e4m3fn), "is stored as F8_E4M3; F64, F32, BF16, F16 are supported"),
-    "whole numbers": (lambda weight: weight.to(torch.int8), "is stored as I8; F64"),
+    "another float": (lambda weight: weight.to(torch.float8_e4m3fn), "is stored as F8_E4M3, and has no scales"),
+    "whole numbers": (lambda weight: weight.to(torch.int8), "is stored as I8, and has no scales"),
     "fewer rows": (lambda weight: weight[:-1].contiguous(), "rows; config.json requires"),
     "fewer columns": (lambda weight: weight[..., :-1].contiguous(), "does not fit the"),
     "a dimension more": (lambda weight: weight[None].contiguous(), "does not fit the"),
@@ -121,8 +121,6 @@ def scheme_names(directory: Path, tensors: dict[str, torch.Tensor], suffixes: di
 
 WHOLE, ONE = torch.zeros(2, 2, dtype=torch.int32), torch.ones(1)
 TENSORS: dict[str, tuple[dict[str, torch.Tensor], bool]] = {
-    "FP8": ({".weight_scale_inv": ONE}, True),
-    "compressed-tensors": ({".weight_packed": WHOLE, ".weight_scale": ONE}, False),
     "GPTQ": ({".qweight": WHOLE, ".qzeros": WHOLE, ".scales": ONE}, False),
     "ModelOpt": ({".weight_scale": ONE, ".weight_scale_2": ONE, ".input_scale": ONE}, True),
     "MXFP4": ({"_blocks": WHOLE, "_scales": ONE}, False),

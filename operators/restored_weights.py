@@ -1,0 +1,32 @@
+"""Restores the weights of quantized checkpoints: 8-bit floats and integers with a scale per block, row or group, and packed integers.
+
+A weight is its stored number times the scale of its block, computed in float32, which is what transformers (FineGrainedFP8Config) and
+compressed-tensors compute. Zero points, and columns that are stored in another order, are refused (checkpoint_files.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flowrt.operators.checkpoint_files import packed_bits
+
+QUANTIZED_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "I32": torch.int32}
+
+
+def restored_rows(stored_RP: Tensor, scales_SC: Tensor, first: int, block: tuple[int, int], columns: int) -> Tensor:
+    """The rows from `first` on of a matrix, float32 [R, columns]. `stored_RP`: as they are stored, with P numbers of 32 bits in a row where
+    they are packed. `scales_SC`: of the whole matrix, one per `block` of rows and columns."""
+    values = _unpacked(stored_RP, columns) if stored_RP.dtype == torch.int32 else stored_RP.to(torch.float32)
+    scales_RC = scales_SC[torch.arange(first, first + len(stored_RP)) // block[0]]
+    if scales_RC.shape[1] > 1:
+        scales_RC = scales_RC.repeat_interleave(block[1], 1)[:, :columns]
+    return values.mul_(scales_RC)
+
+
+def _unpacked(stored_RP: Tensor, columns: int) -> Tensor:
+    """Signed integers out of numbers of 32 bits, the lowest bits first; they are stored with half of their range added."""
+    bits = packed_bits(stored_RP.shape[1], columns)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    values = (stored_RP.unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1).flatten(1)[:, :columns]
+    return values.to(torch.float32).sub_(1 << (bits - 1))
