@@ -1,7 +1,7 @@
 """Parts: headers of parts and plans, and `Cover`, which decides when the responses of a tag are complete. Pure.
 
 A part is responded whole or not at all. New parts with new ids supersede a lost or late part and cover the same (row, slot)
-pairs. The first complete cover counts; later responses are dropped (DESIGN section 1).
+pairs. The first complete cover counts; later responses are dropped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Selection policies: which waiting firings of a node run next in one call, and when (DESIGN section 1).
+"""Selection policies: which waiting firings of a node run next in one call, and when.
 
 A policy is a pure object: waiting firings and the time in, a batch or the time to look again out. ReadyFirings calls it whenever the
 compute seam is free.

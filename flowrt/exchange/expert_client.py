@@ -2,8 +2,8 @@
 
 The dispatch and combine nodes of a group share one ExpertClient.
 
-A lost part is split again over the remaining replicas, under new ids, and the first complete cover of a tag counts (DESIGN section 1;
-EaaS section 3.4). Pairs of an expert without a replica form a part of UNAVAILABLE: it is not sent, and is split again when a replica
+A lost part is split again over the remaining replicas, under new ids, and the first complete cover of a tag counts
+(EaaS section 3.4). Pairs of an expert without a replica form a part of UNAVAILABLE: it is not sent, and is split again when a replica
 returns. Pairs of omitted experts are left out when a tag is split (omitted_experts.py).
 
 Nodes call `parts_to_send`, `add_tag`, `parts`, `note_not_finite` and `forget` from the compute thread; all other calls come from the loop.

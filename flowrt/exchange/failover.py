@@ -1,6 +1,6 @@
 """Failover between expert servers: redispatches the parts of a lost server, and includes the server again when it returns.
 
-Each attention worker whose experts are in other processes has one Failover (EaaS section 3.4; DESIGN section 1). The worker's links and
+Each attention worker whose experts are in other processes has one Failover (EaaS section 3.4). The worker's links and
 the launcher detect the loss; expert_client.py splits the parts.
 
 All calls are synchronous and on the loop. A server is identified by its process name. Events may come twice and in any order.

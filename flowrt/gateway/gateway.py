@@ -8,7 +8,7 @@ A token is committed when the gateway appends it to the request's log. Only the 
 repeated tokens and tokens of older attempts have no effect. Each request ends in exactly one EndEvent, when all its choices have ended.
 
 A group that dies changes no token: its requests continue in other groups as new attempts, which replay the prompt and the committed
-tokens (xDeepServe section 6; DESIGN section 7).
+tokens (xDeepServe section 6).
 """
 
 from __future__ import annotations
