@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -436,3 +437,44 @@ async def test_a_peer_that_dies_as_it_leaves_the_plans_ends_its_own_link_only(sc
         w.client.use([plan("c", scheme, calls)], frozenset("c"))
         await w.exchange("c1")
         assert not w.running.done()
+
+
+async def _in_drawn_order(w: World, scheme: str, calls: bool, draw: random.Random) -> None:
+    """Deaths, changes of the plans and joins of `b`, as a worker handles them (membership.py), a few turns of the loop apart. In the end it
+    is planned and up."""
+    number, is_planned = 1, True
+    joins: list[asyncio.Task[bool]] = []
+    for action in [*draw.choices(("die", "leave", "join", "turns"), k=draw.randrange(3, 10)), "join"]:
+        if action == "die" and ("b", scheme) in w.client._links:
+            w.client["b", scheme]._channel.abort("b died")
+        elif action == "leave" and is_planned:
+            if (current := w.client.incarnations.current("b")) is not None:
+                w.client.drop("b", current.incarnation)
+            w.client.use([plan("c", scheme, calls)], frozenset("c"))
+            is_planned = False
+            joins.append(asyncio.ensure_future(w.client.close_unplanned()))  # type: ignore[arg-type]
+        elif action == "join":
+            number += 1
+            if not is_planned:
+                w.client.use([plan(name, scheme, calls) for name in "bc"], frozenset("bc"))
+                is_planned = True
+            joins.append(asyncio.ensure_future(w.client.join("b", f"b{number}", await w.serve(f"b{number}"))))
+        for _ in range(draw.randrange(6)):
+            await asyncio.sleep(0)
+    assert await joins[-1]
+    await asyncio.gather(*joins)
+    await w.exchange(f"b{number}")
+    await w.exchange("c1")
+    assert not w.running.done()
+
+
+@pytest.mark.parametrize("scheme", ["inproc", "shm"])
+@CLIENT_CALLS
+async def test_deaths_joins_and_changes_in_any_order_end_no_other_link(scheme: str, calls: bool) -> None:
+    for seed in range(60):
+        async with world(scheme, calls) as w:
+            try:
+                await _in_drawn_order(w, scheme, calls, random.Random(seed))
+            except BaseException as error:
+                error.add_note(f"seed {seed}")
+                raise
