@@ -36,7 +36,7 @@ from flowrt.simulation.cases import draw, run_case
 from flowrt.workers.exact_nodes import _residuals
 from flowrt.workers.model_nodes import config_of
 
-SEEDS = 24
+SEEDS = 12
 HIDDEN = 32
 TENSOR = f"float64[{HIDDEN}]"
 

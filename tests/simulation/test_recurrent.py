@@ -9,7 +9,7 @@ from simulation.graph_files import load
 from flowrt.simulation.campaign import campaign
 from flowrt.simulation.cases import draw
 
-SEEDS = 16
+SEEDS = 10
 
 
 @pytest.mark.parametrize("name", ["2x3.yaml", "prefill.yaml", "strict.yaml"])
