@@ -54,7 +54,7 @@ class QuantizedTensor(StoredTensor):
         of, shape, leading = self.scales, self.scales.shape, self.shape[:-2]
         if shape in ((), (1,)) and not leading:
             return 1, 1
-        if shape == self.shape[-2:-1]:
+        if shape == self.shape[-2:-1] and shape[0] > 0:
             return shape[0], 1
         if len(shape) == len(self.shape) > 1 and shape[:-2] == leading and min(shape[-2:]) > 0:
             return shape[-2], shape[-1]

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -443,7 +444,7 @@ async def _in_drawn_order(w: World, scheme: str, calls: bool, draw: random.Rando
     """Deaths, changes of the plans and joins of `b`, as a worker handles them (membership.py), a few turns of the loop apart. In the end it
     is planned and up."""
     number, is_planned = 1, True
-    joins: list[asyncio.Task[bool]] = []
+    calls_begun: list[asyncio.Future[Any]] = []
     for action in [*draw.choices(("die", "leave", "join", "turns"), k=draw.randrange(3, 10)), "join"]:
         if action == "die" and ("b", scheme) in w.client._links:
             w.client["b", scheme]._channel.abort("b died")
@@ -452,17 +453,18 @@ async def _in_drawn_order(w: World, scheme: str, calls: bool, draw: random.Rando
                 w.client.drop("b", current.incarnation)
             w.client.use([plan("c", scheme, calls)], frozenset("c"))
             is_planned = False
-            joins.append(asyncio.ensure_future(w.client.close_unplanned()))  # type: ignore[arg-type]
+            calls_begun.append(asyncio.ensure_future(w.client.close_unplanned()))
         elif action == "join":
             number += 1
             if not is_planned:
                 w.client.use([plan(name, scheme, calls) for name in "bc"], frozenset("bc"))
                 is_planned = True
-            joins.append(asyncio.ensure_future(w.client.join("b", f"b{number}", await w.serve(f"b{number}"))))
+            joining = w.client.join("b", f"b{number}", await w.serve(f"b{number}"))
+            calls_begun.append(asyncio.ensure_future(joining))
         for _ in range(draw.randrange(6)):
             await asyncio.sleep(0)
-    assert await joins[-1]
-    await asyncio.gather(*joins)
+    assert await calls_begun[-1]
+    await asyncio.gather(*calls_begun)
     await w.exchange(f"b{number}")
     await w.exchange("c1")
     assert not w.running.done()

@@ -366,7 +366,9 @@ def test_kv_lost_while_the_prompt_is_computed_begins_another_attempt_behind_the_
     assert cancelled_in(decisions) == [("p0", 0)]
 
 
-@pytest.mark.parametrize("ends", ["group is lost", "group lost it", "prefill worker is lost", "cancel", "group errs", "first token"])
+@pytest.mark.parametrize(
+    "ends", ["group is lost", "group crashes", "group lost it", "prefill worker is lost", "cancel", "group errs", "first token"]
+)
 def test_what_is_placed_twice_ends_in_both(ends: str) -> None:
     gateway = staged()
     first = place(gateway, max_tokens=4)
@@ -375,6 +377,9 @@ def test_what_is_placed_twice_ends_in_both(ends: str) -> None:
     match ends:
         case "group is lost":
             decisions = gateway.lose_group("g0", "was killed")
+        case "group crashes":
+            assert gateway.lose_group("g0", "crashed", may_recur=True) == []
+            decisions = gateway.on_transfer("p0", Prefilled("request-0", 0, offer(first)))
         case "group lost it":
             gateway.on_transfer("g0", LOST)
             decisions = gateway.on_transfer("p0", Prefilled("request-0", 0, offer(first)))
@@ -391,7 +396,7 @@ def test_what_is_placed_twice_ends_in_both(ends: str) -> None:
     assert cancelled_in(decisions) == cancelled.get(ends, [("g0", 0)] if in_group else [("p0", 0)])
     moved = sent_in(decisions)
     assert [(each.request.attempt, each.request.is_suspect) for each in moved] == (
-        [(1, False)] if ends.endswith(("lost", "lost it")) else []
+        [(1, False)] if ends.endswith(("lost", "lost it", "crashes")) else []
     )
     assert all(not worker.num_sequences for worker in gateway.workers.values()) or moved
 

@@ -186,6 +186,17 @@ DAMAGES: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
     "few scales": ("FP8 by blocks", _reshape((3, 1)), "3 scales in "),
     "scales of a vector": ("FP8 by blocks", _reshape((7,)), "scales of shape [7] in "),
     "scales of no block": ("INT8 by rows", _reshape((5, 1)), "5 scales in "),
+    "nothing": (
+        "FP8 by blocks",
+        lambda tensors: tensors.update(
+            {
+                name: each[:0].clone().flatten() if "_scale" in name else each[:0].clone()
+                for name, each in tensors.items()
+                if "_proj" in name
+            }
+        ),
+        "scales of shape [0] in ",
+    ),
     "empty scales": ("INT8 by rows", _reshape((0, 1)), "scales of shape [0, 1] in "),
     "zero points": ("INT4 by groups", _add("_zero_point"), "has zero points, which flowrt does not restore"),
     "another order": ("INT4 by groups", _add("_g_idx"), "has columns in another order, which flowrt does not restore"),
