@@ -170,10 +170,13 @@ class WorkerInternals:
         return is_linked and server not in servers.lost and (server in servers.in_use() or server not in self._holders())
 
     def _holders(self) -> set[str]:
-        """The servers that hold experts in the graph that the worker knows."""
+        """The servers that hold experts in the graph that the worker knows. A trampoline does while a server behind it that is not lost
+        holds one."""
+        servers = self._part("failover").client.servers
         dispatch = next(node for node in self.worker.graph.nodes_of(self.name) if node.kind.dispatches)
-        servers = servers_of(self.worker.graph, dispatch.name)
-        return {process for server, process in servers.items() if dispatch.options["servers"][str(server)]}
+        held = {server for server in servers_of(self.worker.graph, dispatch.name) if dispatch.options["servers"][str(server)]}
+        reached = {server for server in held if not servers.is_lost(server)}
+        return {servers.processes[server] for server in held if not reached.isdisjoint(servers.behind.get(server, {server}))}
 
     def undispatched(self) -> set[tuple[Any, int]]:
         """Parts, by tag and number, that wait for a replica of their experts although the worker knows an available one."""
