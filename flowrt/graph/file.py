@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from importlib.metadata import entry_points
 from os.path import isfile, normpath
 from pathlib import Path
@@ -45,8 +47,12 @@ _EXPLICIT_ONLY = {
 
 def known_schemes() -> tuple[str, ...]:
     """The transports that a file may name: those of flowrt and those of installed packages. Imports none of them."""
-    provided = {entry.name for entry in entry_points(group=TRANSPORT_ENTRY_POINTS)}
-    return (*BUILT_IN_SCHEMES, *sorted(provided - set(BUILT_IN_SCHEMES)))
+    return (*BUILT_IN_SCHEMES, *sorted(_provided(TRANSPORT_ENTRY_POINTS, tuple(sys.path)) - set(BUILT_IN_SCHEMES)))
+
+
+@lru_cache(maxsize=8)  # a scan of all installed packages takes 14 ms, and each graph that is loaded asks
+def _provided(group: str, path: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(entry_points(group=group).names)
 
 
 def load_graph(
@@ -128,7 +134,7 @@ def build_graph(
     )
     for problem in check(graph, facts, schemes):
         document.fail(_written_path(problem.path, graph, document, is_short), problem.text)
-    known = (*ROUTING_POLICIES, *sorted(entry_points(group=ROUTING_ENTRY_POINTS).names))
+    known = (*ROUTING_POLICIES, *sorted(_provided(ROUTING_ENTRY_POINTS, tuple(sys.path))))
     if graph.routing not in known:
         document.fail(("routing",), f"there is no routing policy {shown_value(graph.routing)}; known are {', '.join(known)}")
     if graph.cores and graph.processes != "many":
