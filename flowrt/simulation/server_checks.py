@@ -238,8 +238,11 @@ class ServerChecks:
 
     def _look_for_stopped(self, now: float) -> None:
         """Check that no process that the run can lose stays stopped, also while it starts (I5). A new fork server has a time limit, and so
-        has one that was to fork the monitor."""
+        has one that was to fork the monitor: until then no process is watched."""
         has_monitor = self._is_ready and self._is_alive(MONITOR)
+        if not self._is_alive(MONITOR) and self._is_faulty(FORK_SERVER):
+            self._stopped = {}
+            return
         fork_server = [FORK_SERVER] if has_monitor and self._launcher.state.starts.fork_server.is_up else []
         names = {*self.mortal, *self._launcher.state.starts.standby_names, *fork_server}
         stopped = {name for name in names if self._is_stopped(name)}
