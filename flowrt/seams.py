@@ -112,6 +112,12 @@ class Compute(Protocol):
         ...
 
 
+class NewCompute(Protocol):
+    def __call__(self, name: str, inline_seconds: float = ..., /) -> Compute:
+        """`inline_seconds`: calls that are expected to be shorter run on the loop; 0: none does."""
+        ...
+
+
 class RealClock:
     now = staticmethod(time.monotonic)
 
@@ -379,7 +385,7 @@ class Seams:
     new_incarnation: Callable[[], str] = lambda: secrets.token_hex(4)
     new_seed: Callable[[], int] = lambda: secrets.randbits(63)
     new_key: Callable[[], bytes] = lambda: secrets.token_bytes(KEY_BYTES)
-    new_compute: Callable[[str], Compute] = ThreadCompute
+    new_compute: NewCompute = ThreadCompute
     own_loop: bool = False  # the event loop serves exactly one worker
     transport: Callable[[str], Transport] = get_transport
     open_backend: OpenBackend | None = None  # starts worker processes; None: the backend of this host, which only the launcher imports

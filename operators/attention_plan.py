@@ -124,7 +124,7 @@ def _paged_rows(layout: StepLayout) -> PagedRows | None:
     return PagedRows(torch.from_numpy(rows), torch.from_numpy(sequences), lengths, table)
 
 
-def _slots(layout: StepLayout, sequences_S: Tensor, first_S: Tensor | None, length: int, page_size: int) -> Tensor:
+def slots_of(layout: StepLayout, sequences_S: Tensor, first_S: Tensor | None, length: int, page_size: int) -> Tensor:
     """Slots [S * length] of `length` tokens of some sequences from token `first_S` (None: 0) on.
 
     A shorter context repeats its own last slot. A masked slot must not belong to another sequence, whose values might be NaN.
@@ -163,7 +163,7 @@ def _decode_groups(
             end = piece + layout.kv_lengths[members[0]]
             groups.append(DecodeGroup(rows, slice(end - length, end), length, None))
         else:
-            groups.append(DecodeGroup(rows, _slots(layout, sequences, first_S, length, page_size), length, mask))
+            groups.append(DecodeGroup(rows, slots_of(layout, sequences, first_S, length, page_size), length, mask))
     return tuple(groups)
 
 
@@ -180,7 +180,7 @@ def _chunks(layout: StepLayout, page_size: int, dtype: torch.dtype, window: int 
                     slots = slice(piece + context - query - before, piece + context)
                 else:
                     first = torch.tensor([context - query - before], device=device)
-                    slots = _slots(layout, torch.tensor([sequence], device=device), first, before + query, page_size)
+                    slots = slots_of(layout, torch.tensor([sequence], device=device), first, before + query, page_size)
             if before or (window is not None and query > window):
                 mask = torch.full((query, before + query), float("-inf"), dtype=dtype, device=device).triu_(before + 1)
                 if window is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -14,7 +14,7 @@ import msgspec
 from flowrt.operators.families.config_file import LFS_HEAD, LFS_PROBLEM, read_config_file, regular_file_bytes
 from flowrt.operators.families.family import Layout, Piece, part_shapes, parts_to_read
 from flowrt.operators.families.quantization import refuse_quantized_tensors
-from flowrt.operators.families.registry import family_named, note_on_end_tokens, read_model_config
+from flowrt.operators.families.registry import Implementation, family_named, note_on_end_tokens, read_model_config
 from flowrt.operators.model_config import ModelError
 
 T = TypeVar("T")
@@ -130,6 +130,11 @@ def find_stored(name: str, files: Mapping[str, Path], header: Callable[[Path], M
     return QuantizedTensor(stored.path, stored.offset_bytes, stored.stored_dtype, stored.shape, found)
 
 
+def is_scale(name: str, files: Container[str]) -> bool:
+    """Whether a tensor holds the scales of another one, or is another one under its packed name."""
+    return name.endswith(PACKED) or any(name.endswith(end) and name.removesuffix(end) in files for end in _SCALES)
+
+
 def _listed(name: str, files: Mapping[str, Path], header: Callable[[Path], Mapping[str, StoredTensor]]) -> StoredTensor:
     if (stored := header(files[name]).get(name)) is None:
         raise ModelError(f"tensor {name} is missing from {files[name]}, which {INDEX_NAME} names for it; copy both files again")
@@ -180,22 +185,23 @@ def check_rows(num_rows: int, shape: tuple[int, ...], layout: Layout, layer: int
         raise ModelError(f"{names} in {directory} have {num_rows} rows; config.json requires {shape[0]}")
 
 
-def check_files(directory: Path) -> tuple[str, ...]:
+def check_files(directory: Path, implementation: Implementation = "auto") -> tuple[str, ...]:
     """Checks the headers of all weight files against the index and config.json, without a read of any weight.
 
     Raises ModelError for a file that is missing or cut off, for a tensor of the index that its file does not hold, and for a tensor of the
-    model that no file holds or that has another dtype or shape. Returns notes, one line each, on files that contradict each other.
+    model that no file holds or that has another dtype or shape; the names of those in transformers are known only when
+    they are loaded. Returns notes, one line each, on files that contradict each other.
     """
     header = cache(read_header)
     files = tensor_files(directory, header)
     for name in files:
         _listed(name, files, header)
-    config = read_model_config(directory)
+    config = read_model_config(directory, None, implementation)
     family, place = family_named(config.family), named_place(directory, files)
-    shapes = part_shapes(config)
+    shapes, read = part_shapes(config), {} if config.library is not None else parts_to_read(config)
     has_both = config.tie_word_embeddings and family.has_part("head", files)
     try:
-        for part, layers in (parts_to_read(config) | ({"head": (0,)} if has_both else {})).items():
+        for part, layers in (read | ({"head": (0,)} if has_both else {})).items():
             shape = shapes[part]
             for layer in layers:
                 for expert in range(config.num_experts if part.startswith("expert_") else 1):

@@ -57,7 +57,7 @@ class KvPages:
 
         Raises ModelError when they exceed the memory of the machine, or the memory that the device grants.
         """
-        dtype, shared = torch_dtype(config), config.latent is not None
+        dtype, shared = torch_dtype(config), config.has_shared_pages
         num_bytes = num_pages * page_size * config.kv_elements * dtype.itemsize
         needed = f"limits.kv_pages {num_pages} of limits.page_size {page_size} need {num_bytes / (1 << 30):.3g} GiB"
         if config.recurrent_layers:
@@ -68,7 +68,7 @@ class KvPages:
             raise ModelError(f"{needed}, and this machine has {memory_bytes / (1 << 30):.3g}; use fewer pages")
         heads, head_width = (1, config.kv_width) if shared else (config.num_kv_heads, config.head_dim)
         try:
-            rope_width = config.latent.rope_width if config.latent is not None else 0
+            rope_width = config.page_widths[1] if shared else 0
             states = StateSlots(config, num_slots, device) if config.recurrent_layers else None
             sizes = config.num_layers, num_pages, page_size, heads, head_width
             return cls(*sizes, dtype, device, shared_values=shared, rope_width=rope_width, states=states)

@@ -126,6 +126,19 @@ class GateConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LibraryConfig:
+    """A model that runs through the module of transformers, cut at its experts (library_model.py).
+
+    `kv_widths`: the numbers of the two tensors that a layer caches of a token, in the layer with the most: keys and values, or latents
+    and rotary keys. `body_elements`: weights besides those of routed experts; `expert_elements`: those of one expert of one layer.
+    """
+
+    kv_widths: tuple[int, int]
+    body_elements: int
+    expert_elements: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """The facts of a model that operators, planner and graph checks use, in names that belong to no family.
 
@@ -135,7 +148,8 @@ class ModelConfig:
     +-`clip_qkv`; a row sees the last `sliding_window` tokens, itself among them. MoE layers add an MLP of `shared_expert_width`
     that every row goes through. `wide_norms`: norms of rows round once, behind the product with their weights. The layers of `delta` have
     no attention. `attention_gate`: each query has a gate, whose sigmoid multiplies what its head gives; `shared_expert_gate`: each row has
-    one for its shared experts.
+    one for its shared experts. With `library` the module of transformers computes all but the products of experts, and of the fields about
+    attention, gate and shared experts none says anything.
     """
 
     family: str
@@ -157,6 +171,7 @@ class ModelConfig:
     gate: GateConfig = GateConfig()
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
+    library: LibraryConfig | None = None
     attention_gate: bool = False
     shared_expert_gate: bool = False
     shared_expert_width: int = 0
@@ -207,9 +222,22 @@ class ModelConfig:
         return sum(_aligned(_ITEM_BYTES[dtype] * prod(shape)) for dtype, shape in self.state_tensors)
 
     @property
+    def has_shared_pages(self) -> bool:
+        """Whether one tensor of a page holds all that a token stores."""
+        return self.latent is not None or self.library is not None
+
+    @property
+    def page_widths(self) -> tuple[int, int]:
+        """Numbers of a head of a token in the pages: of its key and its value, or of the two parts of shared pages, which have one head."""
+        if self.library is not None:
+            return self.library.kv_widths
+        return (self.head_dim, self.head_dim) if self.latent is None else (self.latent.rank, self.latent.rope_width)
+
+    @property
     def kv_width(self) -> int:
         """Numbers that one token stores in the pages of one layer."""
-        return self.latent.page_width if self.latent is not None else 2 * self.num_kv_heads * self.head_dim
+        first, second = self.page_widths
+        return self.num_kv_heads * (first + second)
 
     def with_dtype(self, dtype: str) -> ModelConfig:
         """The same model held and computed in `dtype`, one of DTYPES."""

@@ -8,7 +8,7 @@ pages count as resident until they are unmapped, so a loading server would use t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from flowrt.operators.checkpoint_files import (
     StoredTensor,
     check_rows,
     find_stored,
+    is_scale,
     named_place,
     piece_shape,
     read_header,
     tensor_files,
 )
+from flowrt.operators.families.config_file import read_config_file
 from flowrt.operators.families.family import Piece
 from flowrt.operators.families.registry import family_named
 from flowrt.operators.model_config import DTYPES, ModelConfig, ModelError
@@ -107,6 +109,27 @@ class Checkpoint:
         for piece in layout:
             start += self._read_piece(piece.tensor(layer, expert), piece, config.num_experts, expert, shape, out, start)
         check_rows(start, shape, layout, layer, expert, self.directory)
+        return out
+
+    def tensor_names(self) -> tuple[str, ...]:
+        """The tensors of the checkpoint, without the scales of quantized ones."""
+        return tuple(name for name in self._files if not is_scale(name, self._files))
+
+    def config_values(self) -> dict[str, Any]:
+        """The keys and values of config.json."""
+        return dict(read_config_file(self.directory / "config.json").values)
+
+    def read_tensor(self, name: str, rows: Sequence[int] | None = None) -> Tensor:
+        """A whole tensor, or some rows of its first dimension, as stored; a quantized one is restored to bfloat16."""
+        stored = self.stored(name)
+        dtype = STORED_DTYPES.get(stored.stored_dtype, torch.bfloat16)
+        if rows is None:
+            out = torch.empty(stored.shape, dtype=dtype)
+            self._read_piece(name, Piece(name), 1, 0, stored.shape, out, 0)
+            return out
+        out = torch.empty((len(rows), *stored.shape[1:]), dtype=dtype)
+        for place, row in zip(out, rows, strict=True):
+            self._read_piece(name, Piece(name, expert="index"), stored.shape[0], row, stored.shape[1:], place, 0)
         return out
 
     def hold(

@@ -53,6 +53,6 @@ def open_model(graph: Graph, generation_config: str, has_chats: bool) -> OpenedM
     tokenizer = Tokenizer.open(directory)
     if has_chats and tokenizer is not None and (problem := tokenizer.chat_problem()):
         notes = (*notes, problem)
-    config = read_model_config(directory)
+    config = read_model_config(directory, None, graph.model.implementation)
     process = TokenizerProcess(directory, config.vocab_size) if tokenizer is not None else None
     return OpenedModel(config, tokenizer, process, read_sampling_defaults(directory, generation_config), notes)

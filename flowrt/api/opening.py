@@ -12,21 +12,20 @@ from typing import Any
 from flowrt.api.running_graph import RunningGraph
 from flowrt.api.sampling_defaults import AUTO, NONE
 from flowrt.errors import ArgumentError, error_text, shortened, shown
-from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
+from flowrt.launcher.model_facts import facts_of
 from flowrt.launcher.start_check_process import check_start
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.observe import LEVELS, print_line
-from flowrt.operators.families.registry import read_model_config
 from flowrt.seams import Seams
 from flowrt.trace.perfetto_file import check_trace_file
 
 
 def read_graph(source: Path | str | Mapping[str, Any], overrides: Sequence[str] = (), model: Path | str | None = None) -> Graph:
     """Read, check and expand a graph: a graph file, a model directory, or a mapping as in a file. Raises GraphError of one line."""
-    return load_graph(source, overrides, model, lambda directory: ModelFacts.of(read_model_config(directory)))
+    return load_graph(source, overrides, model, facts_of)
 
 
 def open_graph(

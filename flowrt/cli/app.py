@@ -1,4 +1,4 @@
-"""The command line: `flowrt demo|run|chat|serve|up|ps|logs|drain|down|init|graph|bench|check|chaos|simulate|doctor`.
+"""The command line: `flowrt demo|run|chat|serve|up|ps|logs|drain|down|init|models|graph|bench|check|chaos|simulate|doctor`.
 
 It holds the options, their help texts, and the errors: one line on standard error, exit code 2. The commands load when they are called,
 so that `flowrt --help` is fast. `main` is the entry point.
@@ -258,6 +258,25 @@ def simulate(
     from flowrt.simulation.command import run
 
     raise SystemExit(run(graphs or (str(DEMO / "quickstart.yaml"),), options or SimulationOptions()))
+
+
+@app.command
+def models(
+    path: Annotated[Path | None, Parameter(help="The folder of a checkpoint, or its config.json: how it runs, and its memory.")] = None,
+    /,
+) -> None:
+    """List the models that this build can run, or say how a checkpoint runs.
+
+    Exit codes: 0 it can run, 2 it cannot, with the reason.
+    """
+    from rich.console import Console
+
+    from flowrt.cli.models import print_known, print_model
+
+    if path is None:
+        print_known(Console())
+    else:
+        print_model(path, Console())
 
 
 @app.command

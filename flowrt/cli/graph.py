@@ -90,12 +90,11 @@ def show(
         return
     from rich.console import Console
 
-    from flowrt.graph.facts import ModelFacts
     from flowrt.graph.show import print_graph
+    from flowrt.launcher.model_facts import facts_of
     from flowrt.launcher.start_checks import memory_needs
-    from flowrt.operators.families.registry import read_model_config
 
-    facts = None if graph.model is None else ModelFacts.of(read_model_config(Path(graph.model.path)))
+    facts = None if graph.model is None else facts_of(Path(graph.model.path), graph.model.implementation)
     memory = {process: f"{need}" for process, need in memory_needs(graph).items()}
     print_graph(graph, file.name, Console(), facts, memory)
 
@@ -138,9 +137,8 @@ def schema() -> None:
 
 def load(file: Path, overrides: list[str] | None, model: Path | None) -> Graph:
     """The graph of a file or model directory, without torch. Raises GraphError."""
-    from flowrt.graph.facts import ModelFacts
     from flowrt.graph.file import load_graph
-    from flowrt.operators.families.registry import read_model_config
+    from flowrt.launcher.model_facts import facts_of
 
     gc.disable()  # the commands that read a graph here end soon; searching a large graph for garbage takes a third of their time
-    return load_graph(file, overrides or (), model, lambda directory: ModelFacts.of(read_model_config(directory)))
+    return load_graph(file, overrides or (), model, facts_of)

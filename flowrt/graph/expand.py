@@ -23,7 +23,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from flowrt.graph.document import Document
+from flowrt.graph.document import Document, Path_
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import carries_rows
 from flowrt.graph.model import edge_name, role_of
@@ -44,6 +44,8 @@ from flowrt.graph.settings import Batching, GraphLimits, Numerics
 MIN_SAVED_MESSAGES = 18  # from which on `trampoline: auto` uses trampolines; measured by flowrt bench trampoline
 PULLS_IN_FLIGHT = 8  # chunks that a group requests ahead from each prefill worker
 _EXPERTS = ("deploy", "experts")
+# The operators of a model in transformers, by the nodes whose place they take. `attention` has the work of `gate` and `mlp` there.
+_IN_LIBRARY = {name: f"transformers_{name}" for name in ("embed", "end", "head", "experts")} | {"attention": "transformers_layer"}
 _LINK = ("deploy", "links", "attention-experts")
 
 
@@ -52,6 +54,8 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
     if not facts.moe_layers:
         document.fail(("model", "path"), "the model has no layer with experts; flowrt serves Mixture-of-Experts models")
     deploy = file.deploy or DeploySection()
+    if facts.in_library:
+        _check_library(file, deploy, document)
     _check_counts(deploy, limits, facts, document)
     held, servers, is_colocated = _held(deploy, facts, document), _servers(deploy), _is_colocated(deploy)
     nodes: dict[str, NodeSection] = {}
@@ -62,7 +66,8 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
     _add_transfers(nodes, edges, deploy, facts)
     only_servers = [] if is_colocated else servers
     for name, experts in zip(only_servers, held, strict=False):
-        nodes[name] = NodeSection(operator="experts", process=name, options={"experts": held_option(experts)}, batches=_batches(deploy))
+        operator = _IN_LIBRARY["experts"] if facts.in_library else "experts"
+        nodes[name] = NodeSection(operator=operator, process=name, options={"experts": held_option(experts)}, batches=_batches(deploy))
     trampolines = _servers_of_trampolines(deploy)
     _add_trampolines(nodes, edges, trampolines, held, deploy.attention)
     _choose_int8(nodes, edges, deploy.experts.int8)
@@ -88,6 +93,15 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
         cores=_cores(by_process),
         role_numerics={role_of(process): each for process, section in by_process.items() if (each := _numerics(section))},
     )
+
+
+def _check_library(file: GraphFile, deploy: DeploySection, document: Document) -> None:
+    places: list[Path_] = [("numerics",)] if file.numerics == "strict" else []
+    roles = (("attention", deploy.attention), ("prefill", deploy.prefill))
+    places += [("deploy", role, "numerics") for role, section in roles if section.numerics == "strict"]
+    if places:
+        text = "the modules of transformers compute rows of a batch together; write fast, or a model whose family flowrt knows"
+        document.fail(places[0], text)
 
 
 def _numerics(section: RoleSection) -> Numerics | None:
@@ -154,8 +168,9 @@ def _add_group(
     moe, dense = set(facts.moe_layers), set(facts.dense_layers)
     on_moe = format_ids(moe) if dense else None  # no filter when it covers all layers
 
-    def node(operator: str, batches: Batching | None = None, **options: Any) -> None:
-        nodes[f"{at}.{operator}"] = NodeSection(operator=operator, process=at, options=options, batches=batches)
+    def node(name: str, batches: Batching | None = None, **options: Any) -> None:
+        operator = _IN_LIBRARY.get(name, name) if facts.in_library else name
+        nodes[f"{at}.{name}"] = NodeSection(operator=operator, process=at, options=options, batches=batches)
 
     def edge(source: str, target: str, **keys: Any) -> str:
         name = edge_name(*(end if end.rpartition(".")[0] in servers else f"{at}.{end}" for end in (source, target)))
@@ -165,9 +180,12 @@ def _add_group(
     node("source", num_layers=facts.num_layers)
     node("embed")
     node("attention")
-    node("gate")
-    if dense:
-        node("mlp")
+    if facts.in_library:
+        node("end")
+    else:
+        node("gate")
+        if dense:
+            node("mlp")
     node("dispatch", servers={str(server): held_option(by_layer) for server, by_layer in enumerate(held)})
     if facts.shared_experts:
         node("shared")
@@ -180,9 +198,10 @@ def _add_group(
     edge("source.layout", "attention.layout")
     edge("source.sampling", "head.sampling", tag=f"layer={last}" if last else None)
     edge("embed.x", "attention.x", layers="0")
-    edge("attention.normed", "gate.x", layers=on_moe)
+    if not facts.in_library:
+        edge("attention.normed", "gate.x", layers=on_moe)
     edge("attention.normed", "dispatch.x", layers=on_moe)
-    edge("gate.routing", "dispatch.routing")
+    edge("attention.routing" if facts.in_library else "gate.routing", "dispatch.routing", layers=on_moe if facts.in_library else None)
     if facts.shared_experts:
         edge("attention.normed", "shared.x", layers=on_moe)
         edge("attention.residual", "shared.residual", layers=on_moe)
@@ -193,13 +212,16 @@ def _add_group(
     for server, experts in enumerate(servers):
         request = edge(f"dispatch.server{server}", f"{experts}.rows")
         edge(f"{experts}.results", "combine.parts", response_to=request)
-    if dense:
+    if dense and not facts.in_library:
         edge("attention.normed", "mlp.x", layers=format_ids(dense))
         edge("attention.residual", "mlp.residual", layers=format_ids(dense))
-    for producer, layers in (("combine", moe), ("mlp", dense)):
+    ends = (("combine.y", moe), ("attention.residual" if facts.in_library else "mlp.y", dense))
+    for end, layers in ends:
         if onward := layers - {last}:
-            edge(f"{producer}.y", "attention.x", layers=format_ids(onward), tag="layer+1")
-    edge(f"{'combine' if last in moe else 'mlp'}.y", "head.x", layers=str(last))
+            edge(end, "attention.x", layers=format_ids(onward), tag="layer+1")
+    edge(next(end for end, layers in ends if last in layers), "end.x" if facts.in_library else "head.x", layers=str(last))
+    if facts.in_library:
+        edge("end.y", "head.x")
     edge("head.tokens", "source.tokens", tag="step+1")
 
 

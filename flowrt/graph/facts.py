@@ -11,7 +11,7 @@ class ModelFacts:
     """`moe_layers` are the layers with routed experts, in order; the others are dense. `dtype` is the checkpoint's. `eos_token_ids`
     end an answer.
 
-    `shared_experts`: MoE layers also have experts that every row passes through.
+    `shared_experts`: MoE layers also have experts that every row passes through. `in_library`: the module of transformers computes it.
     """
 
     num_layers: int
@@ -22,13 +22,14 @@ class ModelFacts:
     dtype: str
     num_experts_per_token: int
     shared_experts: bool = False
+    in_library: bool = False
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: Any) -> ModelFacts:
         """The facts of any object that has them as attributes, such as flowrt.operators.model_config.ModelConfig."""
-        given = {field.name: getattr(config, field.name) for field in fields(cls) if field.name != "shared_experts"}
-        return cls(**given, shared_experts=bool(config.shared_expert_width))
+        given = {field.name: getattr(config, field.name) for field in fields(cls) if field.name not in ("shared_experts", "in_library")}
+        return cls(**given, shared_experts=bool(config.shared_expert_width), in_library=config.library is not None)
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from os.path import isfile, normpath
 from pathlib import Path
 from stat import S_ISDIR
-from typing import Any
+from typing import Any, Literal
 
 from flowrt.errors import GraphError
 from flowrt.graph.checks import check
@@ -29,7 +29,7 @@ from flowrt.graph.recovery import attention_groups, prefill_workers
 from flowrt.graph.schema import GraphFile
 from flowrt.graph.settings import ROUTING_ENTRY_POINTS, ROUTING_POLICIES, GraphSettings
 
-FactsOf = Callable[[Path], ModelFacts]
+FactsOf = Callable[[Path, Any], ModelFacts]  # of a directory and a value of model.implementation
 BUILT_IN_SCHEMES = ("inproc", "shm", "zmq", "ucx", "cuda")
 TRANSPORT_ENTRY_POINTS = "flowrt.transports"
 
@@ -65,8 +65,8 @@ def load_graph(
     """Load a graph, expanded and checked: `source` is the path of a graph file or of a model directory, which has a default graph, or the
     keys of a graph file as a mapping.
 
-    `overrides` are the "path=value" texts of `--set`; `model_dir` replaces model.path. `facts_of` reads the facts of a model directory
-    (ValueError: no such model); only files with a model need it. `schemes` are the transports that may be named.
+    `overrides` are the "path=value" texts of `--set`; `model_dir` replaces model.path. `facts_of` reads the facts of a model directory for
+    an implementation (ValueError: no such model); only files with a model need it. `schemes` are the transports that may be named.
 
     Raises GraphError: one line with file, line, key, what is wrong and what to do. Starts nothing and imports no operator.
     """
@@ -234,14 +234,15 @@ def _model(
     if facts_of is None:
         raise ValueError("load_graph needs facts_of for a file with a model")
     try:
-        facts = facts_of(path)
+        facts = facts_of(path, file.model.implementation)
     except (ValueError, OSError) as error:
         hint = "" if isfile(path / "config.json") else snapshot_hint(path)
         text = f"{path} {hint}" if hint else " ".join(str(error).split())
         if model_dir is not None:
             raise GraphError(f"--model {model_dir}", "", text) from error
         document.fail(where, text)
-    return ModelPart(str(path), file.model.dtype or facts.dtype, facts.eos_token_ids), facts
+    implementation: Literal["native", "transformers"] = "transformers" if facts.in_library else "native"
+    return ModelPart(str(path), file.model.dtype or facts.dtype, facts.eos_token_ids, implementation), facts
 
 
 def _existing(text: str, key: Path_, document: Document, folder: Path, is_file: bool = False) -> Path:

@@ -68,6 +68,7 @@ class Kind:
     What a graph is checked and run by:
     `stateful`: it fires in step order. `batches`: how it batches, unless the node says so. `keeps`: its state. Experts and trampolines
     serve requests and keep nothing; all others work on the sequences of their group, and their state counts as the group's.
+    `in_one_thread`: all that its process computes runs in the compute thread, however short it is.
     `takes_each`: it fires for each message, also for several of one tag.
     `emits`: it makes tags instead of waiting for them, at layer 0, or at every layer for the output ports of `every_layer` ("*": all).
     `schedules`: it emits the steps of a group, so its process is a pipeline.
@@ -96,6 +97,7 @@ class Kind:
     batches: Batching | None = None
     keeps: Keeps = Keeps.SEQUENCES
     takes_each: bool = False
+    in_one_thread: bool = False
     emits: bool = False
     every_layer: tuple[str, ...] = ()
     schedules: bool = False

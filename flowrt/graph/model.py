@@ -124,7 +124,8 @@ def role_of(process: str) -> str:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The checkpoint that the graph serves: an absolute directory, the dtype to compute in, and the ids that end an answer.
+    """The checkpoint that the graph serves: an absolute directory, the dtype to compute in, the ids that end an answer, and what computes
+    it.
 
     They are read once, where the graph is loaded: a worker on another host may have only the weights.
     """
@@ -132,6 +133,7 @@ class ModelPart:
     path: str
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
+    implementation: Literal["native", "transformers"] = "native"
 
 
 class Graph(GraphSettings, frozen=True, dict=True):

@@ -80,10 +80,13 @@ class ModelSection(Section, frozen=True):
     """The checkpoint to serve.
 
     path: A Hugging Face MoE directory: beside the file, then in the working directory.
+    implementation: What computes it: flowrt's operators (`native`), or the module of transformers (`transformers`), for any architecture
+        whose experts it can cut off ([models](models.md)). `auto` is `native` where flowrt knows the family.
     dtype: The dtype to compute in. Default: the checkpoint's.
     """
 
     path: Annotated[str, Meta(min_length=1)]
+    implementation: Literal["auto", "native", "transformers"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
 
 

@@ -47,7 +47,7 @@ def _compute(site: Site, node: Any) -> Any:
     return partial(block.forward, pages=site.once(pages_of))
 
 
-def _load(firings: Sequence[Mapping[str, Any]]) -> FiringLoad:
+def attention_load(firings: Sequence[Mapping[str, Any]]) -> FiringLoad:
     """Tokens of context count once for each sequence of a step, also where a sliding window reads fewer."""
     from flowrt.operators.step_layout import KV_LENGTHS
 
@@ -86,7 +86,7 @@ KINDS = (
         (Port("normed", "[rows,hidden]"), Port("residual", "[rows,hidden]", is_residual=True)),
         stateful=True,
         parts=_PARTS,
-        load=_load,
+        load=attention_load,
         work=_work,
         charges="kv_token_seconds",
         build=_build,

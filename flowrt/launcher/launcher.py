@@ -76,6 +76,7 @@ from flowrt.transports.registry import unavailable_reason
 
 WORKER = "flowrt.workers.process:run_worker"
 PRELOAD = ("torch", "flowrt.workers.process", "flowrt.workers.monitor")
+LIBRARY_PRELOAD = ("flowrt.operators.library_model", "flowrt.operators.library_experts")  # of a model in transformers
 RESPONSE_SECONDS = 120.0  # longest silence of a worker while the run starts; a LoadProgress message ends a silence
 STATISTICS_SECONDS = 5.0  # time limit for all responses
 STOP_SECONDS = 5.0  # from Stop to the end of the process
@@ -143,6 +144,8 @@ class Launcher:
         self.health_record = HealthRecord(graph, self.seams.clock.now)
         self._ended_operations: set[str] = set()  # operations of which a call has ended
         self.worker, self._preload = options.worker, options.preload  # `worker` may be changed until the start
+        if graph.model is not None and graph.model.implementation == "transformers":
+            self._preload += LIBRARY_PRELOAD
         names = [*graph.process_names(), *hosted]
         own_names = FORK_SERVER, MONITOR, *services, *standby_names(graph)
         if len({*names, *own_names}) < len(names) + len(own_names):

@@ -19,14 +19,13 @@ from flowrt.gateway.log_contents import LogContents
 from flowrt.gateway.log_writer import LogWriter
 from flowrt.gateway.request_metrics import RequestMetrics
 from flowrt.gateway.requests import Requests
-from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher, LaunchOptions
+from flowrt.launcher.model_facts import facts_of
 from flowrt.launcher.served_requests import Reports, ServedRequests
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.launcher.warm_up import warm_up
-from flowrt.operators.families.registry import read_model_config
 from flowrt.seams import Seams
 
 ENDPOINT = "flowrt.workers.endpoint"  # imported for a user's graph only: it brings torch
@@ -129,7 +128,7 @@ class Run:
     async def apply(self, graph: Graph) -> None:
         """Make `graph`, expanded and checked, the graph of the run: see Launcher.apply."""
         model = graph.model
-        await self.launcher.apply(graph, None if model is None else ModelFacts.of(read_model_config(Path(model.path), model.dtype)))
+        await self.launcher.apply(graph, None if model is None else facts_of(Path(model.path), model.implementation))
 
     async def end_serving(self, seconds: float) -> None:
         """Admit no new requests and wait until all have ended, those of front ends too. After `seconds`, end those that are left."""

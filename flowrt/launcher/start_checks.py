@@ -37,7 +37,7 @@ def check_model(graph: Graph) -> tuple[str, ...]:
         return ()
     directory = Path(graph.model.path)
     try:
-        notes = check_files(directory)
+        notes = check_files(directory, graph.model.implementation)
         shortage = find_shortage(graph, memory_needs(graph), memory_limit_bytes())
     except (ModelError, OSError) as error:
         raise graph.error("model.path", str(error)) from error
@@ -69,7 +69,8 @@ def memory_needs(graph: Graph) -> dict[str, MemoryNeed]:
     """Returns needs by process, in the order of the graph, without processes that hold nothing of the model. Raises ModelError."""
     if graph.model is None:
         return {}
-    config, item_bytes = read_model_config(Path(graph.model.path), graph.model.dtype), DTYPE_BYTES[graph.model.dtype]
+    model, item_bytes = graph.model, DTYPE_BYTES[graph.model.dtype]
+    config = read_model_config(Path(model.path), model.dtype, model.implementation)
     found = {process: _need(graph, process, config, item_bytes) for process in graph.process_names()}
     return {process: need for process, need in found.items() if need.weight_bytes}
 

@@ -17,13 +17,12 @@ from flowrt.errors import UserError
 from flowrt.gateway.decisions import SendRequest
 from flowrt.gateway.gateway import Gateway, ServedModel
 from flowrt.gateway.stages import Stages
-from flowrt.graph.facts import ModelFacts
 from flowrt.graph.kinds import all_kinds
 from flowrt.graph.model import FORK_SERVER, Graph
 from flowrt.graph.numerics import numerics_text
 from flowrt.graph.recovery import is_watched, pipelines
+from flowrt.launcher.model_facts import facts_of
 from flowrt.launcher.starts import FORK_SECONDS
-from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import Scenario
 from flowrt.sampling_params import SamplingParams
@@ -130,7 +129,7 @@ def _draw_changes(chance: random.Random, case: Case) -> Case:
     if chance.random() >= CHANGES_SHARE or model is None or case.processes.refuses_first:
         return case
     graph = case.graph
-    changes = draw_changes(chance, graph, lambda: ModelFacts.of(read_model_config(Path(model.path))))
+    changes = draw_changes(chance, graph, lambda: facts_of(Path(model.path)))
     if not changes:
         return case
     faults = (*case.scenario.faults, *draw_change_faults(chance, (graph, *(change.graph for change in changes)), changes[0].at_seconds))

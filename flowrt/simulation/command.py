@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 
 from flowrt.errors import UserError
-from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
 from flowrt.graph.scenario_file import load_scenario
-from flowrt.operators.families.registry import read_model_config
+from flowrt.launcher.model_facts import facts_of
 from flowrt.operators.model_config import ModelError
 from flowrt.reliability.scenario import KINDS, AnyFault
 from flowrt.simulation.calls import AnyServed
@@ -115,7 +114,7 @@ def _files(names: Sequence[str]) -> list[Path]:
 
 
 def _load(path: Path) -> Graph:
-    return load_graph(path, facts_of=lambda directory: ModelFacts.of(read_model_config(directory)))
+    return load_graph(path, facts_of=facts_of)
 
 
 def _numbers(text: str | None) -> tuple[int, ...] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from flowrt.errors import GraphError
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
-from flowrt.operators.families.registry import read_model_config
+from flowrt.launcher.model_facts import facts_of
 
 MAX_GROUPS, MAX_SERVERS = 4, 6
+LIBRARY_SHARE = 0.15  # of graphs whose model is computed by the module of transformers
 EMULATED_LINK = "ub"
 _TRANSPORTS = ("auto", "auto", "zmq")  # of simulated links: the latter have nothing to fall back on
 _COLOCATED = ("colocated", "colocated")
@@ -28,7 +30,7 @@ def draw_graph(seed: int, graph: Graph) -> Graph:
     """A drawn deployment of the model of `graph`, with its reliability settings and emulated hardware; the first of the seed that is
     possible."""
     assert graph.model is not None
-    facts = ModelFacts.of(read_model_config(Path(graph.model.path)))
+    facts = facts_of(Path(graph.model.path))
     for attempt in count():
         chance = random.Random(f"graph {seed} {attempt}")
         keys: dict[str, Any] = {
@@ -50,10 +52,16 @@ def draw_graph(seed: int, graph: Graph) -> Graph:
         }
         keys["numerics"] = chance.choice(("fast", "fast", "strict"))
         _draw_settings(random.Random(f"settings {seed} {attempt}"), keys)
+        of_nodes = facts
+        if random.Random(f"library {seed} {attempt}").random() < LIBRARY_SHARE:
+            of_nodes = replace(facts, in_library=True, shared_experts=False)
         try:
-            return load_graph(keys, facts_of=lambda path: facts).replace(reliability=graph.reliability, emulation=graph.emulation)
+            drawn = load_graph(keys, facts_of=lambda *_, of_nodes=of_nodes: of_nodes)
         except GraphError:
             continue
+        assert drawn.model is not None
+        model = replace(drawn.model, implementation="native")  # whose config the exact model has, also with the nodes of transformers
+        return drawn.replace(reliability=graph.reliability, emulation=graph.emulation, model=model)
     raise AssertionError
 
 

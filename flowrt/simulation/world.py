@@ -86,7 +86,7 @@ class World:
         clock = SimulatedClock(self.loop, 0.0 if self.one_clock else offset)
         process = next((each for each in self.processes.values() if each.node == node), None)
 
-        def new_compute(name: str) -> SimulatedCompute:
+        def new_compute(name: str, inline_seconds: float = 0.0) -> SimulatedCompute:
             compute = SimulatedCompute(self.loop, node, random.Random(f"compute {name} {node} {self.seed}"), self._cost, clock)
             if process is not None:
                 process.computes.append(compute)

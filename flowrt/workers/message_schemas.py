@@ -70,9 +70,7 @@ def schema_of_port(port: Port, config: ModelConfig, strict: bool, sources: froze
 
 def _sizes_of(config: ModelConfig) -> Mapping[str, int]:
     """The sizes that specs of kinds name (graph/kinds.py)."""
-    kv, latent = (config.num_kv_heads, config.head_dim, config.head_dim), config.latent
-    kv = kv if latent is None else (1, latent.rank, latent.rope_width)
-    active = config.num_experts_per_token
+    kv, active = (config.num_kv_heads, *config.page_widths), config.num_experts_per_token
     return {"hidden": config.hidden_size, "active": active, **dict(zip(("kv_heads", "key_width", "value_width"), kv, strict=True))}
 
 

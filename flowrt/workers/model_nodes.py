@@ -101,7 +101,7 @@ def config_of(graph: Graph) -> ModelConfig:
     """The configuration of the graph's model, with the graph's dtype and end-of-sequence ids."""
     directory = _directory_of(graph)
     assert graph.model is not None
-    return replace(read_model_config(directory, graph.model.dtype), eos_token_ids=graph.model.eos_token_ids)
+    return replace(read_model_config(directory, graph.model.dtype, graph.model.implementation), eos_token_ids=graph.model.eos_token_ids)
 
 
 def _directory_of(graph: Graph) -> Path:

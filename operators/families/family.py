@@ -49,11 +49,15 @@ PARTS: Mapping[str, str] = {
     "delta_bias": "[value heads], of the decay",
     "delta_norm": "[value width]",
     "delta_out": "[H, value heads * value width]",
+    "library_body": "[numbers], of all but the routed experts, of a model in transformers",
+    "library_expert": "[numbers] of one expert, of a model in transformers",
 }
 
 
 def part_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes that PARTS describes, in numbers of this model; of an expert part that of one expert."""
+    if (library := config.library) is not None:
+        return {"library_body": (library.body_elements,), "library_expert": (library.expert_elements,)}
     hidden, heads, experts = config.hidden_size, config.num_heads, config.num_experts
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(("embedding", "head"), (config.vocab_size, hidden)),
@@ -141,6 +145,8 @@ class Family:
 
 def parts_to_read(config: ModelConfig) -> dict[str, Iterable[int]]:
     """Part -> the layers of which the operators read it; (0,) for a part of the whole model."""
+    if config.library is not None:
+        return {"library_body": (0,), "library_expert": config.moe_layers}
     whole = ["embedding", "final_norm", *([] if config.tie_word_embeddings else ["head"])]
     block = ["attention_output"]
     latent, bias = config.latent, config.attention_bias

@@ -13,9 +13,8 @@ from served_models import NEW_TOKENS, Served
 
 import flowrt
 from flowrt.api import read_graph
-from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import Graph
-from flowrt.operators.families.registry import read_model_config
+from flowrt.launcher.model_facts import facts_of
 from flowrt.simulation.drawn_graphs import draw_deploy
 
 SEEDS = range(8)
@@ -23,7 +22,7 @@ GREEDY = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 def draw(seed: int, directory: Path) -> Graph:
-    facts = ModelFacts.of(read_model_config(directory))
+    facts = facts_of(directory)
     for attempt in count():
         chance = random.Random(f"real {seed} {attempt}")
         processes: Any = chance.choice(("many", "many", 2, "one"))

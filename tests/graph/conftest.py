@@ -22,6 +22,6 @@ def load(tmp_path: Path) -> Load:
 
     def load_text(text: str, *overrides: str, name: str = "g.yaml", **facts: object) -> Graph:
         (tmp_path / name).write_text(text, encoding="utf-8")
-        return load_graph(tmp_path / name, overrides, facts_of=lambda path: replace(FACTS, **facts), schemes=("inproc", "shm", "zmq"))
+        return load_graph(tmp_path / name, overrides, facts_of=lambda *_: replace(FACTS, **facts), schemes=("inproc", "shm", "zmq"))
 
     return load_text

@@ -574,7 +574,7 @@ def test_errors_of_the_model_are_reported_at_its_path(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "g.yaml").write_text(MODEL)
 
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, implementation: str) -> None:
         raise ValueError("unknown architecture\n  'x'; known: y")
 
     with pytest.raises(GraphError) as caught:
@@ -606,7 +606,7 @@ def test_any_word_changed_ends_in_a_graph_or_in_one_line(form: str, place: int, 
     parts[(place % (len(parts) // 2)) * 2 + 1] = word
     found: GraphError | None = None
     try:
-        build_graph(parse_document("".join(parts), "g.yaml"), here, here, lambda path: FACTS, ("shm",))
+        build_graph(parse_document("".join(parts), "g.yaml"), here, here, lambda *_: FACTS, ("shm",))
     except GraphError as error:
         found = error
     assert found is None or (str(found).isprintable() and ";" in found.text)

@@ -16,7 +16,7 @@ from flowrt.graph.model import Graph
 
 
 def load(path: Path | str, *overrides: str, model: Path | str | None = None) -> Graph:
-    return load_graph(path, overrides, model, lambda _: FACTS, ("inproc", "shm", "zmq"))
+    return load_graph(path, overrides, model, lambda *_: FACTS, ("inproc", "shm", "zmq"))
 
 
 @pytest.fixture

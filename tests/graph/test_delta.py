@@ -10,18 +10,13 @@ import pytest
 
 from flowrt.errors import GraphError
 from flowrt.graph.delta import apply, check_change, delta_of, from_json, joined, require_valid, to_json
-from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
+from flowrt.launcher.model_facts import facts_of
 from flowrt.launcher.transport_choice import choose_transports
-from flowrt.operators.families.registry import read_model_config
 from flowrt.simulation.changes import add_copy, draw_changes, remove_process
 
 GRAPHS = Path(__file__).parents[1] / "simulation" / "graphs"
-
-
-def facts_of(directory: Path) -> ModelFacts:
-    return ModelFacts.of(read_model_config(directory))
 
 
 FACTS = facts_of(GRAPHS / "model")

@@ -250,9 +250,9 @@ def test_every_shape_written_out_loads_back_equal(shape, layers, prompts, data) 
         path = Path(folder)
         (path / "m").mkdir()
         (path / "short.yaml").write_text(text, encoding="utf-8")
-        graph = load_graph(path / "short.yaml", facts_of=lambda _: facts).replace(prompts=tuple(prompts))
+        graph = load_graph(path / "short.yaml", facts_of=lambda *_: facts).replace(prompts=tuple(prompts))
         (path / "long.yaml").write_text(to_yaml(graph, "short.yaml"), encoding="utf-8")
-        assert load_graph(path / "long.yaml", facts_of=lambda _: facts) == graph
+        assert load_graph(path / "long.yaml", facts_of=lambda *_: facts) == graph
         assert from_json(to_json(graph)) == graph
         assert to_json(from_json(to_json(graph))) == to_json(graph)
 
@@ -495,4 +495,4 @@ def test_prefill_workers_beside_other_patterns(load, keys: str) -> None:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "expanded.yaml"
         file.write_text(to_yaml(graph))
-        assert load_graph(file, facts_of=lambda path: FACTS).nodes == graph.nodes
+        assert load_graph(file, facts_of=lambda *_: FACTS).nodes == graph.nodes

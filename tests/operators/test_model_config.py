@@ -124,7 +124,8 @@ def test_dtype_can_be_chosen(tmp_path: Path) -> None:
 OURS = "dbrx, deepseek_v2, deepseek_v3, kimi_k2, mixtral, qwen3_moe, qwen3_next"
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "gpt2"}, f"model family 'gpt2' is not known; known are: {OURS}"),
+    ({"model_type": "gpt2"}, "'gpt2' does not run through transformers here: no layer calls experts"),
+    ({"model_type": "new"}, f"model family 'new' is not known; known are: {OURS}, and the architectures of transformers"),
     ({"model_type": "absent"}, f"model_type: is None; one of these is needed: {OURS}"),
     ({"hidden_size": "absent"}, "hidden_size: is missing; a whole number is needed"),
     ({"num_experts": "absent"}, "num_experts or num_local_experts: is missing"),

@@ -57,7 +57,7 @@ def test_the_package_needs_what_it_imports() -> None:
     imported = {each.target.split(".")[0] for source in sources() for each in source.imports} - sys.stdlib_module_names - {"flowrt"}
     assert needed <= imported
     indirect = {"libucxx"}  # by ucxx
-    assert imported - needed == indirect | {"xoscar", "transformers"}
+    assert imported - needed == indirect | {"xoscar"}
 
 
 def test_each_file_is_valid_in_the_oldest_python() -> None:

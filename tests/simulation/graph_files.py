@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
-from flowrt.operators.families.registry import read_model_config
+from flowrt.launcher.model_facts import facts_of
 
 GRAPHS = Path(__file__).resolve().parent / "graphs"
 
 
 def load(name: str, *overrides: str) -> Graph:
-    return load_graph(GRAPHS / name, overrides, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
+    return load_graph(GRAPHS / name, overrides, facts_of=facts_of)

@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flowrt.launcher.model_facts import facts_of
+
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
@@ -38,15 +40,13 @@ def search(bug: Bug | None, graphs: Sequence[Path], seeds: int, first: Sequence[
     fails), the `invariant` and the `text`."""
     if bug is not None:
         plant(bug)
-    from flowrt.graph.facts import ModelFacts
     from flowrt.graph.file import load_graph
-    from flowrt.operators.families.registry import read_model_config
     from flowrt.simulation.campaign import campaign
     from flowrt.simulation.cases import draw
 
     graphs = graphs or [HERE / "graphs" / bug.graphs if bug is not None else HERE / "graphs"]
     files = [file for path in graphs for file in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
-    loaded = [load_graph(file, facts_of=lambda directory: ModelFacts.of(read_model_config(directory))) for file in files]
+    loaded = [load_graph(file, facts_of=facts_of) for file in files]
     counts = campaign(
         (draw(seed, loaded) for seed in dict.fromkeys([*first, *range(seeds)])), lambda case, outcome, counts: not counts.failures
     )

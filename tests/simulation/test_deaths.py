@@ -12,11 +12,10 @@ from simulation.outcomes import errors, finish_reasons
 
 from flowrt.actors.outputs import ClientEvent, TokenEvent
 from flowrt.exchange.failover import Failover
-from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
+from flowrt.launcher.model_facts import facts_of
 from flowrt.launcher.starts import Starts
-from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.reliability.scenario import AnyFault, Crash, Fault, Hang, Pause, Reset, Scenario, Slow, Stall
 from flowrt.sampling_params import SamplingParams
@@ -35,7 +34,7 @@ SEEDS = range(2)
 
 
 def load(name: str, **settings: object) -> Graph:
-    graph = load_graph(GRAPHS / name, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
+    graph = load_graph(GRAPHS / name, facts_of=facts_of)
     return graph.replace(reliability=graph.reliability.replace(**{"detector": False, **settings}))
 
 

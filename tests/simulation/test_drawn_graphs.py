@@ -37,10 +37,11 @@ def test_seeds_of_drawn_graphs_that_have_failed_pass(seed: int, files: tuple[str
 
 def test_draws_differ_and_repeat() -> None:
     graph = load("2x3.yaml")
-    drawn = [draw_graph(seed, graph) for seed in range(12)]
-    assert drawn == [draw_graph(seed, graph) for seed in range(12)]
+    drawn = [draw_graph(seed, graph) for seed in range(24)]
+    assert drawn == [draw_graph(seed, graph) for seed in range(24)]
     operators = [{node.operator for node in each.nodes.values()} for each in drawn]
     assert {"merge" in each for each in operators} == {True, False}
+    assert {"transformers_layer" in each for each in operators} == {True, False}
     assert {numerics_text(each) for each in drawn} == {
         "fast",
         "strict",

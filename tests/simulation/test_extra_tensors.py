@@ -23,12 +23,11 @@ from flowrt.exchange.extra_tensors import Key, SentExtras, Step
 from flowrt.exchange.kv_transfer import KvUnpack
 from flowrt.gateway.gateway import Gateway
 from flowrt.graph.document import parse_document
-from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import build_graph
 from flowrt.graph.model import Graph
 from flowrt.graph.written import to_yaml
+from flowrt.launcher.model_facts import facts_of
 from flowrt.operators.exact import ExactModel
-from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import Crash
 from flowrt.simulation.campaign import failure_of
 from flowrt.simulation.case import Case
@@ -53,9 +52,7 @@ def graph() -> Graph:
         nodes[f"{group}.kv_unpack"]["options"]["extras"] = {"hidden": TENSOR}
         nodes[f"{group}.take"] = {"operator": "taking_operators:take", "process": group, "keeps": "nothing"}
         edges[f"{group}.kv_unpack.hidden -> {group}.take.hidden"] = {}
-    return build_graph(
-        parse_document(json.dumps(document), "extras.yaml"), GRAPHS, None, lambda path: ModelFacts.of(read_model_config(path)), ("zmq",)
-    )
+    return build_graph(parse_document(json.dumps(document), "extras.yaml"), GRAPHS, None, facts_of, ("zmq",))
 
 
 def expected(prompt: tuple[int, ...]) -> tuple[float, ...]:

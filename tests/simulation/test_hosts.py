@@ -8,10 +8,9 @@ import pytest
 from simulation.outcomes import finish_reasons
 from simulation.test_deaths import GRAPHS, SEEDS, load, requests, serve_under
 
-from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
-from flowrt.operators.families.registry import read_model_config
+from flowrt.launcher.model_facts import facts_of
 from flowrt.reliability.scenario import PERMANENT_SECONDS, Crash, Cut, Fault, Pause, Stall
 from flowrt.simulation.campaign import campaign
 from flowrt.simulation.cases import draw
@@ -47,7 +46,7 @@ def test_the_loss_of_a_host_changes_no_token_and_its_processes_rejoin(seed: int,
 
 def on_three_hosts() -> Graph:
     settings = ("hosts.count=3", "deploy.attention.groups=3", "deploy.experts={servers: 3, replicas: 3}")
-    graph = load_graph(GRAPHS / FILE, settings, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
+    graph = load_graph(GRAPHS / FILE, settings, facts_of=facts_of)
     return graph.replace(reliability=graph.reliability.replace(detector=False))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
+from flowrt.launcher.model_facts import facts_of
 from flowrt.operators.families.registry import read_model_config
 from flowrt.simulation.outages import Outages, holders_of
 
@@ -51,7 +51,7 @@ def test_each_group_has_its_own_view() -> None:
 
 def test_holders_are_those_of_the_graph() -> None:
     def holders(name: str) -> dict[str, frozenset[frozenset[str]]]:
-        graph = load_graph(GRAPHS / name, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
+        graph = load_graph(GRAPHS / name, facts_of=facts_of)
         assert graph.model is not None
         return holders_of(graph, read_model_config(Path(graph.model.path)))
 

@@ -9,9 +9,8 @@ import pytest
 from simulation.simulate_command import simulate
 
 from flowrt.dataflow.runner import Runner
-from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
-from flowrt.operators.families.registry import read_model_config
+from flowrt.launcher.model_facts import facts_of
 from flowrt.reliability.scenario import RollBack
 from flowrt.simulation.campaign import campaign
 from flowrt.simulation.case import Case, Kept
@@ -25,7 +24,7 @@ GRAPH = Path(__file__).resolve().parent / "graphs" / "2x3.yaml"
 @pytest.fixture(scope="module")
 def case() -> Case:
     """A drawn case of several faults and requests."""
-    graph = load_graph(GRAPH, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
+    graph = load_graph(GRAPH, facts_of=facts_of)
     drawn = (draw(seed, [graph]) for seed in range(1000))
     return next(each for each in drawn if len(each.scenario.faults) >= 4 and len(each.requests) >= 3 and each.conditions != CALM)
 
@@ -67,7 +66,7 @@ def test_failing_seed_prints_a_command_that_replays_the_smallest_case(
 ) -> None:
     """With rollbacks that leave old epochs running, a seed with a rollback in it fails, shrinks, and fails again by its command."""
     monkeypatch.setattr(Runner, "roll_back", lambda self, source, epoch: 0)
-    graph = load_graph(GRAPH, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
+    graph = load_graph(GRAPH, facts_of=facts_of)
     cases = (draw(seed, [graph]) for seed in range(400))
     alone = (case for case in cases if case.poison is None and case.glitch is None)  # these roll steps back without a fault
     few = (case for case in alone if len(case.scenario.faults) <= 6)  # each takes a run or two to leave out

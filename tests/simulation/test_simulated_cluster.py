@@ -17,11 +17,10 @@ from simulation.outcomes import errors, finish_reasons, token_ids
 
 from flowrt.actors.control import Control, Listening, Start, Statistics, StatisticsRequest, Stop, as_message, from_message
 from flowrt.actors.outputs import EndEvent, TokenEvent
-from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import GATEWAY, Graph, to_json
 from flowrt.graph.settings import JitterSettings
-from flowrt.operators.families.registry import read_model_config
+from flowrt.launcher.model_facts import facts_of
 from flowrt.reliability.scenario import (
     Crash,
     Cut,
@@ -77,7 +76,7 @@ def graph_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(graph_file: Path) -> Graph:
-    return load_graph(graph_file, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
+    return load_graph(graph_file, facts_of=facts_of)
 
 
 def make_requests(count: int, max_tokens: int) -> tuple[SimulatedRequest, ...]:

@@ -9,9 +9,8 @@ import pytest
 from simulation.outcomes import token_ids
 
 from flowrt.emulation import emulation_report
-from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
-from flowrt.operators.families.registry import read_model_config
+from flowrt.launcher.model_facts import facts_of
 from flowrt.reliability.scenario import Hang, Scenario
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
@@ -96,7 +95,7 @@ def test_a_call_is_timed_by_the_clock_of_its_process() -> None:
 
 
 def test_emulated_graph_takes_its_modelled_time() -> None:
-    graph = load_graph(GRAPHS / "emulated.yaml", facts_of=lambda path: ModelFacts.of(read_model_config(path)))
+    graph = load_graph(GRAPHS / "emulated.yaml", facts_of=facts_of)
     assert graph.emulation is not None
     requests = [SimulatedRequest((5, 6, 7), SamplingParams(max_tokens=4, ignore_eos=True), after_seconds=0.0)] * 2
     case = Case(graph, tuple(requests), conditions=CALM, cost=ComputeDelays(1e-6, 1e-5))

@@ -1,0 +1,129 @@
+"""Attention for modules of transformers over flowrt's pages: sequences of a pass packed in one row of tokens, each with its own context.
+
+What differs between architectures comes from the module: the scale, a soft cap, sinks, a window, the mask as a function of positions, and
+how keys and values follow from cached latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flowrt.operators.attention_plan import SHORT_CONTEXT, slots_of
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.library_interfaces import Mask
+from flowrt.operators.step_layout import StepLayout
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Sequences with equally many rows that are computed in one call, contexts padded to the longest.
+
+    `rows`: their rows in the pass. `slots`: [S * L], sequence by sequence. `mask_S1QL`: additive.
+    """
+
+    rows: Tensor | slice
+    num_sequences: int
+    slots: Tensor
+    mask_S1QL: Tensor
+
+
+def attend_packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | None,
+    options: Mapping[str, Any],
+    layout: StepLayout,
+    pages: KvPages,
+    layer: int,
+    cached: Shapes,
+) -> Tensor:
+    """[1, T, N, value width] for `query` [1, N, T, D], whose keys and values are in the pages of `layer`, in the shapes `cached`."""
+    plan = _plan(layout, pages.page_size, mask, options.get("sliding_window"), query.dtype)
+    q_TND = query[0].transpose(0, 1)
+    out_TNV = q_TND.new_empty(*q_TND.shape[:2], value.shape[-1])
+    for group in plan:
+        rows_TD, _ = pages.read(layer, group.slots)
+        keys, values = _keys_and_values(module, rows_TD.view(group.num_sequences, -1, rows_TD.shape[-1]), cached)
+        q_SNQD = q_TND[group.rows].unflatten(0, (group.num_sequences, -1)).transpose(1, 2)
+        found = _attention(q_SNQD, keys, values, group.mask_S1QL, options)
+        out_TNV[group.rows] = found.transpose(1, 2).flatten(0, 1)
+    return out_TNV[None]
+
+
+def _keys_and_values(module: nn.Module, rows_SLD: Tensor, cached: Shapes) -> tuple[Tensor, Tensor]:
+    """Keys and values [S, K, L, D] of cached rows."""
+    (first, second), widths = cached, [prod(shape) for shape in cached]
+    halves = rows_SLD[..., : sum(widths)].split(widths, dim=-1)
+    one, other = (half.unflatten(-1, shape).transpose(1, 2) for half, shape in zip(halves, (first, second), strict=True))
+    expand = getattr(module, "expand_kv", None)  # of latent attention
+    if expand is None:
+        return one, other
+    found: tuple[Tensor, Tensor] = expand(one, other)
+    return found
+
+
+def _attention(q_SNQD: Tensor, k_SKLD: Tensor, v_SKLV: Tensor, mask_S1QL: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """[S, N, Q, V]. Query heads that share a key head become rows of one product."""
+    scale, cap, sinks_N = options.get("scaling"), options.get("softcap"), options.get("s_aux")
+    num_heads, num_kv_heads = q_SNQD.shape[1], k_SKLD.shape[1]
+    if cap is None and sinks_N is None:
+        return F.scaled_dot_product_attention(q_SNQD, k_SKLD, v_SKLV, mask_S1QL, scale=scale, enable_gqa=num_heads != num_kv_heads)
+    repeats = num_heads // num_kv_heads
+    q_SKRQD = q_SNQD.unflatten(1, (num_kv_heads, repeats))
+    scores = torch.matmul(q_SKRQD, k_SKLD[:, :, None].transpose(-1, -2)) * (q_SNQD.shape[-1] ** -0.5 if scale is None else scale)
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    scores = scores + mask_S1QL[:, :, None]
+    if sinks_N is not None:
+        sinks = sinks_N.view(1, num_kv_heads, repeats, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(v_SKLV.dtype)[..., : k_SKLD.shape[2]]
+    return torch.matmul(weights, v_SKLV[:, :, None]).flatten(1, 2)
+
+
+def _plan(layout: StepLayout, page_size: int, mask: Mask | None, window: int | None, dtype: torch.dtype) -> Sequence[_Together]:
+    """Computed once for the layers with the same mask."""
+    key = mask, window
+    plan: list[_Together] | None = layout.derived.get(key)
+    if plan is None:
+        plan = layout.derived[key] = [_together(layout, group, page_size, mask, window, dtype) for group in _groups(layout, window)]
+    return plan
+
+
+def _groups(layout: StepLayout, window: int | None) -> list[list[int]]:
+    """Sequences with one row by the power of two of their visible length, so that padding at most doubles the work; others alone."""
+    found: dict[int, list[int]] = {}
+    for sequence, (query, context) in enumerate(zip(layout.query_lengths, layout.kv_lengths, strict=True)):
+        seen = context if window is None else min(context, window)
+        found.setdefault(max(SHORT_CONTEXT, seen - 1).bit_length() if query == 1 else -sequence, []).append(sequence)
+    return list(found.values())
+
+
+def _together(
+    layout: StepLayout, members: list[int], page_size: int, mask: Mask | None, window: int | None, dtype: torch.dtype
+) -> _Together:
+    device, num_rows = layout.positions_T.device, layout.query_lengths[members[0]]
+    first = [max(0, layout.kv_lengths[each] - num_rows + 1 - window) if window is not None else 0 for each in members]
+    length = max(layout.kv_lengths[each] - start for each, start in zip(members, first, strict=True))
+    sequences, first_S = torch.tensor(members, device=device), torch.tensor(first, device=device)
+    slots = slots_of(layout, sequences, first_S, length, page_size)
+    keys_S1L = (first_S[:, None] + torch.arange(length, device=device))[:, None]
+    ends_S11 = layout.kv_length_S[sequences, None, None]
+    queries_SQ1 = ends_S11 - num_rows + torch.arange(num_rows, device=device)[:, None]
+    seen = (keys_S1L <= queries_SQ1) if mask is None else mask.function(0, 0, queries_SQ1, keys_S1L)
+    seen = seen & (keys_S1L < ends_S11)
+    additive = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))[:, None]
+    start = int(layout.query_start_S1[members[0]])
+    rows = slice(start, start + num_rows) if len(members) == 1 else layout.query_start_S1[sequences]
+    return _Together(rows, len(members), slots, additive)

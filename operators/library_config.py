@@ -1,0 +1,222 @@
+"""Reads the config of a model that transformers computes, and finds out what flowrt must know of its module.
+
+The module is built without memory for its weights, and runs once on two tokens of no content: which experts it calls, and what it caches of
+a token, is then seen in place of being derived from the keys of each architecture's config.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from flowrt.operators.families.registry import known_families
+from flowrt.operators.library_interfaces import PassHooks, cache_of, quiet, use_hooks
+from flowrt.operators.model_config import LibraryConfig, ModelConfig, ModelError
+from flowrt.operators.weights import TORCH_DTYPES
+
+_LAYER = re.compile(r"\.(\d+)\.")
+_LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of rotary scaling that follow the longest context of a batch
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a module that a pass needs. `experts`: the module with the routed experts of each layer that has any."""
+
+    body: nn.Module
+    layers: nn.ModuleList
+    experts: Mapping[int, nn.Module]
+
+
+def library_config(path: Path, values: Mapping[str, Any]) -> PreTrainedConfig:
+    """The library's own config of the language model in the config.json at `path`. Weights are restored as they are read, so that it names
+    no quantization. Raises ModelError."""
+    kept = {key: value for key, value in values.items() if key not in ("quantization_config", "compression_config", "auto_map")}
+    model_type = kept.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        known = f"known are: {', '.join(known_families())}, and the architectures of transformers {transformers.__version__}"
+        raise ModelError(f"{path}: model_type: model family {model_type!r} is not known; {known}")
+    try:
+        given: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(kept)
+        return given.get_text_config(decoder=True)
+    except Exception as error:  # of the library: any of its validators may refuse a value in its own way
+        raise ModelError(f"{path}: {' '.join(str(error).split())[:200]}") from error
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class with a head for text. Raises ModelError where the library has none for this config."""
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        found = AutoModelForCausalLM._model_mapping[type(config)]
+        return found[0] if isinstance(found, tuple) else found
+    module = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    for name, each in vars(module).items():
+        if name.endswith("ForCausalLM") and getattr(each, "config_class", None) is type(config):
+            return each
+    raise ModelError("the library has no class of it that generates text alone")
+
+
+def new_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The module of a config, without memory for its weights."""
+    with torch.device("meta"):
+        model: PreTrainedModel = model_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model.eval()
+    return model
+
+
+def anatomy_of(model: PreTrainedModel) -> Anatomy:
+    """Raises ModelError for a module that cannot be cut at its experts."""
+    body: Any = model.base_model
+    body = getattr(body, "language_model", body)
+    found: dict[int, nn.Module] = {}
+    place = ""
+    for name, module in body.named_modules():
+        if not hasattr(module, "_is_expert_parallel"):
+            continue
+        match = _LAYER.search(f".{name}.")
+        if match is None or (layer := int(match[1])) in found:
+            raise ModelError("a layer calls several sets of experts")
+        found[layer], place = module, f".{name}."[1 : match.start()]
+    if not found:
+        raise ModelError("no layer calls experts through the interface of transformers")
+    layers = body.get_submodule(place)
+    if not isinstance(layers, nn.ModuleList):
+        raise ModelError("its layers are not a list of modules")
+    return Anatomy(body, layers, dict(sorted(found.items())))
+
+
+@dataclass
+class _Seen(PassHooks):
+    """What the module does in a pass of two tokens."""
+
+    layer_of: dict[int, int]
+    widths: dict[int, tuple[int, int]] = field(default_factory=dict)
+    num_active: set[int] = field(default_factory=set)
+    called: list[int] = field(default_factory=list)
+    attended: set[int] = field(default_factory=set)
+
+    def cache(self, layer: int, first: Tensor, second: Tensor) -> None:
+        self.widths[layer] = (prod(first.shape[1::2]), prod(second.shape[1::2]))
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]) -> Tensor:
+        self.attended.add(module.layer_idx)  # type: ignore[arg-type]
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+    def experts(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        self.num_active.add(index.shape[-1])
+        self.called.append(self.layer_of[id(module)])
+        return torch.empty_like(hidden)
+
+
+def read_library_config(path: Path, values: Mapping[str, Any]) -> ModelConfig:
+    """Raises ModelError: transformers does not know the architecture, or flowrt cannot run its module, with the reason."""
+    with quiet():
+        return _read(path, library_config(path, values))
+
+
+def _read(path: Path, config: PreTrainedConfig) -> ModelConfig:
+    where = f"{path}: model_type: {config.model_type!r} does not run through transformers here:"
+    if problem := _problem(config):
+        raise ModelError(f"{where} {problem}")
+    try:
+        model = new_model(config)
+        anatomy = anatomy_of(model)
+        seen = _Seen({id(module): layer for layer, module in anatomy.experts.items()})
+        use_hooks(model, seen)
+        with torch.device("meta"), torch.inference_mode():
+            embedding: Any = model.get_input_embeddings()
+            x = torch.empty(1, 2, embedding.weight.shape[1])
+            anatomy.body(inputs_embeds=x, position_ids=torch.arange(2)[None], past_key_values=cache_of(seen), use_cache=True)
+    except ModelError as error:
+        raise ModelError(f"{where} {error}") from error
+    except Exception as error:  # of the module: it needs something that a pass does not give it
+        raise ModelError(f"{where} {type(error).__name__}: {' '.join(str(error).split())[:160]}") from error
+    num_layers = len(anatomy.layers)
+    if seen.called != list(anatomy.experts) or len(seen.num_active) != 1:
+        raise ModelError(f"{where} its layers do not call their experts once each, in order")
+    if seen.attended != seen.widths.keys() or seen.attended != {*range(num_layers)}:
+        raise ModelError(f"{where} not every layer has attention with a cache of its own")
+    counts = {num_experts_of(module) for module in anatomy.experts.values()}
+    if len(counts) != 1:
+        raise ModelError(f"{where} its layers have different numbers of experts")
+    num_experts = counts.pop()
+    of_experts = sum(parameter.numel() for module in anatomy.experts.values() for parameter in module.parameters())
+    return ModelConfig(
+        family="transformers",
+        dtype=_dtype(path, config),
+        vocab_size=config.vocab_size,
+        hidden_size=x.shape[-1],
+        num_layers=num_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=1,
+        head_dim=max(map(sum, seen.widths.values())),
+        num_experts=num_experts,
+        num_experts_per_token=seen.num_active.pop(),
+        expert_width=max(1, of_experts // (len(anatomy.experts) * num_experts * 3 * x.shape[-1])),
+        dense_width=0,
+        moe_layers=tuple(anatomy.experts),
+        norm_epsilon=0.0,
+        max_position_embeddings=_max_positions(config),
+        library=LibraryConfig(
+            kv_widths=max(seen.widths.values(), key=sum) if len({*map(sum, seen.widths.values())}) == 1 else _widest(seen.widths),
+            body_elements=sum(parameter.numel() for parameter in model.parameters()) - of_experts,
+            expert_elements=of_experts // (len(anatomy.experts) * num_experts),
+        ),
+        bos_token_id=config.bos_token_id if isinstance(config.bos_token_id, int) else None,
+        eos_token_ids=_token_ids(config.eos_token_id),
+    )
+
+
+def _widest(widths: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+    return max(first for first, _ in widths.values()), max(second for _, second in widths.values())
+
+
+def _problem(config: PreTrainedConfig) -> str:
+    """Why no module of this config can run, as far as the config says."""
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    if recurrent := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
+        return f"layers of the kind {recurrent[0]!r} keep a recurrent state"
+    if getattr(config, "index_topk", None):
+        return "its attention has an indexer (index_topk), whose keys are not cached"
+    return ""
+
+
+def num_experts_of(module: nn.Module) -> int:
+    """The size of the first dimension that most of its weights share."""
+    sizes = [parameter.shape[0] for parameter in module.parameters() if parameter.dim() > 1]
+    if not sizes or len(set(sizes)) > 1:
+        raise ModelError("the weights of its experts are not stacked")
+    return sizes[0]
+
+
+def _max_positions(config: PreTrainedConfig) -> int:
+    """Where the scaling of rotary positions depends on the longest context of a batch, contexts of the original length alone have tokens
+    that do not depend on other requests."""
+    longest = getattr(config, "max_position_embeddings", None) or 1 << 20
+    scaling = getattr(config, "rope_parameters", None) or {}
+    sets = [each for each in (scaling, *scaling.values()) if isinstance(each, Mapping)]
+    for each in sets:
+        if each.get("rope_type") in _LENGTH_DEPENDENT:
+            original = each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+            longest = min(longest, original or longest)
+    return int(longest)
+
+
+def _dtype(path: Path, config: PreTrainedConfig) -> str:
+    name = str(config.dtype or "float32").removeprefix("torch.")
+    if name not in TORCH_DTYPES:
+        raise ModelError(f"{path}: dtype: is {name!r}; use one of {', '.join(TORCH_DTYPES)}")
+    return name
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    found = value if isinstance(value, list) else [value]
+    return tuple(each for each in found if isinstance(each, int))

@@ -1,0 +1,156 @@
+"""Runs the module of transformers as a pass that stops at the experts of each layer.
+
+A pass is a greenlet: the module calls its experts, flowrt's entry in the registry switches out of it with the rows and what the router
+chose, and the pass goes on when these have come back. So several passes are in flight in one thread, a firing takes a pass from one layer
+to the next, and a rollback drops it. A layer without experts stops at its end, so that each layer is a firing.
+
+Rows of several sequences are packed into one pass of batch size 1. Each attends to its own sequence, whose keys are in pages
+(library_attention.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.library_attention import attend_packed
+from flowrt.operators.library_config import anatomy_of
+from flowrt.operators.library_interfaces import Mask, cache_of, use_hooks
+from flowrt.operators.library_weights import load_body
+from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weights import Checkpoint
+
+
+@dataclass(frozen=True)
+class PassStop:
+    """Where a pass has stopped in a layer. With experts: the rows for them, and the ids and weights that the router chose, [T, A] each;
+    `hidden_TH` of another layer is what it ends with."""
+
+    hidden_TH: Tensor
+    ids_TA: Tensor | None = None
+    weights_TA: Tensor | None = None
+
+
+class LibraryModel:
+    """All of a model but its routed experts. Runs in one thread."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> None:
+        self.model: Any = load_body(config, checkpoint).to(device)  # type: ignore[arg-type]
+        self.anatomy = anatomy_of(self.model)
+        self._passes: dict[Hashable, _Pass] = {}
+        self._layer_of = {id(module): layer for layer, module in self.anatomy.experts.items()}
+        use_hooks(self.model, self)
+        for layer, module in enumerate(self.anatomy.layers):
+            if layer not in self.anatomy.experts:
+                module.register_forward_hook(self._end_layer)
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        x_TH: Tensor = self.model.get_input_embeddings()(tokens_T)
+        return x_TH
+
+    def begin(self, key: Hashable, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> PassStop:
+        """Begin the pass of a step, up to its first stop. It replaces a pass of the same key that was not finished."""
+        self._passes[key] = begun = _Pass(self, layout, pages)
+        return begun.advance(x_TH)
+
+    def resume(self, key: Hashable, x_TH: Tensor) -> PassStop:
+        """Go on with what a layer, or its experts, gave for each row, up to the next stop."""
+        return self._passes[key].advance(x_TH)
+
+    def end(self, key: Hashable, x_TH: Tensor) -> Tensor:
+        """Go on to the end: what the head reads, [T, H]."""
+        return self._passes.pop(key).advance(x_TH).hidden_TH
+
+    def logits(self, x_TH: Tensor, rows_S: Tensor) -> Tensor:
+        """Logits [S, V] of some rows, as the library computes them from what its last layer gives."""
+        name, body = self.model.base_model_prefix, self.model.base_model
+        self.model._modules[name] = _Given(x_TH.index_select(0, rows_S)[None])
+        try:
+            found: Tensor = type(self.model).forward(self.model, input_ids=rows_S[None]).logits[0]
+        finally:
+            self.model._modules[name] = body
+        return found
+
+    # what the module calls during a pass
+
+    def cache(self, layer: int, first: Tensor, second: Tensor) -> None:
+        running = _running()
+        packed_TD = torch.cat([each[0].transpose(0, 1).flatten(1) for each in (first, second)], dim=1)
+        running.cached_shapes[layer] = tuple(first.shape[1::2]), tuple(second.shape[1::2])
+        width = running.pages.keys_GCKD[layer].shape[-1]
+        if packed_TD.shape[1] < width:
+            packed_TD = nn.functional.pad(packed_TD, (0, width - packed_TD.shape[1]))
+        running.pages.write(layer, running.layout.slots_T, packed_TD[:, None])
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, options: Mapping[str, Any]) -> Tensor:
+        running = _running()
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        return attend_packed(module, query, key, value, mask, options, running.layout, running.pages, layer, running.cached_shapes[layer])
+
+    def experts(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        rows_TH = hidden.reshape(-1, hidden.shape[-1])
+        ids_TA, weights_TA = index.reshape(len(rows_TH), -1), weights.reshape(len(rows_TH), -1)
+        summed_TH = self._stop(PassStop(rows_TH, ids_TA, weights_TA))
+        return summed_TH.view(hidden.shape).to(hidden.dtype)
+
+    def _end_layer(self, module: nn.Module, given: Any, found: Any) -> Any:
+        hidden = found[0] if isinstance(found, tuple) else found
+        passed = self._stop(PassStop(hidden[0])).to(hidden.dtype)[None]
+        return (passed, *found[1:]) if isinstance(found, tuple) else passed
+
+    def _stop(self, stop: PassStop) -> Tensor:
+        """Leave the pass until `advance` is called with what comes back."""
+        back: Tensor = _running().leave(stop)
+        return back
+
+
+class _Pass(greenlet):
+    """`cached_shapes`: heads and width of the two tensors that a layer caches."""
+
+    def __init__(self, model: LibraryModel, layout: StepLayout, pages: KvPages) -> None:
+        super().__init__(self._run)
+        self.layout, self.pages, self._model = layout, pages, model
+        self.cached_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def advance(self, x_TH: Tensor) -> PassStop:
+        """Go on, or begin, with these rows, up to the next stop."""
+        stop: PassStop = self.switch(x_TH)
+        return stop
+
+    def leave(self, stop: PassStop) -> Tensor:
+        """Return to the caller of `advance`. The result is what it is called with next."""
+        if self.parent is None:
+            raise RuntimeError("a pass needs a caller")
+        back: Tensor = self.parent.switch(stop)
+        return back
+
+    def _run(self, x_TH: Tensor) -> PassStop:
+        body, positions_1T = self._model.anatomy.body, self.layout.positions_T[None]
+        found = body(inputs_embeds=x_TH[None], position_ids=positions_1T, past_key_values=cache_of(self._model), use_cache=True)
+        return PassStop(found.last_hidden_state[0])
+
+
+def _running() -> _Pass:
+    current = getcurrent()
+    if not isinstance(current, _Pass):
+        raise RuntimeError("the module of transformers was called outside of a pass")
+    return current
+
+
+class _Given(nn.Module):
+    """Stands for the layers of a model whose result is known."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self._hidden)

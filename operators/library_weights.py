@@ -1,0 +1,140 @@
+"""Loads weights into a module of transformers: only those that it has, each read when the library asks for it.
+
+The library knows how a checkpoint of each architecture becomes the weights of its module (renamed, stacked, joined). It takes tensors that
+are read late, so the memory is that of what is held and of the tensors that become one weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from flowrt.operators.library_config import anatomy_of, library_config, model_class, num_experts_of
+from flowrt.operators.library_interfaces import quiet
+from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.operators.weights import Checkpoint, torch_dtype
+
+_EXPERT = re.compile(r"\bexperts?\.(\d+)\.")  # in the name of a tensor of one expert
+
+
+class _LateTensor:
+    """A tensor of a checkpoint that is read when it is indexed. `rows`: those of its first dimension; None: all."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, rows: Sequence[int] | None) -> None:
+        self._checkpoint, self._name, self._rows = checkpoint, name, rows
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._checkpoint.read_tensor(self._name, self._rows)[index]
+
+
+class _LateTensors(Mapping[str, _LateTensor]):
+    """The tensors of a checkpoint. With `held`, of an expert's tensors those of these experts of a layer."""
+
+    def __init__(self, checkpoint: Checkpoint, num_experts: int, held: Mapping[int, Sequence[int]] | None) -> None:
+        self._checkpoint, self._num_experts, self._held = checkpoint, num_experts, held
+        self._names = [name for name in checkpoint.tensor_names() if self._is_held(name)]
+
+    def _is_held(self, name: str) -> bool:
+        layer, expert = _layer_of(name), _EXPERT.search(name)
+        if self._held is None or expert is None:
+            return self._held is None or layer in self._held
+        return layer is not None and int(expert[1]) in self._held.get(layer, ())
+
+    def __getitem__(self, name: str) -> _LateTensor:
+        rows = None
+        if self._held is not None and _EXPERT.search(name) is None and self._checkpoint.stored(name).shape[:1] == (self._num_experts,):
+            rows = self._held[_layer_of(name)]  # type: ignore[index]
+        return _LateTensor(self._checkpoint, name, rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _layer_of(name: str) -> int | None:
+    match = re.search(r"\.(\d+)\.", name)
+    return None if match is None else int(match[1])
+
+
+def load_body(config: ModelConfig, checkpoint: Checkpoint) -> PreTrainedModel:
+    """The whole module without the weights of its routed experts. Raises ModelError."""
+
+    def without_experts(model: PreTrainedModel) -> None:
+        for module in anatomy_of(model).experts.values():
+            _strip(module)
+
+    return _load(config, checkpoint, without_experts, None)
+
+
+def load_experts(config: ModelConfig, checkpoint: Checkpoint, held: Mapping[int, Sequence[int]]) -> dict[int, nn.Module]:
+    """The modules of experts of some layers, with the weights of the experts `held` there, in ascending order. Raises ModelError."""
+    held = {layer: sorted(experts) for layer, experts in held.items()}
+
+    def only_held(model: PreTrainedModel) -> None:
+        experts = anatomy_of(model).experts
+        kept = {id(part) for layer in held for part in experts[layer].modules()}
+        for module in model.modules():
+            if id(module) not in kept:
+                _strip(module, deep=False)
+        for layer, ids in held.items():
+            module = experts[layer]
+            size = num_experts_of(module)
+            for owner in module.modules():
+                for name, parameter in owner._parameters.items():
+                    if parameter is not None and parameter.shape[:1] == (size,):
+                        owner._parameters[name] = nn.Parameter(parameter.new_empty(len(ids), *parameter.shape[1:]), requires_grad=False)
+            module.num_experts = len(ids)  # type: ignore[assignment]
+
+    experts = anatomy_of(_load(config, checkpoint, only_held, held)).experts
+    return {layer: experts[layer] for layer in held}
+
+
+def _strip(module: nn.Module, deep: bool = True) -> None:
+    """Remove the weights of a module, and what the library would fill in for them."""
+    for part in module.modules() if deep else (module,):
+        part._parameters.clear()
+        part._buffers.clear()
+        part._is_hf_initialized = True  # type: ignore[assignment]
+
+
+def _load(config: ModelConfig, checkpoint: Checkpoint, cut: Any, held: Mapping[int, Sequence[int]] | None) -> PreTrainedModel:
+    path = checkpoint.directory / "config.json"
+    with quiet():
+        library = library_config(path, checkpoint.config_values())
+    library._attn_implementation = "eager"
+    if held is not None:
+        library.tie_word_embeddings = False  # neither matrix is there
+    base = model_class(library)
+
+    def init(self: PreTrainedModel, given: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, given, *args, **kwargs)
+        cut(self)
+
+    cls: Any = type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__})
+    try:
+        with quiet():  # it would list all weights that were cut off
+            tensors = _LateTensors(checkpoint, config.num_experts, held)
+            model, found = cls.from_pretrained(
+                None, config=library, state_dict=tensors, dtype=torch_dtype(config), output_loading_info=True, attn_implementation="eager"
+            )
+    except ModelError:
+        raise
+    except Exception as error:  # of the library's loader
+        raise ModelError(f"{checkpoint.directory}: transformers cannot load its weights: {' '.join(str(error).split())[:200]}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(
+            f"{checkpoint.directory}: tensor {missing[0]} is missing from the weights ({len(missing)} are); copy the model's files again"
+        )
+    if wrong := sorted(found["mismatched_keys"]):
+        name, stored, needed = wrong[0]
+        raise ModelError(f"{checkpoint.directory}: tensor {name} has shape {list(stored)}, and config.json requires {list(needed)}")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    loaded: PreTrainedModel = model.eval()
+    return loaded

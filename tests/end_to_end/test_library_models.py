@@ -1,0 +1,80 @@
+"""Models in transformers over processes: the library's own greedy tokens, in every shape, and while processes are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from library_checkpoints import greedy, load_truth, write
+
+import flowrt
+
+NEW_TOKENS = 16
+PROMPTS = [[5, 9, 33, 71, 12, 8, 90, 44, 3, 17, 60, 61, 62], [7, 7, 100, 23, 55, 2], [9] * 40, [11, 12, 13], [*range(20, 100)]]
+ONE: dict[str, Any] = {"experts": {"servers": 0}, "processes": "one"}
+TWO_THREE: dict[str, Any] = {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 3}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "in one process": ONE,
+    "2 groups, 3 servers": TWO_THREE | {"processes": "one"},
+    "1 group, 5 servers": {"experts": {"servers": 5, "replicas": 2}, "processes": "one"},
+    "prefill apart": {"prefill": {"workers": 1}, "attention": {"groups": 2}, "experts": {"servers": 2}, "processes": "one"},
+}
+
+
+class Library:
+    def __init__(self, directory: Path, name: str) -> None:
+        self.directory = write(name, directory)
+        truth = load_truth(directory)
+        self.expected = [greedy(truth, prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+    def graph(self, folder: Path, deploy: dict[str, Any], **more: Any) -> Path:
+        document = {"flowrt": 1, "model": {"path": str(self.directory), "implementation": "transformers"}, "deploy": deploy, **more}
+        (path := folder / "graph.yaml").write_text(json.dumps(document))
+        return path
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Library]:
+    return functools.cache(lambda name: Library(tmp_path_factory.mktemp(name), name))
+
+
+async def answers(running: Any) -> list[list[int]]:
+    parameters = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    completions = await asyncio.gather(*(running.complete(prompt, parameters) for prompt in PROMPTS))
+    return [list(each.token_ids) for each in completions]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_tokens_are_those_of_the_library(library: Callable[[str], Library], shape: str, tmp_path: Path) -> None:
+    """Sinks, windows, biases and interleaved weights of experts; a step has parts of several prompts."""
+    model = library("gpt_oss")
+    graph = model.graph(tmp_path, SHAPES[shape], limits={"kv_pages": 40, "page_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4})
+    async with flowrt.open(graph) as running:
+        assert await answers(running) == model.expected
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+async def test_latents_and_dense_layers(library: Callable[[str], Library], name: str, tmp_path: Path) -> None:
+    """What a layer caches travels from the prefill worker, also of the layers without experts."""
+    model = library(name)
+    async with flowrt.open(model.graph(tmp_path, SHAPES["prefill apart"])) as running:
+        assert await answers(running) == model.expected
+
+
+async def test_killed_processes_change_no_token(library: Callable[[str], Library], tmp_path: Path) -> None:
+    """A pass that had stopped at the experts of a layer is dropped with its step."""
+    model = library("gpt_oss")
+    graph = model.graph(tmp_path, TWO_THREE | {"processes": "many", "experts": {"servers": 3, "replicas": 2}})
+    async with flowrt.open(graph) as running:
+        for victim in ("experts.1", "attention.0"):
+            running_answers = asyncio.create_task(answers(running))
+            await asyncio.sleep(0.05)
+            os.kill(running.pids[victim], signal.SIGKILL)
+            assert await running_answers == model.expected

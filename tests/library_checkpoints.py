@@ -1,0 +1,99 @@
+"""Tiny random checkpoints of the architectures of the installed transformers that call experts through its interface.
+
+`python -c "from library_checkpoints import write; write('gpt_oss', Path('m'))"`, or the test that lists all architectures.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+
+from flowrt.operators.library_config import model_class
+from flowrt.operators.library_interfaces import quiet
+
+BOS, EOS, VOCABULARY = 1, 2, 128
+# Keys that configs have, with small values. A config takes those that it has; several names mean one thing.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "n_group", "topk_group"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "max_position_embeddings": 512,
+    "sliding_window": 5,
+    "pad_token_id": 0,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+
+
+def default_config(architecture: str) -> PreTrainedConfig:
+    """Of its language model, where it has others, too."""
+    names = [name for name in (f"{architecture}_text", architecture) if name in transformers.CONFIG_MAPPING]
+    return AutoConfig.for_model(names[0])
+
+
+def small_config(architecture: str) -> PreTrainedConfig:
+    """Raises what the library raises for sizes that do not go together."""
+    base = default_config(architecture)
+    keys = {key: value for key, value in SIZES.items() if hasattr(base, key)}
+    if "kv_lora_rank" in keys:  # of latent attention, where each head has a key
+        keys["num_key_value_heads"] = keys["num_attention_heads"]
+        del keys["head_dim"]
+    try:
+        return type(base)(**keys, **({"layer_types": None} if hasattr(base, "layer_types") else {}))
+    except (AttributeError, TypeError, ValueError):
+        return type(base)(**keys)
+
+
+def write(architecture: str, directory: Path, seed: int = 0) -> Path:
+    """Weights are scaled so that greedy decoding wanders over the vocabulary."""
+    with quiet():
+        config = small_config(architecture)
+        torch.manual_seed(seed)
+        model = model_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        with torch.no_grad():
+            for name, tensor in model.named_parameters():
+                if tensor.dim() >= 2:
+                    tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
+                if "embed" in name:
+                    tensor.mul_(4.0)
+        model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS)
+        model.save_pretrained(directory)
+    return directory
+
+
+def load_truth(directory: Path) -> Any:
+    """The library's own module, with its own attention and experts."""
+    with quiet():
+        config = AutoConfig.from_pretrained(directory)
+        truth = model_class(config).from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        )
+    return truth.eval()
+
+
+def greedy(truth: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            tokens.append(int(truth(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]

@@ -1,0 +1,178 @@
+"""Models in transformers, cut at their experts: each architecture of the installed library gives the library's own logits, in packed steps
+over pages, or is refused with the reason."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from library_checkpoints import default_config, load_truth, small_config, write
+from torch import Tensor
+
+from flowrt.cli.models import library_architectures
+from flowrt.operators.families.registry import known_families, read_model_config
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.library_config import model_class
+from flowrt.operators.library_experts import LibraryExperts
+from flowrt.operators.library_model import LibraryModel
+from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weights import Checkpoint
+
+RECURRENT, INDEXER, NO_TEXT = "keep a recurrent state", "has an indexer", "no class of it that generates text alone"
+REFUSED = {
+    **dict.fromkeys(("bailing_hybrid", "inkling", "inkling2", "jamba", "kimi_linear", "minimax", "qwen3_5_moe", "qwen3_next"), RECURRENT),
+    **dict.fromkeys(("axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4"), INDEXER),
+    **dict.fromkeys(("deepseek_ocr2", "ernie4_5_vl_moe", "glm4v_moe", "glm5_next", "mistral_large4", "muse_spark"), NO_TEXT),
+    **dict.fromkeys(("openai_privacy_filter", "qwen3_omni_moe", "qwen3_vl_moe", "unlimited_ocr"), NO_TEXT),
+    "granitemoehybrid": "time_step_limit",
+}
+# The small sizes here do not make one.
+NOT_BUILT = ("diffusion_gemma", "dots3_note", "gemma4", "lfm2_moe", "nemotron_h", "qwen4_exp", "zaya")
+WORKS = [name for name in library_architectures() if name not in REFUSED and name not in NOT_BUILT]
+FIRST, SECOND = [5, 9, 33, 71, 12, 8, 90, 44, 3, 17, 60, 61, 62], [7, 7, 100, 23, 55, 2]
+TABLES = [[1, 5, 3, 9], [2, 4, 7]]
+PAGE_SIZE = 4
+
+
+class Halves:
+    """A model, and the experts of even and of odd ids on a server each."""
+
+    def __init__(self, directory: Path) -> None:
+        self.config = read_model_config(directory, implementation="transformers")
+        checkpoint = Checkpoint(directory)
+        self.model = LibraryModel(self.config, checkpoint)
+        held = [dict.fromkeys(self.config.moe_layers, range(half, self.config.num_experts, 2)) for half in (0, 1)]
+        self.servers = [LibraryExperts(self.config, checkpoint, each) for each in held]
+        self.pages = KvPages.for_model(self.config, 16, PAGE_SIZE)
+
+    def begin(self, tokens: Sequence[int], queries: Sequence[int], contexts: Sequence[int], key: str = "step") -> Step:
+        return Step(self, tokens, queries, contexts, key)
+
+    def logits(self, tokens: Sequence[int], queries: Sequence[int], contexts: Sequence[int]) -> Tensor:
+        """Of the last row of each sequence."""
+        return self.begin(tokens, queries, contexts).finish()
+
+
+class Step:
+    """One pass, layer by layer."""
+
+    def __init__(self, of: Halves, tokens: Sequence[int], queries: Sequence[int], contexts: Sequence[int], key: str) -> None:
+        self._of, self._key, self._queries, self._layer = of, key, queries, 0
+        layout = StepLayout.from_lists(queries, contexts, TABLES[: len(queries)], PAGE_SIZE)
+        self._stop = of.model.begin(key, of.model.embed(torch.tensor(tokens)), layout, of.pages)
+
+    def advance(self) -> Tensor:
+        """What the layer ends with, or its experts add up to, and go on with that to the next layer."""
+        stop, of = self._stop, self._of
+        assert (stop.ids_TA is not None) == (self._layer in of.config.moe_layers)
+        y_TH = stop.hidden_TH
+        if stop.ids_TA is not None and stop.weights_TA is not None:
+            y_TH = torch.zeros_like(stop.hidden_TH)
+            for half, server in enumerate(of.servers):
+                rows, places = (stop.ids_TA % 2 == half).nonzero(as_tuple=True)
+                pairs = rows, stop.ids_TA[rows, places]
+                y_TH += server.forward(self._layer, stop.hidden_TH, *pairs, stop.weights_TA[rows, places])
+        self._layer += 1
+        if self._layer < of.config.num_layers:
+            self._stop = of.model.resume(self._key, y_TH)
+        return y_TH
+
+    def finish(self) -> Tensor:
+        while self._layer < self._of.config.num_layers:
+            y_TH = self.advance()
+        ends = torch.tensor(self._queries).cumsum(0) - 1
+        return self._of.model.logits(self._of.model.end(self._key, y_TH), ends)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return functools.cache(lambda name: write(name, tmp_path_factory.mktemp(name)))
+
+
+def expected(truth: Any, *sequences: list[int]) -> Tensor:
+    return torch.stack([truth(input_ids=torch.tensor([sequence])).logits[0, -1] for sequence in sequences])
+
+
+def test_every_architecture_is_listed() -> None:
+    """The page of models has those that are tested here."""
+    assert {*REFUSED} | {*NOT_BUILT} <= {*library_architectures()}
+    assert len(WORKS) >= 30
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    table = page[page.index("## Through transformers") : page.index("## Refused")]
+    assert sorted(re.findall(r"`(\w+)`", table[table.index("| runs") :])) == [name for name in WORKS if name not in known_families()]
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_packed_steps_have_the_logits_of_the_library(name: str, checkpoint: Callable[[str], Path]) -> None:
+    """A prompt in two chunks beside another prompt, then a decode step of both."""
+    halves, truth = Halves(checkpoint(name)), load_truth(checkpoint(name))
+    with torch.inference_mode():
+        halves.logits(FIRST[:5], [5], [5])
+        prompts = halves.logits(FIRST[5:] + SECOND, [8, 6], [13, 6])
+        decoded = halves.logits([11, 13], [1, 1], [14, 7])
+        torch.testing.assert_close(prompts, expected(truth, FIRST, SECOND), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(decoded, expected(truth, [*FIRST, 11], [*SECOND, 13]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "reason"), REFUSED.items())
+def test_others_are_refused_with_the_reason(name: str, reason: str, tmp_path: Path) -> None:
+    if reason is NO_TEXT:
+        with pytest.raises(ModelError, match=reason):
+            model_class(default_config(name))
+        return
+    small_config(name).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=reason) as caught:
+        read_model_config(tmp_path, implementation="transformers")
+    assert "\n" not in str(caught.value)
+
+
+def test_several_passes_are_in_flight_and_one_is_dropped(checkpoint: Callable[[str], Path]) -> None:
+    halves, truth = Halves(checkpoint("gpt_oss")), load_truth(checkpoint("gpt_oss"))
+    with torch.inference_mode():
+        wanted = expected(truth, FIRST[:8])
+        dropped = halves.begin(FIRST[:6], [6], [6])
+        dropped.advance()
+        other = halves.begin(FIRST[:8], [8], [8], key="other")
+        other.advance()
+        replacing = halves.begin(FIRST[:8], [8], [8])  # takes the place of the first one, as after a rollback
+        torch.testing.assert_close(replacing.finish(), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(other.finish(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_an_error_of_the_module_ends_the_pass(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    halves, truth = Halves(checkpoint("gpt_oss")), load_truth(checkpoint("gpt_oss"))
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ArithmeticError("no such number")
+
+    with torch.inference_mode():
+        with monkeypatch.context() as patched:
+            patched.setattr(halves.model.anatomy.layers[2], "forward", fail)
+            with pytest.raises(ArithmeticError, match="no such number"):
+                halves.logits(FIRST[:5], [5], [5])
+        torch.testing.assert_close(halves.logits(FIRST[:5], [5], [5]), expected(truth, FIRST[:5]), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_that_are_not_held_are_refused(checkpoint: Callable[[str], Path]) -> None:
+    halves = Halves(checkpoint("gpt_oss"))
+    with pytest.raises(ValueError, match=r"layer 1: experts \[3\] were requested but are not held here; held are \[0, 2, 4, 6\]"):
+        halves.servers[0].forward(1, torch.zeros(1, 64), torch.tensor([0]), torch.tensor([3]), torch.ones(1))
+
+
+def test_a_missing_tensor_is_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    directory = checkpoint("gpt_oss")
+    for file in directory.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config: ModelConfig = read_model_config(directory, implementation="transformers")
+    values = json.loads((directory / "config.json").read_text()) | {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=r"tensor model\.layers\.4\.\S+ is missing from the weights \(13 are\)"):
+        LibraryModel(config, Checkpoint(tmp_path))
