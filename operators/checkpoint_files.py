@@ -23,7 +23,10 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 MAX_DIMENSIONS, MAX_SIZE = 8, 1 << 40  # of a stored tensor; checked before sizes are multiplied
 STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # of one number, by the dtypes that can be read
 QUANTIZED_BYTES = {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "I32": 4}  # the same of quantized weights, which scales belong to; I32: several
+_ITEM_BYTES = STORED_BYTES | QUANTIZED_BYTES | {"U8": 1}
 PACKED = "_packed"  # ends the name of a tensor whose numbers of I32 hold several of 4 or 8 bits, as compressed-tensors packs them
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"  # end the names of pairs of 4-bit floats, and of the exponents of their blocks
+MXFP4_COLUMNS, MXFP4_BYTES = 32, 16  # of a block
 _SCALES = ("_scale_inv", "_scale")  # end the name of the scales of a tensor; the first one of 8-bit floats only
 _UNRESTORED = {  # end the names of what is not restored
     "_zero_point": "zero points",
@@ -75,6 +78,19 @@ class QuantizedTensor(StoredTensor):
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Mxfp4Tensor(StoredTensor):
+    """Matrices in blocks of 4-bit floats, one per expert, as gpt-oss stores them. `shape` is that of the restored tensor, [E, columns,
+    rows]: the library's module multiplies from the other side."""
+
+    scales: StoredTensor
+
+    @property
+    def num_blocks(self) -> int:
+        """Of a row."""
+        return self.shape[1] // MXFP4_COLUMNS
+
+
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
 
 
@@ -108,12 +124,15 @@ def tensor_files(directory: Path, header: Callable[[Path], Collection[str]]) -> 
 
 def _with_packed(by_name: dict[str, T]) -> dict[str, T]:
     """Packed tensors by their usual names, too."""
-    return by_name | {name.removesuffix(PACKED): value for name, value in by_name.items() if name.endswith(PACKED)}
+    ends = (PACKED, MXFP4_BLOCKS)
+    return by_name | {name.removesuffix(end): value for name, value in by_name.items() for end in ends if name.endswith(end)}
 
 
 def find_stored(name: str, files: Mapping[str, Path], header: Callable[[Path], Mapping[str, StoredTensor]]) -> StoredTensor:
     """Tensor `name` of `files`, with its scales if it is quantized. Raises ModelError when its file does not hold it, and when it cannot be
     restored."""
+    if name + MXFP4_BLOCKS in files:
+        return _mxfp4(name, files, header)
     stored = _listed(name, files, header)
     if stored.stored_dtype not in QUANTIZED_BYTES:
         return stored
@@ -130,9 +149,22 @@ def find_stored(name: str, files: Mapping[str, Path], header: Callable[[Path], M
     return QuantizedTensor(stored.path, stored.offset_bytes, stored.stored_dtype, stored.shape, found)
 
 
+def _mxfp4(name: str, files: Mapping[str, Path], header: Callable[[Path], Mapping[str, StoredTensor]]) -> Mxfp4Tensor:
+    if name + MXFP4_SCALES not in files:
+        raise ModelError(f"tensor {name + MXFP4_BLOCKS} has no scales ({name + MXFP4_SCALES}); copy the model's files again")
+    blocks, scales = (_listed(name + end, files, header) for end in (MXFP4_BLOCKS, MXFP4_SCALES))
+    shape = blocks.shape
+    if (blocks.stored_dtype, scales.stored_dtype) != ("U8", "U8") or len(shape) != 4 or shape != (*scales.shape, MXFP4_BYTES):
+        found = f"{blocks.stored_dtype} {list(shape)} and {scales.stored_dtype} {list(scales.shape)}"
+        raise ModelError(f"tensor {name} in {blocks.path} is stored as {found}, which are not blocks of MXFP4 and their scales")
+    return Mxfp4Tensor(blocks.path, blocks.offset_bytes, "MXFP4", (shape[0], shape[2] * MXFP4_COLUMNS, shape[1]), scales)
+
+
 def is_scale(name: str, files: Container[str]) -> bool:
     """Whether a tensor holds the scales of another one, or is another one under its packed name."""
-    return name.endswith(PACKED) or any(name.endswith(end) and name.removesuffix(end) in files for end in _SCALES)
+    if name.endswith((PACKED, MXFP4_BLOCKS)):
+        return True
+    return any(name.endswith(end) and name.removesuffix(end) in files for end in (*_SCALES, MXFP4_SCALES))
 
 
 def _listed(name: str, files: Mapping[str, Path], header: Callable[[Path], Mapping[str, StoredTensor]]) -> StoredTensor:
@@ -282,9 +314,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             bounds = f"at most {MAX_DIMENSIONS} dimensions, and whole numbers from 0 to {MAX_SIZE}"
             raise ModelError(f"{path}: tensor {name}: its shape and data_offsets must be lists of {bounds} ({error})") from None
         begin, end = entry.data_offsets
-        item_bytes = (STORED_BYTES | QUANTIZED_BYTES).get(
-            entry.dtype
-        )  # None: masks or quantized data, refused only when a part asks for them
+        item_bytes = _ITEM_BYTES.get(entry.dtype)  # None: masks and others, refused only when a part asks for them
         num_bytes = end - begin if item_bytes is None else prod(entry.shape) * item_bytes
         if end - begin != num_bytes or data_start + end > file_bytes:
             where = f"bytes {begin} to {end} do not fit its shape or the file's {file_bytes} bytes"

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from flowrt.operators.checkpoint_files import packed_bits
 
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])  # by their 4 bits
+_EXPONENT_OF_ONE = 127
 QUANTIZED_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "I32": torch.int32}
 
 
@@ -22,6 +24,14 @@ def restored_rows(stored_RP: Tensor, scales_SC: Tensor, first: int, block: tuple
     if scales_RC.shape[1] > 1:
         scales_RC = scales_RC.repeat_interleave(block[1], 1)[:, :columns]
     return values.mul_(scales_RC)
+
+
+def restored_mxfp4(blocks_RGB: Tensor, exponents_RG: Tensor) -> Tensor:
+    """A matrix, float32 [R, G * 32]. `blocks_RGB`: uint8, two 4-bit floats (E2M1) in each of the 16 bytes of a block, the lower bits first;
+    `exponents_RG`: uint8, the power of two of each block (OCP Microscaling Formats 1.0, sections 5.2 and 5.4.1)."""
+    pairs = torch.stack((blocks_RGB & 15, blocks_RGB >> 4), dim=-1).flatten(2)
+    values = _FP4[pairs.to(torch.int64)]
+    return torch.ldexp(values, exponents_RG[..., None].to(torch.int32) - _EXPONENT_OF_ONE).flatten(1)
 
 
 def _unpacked(stored_RP: Tensor, columns: int) -> Tensor:

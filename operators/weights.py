@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from flowrt.operators.checkpoint_files import (
+    MXFP4_BYTES,
+    Mxfp4Tensor,
     QuantizedTensor,
     StoredTensor,
     check_rows,
@@ -31,7 +33,7 @@ from flowrt.operators.families.config_file import read_config_file
 from flowrt.operators.families.family import Piece
 from flowrt.operators.families.registry import family_named
 from flowrt.operators.model_config import DTYPES, ModelConfig, ModelError
-from flowrt.operators.restored_weights import QUANTIZED_DTYPES, restored_rows
+from flowrt.operators.restored_weights import QUANTIZED_DTYPES, restored_mxfp4, restored_rows
 from flowrt.operators.weight_memory import WeightMemory
 
 # Tensors that are converted pass through one buffer of this size (more, where a row or a transposed piece needs it).
@@ -123,6 +125,11 @@ class Checkpoint:
         """A whole tensor, or some rows of its first dimension, as stored; a quantized one is restored to bfloat16."""
         stored = self.stored(name)
         dtype = STORED_DTYPES.get(stored.stored_dtype, torch.bfloat16)
+        if isinstance(stored, Mxfp4Tensor):
+            out = torch.empty((stored.shape[0] if rows is None else len(rows), *stored.shape[1:]), dtype=dtype)
+            for place, row in zip(out, range(stored.shape[0]) if rows is None else rows, strict=True):
+                self._read_mxfp4(stored, row, place)
+            return out
         if rows is None:
             out = torch.empty(stored.shape, dtype=dtype)
             self._read_piece(name, Piece(name), 1, 0, stored.shape, out, 0)
@@ -184,6 +191,20 @@ class Checkpoint:
             place[start : start + len(raw)].copy_(restored_rows(raw, scales, first + start, block, columns))
         if piece.added:
             place += piece.added
+
+    def _read_mxfp4(self, stored: Mxfp4Tensor, row: int, out_CR: Tensor) -> None:
+        """Restore the matrix of one expert."""
+        self._on_read()
+        num_rows, num_blocks = stored.shape[2], stored.num_blocks
+        exponents_RG = torch.empty(num_rows, num_blocks, dtype=torch.uint8)
+        _read_bytes(stored.scales.path, stored.scales.offset_bytes + row * exponents_RG.nbytes, exponents_RG)
+        row_bytes = num_blocks * MXFP4_BYTES
+        step = max(1, SCRATCH_BYTES // (8 * row_bytes))
+        for start in range(0, num_rows, step):
+            blocks_RGB = self._buffer((min(step, num_rows - start), num_blocks, MXFP4_BYTES), torch.uint8)
+            _read_bytes(stored.path, stored.offset_bytes + (row * num_rows + start) * row_bytes, blocks_RGB)
+            end = start + len(blocks_RGB)
+            out_CR[:, start:end].copy_(restored_mxfp4(blocks_RGB, exponents_RG[start:end]).t())
 
     def _scales(self, stored: QuantizedTensor, matrix: int) -> Tensor:
         """The scales of one matrix of a quantized tensor: float32 [scales along the rows, along the columns]."""

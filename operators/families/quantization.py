@@ -17,7 +17,7 @@ from flowrt.operators.model_config import ModelError
 
 KEYS = ("quantization_config", "compression_config")  # of config.json; the second one is of older writers of compressed-tensors
 _PLAIN = "give the folder of the model in bfloat16 or float16"
-_FP8, _COMPRESSED = ("fp8", "fbgemm_fp8"), "compressed-tensors"  # values of `quant_method` of what is restored
+_FP8, _COMPRESSED, _MXFP4 = ("fp8", "fbgemm_fp8"), "compressed-tensors", "mxfp4"  # values of `quant_method` of what is restored
 _FORMATS = ("naive-quantized", "float-quantized", "int-quantized", "pack-quantized")  # of compressed-tensors
 
 
@@ -34,13 +34,6 @@ class Scheme:
 
 
 SCHEMES = (
-    Scheme(
-        "MXFP4",
-        ("mxfp4",),
-        f"{_PLAIN}, or write one: transformers' from_pretrained(FOLDER, quantization_config=Mxfp4Config(dequantize=True))"
-        ".save_pretrained(NEW)",
-        r"_blocks",
-    ),
     Scheme("AWQ", ("awq",), _PLAIN, file="quant_config.json"),
     Scheme("GPTQ", ("gptq", "auto-round"), _PLAIN, r"\.qweight", "quantize_config.json"),
     Scheme("ModelOpt", ("modelopt", "modelopt_fp4"), _PLAIN, r"\.(weight_scale_2|input_scale)", "hf_quant_config.json"),
@@ -71,6 +64,8 @@ def _is_restored(where: str, given: Any) -> bool:
         sizes = given.get("weight_block_size")
         if sizes is not None and not (isinstance(sizes, list) and len(sizes) == 2 and all(map(_is_power_of_two, sizes))):
             raise ModelError(f"{where}.weight_block_size: is {str(sizes)[:40]}; two powers of two are needed, or null")
+        return True
+    if given.get("quant_method") == _MXFP4:
         return True
     if given.get("quant_method") != _COMPRESSED:
         return False

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from library_checkpoints import default_config, load_truth, small_config, write
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from flowrt.cli.models import library_architectures
+from flowrt.operators.checkpoint_files import WHOLE_NAME
 from flowrt.operators.families.registry import known_families, read_model_config
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.library_config import model_class
@@ -176,3 +180,52 @@ def test_a_missing_tensor_is_named(checkpoint: Callable[[str], Path], tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ModelError, match=r"tensor model\.layers\.4\.\S+ is missing from the weights \(13 are\)"):
         LibraryModel(config, Checkpoint(tmp_path))
+
+
+def as_mxfp4(directory: Path, source: Path) -> dict[str, Tensor]:
+    """Write the experts of a gpt-oss checkpoint as MXFP4. Returns what transformers restores from them."""
+    shutil.copytree(source, directory, dirs_exist_ok=True)
+    values = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}}))
+    found, stored = dict[str, Tensor](), dict[str, Tensor]()
+    generator = torch.Generator().manual_seed(5)
+    for name, tensor in load_file(directory / WHOLE_NAME).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = tensor
+            continue
+        num_experts, columns, rows = tensor.shape
+        blocks = torch.randint(0, 256, (num_experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(121, 125, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        found[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(stored, directory / WHOLE_NAME)
+    return found
+
+
+def test_mxfp4_is_restored_as_in_transformers(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    restored = as_mxfp4(tmp_path / "four", checkpoint("gpt_oss"))
+    of_files = Checkpoint(tmp_path / "four")
+    assert len(restored) == 8
+    for name, tensor in restored.items():
+        torch.testing.assert_close(of_files.read_tensor(name), tensor, rtol=0, atol=0)
+        torch.testing.assert_close(of_files.read_tensor(name, [1, 6]), tensor[[1, 6]], rtol=0, atol=0)
+    shutil.copytree(checkpoint("gpt_oss"), tmp_path / "wide")
+    whole = load_file(tmp_path / "wide" / WHOLE_NAME) | {name: tensor.float() for name, tensor in restored.items()}
+    save_file(whole, tmp_path / "wide" / WHOLE_NAME)
+    halves, truth = Halves(tmp_path / "four"), load_truth(tmp_path / "wide")
+    with torch.inference_mode():
+        torch.testing.assert_close(halves.logits(FIRST, [13], [13]), expected(truth, FIRST), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("damage", ["no scales", "short scales", "another dtype"])
+def test_damaged_mxfp4_is_one_line(checkpoint: Callable[[str], Path], tmp_path: Path, damage: str) -> None:
+    as_mxfp4(tmp_path, checkpoint("gpt_oss"))
+    tensors = load_file(tmp_path / WHOLE_NAME)
+    name = "model.layers.2.mlp.experts.down_proj"
+    scales = tensors.pop(f"{name}_scales")
+    if damage != "no scales":
+        tensors[f"{name}_scales"] = scales[:, :-1].contiguous() if damage == "short scales" else scales.to(torch.int32)
+    save_file(tensors, tmp_path / WHOLE_NAME)
+    with pytest.raises(ModelError, match=rf"tensor {name}.*(has no scales|are not blocks of MXFP4)") as caught:
+        Halves(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -123,7 +123,6 @@ WHOLE, ONE = torch.zeros(2, 2, dtype=torch.int32), torch.ones(1)
 TENSORS: dict[str, tuple[dict[str, torch.Tensor], bool]] = {
     "GPTQ": ({".qweight": WHOLE, ".qzeros": WHOLE, ".scales": ONE}, False),
     "ModelOpt": ({".weight_scale": ONE, ".weight_scale_2": ONE, ".input_scale": ONE}, True),
-    "MXFP4": ({"_blocks": WHOLE, "_scales": ONE}, False),
     "bitsandbytes": ({".weight.absmax": ONE, ".weight.quant_state.bitsandbytes__nf4": ONE}, True),
 }
 
