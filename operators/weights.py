@@ -184,7 +184,7 @@ class Checkpoint:
         dtype, block = QUANTIZED_DTYPES[stored.stored_dtype], stored.block(columns)
         row_bytes = stored.shape[-1] * dtype.itemsize
         offset = stored.offset_bytes + (expert * rows if piece.expert is not None else 0) * row_bytes
-        step = max(1, SCRATCH_BYTES // (4 * columns))
+        step = max(1, SCRATCH_BYTES // (16 * columns))  # so that its temporaries leave no holes between weights
         for start in range(0, rows, step):
             raw = self._buffer((min(step, rows - start), stored.shape[-1]), dtype)
             _read_bytes(stored.path, offset + start * row_bytes, raw)
@@ -199,7 +199,7 @@ class Checkpoint:
         exponents_RG = torch.empty(num_rows, num_blocks, dtype=torch.uint8)
         _read_bytes(stored.scales.path, stored.scales.offset_bytes + row * exponents_RG.nbytes, exponents_RG)
         row_bytes = num_blocks * MXFP4_BYTES
-        step = max(1, SCRATCH_BYTES // (8 * row_bytes))
+        step = max(1, SCRATCH_BYTES // (64 * row_bytes))
         for start in range(0, num_rows, step):
             blocks_RGB = self._buffer((min(step, num_rows - start), num_blocks, MXFP4_BYTES), torch.uint8)
             _read_bytes(stored.path, stored.offset_bytes + (row * num_rows + start) * row_bytes, blocks_RGB)
