@@ -20,7 +20,7 @@ from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.gate import Gate
 from flowrt.operators.head import Head
 from flowrt.operators.kv_pages import KvPages
-from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.model_config import ModelConfig, ModelError
 from flowrt.operators.row_blocks import PROOF_ROWS, StrictBlocks
 from flowrt.operators.state_slots import NO_STATE
 from flowrt.operators.step_layout import StepLayout
@@ -63,6 +63,8 @@ def prove(
 def prove_model(directory: Path, dtype: str | None = None) -> StrictBlocks:
     """The blocks that strict numerics use for this model on this machine, with the current number of torch threads."""
     config, checkpoint, blocks = read_model_config(directory, dtype), Checkpoint(directory), StrictBlocks()
+    if config.library is not None:
+        raise ModelError("the modules of transformers compute rows of a batch together")
     first = [layer for layers in (config.paged_layers, config.recurrent_layers) for layer in layers[:1]]
     prove(attention_for(config, checkpoint, first, blocks=blocks), config)
     prove(Gate(config, checkpoint, config.moe_layers[:1], blocks=blocks), config)

@@ -84,7 +84,8 @@ def _need(graph: Graph, process: str, config: ModelConfig, item_bytes: int) -> M
     is_stateful = any(node.kind.stateful for node in nodes)
     num_kv = limits.kv_pages * limits.page_size * config.kv_elements if is_stateful else 0
     state_bytes = limits.num_state_slots * len(config.recurrent_layers) * config.state_bytes if is_stateful else 0
-    holds = repr(sorted((node.operator, str(node.options.get("experts", ""))) for node in nodes if any(_numbers_of(node, config))))
+    own = process if config.library is not None else ""  # modules of transformers are not shared
+    holds = own + repr(sorted((node.operator, str(node.options.get("experts", ""))) for node in nodes if any(_numbers_of(node, config))))
     return MemoryNeed(num_weights * item_bytes, num_kv * item_bytes + state_bytes, holds)
 
 

@@ -24,7 +24,8 @@ def missing_package() -> str:
 def read_config(file: ConfigFile) -> ModelConfig:
     """config.json as transformers reads it. Raises ModelError for an architecture that cannot run this way, with the reason."""
     if missing := missing_package():
-        raise ModelError(f"{file.path}: model_type: {file.values.get('model_type')!r} needs {missing}: pip install 'flowrt[transformers]'")
+        why = f"{file.values.get('model_type')!r} is not of flowrt's own families, and {missing} is not installed"
+        raise ModelError(f'{file.path}: model_type: {why}: pip install -e ".[transformers]" in the clone of flowrt')
     refuse_quantized_config(file.path, file.values)
     config: ModelConfig = import_module("flowrt.operators.library_config").read_library_config(file.path, dict(file.values))
     return config

@@ -19,13 +19,18 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from flowrt.cli.models import library_architectures
+from flowrt.errors import GraphError
+from flowrt.graph.file import load_graph
+from flowrt.launcher.model_facts import facts_of
 from flowrt.operators.checkpoint_files import WHOLE_NAME
+from flowrt.operators.families import library
 from flowrt.operators.families.registry import known_families, read_model_config
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.library_config import model_class
 from flowrt.operators.library_experts import LibraryExperts
 from flowrt.operators.library_model import LibraryModel
 from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.operators.proof import prove_model
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
 
@@ -229,3 +234,18 @@ def test_damaged_mxfp4_is_one_line(checkpoint: Callable[[str], Path], tmp_path: 
     with pytest.raises(ModelError, match=rf"tensor {name}.*(has no scales|are not blocks of MXFP4)") as caught:
         Halves(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_without_the_packages_the_error_says_how_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_config("gpt_oss").save_pretrained(tmp_path)
+    monkeypatch.setattr(library, "find_spec", lambda name: None if name == "greenlet" else object())
+    with pytest.raises(ModelError, match=r"'gpt_oss' is not of flowrt's own families, and greenlet is not installed: pip install"):
+        read_model_config(tmp_path)
+
+
+def test_strict_numerics_are_refused(checkpoint: Callable[[str], Path]) -> None:
+    graph = {"flowrt": 1, "model": {"path": str(checkpoint("gpt_oss"))}, "deploy": {}, "numerics": "strict"}
+    with pytest.raises(GraphError, match="numerics: the modules of transformers compute rows of a batch together; write fast"):
+        load_graph(graph, facts_of=facts_of)
+    with pytest.raises(ModelError, match="compute rows of a batch together"):
+        prove_model(checkpoint("gpt_oss"), None)
