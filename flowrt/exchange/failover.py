@@ -98,12 +98,10 @@ class Failover:
         if not self.client.servers.settle(process):
             return
         servers = frozenset(self._servers[process])
-        missing = list(self._missing_at(servers))
         if cause is not None and cause.may_recur:
-            error = f"{process} {cause.how}"
-            return self._steps.fail_steps(dict.fromkeys(tag for tag, _ in missing), error, crashed=True)
+            return self._steps.fail_steps(self._tags_at(servers), f"{process} {cause.how}", crashed=True)
         lost = []
-        for tag, part in missing:
+        for tag, part in list(self._missing_at(servers)):
             if self.client.server_of(tag, part) not in servers:
                 continue  # it was late there, and others compute it
             if redo(FaultKind.LOST_SERVER, self.client.record_loss(tag, part) - 1) is Redo.PART:
@@ -129,7 +127,7 @@ class Failover:
             return  # of a KV transfer
         self.client.record_response(server, tag)
         if message.kind == FAILED:
-            self._on_failed(tag, message.decode_header(FailedHeader))
+            self._on_failed(tag, server, message.decode_header(FailedHeader))
         elif self.client.computes_alone and (requests := self.client.next_request(tag, message.decode_header(PartHeader).part)):
             self._runner.emit(self._dispatch, tag, requests)
 
@@ -164,10 +162,20 @@ class Failover:
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
-    def _on_failed(self, tag: Tag, header: FailedHeader) -> None:
+    def _tags_at(self, servers: Iterable[int]) -> list[Tag]:
+        """The tags that may have crashed one of these servers: with parts there, at another lost one whose cause of death is not known yet,
+        or at a trampoline in front of one of these. They fail together: the rollback forgets the parts that later notices are about."""
+        numbers, behind = {*servers}, self.client.servers.behind
+        numbers.update(number for process in self.client.servers.due for number in self._servers.get(process, ()))
+        numbers.update([each for each in behind if not numbers.isdisjoint(behind[each])])
+        return list(dict.fromkeys(tag for tag, _ in self._missing_at(frozenset(numbers))))
+
+    def _on_failed(self, tag: Tag, server: int, header: FailedHeader) -> None:
         """A trampoline has lost what a part needs."""
         if header.cause == FailureCause.CRASHED:
-            self._steps.fail_steps([tag], header.error, crashed=True)
+            is_open = tag in self.client.tags  # else it was rolled back, or is complete
+            others = self._tags_at((server, *self.client.servers.behind.get(server, ()))) if is_open else ()
+            self._steps.fail_steps(dict.fromkeys((tag, *others)), header.error, crashed=True)
         elif header.cause == FailureCause.LOST and header.part in self._missing(tag):
             self._redispatch(tag, header.part)
 

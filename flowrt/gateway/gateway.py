@@ -219,17 +219,21 @@ class Gateway(RequestLogs):
         return decisions + self._end(log, "error", error, cancels_worker=True)
 
     def on_alone(self, group: str, control: RunsAlone | Crashed) -> list[Decision]:
-        """A group is about to compute a suspect alone, or has given one back that crashed a server."""
+        """A group is about to compute a suspect alone, or has given one back that crashed a server. A policy may restart it with that
+        server: then the notice of the death, over another connection, may come before the report, and the request may have moved."""
         log = self._active.get(control.request_id)
-        if log is None or control.attempt != log.attempt or self._stages.worker_of(log) != group:
+        if log is None:
             return []
-        log.runs_alone = True
+        is_current = control.attempt == log.attempt and self._stages.worker_of(log) == group
+        is_restarted = control.attempt <= log.restarted_attempt
+        if not is_current and (not is_restarted or isinstance(control, Crashed)):
+            return []
+        crash, log.server_crash = log.server_crash, ""
         if isinstance(control, Crashed):
+            log.runs_alone = bool(crash) or not is_restarted  # else the notice of this crash has counted it
             return self._redo(log, control.error, but=group) + self._place_waiting()
-        if log.ends_with_server:  # the report and the notice of the death came over two connections
-            log.count_crash()
-            log.ends_with_server = False
-        return []
+        log.runs_alone = True
+        return self._redo(log, crash, moves=False) if crash and is_restarted else []
 
     def on_ended(self, group: str, ended: Ended) -> list[Decision]:
         """End a choice of the current attempt. The last choice, or an error, ends the request.
@@ -309,8 +313,11 @@ class Gateway(RequestLogs):
         that run alone are counted, and all others are suspects."""
         decisions: list[Decision] = []
         for log in self._stages.begun():
-            log.ends_with_server = not log.runs_alone
-            decisions += self._redo(log, f"{server} {why}", moves=False)
+            crash = f"{server} {why}"
+            log.server_crash = "" if log.runs_alone else crash
+            if self._stages.workers_of(log):
+                log.restarted_attempt = log.attempt
+            decisions += self._redo(log, crash, moves=False)
         return decisions
 
     def _redo(self, log: RequestLog, what: str, but: str = "", *, moves: bool = True) -> list[Decision]:
@@ -325,6 +332,8 @@ class Gateway(RequestLogs):
         """Begin a new attempt, and cancel the old one in every worker but this one. When a policy restarts the group, the notice of a crash
         is to come: a request that ran alone counts then."""
         log.runs_alone = log.runs_alone and is_restarting
+        if is_restarting:
+            log.restarted_attempt = log.attempt
         decisions = self._cancel(log, but)
         self._stages.remove(log)
         log.attempt += 1

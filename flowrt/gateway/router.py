@@ -159,8 +159,6 @@ class Router:
         self._last_placed[worker.name] = max(self._last_placed.values(), default=0) + 1
         if self._prefixes is not None:
             self._prefixes.add(worker.name, self._digests(log))
-        if log.kv is None:  # the attempt begins
-            log.ends_with_server = False
         if log.is_suspect:
             log.unproven = {choice.index for choice in log.choices if choice.finish_reason is None}
 
@@ -174,7 +172,6 @@ class Router:
 
     def prove(self, log: RequestLog, choice: int) -> None:
         """A choice of a suspect has committed a token or ended, so it was not the cause."""
-        log.runs_alone = False
         if choice in log.unproven:
             log.unproven.remove(choice)
             if not log.unproven:

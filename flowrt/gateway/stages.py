@@ -178,6 +178,7 @@ class Stages:
     def note_progress(self, log: RequestLog, choice: int) -> bool:
         """A choice has committed a token or ended. Returns whether another request may have a place for it: `place_waiting` follows."""
         stage = self._stage(log)
+        log.runs_alone = False
         if log.is_suspect:
             stage.prove(log, choice)
         return stage.note_token(log)

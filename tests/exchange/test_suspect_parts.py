@@ -85,6 +85,18 @@ def test_steps_with_parts_at_a_crashed_server_are_suspects(fencing):
     assert {server: len(fencing.requested[server]) for server in (0, 2)} == sent
 
 
+def test_steps_at_a_dead_server_are_suspects_when_another_has_crashed_before_its_cause_is_known(fencing):
+    """The rollback after the first cause forgets their parts."""
+    fencing.begin(0)
+    for server in (0, 1):
+        fencing.serve(server)  # of the first step, which waits for server 2
+    fencing.begin(1)
+    fencing.failover.mark_lost("experts.2")
+    fencing.die(1, may_recur=True)
+    fencing.die(2, may_recur=True)
+    assert sorted((tag.step, crashed) for tag, crashed in fencing.suspects) == [(0, True), (1, True)]
+
+
 def alone(client):
     client.client.computes_alone = True
     client.begin()

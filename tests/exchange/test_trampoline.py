@@ -89,6 +89,7 @@ class Run:
         self.ends: list[tuple[Tag, torch.Tensor]] = []
         self.failures: list[str] = []
         self.crashed: list[Tag] = []
+        self.epoch = 0  # of the group
         self.broken: set[int] = set()  # servers whose operator fails
         self.failovers: dict[str, Failover] = {}
         self.runners: dict[str, Runner] = {}
@@ -144,8 +145,10 @@ class Run:
         return {"results": Payload((respond(*payload.tensors, self.strict),), payload.header_as(PartHeader))}
 
     def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False) -> None:
-        """As a group: a new epoch begins."""
-        self.crashed += [*tags] if crashed else []
+        """As a group: a new epoch begins, and later news of the old one are ignored."""
+        tags = [tag for tag in tags if tag.epoch == self.epoch]
+        self.epoch += bool(tags)
+        self.crashed += tags if crashed else []
         for tag in tags:
             self.runners["a"].roll_back(tag.source, tag.epoch + 1)
             self.client.roll_back(tag.source, tag.epoch + 1)
@@ -354,6 +357,35 @@ def test_crash_of_a_server_behind_a_trampoline_fails_the_step(run):
     run.begin(epoch=1)
     run.deliver_all()
     run.check()
+
+
+@pytest.mark.parametrize("first", ["group", "trampoline"])
+def test_crash_fails_steps_with_parts_behind_a_trampoline_and_past_it_together(run, first):
+    """The notice of the death and the report of the trampoline come one after the other, and the first one rolls all steps back."""
+    run.begin(0)
+    run.client.servers.note_late(4)
+    run.begin(1)
+    run.client.servers.note_response(4)
+    run.deliver("experts.0")
+    run.notice_loss(2)
+    del run.runners["experts.2"]
+    for process in ("experts.0", "a") if first == "trampoline" else ("a", "experts.0"):
+        run.failovers[process].settle("experts.2", DeathCause("experts.2", "1", "died", may_recur=True))
+        run.deliver("a")
+    assert sorted(tag.step for tag in run.crashed) == [0, 1]
+    run.deliver_all()
+    assert sorted(tag.step for tag in run.crashed) == [0, 1]
+
+
+def test_crash_behind_a_trampoline_fails_all_steps_with_parts_there(run):
+    """Each has a report of its own."""
+    run.begin(0)
+    run.begin(1)
+    run.deliver("experts.0")
+    run.lose(2, may_recur=True)
+    assert failed(run, FailureCause.CRASHED) == [(step, "experts.2 died") for step in (0, 1)]
+    run.deliver_all()
+    assert run.crashed == [Tag("source@1", step=step) for step in (0, 1)]
 
 
 def test_parts_of_a_suspect_pass_no_trampoline():

@@ -460,6 +460,17 @@ def test_requests_of_a_crashed_group_run_alone_and_only_one_that_did_is_counted(
     assert end == EndEvent(3, "error", "", f"{retried.group} hung while it computed this request alone; the request is not tried again")
 
 
+def test_a_token_ends_the_run_alone_also_of_a_request_that_only_its_group_suspects() -> None:
+    """After the crash of a server its group computes it alone, and the gateway learns of it by the report."""
+    gateway = new_gateway(("g0",))
+    alone, other = place(gateway), place(gateway)
+    runs_alone(gateway, "g0", alone)
+    on_token(gateway, token_of(alone, "a"))
+    assert not gateway.log(0).runs_alone
+    gateway.lose_group("g0", "was killed by SIGSEGV", may_recur=True)
+    assert [(log.is_suspect, log.num_crashes) for log in (gateway.log(0), gateway.log(other.request.index))] == [(True, 0)] * 2
+
+
 def test_a_token_clears_the_count_of_crashes() -> None:
     gateway = new_gateway(("g0", "g1"))
     sent = place(gateway)
@@ -736,6 +747,36 @@ def test_a_report_that_comes_after_the_death_of_the_server_counts(is_late: bool)
         (sent,) = restarted(gateway, "g1")
     runs_alone(gateway, "g1", sent)
     assert (gateway.log(0).num_crashes, gateway.log(0).runs_alone) == ((1, False) if is_late else (0, True))
+
+
+def test_a_report_that_comes_after_the_death_of_the_server_ends_a_request() -> None:
+    """It counts as one that came in time."""
+    gateway = new_gateway(("g1",))
+    place(gateway)
+    gateway.lose_server("experts.0", "crashed")
+    for _ in range(2):
+        (sent,) = restarted(gateway, "g1")
+        gateway.lose_server("experts.0", "was killed by SIGSEGV")
+        decisions = runs_alone(gateway, "g1", sent)
+    (end,) = [each for each in decisions if isinstance(each, EndEvent)]
+    assert end.error == "experts.0 was killed by SIGSEGV while it computed this request alone; the request is not tried again"
+    assert [each for each in decisions if isinstance(each, SendCancel)] == [SendCancel("g1", Cancel("request-0", 2))]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_crash_counts_once_for_a_group_that_no_policy_restarts(is_late: bool) -> None:
+    """The notice of the death counts it, or the report that comes after it; the group gives the request back."""
+    gateway = new_gateway(("g0", "g1"))
+    place(gateway)
+    gateway.lose_server("g2", "crashed")
+    (sent,) = restarted(gateway, "g0")
+    if not is_late:
+        runs_alone(gateway, sent.group, sent)
+    gateway.lose_server("g2", "crashed")
+    if is_late:
+        runs_alone(gateway, sent.group, sent)
+    (moved,) = sent_in(gateway.on_alone(sent.group, Crashed("request-0", sent.request.attempt, "g2 crashed")))
+    assert (gateway.log(0).num_crashes, moved.request.attempt) == (1, sent.request.attempt + 1)
 
 
 def test_tokens_from_before_a_crash_clear_no_suspect() -> None:

@@ -328,6 +328,28 @@ def test_the_crash_of_the_group_of_a_prompt_hides_no_suspect() -> None:
     assert end.finish_reason == "error"
 
 
+@pytest.mark.parametrize("order", [("server", "worker", "report"), ("worker", "server", "report"), ("worker", "report", "server")])
+def test_a_report_counts_also_when_the_loss_of_the_prefill_worker_has_moved_the_request(order: tuple[str, ...]) -> None:
+    """A policy restarts all with a crashed server. The group's messages, that it has pulled the KV and computes the request alone, come
+    after the loss of the prefill worker, which holds the KV as far as the gateway knows."""
+    gateway = staged()
+    in_group = prefill(gateway, place(gateway, max_tokens=4))
+    gateway.log(0).num_crashes = 1
+    decisions: list[Decision] = []
+    for event in order:
+        match event:
+            case "server":
+                decisions += gateway.lose_server("experts.0", "crashed")
+            case "worker":
+                decisions += gateway.lose_group("p0", "is restarted", is_restarting=True)
+                assert gateway.groups_of(0) == ["p1"], "it is placed there, although that is restarted as well"
+            case _:
+                gateway.on_transfer(in_group.group, pulled(in_group))
+                decisions += gateway.on_alone(in_group.group, RunsAlone("request-0", 0))
+    (end,) = [each for each in decisions if isinstance(each, EndEvent)]
+    assert end.error == "experts.0 crashed while it computed this request alone; the request is not tried again"
+
+
 @pytest.mark.parametrize("why", ["error", "crash", "crash alone", "end"])
 def test_the_end_of_a_prefill_worker_counts_also_behind_the_loss_of_what_it_streamed(why: str) -> None:
     """A group may report lost KV before the prefill worker's end arrives, which has the same cause."""

@@ -92,7 +92,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("restart-forgets-crash", "a policy that restarts the groups with a crashed server restarts what crashed it, too", (
         GROUP_CHANGES, "apply_group_change", "if may_recur and event.ends_groups:", "if False:")),
     bug("trial-never-over", "a suspect that has got a token is blamed for the next crash of its group", (
-        ROUTER, "Router.prove", "log.runs_alone = False", "pass"), (
+        "flowrt.gateway.stages", "Stages.note_progress", "log.runs_alone = False", "pass"), (
         ROUTER, "Router.prove", "log.num_crashes = 0", "pass")),
     bug("innocent-counted", "each request of a crashed group is counted, whether or not it ran alone", (
         REQUEST_LOG, "RequestLog.count_crash", "self.num_crashes += self.runs_alone", "self.num_crashes += 1"), (

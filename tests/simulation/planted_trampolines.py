@@ -33,7 +33,7 @@ TRAMPOLINE_BUGS: tuple[Bug, ...] = (
     bug("lost-part-not-sent-again", "a group ignores that a trampoline has lost a part", (
         FAILOVER, "Failover._on_failed", "self._redispatch(tag, header.part)", "pass")),
     bug("crash-behind-trampoline", "a group sends the part of a crashed server behind a trampoline to a replica", (
-        FAILOVER, "Failover._on_failed", "self._steps.fail_steps([tag], header.error, crashed=True)",
+        FAILOVER, "Failover._on_failed", "self._steps.fail_steps(dict.fromkeys((tag, *others)), header.error, crashed=True)",
         "self._redispatch(tag, header.part)")),
     bug("sent-again-through-trampoline", "a redispatched part passes a trampoline, which has one of the tag already", (
         SERVERS, "Servers.table", "self._tables_avoiding(preferred.union(besides))",
