@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import prod
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowrt.operators.families.registry import known_families
-from flowrt.operators.library_interfaces import PassHooks, cache_of, quiet, use_hooks
+from flowrt.operators.library_interfaces import Mixer, PassHooks, SequenceStates, cache_of, quiet, use_hooks
 from flowrt.operators.model_config import LibraryConfig, ModelConfig, ModelError
 from flowrt.operators.weights import TORCH_DTYPES
 
@@ -40,7 +41,7 @@ class Anatomy:
 def library_config(path: Path, values: Mapping[str, Any]) -> PreTrainedConfig:
     """The library's own config of the language model in the config.json at `path`. Weights are restored as they are read, so that it names
     no quantization. Raises ModelError."""
-    kept = {key: value for key, value in values.items() if key not in ("quantization_config", "compression_config", "auto_map")}
+    kept = {key: _decoded(value) for key, value in values.items() if key not in ("quantization_config", "compression_config", "auto_map")}
     model_type = kept.pop("model_type", None)
     if model_type not in CONFIG_MAPPING:
         known = f"known are: {', '.join(known_families())}, and the architectures of transformers {transformers.__version__}"
@@ -50,6 +51,13 @@ def library_config(path: Path, values: Mapping[str, Any]) -> PreTrainedConfig:
         return given.get_text_config(decoder=True)
     except Exception as error:  # of the library: any of its validators may refuse a value in its own way
         raise ModelError(f"{path}: {' '.join(str(error).split())[:200]}") from error
+
+
+def _decoded(value: Any) -> Any:
+    """Numbers that JSON does not have, in the form in which the library writes them."""
+    if isinstance(value, list):
+        return [_decoded(each) for each in value]
+    return float(value["__float__"]) if isinstance(value, dict) and value.keys() == {"__float__"} else value
 
 
 def model_class(config: PreTrainedConfig) -> Any:
@@ -65,9 +73,9 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 
 def new_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The module of a config, without memory for its weights."""
+    """The module of a config in bfloat16, without memory for its weights."""
     with torch.device("meta"):
-        model: PreTrainedModel = model_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model: PreTrainedModel = model_class(config)._from_config(deepcopy(config), attn_implementation="eager", dtype=torch.bfloat16)
         model.eval()
     return model
 
@@ -101,10 +109,17 @@ class _Seen(PassHooks):
     widths: dict[int, tuple[int, int]] = field(default_factory=dict)
     num_active: set[int] = field(default_factory=set)
     called: list[int] = field(default_factory=list)
+    states: dict[int, tuple[tuple[tuple[int, ...], bool], ...]] = field(default_factory=dict)
     attended: set[int] = field(default_factory=set)
 
     def cache(self, layer: int, first: Tensor, second: Tensor) -> None:
         self.widths[layer] = (prod(first.shape[1::2]), prod(second.shape[1::2]))
+
+    def recur(self, layer: int, mix: Mixer, hidden: Tensor) -> Any:
+        states = SequenceStates(layer)
+        mixed = mix(hidden, states)
+        self.states[layer] = tuple((tuple(each.shape), each.dtype == torch.float32) for each in states.tensors())
+        return mixed
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]) -> Tensor:
         self.attended.add(module.layer_idx)  # type: ignore[arg-type]
@@ -133,17 +148,20 @@ def _read(path: Path, config: PreTrainedConfig) -> ModelConfig:
         use_hooks(model, seen)
         with torch.device("meta"), torch.inference_mode():
             embedding: Any = model.get_input_embeddings()
-            x = torch.empty(1, 2, embedding.weight.shape[1])
+            x = torch.empty(1, 2, embedding.weight.shape[1], dtype=torch.bfloat16)
             anatomy.body(inputs_embeds=x, position_ids=torch.arange(2)[None], past_key_values=cache_of(seen), use_cache=True)
     except ModelError as error:
         raise ModelError(f"{where} {error}") from error
     except Exception as error:  # of the module: it needs something that a pass does not give it
-        raise ModelError(f"{where} {type(error).__name__}: {' '.join(str(error).split())[:160]}") from error
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        raise ModelError(f"{where} its module needs more than a pass has ({what})") from error
     num_layers = len(anatomy.layers)
     if seen.called != list(anatomy.experts) or len(seen.num_active) != 1:
         raise ModelError(f"{where} its layers do not call their experts once each, in order")
-    if seen.attended != seen.widths.keys() or seen.attended != {*range(num_layers)}:
-        raise ModelError(f"{where} not every layer has attention with a cache of its own")
+    if not seen.widths or seen.attended != seen.widths.keys() or not seen.attended.isdisjoint(seen.states):
+        raise ModelError(f"{where} a layer has attention without a cache of its own, or beside a recurrent state, or none has any")
+    if len({*seen.states.values()}) > 1:
+        raise ModelError(f"{where} its layers have recurrent states of different shapes")
     counts = {num_experts_of(module) for module in anatomy.experts.values()}
     if len(counts) != 1:
         raise ModelError(f"{where} its layers have different numbers of experts")
@@ -169,6 +187,8 @@ def _read(path: Path, config: PreTrainedConfig) -> ModelConfig:
             kv_widths=max(seen.widths.values(), key=sum) if len({*map(sum, seen.widths.values())}) == 1 else _widest(seen.widths),
             body_elements=sum(parameter.numel() for parameter in model.parameters()) - of_experts,
             expert_elements=of_experts // (len(anatomy.experts) * num_experts),
+            recurrent_layers=tuple(sorted(seen.states)),
+            states=next(iter(seen.states.values()), ()),
         ),
         bos_token_id=config.bos_token_id if isinstance(config.bos_token_id, int) else None,
         eos_token_ids=_token_ids(config.eos_token_id),
@@ -181,9 +201,6 @@ def _widest(widths: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
 
 def _problem(config: PreTrainedConfig) -> str:
     """Why no module of this config can run, as far as the config says."""
-    kinds = {*(getattr(config, "layer_types", None) or ())}
-    if recurrent := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
-        return f"layers of the kind {recurrent[0]!r} keep a recurrent state"
     if getattr(config, "index_topk", None):
         return "its attention has an indexer (index_topk), whose keys are not cached"
     return ""

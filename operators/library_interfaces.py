@@ -6,8 +6,9 @@ A module is bound to a PassHooks, which gets each call. The registries are the l
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,13 +16,14 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 NAME = "flowrt"
+Mixer = Callable[[Tensor, "SequenceStates"], Any]  # what a recurrent module gives for rows [1, rows, H] of one sequence, and its states
 
 
 @contextmanager
@@ -56,6 +58,10 @@ class PassHooks(Protocol):
         """Attention of the rows, [1, rows, heads, value width], over all that is cached; key and value are those of the rows alone."""
         ...
 
+    def recur(self, layer: int, mix: Mixer, hidden: Tensor) -> Any:
+        """What a recurrent layer gives for the rows [1, rows, H]: `mix` of the rows of each sequence, with its states."""
+        ...
+
     def experts(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """What the experts of a layer add up to for each row."""
         ...
@@ -81,6 +87,50 @@ class HookedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
 
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+
+class SequenceStates(Cache):
+    """The states of one sequence in one layer, in the library's own form. `tensors`: of the tokens before; None: there are none."""
+
+    def __init__(self, layer: int, tensors: Sequence[Tensor] | None = None) -> None:
+        super().__init__(layers=[])
+        self._layer = held = LinearAttentionLayer()
+        self.layers: Any = {layer: held}  # the library reads it by the number of the layer
+        if tensors is None:
+            return
+        held.conv_states[0], held.conv_kernel_size[0] = tensors[0][None].clone(), tensors[0].shape[-1]
+        held.is_conv_states_initialized[0] = held.has_previous_state[0] = True
+        if len(tensors) > 1:
+            held.recurrent_states[0], held.is_recurrent_states_initialized[0] = tensors[1][None].clone(), True
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those behind the last token."""
+        found = (self._layer.conv_states[0], self._layer.recurrent_states[0])
+        return tuple(each[0] for each in found if each is not None)
+
+
+def _wrap_mixer(module: Any) -> None:
+    """Let a module that keeps a recurrent state see one sequence at a time."""
+    original, layer = module.forward, module.layer_idx
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def mix(rows: Tensor, states: SequenceStates) -> Any:
+            own = [states if isinstance(each, Cache) else each for each in args]
+            given = {key: states if isinstance(each, Cache) else None if isinstance(each, Mask) else each for key, each in kwargs.items()}
+            return original(rows, *own, **given)
+
+        return _HOOKS[module].recur(layer, mix, hidden_states)
+
+    module.forward = forward
+
+
+def _is_mixer(module: nn.Module) -> bool:
+    """Whether its class reads and writes a recurrent state."""
+    functions = [inspect.unwrap(each) for cls in type(module).__mro__ for each in vars(cls).values() if inspect.isfunction(each)]
+    return hasattr(module, "layer_idx") and any("update_conv_state" in each.__code__.co_names for each in functions)
+
 
 def cache_of(hooks: PassHooks) -> HookedCache:
     return HookedCache(hooks)
@@ -89,6 +139,8 @@ def cache_of(hooks: PassHooks) -> HookedCache:
 def use_hooks(model: PreTrainedModel, hooks: PassHooks) -> None:
     """Let the module call the hooks."""
     for module in model.modules():
+        if module not in _HOOKS and _is_mixer(module):
+            _wrap_mixer(module)
         _HOOKS[module] = hooks
     model.set_attn_implementation(NAME)
     model.set_experts_implementation(NAME)

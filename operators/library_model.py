@@ -22,11 +22,14 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.library_attention import attend_packed
 from flowrt.operators.library_config import anatomy_of
-from flowrt.operators.library_interfaces import Mask, cache_of, use_hooks
+from flowrt.operators.library_interfaces import Mask, Mixer, SequenceStates, cache_of, use_hooks
 from flowrt.operators.library_weights import load_body
-from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.operators.state_slots import NO_STATE
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
+
+_CHECKED_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,21 @@ class LibraryModel:
         self.anatomy = anatomy_of(self.model)
         self._passes: dict[Hashable, _Pass] = {}
         self._layer_of = {id(module): layer for layer, module in self.anatomy.experts.items()}
+        if config.recurrent_layers:
+            self._check_recurrence(config)
         use_hooks(self.model, self)
         for layer, module in enumerate(self.anatomy.layers):
             if layer not in self.anatomy.experts:
                 module.register_forward_hook(self._end_layer)
+
+    def _check_recurrence(self, config: ModelConfig) -> None:
+        """Raises ModelError when the library's recurrent layers give other results for a prompt in two parts than for the whole one."""
+        check = _RecurrenceCheck()
+        use_hooks(self.model, check)
+        with torch.inference_mode():
+            tokens_T = torch.arange(_CHECKED_TOKENS, device=self.model.device)
+            x = self.embed(tokens_T % config.vocab_size)[None]
+            self.anatomy.body(inputs_embeds=x, position_ids=tokens_T[None], past_key_values=cache_of(check))
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         x_TH: Tensor = self.model.get_input_embeddings()(tokens_T)
@@ -94,6 +108,21 @@ class LibraryModel:
         running = _running()
         layer: int = module.layer_idx  # type: ignore[assignment]
         return attend_packed(module, query, key, value, mask, options, running.layout, running.pages, layer, running.cached_shapes[layer])
+
+    def recur(self, layer: int, mix: Mixer, hidden: Tensor) -> Any:
+        running, found = _running(), list[Any]()
+        states = running.pages.states
+        if states is None or running.layout.states_2S is None:
+            raise RuntimeError("a step of a model with recurrent layers needs slots of states")
+        pieces = hidden.split(running.layout.query_lengths, dim=1)
+        for rows, source, target in zip(pieces, *running.layout.states_2S.tolist(), strict=True):
+            own = SequenceStates(layer, None if source == NO_STATE else states.read(layer, source))
+            found.append(mix(rows, own))
+            for place, tensor in zip(states.read(layer, target), own.tensors(), strict=True):
+                place.copy_(tensor)
+        if isinstance(found[0], tuple):
+            return (torch.cat([each[0] for each in found], dim=1), *found[-1][1:])
+        return torch.cat(found, dim=1)
 
     def experts(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         rows_TH = hidden.reshape(-1, hidden.shape[-1])
@@ -143,6 +172,33 @@ def _running() -> _Pass:
     if not isinstance(current, _Pass):
         raise RuntimeError("the module of transformers was called outside of a pass")
     return current
+
+
+class _RecurrenceCheck:
+    """Hooks of a pass in which only recurrent layers compute."""
+
+    def cache(self, layer: int, first: Tensor, second: Tensor) -> None: ...
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, options: Mapping[str, Any]) -> Tensor:
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+    def experts(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return torch.zeros_like(hidden)
+
+    def recur(self, layer: int, mix: Mixer, hidden: Tensor) -> Any:
+        whole, states = mix(hidden, SequenceStates(layer)), SequenceStates(layer)
+        before, after = hidden.split(hidden.shape[1] // 2, dim=1)
+        first = mix(before, states)
+        parts = first, mix(after, SequenceStates(layer, states.tensors()))
+        wanted, found = _rows_of(whole), torch.cat([_rows_of(part) for part in parts], dim=1)
+        if not torch.allclose(found, wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max())):
+            raise ModelError("the recurrent layers of its module in transformers cannot go on with a prompt that was begun before")
+        return whole
+
+
+def _rows_of(found: Any) -> Tensor:
+    rows: Tensor = found[0] if isinstance(found, tuple) else found
+    return rows
 
 
 class _Given(nn.Module):

@@ -6,6 +6,7 @@ are read late, so the memory is that of what is held and of the tensors that bec
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from flowrt.operators.library_interfaces import quiet
 from flowrt.operators.model_config import ModelConfig, ModelError
 from flowrt.operators.weights import Checkpoint, torch_dtype
 
+# The library would read tensors in threads of its own. A Checkpoint has one buffer for all, and what is read ahead takes memory.
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
 _EXPERT = re.compile(r"\bexperts?\.(\d+)\.")  # in the name of a tensor of one expert
 
 

@@ -131,11 +131,14 @@ class LibraryConfig:
 
     `kv_widths`: the numbers of the two tensors that a layer caches of a token, in the layer with the most: keys and values, or latents
     and rotary keys. `body_elements`: weights besides those of routed experts; `expert_elements`: those of one expert of one layer.
+    `recurrent_layers` keep states of a sequence in place of that: `states` are shape and whether it is wide, float32 in a narrower model.
     """
 
     kv_widths: tuple[int, int]
     body_elements: int
     expert_elements: int
+    recurrent_layers: tuple[int, ...] = ()
+    states: tuple[tuple[tuple[int, ...], bool], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,6 +197,8 @@ class ModelConfig:
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """The layers with a state of fixed size per sequence, in order."""
+        if self.library is not None:
+            return self.library.recurrent_layers
         return () if self.delta is None else self.delta.layers
 
     @property
@@ -210,9 +215,11 @@ class ModelConfig:
     def state_tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """dtype and shape of each tensor of the state that a recurrent layer keeps of a sequence: for a gated delta net, its last inputs to
         the convolution, and the states of its heads."""
+        wide = "float64" if self.dtype == "float64" else "float32"
+        if self.library is not None:
+            return tuple((wide if is_wide else self.dtype, shape) for shape, is_wide in self.library.states)
         if (delta := self.delta) is None:
             return ()
-        wide = "float64" if self.dtype == "float64" else "float32"
         heads = (delta.num_value_heads, delta.key_width, delta.value_width)
         return (self.dtype, (delta.conv_tokens - 1, delta.conv_width)), (wide, heads)
 

@@ -44,6 +44,33 @@ SIZES: dict[str, Any] = {
     "eos_token_id": EOS,
 }
 
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LINEAR, FULL = "linear_attention", "full_attention"
+SPECIAL: dict[str, dict[str, Any]] = {  # what only some architectures have
+    "bailing_hybrid": {"layer_types": [LINEAR, FULL, LINEAR, FULL], "linear_num_heads": 4, "linear_head_dim": 16},
+    "granitemoehybrid": {
+        "layer_types": [LINEAR, FULL, LINEAR, FULL],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 8,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    "kimi_linear": {"layer_types": [LINEAR, FULL, LINEAR, FULL], "linear_num_heads": 4, "linear_head_dim": 16},
+    "lfm2_moe": {"layer_types": ["conv", FULL, "conv", FULL]},
+    "nemotron_h": {
+        "layers_block_type": [LINEAR, "moe", FULL, "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 32,
+        "use_mamba_kernels": False,
+    },
+    "qwen3_5_moe": DELTA,
+    "qwen3_next": DELTA,
+}
+
 
 def default_config(architecture: str) -> PreTrainedConfig:
     """Of its language model, where it has others, too."""
@@ -58,6 +85,9 @@ def small_config(architecture: str) -> PreTrainedConfig:
     if "kv_lora_rank" in keys:  # of latent attention, where each head has a key
         keys["num_key_value_heads"] = keys["num_attention_heads"]
         del keys["head_dim"]
+    if special := SPECIAL.get(architecture):
+        keys = {key: value for key, value in keys.items() if key != "num_hidden_layers" or "layers_block_type" not in special}
+        return type(base)(**keys | special)
     try:
         return type(base)(**keys, **({"layer_types": None} if hasattr(base, "layer_types") else {}))
     except (AttributeError, TypeError, ValueError):

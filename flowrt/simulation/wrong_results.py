@@ -33,7 +33,7 @@ class WrongResults:
     def wrap(self, node: Node, function: Any, end_process: Callable[[], None]) -> Any:
         """The function of a node, with its wrong results. `end_process` ends the process, or its compute thread."""
         poison, kind = self._poison, node.kind
-        if poison is not None and "embedding" in kind.parts:
+        if poison is not None and kind.compute is not None and "tokens" in kind.inputs:  # it makes rows of tokens
             function = self._poisoned(function, poison, end_process)
         if (
             poison is not None

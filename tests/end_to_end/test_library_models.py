@@ -60,17 +60,19 @@ async def test_tokens_are_those_of_the_library(library: Callable[[str], Library]
         assert await answers(running) == model.expected
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
-async def test_latents_and_dense_layers(library: Callable[[str], Library], name: str, tmp_path: Path) -> None:
-    """What a layer caches travels from the prefill worker, also of the layers without experts."""
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_5_moe", "kimi_linear"])
+async def test_latents_dense_layers_and_recurrent_states(library: Callable[[str], Library], name: str, tmp_path: Path) -> None:
+    """What a layer caches travels from the prefill worker, also of layers without experts; the second time prefixes are in the cache."""
     model = library(name)
     async with flowrt.open(model.graph(tmp_path, SHAPES["prefill apart"])) as running:
         assert await answers(running) == model.expected
+        assert await answers(running) == model.expected
 
 
-async def test_killed_processes_change_no_token(library: Callable[[str], Library], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe"])
+async def test_killed_processes_change_no_token(library: Callable[[str], Library], name: str, tmp_path: Path) -> None:
     """A pass that had stopped at the experts of a layer is dropped with its step."""
-    model = library("gpt_oss")
+    model = library(name)
     graph = model.graph(tmp_path, TWO_THREE | {"processes": "many", "experts": {"servers": 3, "replicas": 2}})
     async with flowrt.open(graph) as running:
         for victim in ("experts.1", "attention.0"):

@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,20 +32,21 @@ from flowrt.operators.library_experts import LibraryExperts
 from flowrt.operators.library_model import LibraryModel
 from flowrt.operators.model_config import ModelConfig, ModelError
 from flowrt.operators.proof import prove_model
+from flowrt.operators.state_slots import NO_STATE
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
 
-RECURRENT, INDEXER, NO_TEXT = "keep a recurrent state", "has an indexer", "no class of it that generates text alone"
+INDEXER, NO_TEXT, NEEDS_MORE = "has an indexer", "no class of it that generates text alone", "its module needs more than a pass has"
 REFUSED = {
-    **dict.fromkeys(("bailing_hybrid", "inkling", "inkling2", "jamba", "kimi_linear", "minimax", "qwen3_5_moe", "qwen3_next"), RECURRENT),
+    **dict.fromkeys(("inkling", "inkling2", "minimax"), NEEDS_MORE),
     **dict.fromkeys(("axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4"), INDEXER),
     **dict.fromkeys(("deepseek_ocr2", "ernie4_5_vl_moe", "glm4v_moe", "glm5_next", "mistral_large4", "muse_spark"), NO_TEXT),
     **dict.fromkeys(("openai_privacy_filter", "qwen3_omni_moe", "qwen3_vl_moe", "unlimited_ocr"), NO_TEXT),
-    "granitemoehybrid": "time_step_limit",
 }
 # The small sizes here do not make one.
-NOT_BUILT = ("diffusion_gemma", "dots3_note", "gemma4", "lfm2_moe", "nemotron_h", "qwen4_exp", "zaya")
-WORKS = [name for name in library_architectures() if name not in REFUSED and name not in NOT_BUILT]
+NOT_BUILT = ("diffusion_gemma", "dots3_note", "gemma4", "qwen4_exp", "zaya")
+AT_LOADING = "jamba"  # found to be wrong when its module is loaded
+WORKS = [name for name in library_architectures() if name not in (*REFUSED, *NOT_BUILT, AT_LOADING)]
 FIRST, SECOND = [5, 9, 33, 71, 12, 8, 90, 44, 3, 17, 60, 61, 62], [7, 7, 100, 23, 55, 2]
 TABLES = [[1, 5, 3, 9], [2, 4, 7]]
 PAGE_SIZE = 4
@@ -59,7 +61,17 @@ class Halves:
         self.model = LibraryModel(self.config, checkpoint)
         held = [dict.fromkeys(self.config.moe_layers, range(half, self.config.num_experts, 2)) for half in (0, 1)]
         self.servers = [LibraryExperts(self.config, checkpoint, each) for each in held]
-        self.pages = KvPages.for_model(self.config, 16, PAGE_SIZE)
+        self.pages = KvPages.for_model(self.config, 16, PAGE_SIZE, num_slots=8)
+        self.has_states, self.slot_of = bool(self.config.recurrent_layers), dict[tuple[int, int], int]()
+
+    def slots(self, queries: Sequence[int], contexts: Sequence[int]) -> list[tuple[int, int]]:
+        """By sequence, the slots that a step reads and writes."""
+        found = []
+        for sequence, (query, context) in enumerate(zip(queries, contexts, strict=True)):
+            before = NO_STATE if query == context else self.slot_of.get((sequence, context - query), NO_STATE)
+            after = self.slot_of.setdefault((sequence, context), len(self.slot_of))
+            found.append((before, after))
+        return found
 
     def begin(self, tokens: Sequence[int], queries: Sequence[int], contexts: Sequence[int], key: str = "step") -> Step:
         return Step(self, tokens, queries, contexts, key)
@@ -74,7 +86,8 @@ class Step:
 
     def __init__(self, of: Halves, tokens: Sequence[int], queries: Sequence[int], contexts: Sequence[int], key: str) -> None:
         self._of, self._key, self._queries, self._layer = of, key, queries, 0
-        layout = StepLayout.from_lists(queries, contexts, TABLES[: len(queries)], PAGE_SIZE)
+        states = of.slots(queries, contexts) if of.has_states else ()
+        layout = StepLayout.from_lists(queries, contexts, TABLES[: len(queries)], PAGE_SIZE, states=states)
         self._stop = of.model.begin(key, of.model.embed(torch.tensor(tokens)), layout, of.pages)
 
     def advance(self) -> Tensor:
@@ -112,10 +125,10 @@ def expected(truth: Any, *sequences: list[int]) -> Tensor:
 def test_every_architecture_is_listed() -> None:
     """The page of models has those that are tested here."""
     assert {*REFUSED} | {*NOT_BUILT} <= {*library_architectures()}
-    assert len(WORKS) >= 30
+    assert len(WORKS) >= 40
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    table = page[page.index("## Through transformers") : page.index("## Refused")]
-    assert sorted(re.findall(r"`(\w+)`", table[table.index("| runs") :])) == [name for name in WORKS if name not in known_families()]
+    table = page[page.index("| runs:") : page.index("Differences to")]
+    assert sorted(re.findall(r"`(\w+)`", table)) == [name for name in WORKS if name not in known_families()]
 
 
 @pytest.mark.parametrize("name", WORKS)
@@ -126,8 +139,8 @@ def test_packed_steps_have_the_logits_of_the_library(name: str, checkpoint: Call
         halves.logits(FIRST[:5], [5], [5])
         prompts = halves.logits(FIRST[5:] + SECOND, [8, 6], [13, 6])
         decoded = halves.logits([11, 13], [1, 1], [14, 7])
-        torch.testing.assert_close(prompts, expected(truth, FIRST, SECOND), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(decoded, expected(truth, [*FIRST, 11], [*SECOND, 13]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(prompts, expected(truth, FIRST, SECOND), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(decoded, expected(truth, [*FIRST, 11], [*SECOND, 13]), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
@@ -142,6 +155,12 @@ def test_others_are_refused_with_the_reason(name: str, reason: str, tmp_path: Pa
     assert "\n" not in str(caught.value)
 
 
+def test_recurrent_layers_that_cannot_go_on_are_refused_at_loading(checkpoint: Callable[[str], Path]) -> None:
+    """The module of the library gives other results for a prompt in two parts, silently."""
+    with pytest.raises(ModelError, match="cannot go on with a prompt that was begun before"):
+        Halves(checkpoint(AT_LOADING))
+
+
 def test_several_passes_are_in_flight_and_one_is_dropped(checkpoint: Callable[[str], Path]) -> None:
     halves, truth = Halves(checkpoint("gpt_oss")), load_truth(checkpoint("gpt_oss"))
     with torch.inference_mode():
@@ -151,8 +170,8 @@ def test_several_passes_are_in_flight_and_one_is_dropped(checkpoint: Callable[[s
         other = halves.begin(FIRST[:8], [8], [8], key="other")
         other.advance()
         replacing = halves.begin(FIRST[:8], [8], [8])  # takes the place of the first one, as after a rollback
-        torch.testing.assert_close(replacing.finish(), wanted, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(other.finish(), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(replacing.finish(), wanted, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(other.finish(), wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_an_error_of_the_module_ends_the_pass(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,13 +185,26 @@ def test_an_error_of_the_module_ends_the_pass(checkpoint: Callable[[str], Path],
             patched.setattr(halves.model.anatomy.layers[2], "forward", fail)
             with pytest.raises(ArithmeticError, match="no such number"):
                 halves.logits(FIRST[:5], [5], [5])
-        torch.testing.assert_close(halves.logits(FIRST[:5], [5], [5]), expected(truth, FIRST[:5]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(halves.logits(FIRST[:5], [5], [5]), expected(truth, FIRST[:5]), rtol=1e-3, atol=1e-3)
 
 
 def test_experts_that_are_not_held_are_refused(checkpoint: Callable[[str], Path]) -> None:
     halves = Halves(checkpoint("gpt_oss"))
     with pytest.raises(ValueError, match=r"layer 1: experts \[3\] were requested but are not held here; held are \[0, 2, 4, 6\]"):
         halves.servers[0].forward(1, torch.zeros(1, 64), torch.tensor([0]), torch.tensor([3]), torch.ones(1))
+
+
+def test_tensors_are_read_one_after_another(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Checkpoint has one buffer for all that it converts or restores."""
+    threads, read = set[int](), Checkpoint.read_tensor
+
+    def note(self: Checkpoint, *args: Any) -> Tensor:
+        threads.add(threading.get_ident())
+        return read(self, *args)
+
+    monkeypatch.setattr(Checkpoint, "read_tensor", note)
+    Halves(checkpoint("gpt_oss"))
+    assert threads == {threading.get_ident()}
 
 
 def test_a_missing_tensor_is_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -219,7 +251,7 @@ def test_mxfp4_is_restored_as_in_transformers(checkpoint: Callable[[str], Path],
     save_file(whole, tmp_path / "wide" / WHOLE_NAME)
     halves, truth = Halves(tmp_path / "four"), load_truth(tmp_path / "wide")
     with torch.inference_mode():
-        torch.testing.assert_close(halves.logits(FIRST, [13], [13]), expected(truth, FIRST), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(halves.logits(FIRST, [13], [13]), expected(truth, FIRST), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("damage", ["no scales", "short scales", "another dtype"])
