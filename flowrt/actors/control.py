@@ -343,13 +343,15 @@ class PeerLeft(Control, frozen=True):
 
 class DeathCause(Control, frozen=True):
     """To a worker: how this incarnation of `process` ended. Follows PeerLeft, and comes before PeerJoined for the next incarnation.
-    may_recur: it crashed or hung, and what it computed may be the reason.
+    may_recur: it crashed or hung, and what it computed may be the reason. is_on_purpose: the run ended it for another reason: a recovery
+    policy restarts it with a process that died, or it leaves the graph.
     """
 
     process: str
     incarnation: str
     how: str
     may_recur: bool = False
+    is_on_purpose: bool = False
 
 
 class PeerJoined(Control, frozen=True):

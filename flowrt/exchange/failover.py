@@ -94,17 +94,18 @@ class Failover:
 
     def settle(self, process: str, cause: DeathCause | None) -> None:
         """Redo the pending parts of a lost server, now that the cause of its death is known, or (None) has not come in time: after a crash
-        or hang the steps fail that have parts there, after any other loss the parts go to replicas. The loss counts."""
+        or hang the steps fail that have parts there, after any other loss the parts go to replicas. The loss counts, unless the run
+        ended the server on purpose."""
         if not self.client.servers.settle(process):
             return
         servers = frozenset(self._servers[process])
         if cause is not None and cause.may_recur:
             return self._steps.fail_steps(self._tags_at(servers), f"{process} {cause.how}", crashed=True)
-        lost = []
+        counts, lost = cause is None or not cause.is_on_purpose, []
         for tag, part in list(self._missing_at(servers)):
             if self.client.server_of(tag, part) not in servers:
                 continue  # it was late there, and others compute it
-            if redo(FaultKind.LOST_SERVER, self.client.record_loss(tag, part) - 1) is Redo.PART:
+            if not counts or redo(FaultKind.LOST_SERVER, self.client.record_loss(tag, part) - 1) is Redo.PART:
                 self._redispatch(tag, part)
             else:
                 lost.append(tag)

@@ -171,7 +171,7 @@ class Deaths:
 
     def kill_leaving(self, process: ProcessRecord) -> None:
         """Kill a process that leaves the graph before it is up."""
-        process.cause = "left the graph before it was up"
+        process.is_killed_on_purpose, process.cause = True, "left the graph before it was up"
         self.kill(process, process.cause)
 
     def kill_to_restart(self, process: ProcessRecord, why: str) -> None:
@@ -254,7 +254,7 @@ class Deaths:
             table.announce(
                 events.WorkerLost(worker.name, how, while_loading, process.may_recur, process.is_restarting, is_server and ends_groups)
             )
-            table.notify(worker, DeathCause(worker.name, worker.incarnation, how, process.may_recur))
+            table.notify(worker, DeathCause(worker.name, worker.incarnation, how, process.may_recur, process.is_killed_on_purpose))
 
     def _fence_explained(self, process: ProcessRecord) -> None:
         """Fence a process that has ended, and whose last messages were read, before the reap, if its exit status is known."""

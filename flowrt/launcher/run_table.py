@@ -112,8 +112,9 @@ class ProcessRecord:
     """One process. `can_restart`: the run can lose all its workers. `unit`: its failure unit, "": none. `rank`: see `restart_rank`.
     `cause`: why it died, where more than the exit status is known. `has_failed`: a worker or the monitor has reported that what it computed
     may be the reason. `is_fenced`: it has died, and no more of its messages are accepted. `is_killed_on_purpose`: it was killed to be
-    restarted with its failure unit. `is_restarting`: it has died, is restarted with its failure unit, and is not given up. `is_joining`: it
-    has never been up. `is_leaving`: it ends soon, and is not restarted. `has_left`: the graph is without it, and it was told to end."""
+    restarted with its failure unit, or because it leaves. `is_restarting`: it has died, is restarted with its failure unit, and is not
+    given up. `is_joining`: it has never been up. `is_leaving`: it ends soon, and is not restarted. `has_left`: the graph is without it, and
+    it was told to end."""
 
     name: str
     can_restart: bool

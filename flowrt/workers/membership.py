@@ -97,7 +97,7 @@ class Membership:
                 self._links.drop(process, current.incarnation)
                 self._lose(process, current.incarnation)
             if self._failover is not None:
-                self._failover.settle(process, None)
+                self._failover.settle(process, DeathCause(process, "", "has left the graph", is_on_purpose=True))
         self._data_path.use(graph)
         joining, self._sources = sorted(sources.keys() - self._sources.keys()), sources
         for process in joining:

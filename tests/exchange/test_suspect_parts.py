@@ -29,6 +29,20 @@ def test_a_part_that_was_lost_with_two_servers_is_not_sent_to_a_third(fencing):
     assert not fencing.requested[1]
 
 
+@pytest.mark.parametrize("is_on_purpose", [False, True])
+def test_a_loss_does_not_count_when_the_run_ended_the_server_on_purpose(fencing, is_on_purpose):
+    """As a recovery policy does with the servers of a role after one of them died."""
+    fencing.begin()
+    for server in (0, 1):
+        fencing.die(server, is_on_purpose=is_on_purpose)
+    assert fencing.suspects == ([] if is_on_purpose else [(Tag("s@1"), False)])
+    if is_on_purpose:
+        for server in (0, 1):
+            fencing.join(server)
+        fencing.serve_all()
+        fencing.check()
+
+
 def test_losses_count_for_the_part_and_not_for_the_step(fencing):
     """Two servers that die with different parts of one step are no reason to suspect it."""
     fencing.begin()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from launcher.run_driver import CLIENT, KILLED, OTHER, SERVER, Driver, announced, graph_of
 
-from flowrt.actors.control import ChangeGraph, PeerLeft, Stop
+from flowrt.actors.control import ChangeGraph, DeathCause, PeerLeft, Stop
 from flowrt.graph.model import Edge, Graph, Node
 from flowrt.launcher import events
 from flowrt.launcher.actions import EndProcess, ReleaseProcess, Send, StartProcess
@@ -79,6 +79,18 @@ def test_process_that_is_about_to_be_started_again_does_not_when_it_leaves() -> 
     actions = driver.die(SERVER)
     assert events.ChangeEnded() in announced(actions)
     assert not [each for each in (*actions, *driver.pass_time(60.0)) if isinstance(each, StartProcess)]
+
+
+def test_a_process_that_leaves_before_it_is_up_is_ended_on_purpose() -> None:
+    """Its neighbours may have sent it parts already, when it listened."""
+    driver = Driver()
+    driver.begin()
+    driver.die(SERVER)
+    driver.do(driver.state.starts.start_next, SERVER)
+    driver.do(driver.state.on_forked, SERVER, 8)
+    driver.do(driver.state.change.begin, shrunk())
+    causes = [each.control for each in driver.die(SERVER) if isinstance(each, Send) and isinstance(each.control, DeathCause)]
+    assert [(cause.process, cause.is_on_purpose) for cause in causes] == [(SERVER, True)]
 
 
 def test_change_is_undone_when_a_new_process_is_given_up() -> None:

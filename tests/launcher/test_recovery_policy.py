@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 from launcher.run_driver import KILLED, Driver, announced
 
-from flowrt.actors.control import Listening, PeerLeft, Peers
+from flowrt.actors.control import DeathCause, Listening, PeerLeft, Peers
 from flowrt.graph import recovery
 from flowrt.graph.kinds import Keeps
 from flowrt.graph.model import MONITOR, Edge, Graph, Node
@@ -89,6 +89,15 @@ def test_processes_that_each_policy_restarts(policy: str, victim: str) -> None:
     assert run.renewed == set(together)
     assert all(map(run.state.is_usable, WORKERS))
     assert run.state.restarting() == []
+
+
+def test_only_the_processes_that_the_policy_kills_end_on_purpose() -> None:
+    """The loss of any other process counts against the requests that had parts there."""
+    run = Run("restart_role")
+    actions = run.end(SERVERS[0]) + run.end(SERVERS[1])
+    sent = [action.control for action in actions if isinstance(action, Send) and action.worker == GROUPS[0]]
+    causes = [(control.process, control.is_on_purpose) for control in sent if isinstance(control, DeathCause)]
+    assert causes == [(SERVERS[0], False), (SERVERS[1], True)]
 
 
 def test_processes_of_a_lower_rank_start_first(monkeypatch: pytest.MonkeyPatch) -> None:

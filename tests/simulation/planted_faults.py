@@ -44,7 +44,7 @@ FAULT_BUGS: tuple[Bug, ...] = (
     bug("cause-not-awaited", "the parts of a dead server go to replicas before it is known how it died", (
         FAILOVER, "Failover.mark_lost", "self.client.servers.lose(process, awaits_cause=True)", "self.client.servers.lose(process, awaits_cause=True)\n        self.settle(process, None)")),
     bug("cause-unsent", "clients do not learn how a server died", (
-        DEATHS, "Deaths.fence", "table.notify(worker, DeathCause(worker.name, worker.incarnation, how, process.may_recur))", "pass")),
+        DEATHS, "Deaths.fence", "table.notify(worker, DeathCause(worker.name, worker.incarnation, how, process.may_recur, process.is_killed_on_purpose))", "pass")),
     body("never-settled", "the parts of a dead server wait for ever", FAILOVER, "Failover.settle", "pass"),
     bug("crash-suspects-none", "steps with parts at a crashed server are not suspected", (
         FAILOVER, "Failover.settle", "cause is not None and cause.may_recur", "False")),

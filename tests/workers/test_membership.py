@@ -1,0 +1,30 @@
+"""What a worker does with the parts of a peer that leaves the graph."""
+
+from __future__ import annotations
+
+import asyncio
+from unittest.mock import Mock
+
+from launcher.run_driver import CLIENT, SERVER, graph_of
+
+from flowrt.transports.contract import Identity
+from flowrt.workers.membership import Membership
+
+
+async def test_the_loss_of_a_server_that_has_left_the_graph_does_not_count() -> None:
+    """Its parts may be pending when the time for the change is over."""
+    graph = graph_of()
+    shrunk = graph.replace(
+        nodes={name: node for name, node in graph.nodes.items() if name != SERVER},
+        edges={name: edge for name, edge in graph.edges.items() if SERVER not in graph.ends_of(edge)},
+    )
+    path = Mock(unpack=None, group=None)
+    path.name, path.failover.processes = CLIENT, ()
+    path.links.incarnations.current = lambda process: Identity(process, "1")
+    path.links.close_unplanned = asyncio.Event().wait
+    with_tasks = Mock(create_task=lambda task, name: task.close())
+    membership = Membership(graph, path, Mock(), Mock(), with_tasks, {})
+    membership.use(shrunk)
+    (settled,) = path.failover.settle.call_args_list
+    process, cause = settled.args
+    assert (process, cause.is_on_purpose, cause.may_recur) == (SERVER, True, False)
