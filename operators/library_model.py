@@ -48,7 +48,7 @@ class LibraryModel:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> None:
         self.model: Any = load_body(config, checkpoint).to(device)  # type: ignore[arg-type]
         self.anatomy = anatomy_of(self.model)
-        self._passes: dict[Hashable, _Pass] = {}
+        self._passes: dict[Hashable, tuple[Hashable, _Pass]] = {}  # by key: the step, and its pass
         self._layer_of = {id(module): layer for layer, module in self.anatomy.experts.items()}
         if config.recurrent_layers:
             self._check_recurrence(config)
@@ -70,18 +70,25 @@ class LibraryModel:
         x_TH: Tensor = self.model.get_input_embeddings()(tokens_T)
         return x_TH
 
-    def begin(self, key: Hashable, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> PassStop:
+    def begin(self, key: Hashable, step: Hashable, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> PassStop:
         """Begin the pass of a step, up to its first stop. It replaces a pass of the same key that was not finished."""
-        self._passes[key] = begun = _Pass(self, layout, pages)
+        begun = _Pass(self, layout, pages)
+        self._passes[key] = step, begun
         return begun.advance(x_TH)
 
-    def resume(self, key: Hashable, x_TH: Tensor) -> PassStop:
-        """Go on with what a layer, or its experts, gave for each row, up to the next stop."""
-        return self._passes[key].advance(x_TH)
+    def resume(self, key: Hashable, step: Hashable, x_TH: Tensor) -> PassStop:
+        """Go on with what a layer, or its experts, gave for each row, up to the next stop. Raises RuntimeError for a step whose pass was
+        replaced."""
+        running, begun = self._passes[key]
+        if running != step:
+            raise RuntimeError(f"the pass of step {step} was replaced by that of {running}")
+        return begun.advance(x_TH)
 
-    def end(self, key: Hashable, x_TH: Tensor) -> Tensor:
+    def end(self, key: Hashable, step: Hashable, x_TH: Tensor) -> Tensor:
         """Go on to the end: what the head reads, [T, H]."""
-        return self._passes.pop(key).advance(x_TH).hidden_TH
+        ended = self.resume(key, step, x_TH)
+        del self._passes[key]
+        return ended.hidden_TH
 
     def logits(self, x_TH: Tensor, rows_S: Tensor) -> Tensor:
         """Logits [S, V] of some rows, as the library computes them from what its last layer gives."""

@@ -30,25 +30,33 @@ def library_of(site: Site) -> Any:
 
 def _build_layer(site: Site, node: Any) -> Any:
     from flowrt.dataflow.payload import Payload
-    from flowrt.operators.step_layout import StepLayout
 
     forward, is_moe = site.computation(node), frozenset(site.config.moe_layers)
 
     def fire(firing: Any) -> dict[str, Payload]:
         tag = firing.tag
-        layout = StepLayout.from_tensors(firing.inputs["layout"].tensors)
-        residual_TH, rows_TH, routing = forward(tag.layer, (tag.source, tag.micro_batch), firing.inputs["x"].tensors[0], layout)
+        residual_TH, rows_TH, routing = forward(tag, firing.inputs["x"].tensors[0], firing.inputs["layout"].tensors)
         found = {"residual": Payload((residual_TH,)), "normed": Payload((rows_TH,))}
         return found | {"routing": Payload(routing)} if tag.layer in is_moe else found
 
     return lambda firings: [fire(firing) for firing in firings]
 
 
+def _pass_of(tag: Any) -> tuple[tuple[str, int], tuple[int, int]]:
+    """Whose pass a tag is, of which there is one at a time, and which one."""
+    return (tag.source, tag.micro_batch), (tag.epoch, tag.step)
+
+
 def _compute_layer(site: Site, node: Any) -> Any:
+    from flowrt.operators.step_layout import StepLayout
+
     library, pages = site.once(library_of), site.once(pages_of)
 
-    def forward(layer: int, key: Any, x_TH: Any, layout: Any) -> Any:
-        stop = library.begin(key, x_TH, layout, pages) if layer == 0 else library.resume(key, x_TH)
+    def forward(tag: Any, x_TH: Any, layout: Any) -> Any:
+        if tag.layer == 0:
+            stop = library.begin(*_pass_of(tag), x_TH, StepLayout.from_tensors(layout), pages)
+        else:
+            stop = library.resume(*_pass_of(tag), x_TH)
         if stop.ids_TA is None:
             return stop.hidden_TH, stop.hidden_TH, ()
         return x_TH.new_zeros(x_TH.shape), stop.hidden_TH, (stop.ids_TA, stop.weights_TA.to(x_TH.dtype))
@@ -58,14 +66,16 @@ def _compute_layer(site: Site, node: Any) -> Any:
 
 def _twin_of_layer(site: Site, node: Any) -> Any:
     """The arithmetic of `attention` and `gate`; a layer without experts has that of `mlp`, too."""
+    from flowrt.operators.step_layout import StepLayout
+
     exact, attend = site.exact, site.exact.attention(site.once(pages_of))
     route, dense = exact.on_tensors(exact.route), exact.on_tensors(lambda layer, x_TH, normed_TH: x_TH + exact.dense(layer, normed_TH))
 
-    def forward(layer: int, key: Any, x_TH: Any, layout: Any) -> Any:
-        residual_TH, normed_TH = attend(layer, x_TH, layout)
-        if layer in site.config.moe_layers:
+    def forward(tag: Any, x_TH: Any, layout: Any) -> Any:
+        residual_TH, normed_TH = attend(tag.layer, x_TH, StepLayout.from_tensors(layout))
+        if tag.layer in site.config.moe_layers:
             return residual_TH, normed_TH, route(normed_TH)
-        ended_TH = dense(layer, residual_TH, normed_TH)
+        ended_TH = dense(tag.layer, residual_TH, normed_TH)
         return ended_TH, ended_TH, ()
 
     return forward
@@ -77,10 +87,14 @@ def _build_end(site: Site, node: Any) -> Any:
     end = site.computation(node)
 
     def fire(firing: Any) -> dict[str, Payload]:
-        tag = firing.tag
-        return {"y": Payload((end((tag.source, tag.micro_batch), firing.inputs["x"].tensors[0]),))}
+        return {"y": Payload((end(firing.tag, firing.inputs["x"].tensors[0]),))}
 
     return lambda firings: [fire(firing) for firing in firings]
+
+
+def _compute_end(site: Site, node: Any) -> Any:
+    library = site.once(library_of)
+    return lambda tag, x_TH: library.end(*_pass_of(tag), x_TH)
 
 
 def _compute_experts(site: Site, node: Any) -> Any:
@@ -124,8 +138,8 @@ KINDS = (
         (Port("y", "[rows,hidden]", is_residual=True),),
         work=lambda config, load: Work(2 * row_bytes_of(config, load)),
         build=_build_end,
-        compute=lambda site, node: site.once(library_of).end,
-        twin=lambda site, node: lambda key, x_TH: x_TH,
+        compute=_compute_end,
+        twin=lambda site, node: lambda tag, x_TH: x_TH,
     ),
     replace(_HEAD, name="transformers_head", parts=(), compute=lambda site, node: site.once(library_of).logits),
     replace(_EXPERTS, name="transformers_experts", parts=EXPERT, compute=_compute_experts),

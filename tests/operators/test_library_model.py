@@ -62,6 +62,7 @@ class Halves:
         held = [dict.fromkeys(self.config.moe_layers, range(half, self.config.num_experts, 2)) for half in (0, 1)]
         self.servers = [LibraryExperts(self.config, checkpoint, each) for each in held]
         self.pages = KvPages.for_model(self.config, 16, PAGE_SIZE, num_slots=8)
+        self.num_steps = 0
         self.has_states, self.slot_of = bool(self.config.recurrent_layers), dict[tuple[int, int], int]()
 
     def slots(self, queries: Sequence[int], contexts: Sequence[int]) -> list[tuple[int, int]]:
@@ -73,8 +74,9 @@ class Halves:
             found.append((before, after))
         return found
 
-    def begin(self, tokens: Sequence[int], queries: Sequence[int], contexts: Sequence[int], key: str = "step") -> Step:
-        return Step(self, tokens, queries, contexts, key)
+    def begin(self, tokens: Sequence[int], queries: Sequence[int], contexts: Sequence[int], key: str = "group") -> Step:
+        self.num_steps += 1
+        return Step(self, tokens, queries, contexts, (key, self.num_steps))
 
     def logits(self, tokens: Sequence[int], queries: Sequence[int], contexts: Sequence[int]) -> Tensor:
         """Of the last row of each sequence."""
@@ -84,11 +86,11 @@ class Halves:
 class Step:
     """One pass, layer by layer."""
 
-    def __init__(self, of: Halves, tokens: Sequence[int], queries: Sequence[int], contexts: Sequence[int], key: str) -> None:
+    def __init__(self, of: Halves, tokens: Sequence[int], queries: Sequence[int], contexts: Sequence[int], key: tuple[str, int]) -> None:
         self._of, self._key, self._queries, self._layer = of, key, queries, 0
         states = of.slots(queries, contexts) if of.has_states else ()
         layout = StepLayout.from_lists(queries, contexts, TABLES[: len(queries)], PAGE_SIZE, states=states)
-        self._stop = of.model.begin(key, of.model.embed(torch.tensor(tokens)), layout, of.pages)
+        self._stop = of.model.begin(*key, of.model.embed(torch.tensor(tokens)), layout, of.pages)
 
     def advance(self) -> Tensor:
         """What the layer ends with, or its experts add up to, and go on with that to the next layer."""
@@ -103,14 +105,14 @@ class Step:
                 y_TH += server.forward(self._layer, stop.hidden_TH, *pairs, stop.weights_TA[rows, places])
         self._layer += 1
         if self._layer < of.config.num_layers:
-            self._stop = of.model.resume(self._key, y_TH)
+            self._stop = of.model.resume(*self._key, y_TH)
         return y_TH
 
     def finish(self) -> Tensor:
         while self._layer < self._of.config.num_layers:
             y_TH = self.advance()
         ends = torch.tensor(self._queries).cumsum(0) - 1
-        return self._of.model.logits(self._of.model.end(self._key, y_TH), ends)
+        return self._of.model.logits(self._of.model.end(*self._key, y_TH), ends)
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +172,8 @@ def test_several_passes_are_in_flight_and_one_is_dropped(checkpoint: Callable[[s
         other = halves.begin(FIRST[:8], [8], [8], key="other")
         other.advance()
         replacing = halves.begin(FIRST[:8], [8], [8])  # takes the place of the first one, as after a rollback
+        with pytest.raises(RuntimeError, match="the pass of step 1 was replaced by that of 3"):
+            dropped.advance()
         torch.testing.assert_close(replacing.finish(), wanted, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(other.finish(), wanted, rtol=1e-3, atol=1e-3)
 
