@@ -272,7 +272,7 @@ def test_damaged_mxfp4_is_one_line(checkpoint: Callable[[str], Path], tmp_path: 
     assert "\n" not in str(caught.value)
 
 
-def test_without_the_packages_the_error_says_how_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_packages_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_config("gpt_oss").save_pretrained(tmp_path)
     monkeypatch.setattr(library, "find_spec", lambda name: None if name == "greenlet" else object())
     with pytest.raises(ModelError, match=r"'gpt_oss' is not of flowrt's own families, and greenlet is not installed: pip install"):
