@@ -246,7 +246,7 @@ def check_files(directory: Path, implementation: Implementation = "auto") -> tup
     except ModelError:
         refuse_quantized_tensors(directory, files)  # the better reason, where there is one
         raise
-    notes = [note] if (note := note_on_end_tokens(directory)) else []
+    notes = [note] if (note := note_on_end_tokens(directory, implementation)) else []
     if has_both:
         notes.append(f"{directory}: config.json ties the output matrix to the embedding, and a file holds one of its own, which is used")
     index = directory / INDEX_NAME

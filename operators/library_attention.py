@@ -20,6 +20,7 @@ from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.library_interfaces import Mask
 from flowrt.operators.step_layout import StepLayout
 
+MAX_SCORES = 4 << 20
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -49,7 +50,7 @@ def attend_packed(
     cached: Shapes,
 ) -> Tensor:
     """[1, T, N, value width] for `query` [1, N, T, D], whose keys and values are in the pages of `layer`, in the shapes `cached`."""
-    plan = _plan(layout, pages.page_size, mask, options.get("sliding_window"), query.dtype)
+    plan = _plan(layout, pages.page_size, mask, _window(mask, options.get("sliding_window")), query.dtype)
     q_TND = query[0].transpose(0, 1)
     out_TNV = q_TND.new_empty(*q_TND.shape[:2], value.shape[-1])
     for group in plan:
@@ -79,6 +80,10 @@ def _attention(q_SNQD: Tensor, k_SKLD: Tensor, v_SKLV: Tensor, mask_S1QL: Tensor
     num_heads, num_kv_heads = q_SNQD.shape[1], k_SKLD.shape[1]
     if cap is None and sinks_N is None:
         return F.scaled_dot_product_attention(q_SNQD, k_SKLD, v_SKLV, mask_S1QL, scale=scale, enable_gqa=num_heads != num_kv_heads)
+    block = max(1, MAX_SCORES // (q_SNQD.shape[0] * num_heads * k_SKLD.shape[2]))  # rows whose scores are in memory at once
+    if q_SNQD.shape[2] > block:
+        pieces = zip(q_SNQD.split(block, dim=2), mask_S1QL.expand(-1, -1, q_SNQD.shape[2], -1).split(block, dim=2), strict=True)
+        return torch.cat([_attention(q, k_SKLD, v_SKLV, mask, options) for q, mask in pieces], dim=2)
     repeats = num_heads // num_kv_heads
     q_SKRQD = q_SNQD.unflatten(1, (num_kv_heads, repeats))
     scores = torch.matmul(q_SKRQD, k_SKLD[:, :, None].transpose(-1, -2)) * (q_SNQD.shape[-1] ** -0.5 if scale is None else scale)
@@ -90,6 +95,13 @@ def _attention(q_SNQD: Tensor, k_SKLD: Tensor, v_SKLV: Tensor, mask_S1QL: Tensor
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(v_SKLV.dtype)[..., : k_SKLD.shape[2]]
     return torch.matmul(weights, v_SKLV[:, :, None]).flatten(1, 2)
+
+
+def _window(mask: Mask | None, window: int | None) -> int | None:
+    """The window of a module, if the mask has it, too: the mask is what the library computes with."""
+    if mask is None or window is None or mask.function(0, 0, torch.tensor(window), torch.tensor(0)):
+        return None
+    return window
 
 
 def _plan(layout: StepLayout, page_size: int, mask: Mask | None, window: int | None, dtype: torch.dtype) -> Sequence[_Together]:

@@ -26,7 +26,8 @@ from flowrt.operators.model_config import LibraryConfig, ModelConfig, ModelError
 from flowrt.operators.weights import TORCH_DTYPES
 
 _LAYER = re.compile(r"\.(\d+)\.")
-_LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of rotary scaling that follow the longest context of a batch
+MAX_LAYERS = 1000
+_LENGTH_DEPENDENT = ("longrope",)  # kinds of rotary scaling that follow the longest context of a batch
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,15 @@ def library_config(path: Path, values: Mapping[str, Any]) -> PreTrainedConfig:
     no quantization. Raises ModelError."""
     kept = {key: _decoded(value) for key, value in values.items() if key not in ("quantization_config", "compression_config", "auto_map")}
     model_type = kept.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         known = f"known are: {', '.join(known_families())}, and the architectures of transformers {transformers.__version__}"
         raise ModelError(f"{path}: model_type: model family {model_type!r} is not known; {known}")
     try:
         given: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(kept)
-        return given.get_text_config(decoder=True)
+        text = given.get_text_config(decoder=True)
+        if not isinstance(text, PreTrainedConfig):
+            raise TypeError(f"text_config of a {model_type} config, which has none")
+        return text
     except Exception as error:  # of the library: any of its validators may refuse a value in its own way
         raise ModelError(f"{path}: {' '.join(str(error).split())[:200]}") from error
 
@@ -122,7 +126,11 @@ class _Seen(PassHooks):
         return mixed
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]) -> Tensor:
-        self.attended.add(module.layer_idx)  # type: ignore[arg-type]
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        widths = prod(key.shape[1::2]), prod(value.shape[1::2])
+        if not hasattr(module, "expand_kv") and self.widths.get(layer) != widths:
+            raise ModelError("its attention reads other keys or values than it caches")
+        self.attended.add(layer)
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
     def experts(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -201,6 +209,15 @@ def _widest(widths: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
 
 def _problem(config: PreTrainedConfig) -> str:
     """Why no module of this config can run, as far as the config says."""
+    if not 0 < getattr(config, "num_hidden_layers", 1) <= MAX_LAYERS:
+        return f"num_hidden_layers is {config.num_hidden_layers}; 1 to {MAX_LAYERS} are supported"
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and (not isinstance(longest, int) or longest < 1):
+        return f"max_position_embeddings is {longest}; at least 1 is needed"
+    if not getattr(config, "is_causal", True):
+        return "it is not causal (is_causal: false)"
+    if any(each.get("rope_type") == "dynamic" for each in _rotary_sets(config)):
+        return "its rotary positions depend on the longest context of a batch (rope_type: dynamic)"
     if getattr(config, "index_topk", None):
         return "its attention has an indexer (index_topk), whose keys are not cached"
     return ""
@@ -218,13 +235,17 @@ def _max_positions(config: PreTrainedConfig) -> int:
     """Where the scaling of rotary positions depends on the longest context of a batch, contexts of the original length alone have tokens
     that do not depend on other requests."""
     longest = getattr(config, "max_position_embeddings", None) or 1 << 20
-    scaling = getattr(config, "rope_parameters", None) or {}
-    sets = [each for each in (scaling, *scaling.values()) if isinstance(each, Mapping)]
-    for each in sets:
+    for each in _rotary_sets(config):
         if each.get("rope_type") in _LENGTH_DEPENDENT:
             original = each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
             longest = min(longest, original or longest)
     return int(longest)
+
+
+def _rotary_sets(config: PreTrainedConfig) -> list[Mapping[str, Any]]:
+    """The parameters of rotary positions, of all layers or by the kind of layer."""
+    scaling = getattr(config, "rope_parameters", None) or {}
+    return [each for each in (scaling, *scaling.values()) if isinstance(each, Mapping)]
 
 
 def _dtype(path: Path, config: PreTrainedConfig) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -67,7 +66,7 @@ class PassHooks(Protocol):
         ...
 
 
-_HOOKS: WeakKeyDictionary[nn.Module, PassHooks] = WeakKeyDictionary()  # by every module of a model
+_HOOKS = "_flowrt_hooks"  # the attribute of every module of a model
 
 
 class HookedCache(Cache):
@@ -121,7 +120,7 @@ def _wrap_mixer(module: Any) -> None:
             given = {key: states if isinstance(each, Cache) else None if isinstance(each, Mask) else each for key, each in kwargs.items()}
             return original(rows, *own, **given)
 
-        return _HOOKS[module].recur(layer, mix, hidden_states)
+        return _hooks_of(module).recur(layer, mix, hidden_states)
 
     module.forward = forward
 
@@ -139,17 +138,22 @@ def cache_of(hooks: PassHooks) -> HookedCache:
 def use_hooks(model: PreTrainedModel, hooks: PassHooks) -> None:
     """Let the module call the hooks."""
     for module in model.modules():
-        if module not in _HOOKS and _is_mixer(module):
+        if not hasattr(module, _HOOKS) and _is_mixer(module):
             _wrap_mixer(module)
-        _HOOKS[module] = hooks
+        setattr(module, _HOOKS, hooks)
     model.set_attn_implementation(NAME)
     model.set_experts_implementation(NAME)
+
+
+def _hooks_of(module: nn.Module) -> PassHooks:
+    hooks: PassHooks = getattr(module, _HOOKS)
+    return hooks
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask | None, **options: Any
 ) -> tuple[Tensor, None]:
-    return _HOOKS[module].attend(module, query, key, value, attention_mask, options), None
+    return _hooks_of(module).attend(module, query, key, value, attention_mask, options), None
 
 
 def _mask(mask_function: Callable[[Any, Any, Any, Any], Any], **_: Any) -> Mask:
@@ -157,7 +161,7 @@ def _mask(mask_function: Callable[[Any, Any, Any, Any], Any], **_: Any) -> Mask:
 
 
 def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    return _HOOKS[module].experts(module, hidden_states, top_k_index, top_k_weights)
+    return _hooks_of(module).experts(module, hidden_states, top_k_index, top_k_weights)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)

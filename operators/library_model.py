@@ -170,7 +170,9 @@ class _Pass(greenlet):
 
     def _run(self, x_TH: Tensor) -> PassStop:
         body, positions_1T = self._model.anatomy.body, self.layout.positions_T[None]
-        found = body(inputs_embeds=x_TH[None], position_ids=positions_1T, past_key_values=cache_of(self._model), use_cache=True)
+        found = body(
+            inputs_embeds=x_TH[None], position_ids=positions_1T, past_key_values=cache_of(self._model), use_cache=True, return_dict=True
+        )
         return PassStop(found.last_hidden_state[0])
 
 
@@ -216,4 +218,12 @@ class _Given(nn.Module):
         self._hidden = hidden
 
     def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self._hidden)
+        return _GivenOutput(last_hidden_state=self._hidden)
+
+
+class _GivenOutput(MoeModelOutputWithPast):
+    """Has every other field that some architecture reads, as None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)

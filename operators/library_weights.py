@@ -21,6 +21,7 @@ from flowrt.operators.weights import Checkpoint, torch_dtype
 
 # The library would read tensors in threads of its own. A Checkpoint has one buffer for all, and what is read ahead takes memory.
 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+_TEXT_PART = re.compile(r"^(?:language_model\.(model\.|lm_head\.)|(model\.)language_model\.)")  # of models that have others, too
 _EXPERT = re.compile(r"\bexperts?\.(\d+)\.")  # in the name of a tensor of one expert
 
 
@@ -39,7 +40,9 @@ class _LateTensors(Mapping[str, _LateTensor]):
 
     def __init__(self, checkpoint: Checkpoint, num_experts: int, held: Mapping[int, Sequence[int]] | None) -> None:
         self._checkpoint, self._num_experts, self._held = checkpoint, num_experts, held
-        self._names = [name for name in checkpoint.tensor_names() if self._is_held(name)]
+        self._names = {
+            _TEXT_PART.sub(lambda match: match[1] or match[2], name): name for name in checkpoint.tensor_names() if self._is_held(name)
+        }
 
     def _is_held(self, name: str) -> bool:
         layer, expert = _layer_of(name), _EXPERT.search(name)
@@ -47,8 +50,8 @@ class _LateTensors(Mapping[str, _LateTensor]):
             return self._held is None or layer in self._held
         return layer is not None and int(expert[1]) in self._held.get(layer, ())
 
-    def __getitem__(self, name: str) -> _LateTensor:
-        rows = None
+    def __getitem__(self, given: str) -> _LateTensor:
+        name, rows = self._names[given], None
         if self._held is not None and _EXPERT.search(name) is None and self._checkpoint.stored(name).shape[:1] == (self._num_experts,):
             rows = self._held[_layer_of(name)]  # type: ignore[index]
         return _LateTensor(self._checkpoint, name, rows)
@@ -124,7 +127,13 @@ def _load(config: ModelConfig, checkpoint: Checkpoint, cut: Any, held: Mapping[i
         with quiet():  # it would list all weights that were cut off
             tensors = _LateTensors(checkpoint, config.num_experts, held)
             model, found = cls.from_pretrained(
-                None, config=library, state_dict=tensors, dtype=torch_dtype(config), output_loading_info=True, attn_implementation="eager"
+                None,
+                config=library,
+                state_dict=tensors,
+                dtype=torch_dtype(config),
+                output_loading_info=True,
+                attn_implementation="eager",
+                ignore_mismatched_sizes=True,
             )
     except ModelError:
         raise

@@ -125,6 +125,8 @@ class Checkpoint:
         """A whole tensor, or some rows of its first dimension, as stored; a quantized one is restored to bfloat16."""
         stored = self.stored(name)
         dtype = STORED_DTYPES.get(stored.stored_dtype, torch.bfloat16)
+        if stored.stored_dtype == "I32":
+            raise ModelError(f"tensor {name} in {stored.path} is packed, which is not restored for models in transformers")
         if isinstance(stored, Mxfp4Tensor):
             out = torch.empty((stored.shape[0] if rows is None else len(rows), *stored.shape[1:]), dtype=dtype)
             for place, row in zip(out, range(stored.shape[0]) if rows is None else rows, strict=True):

@@ -11,7 +11,7 @@ from msgspec import to_builtins
 from flowrt.costs.links import link_numbers
 from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
-from flowrt.graph.model import GATEWAY, Edge, Graph, Node, PortSpec, edge_name
+from flowrt.graph.model import GATEWAY, Edge, Graph, ModelPart, Node, PortSpec, edge_name
 from flowrt.graph.schema import keys_of
 from flowrt.graph.settings import GraphSettings
 
@@ -20,7 +20,7 @@ def to_yaml(graph: Graph, origin: str = "") -> str:
     """The text of the file. Its first lines name its origin (`origin`) and the nodes that run fused."""
     top: dict[str, Any] = {
         "flowrt": 1,
-        "model": _flow({"path": graph.model.path, "dtype": graph.model.dtype}) if graph.model is not None else None,
+        "model": None if graph.model is None else _flow(_model(graph.model)),
         "folder": _flow(graph.folder),
         **{key: _flow(_without_none(to_builtins(getattr(graph, field.name)))) for key, field in keys_of(GraphSettings).items()},
         "prompts": [_flow(prompt) for prompt in graph.prompts],
@@ -30,6 +30,11 @@ def to_yaml(graph: Graph, origin: str = "") -> str:
     given = {key: value for key, value in top.items() if value not in (None, {}, [])}
     text: str = yaml.dump(given, Dumper=_Dumper, default_flow_style=False, sort_keys=False, allow_unicode=True, width=1 << 30)
     return "".join(f"{line}\n" for line in _header(graph, origin)) + text
+
+
+def _model(model: ModelPart) -> dict[str, str]:
+    given = {"path": model.path, "dtype": model.dtype}
+    return given if model.implementation == "native" else given | {"implementation": model.implementation}
 
 
 def _header(graph: Graph, origin: str) -> Iterable[str]:

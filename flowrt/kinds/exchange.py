@@ -63,9 +63,9 @@ def _load_of_experts(firings: Sequence[Mapping[str, Any]]) -> FiringLoad:
     return FiringLoad(sum(map(len, found)), len(set(chain.from_iterable(found))))
 
 
-def _work_of_experts(config: Any, load: FiringLoad) -> Work:
+def work_of_experts(parts: tuple[str, ...], config: Any, load: FiringLoad) -> Work:
     """Each row comes once, with all its pairs."""
-    elements, num_rows = weight_elements(config, EXPERT_PARTS), load.num_rows / config.num_experts_per_token
+    elements, num_rows = weight_elements(config, parts), load.num_rows / config.num_experts_per_token
     num_bytes = load.num_experts * elements * DTYPE_BYTES[config.dtype] + 2 * row_bytes_of(config, FiringLoad(num_rows))
     return Work(num_bytes, 2 * load.num_rows * elements)
 
@@ -97,7 +97,7 @@ KINDS = (
         batches=Batching(),
         parts=EXPERT_PARTS,
         load=_load_of_experts,
-        work=_work_of_experts,
+        work=partial(work_of_experts, EXPERT_PARTS),
         charges="expert_seconds",
         build=_build_experts,
         compute=_compute_experts,

@@ -7,6 +7,7 @@ back from them, without a residual, which the module keeps itself, is its input 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flowrt.costs.work import FiringLoad, Work
@@ -142,5 +143,5 @@ KINDS = (
         twin=lambda site, node: lambda tag, x_TH: x_TH,
     ),
     replace(_HEAD, name="transformers_head", parts=(), compute=lambda site, node: site.once(library_of).logits),
-    replace(_EXPERTS, name="transformers_experts", parts=EXPERT, compute=_compute_experts),
+    replace(_EXPERTS, name="transformers_experts", parts=EXPERT, work=partial(exchange.work_of_experts, EXPERT), compute=_compute_experts),
 )

@@ -27,7 +27,11 @@ def read_config(file: ConfigFile) -> ModelConfig:
         why = f"{file.values.get('model_type')!r} is not of flowrt's own families, and {missing} is not installed"
         raise ModelError(f'{file.path}: model_type: {why}: pip install -e ".[transformers]" in the clone of flowrt')
     refuse_quantized_config(file.path, file.values)
-    config: ModelConfig = import_module("flowrt.operators.library_config").read_library_config(file.path, dict(file.values))
+    try:
+        module = import_module("flowrt.operators.library_config")
+    except ImportError as error:
+        raise ModelError(f"{file.path}: model_type: this transformers cannot be used ({error}); install 5.20 or newer") from error
+    config: ModelConfig = module.read_library_config(file.path, dict(file.values))
     return config
 
 

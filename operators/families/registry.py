@@ -88,9 +88,9 @@ def read_model_config(directory: Path, dtype: str | None = None, implementation:
     return replace(config, eos_token_ids=read_end_tokens(directory, config.eos_token_ids, config.vocab_size).token_ids)
 
 
-def note_on_end_tokens(directory: Path) -> str:
+def note_on_end_tokens(directory: Path, implementation: Implementation = "auto") -> str:
     """What the user should know about the end-of-sequence ids of a model directory; "": nothing. Raises ModelError."""
-    config = _parse_model_config(directory / "config.json", read_json_bytes(directory / "config.json"), None, "auto")
+    config = _parse_model_config(directory / "config.json", read_json_bytes(directory / "config.json"), None, implementation)
     return read_end_tokens(directory, config.eos_token_ids, config.vocab_size).note
 
 

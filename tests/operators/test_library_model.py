@@ -4,10 +4,12 @@ over pages, or is refused with the reason."""
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import re
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from flowrt.cli.models import library_architectures
 from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
+from flowrt.graph.written import to_yaml
 from flowrt.launcher.model_facts import facts_of
+from flowrt.operators import library_attention
 from flowrt.operators.checkpoint_files import WHOLE_NAME
 from flowrt.operators.families import library
 from flowrt.operators.families.registry import known_families, read_model_config
@@ -285,3 +289,65 @@ def test_strict_numerics_are_refused(checkpoint: Callable[[str], Path]) -> None:
         load_graph(graph, facts_of=facts_of)
     with pytest.raises(ModelError, match="compute rows of a batch together"):
         prove_model(checkpoint("gpt_oss"), None)
+
+
+def test_a_text_model_inside_a_larger_one(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """The tensors of a checkpoint that has a model of images, too, have another beginning."""
+    shutil.copytree(checkpoint("mistral4"), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / WHOLE_NAME)
+    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, tmp_path / WHOLE_NAME)
+    truth = load_truth(checkpoint("mistral4"))
+    with torch.inference_mode():
+        logits = Halves(tmp_path).logits(FIRST, [13], [13])
+        torch.testing.assert_close(logits, expected(truth, FIRST), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": ["x"]}, r"is \['x'\]; one of these is needed"),
+        ({"text_config": {"hidden_size": 64}}, "text_config"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings is -5; at least 1 is needed"),
+        ({"num_hidden_layers": 2000, "layer_types": None}, "num_hidden_layers is 2000; 1 to 1000 are supported"),
+        ({"is_causal": False}, "it is not causal"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "depend on the longest context of a batch"),
+    ],
+)
+def test_configs_that_cannot_be_are_one_line(
+    checkpoint: Callable[[str], Path], tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    values = json.loads((checkpoint("gpt_oss") / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=reason) as caught:
+        read_model_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_dtype_is_that_of_the_checkpoint(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    for name in ("bfloat16", "float16", "float32"):
+        values = json.loads((checkpoint("gpt_oss") / "config.json").read_text()) | {"dtype": name}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        assert read_model_config(tmp_path).dtype == name
+
+
+def test_an_expanded_graph_keeps_what_computes_its_model(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    keys = {"flowrt": 1, "model": {"path": str(checkpoint("mixtral")), "implementation": "transformers"}, "deploy": {}}
+    graph = load_graph(keys, facts_of=facts_of)
+    (tmp_path / "long.yaml").write_text(to_yaml(graph))
+    assert load_graph(tmp_path / "long.yaml", facts_of=facts_of).model == graph.model
+
+
+def test_a_model_that_is_dropped_leaves_nothing(checkpoint: Callable[[str], Path]) -> None:
+    model = LibraryModel(read_model_config(checkpoint("gpt_oss")), Checkpoint(checkpoint("gpt_oss")))
+    left = weakref.ref(model.model)
+    del model
+    gc.collect()
+    assert left() is None
+
+
+def test_scores_are_computed_in_blocks_of_rows(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = Halves(checkpoint("gpt_oss"))
+    with torch.inference_mode():
+        whole = halves.logits(FIRST, [13], [13])
+        monkeypatch.setattr(library_attention, "MAX_SCORES", 4 * 13 * 3)
+        torch.testing.assert_close(halves.logits(FIRST, [13], [13]), whole, rtol=1e-4, atol=1e-4)
