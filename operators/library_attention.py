@@ -25,7 +25,7 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class _Together:
+class _SequenceGroup:
     """Sequences with equally many rows that are computed in one call, contexts padded to the longest.
 
     `rows`: their rows in the pass. `slots`: [S * L], sequence by sequence. `mask_S1QL`: additive.
@@ -104,10 +104,10 @@ def _window(mask: Mask | None, window: int | None) -> int | None:
     return window
 
 
-def _plan(layout: StepLayout, page_size: int, mask: Mask | None, window: int | None, dtype: torch.dtype) -> Sequence[_Together]:
+def _plan(layout: StepLayout, page_size: int, mask: Mask | None, window: int | None, dtype: torch.dtype) -> Sequence[_SequenceGroup]:
     """Computed once for the layers with the same mask."""
     key = mask, window
-    plan: list[_Together] | None = layout.derived.get(key)
+    plan: list[_SequenceGroup] | None = layout.derived.get(key)
     if plan is None:
         plan = layout.derived[key] = [_together(layout, group, page_size, mask, window, dtype) for group in _groups(layout, window)]
     return plan
@@ -124,7 +124,7 @@ def _groups(layout: StepLayout, window: int | None) -> list[list[int]]:
 
 def _together(
     layout: StepLayout, members: list[int], page_size: int, mask: Mask | None, window: int | None, dtype: torch.dtype
-) -> _Together:
+) -> _SequenceGroup:
     device, num_rows = layout.positions_T.device, layout.query_lengths[members[0]]
     first = [max(0, layout.kv_lengths[each] - num_rows + 1 - window) if window is not None else 0 for each in members]
     length = max(layout.kv_lengths[each] - start for each, start in zip(members, first, strict=True))
@@ -138,4 +138,4 @@ def _together(
     additive = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))[:, None]
     start = int(layout.query_start_S1[members[0]])
     rows = slice(start, start + num_rows) if len(members) == 1 else layout.query_start_S1[sequences]
-    return _Together(rows, len(members), slots, additive)
+    return _SequenceGroup(rows, len(members), slots, additive)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowrt.operators.families.registry import known_families
-from flowrt.operators.library_interfaces import Mixer, PassHooks, SequenceStates, cache_of, quiet, use_hooks
+from flowrt.operators.library_interfaces import Mixer, PassHooks, SequenceStates, new_cache, silence_library, use_hooks
 from flowrt.operators.model_config import LibraryConfig, ModelConfig, ModelError
 from flowrt.operators.weights import TORCH_DTYPES
 
@@ -31,7 +31,7 @@ _LENGTH_DEPENDENT = ("longrope",)  # kinds of rotary scaling that follow the lon
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModuleParts:
     """The parts of a module that a pass needs. `experts`: the module with the routed experts of each layer that has any."""
 
     body: nn.Module
@@ -84,7 +84,7 @@ def new_model(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def anatomy_of(model: PreTrainedModel) -> Anatomy:
+def parts_of(model: PreTrainedModel) -> ModuleParts:
     """Raises ModelError for a module that cannot be cut at its experts."""
     body: Any = model.base_model
     body = getattr(body, "language_model", body)
@@ -102,11 +102,11 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
     layers = body.get_submodule(place)
     if not isinstance(layers, nn.ModuleList):
         raise ModelError("its layers are not a list of modules")
-    return Anatomy(body, layers, dict(sorted(found.items())))
+    return ModuleParts(body, layers, dict(sorted(found.items())))
 
 
 @dataclass
-class _Seen(PassHooks):
+class _ProbeHooks(PassHooks):
     """What the module does in a pass of two tokens."""
 
     layer_of: dict[int, int]
@@ -141,7 +141,7 @@ class _Seen(PassHooks):
 
 def read_library_config(path: Path, values: Mapping[str, Any]) -> ModelConfig:
     """Raises ModelError: transformers does not know the architecture, or flowrt cannot run its module, with the reason."""
-    with quiet():
+    with silence_library():
         return _read(path, library_config(path, values))
 
 
@@ -151,30 +151,30 @@ def _read(path: Path, config: PreTrainedConfig) -> ModelConfig:
         raise ModelError(f"{where} {problem}")
     try:
         model = new_model(config)
-        anatomy = anatomy_of(model)
-        seen = _Seen({id(module): layer for layer, module in anatomy.experts.items()})
+        parts = parts_of(model)
+        seen = _ProbeHooks({id(module): layer for layer, module in parts.experts.items()})
         use_hooks(model, seen)
         with torch.device("meta"), torch.inference_mode():
             embedding: Any = model.get_input_embeddings()
             x = torch.empty(1, 2, embedding.weight.shape[1], dtype=torch.bfloat16)
-            anatomy.body(inputs_embeds=x, position_ids=torch.arange(2)[None], past_key_values=cache_of(seen), use_cache=True)
+            parts.body(inputs_embeds=x, position_ids=torch.arange(2)[None], past_key_values=new_cache(seen), use_cache=True)
     except ModelError as error:
         raise ModelError(f"{where} {error}") from error
     except Exception as error:  # of the module: it needs something that a pass does not give it
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         raise ModelError(f"{where} its module needs more than a pass has ({what})") from error
-    num_layers = len(anatomy.layers)
-    if seen.called != list(anatomy.experts) or len(seen.num_active) != 1:
+    num_layers = len(parts.layers)
+    if seen.called != list(parts.experts) or len(seen.num_active) != 1:
         raise ModelError(f"{where} its layers do not call their experts once each, in order")
     if not seen.widths or seen.attended != seen.widths.keys() or not seen.attended.isdisjoint(seen.states):
         raise ModelError(f"{where} a layer has attention without a cache of its own, or beside a recurrent state, or none has any")
     if len({*seen.states.values()}) > 1:
         raise ModelError(f"{where} its layers have recurrent states of different shapes")
-    counts = {num_experts_of(module) for module in anatomy.experts.values()}
+    counts = {num_experts_of(module) for module in parts.experts.values()}
     if len(counts) != 1:
         raise ModelError(f"{where} its layers have different numbers of experts")
     num_experts = counts.pop()
-    of_experts = sum(parameter.numel() for module in anatomy.experts.values() for parameter in module.parameters())
+    of_experts = sum(parameter.numel() for module in parts.experts.values() for parameter in module.parameters())
     return ModelConfig(
         family="transformers",
         dtype=_dtype(path, config),
@@ -186,15 +186,15 @@ def _read(path: Path, config: PreTrainedConfig) -> ModelConfig:
         head_dim=max(map(sum, seen.widths.values())),
         num_experts=num_experts,
         num_experts_per_token=seen.num_active.pop(),
-        expert_width=max(1, of_experts // (len(anatomy.experts) * num_experts * 3 * x.shape[-1])),
+        expert_width=max(1, of_experts // (len(parts.experts) * num_experts * 3 * x.shape[-1])),
         dense_width=0,
-        moe_layers=tuple(anatomy.experts),
+        moe_layers=tuple(parts.experts),
         norm_epsilon=0.0,
         max_position_embeddings=_max_positions(config),
         library=LibraryConfig(
             kv_widths=max(seen.widths.values(), key=sum) if len({*map(sum, seen.widths.values())}) == 1 else _widest(seen.widths),
             body_elements=sum(parameter.numel() for parameter in model.parameters()) - of_experts,
-            expert_elements=of_experts // (len(anatomy.experts) * num_experts),
+            expert_elements=of_experts // (len(parts.experts) * num_experts),
             recurrent_layers=tuple(sorted(seen.states)),
             states=next(iter(seen.states.values()), ()),
         ),
@@ -224,7 +224,7 @@ def _problem(config: PreTrainedConfig) -> str:
 
 
 def num_experts_of(module: nn.Module) -> int:
-    """The size of the first dimension that most of its weights share."""
+    """The size of the first dimension, which all its weights share."""
     sizes = [parameter.shape[0] for parameter in module.parameters() if parameter.dim() > 1]
     if not sizes or len(set(sizes)) > 1:
         raise ModelError("the weights of its experts are not stacked")

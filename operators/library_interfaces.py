@@ -26,7 +26,7 @@ Mixer = Callable[[Tensor, "SequenceStates"], Any]  # what a recurrent module giv
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_library() -> Iterator[None]:
     """Keep the library from logging: what a user must know is an error of flowrt."""
     verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -131,7 +131,7 @@ def _is_mixer(module: nn.Module) -> bool:
     return hasattr(module, "layer_idx") and any("update_conv_state" in each.__code__.co_names for each in functions)
 
 
-def cache_of(hooks: PassHooks) -> HookedCache:
+def new_cache(hooks: PassHooks) -> HookedCache:
     return HookedCache(hooks)
 
 

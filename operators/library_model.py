@@ -21,8 +21,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.library_attention import attend_packed
-from flowrt.operators.library_config import anatomy_of
-from flowrt.operators.library_interfaces import Mask, Mixer, SequenceStates, cache_of, use_hooks
+from flowrt.operators.library_config import parts_of
+from flowrt.operators.library_interfaces import Mask, Mixer, SequenceStates, new_cache, use_hooks
 from flowrt.operators.library_weights import load_body
 from flowrt.operators.model_config import ModelConfig, ModelError
 from flowrt.operators.state_slots import NO_STATE
@@ -47,14 +47,14 @@ class LibraryModel:
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> None:
         self.model: Any = load_body(config, checkpoint).to(device)  # type: ignore[arg-type]
-        self.anatomy = anatomy_of(self.model)
+        self.parts = parts_of(self.model)
         self._passes: dict[Hashable, tuple[Hashable, _Pass]] = {}  # by key: the step, and its pass
-        self._layer_of = {id(module): layer for layer, module in self.anatomy.experts.items()}
+        self._layer_of = {id(module): layer for layer, module in self.parts.experts.items()}
         if config.recurrent_layers:
             self._check_recurrence(config)
         use_hooks(self.model, self)
-        for layer, module in enumerate(self.anatomy.layers):
-            if layer not in self.anatomy.experts:
+        for layer, module in enumerate(self.parts.layers):
+            if layer not in self.parts.experts:
                 module.register_forward_hook(self._end_layer)
 
     def _check_recurrence(self, config: ModelConfig) -> None:
@@ -64,7 +64,7 @@ class LibraryModel:
         with torch.inference_mode():
             tokens_T = torch.arange(_CHECKED_TOKENS, device=self.model.device)
             x = self.embed(tokens_T % config.vocab_size)[None]
-            self.anatomy.body(inputs_embeds=x, position_ids=tokens_T[None], past_key_values=cache_of(check))
+            self.parts.body(inputs_embeds=x, position_ids=tokens_T[None], past_key_values=new_cache(check))
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         x_TH: Tensor = self.model.get_input_embeddings()(tokens_T)
@@ -93,7 +93,7 @@ class LibraryModel:
     def logits(self, x_TH: Tensor, rows_S: Tensor) -> Tensor:
         """Logits [S, V] of some rows, as the library computes them from what its last layer gives."""
         name, body = self.model.base_model_prefix, self.model.base_model
-        self.model._modules[name] = _Given(x_TH.index_select(0, rows_S)[None])
+        self.model._modules[name] = _GivenBody(x_TH.index_select(0, rows_S)[None])
         try:
             found: Tensor = type(self.model).forward(self.model, input_ids=rows_S[None]).logits[0]
         finally:
@@ -169,9 +169,9 @@ class _Pass(greenlet):
         return back
 
     def _run(self, x_TH: Tensor) -> PassStop:
-        body, positions_1T = self._model.anatomy.body, self.layout.positions_T[None]
+        body, positions_1T = self._model.parts.body, self.layout.positions_T[None]
         found = body(
-            inputs_embeds=x_TH[None], position_ids=positions_1T, past_key_values=cache_of(self._model), use_cache=True, return_dict=True
+            inputs_embeds=x_TH[None], position_ids=positions_1T, past_key_values=new_cache(self._model), use_cache=True, return_dict=True
         )
         return PassStop(found.last_hidden_state[0])
 
@@ -210,7 +210,7 @@ def _rows_of(found: Any) -> Tensor:
     return rows
 
 
-class _Given(nn.Module):
+class _GivenBody(nn.Module):
     """Stands for the layers of a model whose result is known."""
 
     def __init__(self, hidden: Tensor) -> None:

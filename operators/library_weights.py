@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from flowrt.operators.library_config import anatomy_of, library_config, model_class, num_experts_of
-from flowrt.operators.library_interfaces import quiet
+from flowrt.operators.library_config import library_config, model_class, num_experts_of, parts_of
+from flowrt.operators.library_interfaces import silence_library
 from flowrt.operators.model_config import ModelConfig, ModelError
 from flowrt.operators.weights import Checkpoint, torch_dtype
 
@@ -72,7 +72,7 @@ def load_body(config: ModelConfig, checkpoint: Checkpoint) -> PreTrainedModel:
     """The whole module without the weights of its routed experts. Raises ModelError."""
 
     def without_experts(model: PreTrainedModel) -> None:
-        for module in anatomy_of(model).experts.values():
+        for module in parts_of(model).experts.values():
             _strip(module)
 
     return _load(config, checkpoint, without_experts, None)
@@ -83,7 +83,7 @@ def load_experts(config: ModelConfig, checkpoint: Checkpoint, held: Mapping[int,
     held = {layer: sorted(experts) for layer, experts in held.items()}
 
     def only_held(model: PreTrainedModel) -> None:
-        experts = anatomy_of(model).experts
+        experts = parts_of(model).experts
         kept = {id(part) for layer in held for part in experts[layer].modules()}
         for module in model.modules():
             if id(module) not in kept:
@@ -97,7 +97,7 @@ def load_experts(config: ModelConfig, checkpoint: Checkpoint, held: Mapping[int,
                         owner._parameters[name] = nn.Parameter(parameter.new_empty(len(ids), *parameter.shape[1:]), requires_grad=False)
             module.num_experts = len(ids)  # type: ignore[assignment]
 
-    experts = anatomy_of(_load(config, checkpoint, only_held, held)).experts
+    experts = parts_of(_load(config, checkpoint, only_held, held)).experts
     return {layer: experts[layer] for layer in held}
 
 
@@ -111,7 +111,7 @@ def _strip(module: nn.Module, deep: bool = True) -> None:
 
 def _load(config: ModelConfig, checkpoint: Checkpoint, cut: Any, held: Mapping[int, Sequence[int]] | None) -> PreTrainedModel:
     path = checkpoint.directory / "config.json"
-    with quiet():
+    with silence_library():
         library = library_config(path, checkpoint.config_values())
     library._attn_implementation = "eager"
     if held is not None:
@@ -124,7 +124,7 @@ def _load(config: ModelConfig, checkpoint: Checkpoint, cut: Any, held: Mapping[i
 
     cls: Any = type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__})
     try:
-        with quiet():  # it would list all weights that were cut off
+        with silence_library():  # it would list all weights that were cut off
             tensors = _LateTensors(checkpoint, config.num_experts, held)
             model, found = cls.from_pretrained(
                 None,

@@ -190,7 +190,7 @@ def test_an_error_of_the_module_ends_the_pass(checkpoint: Callable[[str], Path],
 
     with torch.inference_mode():
         with monkeypatch.context() as patched:
-            patched.setattr(halves.model.anatomy.layers[2], "forward", fail)
+            patched.setattr(halves.model.parts.layers[2], "forward", fail)
             with pytest.raises(ArithmeticError, match="no such number"):
                 halves.logits(FIRST[:5], [5], [5])
         torch.testing.assert_close(halves.logits(FIRST[:5], [5], [5]), expected(truth, FIRST[:5]), rtol=1e-3, atol=1e-3)
