@@ -74,10 +74,10 @@ def _twin_of_layer(site: Site, node: Any) -> Any:
 
     def forward(tag: Any, x_TH: Any, layout: Any) -> Any:
         residual_TH, normed_TH = attend(tag.layer, x_TH, StepLayout.from_tensors(layout))
-        if tag.layer in site.config.moe_layers:
-            return residual_TH, normed_TH, route(normed_TH)
-        ended_TH = dense(tag.layer, residual_TH, normed_TH)
-        return ended_TH, ended_TH, ()
+        is_moe = tag.layer in site.config.moe_layers
+        if not is_moe or site.config.shared_expert_width:  # the module computes shared experts, too
+            residual_TH = dense(tag.layer, residual_TH, normed_TH)
+        return (residual_TH, normed_TH, route(normed_TH)) if is_moe else (residual_TH, residual_TH, ())
 
     return forward
 

@@ -38,7 +38,7 @@ def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
         output: list[int] = []
         while len(output) < request.max_tokens and not (output and output[-1] in ends):
             tokens = [*request.prompt_token_ids, *output]
-            x_TH = _residuals(graph, model, tokens)
+            x_TH = _residuals(model, tokens)
             counts = {token: output.count(token) for token in tokens} if params.has_penalties else None
             forbidden = ends if len(output) < params.min_tokens and not params.is_constrained else ()
             constraint = builder.constraint(params, output) if params.is_constrained else None
@@ -57,15 +57,15 @@ def _builder_of(path: str) -> ConstraintBuilder:
 def exact_prompt_logprobs(graph: Graph, prompt_token_ids: Sequence[int]) -> list[float]:
     """The expected logprob of each token of a prompt behind the first."""
     model = ExactModel(config_of(graph))
-    logits_TV = torch.from_numpy(model.logits(_residuals(graph, model, prompt_token_ids)))
+    logits_TV = torch.from_numpy(model.logits(_residuals(model, prompt_token_ids)))
     following_T1 = torch.tensor(prompt_token_ids[1:]).unsqueeze(1)
     found: list[float] = logits_TV[:-1].log_softmax(-1).gather(1, following_T1).squeeze(1).tolist()
     return found
 
 
-def _residuals(graph: Graph, model: ExactModel, token_ids: Sequence[int]) -> Numbers:
+def _residuals(model: ExactModel, token_ids: Sequence[int]) -> Numbers:
     """The residual stream behind the last layer, computed without pages and processes."""
-    shared = any("shared_down" in node.kind.parts for node in graph.nodes.values())
+    shared = bool(model.config.shared_expert_width)
     x_TH = model.embed(np.array(token_ids, dtype=np.int64))
     for layer in range(model.config.num_layers):
         x_TH = model.layer(layer, x_TH, shared)
