@@ -56,7 +56,7 @@ def graph() -> Graph:
 
 
 def expected(prompt: tuple[int, ...]) -> tuple[float, ...]:
-    return tuple(_residuals(graph(), ExactModel(config_of(graph())), prompt)[-1].tolist())
+    return tuple(_residuals(ExactModel(config_of(graph())), prompt)[-1].tolist())
 
 
 def taken_in(case: Case) -> tuple[list[tuple[float, ...]], set[tuple[float, ...]], int]:
