@@ -25,14 +25,15 @@ if sys.platform == "linux":
             optional=True,
         )
     )
-    extensions.append(
+    extensions.extend(
         Extension(
-            "flowrt.operators.kernels.cpu._panels",
-            ["flowrt/operators/kernels/cpu/_panels.c"],
+            f"flowrt.operators.kernels.cpu.{name}",
+            [f"flowrt/operators/kernels/cpu/{name}.c"],
             extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wno-unused-parameter", "-fopenmp"],
             extra_link_args=["-fopenmp"],
             optional=True,
         )
+        for name in ("_panels", "_quantized")
     )
     extensions.append(
         Extension(

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from flowrt.operators.dense import gated_silu
-from flowrt.operators.products import COPIED, Form, Panels, Plain, Product, form_for, lay_out, shared_form
+from flowrt.operators.products import COPIED, Form, InPanels, Plain, Product, form_for, lay_out, shared_form
 
 LOADS = (1, 3, 6, 9, 16)  # rows per expert that a profile measures; a load in between takes the time of the next larger one
 MEAN_LOADS = (1, 2, 4)  # mean rows per expert in decoding, which decide how experts are held
@@ -116,14 +117,14 @@ class GroupedExperts(LayerExperts):
 class PanelExperts(GroupedExperts):
     """Grouped experts in panels: each product writes its rows to their final place, and one call activates all rows."""
 
-    def __init__(self, experts: Sequence[tuple[Panels, Panels]]) -> None:
+    def __init__(self, experts: Sequence[tuple[InPanels[Any], InPanels[Any]]]) -> None:
         """`experts` holds at least one expert."""
         super().__init__(experts)
         self._matrices = [list(each) for each in zip(*experts, strict=True)]  # all gate_up, all down
 
     def run_counted(self, x_PH: Tensor, counts: Sequence[int]) -> Tensor:
         gate_up, down = self._matrices
-        return _multiply_groups(down, gated_silu(_multiply_groups(gate_up, x_PH, counts)), counts)
+        return _multiply_groups(down, gated_silu(_multiply_groups(gate_up, x_PH, counts)), counts).to(x_PH.dtype)
 
 
 class StackedExperts(LayerExperts):
@@ -172,7 +173,7 @@ def dense(gate_up: Tensor, down: Tensor, x_PH: Tensor, counts: Sequence[int]) ->
 
 def one_by_one(gate_up: Sequence[Product], down: Sequence[Product]) -> GroupedExperts:
     """The experts of these laid-out matrices, as the class that suits their form."""
-    pairs = [(a, b) for a, b in zip(gate_up, down, strict=True) if isinstance(a, Panels) and isinstance(b, Panels)]
+    pairs = [(a, b) for a, b in zip(gate_up, down, strict=True) if isinstance(a, InPanels) and isinstance(b, InPanels)]
     return PanelExperts(pairs) if pairs and len(pairs) == len(gate_up) else GroupedExperts(list(zip(gate_up, down, strict=True)))
 
 
@@ -237,7 +238,7 @@ def _shapes(*stacks: Tensor) -> list[tuple[int, int]]:
     return [(stack.shape[1], stack.shape[2]) for stack in stacks]
 
 
-def _multiply_groups(matrices: Sequence[Panels], x_PK: Tensor, counts: Sequence[int]) -> Tensor:
+def _multiply_groups(matrices: Sequence[InPanels[Any]], x_PK: Tensor, counts: Sequence[int]) -> Tensor:
     """y_PN: the rows of each matrix multiplied by it."""
     assert sum(counts) == len(x_PK)
     x_PK, num_outputs, num_threads = matrices[0].checked(x_PK), matrices[0].shape[0], torch.get_num_threads()

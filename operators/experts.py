@@ -5,7 +5,7 @@ Expert servers call it; with `servers: 0` the attention process does. Only exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -24,13 +24,14 @@ from flowrt.operators.expert_products import (
     profile_size,
     take_profile,
 )
+from flowrt.operators.families.family import EXPERT_PARTS
 from flowrt.operators.kernels.choice import kernels_for
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.products import Copied, Form, Product, can_share, form_for, lay_out
+from flowrt.operators.quantized_products import QuantizedPanels, quantize
+from flowrt.operators.restored_weights import QuantizedMatrix
 from flowrt.operators.row_blocks import ALIGNMENT_BYTES, PROOF_ROWS, WHOLE, RowBlocks
 from flowrt.operators.weights import Checkpoint, Hold, allocate, torch_dtype
-
-PARTS = ("expert_gate_up", "expert_down")  # the two matrices of an expert, in the order of `Experts._shapes`
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Experts:
         self._kernels = kernels_for(torch_dtype(config), device)
         self._now = None if blocks.strict else now
         self._how: Form | Profile | None = None  # how experts are held: None before the first layer is read
-        self._models: dict[int, Copied] = {}  # one product in the form of each part: `over` makes others from it
+        self._models: dict[int, Copied[Any]] = {}  # one product in the form of each part: `over` makes others from it
         self._layers = {layer: self._read_layer(checkpoint, layer, tuple(experts)) for layer, experts in held.items()}
 
     def forward(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor, weight_P: Tensor) -> Tensor:
@@ -118,8 +119,12 @@ class Experts:
         gate_up, down, x_RH = (
             torch.randn(shape, generator=generator).to(self._device, dtype) for shape in (*shapes, (PROOF_ROWS, config.hidden_size))
         )
-        form = form_for(dtype, gate_up.device.type, *shapes)
-        drawn = GroupedExperts([(lay_out(gate_up.div_(config.hidden_size**0.5), form), lay_out(down, form))])
+        gate_up.div_(config.hidden_size**0.5)
+        if config.expert_weights == "dtype":
+            form = form_for(dtype, gate_up.device.type, *shapes)
+            drawn = GroupedExperts([(lay_out(gate_up, form), lay_out(down, form))])
+        else:
+            drawn = one_by_one(*([QuantizedPanels(quantize(each, config.expert_weights))] for each in (gate_up, down)))
         self._blocks.run("experts", drawn.expert(0), x_RH)
 
     @property
@@ -140,6 +145,8 @@ class Experts:
 
     def _read_experts(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> LayerExperts:
         """Reads each expert straight into its stack, or, for forms that copy the matrix, into a buffer that all experts share."""
+        if expert_ids and self.config.expert_weights != "dtype":
+            return one_by_one(*(self._quantize_each(checkpoint, layer, expert_ids, part) for part in range(2)))
         if self._how is None and expert_ids:
             self._how = self._choose_form(checkpoint, layer, expert_ids)
         if expert_ids and (self._how == "packed" or self._how == "panels"):
@@ -166,22 +173,44 @@ class Experts:
         """One matrix of each expert in a form that copies it, in shared memory if possible."""
         buffer = torch.empty(self._shapes[part], dtype=torch_dtype(self.config), device=self._device)
 
-        def read_each() -> Iterator[Tensor]:
-            for expert in expert_ids:
-                yield checkpoint.read_part(self.config, PARTS[part], self._shapes[part], layer=layer, expert=expert, out=buffer)
+        def read(expert: int) -> Tensor:
+            return checkpoint.read_part(self.config, EXPERT_PARTS[part], self._shapes[part], layer=layer, expert=expert, out=buffer)
 
         if checkpoint.memory is None or not can_share(form):
-            return [lay_out(weight, form) for weight in read_each()]
+            return [lay_out(read(expert), form) for expert in expert_ids]
+        if part not in self._models:
+            self._models[part] = cast("Copied[Any]", lay_out(buffer.zero_(), form))
+        return self._fill(form, checkpoint, layer, expert_ids, part, read)
+
+    def _quantize_each(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...], part: int) -> list[Product]:
+        """One matrix of each expert in 8 bits: the stored codes, if they are those, else the nearest ones."""
+        config, shape = self.config, self._shapes[part]
+        buffer = torch.empty(shape, dtype=torch.float32)
+
+        def read(expert: int) -> QuantizedMatrix:
+            stored = checkpoint.read_codes(config, EXPERT_PARTS[part], shape, layer=layer, expert=expert)
+            if stored is not None:
+                return stored
+            weight = checkpoint.read_part(config, EXPERT_PARTS[part], shape, layer=layer, expert=expert, out=buffer)
+            return quantize(weight, config.expert_weights)
 
         if part not in self._models:
-            self._models[part] = cast("Copied", lay_out(buffer.zero_(), form))
+            group = checkpoint.note(f"columns of a group of {EXPERT_PARTS[part]}", lambda: read(expert_ids[0]).group)
+            self._models[part] = QuantizedPanels.zeros(shape, config.expert_weights, group)
+        return self._fill(config.expert_weights, checkpoint, layer, expert_ids, part, read)
+
+    def _fill(
+        self, form: str, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...], part: int, read: Callable[[int], Any]
+    ) -> list[Product]:
+        """The matrices that `read` finds, in the form of the part's model."""
         model = self._models[part]
 
         def fill(out: Tensor) -> None:
-            for memory, weight in zip(out, read_each(), strict=True):
-                model.write(weight, memory[: model.num_bytes])
+            for memory, expert in zip(out, expert_ids, strict=True):
+                model.write(read(expert), memory[: model.num_bytes])
 
-        held = checkpoint.hold(f"{PARTS[part]} {form} {layer} {expert_ids}", _aligned(len(expert_ids), model.num_bytes), torch.uint8, fill)
+        name, size = f"{EXPERT_PARTS[part]} {form} {layer} {expert_ids}", _aligned(len(expert_ids), model.num_bytes)
+        held = checkpoint.hold(name, size, torch.uint8, fill)
         return [model.over(memory[: model.num_bytes]) for memory in held]
 
     def _read_stacks(self, hold: Hold, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -200,7 +229,7 @@ class Experts:
             rows, row_bytes = _aligned(count, shape[0] * shape[1] * dtype.itemsize)
             return unpadded(hold(f"{part} {layer} {expert_ids}", (rows, row_bytes // dtype.itemsize), dtype, fill, self._device))
 
-        gate_up, down = map(stack, PARTS, self._shapes)
+        gate_up, down = map(stack, EXPERT_PARTS, self._shapes)
         return gate_up, down
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
+ExpertWeights = Literal["dtype", "int8", "fp8"]  # `dtype`: that of the model
+KEPT_ROWS = 16  # a matrix in 8 bits has a multiple of so many
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 STATE_ALIGNMENT = 64  # bytes between the tensors of a state are multiples of this
@@ -152,7 +154,7 @@ class ModelConfig:
     that every row goes through. `wide_norms`: norms of rows round once, behind the product with their weights. The layers of `delta` have
     no attention. `attention_gate`: each query has a gate, whose sigmoid multiplies what its head gives; `shared_expert_gate`: each row has
     one for its shared experts. With `library` the module of transformers computes all but the products of experts, and of the fields about
-    attention, gate and shared experts none says anything.
+    attention, gate and shared experts none says anything. `expert_weights`: what the weights of routed experts are held in.
     """
 
     family: str
@@ -175,6 +177,7 @@ class ModelConfig:
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
     library: LibraryConfig | None = None
+    expert_weights: ExpertWeights = "dtype"
     attention_gate: bool = False
     shared_expert_gate: bool = False
     shared_expert_width: int = 0
@@ -187,6 +190,11 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def expert_item_bytes(self) -> int:
+        """Bytes of a weight of a routed expert, without its share of the scales."""
+        return _ITEM_BYTES[self.dtype] if self.expert_weights == "dtype" else 1
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

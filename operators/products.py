@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, Self
+from typing import Generic, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ except ImportError:  # built without a compiler, or with one that does not suppo
 else:
     has_panels = True
 
+MatrixT = TypeVar("MatrixT")
 Form = Literal["plain", "packed", "widened", "panels"]
 
 WIDEN_FROM_ROWS = 5  # with fewer rows, one plain pass over the matrix costs less than widening it
@@ -83,15 +84,15 @@ class Widened(Plain):
         return y_TN.to(x_TK.dtype)
 
 
-class Copied(Product):
-    """A form that does not keep the tensor from which it is made. Its memory may be the caller's, such as memory that processes share."""
+class Copied(Product, Generic[MatrixT]):
+    """A form that does not keep the matrix from which it is made. Its memory may be the caller's, such as memory that processes share."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int: ...
 
     @abstractmethod
-    def write(self, weight_NK: Tensor, memory: Tensor) -> None:
+    def write(self, matrix: MatrixT, memory: Tensor) -> None:
         """Write another matrix of this shape, in this form, into `memory` (uint8, `num_bytes`, aligned)."""
 
     @abstractmethod
@@ -99,7 +100,7 @@ class Copied(Product):
         """The product of the matrix that `write` has written. `memory` is not copied."""
 
 
-class Packed(Copied):
+class Packed(Copied[Tensor]):
     """Holds the matrix in the memory order of oneDNN; the plain matrix is not kept."""
 
     def __init__(self, weight_NK: Tensor) -> None:
@@ -127,7 +128,19 @@ class Packed(Copied):
         return y_TN
 
 
-class Panels(Copied):
+class InPanels(Copied[MatrixT]):
+    """A form whose product of many groups of rows needs no call of torch for each."""
+
+    @abstractmethod
+    def checked(self, x_TK: Tensor) -> Tensor:
+        """The rows as `into` takes them, contiguous. Raises ValueError for rows that do not fit, as the library does."""
+
+    @abstractmethod
+    def into(self, x: int, y: int, num_rows: int, num_threads: int) -> None:
+        """Writes the product of the rows at address x to address y, without bias. Both hold whole rows in the dtype of `checked`."""
+
+
+class Panels(InPanels[Tensor]):
     """Holds the matrix in panels of 16 outputs, column by column. A column is 32 bits: one float32 or two bfloat16 (_panels.c)."""
 
     def __init__(self, weight_NK: Tensor) -> None:
@@ -152,14 +165,12 @@ class Panels(Copied):
         return y_TN if bias_N is None else y_TN.add_(bias_N)
 
     def checked(self, x_TK: Tensor) -> Tensor:
-        """The rows, contiguous, so that their address can be passed to `into`. Raises ValueError for other rows, as the library does."""
         if x_TK.dtype is not self._dtype or x_TK.dim() != 2 or x_TK.shape[1] != self.shape[1] or not x_TK.is_cpu:
             wanted = f"rows of {self.shape[1]} {self._dtype}"
             raise ValueError(f"{list(x_TK.shape)} {x_TK.dtype} on {x_TK.device} were given to a matrix on the CPU that takes {wanted}")
         return x_TK.contiguous()
 
     def into(self, x: int, y: int, num_rows: int, num_threads: int) -> None:
-        """Writes the product of the rows at address x to address y, without bias. Both hold whole rows in its dtype (`checked`)."""
         _panels.product(self._kind, x, self._panels.data_ptr(), y, num_rows, self.shape[0], self._panels.shape[1], num_threads)
 
 

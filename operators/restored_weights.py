@@ -6,6 +6,8 @@ compressed-tensors compute. Zero points, and columns that are stored in another 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,21 @@ from flowrt.operators.checkpoint_files import packed_bits
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])  # by their 4 bits
 _EXPONENT_OF_ONE = 127
 QUANTIZED_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "I32": torch.int32}
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A weight is its code times the scale of its output and of its group of columns: codes_NK, int8 or float8_e4m3fn; scales_NC,
+    float32, one per group; `group`: columns of a group, of which the last one may be smaller."""
+
+    codes_NK: Tensor
+    scales_NC: Tensor
+    group: int
+
+    def restored(self) -> Tensor:
+        """The matrix in float32."""
+        scales_NK = self.scales_NC.repeat_interleave(self.group, 1)[:, : self.codes_NK.shape[1]]
+        return self.codes_NK.float() * scales_NK
 
 
 def restored_rows(stored_RP: Tensor, scales_SC: Tensor, first: int, block: tuple[int, int], columns: int) -> Tensor:

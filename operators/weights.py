@@ -24,6 +24,7 @@ from flowrt.operators.checkpoint_files import (
     check_rows,
     find_stored,
     is_scale,
+    kept_as,
     named_place,
     piece_shape,
     read_header,
@@ -33,7 +34,7 @@ from flowrt.operators.families.config_file import read_config_file
 from flowrt.operators.families.family import Piece
 from flowrt.operators.families.registry import family_named
 from flowrt.operators.model_config import DTYPES, ModelConfig, ModelError
-from flowrt.operators.restored_weights import QUANTIZED_DTYPES, restored_mxfp4, restored_rows
+from flowrt.operators.restored_weights import QUANTIZED_DTYPES, QuantizedMatrix, restored_mxfp4, restored_rows
 from flowrt.operators.weight_memory import WeightMemory
 
 # Tensors that are converted pass through one buffer of this size (more, where a row or a transposed piece needs it).
@@ -113,6 +114,27 @@ class Checkpoint:
         check_rows(start, shape, layout, layer, expert, self.directory)
         return out
 
+    def read_codes(self, config: ModelConfig, part: str, shape: tuple[int, ...], *, layer: int, expert: int) -> QuantizedMatrix | None:
+        """A matrix of an expert as it is stored, if that is the config's `expert_weights`, else None. Raises ModelError as read_part."""
+        layout = family_named(config.family).find_layout(part, layer, expert, self._files, self._place)
+        codes, scales, groups, start = list[Tensor](), list[Tensor](), set[int](), 0
+        for piece in layout:
+            name = piece.tensor(layer, expert)
+            stored = self.stored(name)
+            if not isinstance(stored, QuantizedTensor) or kept_as(stored, piece) != config.expert_weights:
+                return None
+            self._on_read()
+            taken = piece_shape(stored, name, piece, config.num_experts, shape, start)
+            start += taken[0]
+            offset, scales_SC, first = self._matrix(stored, piece, taken, expert)
+            codes.append(torch.empty(taken, dtype=QUANTIZED_DTYPES[stored.stored_dtype]))
+            _read_bytes(stored.path, offset, codes[-1])
+            block = stored.block(taken[-1])
+            scales.append(scales_SC[torch.arange(first, first + taken[0]) // block[0]])
+            groups.add(block[1])
+        check_rows(start, shape, layout, layer, expert, self.directory)
+        return QuantizedMatrix(torch.cat(codes), torch.cat(scales), groups.pop()) if len(groups) == 1 else None
+
     def tensor_names(self) -> tuple[str, ...]:
         """The tensors of the checkpoint, without the scales of quantized ones."""
         return tuple(name for name in self._files if not is_scale(name, self._files))
@@ -180,12 +202,10 @@ class Checkpoint:
     def _read_restored(self, stored: QuantizedTensor, piece: Piece, taken: tuple[int, ...], expert: int, out: Tensor) -> None:
         """Restore a matrix, or an expert's, of a quantized checkpoint: rows by rows, in float32, into the beginning of `out`."""
         rows, columns = taken
-        scales = self._scales(stored, expert if piece.expert == "index" else 0)
-        first = expert * rows if piece.expert == "rows" else 0  # of the matrix that the scales are of
+        offset, scales, first = self._matrix(stored, piece, taken, expert)
         place = out[:columns].t() if piece.transpose else out[:rows]
         dtype, block = QUANTIZED_DTYPES[stored.stored_dtype], stored.block(columns)
         row_bytes = stored.shape[-1] * dtype.itemsize
-        offset = stored.offset_bytes + (expert * rows if piece.expert is not None else 0) * row_bytes
         step = max(1, SCRATCH_BYTES // (16 * columns))  # so that its temporaries leave no holes between weights
         for start in range(0, rows, step):
             raw = self._buffer((min(step, rows - start), stored.shape[-1]), dtype)
@@ -193,6 +213,13 @@ class Checkpoint:
             place[start : start + len(raw)].copy_(restored_rows(raw, scales, first + start, block, columns))
         if piece.added:
             place += piece.added
+
+    def _matrix(self, stored: QuantizedTensor, piece: Piece, taken: tuple[int, ...], expert: int) -> tuple[int, Tensor, int]:
+        """First byte of a matrix, or an expert's, the scales of the stored matrix of which it is a part, and its first row there."""
+        row_bytes = stored.shape[-1] * QUANTIZED_DTYPES[stored.stored_dtype].itemsize
+        offset = stored.offset_bytes + (expert * taken[0] if piece.expert is not None else 0) * row_bytes
+        scales = self._scales(stored, expert if piece.expert == "index" else 0)
+        return offset, scales, expert * taken[0] if piece.expert == "rows" else 0
 
     def _read_mxfp4(self, stored: Mxfp4Tensor, row: int, out_CR: Tensor) -> None:
         """Restore the matrix of one expert."""

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 BOS, EOS = 1, 2
 
-# A program: it loads two thirds of the experts of a directory in a dtype, and prints by how many bytes its memory has grown.
+# A program: it loads two thirds of the experts of a directory in a dtype, with weights kept in that or in what a third argument names, and
+# prints by how many bytes its memory has grown.
 MEASURE_LOADING = """
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ directory, dtype = Path(sys.argv[1]), sys.argv[2]
 for wide in (torch.float32, torch.bfloat16):  # the library's own code comes into memory with its first product
     torch.nn.functional.linear(torch.ones(8, 512, dtype=wide), torch.ones(768, 512, dtype=wide))
 before = {key: kilobytes(key) for key in ("VmRSS", "VmHWM", "RssAnon")}
-config = read_model_config(directory, dtype)
+config = read_model_config(directory, dtype, expert_weights=(*sys.argv, "dtype")[3])
 held = [expert for expert in range(config.num_experts) if expert % 3 != 2]
 experts = Experts(config, Checkpoint(directory), dict.fromkeys(config.moe_layers, held))
 print(*[(kilobytes(key) - before[key]) * 1024 for key in before])

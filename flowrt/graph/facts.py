@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +12,7 @@ class ModelFacts:
     end an answer.
 
     `shared_experts`: MoE layers also have experts that every row passes through. `in_library`: the module of transformers computes it.
+    `stored_expert_weights`: what the checkpoint holds routed experts in, if flowrt can keep it.
     """
 
     num_layers: int
@@ -24,12 +25,17 @@ class ModelFacts:
     shared_experts: bool = False
     in_library: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    stored_expert_weights: Literal["dtype", "int8", "fp8"] = "dtype"
 
     @classmethod
-    def of(cls, config: Any) -> ModelFacts:
+    def of(cls, config: Any, stored_expert_weights: Literal["dtype", "int8", "fp8"] = "dtype") -> ModelFacts:
         """The facts of any object that has them as attributes, such as flowrt.operators.model_config.ModelConfig."""
-        given = {field.name: getattr(config, field.name) for field in fields(cls) if field.name not in ("shared_experts", "in_library")}
-        return cls(**given, shared_experts=bool(config.shared_expert_width), in_library=config.library is not None)
+        found: dict[str, Any] = {
+            "shared_experts": bool(config.shared_expert_width),
+            "in_library": config.library is not None,
+            "stored_expert_weights": stored_expert_weights,
+        }
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls) if field.name not in found}, **found)
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

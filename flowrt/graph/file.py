@@ -242,7 +242,9 @@ def _model(
             raise GraphError(f"--model {model_dir}", "", text) from error
         document.fail(where, text)
     implementation: Literal["native", "transformers"] = "transformers" if facts.in_library else "native"
-    return ModelPart(str(path), file.model.dtype or facts.dtype, facts.eos_token_ids, implementation), facts
+    kept = file.model.expert_weights
+    expert_weights = facts.stored_expert_weights if kept == "as_stored" else kept
+    return ModelPart(str(path), file.model.dtype or facts.dtype, facts.eos_token_ids, implementation, expert_weights), facts
 
 
 def _existing(text: str, key: Path_, document: Document, folder: Path, is_file: bool = False) -> Path:

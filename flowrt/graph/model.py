@@ -124,8 +124,8 @@ def role_of(process: str) -> str:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The checkpoint that the graph serves: an absolute directory, the dtype to compute in, the ids that end an answer, and what computes
-    it.
+    """The checkpoint that the graph serves: an absolute directory, the dtype to compute in, the ids that end an answer, what computes it,
+    and what routed experts are kept in.
 
     They are read once, where the graph is loaded: a worker on another host may have only the weights.
     """
@@ -134,6 +134,7 @@ class ModelPart:
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
     implementation: Literal["native", "transformers"] = "native"
+    expert_weights: Literal["dtype", "int8", "fp8"] = "dtype"
 
 
 class Graph(GraphSettings, frozen=True, dict=True):

@@ -14,9 +14,9 @@ from flowrt.graph.placement import held_experts
 from flowrt.launcher.tokenizer_files import conversion, missing_tokenizer
 from flowrt.observe import size_text
 from flowrt.operators.checkpoint_files import check_files
-from flowrt.operators.families.family import part_shapes, parts_to_read
+from flowrt.operators.families.family import EXPERT_PARTS, part_shapes, parts_to_read
 from flowrt.operators.families.registry import read_model_config
-from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.operators.model_config import KEPT_ROWS, ModelConfig, ModelError
 from flowrt.system.machine_limits import memory_limit_bytes
 from flowrt.transports.wire.message import DTYPE_BYTES
 
@@ -38,12 +38,32 @@ def check_model(graph: Graph) -> tuple[str, ...]:
     directory = Path(graph.model.path)
     try:
         notes = check_files(directory, graph.model.implementation)
+        if (why := _why_not_kept(graph)) is not None:
+            raise graph.error("model.expert_weights", why)
         shortage = find_shortage(graph, memory_needs(graph), memory_limit_bytes())
     except (ModelError, OSError) as error:
         raise graph.error("model.path", str(error)) from error
     if shortage is not None:
         raise graph.error("model.path", shortage)
     return (*notes, missing_tokenizer(directory)) if conversion(directory) else notes
+
+
+def _why_not_kept(graph: Graph) -> str | None:
+    """Why the experts of this graph cannot have their weights in 8 bits, and what to do; None: they can, or need not."""
+    model = graph.model
+    if model is None or model.expert_weights == "dtype":
+        return None
+    config = read_model_config(Path(model.path), model.dtype, model.implementation)
+    if config.library is not None:
+        return "models in transformers keep their experts in their dtype; write dtype"
+    shapes = part_shapes(config)
+    if odd := next((rows for part in EXPERT_PARTS if (rows := shapes[part][0]) % KEPT_ROWS), None):
+        return f"the matrices of experts have {odd} rows, and {KEPT_ROWS} of them or a multiple are needed; write dtype"
+    if config.dtype == "float64":
+        return "products with weights in 8 bits are computed in float32, not in float64; write dtype"
+    holders = [node.process for node in graph.nodes.values() if node.kind.holds_experts]
+    device = next((device for process in holders if (device := graph.devices.get(process, "cpu")) != "cpu"), None)
+    return f"experts on {device} keep their weights in their dtype; write dtype" if device else None
 
 
 def check_prompts(graph: Graph) -> None:
@@ -69,33 +89,34 @@ def memory_needs(graph: Graph) -> dict[str, MemoryNeed]:
     """Returns needs by process, in the order of the graph, without processes that hold nothing of the model. Raises ModelError."""
     if graph.model is None:
         return {}
-    model, item_bytes = graph.model, DTYPE_BYTES[graph.model.dtype]
-    config = read_model_config(Path(model.path), model.dtype, model.implementation)
-    found = {process: _need(graph, process, config, item_bytes) for process in graph.process_names()}
+    model = graph.model
+    config = read_model_config(Path(model.path), model.dtype, model.implementation, model.expert_weights)
+    found = {process: _need(graph, process, config) for process in graph.process_names()}
     return {process: need for process, need in found.items() if need.weight_bytes}
 
 
-def _need(graph: Graph, process: str, config: ModelConfig, item_bytes: int) -> MemoryNeed:
-    nodes, limits = graph.nodes_of(process), graph.limits_of(process)
-    num_weights = sum(num for node in nodes for num in _numbers_of(node, config))
+def _need(graph: Graph, process: str, config: ModelConfig) -> MemoryNeed:
+    nodes, limits, item_bytes = graph.nodes_of(process), graph.limits_of(process), DTYPE_BYTES[config.dtype]
+    weight_bytes = sum(num for node in nodes for num in _weight_bytes(node, config))
     parts = {part for node in nodes for part in node.kind.parts}
     if config.tie_word_embeddings and "head" in parts and "embedding" not in parts:
-        num_weights += config.vocab_size * config.hidden_size
+        weight_bytes += config.vocab_size * config.hidden_size * item_bytes
     is_stateful = any(node.kind.stateful for node in nodes)
     num_kv = limits.kv_pages * limits.page_size * config.kv_elements if is_stateful else 0
     state_bytes = limits.num_state_slots * len(config.recurrent_layers) * config.state_bytes if is_stateful else 0
     own = process if config.library is not None else ""  # modules of transformers are not shared
-    holds = own + repr(sorted((node.operator, str(node.options.get("experts", ""))) for node in nodes if any(_numbers_of(node, config))))
-    return MemoryNeed(num_weights * item_bytes, num_kv * item_bytes + state_bytes, holds)
+    holds = own + repr(sorted((node.operator, str(node.options.get("experts", ""))) for node in nodes if any(_weight_bytes(node, config))))
+    return MemoryNeed(weight_bytes, num_kv * item_bytes + state_bytes, holds)
 
 
-def _numbers_of(node: Node, config: ModelConfig) -> Iterator[int]:
-    """The number of weights of each part that the operator of a node reads."""
+def _weight_bytes(node: Node, config: ModelConfig) -> Iterator[int]:
+    """The bytes of each part that the operator of a node reads."""
     shapes = part_shapes(config)
     for part, layers in parts_to_read(config).items():
         if part in node.kind.parts:
             held = held_experts(node.options["experts"], config.moe_layers) if node.kind.holds_experts else {}
-            yield prod(shapes[part]) * (sum(map(len, held.values())) or len(list(layers)))
+            item_bytes = config.expert_item_bytes if node.kind.holds_experts else DTYPE_BYTES[config.dtype]
+            yield prod(shapes[part]) * item_bytes * (sum(map(len, held.values())) or len(list(layers)))
 
 
 def needs_text(needs: Mapping[str, MemoryNeed]) -> str:

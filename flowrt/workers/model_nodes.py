@@ -100,8 +100,10 @@ def site_of(
 def config_of(graph: Graph) -> ModelConfig:
     """The configuration of the graph's model, with the graph's dtype and end-of-sequence ids."""
     directory = _directory_of(graph)
-    assert graph.model is not None
-    return replace(read_model_config(directory, graph.model.dtype, graph.model.implementation), eos_token_ids=graph.model.eos_token_ids)
+    model = graph.model
+    assert model is not None
+    config = read_model_config(directory, model.dtype, model.implementation, model.expert_weights)
+    return replace(config, eos_token_ids=model.eos_token_ids)
 
 
 def _directory_of(graph: Graph) -> Path:

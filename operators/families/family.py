@@ -53,6 +53,8 @@ PARTS: Mapping[str, str] = {
     "library_expert": "[numbers] of one expert, of a model in transformers",
 }
 
+EXPERT_PARTS = ("expert_gate_up", "expert_down")  # the two matrices of an expert
+
 
 def part_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes that PARTS describes, in numbers of this model; of an expert part that of one expert."""

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
+from quantized_checkpoints import SCHEMES, quantize
 
 from flowrt.api.opening import read_graph
 from flowrt.errors import GraphError
+from flowrt.graph.written import to_yaml
 from flowrt.launcher import start_checks
 from flowrt.launcher.start_checks import MemoryNeed, find_shortage, memory_needs, needs_text
 from flowrt.operators.checkpoint_files import read_header
@@ -59,3 +61,42 @@ def test_the_check_before_a_start_refuses_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(start_checks, "memory_limit_bytes", lambda: MIB)
     with pytest.raises(GraphError, match=r"model\.path: the graph needs weights of .* and this machine has 1\.0 MiB; choose a smaller"):
         start_checks.check_model(graph)
+
+
+def test_experts_in_8_bits_need_a_quarter_of_float32() -> None:
+    settings = ("deploy.experts.servers=2", "model.dtype=float32")
+    wide, narrow = (memory_needs(read_graph(TINY, (*settings, f"model.expert_weights={kept}"))) for kept in ("dtype", "int8"))
+    assert wide["experts.0"].weight_bytes == 4 * narrow["experts.0"].weight_bytes
+    assert wide["attention.0"] == narrow["attention.0"]
+
+
+@pytest.mark.parametrize(("scheme", "kept"), [("FP8 by blocks", "fp8"), ("INT8 by rows", "int8"), ("INT4 by groups", "dtype")])
+def test_what_is_stored_is_read_with_the_graph(tmp_path: Path, scheme: str, kept: str) -> None:
+    plain = quantize(make_checkpoint(tmp_path / "model", layers=2), tmp_path, *SCHEMES[scheme])
+    graph = read_graph(tmp_path / "quantized", ["model.expert_weights=as_stored"])
+    assert graph.model is not None
+    assert graph.model.expert_weights == kept
+    assert (f"expert_weights: {kept}" in to_yaml(graph)) == (kept != "dtype")
+    plain_graph = read_graph(plain, ["model.expert_weights=as_stored"])
+    assert plain_graph.model is not None
+    assert plain_graph.model.expert_weights == "dtype"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (["model.dtype=float64"], "are computed in float32, not in float64; write dtype"),
+        (["model.implementation=transformers"], "models in transformers keep their experts in their dtype; write dtype"),
+        (["deploy.experts.servers=1", "deploy.experts.device=cuda:0"], "experts on cuda:0 keep their weights in their dtype; write dtype"),
+    ],
+)
+def test_weights_in_8_bits_that_are_not_possible_are_refused(tmp_path: Path, settings: list[str], text: str) -> None:
+    directory = make_checkpoint(tmp_path, layers=2)
+    with pytest.raises(GraphError, match=rf"model\.expert_weights.*{text}"):
+        start_checks.check_model(read_graph(directory, [*settings, "model.expert_weights=int8"]))
+
+
+def test_matrices_that_fill_no_panel_are_refused(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, layers=2, width=44)
+    with pytest.raises(GraphError, match="the matrices of experts have 88 rows, and 16 of them or a multiple are needed; write dtype"):
+        start_checks.check_model(read_graph(directory, ["model.expert_weights=fp8"]))

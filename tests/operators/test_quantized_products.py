@@ -1,0 +1,190 @@
+"""Products with weights that are kept in 8 bits: those of the restored matrix, with bits of a row that depend on that row alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from operator import sub
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import MEASURE_LOADING, make_large_checkpoint
+from quantized_checkpoints import SCHEMES
+from quantized_checkpoints import quantize as store_quantized
+from torch import Tensor
+
+from flowrt.operators import quantized_products
+from flowrt.operators.checkpoint_files import stored_expert_weights
+from flowrt.operators.experts import Experts
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import ExpertWeights, ModelError
+from flowrt.operators.quantized_products import QuantizedPanels, quantize
+from flowrt.operators.restored_weights import QuantizedMatrix
+from flowrt.operators.row_blocks import StrictBlocks
+from flowrt.operators.weights import Checkpoint
+
+KEPT: tuple[ExpertWeights, ...] = ("int8", "fp8")
+SHAPES = [(16, 32, 32), (48, 100, 33), (176, 96, 32), (80, 1000, 128), (272, 288, 288)]  # outputs, inputs, columns of a group
+CODES = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+
+pytestmark = pytest.mark.skipif(not quantized_products._levels, reason="this processor has no AVX2, or there was no compiler")
+
+
+def drawn(shape: tuple[int, int, int], kept: ExpertWeights) -> QuantizedMatrix:
+    num_outputs, num_inputs, group = shape
+    generator = torch.Generator().manual_seed(num_inputs)
+    whole = torch.randint(-127, 128, (num_outputs, num_inputs), generator=generator)
+    codes = whole.to(torch.int8) if kept == "int8" else (whole * 3.5).to(torch.float8_e4m3fn)
+    return QuantizedMatrix(codes, torch.rand(num_outputs, -(-num_inputs // group), generator=generator) / 100 + 0.001, group)
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bits_of_a_row_are_its_own(shape: tuple[int, int, int], kept: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever number of rows comes, wherever the row stands, with any number of threads, and at every level of instructions."""
+    given = drawn(shape, kept)
+    x = torch.randn(70, shape[1], generator=torch.Generator().manual_seed(1))
+    alone: Tensor | None = None
+    for level in quantized_products._levels:
+        monkeypatch.setattr(quantized_products, "_levels", [level])
+        matrix = QuantizedPanels(given)
+
+        def product(rows: Tensor, num_threads: int = 1, matrix: QuantizedPanels = matrix) -> Tensor:
+            y = rows.new_full((len(rows) + 1, shape[0]), 7.0)
+            matrix.into(rows.data_ptr(), y.data_ptr(), len(rows), num_threads)
+            assert (y[-1] == 7.0).all()  # nothing is written behind the last row
+            return y[:-1]
+
+        if alone is None:
+            alone = torch.cat([product(row) for row in x.split(1)])
+            torch.testing.assert_close(alone.double(), x.double() @ given.restored().double().t(), rtol=1e-5, atol=1e-4)
+        for num_rows in (*range(1, 27), 48, 61):
+            for start, num_threads in ((0, 1), (9, 2), (3, 3)):
+                assert torch.equal(product(x[start : start + num_rows], num_threads), alone[start : start + num_rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_results_have_the_dtype_of_the_rows(dtype: torch.dtype) -> None:
+    given = drawn((32, 64, 64), "int8")
+    x, bias = torch.randn(3, 64).to(dtype), torch.randn(32).to(dtype)
+    found, expected = QuantizedPanels(given)(x, bias), (x.float() @ given.restored().t()).to(dtype) + bias
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected)
+    for wrong in (torch.zeros(3, 63), torch.zeros(64)):
+        with pytest.raises(ValueError, match="takes rows of 64"):
+            QuantizedPanels(given)(wrong)
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_every_code_has_its_value(kept: ExpertWeights) -> None:
+    dtype = torch.int8 if kept == "int8" else torch.float8_e4m3fn
+    codes = CODES if kept == "int8" else CODES[(CODES & 127) != 127]
+    column = torch.cat([codes, codes.new_zeros(-len(codes) % 16)])
+    matrix = QuantizedPanels(QuantizedMatrix(column.view(dtype)[:, None], torch.ones(len(column), 1), 1))
+    assert torch.equal(matrix(torch.ones(1, 1))[0, : len(codes)], codes.view(dtype).float())
+
+
+def test_weights_that_are_no_numbers_are_refused() -> None:
+    for code in (0x7F, 0xFF):
+        codes = torch.zeros(16, 4, dtype=torch.uint8)
+        codes[3, 1] = code
+        with pytest.raises(ModelError, match="is NaN"):
+            QuantizedPanels(QuantizedMatrix(codes.view(torch.float8_e4m3fn), torch.ones(16, 1), 4))
+
+
+def test_invalid_arguments_of_c_are_refused() -> None:
+    product = quantized_products._quantized.product
+    right = [quantized_products._levels[-1], 0, 0, 0, 0, 0, 0, 16, 16, 16, 1]
+    product(*right)  # no rows, nothing to do
+    wrong_at = ((0, 9), (0, -1), (1, 2), (1, -1), (6, -1), (7, 15), (7, -16), (8, 0), (9, 0), (9, -4), (10, 0), (10, 1 << 32))
+    for place, wrong in wrong_at:
+        with pytest.raises(ValueError, match="multiple of 16"):
+            product(*right[:place], wrong, *right[place + 1 :])
+    with pytest.raises(TypeError):
+        product(0, 0)
+
+
+def test_without_the_module_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_products, "_levels", [])
+    with pytest.raises(ModelError, match="need a processor with AVX2, and a compiler when flowrt is installed; write dtype"):
+        QuantizedPanels(drawn((16, 32, 32), "int8"))
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_quantized_weights_are_near_their_values(kept: ExpertWeights) -> None:
+    weight = torch.randn(32, 200)
+    weight[7] = 0
+    weight[8] *= 1e-6
+    found = quantize(weight.to(torch.bfloat16), kept)
+    weight = weight.to(torch.bfloat16).float()
+    error = (found.restored() - weight).abs()
+    largest = weight.abs().amax(1, keepdim=True)
+    bound = largest / 127 / 2 if kept == "int8" else torch.maximum(weight.abs() / 16, largest / 448 / 512)
+    assert (error <= bound * 1.001).all()
+    assert found.scales_NC.shape == (32, 1)
+
+
+def experts_of(directory: Path, kept: ExpertWeights, dtype: str = "float32", **more: Any) -> Experts:
+    config = replace(read_model_config(directory, dtype), expert_weights=kept)
+    return Experts(config, Checkpoint(directory), {1: range(config.num_experts)}, **more)
+
+
+def outputs(experts: Experts, num_rows: int = 24) -> Tensor:
+    config, generator = experts.config, torch.Generator().manual_seed(num_rows)
+    x_RH = torch.randn(num_rows, config.hidden_size, generator=generator).to(getattr(torch, config.dtype))
+    return experts.forward_pairs(1, x_RH, torch.arange(num_rows), torch.arange(num_rows) % config.num_experts)
+
+
+@pytest.mark.parametrize("name", ["plain", "deepseek_v3"])
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if "E5M2" not in name and "packed" not in name and "INT4" not in name])
+def test_codes_of_a_checkpoint_are_kept(models: Any, tmp_path: Path, scheme: str, name: str) -> None:
+    plain = store_quantized(models[name], tmp_path, *SCHEMES[scheme])
+    directory = tmp_path / "quantized"
+    config = read_model_config(directory)
+    kept = stored_expert_weights(directory, config)
+    assert kept == ("int8" if "INT8" in scheme else "fp8")
+    config, shape = replace(config, expert_weights=kept), (config.hidden_size, config.expert_width)
+    found = Checkpoint(directory).read_codes(config, "expert_down", shape, layer=1, expert=5)
+    assert found is not None
+    assert torch.equal(found.restored(), Checkpoint(plain).read_part(config, "expert_down", shape, layer=1, expert=5, dtype=torch.float32))
+    torch.testing.assert_close(outputs(experts_of(directory, kept)), outputs(experts_of(plain, "dtype")), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["FP8 E5M2", "INT4 by groups", "INT8 packed"])
+def test_other_checkpoints_are_quantized_from_what_they_stand_for(models: Any, tmp_path: Path, scheme: str) -> None:
+    plain = store_quantized(models["plain"], tmp_path, *SCHEMES[scheme])
+    assert stored_expert_weights(tmp_path / "quantized", read_model_config(tmp_path / "quantized")) == "dtype"
+    for kept in KEPT:
+        assert torch.equal(outputs(experts_of(tmp_path / "quantized", kept)), outputs(experts_of(plain, kept)))
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_rows_of_experts_are_their_own_in_strict_numerics(models: Any, kept: ExpertWeights) -> None:
+    experts = experts_of(models["plain"], kept, "bfloat16", blocks=StrictBlocks())
+    experts.prove()
+    many = outputs(experts)
+    assert many.dtype == torch.bfloat16
+    generator = torch.Generator().manual_seed(24)
+    x_RH = torch.randn(24, experts.config.hidden_size, generator=generator).to(torch.bfloat16)
+    for row in range(24):
+        alone = experts.forward_pairs(1, x_RH[row : row + 1], torch.tensor([0]), torch.tensor([row % experts.config.num_experts]))
+        assert torch.equal(alone[0], many[row])
+    fast = outputs(experts_of(models["plain"], kept, "bfloat16"))
+    torch.testing.assert_close(fast, many, rtol=0.02, atol=0.03)  # strict numerics round between the two products
+
+
+def test_weights_in_8_bits_take_half_the_memory_of_bfloat16(tmp_path: Path) -> None:
+    directory = make_large_checkpoint(tmp_path / "large")
+
+    def growth(kept: ExpertWeights) -> list[int]:
+        command = [sys.executable, "-c", MEASURE_LOADING, str(directory), "bfloat16", kept]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+        return list(map(int, done.stdout.split()))
+
+    half = 4 * 11 * 3 * 768 * 512
+    plain = growth("dtype")
+    for kept in KEPT:
+        assert all(saved > 0.4 * half for saved in map(sub, plain, growth(kept)))  # the rest is code, and buffers of one matrix
