@@ -235,8 +235,8 @@ def test_two_graphs_are_measured_against_each_other(model: Path, tmp_path: Path,
 
 
 def test_only_different_float32_tokens_are_an_error() -> None:
-    tokens = {"tokens": {"eager, batch 1": vars(TokenAgreement(4, 1, [0.1]))}}
-    for dtype, is_error in (("float32", True), ("bfloat16", False)):
+    for dtype, same, is_error in (("float32", True, True), ("float32", False, False), ("bfloat16", True, False)):
+        tokens = {"tokens": {"eager, batch 1": vars(TokenAgreement(4, 1, [0.1]))}, "same_weights": same}
         assert have_different_tokens(BenchmarkReport("decode", Machine.here(), [], sections=[ReportSection(dtype, tokens)])) is is_error
 
 

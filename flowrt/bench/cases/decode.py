@@ -20,7 +20,7 @@ from flowrt.bench.measure.benchmark import Measure, Result, Trial
 from flowrt.bench.measure.decoding import DecodeRun, Prompts, TokenAgreement, prompts_of
 from flowrt.bench.measure.graph_side import GraphSide, check_limits
 from flowrt.bench.measure.limits import measure_limits_apart
-from flowrt.bench.measure.memory import memory_of
+from flowrt.bench.measure.memory import memory_of, served_model
 from flowrt.bench.measure.step_split import StepSplit, min_bytes_per_step, split_of
 from flowrt.bench.peers import decode_vllm
 from flowrt.bench.peers.process import Peer, start_peer
@@ -67,7 +67,7 @@ async def measure(
     for dtype in options.dtype:
         graph = read_checked_graph(graph_file, model, dtype, options.overrides, options)
         async with AsyncExitStack() as stack:
-            peers: list[DecodeSide] = []
+            peers, second = list[DecodeSide](), None
             if against is not None:
                 second = read_checked_graph(against, model, dtype, against_overrides, options)
                 peers.append(GraphSide(await stack.enter_async_context(open_graph(second)), against.stem))
@@ -97,6 +97,7 @@ async def measure(
             yield f"memory, {dtype}: {memory}"
         record = {
             "tokens": agreement_record(agreements),
+            "same_weights": served_model(graph).expert_weights == ("dtype" if second is None else served_model(second).expert_weights),
             "tried_tokens_per_second": tried,
             "splits_seconds": {batch: [each.as_json() for each in rows] for batch, rows in splits.items()},
             "memory": {**vars(memory), "bound_bytes": memory.bound_bytes, "met": memory.met},
@@ -159,8 +160,9 @@ def agreement_record(agreements: dict[str, TokenAgreement]) -> dict[str, Any]:
 
 
 def have_different_tokens(report: BenchmarkReport) -> bool:
-    """Float32 tokens that differ from a peer's: an error of flowrt, not a matter of rounding."""
-    return any(each["num_different"] for each in report.details.get("float32", {}).get("tokens", {}).values())
+    """Float32 tokens that differ from a peer's with the same weights: an error of flowrt, not a matter of rounding."""
+    details = report.details.get("float32", {})
+    return details.get("same_weights", True) and any(each["num_different"] for each in details.get("tokens", {}).values())
 
 
 def target_of(phase: str, batch: int, options: DecodeOptions, ours: DecodeSide, peer: DecodeSide) -> Target | None:
