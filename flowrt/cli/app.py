@@ -1,4 +1,4 @@
-"""The command line: `flowrt demo|run|chat|serve|up|ps|logs|drain|down|init|models|graph|bench|check|chaos|simulate|doctor`.
+"""The command line: `flowrt demo|run|chat|serve|up|ps|logs|drain|down|init|models|quantize|graph|bench|check|chaos|simulate|doctor`.
 
 It holds the options, their help texts, and the errors: one line on standard error, exit code 2. The commands load when they are called,
 so that `flowrt --help` is fast. `main` is the entry point.
@@ -12,7 +12,7 @@ import re
 import sys
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env
@@ -277,6 +277,30 @@ def models(
         print_known(Console())
     else:
         print_model(path, Console())
+
+
+@app.command(name="quantize")
+def quantize_checkpoint(
+    model: Annotated[Path, Parameter(help="The folder of a checkpoint in bfloat16, float16 or float32.")],
+    out: Annotated[Path, Parameter(help="The new folder to write.")],
+    /,
+    *,
+    weights: Annotated[Literal["int8", "fp8"], Parameter(help="What the weights become.")] = "int8",
+    prompts: Annotated[
+        str | None,
+        Parameter(
+            help="A file of texts, as for flowrt run: smooth the model after them, so that rows lose less as INT8; needs transformers."
+        ),
+    ] = None,
+) -> None:
+    """Write a checkpoint with weights in 8 bits, which vLLM reads, too.
+
+    The matrices of attention, MLPs and experts have one scale per output; all
+    others stay as they are. Exit codes: 0 written, 2 bad input.
+    """
+    from flowrt.cli.quantize import write
+
+    write(model, out, weights, prompts)
 
 
 @app.command
